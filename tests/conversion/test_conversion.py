@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-from support import comparison, model_folders
+from support import comparison, entity_folders, model_folders
 from support.gguf_reader import GGUFReader
 from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, read, with_head
 from tokenizers import Tokenizer as HubTokenizer
@@ -289,17 +289,28 @@ def test_sharded_weights_make_the_same_model(tmp_path: Path) -> None:
     assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_a_changed_folder_is_converted_again(tmp_path: Path, own_cache: Path) -> None:
+@pytest.mark.parametrize("revealed_by", ["time", "samples"])
+def test_a_changed_folder_is_converted_again(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, revealed_by: str
+) -> None:
+    if revealed_by == "time":
+        for sampled, value in {"_HEADER_BYTES": 1, "_SAMPLES": 2, "_SAMPLE_BYTES": 1}.items():
+            monkeypatch.setattr(_local_file, sampled, value)
     folder = model_folders.llama(tmp_path / "m")
     first = local_file(folder.write())
-    folder.tensors["model.norm.weight"] = folder.tensors["model.norm.weight"] + 1
+    weights = folder.path / "model.safetensors"
+    time = weights.stat().st_mtime_ns
+    name = "model.layers.1.input_layernorm.weight"  # neither the first nor the last of the file
+    folder.tensors[name] = folder.tensors[name] + 1
     path = folder.write()
+    if revealed_by == "samples":
+        os.utime(weights, ns=(time, time))
     second = local_file(path)
     settings = path / "config.json"  # alone: the weights and their time stay as they are
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "rope_theta": 5000.0}))
     third = local_file(path)
     assert len({first, second, third}) == 3
-    assert read(second)[1]["output_norm.weight"][0] == folder.tensors["model.norm.weight"][0]
+    assert read(second)[1]["blk.1.attn_norm.weight"][0] == folder.tensors[name][0]
     assert read(third)[0]["llama.rope.freq_base"] == 5000.0
 
 
@@ -333,6 +344,18 @@ def _record_opened_files() -> None:
     sys.addaudithook(lambda event, args: _opened.add(str(args[0])) if event == "open" else None)
 
 
+def check_key(path: Path, output: Path) -> set[str]:
+    """Require the key of a conversion to cover each file that the conversion reads, and return these."""
+    _record_opened_files()
+    _opened.clear()
+    convert(path, output)
+    read_files = {name for name in _opened if name.startswith(str(path))}
+    _opened.clear()
+    _local_file._key(path, None, {})
+    assert read_files <= _opened
+    return read_files
+
+
 def test_the_key_of_a_conversion_covers_every_file_that_is_read(tmp_path: Path, own_cache: Path) -> None:
     folder = model_folders.bert(tmp_path / "m")
     folder.pool(dense=16)
@@ -343,14 +366,9 @@ def test_the_key_of_a_conversion_covers_every_file_that_is_read(tmp_path: Path, 
     for module in listing:
         module["path"] = module["path"].replace("2_Dense", "modules/2_Dense")
     (path / "modules.json").write_text(json.dumps(listing))
-    _record_opened_files()
-    _opened.clear()
-    convert(path, tmp_path / "m.gguf")
-    read_files = {name for name in _opened if name.startswith(str(path))}
-    assert any("modules/2_Dense" in name for name in read_files)
-    _opened.clear()
-    _local_file._key(path, None, {})
-    assert read_files <= _opened
+    assert any("modules/2_Dense" in name for name in check_key(path, tmp_path / "m.gguf"))
+    path = entity_folders.RECORDED["modernbert and bert"](tmp_path / "entities").write()
+    assert any("labels_tokenizer" in name for name in check_key(path, tmp_path / "entities.gguf"))
 
 
 def test_weights_that_change_while_they_are_converted_are_not_cached(

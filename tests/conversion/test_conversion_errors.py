@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import model_folders
 from support.model_folders import DIM, FFN, Folder
 
@@ -219,3 +220,11 @@ def test_a_weight_that_is_not_finite_in_float32_is_named(tmp_path: Path, dtype: 
     folder.tensors[name][-1, -1] = value
     with pytest.raises(GGUFError, match=f"tensor {name} contains a value that is not finite"):
         convert(folder.write(), tmp_path / "m.gguf")
+
+
+def test_a_tensor_that_is_in_two_files_is_named(tmp_path: Path) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    path = folder.write(shards=2)
+    save_file(folder.tensors, path / "model-00002-of-00002.safetensors")
+    with pytest.raises(GGUFError, match=r"is also in model-00001-of-00002\.safetensors"):
+        convert(path, tmp_path / "m.gguf")

@@ -147,7 +147,7 @@ def test_a_conversation_that_continues_is_stored_once_when_the_server_closes(
     assert usage.prompt_tokens_details.cached_tokens == n
 
 
-def test_files_beyond_the_limit_are_removed_oldest_first(
+def test_files_beyond_the_limit_are_removed_least_recently_used_first(
     restarted: Callable[..., Any], tmp_path: Path
 ) -> None:
     def store(server: Running, i: int) -> None:
@@ -162,7 +162,9 @@ def test_files_beyond_the_limit_are_removed_oldest_first(
     newer = set(files(tmp_path)) - {oldest}
     assert len(newer) == 1
     with restarted(prefix_store_bytes=oldest.stat().st_size * 5 // 2) as (server, _):
+        ask(server, "Whence?", f"0. {SYSTEM}")
         store(server, 2)
     left = set(files(tmp_path))
-    assert oldest not in left
-    assert newer < left
+    assert oldest in left
+    assert len(left) == 2
+    assert not newer & left
