@@ -134,6 +134,13 @@ def test_a_body_may_have_many_chunks_but_not_any_number(server: Running) -> None
     assert b"the body has 4101 chunks in its first 4101 bytes; the limit is 4096" in answer
 
 
+def test_chunks_are_counted_for_each_body(server: Running) -> None:
+    body = chunked(3000)
+    with server.connect() as connection:
+        connection.sendall(body.replace(b"connection: close\r\n", b"") + body)
+        assert read_all(connection).count(b"HTTP/1.1 200 ") == 2
+
+
 def test_invalid_data_after_an_answer_closes_the_connection_silently(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,10 +33,11 @@ BUILDS = ("build/emulator", "build/metal", "build/testing")
 TIME_LIMIT_S = 600  # for the tests of a mutant; a mutant that hangs is noticed
 # Tests of each part of the project, by the prefix of its files; the first prefix that fits counts.
 PYTHON = "python/metal_prefill/"
+_MODELS = "tests/engine/test_experts.py tests/engine/test_odd_dimensions.py tests/engine/test_q8_cache.py"
 PARTS = {
     "shaders/": "tests/metal",
-    "cpp/metal/": "tests/metal",
-    "cpp/cpu/": "tests/cpu tests/engine/test_engine.py tests/engine/test_encoders.py",
+    "cpp/metal/": f"tests/metal {_MODELS}",
+    "cpp/cpu/": f"tests/cpu tests/engine/test_engine.py tests/engine/test_encoders.py {_MODELS}",
     "cpp/sampling/": "tests/generation",
     "cpp/": "tests/engine",
     "emulator/": "emulator/tests",
@@ -44,10 +45,12 @@ PARTS = {
         PYTHON + room: f"tests/{room}"
         for room in ("text/", "conversion/", "generation/", "tasks/", "serve/", "bench/")
     },
-    **{PYTHON + room: "tests/files" for room in ("files/", "hub/", "storage/", "synth/", "_support/")},
+    **{PYTHON + room: "tests/files" for room in ("files/", "synth/", "_support/")},
+    f"{PYTHON}hub/": "tests/files tests/conversion/test_conversion.py",
+    f"{PYTHON}storage/": "tests/files tests/serve/test_prefix_store.py tests/serve/test_prefix_namespaces.py",
     **{PYTHON + room: "tests/cli" for room in ("commands/", "cli", "chat")},
     f"{PYTHON}gpu/": "tests/metal/test_cost_model.py tests/metal/test_trace.py tests/metal/test_doctor.py",
-    f"{PYTHON}integrations/": "tests/integrations",
+    f"{PYTHON}integrations/": "tests/integrations tests/tasks/test_evaluation.py",
     PYTHON: "tests/engine tests/generation/test_generation.py",
 }
 Mutant = Callable[[], str]  # returns the changed text of a file
