@@ -30,10 +30,11 @@ class Layout {
   enum class Float32 { kAlways, kWhereRead };
   Activations activations(std::size_t columns, Forms forms, Float32 f32) {
     Activations a{forms, {}, {}, {}, {}, {}};
-    if (forms.f32 || forms.super || forms.rotated || f32 == Float32::kAlways) a.f32 = floats(columns);
+    if (forms.f32 || forms.super || (forms.rotated && !forms.from_pairs) || f32 == Float32::kAlways)
+      a.f32 = floats(columns);
     if (forms.int8) a.int8 = tiles<ActivationTile>(columns / kBlockCols);
     if (forms.super) a.super = tiles<SuperTile>(columns / kSuperCols);
-    if (forms.bfloat16) {
+    if (forms.bfloat16 || forms.from_pairs) {
       // A row and a cache line: rows that are a power of two apart would share few sets of the L1 cache.
       const std::size_t stride = round_up(columns, kPairPad) + kPairPad;
       a.bfloat16 = {take<std::uint16_t>(round_up(rows_, kTileTokens) * stride), stride};

@@ -40,12 +40,17 @@ inline void with_activation(const Activation* activation, Body&& body) {
   with_activation(*activation, [&](auto kind) { body(Activated<kind()>()); });
 }
 
-// Stores the products of a vector of rows, from row `row` of the group, with a token.
+// The results of a vector of rows, from row `row` of the group, by their products.
 template <typename Activate>
-inline void deliver(const ProductOutput& out, int token, int row, F products, Activate) {
+inline F results(const ProductOutput& out, int row, F products, Activate) {
+  return Activate::apply(out.bias ? Simd::add(products, Simd::load(out.bias + row)) : products);
+}
+
+// Stores them for a token.
+template <typename Activate>
+inline void deliver(const ProductOutput& out, int token, int row, F products, Activate activate) {
   float* to = out.row(token) + row;
-  if (out.bias) products = Simd::add(products, Simd::load(out.bias + row));
-  products = Activate::apply(products);
+  products = results(out, row, products, activate);
   if (out.add) products = Simd::add(Simd::load(to), products);
   Simd::store(to, products);
 }
