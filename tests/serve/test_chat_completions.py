@@ -113,6 +113,21 @@ def test_log_probabilities_match_a_session(server: Running, cpu_model: Model) ->
     assert b"".join(bytes(c.bytes or []) for c in content).decode() == answer.choices[0].message.content
 
 
+def test_the_token_that_ends_a_text_has_no_log_probability(server: Running, cpu_model: Model) -> None:
+    (end, *_) = sorted(cpu_model.tokenizer.stop_ids)
+    answer = server.client().chat.completions.create(
+        model="demo",
+        messages=MESSAGES,
+        max_tokens=6,
+        temperature=0,
+        logprobs=True,
+        logit_bias={str(end): 100},
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.content == []
+
+
 def test_text_parts_are_joined_and_others_rejected(server: Running, cpu_model: Model) -> None:
     parts = [{"type": "text", "text": "Who art thou? "}, {"type": "text", "text": "<|endoftext|>"}]
     body: dict[str, Any] = {"messages": [MESSAGES[0], {"role": "user", "content": parts}]}
