@@ -213,9 +213,13 @@ def test_an_overflow_has_the_words_that_clients_look_for(iterating: tuple[Runnin
 
 @pytest.mark.parametrize("template", ["reasoning_effort", "enable_thinking"])
 def test_the_effort_of_reasoning_reaches_the_template(demo_path: Path, template: str) -> None:
-    with running_with_template(demo_path, f"{{{{ {template} }}}}") as (server, model):
+    answers = {"none": "It answers at once.", "high": "It thinks."}
+    source = f"{{{{ '{answers['high']}' if enable_thinking else '{answers['none']}' }}}}"
+    if template == "reasoning_effort":
+        source = "{{ reasoning_effort }}"
+    with running_with_template(demo_path, source) as (server, model):
         for effort in ("none", "high"):
-            expected = effort if template == "reasoning_effort" else str(effort != "none")
+            expected = effort if template == "reasoning_effort" else answers[effort]
             count = post(server, reasoning_effort=effort).json()["usage"]["prompt_tokens"]
             assert count == len(model.tokenizer.encode(expected, add_bos=False))
             if template == "reasoning_effort":
