@@ -4,6 +4,7 @@ Each function takes the package, so that the same code runs with sentence-transf
 records, and with the interface of this package.
 """
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,9 +114,10 @@ def quantization(st: Any, paths: Paths) -> Any:
     model = _minilm(st, paths)
     embeddings = model.encode(SENTENCES)
     ranges = np.vstack([embeddings.min(axis=0) - 0.01, embeddings.max(axis=0) + 0.01])
+    module = importlib.import_module(f"{st.__name__}.quantization")
     return (
         model.encode(SENTENCES, precision="ubinary")[:, ::8].astype(int) // 128,
-        st.quantize_embeddings(embeddings, precision="binary").shape,
+        module.quantize_embeddings(embeddings, precision="binary").shape,
         st.quantize_embeddings(embeddings, precision="int8", ranges=ranges),
         st.quantize_embeddings(embeddings, "uint8", calibration_embeddings=embeddings * 2),
     )

@@ -1,7 +1,4 @@
-"""Functions of ``sentence_transformers.util`` over arrays.
-
-Tensors of PyTorch are accepted, and then similarities are tensors.
-"""
+"""Functions of ``sentence_transformers.util`` over arrays; of PyTorch's tensors, similarities are tensors."""
 
 from collections.abc import Sequence
 from typing import Any
