@@ -1,7 +1,7 @@
 // The interface between the emulated Metal classes and the machine that runs the shaders.
 //
 // Shaders are compiled ahead of time. Each translation unit registers a ShaderLibrary: its source text (for
-// lookups by newLibraryWithSource), its kernels and its function constants. An Executor allocates memory and
+// lookups by newLibraryWithSource), and its kernels. An Executor allocates memory and
 // runs the command lists that command buffers hand over; cpu/ runs kernels on fibers, cuda/ on an NVIDIA GPU.
 //
 // The Metal classes check everything that is known when a command is encoded: bindings are present, of the
@@ -33,26 +33,6 @@ struct Dim3 {
   bool operator==(const Dim3&) const = default;
 };
 
-enum class ConstantType : std::uint8_t {
-  kBool,
-  kChar,
-  kUChar,
-  kShort,
-  kUShort,
-  kInt,
-  kUInt,
-  kLong,
-  kULong,
-  kHalf,
-  kFloat
-};
-
-struct FunctionConstant {
-  const char* name;
-  int index;
-  ConstantType type;
-};
-
 // A buffer or threadgroup argument of a kernel; built-in arguments (thread positions and the like) are not
 // listed.
 struct KernelArgument {
@@ -63,9 +43,7 @@ struct KernelArgument {
   bool writable;              // device memory without const
   std::size_t element_bytes;  // of the pointed-to or referenced type
   std::size_t element_align;
-  bool reference;         // a reference needs at least element_bytes
-  int function_constant;  // index of the constant that must be true for the argument to exist; -1: always
-                          // exists
+  bool reference;  // a reference needs at least element_bytes
 };
 
 struct Kernel {
@@ -80,7 +58,6 @@ struct ShaderLibrary {
   const char* name;         // file name of the .metal source
   std::string_view source;  // the exact text that newLibraryWithSource must be given
   std::span<const Kernel> kernels;
-  std::span<const FunctionConstant> constants;
   // Macros that the options of newLibraryWithSource may define as 1: the guard omits kernels, a selector
   // restores those that it selects.
   const char* guard = nullptr;  // null: none
@@ -92,21 +69,11 @@ struct ShaderLibrary {
 void register_library(const ShaderLibrary* library);
 std::vector<const ShaderLibrary*> registered_libraries();
 
-// Values of function constants by index; sorted, at most one of an index.
-struct ConstantValue {
-  int index;
-  ConstantType type;
-  std::uint64_t bits;  // the value's bytes, in the low end
-  bool operator==(const ConstantValue&) const = default;
-};
-using Specialization = std::vector<ConstantValue>;
-
-// A kernel made ready to run with its constants. An executor may derive from it.
+// A kernel made ready to run. An executor may derive from it.
 struct Pipeline {
   virtual ~Pipeline() = default;
   const ShaderLibrary* library = nullptr;
   const Kernel* kernel = nullptr;
-  Specialization constants;
   std::size_t static_threadgroup_bytes = 0;
   std::uint32_t max_threads = kMaxThreads;
 };
@@ -223,9 +190,8 @@ class Executor {
   // A compiled library from a file, for newLibraryWithURL. It lives as long as the process. Throws
   // std::runtime_error.
   virtual const ShaderLibrary* load(const std::string& path) = 0;
-  // Throws std::runtime_error if the kernel cannot run with these constants.
-  virtual std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel,
-                                                  const Specialization& constants) = 0;
+  // Throws std::runtime_error if the kernel cannot run.
+  virtual std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel) = 0;
   // Runs the commands in order of submission, asynchronously; `done` is called once from any thread.
   virtual void submit(std::vector<Command> commands, std::function<void(Completion)> done) = 0;
 };

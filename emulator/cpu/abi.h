@@ -155,15 +155,6 @@ struct ThreadgroupLayout {
   }
 };
 
-struct ConstantValue {
-  int index;
-  u64 bits;
-};
-struct ConstantValues {
-  const ConstantValue* values;
-  u64 count;
-};
-
 struct Argument {
   u8 space;  // 0 device, 1 constant, 2 threadgroup
   int index;
@@ -171,7 +162,6 @@ struct Argument {
   bool writable;
   u64 element_bytes, element_align;
   bool reference;
-  int function_constant;
 };
 
 struct Kernel {
@@ -180,19 +170,10 @@ struct Kernel {
   u32 line;
   const Argument* arguments;
   u32 argument_count;
-  u32 max_threads;       // 0: no limit in the source
-  const int* constants;  // indices of the function constants that the kernel may read
-  u32 constant_count;
+  u32 max_threads;  // 0: no limit in the source
   void (*call)(const Invocation& invocation);
   const ThreadgroupLayout* layout;
-  void (*specialize)(ConstantValues values);  // for the calling host thread
-  const char* selected_by;                    // macro without which the guard omits it; null: always present
-};
-
-struct FunctionConstant {
-  const char* name;
-  int index;
-  u8 type;  // of metal_emulator::ConstantType
+  const char* selected_by;  // macro without which the guard omits it; null: always present
 };
 
 struct Library {
@@ -201,8 +182,6 @@ struct Library {
   u64 source_bytes;
   const Kernel* kernels;
   u32 kernel_count;
-  const FunctionConstant* constants;
-  u32 constant_count;
   bool checked;                  // every memory access calls the executor
   const char* guard;             // macro that omits kernels; null: none
   const char* const* selectors;  // macros that bring them back

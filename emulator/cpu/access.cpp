@@ -134,7 +134,7 @@ void AccessRecorder::access(std::uintptr_t address, std::size_t bytes, bool writ
   const Binding* binding = find(address, bytes);
   if (!binding) {
     if (write || is_meant_for_buffer(address)) report_outside(address, bytes, write, caller);
-    return;  // a table of the shader's own, or a function constant
+    return;  // a table of the shader's own
   }
   const auto position = static_cast<std::size_t>(binding - bindings_->data());
   mark(write ? written_[position] : read_[position], address - binding->begin, bytes);

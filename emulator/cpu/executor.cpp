@@ -22,7 +22,6 @@ namespace {
 
 struct CpuPipeline final : Pipeline {
   const KernelEntry* entry = nullptr;
-  std::vector<abi::ConstantValue> values;
 };
 
 double now() {
@@ -178,26 +177,12 @@ class CpuExecutor final : public Executor {
   }
   const ShaderLibrary* load(const std::string& path) override { return load_library(path); }
 
-  std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel,
-                                          const Specialization& constants) override {
+  std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel) override {
     auto pipeline = std::make_shared<CpuPipeline>();
     pipeline->library = &library;
     pipeline->kernel = &kernel;
-    pipeline->constants = constants;
     pipeline->entry = static_cast<const KernelEntry*>(kernel.entry);
-    for (const ConstantValue& constant : constants)
-      pipeline->values.push_back({constant.index, constant.bits});
     const abi::Kernel& table = *(pipeline->entry->plain ? pipeline->entry->plain : pipeline->entry->checked);
-    for (abi::u32 i = 0; i < table.constant_count; i++) {
-      const int index = table.constants[i];
-      if (std::any_of(constants.begin(), constants.end(), [&](const auto& c) { return c.index == index; }))
-        continue;
-      for (const FunctionConstant& constant : library.constants) {
-        if (constant.index != index) continue;
-        throw std::runtime_error(std::string("kernel '") + kernel.name + "': function constant '" +
-                                 constant.name + "' (index " + std::to_string(index) + ") has no value");
-      }
-    }
     pipeline->static_threadgroup_bytes = table.layout->declared;
     pipeline->max_threads = table.max_threads ? std::min(table.max_threads, kMaxThreads) : kMaxThreads;
     return pipeline;
@@ -290,7 +275,6 @@ class CpuExecutor final : public Executor {
     work.kernel = pipeline.entry->plain;
     if (options.checked && pipeline.entry->checked) work.kernel = pipeline.entry->checked;
     work.options.checked = options.checked && pipeline.entry->checked;
-    work.constants = {pipeline.values.data(), pipeline.values.size()};
     work.grid = command.grid;
     work.group = command.group;
     work.threads = command.threads.x

@@ -18,8 +18,6 @@ struct Loaded {
   std::vector<Kernel> kernels;
   std::deque<std::vector<KernelArgument>> arguments;
   std::deque<KernelEntry> entries;
-  std::deque<std::vector<int>> constant_indices;
-  std::vector<FunctionConstant> constants;
 };
 
 // Registered libraries, by name and text. Plain and checked variants of a source are two objects of the same
@@ -43,8 +41,7 @@ std::vector<KernelArgument> arguments_of(const abi::Kernel& kernel) {
                       .writable = argument.writable,
                       .element_bytes = argument.element_bytes,
                       .element_align = argument.element_align,
-                      .reference = argument.reference,
-                      .function_constant = argument.function_constant});
+                      .reference = argument.reference});
   }
   return result;
 }
@@ -60,14 +57,9 @@ void fill(Loaded& loaded, const abi::Library& table) {
                               .entry = &loaded.entries.back(),
                               .selected_by = kernel.selected_by});
   }
-  for (abi::u32 i = 0; i < table.constant_count; i++) {
-    const abi::FunctionConstant& constant = table.constants[i];
-    loaded.constants.push_back({constant.name, constant.index, static_cast<ConstantType>(constant.type)});
-  }
   loaded.library = {.name = table.name,
                     .source = {table.source, table.source_bytes},
                     .kernels = loaded.kernels,
-                    .constants = loaded.constants,
                     .guard = table.guard,
                     .selectors = {table.selectors, table.selector_count},
                     .metal_version = table.metal_version};

@@ -125,7 +125,6 @@ void ThreadgroupRunner::begin(const Work& work, std::uint64_t seed) {
   barriers_ = threads_run_ = 0;
   error_.clear();
   std::copy(std::begin(work.buffers), std::end(work.buffers), header_->buffers);
-  work.kernel->specialize(work.constants);
   set_guard_handler(&missed_guard);
   if (work.options.checked) {
     accesses_.begin(work.bindings, &report_access, this);

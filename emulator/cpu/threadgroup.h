@@ -16,7 +16,6 @@ namespace metal_emulator::cpu {
 // One dispatch, resolved to addresses; shared by all host threads that run it.
 struct Work {
   const abi::Kernel* kernel = nullptr;
-  abi::ConstantValues constants{};
   void* buffers[kMaxBuffers] = {};
   std::size_t threadgroup_bytes[kMaxThreadgroupArguments] = {};
   Dim3 grid, group, threads;      // threadgroups; threads of a full threadgroup; threads in all

@@ -66,12 +66,11 @@ class CudaExecutor final : public Executor {
   const ShaderLibrary* load(const std::string& path) override { return libraries_->load(path); }
 
   // The CPU executor describes the kernel, from its source.
-  std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel,
-                                          const Specialization& constants) override {
-    const auto described = libraries_->prepare(library, kernel, constants);
+  std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel) override {
+    const auto described = libraries_->prepare(library, kernel);
     auto pipeline = std::make_shared<CudaPipeline>();
     static_cast<Pipeline&>(*pipeline) = *described;
-    pipeline->program = program_of(library, kernel, constants);
+    pipeline->program = program_of(library, kernel);
     pipeline->function = pipeline->program->function({});
     int most = 0;
     METAL_EMULATOR_CALL(cuFuncGetAttribute, &most, kMaxThreadsPerBlock, pipeline->function);
@@ -107,14 +106,10 @@ class CudaExecutor final : public Executor {
     std::vector<Address> bytes;  // of setBytes that kernels take by address
   };
 
-  std::shared_ptr<Program> program_of(const ShaderLibrary& library, const Kernel& kernel,
-                                      const Specialization& constants) {
+  std::shared_ptr<Program> program_of(const ShaderLibrary& library, const Kernel& kernel) {
     std::lock_guard lock(programs_mutex_);
-    for (const auto& program : programs_[&kernel]) {
-      if (program->constants() == constants) return program;
-    }
-    auto program = std::make_shared<Program>(device_, library, kernel, constants);
-    programs_[&kernel].push_back(program);
+    std::shared_ptr<Program>& program = programs_[&kernel];
+    if (!program) program = std::make_shared<Program>(device_, library, kernel);
     return program;
   }
 
@@ -272,7 +267,7 @@ class CudaExecutor final : public Executor {
   std::mutex launch_mutex_;
 
   std::mutex programs_mutex_;
-  std::map<const Kernel*, std::vector<std::shared_ptr<Program>>> programs_;
+  std::map<const Kernel*, std::shared_ptr<Program>> programs_;
 
   std::mutex mutex_;
   std::condition_variable wake_;

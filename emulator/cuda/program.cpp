@@ -48,9 +48,8 @@ ParameterLayout layout_of(const Kernel& kernel) {
   return layout;
 }
 
-Program::Program(const Device& device, const ShaderLibrary& library, const Kernel& kernel,
-                 Specialization constants)
-    : device_(device), kernel_(kernel), constants_(std::move(constants)), layout_(layout_of(kernel)) {
+Program::Program(const Device& device, const ShaderLibrary& library, const Kernel& kernel)
+    : device_(device), kernel_(kernel), layout_(layout_of(kernel)) {
   const Image* image = find_image(library.name, library.source);
   if (!image) {
     throw std::runtime_error(std::string("'") + library.name + "' was not compiled for NVIDIA GPUs");
@@ -87,27 +86,9 @@ Function Program::compile(Variant variant) const {
     throw std::runtime_error(std::string("kernel '") + kernel_.name + "': the driver does not load it: " +
                              describe(result) + (log[0] ? std::string("\n") + log.data() : std::string()));
   }
-  write_constants(loaded, assembly);
   Function function = nullptr;
   METAL_EMULATOR_CALL(cuModuleGetFunction, &function, loaded, module.entry);
   return function;
-}
-
-// A module has the constants that its kernel reads.
-void Program::write_constants(ModuleHandle module, const std::string& assembly) const {
-  const auto write = [&](const std::string& name, std::uint64_t bits) {
-    if (assembly.find(name) == std::string::npos) return;
-    Address address = 0;
-    std::size_t bytes = 0;
-    METAL_EMULATOR_CALL(cuModuleGetGlobal_v2, &address, &bytes, module, name.c_str());
-    METAL_EMULATOR_CALL(cuMemcpyHtoD_v2, address, &bits, bytes);
-    METAL_EMULATOR_CALL(cuStreamSynchronize, nullptr);  // for which other streams do not wait
-  };
-  for (const ConstantValue& constant : constants_) {
-    const std::string index = std::to_string(constant.index);
-    write("msl_constant_" + index + "_", constant.bits);
-    write("msl_constant_defined_" + index + "_", 1);
-  }
 }
 
 }  // namespace metal_emulator::cuda

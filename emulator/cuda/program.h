@@ -30,24 +30,21 @@ struct ParameterLayout {
 };
 ParameterLayout layout_of(const Kernel& kernel);
 
-// One kernel with its function constants, all variants of it. Used by any number of pipelines.
+// One kernel, all variants of it. Used by any number of pipelines.
 class Program {
  public:
   // Throws std::runtime_error if the build has no code of the kernel for GPUs.
-  Program(const Device& device, const ShaderLibrary& library, const Kernel& kernel, Specialization constants);
+  Program(const Device& device, const ShaderLibrary& library, const Kernel& kernel);
 
   // Compiles the variant when it is first used; throws std::runtime_error with the driver's message.
   Function function(Variant variant);
   const ParameterLayout& layout() const { return layout_; }
-  const Specialization& constants() const { return constants_; }
 
  private:
   Function compile(Variant variant) const;
-  void write_constants(ModuleHandle module, const std::string& assembly) const;
 
   const Device& device_;
   const Kernel& kernel_;
-  const Specialization constants_;
   const ParameterLayout layout_;
   const Module* modules_;  // with values, with addresses
   std::mutex mutex_;

@@ -83,17 +83,11 @@ inline void require_open(bool ended, const char* call) {
 @interface EmulatorFunction : NSObject <MTLFunction>
 - (instancetype)initWithDevice:(id<MTLDevice>)device
                        library:(const metal_emulator::ShaderLibrary&)library
-                        kernel:(const metal_emulator::Kernel&)kernel
-                     constants:(metal_emulator::Specialization)constants;
+                        kernel:(const metal_emulator::Kernel&)kernel;
 // Throws std::runtime_error if the kernel cannot run.
 - (std::shared_ptr<const metal_emulator::Pipeline>)prepare;
-// Identifies the code and constants on this device, in one line.
+// Identifies the code on this device, in one line.
 - (std::string)identity;
-@end
-
-@interface MTLFunctionConstantValues ()
-// The values that concern the library. Throws std::runtime_error when a type is not the declared one.
-- (metal_emulator::Specialization)valuesForLibrary:(const metal_emulator::ShaderLibrary&)library;
 @end
 
 @interface EmulatorComputePipeline : NSObject <MTLComputePipelineState> {

@@ -201,7 +201,6 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   const bool described = commandBuffer.describesBindings;
   if (described) encoded.reserve(pipeline.kernel->arguments.size());
   for (const KernelArgument& argument : pipeline.kernel->arguments) {
-    if (!exists(pipeline, argument)) continue;
     const auto index = static_cast<std::size_t>(argument.index);
     if (argument.space == KernelArgument::Space::kThreadgroup) {
       if (dispatch.threadgroup_bytes.size() <= index) dispatch.threadgroup_bytes.resize(index + 1);
@@ -227,7 +226,7 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   const Pipeline& pipeline = *_pipeline->_pipeline;
   std::vector<Access> accesses;
   for (const KernelArgument& argument : pipeline.kernel->arguments) {
-    if (argument.space == KernelArgument::Space::kThreadgroup || !exists(pipeline, argument)) continue;
+    if (argument.space == KernelArgument::Space::kThreadgroup) continue;
     const Binding& binding = _bindings[static_cast<std::size_t>(argument.index)];
     if (!binding.buffer) continue;
     accesses.push_back({binding.buffer->allocation.get(),

@@ -42,9 +42,7 @@ void check_overlap(const Pipeline& pipeline, int dispatch, const KernelArgument&
   const Binding& own = bindings.at(static_cast<std::size_t>(written.index));
   if (!own.buffer) return;
   for (const KernelArgument& other : pipeline.kernel->arguments) {
-    if (other.space == KernelArgument::Space::kThreadgroup || other.index == written.index ||
-        !exists(pipeline, other))
-      continue;
+    if (other.space == KernelArgument::Space::kThreadgroup || other.index == written.index) continue;
     const Binding& binding = bindings.at(static_cast<std::size_t>(other.index));
     if (binding.buffer && binding.buffer->allocation == own.buffer->allocation &&
         binding.offset == own.offset)
@@ -64,13 +62,6 @@ std::string describe(const Pipeline& pipeline, int dispatch, const KernelArgumen
   const bool threadgroup = argument.space == KernelArgument::Space::kThreadgroup;
   return describe(pipeline, dispatch) + (threadgroup ? ", threadgroup(" : ", buffer(") +
          std::to_string(argument.index) + ") '" + argument.name + "'";
-}
-
-bool exists(const Pipeline& pipeline, const KernelArgument& argument) {
-  if (argument.function_constant < 0) return true;
-  return std::any_of(pipeline.constants.begin(), pipeline.constants.end(), [&](const ConstantValue& value) {
-    return value.index == argument.function_constant && value.bits != 0;
-  });
 }
 
 void check_geometry(const Pipeline& pipeline, int dispatch, const Size& grid, const Size& group) {
@@ -94,7 +85,7 @@ void check_geometry(const Pipeline& pipeline, int dispatch, const Size& grid, co
 
 void check_buffers(const Pipeline& pipeline, int dispatch, const Bindings& bindings) {
   for (const KernelArgument& argument : pipeline.kernel->arguments) {
-    if (argument.space == KernelArgument::Space::kThreadgroup || !exists(pipeline, argument)) continue;
+    if (argument.space == KernelArgument::Space::kThreadgroup) continue;
     check_buffer(pipeline, dispatch, argument, bindings.at(static_cast<std::size_t>(argument.index)));
     if (argument.writable) check_overlap(pipeline, dispatch, argument, bindings);
   }
@@ -103,7 +94,7 @@ void check_buffers(const Pipeline& pipeline, int dispatch, const Bindings& bindi
 void check_threadgroup_memory(const Pipeline& pipeline, int dispatch, const ThreadgroupLengths& lengths) {
   std::size_t total = pipeline.static_threadgroup_bytes;
   for (const KernelArgument& argument : pipeline.kernel->arguments) {
-    if (argument.space != KernelArgument::Space::kThreadgroup || !exists(pipeline, argument)) continue;
+    if (argument.space != KernelArgument::Space::kThreadgroup) continue;
     const std::size_t length = lengths.at(static_cast<std::size_t>(argument.index));
     if (length < std::max<std::size_t>(argument.element_bytes, 1)) {
       throw ValidationError(describe(pipeline, dispatch, argument) + ": has " + std::to_string(length) +

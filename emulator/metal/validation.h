@@ -31,9 +31,6 @@ std::string describe(const Pipeline& pipeline, int dispatch);
 // "kernel 'name', dispatch 3, buffer(2) 'weights'"
 std::string describe(const Pipeline& pipeline, int dispatch, const KernelArgument& argument);
 
-// The argument is there under the pipeline's function constants.
-bool exists(const Pipeline& pipeline, const KernelArgument& argument);
-
 // Sizes as the caller gave them, before they are narrowed.
 struct Size {
   std::uint64_t width, height, depth;

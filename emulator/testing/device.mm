@@ -138,42 +138,11 @@ std::vector<std::string> function_names(const Library& self) {
   return names;
 }
 
-using Constant = std::tuple<std::string, double>;  // type and value
-
-template <typename T>
-void set_constant(MTLFunctionConstantValues* values, MTLDataType type, NSUInteger index, double number) {
-  const T value = static_cast<T>(number);
-  [values setConstantValue:&value type:type atIndex:index];
-}
-
-void set_constant(MTLFunctionConstantValues* values, NSUInteger index, const Constant& constant) {
-  using Setter = void (*)(MTLFunctionConstantValues*, MTLDataType, NSUInteger, double);
-  static const std::map<std::string, std::pair<MTLDataType, Setter>> kTypes = {
-      {"bool", {MTLDataTypeBool, set_constant<bool>}},
-      {"char", {MTLDataTypeChar, set_constant<std::int8_t>}},
-      {"uchar", {MTLDataTypeUChar, set_constant<std::uint8_t>}},
-      {"short", {MTLDataTypeShort, set_constant<std::int16_t>}},
-      {"ushort", {MTLDataTypeUShort, set_constant<std::uint16_t>}},
-      {"int", {MTLDataTypeInt, set_constant<std::int32_t>}},
-      {"uint", {MTLDataTypeUInt, set_constant<std::uint32_t>}},
-      {"long", {MTLDataTypeLong, set_constant<std::int64_t>}},
-      {"ulong", {MTLDataTypeULong, set_constant<std::uint64_t>}},
-      {"float", {MTLDataTypeFloat, set_constant<float>}},
-  };
-  const auto found = kTypes.find(std::get<0>(constant));
-  if (found == kTypes.end())
-    throw std::invalid_argument("unknown constant type '" + std::get<0>(constant) + "'");
-  found->second.second(values, found->second.first, index, std::get<1>(constant));
-}
-
-Function new_function(const Library& self, const std::string& name,
-                      const std::map<NSUInteger, Constant>& constants) {
+Function new_function(const Library& self, const std::string& name) {
   const AutoreleasePool pool;
-  MTLFunctionConstantValues* values = [[MTLFunctionConstantValues alloc] init];
-  for (const auto& [index, constant] : constants) set_constant(values, index, constant);
-  NSError* error = nil;
-  id<MTLFunction> function = [self.object newFunctionWithName:to_ns(name) constantValues:values error:&error];
-  return {require(function, error, "newFunctionWithName")};
+  id<MTLFunction> function = [self.object newFunctionWithName:to_ns(name)];
+  if (!function) throw MetalError("the library has no function '" + name + "'");
+  return {function};
 }
 
 // Without a path: an empty one.
@@ -318,8 +287,7 @@ void bind_device(nb::module_& m) {
 
   nb::class_<Library>(m, "Library")
       .def_prop_ro("function_names", &function_names)
-      .def("new_function", &new_function, "name"_a, "constants"_a = std::map<NSUInteger, Constant>(),
-           "`constants`: index to (type, value).")
+      .def("new_function", &new_function, "name"_a)
       .def("release", &release<Library>);
 
   nb::class_<Pipeline>(m, "Pipeline")

@@ -35,11 +35,6 @@ struct RunnerBuffer {
   std::int32_t is_bytes;  // 1: bound as by setBytes, 0: a copy in guarded memory
 };
 
-struct RunnerConstant {
-  std::int32_t index, type;
-  std::uint64_t bits;
-};
-
 struct RunnerDispatch {
   const char* kernel;
   std::uint32_t grid[3], group[3], threads[3];  // threads of 0: the product of grid and group
@@ -47,8 +42,6 @@ struct RunnerDispatch {
   std::uint32_t buffer_count;
   const std::uint64_t* threadgroup_bytes;
   std::uint32_t threadgroup_count;
-  const RunnerConstant* constants;
-  std::uint32_t constant_count;
   std::uint64_t seed;
   std::uint32_t workers, checked;
   // Results.
@@ -70,16 +63,11 @@ __attribute__((visibility("default"))) void runner_run(RunnerDispatch* run) {
     }
   }
   if (!kernel) return fail(std::string("no kernel '") + run->kernel + "'");
-  Specialization constants;
-  for (std::uint32_t i = 0; i < run->constant_count; i++) {
-    constants.push_back(
-        {run->constants[i].index, static_cast<ConstantType>(run->constants[i].type), run->constants[i].bits});
-  }
   executor.configure({.workers = run->workers, .seed = run->seed, .checked = run->checked != 0});
   Command command;
   DispatchCommand& dispatch = command.dispatch;
   try {
-    dispatch.pipeline = executor.prepare(*library, *kernel, constants);
+    dispatch.pipeline = executor.prepare(*library, *kernel);
   } catch (const std::exception& error) {
     return fail(error.what());
   }

@@ -1,7 +1,7 @@
 """Run single Metal kernels on NumPy arrays, through the Objective-C API."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,11 +57,9 @@ class KernelLibrary:
         for holder in (self.library, self.queue, self.device):
             holder.release()
 
-    def pipeline(self, kernel: str, constants: Mapping[int, tuple[str, float]] | None = None) -> Any:
-        """Return a compute pipeline; constants are index to (type, value)."""
-        return self.device.new_pipeline(
-            self.library.new_function(kernel, dict(constants or {})), label=kernel
-        )
+    def pipeline(self, kernel: str) -> Any:
+        """Return a compute pipeline."""
+        return self.device.new_pipeline(self.library.new_function(kernel), label=kernel)
 
     def dispatch(
         self,
@@ -71,7 +69,6 @@ class KernelLibrary:
         threads: Size,
         groups: Size | None = None,
         grid: Size | None = None,
-        constants: Mapping[int, tuple[str, float]] | None = None,
         threadgroup: Sequence[int] = (),
     ) -> None:
         """Run one dispatch and wait for it.
@@ -86,8 +83,6 @@ class KernelLibrary:
             Threads of a threadgroup.
         groups, grid
             Either the threadgroups, or the threads in all.
-        constants
-            Function constants, index to (type, value).
         threadgroup
             Bytes of threadgroup memory by index.
 
@@ -99,7 +94,7 @@ class KernelLibrary:
         if (groups is None) == (grid is None):
             raise TypeError("pass either groups or grid, not both or neither")
         command_buffer = self.queue.command_buffer()
-        pipeline = self.pipeline(kernel, constants)
+        pipeline = self.pipeline(kernel)
         encoder = command_buffer.compute_encoder(label=kernel)
         bound = []
         try:

@@ -26,22 +26,6 @@ LIBRARIES = (
     *(("algorithms", ""), ("language", "")),
     *(("planted", "address,undefined"), ("planted", "thread")),
 )
-CONSTANT_TYPES = {bool: 0, np.int8: 1, np.uint8: 2, np.int16: 3, np.uint16: 4, np.int32: 5, int: 5,
-                  np.uint32: 6,
-                  np.int64: 7, np.uint64: 8, np.float16: 9, np.float32: 10, float: 10}  # fmt: skip
-CONSTANT_FORMATS = {
-    0: "u1",
-    1: "i1",
-    2: "u1",
-    3: "i2",
-    4: "u2",
-    5: "i4",
-    6: "u4",
-    7: "i8",
-    8: "u8",
-    9: "f2",
-    10: "f4",
-}
 
 
 def find_clang() -> str | None:
@@ -62,17 +46,12 @@ class _Buffer(ctypes.Structure):
     )
 
 
-class _Constant(ctypes.Structure):
-    _fields_ = (("index", ctypes.c_int32), ("type", ctypes.c_int32), ("bits", ctypes.c_uint64))
-
-
 class _Dispatch(ctypes.Structure):
     _fields_ = (
         ("kernel", ctypes.c_char_p),
         ("grid", ctypes.c_uint32 * 3), ("group", ctypes.c_uint32 * 3), ("threads", ctypes.c_uint32 * 3),
         ("buffers", ctypes.POINTER(_Buffer)), ("buffer_count", ctypes.c_uint32),
         ("threadgroup_bytes", ctypes.POINTER(ctypes.c_uint64)), ("threadgroup_count", ctypes.c_uint32),
-        ("constants", ctypes.POINTER(_Constant)), ("constant_count", ctypes.c_uint32),
         ("seed", ctypes.c_uint64), ("workers", ctypes.c_uint32), ("checked", ctypes.c_uint32),
         ("threads_run", ctypes.c_uint64), ("barriers", ctypes.c_uint64),
         ("static_threadgroup_bytes", ctypes.c_uint64), ("max_threads", ctypes.c_uint64),
@@ -208,7 +187,6 @@ class ShaderLibrary:
         *,
         threads: tuple[int, ...] | None = None,
         threadgroup: tuple[int, ...] = (),
-        constants: dict[int, Any] | None = None,
         seed: int = 0,
         workers: int = 2,
         checked: bool = False,
@@ -239,13 +217,6 @@ class ShaderLibrary:
         dispatch.buffers, dispatch.buffer_count = rows, len(buffers)
         lengths = (ctypes.c_uint64 * max(len(threadgroup), 1))(*threadgroup)
         dispatch.threadgroup_bytes, dispatch.threadgroup_count = lengths, len(threadgroup)
-        values = sorted((constants or {}).items())
-        table = (_Constant * max(len(values), 1))()
-        for row, (index, value) in zip(table, values, strict=False):
-            kind = CONSTANT_TYPES[type(value)]
-            bits = np.array(value, CONSTANT_FORMATS[kind]).tobytes()
-            row.index, row.type, row.bits = index, kind, int.from_bytes(bits, "little")
-        dispatch.constants, dispatch.constant_count = table, len(values)
         self._library.runner_run(ctypes.byref(dispatch))
         if dispatch.error:
             raise KernelError(dispatch.error.decode())

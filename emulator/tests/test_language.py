@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shader_library import KernelError, ShaderLibrary
+from shader_library import ShaderLibrary
 
 pytestmark = pytest.mark.emulator
 Array = np.ndarray[Any, Any]
@@ -89,24 +89,6 @@ def test_templates_instantiated_for_the_host(language: ShaderLibrary) -> None:
     ints = np.zeros(6, np.int32)
     language.run("apply_squared_int", (6,), (1,), [x.astype(np.int32), ints, np.uint32(6)])
     np.testing.assert_array_equal(ints, x**2 + 4)
-
-
-def test_function_constants(language: ShaderLibrary) -> None:
-    out, bias = floats(4), np.arange(4, dtype=np.float32) * 100
-    x = np.arange(4)
-    language.run("specialized", (4,), (1,), [out, None, bias], constants={0: True, 3: 5})
-    np.testing.assert_array_equal(out, x * 10 + 1 + bias)
-    language.run("specialized", (4,), (1,), [out], constants={0: False, 3: -1, 9: 0.25})
-    np.testing.assert_array_equal(out, x * -2 + 0.25)
-    language.run("unspecialized", (1,), (1,), [out])
-    assert out[0] == 42
-
-
-def test_missing_function_constant_is_an_error(language: ShaderLibrary) -> None:
-    with pytest.raises(
-        KernelError, match=r"'specialized': function constant 'scale' \(index 3\) has no value"
-    ):
-        language.run("specialized", (4,), (1,), [floats(4)], constants={0: False})
 
 
 def test_functions_of_numbers(language: ShaderLibrary) -> None:

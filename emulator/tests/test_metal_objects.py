@@ -108,7 +108,7 @@ def test_a_failed_allocation_returns_nil(device: Any, emulator: Any) -> None:
 
 def test_library_lists_its_functions(library: KernelLibrary) -> None:
     expected = (
-        "add scale negate4 biased reverse static_scratch store store_twice load limited exponentials "
+        "add scale negate4 reverse static_scratch store store_twice load limited exponentials "
         "fast_functions matrix_places"
     )
     assert sorted(library.library.function_names) == sorted([*expected.split(), "part_one", "part_two"])
@@ -127,20 +127,6 @@ def test_a_missing_library_file_is_an_error(metal_testing: Any, device: Any) -> 
 def test_an_unknown_function_is_an_error(metal_testing: Any, library: KernelLibrary) -> None:
     with pytest.raises(metal_testing.MetalError, match="no function 'divide'"):
         library.library.new_function("divide")
-
-
-def test_function_constants_select_arguments_and_values(library: KernelLibrary) -> None:
-    x, y = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
-    library.dispatch("biased", [x, None, y], grid=8, threads=8, constants={0: ("bool", 0), 3: ("float", 0.5)})
-    np.testing.assert_array_equal(y, x * 0.5)
-    bias = np.full(8, 10, np.float32)
-    library.dispatch("biased", [x, bias, y], grid=8, threads=8, constants={0: ("bool", 1), 3: ("float", 2)})
-    np.testing.assert_array_equal(y, x * 2 + 10)
-
-
-def test_a_function_constant_of_another_type_is_an_error(metal_testing: Any, library: KernelLibrary) -> None:
-    with pytest.raises(metal_testing.MetalError, match=r"'kFactor'.*not declared as int"):
-        library.library.new_function("biased", {3: ("int", 1)})
 
 
 def test_pipelines_have_their_limits(device: Any, library: KernelLibrary) -> None:

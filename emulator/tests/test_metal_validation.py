@@ -57,14 +57,6 @@ def test_missing_binding(library: KernelLibrary, refuses: Any) -> None:
     setup.encoder.end()
 
 
-def test_binding_required_by_a_function_constant(library: KernelLibrary, refuses: Any) -> None:
-    x = np.zeros(4, np.float32)
-    with refuses(r"kernel 'biased', dispatch 0, buffer\(1\) 'bias': nothing is bound"):
-        library.dispatch(
-            "biased", [x, None, x], grid=4, threads=4, constants={0: ("bool", 1), 3: ("float", 1)}
-        )
-
-
 def test_bytes_for_a_writable_argument(library: KernelLibrary, refuses: Any) -> None:
     setup = Setup(library)
     setup.encoder.set_bytes(2, bytes(256))

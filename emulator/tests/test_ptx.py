@@ -151,18 +151,6 @@ kernel void products(device const half* a [[buffer(0)]], device const half* b [[
     assert straight.count("movmatrix") == 1
 
 
-def test_function_constants_are_variables_visible_to_the_host(tmp_path: Path) -> None:
-    module = compile_source(
-        write(tmp_path, """
-constant ushort width [[function_constant(7)]];
-constant float scale = is_function_constant_defined(width) ? float(width) : 2.0f;
-kernel void use(device float* out [[buffer(0)]], uint i [[thread_position_in_grid]]) { out[i] *= scale; }"""),
-        tmp_path,
-    )["kernel_0_values"]  # fmt: skip
-    assert ".visible .const .align 2 .u16 msl_constant_7_;" in module
-    assert ".visible .const .align 1 .u8 msl_constant_defined_7_;" in module
-
-
 def test_kernels_need_only_the_driver(tmp_path: Path) -> None:
     modules = compile_source(HERE / "kernels/host_api.metal", tmp_path)
     assert len(modules) >= 5

@@ -27,7 +27,7 @@ from shader_library import ShaderLibrary
 library = ShaderLibrary(sys.argv[1])
 for kernel, planted, seed, dtype in json.loads(sys.argv[2]):
     x, out = np.arange(64).astype(dtype), np.zeros(64, dtype)
-    library.run(kernel, (1,), (64,), [x, out], constants={0: planted}, seed=seed, workers=2)
+    library.run(kernel, (1,), (64,), [x, out, np.uint32(planted)], seed=seed, workers=2)
     print("results", *out[:3])
 """
 Dispatch = Callable[..., subprocess.CompletedProcess[str]]

@@ -36,6 +36,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "standard library": (KERNEL.format("x[i] = std::max(1, 2);") + "  // !", "no std namespace"),
     "function of C": (KERNEL.format("x[i] = expf(x[i]);") + "  // !", "use 'exp'"),
     "global variable": ("float counter;  // !", "constant address space"),
+    "function constant": ("constant bool b [[function_constant(0)]];  // !", "must be initialized"),
     "static variable": (KERNEL.format("static int n = 0; x[i] = n++;") + "  // !", "no static variables"),
     "threadgroup variable outside of a kernel": (
         "static void f() { threadgroup float t[4]; t[0] = 1; }  // !",

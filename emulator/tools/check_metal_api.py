@@ -37,7 +37,6 @@ UNANNOTATED = {
         "languageVersion",
         "setLanguageVersion:",
     },
-    "MTLFunctionConstantValues": {"setConstantValue:type:atIndex:"},
     "MTLComputePipelineDescriptor": {
         "label",
         "setLabel:",

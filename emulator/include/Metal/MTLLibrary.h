@@ -6,21 +6,6 @@ NS_ASSUME_NONNULL_BEGIN
 
 @protocol MTLDevice;
 
-typedef NS_ENUM(NSUInteger, MTLDataType) {
-  MTLDataTypeNone = 0,
-  MTLDataTypeFloat = 3,
-  MTLDataTypeHalf = 16,
-  MTLDataTypeInt = 29,
-  MTLDataTypeUInt = 33,
-  MTLDataTypeShort = 37,
-  MTLDataTypeUShort = 41,
-  MTLDataTypeChar = 45,
-  MTLDataTypeUChar = 49,
-  MTLDataTypeBool = 53,
-  MTLDataTypeLong = 81,
-  MTLDataTypeULong = 85,
-};
-
 typedef NS_ENUM(NSUInteger, MTLLanguageVersion) {
   MTLLanguageVersion2_3 = (2 << 16) + 3,
   MTLLanguageVersion2_4 = (2 << 16) + 4,
@@ -56,10 +41,6 @@ typedef NS_ERROR_ENUM(MTLLibraryErrorDomain, MTLLibraryError){
 @property(readwrite, nonatomic) MTLLanguageVersion languageVersion;
 @end
 
-@interface MTLFunctionConstantValues : NSObject <NSCopying>
-- (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index;
-@end
-
 @protocol MTLFunction <NSObject>
 @property(nullable, copy, atomic) NSString* label;
 @property(readonly) id<MTLDevice> device;
@@ -71,9 +52,6 @@ typedef NS_ERROR_ENUM(MTLLibraryErrorDomain, MTLLibraryError){
 @property(readonly) id<MTLDevice> device;
 @property(readonly) NSArray<NSString*>* functionNames;
 - (nullable id<MTLFunction>)newFunctionWithName:(NSString*)functionName;
-- (nullable id<MTLFunction>)newFunctionWithName:(NSString*)name
-                                 constantValues:(MTLFunctionConstantValues*)constantValues
-                                          error:(NSError* _Nullable* _Nullable)error;
 @end
 
 NS_ASSUME_NONNULL_END

@@ -1,15 +1,8 @@
 """Writes the C++ translation unit of a rewritten source."""
 
-import re
-
-from .kernels import Argument, FunctionConstant, Instantiation, Program
+from .kernels import Argument, Instantiation, Program
 from .selection import Selection
-from .tokens import SourceError, TokenList
-
-SIZED = {"int8_t": "char", "uint8_t": "uchar", "int16_t": "short", "uint16_t": "ushort", "int32_t": "int",
-         "uint32_t": "uint", "int64_t": "long", "uint64_t": "ulong"}  # fmt: skip
-CONSTANT_TYPES = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "float")
-OPTIONAL = -2  # exists under a constant that is computed from function constants
+from .tokens import TokenList
 
 
 def raw_string(text: str) -> str:
@@ -26,7 +19,7 @@ def parameter(argument: Argument) -> str:
     return f"::msl::Parameter<::msl::Role::{argument.kind}, {max(argument.index, 0)}>"
 
 
-def unit(tokens: TokenList, backend: str, program: Program) -> str:
+def unit(tokens: TokenList, backend: str) -> str:
     """Return the prologue and the rewritten source, inside an anonymous namespace.
 
     For the static check the source alone: C++ for OpenCL has no unnamed namespace with constant objects to
@@ -35,8 +28,6 @@ def unit(tokens: TokenList, backend: str, program: Program) -> str:
     if backend == "check":
         return tokens.render()
     prologue = [f"#define MSL_{backend.upper()} 1", '#include "abi.h"']
-    if backend == "ptx":
-        prologue += [_ptx_constant(constant) for constant in program.constants]
     return "\n".join([*prologue, "namespace {", '#include "msl.h"', tokens.render(), "}  // namespace"])
 
 
@@ -51,9 +42,7 @@ def check_table(program: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cpu_table(
-    program: Program, name: str, source: str, uses: dict[str, list[int]], selection: Selection | None
-) -> str:
+def cpu_table(program: Program, name: str, source: str, selection: Selection | None) -> str:
     """Return the kernel table and its registration.
 
     Parameters
@@ -62,40 +51,30 @@ def cpu_table(
         File name of the source, by which the host identifies the library.
     source
         Exact text that the host gives to newLibraryWithSource.
-    uses
-        For each kernel's name, the indices of the function constants that it may read.
     selection
         The macros that a host may define; None: none.
     """
     by_kernel = selection.by_kernel if selection else {}
-    constants = {constant.name: constant.index for constant in program.constants}
     lines = ["namespace {", "namespace msl_table {", "using namespace ::metal_emulator::abi;"]
     rows = []
     for number, entry in enumerate(program.instantiations):
         described = "".join(f", {parameter(a)}" for a in entry.kernel.arguments)
         lines.append(f'#line {entry.line} "{entry.file}"')
         lines.append(f"using Entry{number} = ::msl::Entry<&{entry.expression}{described}>;")
-        lines += _arguments(entry, number, constants)
-        used = uses.get(entry.kernel.name, [])
-        lines.append(f"const int kConstants{number}[] = {{{', '.join(map(str, [*used, -1]))}}};")
+        lines += _arguments(entry, number)
         bindings = sum(a.kind in ("buffer", "threadgroup") for a in entry.kernel.arguments)
         rows.append(
             f'    {{"{entry.host_name}", "{entry.file}", {entry.line}, kArguments{number}, {bindings}, '
-            f"{entry.kernel.max_threads}, kConstants{number}, {len(used)}, &Entry{number}::call, "
-            f"Entry{number}::layout, &::msl::Specializer::set_all, "
+            f"{entry.kernel.max_threads}, &Entry{number}::call, Entry{number}::layout, "
             f"{_text(by_kernel.get(entry.host_name))}}},"
         )
     lines += ["const Kernel kKernels[] = {", *rows, "    {}};"]
-    lines += ["const FunctionConstant kFunctionConstants[] = {"]
-    lines += [
-        f'    {{"{c.name}", {c.index}, ::msl::ConstantTypeOf<{c.type}>::value}},' for c in program.constants
-    ]
-    lines += ["    {}};", f"const char kSource[] =\n{raw_string(source)};"]
+    lines += [f"const char kSource[] =\n{raw_string(source)};"]
     guard, selectors = (selection.macros.guard, selection.macros.selectors) if selection else (None, ())
     lines += [f"const char* const kSelectors[] = {{{', '.join(map(_text, [*selectors, None]))}}};"]
     lines += [
         f'const Library kLibrary = {{"{name}", kSource, sizeof(kSource) - 1, kKernels, {len(rows)}, '
-        f"kFunctionConstants, {len(program.constants)}, MSL_CHECKED, {_text(guard)}, kSelectors, "
+        f"MSL_CHECKED, {_text(guard)}, kSelectors, "
         f"{len(selectors)}, __METAL_VERSION__}};",
         "struct Registration {",
         "  Registration() { metal_emulator_register(&kLibrary); }",
@@ -121,34 +100,17 @@ def _text(value: str | None) -> str:
     return "nullptr" if value is None else f'"{value}"'
 
 
-def _ptx_constant(constant: FunctionConstant) -> str:
-    """Return the variables of a function constant, which the host finds by their names."""
-    kind = _constant_type(constant)
-    kind = {"half": "_Float16"}.get(kind, re.sub("^u(?=.)", "unsigned ", kind))
-    space, name = "__attribute__((address_space(4)))", f"{constant.index}_"
-    return f'extern "C" {{ {space} {kind} msl_constant_{name}; {space} bool msl_constant_defined_{name}; }}'
-
-
-def _constant_type(constant: FunctionConstant) -> str:
-    kind = re.sub(r"^(metal|::)+", "", constant.type)
-    kind = SIZED.get(kind, kind)
-    if kind not in CONSTANT_TYPES:
-        raise SourceError(f"function constant '{constant.name}' has the type '{kind}', which is not modelled")
-    return kind
-
-
-def _arguments(entry: Instantiation, number: int, constants: dict[str, int]) -> list[str]:
+def _arguments(entry: Instantiation, number: int) -> list[str]:
     rows = []
     for position, argument in enumerate(entry.kernel.arguments):
         if argument.kind not in ("buffer", "threadgroup"):
             continue
         space = {"device": 0, "constant": 1, "threadgroup": 2}[argument.space]
-        condition = -1 if argument.condition is None else constants.get(argument.condition, OPTIONAL)
         writable = f"Entry{number}::writable[{position}]" if argument.space == "device" else "false"
         entry_name = f"Entry{number}"
         rows.append(
             f'    {{{space}, {argument.index}, "{argument.name}", {writable}, '
             f"{entry_name}::bytes[{position}], "
-            f"{entry_name}::alignment[{position}], {entry_name}::reference[{position}], {condition}}},"
+            f"{entry_name}::alignment[{position}], {entry_name}::reference[{position}]}},"
         )
     return [f"const Argument kArguments{number}[] = {{", *rows, "    {}};"]

@@ -1,4 +1,4 @@
-"""Finds kernels, their arguments and instantiations, and function constants."""
+"""Finds kernels, their arguments and instantiations."""
 
 import re
 from dataclasses import dataclass, field
@@ -28,8 +28,7 @@ MAX_BUFFERS = 31
 class Argument:
     """A parameter of a kernel: a buffer, threadgroup memory or a built-in value.
 
-    ``kind`` is 'buffer', 'threadgroup' or the name of the built-in; ``condition`` the function constant that
-    must be true for the argument to exist.
+    ``kind`` is 'buffer', 'threadgroup' or the name of the built-in.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Argument:
     index: int
     space: str
     text: str
-    condition: str | None = None
 
 
 @dataclass(slots=True)
@@ -72,35 +70,19 @@ class Instantiation:
 
 
 @dataclass(slots=True)
-class FunctionConstant:
-    """``constant T name [[function_constant(index)]]``."""
-
-    name: str
-    scope: tuple[str, ...]
-    type: str
-    index: int
-    declaration: Declaration
-
-
-@dataclass(slots=True)
 class Program:
-    """Kernels and function constants that a source offers to the host."""
+    """Kernels that a source offers to the host."""
 
     kernels: list[Kernel] = field(default_factory=list)
     instantiations: list[Instantiation] = field(default_factory=list)
-    constants: list[FunctionConstant] = field(default_factory=list)
 
 
 def analyze(tokens: TokenList, found: list[Declaration]) -> Program:
-    """Read kernels and function constants off the declarations of a source."""
+    """Read kernels off the declarations of a source."""
     program = Program()
     integers = integer_constants(tokens)
     for declaration in found:
-        if declaration.kind == "variable" and not is_kernel(tokens, declaration):
-            constant = _function_constant(tokens, declaration, integers)
-            if constant is not None:
-                program.constants.append(constant)
-        elif is_kernel(tokens, declaration) and declaration.body:
+        if is_kernel(tokens, declaration) and declaration.body:
             program.kernels.append(_kernel(tokens, declaration, integers))
     by_name = {kernel.name: kernel for kernel in program.kernels}
     for kernel in program.kernels:
@@ -119,13 +101,6 @@ def analyze(tokens: TokenList, found: list[Declaration]) -> Program:
                 f"two kernels named '{instantiation.host_name}'"
             )
         names[instantiation.host_name] = instantiation
-    indices: dict[int, str] = {}
-    for constant in program.constants:
-        first = indices.setdefault(constant.index, constant.name)
-        if first != constant.name:
-            raise tokens[constant.declaration.begin].error(
-                f"function_constant({constant.index}) is both '{first}' and '{constant.name}'"
-            )
     return program
 
 
@@ -221,7 +196,7 @@ def _argument(tokens: TokenList, begin: int, end: int, kernel: str, integers: di
     name, text = tokens.at(name_at), tokens.text(begin, stop)
     space = next((word for word in words if word in SPACES), "")
     pointer = "*" in words or "&" in words or tokens.at(stop - 1) == "]"
-    kind, index, condition = "", -1, None
+    kind, index = "", -1
     for attribute in found:
         if attribute.name in ("buffer", "threadgroup"):
             value = evaluate(attribute.argument or "", integers)
@@ -236,9 +211,6 @@ def _argument(tokens: TokenList, begin: int, end: int, kernel: str, integers: di
             chosen, index = attribute.name, value
         elif attribute.name in BUILTINS:
             chosen = attribute.name
-        elif attribute.name == "function_constant":
-            condition = attribute.argument
-            continue
         else:
             raise tokens[begin].error(
                 f"kernel '{kernel}': '{name}' has the unknown attribute '{attribute.name}'"
@@ -264,7 +236,7 @@ def _argument(tokens: TokenList, begin: int, end: int, kernel: str, integers: di
         )
     if kind == "threadgroup" and space != "threadgroup":
         raise tokens[begin].error(f"kernel '{kernel}': [[threadgroup]] argument '{text}' must be threadgroup")
-    return Argument(name, kind, index, space, text, condition)
+    return Argument(name, kind, index, space, text)
 
 
 def _number_implicit(
@@ -321,25 +293,3 @@ def _instantiation(tokens: TokenList, declaration: Declaration, kernels: dict[st
     host_name = _host_name(found) or kernel.name + arguments
     expression = kernel.path + tokens.written(match[0] + 1, match[1] + 1)
     return Instantiation(host_name, expression, first.line, first.file, kernel)
-
-
-def _function_constant(
-    tokens: TokenList, declaration: Declaration, integers: dict[str, int]
-) -> FunctionConstant | None:
-    found = attributes(tokens, declaration.head, declaration.head_end)
-    chosen = next((a for a in found if a.name == "function_constant"), None)
-    if chosen is None:
-        return None
-    name = tokens[chosen.begin - 1]
-    words = [
-        t.text
-        for t in tokens[declaration.head : chosen.begin - 1]
-        if t.text not in ("static", "const", "constexpr", "inline")
-    ]
-    if "constant" not in words or tokens.at(declaration.head_end) != ";":
-        raise name.error(f"function constant '{name.text}' must be 'constant' and has no initializer")
-    index = evaluate(chosen.argument or "", integers)
-    if index is None or not 0 <= index <= 65535:
-        raise name.error(f"index of function constant '{name.text}' is not an integer constant in 0 to 65535")
-    words.remove("constant")
-    return FunctionConstant(name.text, declaration.scope, " ".join(words), index, declaration)

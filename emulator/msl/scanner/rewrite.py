@@ -28,7 +28,6 @@ def rewrite(tokens: TokenList, found: list[Declaration], program: Program, check
     if check:
         _opencl_keywords(tokens)
     _address_spaces(tokens, check)
-    _function_constants(tokens, found, program)
     _threadgroup_variables(tokens, program)
     _attributes(tokens)
     _kernels(tokens, found)
@@ -94,35 +93,6 @@ def _is_constructor(tokens: TokenList, index: int) -> bool:
         "inline",
         ":",
     )
-
-
-def _function_constants(tokens: TokenList, found: list[Declaration], program: Program) -> None:
-    """Turn function constants, and values computed from them, into variables of the host thread."""
-    dependent: set[str] = set()
-    for constant in program.constants:
-        declaration = constant.declaration
-        tokens.erase(declaration.begin, declaration.end)
-        tokens[
-            declaration.begin
-        ].out = f"MSL_FUNCTION_CONSTANT({constant.type}, {constant.name}, {constant.index});"
-        dependent.add(constant.name)
-    for declaration in found:
-        if declaration.kind != "variable" or tokens.at(declaration.head_end) != "=":
-            continue
-        begin, assignment = declaration.head, declaration.head_end
-        words = [t.text for t in tokens[begin:assignment]]
-        if "constant" not in words or not dependent & {t.text for t in tokens[assignment : declaration.end]}:
-            continue
-        name = tokens[assignment - 1]
-        kept = [
-            t.text for t in tokens[begin : assignment - 1] if t.text not in ("constant", "const", "static")
-        ]
-        if "constexpr" in kept or name.kind != "name":
-            raise name.error(f"'{name.text}' depends on a function constant and must be a plain variable")
-        value = tokens.written(assignment + 1, declaration.end - 1)
-        tokens.erase(declaration.begin, declaration.end)
-        tokens[declaration.begin].out = f"MSL_COMPUTED_CONSTANT({name.text}, ({value}), {' '.join(kept)});"
-        dependent.add(name.text)
 
 
 def _threadgroup_variables(tokens: TokenList, program: Program) -> None:

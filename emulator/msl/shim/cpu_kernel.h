@@ -60,61 +60,7 @@ struct Entry<Kernel, P...> {
   static constexpr const abi::ThreadgroupLayout* layout = &Layout<Kernel>::variables;
 };
 
-template <class T>
-struct ConstantTypeOf {
-  static_assert(sizeof(T) == 0, "a function constant is a scalar: no other type is modelled");
-};
-#define MSL_CONSTANT_TYPE(T, number)         \
-  template <>                                \
-  struct ConstantTypeOf<T> {                 \
-    static constexpr abi::u8 value = number; \
-  };
-MSL_CONSTANT_TYPE(bool, 0)
-MSL_CONSTANT_TYPE(char, 1)
-MSL_CONSTANT_TYPE(uchar, 2)
-MSL_CONSTANT_TYPE(short, 3) MSL_CONSTANT_TYPE(ushort, 4) MSL_CONSTANT_TYPE(int, 5) MSL_CONSTANT_TYPE(uint, 6)
-    MSL_CONSTANT_TYPE(long, 7) MSL_CONSTANT_TYPE(ulong, 8) MSL_CONSTANT_TYPE(half, 9)
-        MSL_CONSTANT_TYPE(float, 10)
-
-    // Function constants are variables of the host thread: each thread sets them before it runs a kernel, in
-    // the order of their declarations, so pipelines with different constants can run concurrently.
-    struct Specializer {
-  void (*set)(abi::ConstantValues values);
-  Specializer* next = nullptr;
-  [[clang::require_constant_initialization]] static inline Specializer *first = nullptr, *last = nullptr;
-  explicit Specializer(void (*function)(abi::ConstantValues)) : set(function) {
-    (last ? last->next : first) = this;
-    last = this;
-  }
-  static void set_all(abi::ConstantValues values) {
-    for (Specializer* s = first; s; s = s->next) s->set(values);
-  }
-};
-template <class T>
-MSL_INLINE bool find_constant(abi::ConstantValues values, int index, T& result) {
-  result = T();
-  for (ulong i = 0; i < values.count; ++i) {
-    if (values.values[i].index == index) {
-      __builtin_memcpy(&result, &values.values[i].bits, sizeof(T));
-      return true;
-    }
-  }
-  return false;
-}
-
 }  // namespace msl
-
-#define MSL_FUNCTION_CONSTANT(type, name, index)                                           \
-  thread_local type name;                                                                  \
-  thread_local bool name##_is_defined;                                                     \
-  ::msl::Specializer name##_specializer([](::metal_emulator::abi::ConstantValues values) { \
-    name##_is_defined = ::msl::find_constant(values, index, name);                         \
-  })
-#define MSL_COMPUTED_CONSTANT(name, value, ...) \
-  thread_local __VA_ARGS__ name;                \
-  ::msl::Specializer name##_specializer(        \
-      [](::metal_emulator::abi::ConstantValues) { name = MSL_UNWRAP value; })
-#define is_function_constant_defined(name) (name##_is_defined)
 
 #define MSL_THREADGROUP_VARIABLE(variable, dimensions, kernel, ...)                                   \
   struct variable##_tag {                                                                             \

@@ -136,15 +136,8 @@ struct Checked<void(T...), P...> {
 template <class T>
 __local T& threadgroup_variable();
 }  // namespace msl
-#define MSL_FUNCTION_CONSTANT(type, name, index) extern const __constant type name
-#define MSL_COMPUTED_CONSTANT(name, value, ...) \
-  extern const __constant __VA_ARGS__ name;      \
-  inline void name##_check() {                   \
-    __VA_ARGS__ computed = MSL_UNWRAP value;     \
-  }
 #define MSL_THREADGROUP_VARIABLE(name, dimensions, kernel, ...)       \
   __local ::msl::identity<__VA_ARGS__>(&name) MSL_UNWRAP dimensions = \
       ::msl::threadgroup_variable<::msl::identity<__VA_ARGS__> MSL_UNWRAP dimensions>()
-#define is_function_constant_defined(name) (static_cast<void>(sizeof(name)), true)
 
 #endif

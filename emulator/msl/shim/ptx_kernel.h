@@ -169,21 +169,6 @@ struct Entry<Kernel, Constants, P...> {
   MSL_ENTRY_FOR(kernel_##number##_values, true, __VA_ARGS__) \
   MSL_ENTRY_FOR(kernel_##number##_addresses, false, __VA_ARGS__)
 
-// Function constants are in constant memory, as variables that the emitter declares. Each pipeline has a
-// separate module, and writes them there.
-#define MSL_FUNCTION_CONSTANT(type, name, index)                                   \
-  struct name##_constant {                                                         \
-    MSL_INLINE operator type() const { return ::msl_constant_##index##_; }         \
-    MSL_INLINE bool is_defined() const { return ::msl_constant_defined_##index##_; } \
-  };                                                                               \
-  constexpr name##_constant name {}
-#define MSL_COMPUTED_CONSTANT(name, value, ...)                            \
-  struct name##_computed {                                                 \
-    MSL_INLINE operator __VA_ARGS__() const { return MSL_UNWRAP value; }   \
-  };                                                                       \
-  constexpr name##_computed name {}
-#define is_function_constant_defined(name) (name.is_defined())
-
 // Aligned so that neighbouring elements can be moved together.
 #define MSL_THREADGROUP_VARIABLE(variable, dimensions, kernel, ...)                                      \
   static MSL_SHARED __attribute__((loader_uninitialized, aligned(16)))::msl::identity<__VA_ARGS__>       \

@@ -40,17 +40,6 @@ kernel void negate4(device const float4* x [[buffer(0)]],  //
   y[i] = -x[i];
 }
 
-constant bool kHasBias [[function_constant(0)]];
-constant float kFactor [[function_constant(3)]];
-
-kernel void biased(device const float* x [[buffer(0)]],                                  //
-                   device const float* bias [[buffer(1), function_constant(kHasBias)]],  //
-                   device float* y [[buffer(2)]],                                        //
-                   uint i [[thread_position_in_grid]]) {
-  y[i] = x[i] * kFactor;
-  if (kHasBias) y[i] += bias[i];
-}
-
 kernel void reverse(device const uint* x [[buffer(0)]],            //
                     device uint* y [[buffer(1)]],                  //
                     threadgroup uint* scratch [[threadgroup(0)]],  //

@@ -133,23 +133,6 @@ template [[host_name("apply_twice")]] [[kernel]] apply_t apply<float, Twice, 0>;
 APPLY(squared, half, Squared, -1)
 APPLY(squared, int, Squared, kWidth)
 
-// Function constants, what is computed from them, and an argument that exists under one.
-constant bool has_bias [[function_constant(0)]];
-constant int scale [[function_constant(kFirst + 1)]];
-constant float shift [[function_constant(9)]];
-constant float shift_or_one = is_function_constant_defined(shift) ? shift : 1.0;
-constant int scale_twice = scale * 2;
-kernel void specialized(device float* out [[buffer(0)]],
-                        device const float* bias [[buffer(kFirst), function_constant(has_bias)]],
-                        uint i [[thread_position_in_grid]]) {
-  float value = float(i) * scale_twice + shift_or_one;
-  if (has_bias) value += bias[i];
-  out[i] = value;
-}
-kernel void unspecialized(device float* out [[buffer(0)]]) {
-  out[0] = 42;
-}
-
 // Functions of numbers and of simdgroups.
 kernel void numbers(device float* out [[buffer(0)]]) {
   uint i = 0;

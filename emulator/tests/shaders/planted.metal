@@ -3,11 +3,10 @@
 
 using namespace metal;
 
-constant bool planted [[function_constant(0)]];
-
 // Neighbours exchange values through threadgroup memory.
 kernel void exchange(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
-                     uint i [[thread_index_in_threadgroup]], uint n [[threads_per_threadgroup]]) {
+                     constant uint& planted [[buffer(2)]], uint i [[thread_index_in_threadgroup]],
+                     uint n [[threads_per_threadgroup]]) {
   threadgroup float shared[128];
   shared[i] = x[i];  // MISTAKE: written
   if (!planted) threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -16,7 +15,8 @@ kernel void exchange(device const float* x [[buffer(0)]], device float* out [[bu
 
 // The same with a barrier of the simdgroup, whose lanes exchange with those of another simdgroup.
 kernel void exchange_far(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
-                         uint i [[thread_index_in_threadgroup]], uint n [[threads_per_threadgroup]]) {
+                         constant uint& planted [[buffer(2)]], uint i [[thread_index_in_threadgroup]],
+                         uint n [[threads_per_threadgroup]]) {
   threadgroup float shared[128];
   shared[i] = x[i];
   if (planted) {
@@ -29,7 +29,8 @@ kernel void exchange_far(device const float* x [[buffer(0)]], device float* out 
 
 // The missing barrier would be between others.
 kernel void exchange_between(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
-                             uint i [[thread_index_in_threadgroup]], uint n [[threads_per_threadgroup]]) {
+                             constant uint& planted [[buffer(2)]], uint i [[thread_index_in_threadgroup]],
+                             uint n [[threads_per_threadgroup]]) {
   threadgroup float shared[128];
   shared[i] = 0;
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -40,6 +41,7 @@ kernel void exchange_between(device const float* x [[buffer(0)]], device float* 
   shared[i] = 0;
 }
 kernel void exchange_in_simdgroup(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
+                                  constant uint& planted [[buffer(2)]],
                                   uint i [[thread_index_in_threadgroup]]) {
   threadgroup float shared[128];
   shared[i] = 0;
@@ -52,12 +54,13 @@ kernel void exchange_in_simdgroup(device const float* x [[buffer(0)]], device fl
 }
 
 kernel void read_beyond_buffer(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
-                               uint i [[thread_position_in_grid]]) {
+                               constant uint& planted [[buffer(2)]], uint i [[thread_position_in_grid]]) {
   out[i] = x[planted ? i + 1 : i];  // MISTAKE: beyond a buffer
 }
 
 kernel void read_beyond_threadgroup_array(device const float* x [[buffer(0)]],
                                           device float* out [[buffer(1)]],
+                                          constant uint& planted [[buffer(2)]],
                                           uint i [[thread_index_in_threadgroup]]) {
   threadgroup float shared[64];
   threadgroup float other[64];
@@ -68,6 +71,7 @@ kernel void read_beyond_threadgroup_array(device const float* x [[buffer(0)]],
 }
 
 kernel void read_beyond_local_array(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
+                                    constant uint& planted [[buffer(2)]],
                                     uint i [[thread_index_in_threadgroup]]) {
   float local[8];
   for (uint k = 0; k < 8; ++k) local[k] = x[k];
@@ -76,6 +80,6 @@ kernel void read_beyond_local_array(device const float* x [[buffer(0)]], device 
 }
 
 kernel void overflow(device const int* x [[buffer(0)]], device int* out [[buffer(1)]],
-                     uint i [[thread_position_in_grid]]) {
+                     constant uint& planted [[buffer(2)]], uint i [[thread_position_in_grid]]) {
   out[i] = x[i] + (planted ? 0x7fffffff : 1);  // MISTAKE: signed overflow
 }
