@@ -199,7 +199,7 @@ def test_activations_are_exact_to_a_few_roundings_for_numbers_of_every_size(isa:
         result = np.empty_like(bad)
         cpu.gated(isa, bad, np.ones_like(bad), kind, result)
         assert np.isnan(result[0]), activation
-        assert not np.isfinite(result[1]), activation
+        assert result[1] == np.inf if activation == "silu" else not np.isfinite(result[1]), activation
         assert np.isfinite(result[2]), activation
 
 
