@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.saved_sessions import PROMPT, rewrite
+from support.small_models import MODELS, write
 
 from metal_prefill import Model, StateError
 from metal_prefill.storage import _session_file
@@ -28,6 +29,18 @@ def test_a_file_truncated_anywhere_is_rejected(demo: Model, saved: Path) -> None
         saved.write_bytes(content[:length])
         with pytest.raises(StateError, match="damaged"):
             demo.load_session(saved)
+
+
+@pytest.mark.parametrize("computed", [-1, 71])
+def test_states_of_a_number_of_tokens_beyond_the_prompt_are_rejected(tmp_path: Path, computed: int) -> None:
+    path = tmp_path / "states.session"
+    with Model(write(tmp_path / "m.gguf", MODELS["mamba2"]), device="cpu") as model:
+        with model.session() as session:
+            session.forward_prompt(np.arange(70))
+            session.save(path)
+        rewrite(path, arrays={"computed": np.array([computed], np.int32)})
+        with pytest.raises(StateError, match=f"states of {computed} tokens, and 70"):
+            model.load_session(path)
 
 
 def test_trailing_bytes_are_rejected(demo: Model, saved: Path) -> None:
