@@ -147,6 +147,9 @@ void multiply_panels(const Context& c, const Linear& linear, GroupRange groups, 
   if (pairs)
     c.kernels.multiply_pairs(pairs, ceil_div(linear.packed.cols, kBlockCols), x.bfloat16, range.first,
                              range.count, out, next);
+  else if (linear.floats())
+    c.kernels.multiply_float_panels(linear.packed.floats(groups.first), linear.packed.blocks_per_row(), x.f32,
+                                    range.first, range.count, out, next);
   else
     c.kernels.multiply_rotated(linear.packed, groups, x.rotated, range.first, range.count, out, next);
 }

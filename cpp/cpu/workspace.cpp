@@ -19,7 +19,8 @@ class Layout {
     return reinterpret_cast<T*>(part);
   }
   FloatRows floats(std::size_t columns) {
-    const std::size_t stride = round_up(columns, kFloatPad);
+    // A row and a cache line: rows that are a power of two apart would share few sets of the L1 cache.
+    const std::size_t stride = round_up(columns, kFloatPad) + kFloatPad;
     return {take<float>(rows_ * stride), stride};
   }
   template <typename Tile>
@@ -35,13 +36,12 @@ class Layout {
     if (forms.int8) a.int8 = tiles<ActivationTile>(columns / kBlockCols);
     if (forms.super) a.super = tiles<SuperTile>(columns / kSuperCols);
     if (forms.bfloat16 || forms.from_pairs) {
-      // A row and a cache line: rows that are a power of two apart would share few sets of the L1 cache.
-      const std::size_t stride = round_up(columns, kPairPad) + kPairPad;
+      const std::size_t stride = round_up(columns, kPairPad) + kPairPad;  // as for float32
       a.bfloat16 = {take<std::uint16_t>(round_up(rows_, kTileTokens) * stride), stride};
     }
     if (forms.rotated) {
       const std::size_t bytes = round_up(columns, kRotatedCols) * (forms.wide ? sizeof(std::int16_t) : 1);
-      const std::size_t stride = bytes + kRotatedCols;  // as for bfloat16
+      const std::size_t stride = bytes + kRotatedCols;  // as for float32
       a.rotated.data = take<std::byte>(round_up(rows_, kTileTokens) * stride);
       a.rotated.stride = stride;
       a.rotated.terms = take<RotatedRows::Terms>(rows_);

@@ -253,6 +253,7 @@ const std::map<std::string, Call> kCalls = {
     {"quantize", on_values(cpu::calls::quantize)},
     {"multiply_int8", on_values(cpu::calls::multiply_int8)},
     {"multiply_float", on_values(cpu::calls::multiply_float)},
+    {"multiply_float_panels", on_values(cpu::calls::multiply_float_panels)},
     {"multiply_rotated", on_values(cpu::calls::multiply_rotated)},
     {"rotate", on_values(cpu::calls::rotate)},
     {"multiply_half", on_values(cpu::calls::multiply_half)},

@@ -99,6 +99,8 @@ void bind_kernels(nb::module_& m) {
         "first"_a, "out"_a, "Product of a packed matrix and quantized activations.");
   m.def("multiply_float", on_arrays(calls::multiply_float), "set"_a, "weight"_a, "cols"_a, "x"_a, "out"_a,
         "Product of 32 rows and activations in float32.");
+  m.def("multiply_float_panels", on_arrays(calls::multiply_float_panels), "set"_a, "weight"_a, "cols"_a,
+        "x"_a, "out"_a, "Product of 32 rows and activations in float32.");
   m.def("multiply_half", on_arrays(calls::multiply_half), "set"_a, "weight"_a, "bfloat16"_a, "x"_a, "out"_a,
         "The same for few tokens, with weights in 16 bits.");
   m.def("multiply_pairs", on_arrays(calls::multiply_pairs), "set"_a, "type"_a, "weight"_a, "rows"_a, "x"_a,

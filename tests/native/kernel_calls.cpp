@@ -149,6 +149,19 @@ void multiply_float(const std::string& set, const Matrix& weight, int cols, cons
                                     out.shape(1), {});
 }
 
+void multiply_float_panels(const std::string& set, const Matrix& weight, int cols, const Matrix& x,
+                           OutMatrix out) {
+  const std::size_t padded = round_up(std::size_t(cols), kFloatPad);
+  require(weight.shape(0) == kGroupRows && weight.shape(1) == padded && x.shape(1) == padded, "wrong shape");
+  require(out.shape(0) >= x.shape(0) && out.shape(1) >= kGroupRows, "out is too small");
+  const Kernels& kernels = kernels_named(set);
+  const int n_blocks = int(padded) / kFloatPad;
+  const Buffer blocks(std::size_t(n_blocks) * sizeof(FloatBlock), "weights");
+  kernels.to_blocks({const_cast<float*>(weight.data()), padded}, n_blocks, blocks.as<FloatBlock>());
+  kernels.multiply_float_panels(blocks.as<FloatBlock>(), n_blocks, {const_cast<float*>(x.data()), padded}, 0,
+                                int(x.shape(0)), {out.data(), out.shape(1)}, {});
+}
+
 void multiply_half(const std::string& set, const Halves& weight, bool bfloat16, const Matrix& x,
                    OutMatrix out) {
   const std::size_t cols = x.shape(1);

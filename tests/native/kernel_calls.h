@@ -48,6 +48,8 @@ void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weig
                    int first, OutMatrix out);
 // weight [32, padded], x [tokens, padded] with zeros after `cols`.
 void multiply_float(const std::string& set, const Matrix& weight, int cols, const Matrix& x, OutMatrix out);
+void multiply_float_panels(const std::string& set, const Matrix& weight, int cols, const Matrix& x,
+                           OutMatrix out);
 // weight [32, cols] in f16 or bfloat16, cols a multiple of 16.
 void multiply_half(const std::string& set, const Halves& weight, bool bfloat16, const Matrix& x,
                    OutMatrix out);

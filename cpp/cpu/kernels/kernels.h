@@ -74,7 +74,6 @@ struct FloatRows {
   // The same columns without the first rows.
   FloatRows rows_from(int token) const { return {row(token), stride}; }
 };
-constexpr int kFloatPad = 16;
 
 // Rows of bfloat16, padded with zeros to a multiple of kPairPad. There is memory for a multiple of
 // kTileTokens of them.
@@ -304,6 +303,11 @@ struct Kernels {
   // The same for few tokens, with 16-bit weights in the file: rows of cols, a multiple of kFloatPad.
   void (*multiply_half)(const std::uint16_t* weight, bool bfloat16, int cols, const FloatRows& x, int first,
                         int count, float* out, std::size_t stride);
+  // The same with a group in panels.
+  void (*multiply_float_panels)(const FloatBlock* blocks, int n_blocks, const FloatRows& x, int first,
+                                int count, const ProductOutput& out, const PrefetchRange& next);
+  // The panels of kGroupRows rows of floats.
+  void (*to_blocks)(const FloatRows& rows, int n_blocks, FloatBlock* out);
   // multiply_int8 with a group of weights in pairs and x rounded to bfloat16; null if a set multiplies such
   // weights in float32.
   void (*multiply_pairs)(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,

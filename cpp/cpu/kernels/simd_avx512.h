@@ -19,8 +19,8 @@ struct Simd {
   static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 6;
   static constexpr bool kJoinsHalves = true;
   static constexpr bool kFetchesForOne = false;  // slower on Zen 4; AMX fetches by itself
-  static constexpr int kFloatRows = 4, kFloatTokens = 6;
   static constexpr int kPanelVectors = 2, kPanelTokens = 12, kRotatedZero = 128;  // 24 sums
+  static constexpr int kFloatRows = 4, kFloatTokens = 6, kFloatPanelTokens = 12;
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
   static constexpr int kNarrowVectors = 2;
   static constexpr bool kOneDot = true;  // dot() is one instruction
@@ -103,6 +103,25 @@ struct Simd {
   static F look_up32(const float* table, F bits) {
     return _mm512_permutex2var_ps(_mm512_load_ps(table), _mm512_castps_si512(bits),
                                   _mm512_load_ps(table + 16));
+  }
+
+  // Four floats of each of four rows, the first of which begins at p.
+  static F load_quads(const float* p, std::size_t stride) {
+    __m512 a = _mm512_castps128_ps512(_mm_loadu_ps(p));
+    a = _mm512_insertf32x4(a, _mm_loadu_ps(p + stride), 1);
+    a = _mm512_insertf32x4(a, _mm_loadu_ps(p + 2 * stride), 2);
+    return _mm512_insertf32x4(a, _mm_loadu_ps(p + 3 * stride), 3);
+  }
+  // Lane i of quad q of a[j] becomes lane j of quad q of a[i].
+  static void transpose_quads(F (&a)[4]) {
+    const __m512d low[2] = {_mm512_castps_pd(_mm512_unpacklo_ps(a[0], a[1])),
+                            _mm512_castps_pd(_mm512_unpacklo_ps(a[2], a[3]))},
+                  high[2] = {_mm512_castps_pd(_mm512_unpackhi_ps(a[0], a[1])),
+                             _mm512_castps_pd(_mm512_unpackhi_ps(a[2], a[3]))};
+    a[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low[0], low[1]));
+    a[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low[0], low[1]));
+    a[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high[0], high[1]));
+    a[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high[0], high[1]));
   }
 
   static F load_half(const std::uint16_t* p) {

@@ -18,7 +18,7 @@ struct Simd {
   static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 4;
   static constexpr bool kFetchesForOne = false;  // not measured
   // 24 sums hide a latency of 4 cycles on 4 pipes with room to spare; 4 weights and an activation besides.
-  static constexpr int kFloatRows = 4, kFloatTokens = 6;
+  static constexpr int kFloatRows = 4, kFloatTokens = 6, kFloatPanelTokens = 6;
   static constexpr int kPanelVectors = 4, kPanelTokens = 6, kRotatedZero = kSignedCodes;
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
   static constexpr int kNarrowVectors = 8;
@@ -63,6 +63,17 @@ struct Simd {
   static I magnitude_bits(F a) { return vreinterpretq_s32_f32(vabsq_f32(a)); }
   static I max_int(I a, I b) { return vmaxq_s32(a, b); }
   static std::int32_t reduce_max(I a) { return vmaxvq_s32(a); }
+
+  // Four floats, of one row.
+  static F load_quads(const float* p, std::size_t) { return load(p); }
+  // Lane i of a[j] becomes lane j of a[i].
+  static void transpose_quads(F (&a)[4]) {
+    const float32x4x2_t first = vtrnq_f32(a[0], a[1]), second = vtrnq_f32(a[2], a[3]);
+    a[0] = vcombine_f32(vget_low_f32(first.val[0]), vget_low_f32(second.val[0]));
+    a[1] = vcombine_f32(vget_low_f32(first.val[1]), vget_low_f32(second.val[1]));
+    a[2] = vcombine_f32(vget_high_f32(first.val[0]), vget_high_f32(second.val[0]));
+    a[3] = vcombine_f32(vget_high_f32(first.val[1]), vget_high_f32(second.val[1]));
+  }
 
   static F load_half(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
   static void store_half(std::uint16_t* p, F a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }

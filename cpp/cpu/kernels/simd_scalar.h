@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "../weights/packing.h"
 
@@ -18,7 +19,7 @@ struct Simd {
   // Tile sizes: accumulators that a product keeps, rows (in vectors) by tokens.
   static constexpr int kInt8Rows = 1, kInt8RowsOfOne = 1, kInt8Tokens = 2;
   static constexpr bool kFetchesForOne = false;
-  static constexpr int kFloatRows = 2, kFloatTokens = 2;
+  static constexpr int kFloatRows = 2, kFloatTokens = 2, kFloatPanelTokens = 2;
   static constexpr int kAttentionRows = 2, kAttentionVectors = 2;
   static constexpr int kPanelVectors = 1, kPanelTokens = 2, kRotatedZero = 128;
   static constexpr int kNarrowVectors = 1;  // unrolled, all eight take the compiler half a minute
@@ -109,6 +110,14 @@ struct Simd {
     std::int32_t out = a.v[0];
     for (const std::int32_t v : a.v) out = v > out ? v : out;
     return out;
+  }
+
+  // Four floats, of one row.
+  static F load_quads(const float* p, std::size_t) { return load(p); }
+  // Lane i of a[j] becomes lane j of a[i].
+  static void transpose_quads(F (&a)[4]) {
+    for (int i = 0; i < 4; ++i)
+      for (int j = 0; j < i; ++j) std::swap(a[i].v[j], a[j].v[i]);
   }
 
   static F load_half(const std::uint16_t* p) {

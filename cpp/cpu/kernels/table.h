@@ -6,6 +6,7 @@
 #include "tile_attention.h"
 #include "tile_delta.h"
 #include "tile_float.h"
+#include "tile_float_panels.h"
 #include "tile_gemm.h"
 #include "tile_narrow.h"
 #include "tile_peak.h"
@@ -22,6 +23,8 @@ constexpr Kernels kTable = {
     .widen = widen,
     .multiply_float = multiply_float,
     .multiply_half = multiply_half,
+    .multiply_float_panels = multiply_float_panels,
+    .to_blocks = to_blocks,
     .multiply_rotated = multiply_rotated<Simd>,
     .rotated_zero = kCodeZero,
     .rotate = rotate,

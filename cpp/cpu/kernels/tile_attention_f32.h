@@ -31,6 +31,21 @@ struct AttentionTile {
   const float* added[kRows];     // to the score of each position; null: nothing
 };
 
+// Calls body(v, count) for runs of vectors from v on, as long as a tile has sums for, then of two, then of
+// one.
+template <typename Body>
+inline void each_run(int vectors, Body&& body) {
+  constexpr std::integral_constant<int, Simd::kAttentionVectors> kLong;
+  int v = 0;
+  for (; v + kLong <= vectors; v += kLong) body(v, kLong);
+  for (; v + 2 <= vectors; v += 2) body(v, std::integral_constant<int, 2>());
+  if (v < vectors) body(v, std::integral_constant<int, 1>());
+}
+constexpr int runs_of(int vectors) {
+  const int rest = vectors % Simd::kAttentionVectors;
+  return vectors / Simd::kAttentionVectors + rest / 2 + rest % 2;
+}
+
 // p[r][first + i] = q[r] . k[first + i] for kVectors vectors of positions of a span.
 template <int kRows, int kVectors, typename Element, class Lines>
 void score_vectors(const AttentionHead& head, const Element* keys, int first, AttentionTile<kRows>& tile,
@@ -69,13 +84,11 @@ void score_vectors(const AttentionHead& head, const Element* keys, int first, At
 template <int kRows, typename Element, class Lines>
 void score_span(const AttentionHead& head, const Element* keys, int n, AttentionTile<kRows>& tile,
                 Lines next) {
-  constexpr int kVectors = Simd::kAttentionVectors;
   const int vectors = n / Simd::kLanes;
-  next.begin_tile((vectors / kVectors + vectors % kVectors) * head.key_dim);
-  int v = 0;
-  for (; v + kVectors <= vectors; v += kVectors)
-    score_vectors<kRows, kVectors>(head, keys, v * Simd::kLanes, tile, next);
-  for (; v < vectors; ++v) score_vectors<kRows, 1>(head, keys, v * Simd::kLanes, tile, next);
+  next.begin_tile(runs_of(vectors) * head.key_dim);
+  each_run(vectors, [&](int v, auto count) {
+    score_vectors<kRows, count()>(head, keys, v * Simd::kLanes, tile, next);
+  });
 }
 
 // Scores to weights; updates the running maximum and sum. `rescale` is the factor for earlier results. `n`:
@@ -151,15 +164,11 @@ void value_columns(const Element* values, std::size_t stride, int n, int column,
 template <int kRows, typename Element, class Lines>
 void value_span(const AttentionHead& head, const Element* values, int n, AttentionTile<kRows>& tile,
                 Lines next) {
-  constexpr int kVectors = Simd::kAttentionVectors;
-  const std::size_t stride = std::size_t(head.value_stride);
   const int vectors = head.value_stride / Simd::kLanes;
-  next.begin_tile((vectors / kVectors + vectors % kVectors) * n);
-  int column = 0;
-  for (; column + kVectors * Simd::kLanes <= head.value_stride; column += kVectors * Simd::kLanes)
-    value_columns<kRows, kVectors>(values, stride, n, column, tile, next);
-  for (; column < head.value_stride; column += Simd::kLanes)
-    value_columns<kRows, 1>(values, stride, n, column, tile, next);
+  next.begin_tile(runs_of(vectors) * n);
+  each_run(vectors, [&](int v, auto count) {
+    value_columns<kRows, count()>(values, std::size_t(head.value_stride), n, v * Simd::kLanes, tile, next);
+  });
 }
 
 // Query rows [row, row + kRows) of the item; row = token * heads + head.
@@ -283,7 +292,8 @@ void attention_rows(const AttentionHead& head, int row, int end) {
     attention_tiles<kRows, kTiles, SpanOfMany>(head, row);
   for (; row + kRows <= end; row += kRows) attention_tiles<kRows, 1, SpanOfOne>(head, row);
   for (; row + kRows / 2 <= end; row += kRows / 2) attention_tiles<kRows / 2, 1, SpanOfOne>(head, row);
-  for (; row < end; ++row) attention_tiles<1, 1, SpanOfOne>(head, row);
+  for (; row + 2 <= end; row += 2) attention_tiles<2, 1, SpanOfOne>(head, row);
+  if (row < end) attention_tiles<1, 1, SpanOfOne>(head, row);
 }
 
 }  // namespace

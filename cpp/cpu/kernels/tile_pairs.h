@@ -15,6 +15,7 @@ namespace metal_prefill::cpu {
 namespace {
 
 struct PairProduct {
+  using Weights = FourBytes;
   using Sum = F;
   static Sum first(int) { return Simd::set(0); }
   static I value(const std::byte* x) { return broadcast_pair(reinterpret_cast<const std::uint16_t*>(x)); }

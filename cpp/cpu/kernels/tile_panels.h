@@ -1,5 +1,5 @@
-// Products of weights in panels: lanes are rows, and a step multiplies four bytes of each row by the same
-// four of a token. Sums run over all columns, in an order that does not depend on the tile.
+// Products of weights in panels: lanes are rows, and a step multiplies a lane of each row by the same four
+// bytes of a token. Sums run over all columns, in an order that does not depend on the tile.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,6 @@ namespace metal_prefill::cpu {
 namespace {
 
 constexpr int kPanelSteps = 16;  // of a block
-constexpr std::size_t kPanelBytes = sizeof(PairBlock) / 2;
 
 // So few tokens wait for memory, which is read in order, panel after panel of a block, so that the processor
 // reads ahead: with both panels at a time, Zen 4 read a token's weights at a third of the speed.
@@ -74,14 +73,56 @@ inline void each_group(const PackedMatrix& weight, GroupRange groups, const Prod
   }
 }
 
+// Weights of a Product: four bytes of a row in each step.
+struct FourBytes {
+  static constexpr std::size_t kRowBytes = 4;
+  static constexpr bool kFetches = false;             // whether blocks are prefetched into the L1 cache
+  static constexpr int kTokens = Simd::kPanelTokens;  // of a tile, at most
+  static I load(const std::uint8_t* p) { return Simd::load_codes(p); }
+};
+
+// Whether sums are rounded, more the longer they are.
+template <class Product>
+concept SumsFloats = requires { Product::kSumBlocks; };
+
+// The sums over the first blocks, in memory.
+template <int kTokens, int kVectors>
+struct FloatTotals {
+  int end = 0;  // of those blocks
+  alignas(64) float of[kTokens][kVectors * Simd::kLanes];
+
+  __attribute__((always_inline)) void add_to(F (&sums)[kTokens][kVectors]) const {
+    if (end == 0) return;
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 8
+      for (int r = 0; r < kVectors; ++r)
+        sums[t][r] = Simd::add(Simd::load(of[t] + r * Simd::kLanes), sums[t][r]);
+  }
+  // The sums of later ones, which then begin anew.
+  __attribute__((always_inline)) void take(F (&sums)[kTokens][kVectors], int block) {
+    add_to(sums);
+    end = block;
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 8
+      for (int r = 0; r < kVectors; ++r) {
+        Simd::store(of[t] + r * Simd::kLanes, sums[t][r]);
+        sums[t][r] = Simd::set(0);
+      }
+  }
+};
+
 // kVectors vectors of rows, from vector `v` of the group, by kTokens tokens. Of a Product, `first` is where
-// the sum of a token begins, `value` broadcasts four bytes, `add` adds a step, and `finish` makes a result of
-// a sum.
+// the sum of a token begins, `Weights` loads a vector of rows, `value` broadcasts four bytes, `add` adds a
+// step, and `finish` makes a result of a sum. Sums of floats over kSumBlocks blocks are added up.
 template <class Product, int kVectors, int kTokens>
 void panel_tile(const Product& product, const PanelOperands& from, int v, int token, const ProductOutput& out,
                 NextLines& next) {
   constexpr int kOfPanel = kPanelRows / Simd::kLanes;
   constexpr int kTogether = kTokens > kFewPanelTokens ? kVectors : std::min(kVectors, kOfPanel);
+  using Weights = typename Product::Weights;
+  constexpr std::size_t kStepBytes = kPanelRows * Weights::kRowBytes, kPanelBytes = kPanelSteps * kStepBytes;
   typename Product::Sum sums[kTokens][kVectors];
 #pragma GCC unroll 16
   for (int t = 0; t < kTokens; ++t)
@@ -91,22 +132,29 @@ void panel_tile(const Product& product, const PanelOperands& from, int v, int to
   const auto* x = static_cast<const std::byte*>(from.x) + std::size_t(token) * from.x_stride;
   NextLines lines = next;  // in registers
   lines.begin_tile(from.n_blocks);
-  for (int b = 0; b < from.n_blocks; ++b, block += sizeof(PairBlock), x += 4 * kPanelSteps) {
+  [[maybe_unused]] FloatTotals<kTokens, kVectors> totals;
+  for (int b = 0; b < from.n_blocks; ++b, block += 2 * kPanelBytes, x += 4 * kPanelSteps) {
     lines.step();
+    if constexpr (SumsFloats<Product>)
+      if (b == totals.end + Product::kSumBlocks) totals.take(sums, b);
 #pragma GCC unroll 8
     for (int g = 0; g < kVectors; g += kTogether) {
 #pragma GCC unroll 4
       for (int step = 0; step < kPanelSteps; ++step) {
-        I weights[kTogether];
+        decltype(Weights::load(block)) weights[kTogether];
 #pragma GCC unroll 8
         for (int r = 0; r < kTogether; ++r) {
-          const int panel = (v + g + r) / kOfPanel, lane = (v + g + r) % kOfPanel * Simd::kLanes;
-          weights[r] =
-              Simd::load_codes(block + panel * kPanelBytes + std::size_t(step * kPanelRows + lane) * 4);
+          const std::size_t panel = std::size_t((v + g + r) / kOfPanel),
+                            lane = std::size_t((v + g + r) % kOfPanel * Simd::kLanes);
+          const auto* at =
+              block + panel * kPanelBytes + std::size_t(step) * kStepBytes + lane * Weights::kRowBytes;
+          weights[r] = Weights::load(at);
+          if (Weights::kFetches && kTokens > kFewPanelTokens / 2 && lane == 0)
+            __builtin_prefetch(at + 4 * kPanelBytes);
         }
 #pragma GCC unroll 16
         for (int t = 0; t < kTokens; ++t) {
-          const I value = Product::value(x + std::size_t(t) * from.x_stride + 4 * step);
+          const auto value = Product::value(x + std::size_t(t) * from.x_stride + 4 * step);
 #pragma GCC unroll 8
           for (int r = 0; r < kTogether; ++r)
             sums[t][g + r] = Product::add(sums[t][g + r], weights[r], value);
@@ -115,6 +163,7 @@ void panel_tile(const Product& product, const PanelOperands& from, int v, int to
     }
   }
   next = lines;
+  if constexpr (SumsFloats<Product>) totals.add_to(sums);
   // Copies stay in registers: stores of floats may alias the object of a reference.
   const Product of = product;
   const ProductOutput to = out;
@@ -141,12 +190,12 @@ void panel_tiles(int count, const Product& product, const PanelOperands& from, i
 template <class Product>
 void multiply_panels(const Product& product, const PanelOperands& from, int count, const ProductOutput& out,
                      const PrefetchRange& next) {
-  int tiles = ceil_div(count, Simd::kPanelTokens);
+  int tiles = ceil_div(count, Product::Weights::kTokens);
   NextLines lines(count <= kFewPanelTokens ? PrefetchRange{} : next,
                   tiles * (kGroupRows / Simd::kLanes / Simd::kPanelVectors));
   for (int token = 0, share = 0; tiles > 0; --tiles, token += share) {
     share = ceil_div(count - token, tiles);  // as even as can be: few tokens make poor use of a weight
-    panel_tiles<Product, Simd::kPanelTokens>(share, product, from, token, out, lines);
+    panel_tiles<Product, Product::Weights::kTokens>(share, product, from, token, out, lines);
   }
   activate_products(out, count);
 }

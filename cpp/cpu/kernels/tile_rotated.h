@@ -167,6 +167,7 @@ constexpr auto wide_rotation() {
 
 template <class S = Simd, bool kWide = false>
 struct RotatedProduct {
+  using Weights = FourBytes;
   using Sum = I;
   const float* scales;              // of rows
   const RotatedRows::Terms* terms;  // of tokens

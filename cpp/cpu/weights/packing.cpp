@@ -285,7 +285,10 @@ std::size_t block_bytes(Packing packing) {
 }
 
 int block_cols(Packing packing) {
-  int cols = packing == Packing::kRotated ? kRotatedCols : in_panels(packing) ? kBlockCols : 0;
+  int cols = packing == Packing::kRotated  ? kRotatedCols
+             : packing == Packing::kFloats ? kFloatPad
+             : in_panels(packing)          ? kBlockCols
+                                           : 0;
   visit(packing, [&]<class Block>(std::type_identity<Block>) { cols = kBlockCols * spans_of<Block>(); });
   return cols;
 }
@@ -307,7 +310,7 @@ int PackedMatrix::blocks_per_row() const {
 }
 
 std::size_t PackedMatrix::group_bytes() const {
-  const bool has_scales = in_panels(packing) && packing != Packing::kPairs;
+  const bool has_scales = packing == Packing::kRotated || packing == Packing::kRotatedWide;
   const std::size_t scales = has_scales ? kGroupRows * sizeof(float) : 0;
   return std::size_t(blocks_per_row()) * block_bytes(packing) + scales;
 }

@@ -26,6 +26,7 @@ constexpr int kBlockCols = 32;    // columns that share a scale of the activatio
 constexpr int kSuperSpans = 8;    // spans of 32 columns in a super-block
 constexpr int kTableCodes = 16;   // integers that codes of 4 bits or fewer may represent
 constexpr int kSignedCodes = -1;  // in place of the zero that codes count from
+constexpr int kFloatPad = 16;     // columns of a block of floats
 constexpr int kRotatedCols = 64;  // columns of a block of rotated rows
 // Integer sums over this many columns fit: 127 * 127 * 131072 < 2^31.
 constexpr int kMaxRotatedCols = 1 << 17;
@@ -46,6 +47,7 @@ inline int widest_code(int cols) {
 
 enum class Packing {
   kNone,
+  kFloats,
   kPairs,
   kRotated,
   kRotatedWide,
@@ -130,6 +132,11 @@ static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 &&
               sizeof(ByteMinBlock) == 1280 && sizeof(ByteHalvesBlock) == 1280 &&
               sizeof(SixBitByteHalvesBlock) == 1472 && sizeof(ByteHalvesMinBlock) == 1536);
 
+// float32. Columns are filled up with zeros.
+struct alignas(64) FloatBlock {
+  float values[2][kFloatPad][kPanelRows];
+};
+
 // Not quantized: bfloat16, in pairs of columns, as a tile of AMX holds them. Columns are filled up with
 // zeros.
 struct alignas(64) PairBlock {
@@ -142,7 +149,7 @@ struct alignas(64) PairBlock {
 struct alignas(64) RotatedBlock {
   std::uint8_t codes[2][kRotatedCols / 4][kPanelRows][4];
 };
-static_assert(sizeof(RotatedBlock) == sizeof(PairBlock));
+static_assert(sizeof(RotatedBlock) == sizeof(PairBlock) && sizeof(FloatBlock) == sizeof(PairBlock));
 
 // Bits of codes in planes: the lower ones in the widest of 4, 2 or 1 that fits, the others in a second plane.
 // A plane of w bits is w vectors; vector v has steps v, v + w, v + 2w, ... from its lowest bits upwards.
@@ -249,6 +256,7 @@ template <class Call>
 void visit(Packing packing, const Call& with_block) {
   switch (packing) {
     case Packing::kNone:
+    case Packing::kFloats:
     case Packing::kPairs:
     case Packing::kRotated:
     case Packing::kRotatedWide:
@@ -287,6 +295,7 @@ struct PackedMatrix {
   int blocks_per_row() const;
   std::size_t group_bytes() const;
   std::byte* group(int index) const { return blocks + std::size_t(index) * group_stride; }
+  const FloatBlock* floats(int index) const { return reinterpret_cast<const FloatBlock*>(group(index)); }
   const PairBlock* pairs(int index) const { return reinterpret_cast<const PairBlock*>(group(index)); }
   // Scales of a group of rotated rows, [kGroupRows].
   float* scales(int index) const {
@@ -297,7 +306,7 @@ struct PackedMatrix {
 Packing packing_of(TensorType type);
 // Whether a group is multiplied as it was packed, by panels.
 inline bool in_panels(Packing packing) {
-  return packing == Packing::kPairs || packing == Packing::kRotated || packing == Packing::kRotatedWide;
+  return Packing::kNone < packing && packing <= Packing::kRotatedWide;
 }
 std::size_t block_bytes(Packing packing);
 int block_cols(Packing packing);

@@ -46,7 +46,7 @@ Tensor matrix_of_expert(const Tensor& all, int expert, int count) {
 
 }  // namespace
 
-Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, bool keep_pairs) {
+Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, bool keep_wide) {
   Linear linear{tensor, packed_matrix(tensor)};
   const bool wide = compute == Compute::kInt16 && kernels.rotate_wide;
   if ((wide || compute == Compute::kW8A8) && tensor.cols <= kMaxRotatedCols) {
@@ -58,11 +58,12 @@ Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, 
   const bool may_round =
       compute == Compute::kBf16 || (compute == Compute::kInt8 && tensor.type == TensorType::kBF16);
   linear.pairs = may_round && kernels.multiply_pairs;
-  if (linear.pairs && (keep_pairs || !is_quantized)) {
-    linear.packed.packing = Packing::kPairs;
-    linear.packed.group_stride = linear.packed.group_bytes();
+  if (linear.pairs) {
+    if (keep_wide || !is_quantized) linear.packed.packing = Packing::kPairs;
+  } else if (compute != Compute::kInt8 || !is_quantized) {
+    linear.packed.packing = keep_wide ? Packing::kFloats : Packing::kNone;
   }
-  if (compute != Compute::kInt8 && !linear.pairs) linear.packed.packing = Packing::kNone;
+  linear.packed.group_stride = linear.packed.group_bytes();
   linear.super =
       compute == Compute::kInt8 && kernels.multiply_super && has_integer_scales(linear.packed.packing);
   return linear;
@@ -73,7 +74,7 @@ std::size_t scratch_bytes_of(const Linear& linear) {
   if (packed.packing == Packing::kNone)
     return kGroupRows * round_up(std::size_t(linear.tensor.cols), kFloatPad) * sizeof(float);
   if (linear.rotated()) return round_up(std::size_t(linear.tensor.cols), kRotatedCols) * sizeof(float);
-  if (packed.packing == Packing::kPairs || linear.super) return 0;
+  if (linear.ready_panels() || linear.super) return 0;
   const std::size_t wide = is_narrow(packed.packing) ? wide_group(packed, nullptr).group_bytes() : 0;
   return wide + (linear.pairs ? std::size_t(packed.cols / kBlockCols) * sizeof(PairBlock) : 0);
 }
@@ -148,6 +149,26 @@ void pack_rotated(const Linear& linear, int group, const Kernels& kernels, std::
   }
 }
 
+void pack_floats(const Linear& linear, int group, const Kernels& kernels) {
+  // Whole blocks of all types. With a cache line between them, rows do not share few sets of the L1 cache.
+  constexpr int kColumns = 256;
+  const Tensor& tensor = linear.tensor;
+  auto* out = reinterpret_cast<FloatBlock*>(linear.packed.group(group));
+  alignas(64) float memory[kGroupRows][kColumns + kFloatPad];
+  const FloatRows rows{memory[0], kColumns + kFloatPad};
+  for (int col = 0; col < tensor.cols; col += kColumns) {
+    const int n = std::min(kColumns, tensor.cols - col), padded = round_up(n, kFloatPad);
+    for (int r = 0; r < kGroupRows; ++r) {
+      const int row = group * kGroupRows + r, filled = row < tensor.rows ? n : 0;
+      if (filled > 0)
+        dequantize_row(tensor.type, tensor.row(row) + row_bytes(tensor.type, std::size_t(col)), rows.row(r),
+                       std::size_t(n));
+      std::fill(rows.row(r) + filled, rows.row(r) + padded, 0.0f);
+    }
+    kernels.to_blocks(rows, padded / kFloatPad, out + col / kFloatPad);
+  }
+}
+
 }  // namespace
 
 std::size_t packing_bytes_of(const Linear& linear) {
@@ -161,6 +182,7 @@ std::size_t packing_bytes_of(const Linear& linear) {
 
 void pack(const Linear& linear, int group, const Kernels& kernels, std::byte* memory) {
   if (linear.rotated()) return pack_rotated(linear, group, kernels, memory);
+  if (linear.floats()) return pack_floats(linear, group, kernels);
   if (!is_widened(linear)) return pack_group(linear.tensor, group, linear.packed.group(group));
   PackedMatrix own = packed_matrix(linear.tensor);
   const std::size_t bytes = round_up(own.group_bytes(), std::size_t(64));
@@ -216,6 +238,7 @@ std::size_t Weights::lay_out(std::byte* base) {
   }
   place({&output});
   place({&per_layer_projection});
+  place({&embedding_projection});
   return bytes;
 }
 
@@ -238,11 +261,11 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
     : given_(model.packed) {
   const int distinct = model.config.distinct_layers;
   layers.resize(distinct > 0 ? std::size_t(distinct) : model.layers.size());
-  // Encoders never decode, so the larger pairs are never read for a single token.
-  const bool keep_pairs = !model.config.causal;
+  // Encoders never decode, so the larger weights are never read for a single token.
+  const bool keep_wide = !model.config.causal;
   std::vector<Linear*> linears;
   const auto add = [&](Linear& linear, const Tensor& tensor, Forms& input, bool is_exact) {
-    linear = linear_of(tensor, is_exact ? Compute::kF32 : compute, kernels, keep_pairs);
+    linear = linear_of(tensor, is_exact ? Compute::kF32 : compute, kernels, keep_wide);
     input.add(linear);
     widens |= linear.pairs && linear.packed.packing != Packing::kPairs;
     scratch_bytes = std::max(scratch_bytes, scratch_bytes_of(linear));

@@ -23,18 +23,19 @@ struct Linear {
 
   bool wide() const { return packed.packing == Packing::kRotatedWide; }
   bool rotated() const { return packed.packing == Packing::kRotated || wide(); }
-  bool int8() const { return packed.packing != Packing::kNone && !pairs && !super && !rotated(); }
+  bool floats() const { return packed.packing == Packing::kFloats; }
+  bool int8() const { return packed.packing != Packing::kNone && !in_panels() && !super; }
   // Whether a group is multiplied as it was packed, or widened, part by part of the tokens.
-  bool in_panels() const { return pairs || rotated(); }
+  bool in_panels() const { return pairs || rotated() || floats(); }
   // Whether that is as it was packed.
   bool ready_panels() const { return in_panels() && !(pairs && packed.packing != Packing::kPairs); }
   // Bytes of an element of rotated rows.
   std::size_t code_bytes() const { return wide() ? sizeof(std::int16_t) : 1; }
 };
 
-// A matrix as a set multiplies it, still without a place. Quantized weights that are multiplied in pairs are
-// kept in pairs, too, with `keep_pairs`; otherwise each pass widens them.
-Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, bool keep_pairs = false);
+// A matrix as a set multiplies it, still without a place. With `keep_wide`, weights that are multiplied in
+// pairs or in float32 are packed so; otherwise each pass widens them, or reads floats in the file.
+Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, bool keep_wide = false);
 // Packs a group of a matrix where it belongs; `memory` has packing_bytes_of() the matrix.
 void pack(const Linear& linear, int group, const Kernels& kernels, std::byte* memory);
 std::size_t packing_bytes_of(const Linear& linear);
@@ -87,7 +88,7 @@ bool rounds_coarsely(const Model& model, Compute compute);
 
 class Weights {
  public:
-  // Packs all matrices that are not multiplied in float32, on all threads; then the file's pages may leave
+  // Packs all matrices that are not left in the file, on all threads; then the file's pages may leave
   // memory. Takes Model::packed instead, if it has the right size. The model must outlive it.
   Weights(const Model& model, Compute compute, const Kernels& kernels, Team& team);
 

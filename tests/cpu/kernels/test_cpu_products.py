@@ -234,8 +234,9 @@ def test_quantized_products_are_bit_identical_on_all_sets_with_fma() -> None:
         np.testing.assert_array_equal(result, results[0])
 
 
+@pytest.mark.parametrize("name", ["multiply_float", "multiply_float_panels"])
 @each_set
-def test_float_products_agree_with_float64(isa: str) -> None:
+def test_float_products_agree_with_float64(isa: str, name: str) -> None:
     for cols in [80, 100, 2048]:
         padded = (cols + 15) // 16 * 16
         weight, x = np.zeros((32, padded), np.float32), np.zeros((512, padded), np.float32)
@@ -244,7 +245,7 @@ def test_float_products_agree_with_float64(isa: str) -> None:
         single = None
         for batch in reversed(BATCHES):
             out = guarded(batch, 32)
-            cpu.multiply_float(isa, weight, cols, x[:batch], out)
+            getattr(cpu, name)(isa, weight, cols, x[:batch], out)
             actual = inside(out, batch, 32)
             assert np.abs(actual - expected[:batch]).max() <= 1e-6 * np.abs(expected).max()
             single = actual if single is None else single
