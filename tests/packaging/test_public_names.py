@@ -33,6 +33,7 @@ PUBLIC = {
         *("SparseEncoder", "quantize_embeddings"),
     ],
     "metal_prefill.sentence_transformers.cross_encoder": ["CrossEncoder"],
+    "metal_prefill.sentence_transformers.quantization": ["quantize_embeddings"],
     "metal_prefill.sentence_transformers.sparse_encoder": ["SparseEncoder"],
     "metal_prefill.sentence_transformers.util": [
         *("cos_sim", "dot_score", "euclidean_sim", "manhattan_sim", "pairwise_cos_sim", "pairwise_dot_score"),
