@@ -261,29 +261,24 @@ bool rounds_groups(const Activations& h) {
 // Columns of h for a block of tokens: of one group, or of several if h has blocks with columns of several.
 void gate_groups(const Context& c, const GateAndUp& w, GroupRange groups, const Activations& x,
                  RowRange range, const Activations& h) {
-  const bool whole_blocks = rounds_groups(h), in_pairs = h.forms.from_pairs;
-  const bool in_f32 = h.forms.f32 || !(whole_blocks || in_pairs);
+  const bool whole_blocks = rounds_groups(h), in_f32 = h.forms.f32 || !whole_blocks;
   const int group = groups.first, row = group * kGroupRows;
-  if (!w.gate.tensor && !whole_blocks && (w.up.rotated() || !in_pairs)) {
-    ProductOutput out = {nullptr, h.bfloat16.stride, w.up_bias ? w.up_bias + row : nullptr, false,
-                         &w.activation};
-    if (in_pairs)
-      out.pairs = h.bfloat16.row(range.first) + row;
-    else
-      out.data = h.f32.row(range.first) + row, out.stride = h.f32.stride;
-    return multiply_groups(c, w.up, groups, x, range, out);
-  }
+  if (!w.gate.tensor && !whole_blocks)
+    return multiply_groups(c, w.up, groups, x, range,
+                           {h.f32.row(range.first) + row, h.f32.stride, w.up_bias ? w.up_bias + row : nullptr,
+                            false, &w.activation});
   const int n_rows = std::min(kGroupRows, w.up.packed.rows - row);
   const GroupBias gate_bias(w.gate_bias, row, n_rows), up_bias(w.up_bias, row, n_rows);
   alignas(64) Tile gates, ups;
   // Stores results of some tokens in the other forms of h.
   const auto store = [&](RowRange part, const float* from, std::size_t stride) {
-    if (whole_blocks && h.forms.int8) {
+    if (!whole_blocks) return;
+    if (h.forms.int8) {
       for (int t = 0; t < part.count; t += kTileTokens)
         c.kernels.quantize(from + std::size_t(t) * stride, stride, 0, std::min(part.count - t, kTileTokens),
                            1, h.int8.tile(part.first + t) + group);
     }
-    if (in_pairs || (whole_blocks && h.forms.bfloat16))
+    if (h.forms.bfloat16)
       c.kernels.round_to_bfloat16(from, stride, part.count, n_rows, h.bfloat16.row(part.first) + row,
                                   h.bfloat16.stride);
   };

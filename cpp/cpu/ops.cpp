@@ -8,8 +8,7 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-// Fills the other forms of columns [first, first + columns) of rows [row, row + rows) from `from`, or, with
-// from_pairs, rotated ones of whole rows from those in bfloat16.
+// Fills the other forms of columns [first, first + columns) of rows [row, row + rows) from `from`.
 void round_from(const Context& c, const FloatRows& from, const Activations& a, int row, int rows, int first,
                 int columns) {
   const float* x = from.data + first;
@@ -21,14 +20,10 @@ void round_from(const Context& c, const FloatRows& from, const Activations& a, i
     for (int r = 0; r < rows; ++r)
       c.kernels.quantize_super(x + std::size_t(r) * from.stride, (row + r) % kTileTokens,
                                columns / kSuperCols, a.super.tile(row + r) + first / kSuperCols);
-  if (a.forms.bfloat16 && !a.forms.from_pairs)
+  if (a.forms.bfloat16)
     c.kernels.round_to_bfloat16(x, from.stride, rows, columns, a.bfloat16.row(row) + first,
                                 a.bfloat16.stride);
-  if (a.forms.from_pairs)
-    for (int r = 0; r < rows; ++r)
-      c.kernels.rotate_pairs(a.bfloat16.row(row + r), columns, c.scratch.weights.as<float>(),
-                             a.rotated.row(row + r), a.rotated.terms[row + r]);
-  else if (a.forms.rotated)
+  if (a.forms.rotated)
     for (int r = 0; r < rows; ++r)
       (a.forms.wide ? c.kernels.rotate_wide : c.kernels.rotate)(
           x + std::size_t(r) * from.stride, columns, c.scratch.weights.as<float>(), a.rotated.row(row + r),

@@ -31,11 +31,10 @@ class Layout {
   enum class Float32 { kAlways, kWhereRead };
   Activations activations(std::size_t columns, Forms forms, Float32 f32) {
     Activations a{forms, {}, {}, {}, {}, {}};
-    if (forms.f32 || forms.super || (forms.rotated && !forms.from_pairs) || f32 == Float32::kAlways)
-      a.f32 = floats(columns);
+    if (forms.f32 || forms.super || forms.rotated || f32 == Float32::kAlways) a.f32 = floats(columns);
     if (forms.int8) a.int8 = tiles<ActivationTile>(columns / kBlockCols);
     if (forms.super) a.super = tiles<SuperTile>(columns / kSuperCols);
-    if (forms.bfloat16 || forms.from_pairs) {
+    if (forms.bfloat16) {
       const std::size_t stride = round_up(columns, kPairPad) + kPairPad;  // as for float32
       a.bfloat16 = {take<std::uint16_t>(round_up(rows_, kTileTokens) * stride), stride};
     }

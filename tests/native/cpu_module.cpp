@@ -106,9 +106,9 @@ void bind_kernels(nb::module_& m) {
   m.def("multiply_pairs", on_arrays(calls::multiply_pairs), "set"_a, "type"_a, "weight"_a, "rows"_a, "x"_a,
         "first"_a, "out"_a, "Product of weights and activations rounded to bfloat16.");
   m.def("multiply_rotated", on_arrays(calls::multiply_rotated), "set"_a, "type"_a, "weight"_a, "rows"_a,
-        "x"_a, "first"_a, "wide"_a, "activation"_a, "out"_a, "pairs"_a,
+        "x"_a, "first"_a, "wide"_a, "activation"_a, "out"_a,
         "Product of rotated weights and activations in 8 or 16 bits, and its activation, if not -1.");
-  m.def("rotate", on_arrays(calls::rotate), "set"_a, "x"_a, "wide"_a, "from_pairs"_a, "codes"_a, "scales"_a,
+  m.def("rotate", on_arrays(calls::rotate), "set"_a, "x"_a, "wide"_a, "codes"_a, "scales"_a,
         "The form of activations in products of rotated rows.");
   m.def("round_to_bfloat16", on_arrays(calls::round_to_bfloat16), "set"_a, "x"_a, "out"_a,
         "The form of activations in products of pairs.");

@@ -206,16 +206,13 @@ void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& wei
 }
 
 void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& weight, int rows,
-                      const Matrix& x, int first, bool wide, int activation, OutMatrix out, OutHalves pairs) {
+                      const Matrix& x, int first, bool wide, int activation, OutMatrix out) {
   const Kernels& kernels = kernels_named(set);
   const std::size_t cols = x.shape(1), tokens = x.shape(0);
   const Tensor tensor{
       "weight",       TensorType(type), rows, int(cols), reinterpret_cast<const std::byte*>(weight.data()),
       weight.shape(0)};
   require(tensor.bytes == row_bytes(tensor.type, cols) * std::size_t(rows), "weight has another size");
-  const bool in_pairs = pairs.shape(0) > 0;
-  require(!in_pairs || kernels.rotate_pairs, "the set stores no results in bfloat16");
-  require(!in_pairs || pairs.shape(0) == out.shape(0) * out.shape(1), "wrong shape");
   Linear linear = linear_of(tensor, wide ? Compute::kInt16 : Compute::kW8A8, kernels);
   require(linear.wide() == wide, "the set has no products in 16 bits");
   PackedMatrix& packed = linear.packed;
@@ -238,31 +235,22 @@ void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& w
   require(activation >= -1 && activation <= int(Activation::kClampedSilu), "no such activation");
   const auto kind = Activation(activation);
   kernels.multiply_rotated(packed, {0, packed.groups()}, activations, first, int(tokens),
-                           {out.data(), out.shape(1), nullptr, false, activation < 0 ? nullptr : &kind,
-                            in_pairs ? pairs.data() : nullptr},
-                           {});
+                           {out.data(), out.shape(1), nullptr, false, activation < 0 ? nullptr : &kind}, {});
   if (kernels.end_phase) kernels.end_phase();
 }
 
-void rotate(const std::string& set, const Matrix& x, bool wide, bool from_pairs, OutBytes codes,
-            OutVector scales) {
+void rotate(const std::string& set, const Matrix& x, bool wide, OutBytes codes, OutVector scales) {
   const Kernels& kernels = kernels_named(set);
   const std::size_t cols = x.shape(1), padded = round_up(cols, kRotatedCols), bytes = padded * (wide ? 2 : 1);
   require(codes.shape(0) == x.shape(0) && codes.shape(1) == bytes && scales.shape(0) == x.shape(0),
           "wrong shape");
-  require(!from_pairs || (kernels.rotate_pairs && !wide && padded == cols), "not from bfloat16");
-  const Buffer memory(padded * sizeof(float), "a row"), pairs(padded * sizeof(std::uint16_t), "pairs");
+  const Buffer memory(padded * sizeof(float), "a row");
   for (std::size_t t = 0; t < x.shape(0); ++t) {
     RotatedRows::Terms terms;
     std::fill_n(memory.as<float>(), padded, std::numeric_limits<float>::quiet_NaN());
-    auto* q = reinterpret_cast<std::byte*>(codes.data() + t * bytes);
-    if (from_pairs) {
-      kernels.round_to_bfloat16(x.data() + t * cols, cols, 1, int(cols), pairs.as<std::uint16_t>(), cols);
-      kernels.rotate_pairs(pairs.as<std::uint16_t>(), int(cols), memory.as<float>(), q, terms);
-    } else {
-      (wide ? kernels.rotate_wide : kernels.rotate)(x.data() + t * cols, int(cols), memory.as<float>(), q,
-                                                    terms);
-    }
+    (wide ? kernels.rotate_wide : kernels.rotate)(x.data() + t * cols, int(cols), memory.as<float>(),
+                                                  reinterpret_cast<std::byte*>(codes.data() + t * bytes),
+                                                  terms);
     scales.data()[t] = terms.scale;
   }
 }

@@ -56,14 +56,11 @@ void multiply_half(const std::string& set, const Halves& weight, bool bfloat16, 
 // multiply_int8 in pairs of bfloat16, with weights of any type.
 void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& weight, int rows,
                     const Matrix& x, int first, OutMatrix out);
-// multiply_int8 in w8a8, or with `wide` in int16, with weights of any type. Unless `pairs` is empty, results
-// are rounded to bfloat16 there, in rows as long as those of `out`.
+// multiply_int8 in w8a8, or with `wide` in int16, with weights of any type.
 void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& weight, int rows,
-                      const Matrix& x, int first, bool wide, int activation, OutMatrix out, OutHalves pairs);
-// The codes of rows of x as products take them, filled up with zeros, and their scales. `from_pairs`: x is
-// rounded to bfloat16 first.
-void rotate(const std::string& set, const Matrix& x, bool wide, bool from_pairs, OutBytes codes,
-            OutVector scales);
+                      const Matrix& x, int first, bool wide, int activation, OutMatrix out);
+// The codes of rows of x as products take them, filled up with zeros, and their scales.
+void rotate(const std::string& set, const Matrix& x, bool wide, OutBytes codes, OutVector scales);
 void add_products(const std::string& set, const Matrix& products, const Vector& bias, int columns, bool add,
                   OutMatrix out);
 void round_to_bfloat16(const std::string& set, const Vector& x, OutHalves out);

@@ -119,15 +119,11 @@ struct ProductOutput {
   const float* bias = nullptr;  // [rows]; null: none
   bool add = false;
   const Activation* activation = nullptr;  // null: none
-  // Results in bfloat16 go here, and none to `data`: in multiply_rotated of sets that have rotate_pairs.
-  std::uint16_t* pairs = nullptr;
 
   float* row(int token) const { return data + std::size_t(token) * stride; }
   // The columns of one group.
   ProductOutput group(int i) const {
-    const int column = i * kGroupRows;
-    return {data ? data + column : nullptr,  stride, bias ? bias + column : nullptr, add, activation,
-            pairs ? pairs + column : nullptr};
+    return {data + i * kGroupRows, stride, bias ? bias + i * kGroupRows : nullptr, add, activation};
   }
   // Whether only products are stored.
   bool is_plain() const { return !bias && !add && !activation; }
@@ -323,10 +319,6 @@ struct Kernels {
   void (*rotate)(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms);
   // The same to 16 bits; null if a set multiplies float32 as fast. multiply_rotated takes such rows, too.
   void (*rotate_wide)(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms);
-  // rotate() of values in bfloat16, a multiple of kRotatedCols of them; null: multiply_rotated of the set
-  // stores no such values.
-  void (*rotate_pairs)(const std::uint16_t* x, int n, float* memory, std::byte* q,
-                       RotatedRows::Terms& terms) = nullptr;
   // A group of a quantized matrix in wide blocks as pairs, rounded to nearest; null as multiply_pairs.
   void (*widen_to_pairs)(const PackedMatrix& weight, int group, PairBlock* out) = nullptr;
   // The first n values of rows, to nearest, ties to even.

@@ -39,17 +39,12 @@ inline void with_activation(const Activation* activation, Body&& body) {
   with_activation(*activation, [&](auto kind) { body(Activated<kind()>()); });
 }
 
-// The results of a vector of rows, from row `row` of the group, by their products.
+// Stores the products of a vector of rows, from row `row` of the group, with a token.
 template <typename Activate>
-inline F results(const ProductOutput& out, int row, F products, Activate) {
-  return Activate::apply(out.bias ? Simd::add(products, Simd::load(out.bias + row)) : products);
-}
-
-// Stores them for a token.
-template <typename Activate>
-inline void deliver(const ProductOutput& out, int token, int row, F products, Activate activate) {
+inline void deliver(const ProductOutput& out, int token, int row, F products, Activate) {
   float* to = out.row(token) + row;
-  products = results(out, row, products, activate);
+  if (out.bias) products = Simd::add(products, Simd::load(out.bias + row));
+  products = Activate::apply(products);
   if (out.add) products = Simd::add(Simd::load(to), products);
   Simd::store(to, products);
 }

@@ -15,7 +15,7 @@
 
 #include "amx_tiles.h"
 #include "prefetch.h"
-#include "simd_bf16.h"
+#include "simd_avx512.h"
 #include "tile_rotated.h"
 
 namespace metal_prefill::cpu {
@@ -53,18 +53,9 @@ __attribute__((noinline)) void finish_rows(const Product& product, const Product
   const Product of =
       product;  // copies, which stay in registers: stores of floats may alias the object of a reference
   const ProductOutput to = out;
-  for (int token = first; token < end; ++token, ++sums) {
-    if (to.pairs) {
-      const auto of_panel = [&](int row) {
-        return results(to, row, of.finish(*sums + row, token, row), Activate());
-      };
-      _mm512_storeu_si512(to.pairs + std::size_t(token) * to.stride,
-                          round_to_pairs(of_panel(0), of_panel(kPanelRows)));
-      continue;
-    }
+  for (int token = first; token < end; ++token, ++sums)
     for (int row = 0; row < kGroupRows; row += Simd::kLanes)
       deliver(to, token, row, of.finish(*sums + row, token, row), Activate());
-  }
 }
 
 // Sums of some tokens that are finished and stored row by row, a share with each step of the next tiles.
@@ -185,10 +176,6 @@ void multiply_pairs_amx(const PairBlock* blocks, int n_blocks, const PairRows& x
                         const ProductOutput& out, const PrefetchRange& next) {
   GroupProducts<PairTiles>(x.row(first), x.stride * sizeof *x.data, count)
       .multiply(PairTiles(), blocks, n_blocks, out, next);
-}
-
-void rotate_pairs(const std::uint16_t* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms) {
-  rotate_bytes(reinterpret_cast<const Bfloat16*>(x), n, memory, q, terms);
 }
 
 void multiply_rotated_amx(const PackedMatrix& weight, GroupRange groups, const RotatedRows& x, int first,

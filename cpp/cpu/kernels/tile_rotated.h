@@ -10,7 +10,6 @@
 
 #include <bit>
 #include <cmath>
-#include <type_traits>
 
 #include "tile_panels.h"
 
@@ -29,12 +28,11 @@ alignas(64) constexpr float kLaneSigns[4][16] = {
 };
 
 // 64 columns. The products with signs are exact. Returns the largest magnitudes, at least `largest`.
-template <typename T>
-inline I rotate_block(const T* x, float* out, I largest) {
+inline I rotate_block(const float* x, float* out, I largest) {
   constexpr int kVectors = kRotatedCols / Simd::kLanes;
   F v[kVectors];
   unrolled<kVectors>([&](auto i) __attribute__((always_inline)) {
-    v[i] = load_floats(x + i * Simd::kLanes);
+    v[i] = Simd::load(x + i * Simd::kLanes);
     unrolled<std::countr_zero(unsigned(Simd::kLanes))>([&](auto bit) __attribute__((always_inline)) {
       v[i] = Simd::fma(v[i], Simd::load(kLaneSigns[bit]), Simd::template swap<1 << bit>(v[i]));
     });
@@ -123,13 +121,13 @@ inline std::uint32_t round_rotated_wide(const float* x, int count, F inverse, st
 
 // The largest magnitude becomes `most`, rounding is to nearest even. NaN or infinity in a row makes its scale
 // NaN.
-template <typename T, typename Round>
-inline void rotate_row(const T* x, int n, int most, float* memory, RotatedRows::Terms& terms, Round&& round) {
+template <typename Round>
+inline void rotate_row(const float* x, int n, int most, float* memory, RotatedRows::Terms& terms,
+                       Round&& round) {
   const int whole = n / kRotatedCols * kRotatedCols, padded = round_up(n, kRotatedCols);
   I largest = Simd::set_int(0);
   for (int i = 0; i < whole; i += kRotatedCols) largest = rotate_block(x + i, memory + i, largest);
-  if constexpr (std::is_same_v<T, float>)  // rows of bfloat16 have no rest
-    if (whole < n) rotate_rest(x + whole, n - whole, memory + whole);
+  if (whole < n) rotate_rest(x + whole, n - whole, memory + whole);
   for (int i = whole; i < padded; i += Simd::kLanes)
     largest = Simd::max_int(largest, Simd::magnitude_bits(Simd::load(memory + i)));
   const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest)), code = float(most);
@@ -140,14 +138,10 @@ inline void rotate_row(const T* x, int n, int most, float* memory, RotatedRows::
       Simd::kStartsFromSum<Simd::kRotatedZero> ? std::int32_t(0u - unsigned(Simd::kRotatedZero) * sum) : 0;
 }
 
-template <typename T>
-inline void rotate_bytes(const T* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms) {
+void rotate(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms) {
   rotate_row(x, n, 127, memory, terms, [&](const float* rotated, int count, F inverse) {
     return round_rotated<Simd>(rotated, count, inverse, q);
   });
-}
-void rotate(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms) {
-  rotate_bytes(x, n, memory, q, terms);
 }
 
 template <class S>

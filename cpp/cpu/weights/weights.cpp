@@ -287,8 +287,6 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
   if (model.output) add(output, model.output, dim_input, false);
   if (const Tensor& projection = model.per_layer_projection)
     add(per_layer_projection, projection, dim_input, false);
-  ffn_input.choose_source(kernels);
-  expert_ffn_input.choose_source(kernels);
   Forms embedded;
   if (const Tensor& projection = model.embedding_projection)
     add(embedding_projection, projection, embedded, true);

@@ -54,9 +54,6 @@ struct Forms {
   bool super = false;
   bool bfloat16 = false;
   bool rotated = false, wide = false;  // wide: rotated rows in 16 bits
-  bool ragged = false;                 // rotated rows end in a smaller block
-  // Rotated rows are rounded from bfloat16, not from float32: half of the memory until all columns are known.
-  bool from_pairs = false;
   bool f32 = false;
 
   bool any() const { return int8 || super || bfloat16 || rotated || f32; }
@@ -67,11 +64,6 @@ struct Forms {
      : linear.rotated() ? rotated
                         : f32) = true;
     wide |= linear.wide();
-    ragged |= linear.rotated() && linear.packed.cols % kRotatedCols != 0;
-  }
-  // Chooses from_pairs once all readers are known.
-  void choose_source(const Kernels& kernels) {
-    from_pairs = kernels.rotate_pairs && rotated && !(wide || ragged || int8 || super || f32);
   }
   // Columns that must be there before they are rounded: of rotated rows, all.
   int block_cols() const {

@@ -4,7 +4,6 @@ from itertools import product
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from gguf import GGMLQuantizationType as Type
 from support.kernel_cases import (
     BATCHES,
@@ -21,7 +20,6 @@ from support.kernel_cases import (
 )
 
 Codes = npt.NDArray[np.int8 | np.int16]
-NO_PAIRS = np.empty(0, np.uint16)
 WIDE_SETS = [isa for isa in NATIVE_SETS if isa.startswith("a")]  # avx2 to amx
 
 
@@ -39,11 +37,11 @@ def most(cols: int, wide: bool) -> int:
     return min(int(np.sqrt((2**31 - 1) / filled_up(cols))), 32767) if wide else 127
 
 
-def rotated(isa: str, x: Floats, wide: bool, from_pairs: bool = False) -> tuple[Codes, Floats]:
+def rotated(isa: str, x: Floats, wide: bool) -> tuple[Codes, Floats]:
     """Return codes [rows, cols filled up to 64] and scales [rows] as products take them."""
     codes = np.full((len(x), filled_up(x.shape[1])), 99, np.int16 if wide else np.int8)
     scales = np.full(len(x), np.nan, np.float32)
-    cpu.rotate(isa, x, wide, from_pairs, codes.view(np.int8), scales)
+    cpu.rotate(isa, x, wide, codes.view(np.int8), scales)
     return codes, scales
 
 
@@ -105,9 +103,7 @@ def test_tiny_rows_vanish_and_bad_values_reach_every_result(isa: str) -> None:
         assert not np.isfinite(scales[1:3]).any(), wide
         weight = normal(32, 64)
         out = guarded(4, 32)
-        cpu.multiply_rotated(
-            isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 32, x, 0, wide, -1, out, NO_PAIRS
-        )
+        cpu.multiply_rotated(isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 32, x, 0, wide, -1, out)
         assert np.all(out[0, :32] == 0), wide
         assert not np.isfinite(out[1:3, :32]).any(), wide
         assert np.isfinite(out[3, :32]).all(), wide
@@ -148,7 +144,7 @@ def test_the_product_of_rotated_rows_is_exact_and_the_same_for_any_tile(isa: str
             for batch in [n for n in BATCHES if n <= 33] + [70]:
                 for first in (0, 3):
                     out = guarded(batch, 96)
-                    cpu.multiply_rotated(isa, int(kind), raw, rows, x[:batch], first, wide, -1, out, NO_PAIRS)
+                    cpu.multiply_rotated(isa, int(kind), raw, rows, x[:batch], first, wide, -1, out)
                     actual = inside(out, batch, 96)
                     case = f"wide: {wide}, {kind.name}, {cols} columns, batch {batch} at {first}"
                     np.testing.assert_array_equal(actual[:, :rows], expected[:batch], err_msg=case)
@@ -163,7 +159,7 @@ def test_the_activation_of_a_product_is_that_of_its_values(isa: str) -> None:
         outs = []
         for activation in (-1, kind):
             out = guarded(70, rows)
-            cpu.multiply_rotated(isa, int(Type.F32), raw, rows, x, 0, wide, activation, out, NO_PAIRS)
+            cpu.multiply_rotated(isa, int(Type.F32), raw, rows, x, 0, wide, activation, out)
             outs.append(np.ascontiguousarray(inside(out, 70, rows)))
         expected = np.empty(70 * rows, np.float32)
         factor = 0 if kind == 4 else 1  # the clamped one adds 1
@@ -181,33 +177,8 @@ def test_the_largest_sums_do_not_overflow(isa: str) -> None:
             weight = np.ascontiguousarray(x[:1]) * np.float32(sign)
             out = guarded(20, 32)
             cpu.multiply_rotated(
-                isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 1, x, 0, wide, -1, out, NO_PAIRS
+                isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 1, x, 0, wide, -1, out
             )
             np.testing.assert_allclose(
                 inside(out, 20, 32)[:, 0], sign * cols / 64, rtol=1e-6, err_msg=f"wide: {wide}"
             )
-
-
-def nearest_bfloat16(x: Floats) -> npt.NDArray[np.uint16]:
-    """Round finite values to the nearest bfloat16, ties to even."""
-    bits = x.view(np.uint32)
-    rounded: npt.NDArray[np.uint16] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    return rounded
-
-
-@pytest.mark.skipif("amx" not in NATIVE_SETS, reason="the processor has no matrix unit")
-def test_results_are_rounded_to_pairs_and_rotated_from_them() -> None:
-    rows, cols = 128, 192
-    raw, x = normal(rows, cols).view(np.uint8).reshape(-1), normal(70, cols, seed=1)
-    weight = ("amx", int(Type.F32), raw, rows)
-    for batch, activation in product((1, 16, 31, 33, 70), (-1, 2)):
-        case = f"batch {batch}, activation {activation}"
-        out, untouched = (np.full((batch, rows), np.nan, np.float32) for _ in range(2))
-        pairs = np.full(batch * rows, 0x7FC0, np.uint16)
-        cpu.multiply_rotated(*weight, x[:batch], 0, False, activation, out, NO_PAIRS)
-        cpu.multiply_rotated(*weight, x[:batch], 0, False, activation, untouched, pairs)
-        np.testing.assert_array_equal(pairs, nearest_bfloat16(out).reshape(-1), err_msg=case)
-        assert np.isnan(untouched).all(), case
-    exact = (nearest_bfloat16(x).astype(np.uint32) << 16).view(np.float32)
-    for actual, wanted in zip(rotated("amx", x, False, True), rotated("amx", exact, False), strict=True):
-        np.testing.assert_array_equal(actual, wanted)
