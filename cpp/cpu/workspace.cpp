@@ -19,7 +19,7 @@ class Layout {
     return reinterpret_cast<T*>(part);
   }
   FloatRows floats(std::size_t columns) {
-    // A row and a cache line: rows that are a power of two apart would share few sets of the L1 cache.
+    // Rows end with an unused cache line: at distances of a power of two they share few sets of the L1 cache.
     const std::size_t stride = round_up(columns, kFloatPad) + kFloatPad;
     return {take<float>(rows_ * stride), stride};
   }

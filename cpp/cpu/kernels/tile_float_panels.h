@@ -1,5 +1,4 @@
-// Products of weights in panels of floats: lanes are rows. Weights are float32, or 16-bit floats for few
-// tokens.
+// Products of float32 weights in panels: lanes are rows.
 #pragma once
 
 #include "tile_panels.h"

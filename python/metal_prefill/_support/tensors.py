@@ -10,7 +10,7 @@ from metal_prefill.errors import MissingExtraError
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor of PyTorch, or a list of them."""
+    """Return whether a value is a PyTorch tensor or a list of tensors."""
     torch = sys.modules.get("torch")
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     return torch is not None and isinstance(first, torch.Tensor)
