@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtim
 from metal_prefill import _core
 from metal_prefill._support.arguments import integer
 from metal_prefill._support.cached_property import cached_property
-from metal_prefill.errors import (
-    ClosedError,
-    DeviceError,
-    GGUFError,
-    MetalPrefillError,
-    UnsupportedModelError,
-)
+from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefillError, UnsupportedModelError
 from metal_prefill.files._gguf_file import TENSOR_TYPES, FloatArray, GGUFFile, as_matrix
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._metadata_keys import LABEL_ENCODER
@@ -102,54 +96,19 @@ class Engine:
     """A native engine with its file, configuration, tokenizer, limits and measured times.
 
     Safe to use from several threads.
-
-    Parameters
-    ----------
-    core
-        The native engine.
-    gguf, config, head
-        The file and what was read from it.
-    max_context
-        Maximum position of sessions that set none.
-    compute
-        Compute mode; None on a GPU.
-    kv_dtype
-        ``f16``, ``f32`` or ``q8_0``.
-    lengths
-        Maximum number of tokens of each kind of text.
-
-    Attributes
-    ----------
-    gguf : GGUFFile
-    config : ModelConfig
-    head : PooledHead
-    max_context : int
-    compute : str or None
-    kv_dtype : str
-    lengths : TextLengths
-    row_cost : RowCost
-        Measured times of passes, for all texts.
-    exact_rows : int
-        Maximum number of tokens of a sequence in a pass whose results are bit-identical to those of single
-        tokens.
-    runs_ahead : bool
-        Whether the engine submits the pass of the next token before the host has seen the last one.
-    label_encoder : Engine or None
-        Encoder of labels in a file that has one besides that of texts.
-    label_vectors : dict
-        Vectors of labels of earlier calls; a new dictionary replaces it.
     """
 
     def __init__(
         self,
         core: _core.Engine,
+        # The file, and what was read from it.
         gguf: GGUFFile,
         config: ModelConfig,
         head: PooledHead,
-        max_context: int,
-        compute: ComputeMode | None,
-        kv_dtype: str,
-        lengths: TextLengths,
+        max_context: int,  # maximum position of sessions that set none
+        compute: ComputeMode | None,  # None on a GPU
+        kv_dtype: str,  # ``f16``, ``f32`` or ``q8_0``
+        lengths: TextLengths,  # maximum number of tokens of each kind of text
     ) -> None:
         self._core: _core.Engine | None = core
         self.gguf = gguf
@@ -159,11 +118,14 @@ class Engine:
         self.compute = compute
         self.kv_dtype = kv_dtype
         self.lengths = lengths
-        self.row_cost = RowCost()
+        self.row_cost = RowCost()  # of passes, for all texts
+        # Maximum number of tokens of a sequence in a pass whose results are bit-identical to those of single
+        # tokens.
         self.exact_rows = core.exact_rows
+        # Whether the engine submits the pass of the next token before the host has seen the last one.
         self.runs_ahead = core.runs_ahead
-        self.label_encoder: Engine | None = None
-        self.label_vectors: dict[str, FloatArray] = {}
+        self.label_encoder: Engine | None = None  # of a file that has one besides that of texts
+        self.label_vectors: dict[str, FloatArray] = {}  # of earlier calls; a new dictionary replaces it
 
     @property
     def core(self) -> _core.Engine:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         _classification,
         _embedding,
         _entities,
-        _hybrid,
         _reranking,
         _scoring,
         _sparse,
@@ -44,7 +43,6 @@ else:  # loaded when one of their methods is first used
     _reranking = LateFunctions("metal_prefill.tasks._reranking")
     _scoring = LateFunctions("metal_prefill.tasks._scoring")
     _sparse = LateFunctions("metal_prefill.tasks._sparse")
-    _hybrid = LateFunctions("metal_prefill.tasks._hybrid")
     _token_labels = LateFunctions("metal_prefill.tasks._token_labels")
 
 __all__ = ["Model"]
@@ -252,7 +250,7 @@ class Model:
     label_tokens = _token_labels.label_tokens
     find_entities = _entities.find_entities
     embed_sparse = _sparse.embed_sparse
-    embed_hybrid = _hybrid.embed_hybrid
+    embed_hybrid = _sparse.embed_hybrid
 
     @classmethod
     def from_pretrained(

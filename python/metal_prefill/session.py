@@ -23,14 +23,14 @@ from metal_prefill._support.arguments import (
 from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill.engine import Engine
 from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
-from metal_prefill.generation._run_ahead import RunAhead
+from metal_prefill.generation._speculation import RunAhead
 from metal_prefill.generation._text_generation import Continuation, NextTokens, Piece, TextOptions
 from metal_prefill.storage import _session_file
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from metal_prefill.gpu._dispatches import Dispatch
+    from metal_prefill.gpu._trace import Dispatch
 
 __all__ = ["Logits", "Piece", "Progress", "Session", "TokenIds", "token_array", "token_id"]
 
@@ -288,7 +288,7 @@ class Session:
             raise ContextOverflowError(
                 f"position {self.position} + {count} tokens exceeds the context of {self.max_context}"
             )
-        from metal_prefill.gpu._dispatches import from_core
+        from metal_prefill.gpu._trace import from_core
 
         return from_core(inspector.plan(count))
 
@@ -312,7 +312,7 @@ class Session:
         """
         ids = self._checked(tokens)
         token, dispatches = self._inspector().trace(ids, progress)
-        from metal_prefill.gpu._dispatches import from_core
+        from metal_prefill.gpu._trace import from_core
 
         return token, from_core(dispatches)
 

@@ -22,9 +22,8 @@ PUBLIC = {
     "metal_prefill.gpu": [],
     "metal_prefill.hub": ["default_model_path", "fetch", "fetch_folder", "resolve_model"],
     "metal_prefill.integrations": [
-        *("ChromaEmbeddings", "EmbeddingTransformer", "LangChainChat", "LangChainEmbeddings"),
-        *("LangChainReranker", "LlamaIndexEmbeddings", "LlamaIndexLLM", "LlamaIndexReranker"),
-        "MetalPrefillLM",
+        *("LangChainChat", "LangChainEmbeddings", "LangChainReranker", "LlamaIndexEmbeddings"),
+        *("LlamaIndexLLM", "LlamaIndexReranker", "MetalPrefillLM"),
     ],
     "metal_prefill.lm_eval": ["MetalPrefillLM"],
     "metal_prefill.model": ["Model"],
@@ -59,8 +58,6 @@ PUBLIC = {
 }
 # Names that need a package which is not a requirement.
 EXTRAS = {
-    "ChromaEmbeddings": "chromadb",
-    "EmbeddingTransformer": "sklearn",
     "LangChainChat": "langchain_core",
     "LangChainEmbeddings": "langchain_core",
     "LangChainReranker": "langchain_core",

@@ -1,21 +1,17 @@
 """Hooks of mkdocs: pages of the site that are not files in docs/, and links as the repository writes them.
 
 Markdown files elsewhere in the repository become pages, as does each example. The pages of the reference are
-made from the public names of the package, and the list of models from the tables of conversion. A link to a
-file of the repository becomes one to its page; one to a file that has no page is a warning, and so an error.
+made from the public names of the package. A link to a file of the repository becomes one to its page; one to
+a file that has no page is a warning, and so an error.
 """
 
 import ast
 import logging
 import posixpath
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))  # hooks are loaded without their folder
-
-import docs_coverage
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -87,7 +83,6 @@ def on_files(files: Files, config: Any) -> Files:
         name = posixpath.basename(origin)
         content = example(name) if name in EXAMPLES else (ROOT / origin).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=content))
-    files.append(File.generated(config, "tasks/coverage.md", content=docs_coverage.page()))
     for page in REFERENCE:
         files.append(File.generated(config, f"reference/{page}.md", content=reference(page)))
     return files

@@ -23,15 +23,7 @@ MOST_ANSWERS = 4096  # per prompt; each has separate memory
 
 
 def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
-    """Check an integer; booleans are rejected.
-
-    Raises
-    ------
-    TypeError
-        `value` is not an integer.
-    ValueError
-        `value` is not between `least` and `most`.
-    """
+    """Return an integer between `least` and `most`, or raise TypeError or ValueError, also for booleans."""
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
     try:
@@ -108,36 +100,13 @@ def token_id(token: object, vocab_size: int) -> int:
 
 
 def token_array(
-    tokens: TokenIds,
-    vocab_size: int,
-    *,
-    context: int | None = None,
-    position: int = 0,
-    unread: int = 0,
+    tokens: TokenIds, vocab_size: int, *, context: int | None = None, position: int = 0, unread: int = 0
 ) -> npt.NDArray[np.int32]:
-    """Copy token ids to int32, without integer overflow.
+    """Copy token ids to int32, without integer overflow; `position` appears in messages only.
 
     The copy is made before the checks and is read-only: its owner, a callback or another thread may change or
-    unmap `tokens` at any time, and engines read ids again for each pass.
-
-    Parameters
-    ----------
-    tokens
-        One-dimensional integer array of any width, or a sequence of ints.
-    vocab_size
-        Ids must be in ``[0, vocab_size)``.
-    context, position, unread
-        The length is checked against the context before any token is read. The last `unread` tokens need no
-        space in the context. `position` appears in the message.
-
-    Raises
-    ------
-    TypeError
-        If `tokens` is a text, or the elements are not integers; booleans are rejected.
-    ValueError
-        If `tokens` is empty, not one-dimensional, or contains an id outside the vocabulary.
-    ContextOverflowError
-        If the tokens exceed the context.
+    unmap `tokens` at any time, and engines read ids again for each pass. The length is checked against the
+    context before any token is read; the last `unread` tokens need no space in it. Booleans are rejected.
     """
     if isinstance(tokens, (str, bytes)) or tokens is None:
         kind = type(tokens).__name__

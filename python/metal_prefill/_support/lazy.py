@@ -6,7 +6,7 @@ import sys
 
 TYPE_CHECKING = False  # this module is imported first, and therefore without `typing`; see the package
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from typing import Any
 
 
@@ -35,8 +35,9 @@ class _LateFunction:
         return getattr(owner if instance is None else instance, self._name)
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` that imports a package's names from its modules."""
+def lazy_names(package: str, **modules: str) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` that imports names, divided by spaces, of a package from its modules."""
+    homes = {name: module for module, names in modules.items() for name in names.split()}
 
     def get(name: str) -> Any:
         if name not in homes:

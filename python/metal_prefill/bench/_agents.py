@@ -5,7 +5,6 @@ the machine.
 """
 
 import functools
-import http.client
 import itertools
 import json
 import tempfile
@@ -24,7 +23,6 @@ from metal_prefill.bench._serving import WORDS
 
 TURNS = 5
 UNIT = 10  # words
-ANSWER_S = 600.0  # time limit for an answer
 
 Messages = list[dict[str, str]]
 Ask = Callable[[Messages], tuple[int, int]]  # returns the numbers of the prompt's and of the cached tokens
@@ -120,7 +118,6 @@ class Shape(NamedTuple):
     memory_of: int | None = None
 
     def of_one_agent(self) -> Iterator[Messages]:
-        """Yield the requests of the first agent."""
         return itertools.islice(self.requests(UNIT), 0, None, self.memory_of)
 
 
@@ -202,18 +199,8 @@ def _ask(server: ServerProcess, messages: Messages) -> tuple[int, int]:
 
 
 def _answer_of(server: ServerProcess, method: str, path: str, body: Any = None) -> Any:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
-    try:
-        connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        answer = response.read()
-        if response.status != 200:
-            raise BenchError(f"{server.name}: status {response.status}: {answer[:500]!r}")
-        return json.loads(answer)
-    except (OSError, http.client.HTTPException) as error:
-        raise BenchError(f"{server.name}: {error!r}; its last words: {server.last_words()}") from error
-    finally:
-        connection.close()
+    with server.asked(method, path, body) as response:
+        return json.loads(response.read())
 
 
 @dataclass

@@ -34,13 +34,7 @@ def describe_exit(name: str, code: int) -> str:
 
 
 class JsonProcess:
-    """A process whose death is an error that names it.
-
-    Attributes
-    ----------
-    hello : dict
-        Its first answer.
-    """
+    """A process whose death is an error that names it."""
 
     def __init__(self, name: str, command: Sequence[str], beginning: str) -> None:
         self.name = name
@@ -50,7 +44,7 @@ class JsonProcess:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
         try:
-            self.hello = self._receive(beginning)
+            self.hello = self._receive(beginning)  # its first answer
         except BaseException:
             self.close()
             raise
@@ -69,7 +63,6 @@ class JsonProcess:
         return self._log.read()
 
     def close(self) -> None:
-        """End the process."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):

@@ -58,7 +58,6 @@ class Engine:
     """A loaded model, which supports the tests that its `Kind` does not exclude."""
 
     def identity(self) -> Identity:
-        """Return the identity of the engine."""
         raise NotImplementedError
 
     def clear(self) -> None:

@@ -82,7 +82,6 @@ class Calibrator:
         return calibration
 
     def close(self) -> None:
-        """End the threads."""
         for thread in self._threads:
             thread.shutdown()
 
@@ -128,7 +127,6 @@ def has_amx() -> bool:
 
 
 def cpu_name() -> str:
-    """Name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from html import escape
 from typing import Any, NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from metal_prefill.bench._cases import (
-    COMPARED,
-    LONGEST_TEXT,
-    SAMPLING,
-    SHORTEST_TEXT,
-)
+from metal_prefill.bench._cases import COMPARED, LONGEST_TEXT, SAMPLING, SHORTEST_TEXT
 from metal_prefill.bench._engines import OURS
 from metal_prefill.bench._machine import counted
 from metal_prefill.bench._rows import Row, Rows
@@ -151,7 +146,6 @@ def _captions(results: Rows) -> Iterator[str]:
 
 
 def render(results: Rows) -> RenderableType:
-    """Render the results for a terminal."""
     if not results.rows:
         return Text("no results")
     parts: list[RenderableType] = []
@@ -164,24 +158,6 @@ def render(results: Rows) -> RenderableType:
         parts.append(table)
     parts += [Text(line, style="dim") for line in _captions(results)]
     return Group(*parts)
-
-
-def to_html(results: Rows) -> str:
-    """Render the results for a notebook."""
-    if not results.rows:
-        return "<p>no results</p>"
-    parts = []
-    for grid in _grids(results):
-        head = "".join(f"<th>{escape(name)}</th>" for name in grid.header)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in grid.rows
-        )
-        caption = escape(grid.title).replace("\n", "<br>")
-        parts.append(
-            f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        )
-    lines = "<br>".join(escape(line) for line in _captions(results))
-    return "".join(parts) + f"<p><small>{lines}</small></p>"
 
 
 class BenchResults(Rows):
@@ -210,4 +186,6 @@ class BenchResults(Rows):
         return render(self)
 
     def _repr_html_(self) -> str:
-        return to_html(self)
+        console = Console(record=True, width=1000, file=io.StringIO())
+        console.print(render(self))
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

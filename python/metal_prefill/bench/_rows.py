@@ -9,7 +9,7 @@ from metal_prefill.bench._cases import COMPARED, Case, Choice
 from metal_prefill.bench._client import Worker
 from metal_prefill.bench._engines import OURS, Options
 from metal_prefill.bench._model_file import ModelFacts
-from metal_prefill.bench._samples import Selection, Spread, ratios, spread, stddev
+from metal_prefill.bench._runner import Selection, Spread, ratios, spread, stddev
 
 NANO = 1e9
 EMULATOR_NOTE = "runs on an emulator: says nothing about the speed of Metal"
@@ -94,7 +94,6 @@ class Row:
 
     @property
     def measured(self) -> bool:
-        """Whether there are samples."""
         return bool(self.samples_ns)
 
     @property

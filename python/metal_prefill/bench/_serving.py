@@ -1,6 +1,5 @@
 """Server benchmark: many concurrent clients send the same requests to each server, in alternation."""
 
-import http.client
 import json
 import threading
 import time
@@ -12,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from metal_prefill.bench._engines import OURS, BenchError
-from metal_prefill.bench._peers.servers import ANSWER_S, ServerProcess
-from metal_prefill.bench._samples import Spread, ratios, spread
+from metal_prefill.bench._peers.servers import ServerProcess
+from metal_prefill.bench._runner import Spread, ratios, spread
 from metal_prefill.text._tokenizer import Tokenizer
 
 SHARED_TOKENS = 300  # of the prefix shared by all prompts
@@ -55,16 +54,10 @@ class Answer:
 def ask(server: ServerProcess, prompt: str) -> Answer:
     """Send a request and read its answer as a stream."""
     body = {"model": server.model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
-    headers = {"content-type": "application/json"}
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
     begin = time.perf_counter()
     first = 0.0
     pieces: list[str] = []
-    try:
-        connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise BenchError(f"{server.name}: status {response.status}: {response.read(500)!r}")
+    with server.asked("POST", "/v1/completions", {**body, "stream": True}) as response:
         for line in response:
             if not line.startswith(b"data: {"):
                 continue
@@ -75,10 +68,6 @@ def ask(server: ServerProcess, prompt: str) -> Answer:
             if text and not pieces:
                 first = time.perf_counter() - begin
             pieces += [text] if text else []
-    except (OSError, http.client.HTTPException) as error:
-        raise BenchError(f"{server.name}: {error!r}; its last words: {server.last_words()}") from error
-    finally:
-        connection.close()
     if not pieces:
         raise BenchError(f"{server.name}: an answer has no text")
     return Answer("".join(pieces), first, time.perf_counter() - begin)
@@ -126,7 +115,6 @@ class ServingRow:
     slowest_first_token_s: list[float] = field(default_factory=list)
 
     def add(self, seconds: float, answers: Sequence[Answer], tokenizer: Tokenizer) -> None:
-        """Add the measurements of a round."""
         tokens = sum(len(tokenizer.encode(answer.text, add_bos=False)) for answer in answers)
         self.tokens_per_second.append(tokens / seconds)
         self.first_token_s.append(median(answer.first_s for answer in answers))

@@ -49,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print lines of JSON: text, embedding")
     common.add_number(parser, "--dimensions", help="keep the first N values of each vector")
     parser.add_argument(
-        "--pooling",
-        choices=TEXT_POOLINGS,
-        help="pooling of hidden states (default: the model file's)",
+        "--pooling", choices=TEXT_POOLINGS, help="pooling of hidden states (default: the model file's)"
     )
     parser.add_argument(
         "--instruction",

@@ -26,7 +26,7 @@ def execute(arguments: argparse.Namespace) -> None:
     """Print the names of models, as for ``-m``, or delete a repository."""
     from rich.table import Table
 
-    from metal_prefill.hub._cached_models import delete_cached
+    from metal_prefill.hub._download import delete_cached
 
     console = common.console()
     if arguments.delete is not None:
@@ -44,8 +44,7 @@ def execute(arguments: argparse.Namespace) -> None:
 def _models() -> Iterator[tuple[str, Path, int]]:
     """Yield name, path and size: the bundled model, those of packages, then those in the Hub's cache."""
     from metal_prefill.errors import MissingExtraError
-    from metal_prefill.hub._cached_models import cached_models
-    from metal_prefill.hub._download import PACKAGED, default_model_path, packaged_model
+    from metal_prefill.hub._download import PACKAGED, cached_models, default_model_path, packaged_model
 
     path: Path | None = default_model_path()
     assert path is not None

@@ -17,21 +17,11 @@ EXAMPLE = "echo 'O Romeo, Romeo, wherefore art thou Romeo?' | metal-prefill perp
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Perplexity of a text under a model.
+    """Perplexity of a text under a model."""
 
-    Attributes
-    ----------
-    value : float
-        ``exp`` of the mean negative log probability.
-    error : float
-        Standard error of `value`, assuming independent tokens.
-    n_scored, n_windows : int
-        Number of scored tokens, and number of windows.
-    """
-
-    value: float
-    error: float
-    n_scored: int
+    value: float  # ``exp`` of the mean negative log probability
+    error: float  # standard error of `value`, assuming independent tokens
+    n_scored: int  # tokens
     n_windows: int
 
 
@@ -53,21 +43,12 @@ def perplexity(
     cut: Sequence[Sequence[int]],
     report: Callable[[int, int, float], object] | None = None,
 ) -> Perplexity:
-    """Score the second half of each window, given the first.
+    """Score the second half of each of the `windows`, given the first.
 
     Every scored token thus has at least half a window of context. In a window of n tokens, the tokens at
-    n/2 + 1 to n - 1 are scored, as in llama.cpp's perplexity tool.
-
-    Parameters
-    ----------
-    score
-        Function that returns the log probability of each token given those before it, ``[n - 1]``, such as
-        `metal_prefill.Model.score`.
-    cut
-        Result of `windows`.
-    report
-        Function called after each window with the number of finished windows, the total and the perplexity
-        so far.
+    n/2 + 1 to n - 1 are scored, as in llama.cpp's perplexity tool. `score` returns log probabilities, as
+    `metal_prefill.Model.score`; `report` is called with the number of finished windows, their total and the
+    perplexity so far.
     """
     total = squares = 0.0
     count = 0

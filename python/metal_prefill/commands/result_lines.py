@@ -30,21 +30,11 @@ OPTIONS: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with its options, or the error in its line.
+    """A prompt with its options, or the error in its line."""
 
-    Attributes
-    ----------
-    text : str, list of int or None
-        The prompt; None if the line is invalid.
-    options : dict
-        Options of :meth:`metal_prefill.Scheduler.submit`.
-    error : str
-        Error message; empty for a valid prompt.
-    """
-
-    text: str | list[int] | None
-    options: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
+    text: str | list[int] | None  # None if the line is invalid
+    options: dict[str, Any] = field(default_factory=dict)  # of :meth:`metal_prefill.Scheduler.submit`
+    error: str = ""  # empty for a valid prompt
 
     def line(self, **result: Any) -> str:
         """Return the line of the prompt in the results, including the newline."""
@@ -93,22 +83,13 @@ def read_prompts(path: str) -> Iterator[tuple[int, Iterator[Prompt]]]:
 
 @dataclass
 class Continued:
-    """A results file opened to append.
+    """A results file opened to append."""
 
-    Attributes
-    ----------
-    file : text file
-        File positioned after the last complete line.
-    done, failed : int
-        Number of existing results, and how many of them are errors.
-    prompts : iterator of Prompt
-        Prompts without a result.
-    """
-
-    file: IO[str]
+    file: IO[str]  # positioned after the last complete line
+    # Number of existing results, and how many of them are errors.
     done: int
     failed: int
-    prompts: Iterator[Prompt]
+    prompts: Iterator[Prompt]  # without a result
 
 
 @contextmanager
@@ -116,15 +97,8 @@ def continued(path: str, prompts: Iterator[Prompt], options: Mapping[str, Any]) 
     """Open a results file, which need not exist, to append the missing results.
 
     An incomplete last line, left by a killed process, is dropped. The first line records the options of all
-    results as ``"options"``; a file without them accepts any options.
-
-    Raises
-    ------
-    UsageError
-        The file contains anything other than results of these prompts with these options, or another process
-        is writing it. The file is unchanged.
-    OutputError, OSError
-        The file cannot be written.
+    results as ``"options"``; a file without them accepts any options. Raises UsageError if the file contains
+    anything else, or another process is writing it, and leaves it unchanged.
     """
     descriptor = os.open(check_target(path), os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "r+b") as file:

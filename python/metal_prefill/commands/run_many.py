@@ -25,17 +25,10 @@ MOST_WAITING = 1024
 
 @dataclass
 class Answer:
-    """A continuation of a prompt.
-
-    Attributes
-    ----------
-    pieces : list of str
-    finish_reason : str
-        See :class:`metal_prefill.Stream`; empty while the text is in progress.
-    """
+    """A continuation of a prompt."""
 
     pieces: list[str] = field(default_factory=list)
-    finish_reason: str = ""
+    finish_reason: str = ""  # see :class:`metal_prefill.Stream`; empty while the text is in progress
 
     def entry(self) -> dict[str, str]:
         """Return the answer as a JSON object."""
@@ -44,20 +37,11 @@ class Answer:
 
 @dataclass
 class Result:
-    """Result of a prompt.
-
-    Attributes
-    ----------
-    prompt : Prompt
-    answers : list of Answer
-        Continuations of the prompt; empty before it is submitted.
-    error : str
-        Error message; empty on success.
-    """
+    """Result of a prompt."""
 
     prompt: Prompt
-    answers: list[Answer] = field(default_factory=list)
-    error: str = ""
+    answers: list[Answer] = field(default_factory=list)  # empty before the prompt is submitted
+    error: str = ""  # empty on success
 
     @property
     def done(self) -> bool:
@@ -78,16 +62,7 @@ def in_order(
 ) -> Iterator[Result]:
     """Continue prompts in continuous batches, and yield the results in the order of the prompts.
 
-    Parameters
-    ----------
-    scheduler
-        Scheduler without streams.
-    prompts
-        Prompts, read when there is room for them.
-    options
-        Default options, which the options of a prompt override.
-    answers
-        Number of texts per prompt.
+    Prompts are read when there is room for them; their options override the common ones.
     """
     waiting: deque[Result] = deque()
     under_way: dict[Stream, tuple[Result, Answer]] = {}
@@ -153,21 +128,9 @@ def recorded_options(arguments: argparse.Namespace, options: Mapping[str, Any]) 
 def execute(
     arguments: argparse.Namespace, texts: Sequence[str] | None, constraint: Mapping[str, Any]
 ) -> None:
-    """Continue prompts; write JSON lines to a file or stdout, or the texts of several ``-p`` to stdout.
+    """Continue `texts`, or the prompts of a file; write JSON lines to a file or stdout, or texts to stdout.
 
-    Parameters
-    ----------
-    arguments
-        Arguments of the command.
-    texts
-        Prompts; None if ``--prompts`` names a file.
-    constraint
-        Default constraint on the texts.
-
-    Raises
-    ------
-    MetalPrefillError
-        Some prompts failed; all results are written.
+    Raises MetalPrefillError if some prompts failed; all results are written.
     """
     options = {**checked_options(arguments), **constraint}
     done_before = failed_before = failed = 0

@@ -84,13 +84,8 @@ def read_texts(path: str, column: str | None = None) -> list[str]:
     """Read the texts of a file, ``-`` for stdin, ignoring blank ones and a byte order mark.
 
     A line of a file whose name ends with ``.jsonl`` is a string, or an object with a field `column`. The
-    first row of a ``.csv`` or ``.tsv`` file names its columns. A line of any other file is a text.
-
-    Raises
-    ------
-    UsageError
-        A line contains no text, the file is not UTF-8, or it has no columns; the message names the file and
-        the line.
+    first row of a ``.csv`` or ``.tsv`` file names its columns. A line of any other file is a text. Raises
+    UsageError, which names the line, if it contains no text, is not UTF-8, or has no columns.
     """
     kind = Path(path).suffix.lower()
     read = {**dict.fromkeys((".jsonl", ".ndjson"), _objects), ".csv": _rows, ".tsv": _rows}.get(kind)

@@ -15,4 +15,4 @@ if TYPE_CHECKING:
 
 __all__ = ["TENSOR_TYPES", "convert"]
 
-__getattr__ = lazy_names(__name__, {"TENSOR_TYPES": "_writing", "convert": "_writing"})
+__getattr__ = lazy_names(__name__, _writing="TENSOR_TYPES convert")

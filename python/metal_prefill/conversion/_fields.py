@@ -92,7 +92,6 @@ class Fields:
         return UnsupportedModelError(shortened(f"{self.path}: {message}"))
 
     def name(self, key: str) -> str:
-        """Return the name of a field in messages."""
         return f"{self._inside}.{key}" if self._inside else key
 
     def has(self, key: str) -> bool:
@@ -151,7 +150,6 @@ class Fields:
         return [self.as_object(f"{key}[{i}]", value) for i, value in enumerate(self.sequence(key))]
 
     def as_object(self, name: str, value: Any) -> Fields:
-        """Return a value of this object as an object."""
         if not isinstance(value, dict):
             raise self._wrong_type((name,), value, "an object")
         return Fields(self.path, value, self.name(name))

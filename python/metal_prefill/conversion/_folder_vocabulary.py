@@ -96,20 +96,11 @@ _UNUSED_SCORE = -10000.0  # of ids without a token
 
 
 class FolderVocabulary:
-    """A vocabulary as a GGUF file describes it.
-
-    Attributes
-    ----------
-    model, pre : str
-        Values of ``tokenizer.ggml.model`` and ``tokenizer.ggml.pre``.
-    tokens : list of str
-    types : list of int
-    scores : list of float or None
-    merges : list of str or None
-    """
+    """A vocabulary as a GGUF file describes it."""
 
     def __init__(
         self,
+        # Values of ``tokenizer.ggml.model`` and ``tokenizer.ggml.pre``.
         model: str,
         pre: str,
         listed: ListedTokens,

@@ -112,7 +112,6 @@ class Modules:
         return bool(self.tensors) and self.metadata.get("pooling_type") == NUMBERED_POOLINGS.index("none")
 
     def set_pooling(self, pooling: Pooling) -> None:
-        """Set the pooling."""
         if pooling in NUMBERED_POOLINGS:
             self.metadata["pooling_type"] = NUMBERED_POOLINGS.index(pooling)
         else:
@@ -279,7 +278,6 @@ def transformer_settings(folder: Path) -> list[Fields]:
 
 
 def _check_transformer(folder: Path, task: str) -> None:
-    """Check the settings of the module Transformer."""
     for module in transformer_settings(folder):
         module.require("transformer_task", (task,), task)
         if task == "feature-extraction":

@@ -28,7 +28,6 @@ def groups(config: Fields, name: str, shape: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _check_steps(config: Fields) -> None:
-    """Refuse limits of the steps."""
     limits = config.sequence("time_step_limit")
     if limits and limits not in _NO_LIMITS:
         raise config.unsupported(f"time_step_limit is {limits}; supported: no limits")

@@ -235,11 +235,7 @@ _ELECTRA = replace(
 _ALBERT = replace(
     _BERT,
     prefixes=("albert.",),
-    accepted={
-        **_BERT.accepted,
-        "num_hidden_groups": (1,),
-        "inner_group_num": (1,),
-    },
+    accepted={**_BERT.accepted, "num_hidden_groups": (1,), "inner_group_num": (1,)},
     constants={"attention.causal": False, "distinct_block_count": 1},
     heads={
         task: {
@@ -517,10 +513,7 @@ _GEMMA3 = replace(
     more=_settings.gemma3,
 )
 # Shapes of the vectors of a state-space layer.
-_SCAN_SHAPES = {
-    r".*\.ssm_[ad]": _scan_settings.columns,
-    r".*\.ssm_norm\.weight": _scan_settings.groups,
-}
+_SCAN_SHAPES = {r".*\.ssm_[ad]": _scan_settings.columns, r".*\.ssm_norm\.weight": _scan_settings.groups}
 _MAMBA = {
     "ssm.conv_kernel": _integer("mamba_d_conv", default=4),
     "ssm.state_size": _integer("mamba_d_state", default=256),
@@ -689,11 +682,7 @@ SOURCES: dict[str, Source] = {
         added_prefix="model.",
         keys=_ROTATED_WITH_LAYER_NORM,
         biases={r"blk\.\d+\.attn_(q|k|v)": "use_qkv_bias"},
-        accepted={
-            "hidden_act": ("silu",),
-            "qk_layernorm": (False,),
-            "use_parallel_residual": (False,),
-        },
+        accepted={"hidden_act": ("silu",), "qk_layernorm": (False,), "use_parallel_residual": (False,)},
         heads=_OF_DECODERS,
         more=_settings.stablelm,
     ),

@@ -77,7 +77,6 @@ def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary
 
 
 def skipped_ids(words: Iterable[str], vocabulary: FolderVocabulary) -> list[int]:
-    """Return the ids of the words that are tokens of the vocabulary."""
     return [vocabulary.by_text[word] for word in words if word in vocabulary.by_text]
 
 

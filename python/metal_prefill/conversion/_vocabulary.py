@@ -15,9 +15,8 @@ from metal_prefill.conversion._folder_vocabulary import (
     set_stops,
     steps,
 )
-from metal_prefill.conversion._sentencepiece import byte_fallback_bpe, unigram
-from metal_prefill.conversion._spm_model import FILE as SPM_FILE
-from metal_prefill.conversion._spm_model import tokenizer_of_spm
+from metal_prefill.conversion._sentencepiece import FILE as SPM_FILE
+from metal_prefill.conversion._sentencepiece import byte_fallback_bpe, tokenizer_of_spm, unigram
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.text._encoder_vocabulary import MAX_WORD_CHARACTERS, SPACE
 from metal_prefill.text._vocabulary import PRE_TOKENIZERS, TokenType
@@ -81,7 +80,6 @@ def _with_tokens(json: Fields, added: Sequence[str]) -> Fields:
 
 
 def _texts_of(vocabulary: Any) -> set[str]:
-    """Return the tokens of a Unigram vocabulary."""
     items = vocabulary if isinstance(vocabulary, list) else []
     return {item[0] for item in items if isinstance(item, list) and item and isinstance(item[0], str)}
 

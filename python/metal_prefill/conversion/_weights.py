@@ -80,7 +80,6 @@ class Weight:
         return self.computed(lambda index: self.rows(order[index]), shape=(len(order), *self.shape[1:]))
 
     def transposed(self) -> Computed:
-        """Return the transpose of a matrix."""
         return self.computed(self.columns, shape=self.shape[::-1])
 
     def blocks(self) -> Iterator[FloatArray]:
@@ -112,7 +111,6 @@ class Weight:
         return self._finite(self._floats(self._read(_DTYPES, 0, self.shape[0]).T[index]))
 
     def integers(self) -> npt.NDArray[np.int64]:
-        """Read a tensor of integers."""
         return (
             self._read(_INTEGERS, 0, self.shape[0] if self.shape else 1).astype(np.int64).reshape(self.shape)
         )
@@ -153,7 +151,6 @@ class Computed(Weight):
     compute: Compute  # function that returns rows by their index
 
     def rows(self, index: Index = ALL) -> FloatArray:
-        """Compute rows."""
         return self._finite(self.compute(index))
 
     def columns(self, index: Index) -> FloatArray:
@@ -181,7 +178,6 @@ class Stack:
 
     @property
     def file(self) -> Path:
-        """File of the first matrix."""
         return self.matrices[0].file
 
     @property
@@ -318,7 +314,6 @@ def _no_weights(folder: Path) -> GGUFError | UnsupportedModelError:
 
 
 def listed_tensors(file: Path) -> Iterator[Weight]:
-    """Yield the tensors of a safetensors file."""
     try:
         with safe_open(file, "np") as opened:
             names = list(opened.keys())

@@ -320,11 +320,7 @@ def _blocks(
 
 
 def _write(
-    path: Path,
-    folder: Path,
-    writer: GGUFWriter,
-    tensors: list[_Tensor],
-    progress: Progress | None,
+    path: Path, folder: Path, writer: GGUFWriter, tensors: list[_Tensor], progress: Progress | None
 ) -> None:
     for tensor in tensors:
         writer.add_tensor_info(
@@ -405,7 +401,6 @@ def _file_type(chosen: str) -> int:
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: FolderVocabulary, config: Fields) -> None:
-    """Add the metadata of a tokenizer."""
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.pre)
     writer.add_token_list(vocabulary.tokens)

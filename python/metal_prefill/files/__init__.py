@@ -12,11 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["GGUFFile", "ModelConfig", "TensorInfo"]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "GGUFFile": "_gguf_file",
-        "ModelConfig": "_model_config",
-        "TensorInfo": "_gguf_file",
-    },
-)
+__getattr__ = lazy_names(__name__, _gguf_file="GGUFFile TensorInfo", _model_config="ModelConfig")

@@ -259,15 +259,11 @@ _T5_NAMES = {
     "w_down": "ffn_down",
 }
 _LLAMA = Architecture(
-    qkv_bias="optional",
-    output_bias="optional",
-    gate_bias="optional",
-    up_bias="optional",
-    window="optional",
+    qkv_bias="optional", output_bias="optional", gate_bias="optional", up_bias="optional", window="optional"
 )
 # Steps that every model of an unsupported architecture needs, and no supported one has.
 MISSING_STEPS = {
-    "gemma3n": "parallel residual streams (AltUp), residual blocks of low rank (LAuReL), sparse activations",
+    "gemma3n": "parallel residual streams (AltUp), residual blocks of low rank (LAuReL), sparse activations"
 }
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _LLAMA,

@@ -46,7 +46,6 @@ class EntityHead:
     recurrent: bool
 
     def layers(self) -> tuple[str, ...]:
-        """Return the names of the layers of this head."""
         projection = (PROJECTION,) if self.projected else ()
         return (*projection, *(RECURRENCE if self.recurrent else ()), *LAYERS[self.mode])
 

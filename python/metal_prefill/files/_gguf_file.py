@@ -314,7 +314,6 @@ def is_later_part(name: str) -> bool:
 
 
 def _parts_of(path: Path, metadata: Metadata) -> tuple[Path, ...]:
-    """Return the paths of the parts of a file."""
     count, number = metadata.get(_COUNT, 1), metadata.get(_NUMBER, 0)
     if count in (0, 1):
         return (path,)
@@ -431,7 +430,6 @@ def _read_tensor(cursor: Cursor, what: str, alignment: int) -> TensorInfo:
 
 
 def dequantized(gguf: GGUFFile, tensor: TensorInfo, rows: slice | None = None) -> FloatArray:
-    """Return a tensor, or a slice of its rows, as float32."""
     data = gguf.tensor(tensor.name).reshape(tensor.shape[0] if len(tensor.shape) == 2 else 1, -1)
     data = data if rows is None else data[rows]
     values = _core.dequantize(tensor.type, np.ascontiguousarray(data).ravel(), len(data) * tensor.shape[-1])

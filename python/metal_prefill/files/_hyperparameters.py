@@ -11,7 +11,6 @@ from dataclasses import replace
 from metal_prefill.errors import UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, MISSING_STEPS, Architecture
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._layer_dimensions import with_layer_dimensions
 from metal_prefill.files._metadata_keys import MAX_INT, Keys
 from metal_prefill.files._model_config import (
     Activation,
@@ -23,7 +22,7 @@ from metal_prefill.files._model_config import (
     has_matrix_state,
     leading_dense,
 )
-from metal_prefill.files._positions import with_positions
+from metal_prefill.files._positions import with_layer_dimensions, with_positions
 
 # Keys that change the forward pass in ways that are not implemented, and the value that has no effect.
 _UNSUPPORTED_KEYS: dict[str, float] = {
@@ -47,20 +46,10 @@ SCALE_KEYS = ("embedding_scale", "residual_scale", "logit_scale")
 def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
     """Read and check the hyperparameters of a file.
 
-    Parameters
-    ----------
-    gguf
-        The file.
-    max_context
-        Largest position that the model is opened for; None selects that of the file. It decides which factors
-        of LongRoPE a model uses. With those of short contexts, its context length is the original one.
-
-    Raises
-    ------
-    GGUFError
-        Required metadata is missing, of the wrong type, out of range or contradictory.
-    UnsupportedModelError
-        The architecture, or a feature that the file requires, is not implemented.
+    `max_context` is the largest position that the model is opened for; None selects that of the file. It
+    decides which factors of LongRoPE a model uses. With those of short contexts, its context length is the
+    original one. Raises GGUFError if required metadata is missing, of the wrong type, out of range or
+    contradictory, UnsupportedModelError if the architecture or a feature of the file is not implemented.
     """
     if gguf.metadata.get("general.type") == "adapter":
         raise UnsupportedModelError(
@@ -356,7 +345,6 @@ def _with_scan(config: ModelConfig, keys: Keys) -> ModelConfig:
 
 
 def _feed_forwards(keys: Keys, traits: Architecture, n_layers: int) -> tuple[FeedForwardKind, ...]:
-    """Return the kind of the feed-forward of each layer."""
     none: FeedForwardKind = "none"
     if traits.ffn == "absent":
         return (none,) * n_layers

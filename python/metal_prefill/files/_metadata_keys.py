@@ -65,7 +65,6 @@ class Keys:
         return UnsupportedModelError(shortened(f"{self.gguf.path}: {message}"))
 
     def has(self, suffix: str) -> bool:
-        """Return whether the file has this key."""
         return self._key(suffix) in self.gguf.metadata
 
     def positive(self, suffix: str, default: int | None = None) -> int:
@@ -147,11 +146,9 @@ class Keys:
         return value
 
     def string(self, suffix: str, default: str) -> str:
-        """Read a string."""
         return str(self._scalar(self._key(suffix), "string")) if self.has(suffix) else default
 
     def boolean(self, suffix: str, default: bool) -> bool:
-        """Read a bool."""
         return bool(self._scalar(self._key(suffix), "bool")) if self.has(suffix) else default
 
     def _is_list(self, suffix: str) -> bool:

@@ -254,7 +254,6 @@ def layers_differ(config: ModelConfig) -> bool:
 
 
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
-    """Return the kind of a layer."""
     return config.layer_kinds[layer] if config.layer_kinds else "attention"
 
 

@@ -19,18 +19,10 @@ MATRIX_TYPES = tuple(_core.tensor_types())
 def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int, TensorInfo]]:
     """Find the tensor of every role, and check its shape and type.
 
-    Returns
-    -------
-    list of (role, layer, TensorInfo)
-        The roles are the rows of ``cpp/model/tensors.inc``; `layer` is -1 for tensors outside the layers. If
-        the output projection is tied to the embedding, its role has the embedding's tensor.
-
-    Raises
-    ------
-    GGUFError
-        A tensor is missing, or its shape contradicts the configuration.
-    UnsupportedModelError
-        A tensor has a type that is not implemented, or is not part of the architecture.
+    Returns roles, which are the rows of ``cpp/model/tensors.inc``, their layers, -1 outside the layers, and
+    tensors. If the output projection is tied to the embedding, its role has the embedding's tensor. Raises
+    GGUFError if a tensor is missing or contradicts the configuration, UnsupportedModelError if its type is
+    not implemented, or it is not part of the architecture.
     """
     found = list(_find_tensors(gguf, config))
     used = {tensor.name for _, _, tensor in found} | HEAD_TENSORS | ignored_tensors(gguf, config).keys()
@@ -93,7 +85,6 @@ def presence_of(stated: str, traits: Architecture) -> str:
 
 
 def tensor_name(traits: Architecture, spec: _core.TensorSpec, layer: int) -> str:
-    """Return the name of a tensor in files of an architecture."""
     return traits.names.get(spec.role, spec.name).format(layer=layer)
 
 
@@ -143,10 +134,7 @@ def _part(gguf: GGUFFile, name: str, shapes: Mapping[str, tuple[int, ...]], role
     row_bytes = tensor.nbytes // sum(rows.values())
     before = sum(rows[other] for other in list(rows)[: list(rows).index(role)])
     return replace(
-        tensor,
-        shape=shapes[role],
-        offset=tensor.offset + before * row_bytes,
-        nbytes=rows[role] * row_bytes,
+        tensor, shape=shapes[role], offset=tensor.offset + before * row_bytes, nbytes=rows[role] * row_bytes
     )
 
 

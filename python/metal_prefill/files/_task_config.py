@@ -120,62 +120,29 @@ HEADS: dict[str, HeadTraits] = {
 
 @dataclass(frozen=True)
 class PooledHead:
-    """Validated pooling and heads of a file.
-
-    Attributes
-    ----------
-    pooling : str or None
-        Pooling that the file declares.
-    steps : tuple of str
-        Those of `STEPS` from a pooled vector to an embedding, in order.
-    activations : dict of str to str
-        Activation after each dense layer.
-    pools_prompt : bool
-        Whether pooling includes the tokens of a prompt.
-    labels : tuple of str
-        Labels of the classification head, which are numbers if the file has no names. Empty without a head.
-    width : int
-        Length of an embedding.
-    dimensions : int
-        Number of first values of an embedding to keep unless the caller chooses.
-    state : str
-        Pooling of the hidden states that the classification head reads.
-    activation : {"tanh", "gelu", "gelu_erf", "relu"}
-        Activation after the dense layer of the classification head.
-    scores : {"softmax", "sigmoid", "none"}
-        Function that turns the outputs of the classification head into scores.
-    norm_eps : float
-        Added to the variance in the norms of heads.
-    vocabulary_pooling : {"max", "sum"} or None
-        Pooling of logits to a vector over the vocabulary; None without a head for it.
-    vocabulary_activation : {"tanh", "gelu", "gelu_erf", "relu"}
-        Activation after the dense layer of that head.
-    logarithms : int
-        How often ``log(1 + x)`` follows the positive logits before that.
-    entities : EntityHead or None
-        Head that finds entities of labels that a call names.
-    transitions : TransitionBiases
-        Biases of the tags of tokens.
-    """
+    """Validated pooling and heads of a file."""
 
     gguf: GGUFFile
     architecture: str
-    pooling: Pooling | None
-    steps: tuple[str, ...]
-    activations: Mapping[str, DenseActivation]
-    pools_prompt: bool
+    pooling: Pooling | None  # that the file declares
+    steps: tuple[str, ...]  # those of `STEPS` from a pooled vector to an embedding, in order
+    activations: Mapping[str, DenseActivation]  # after each dense layer
+    pools_prompt: bool  # whether pooling includes the tokens of a prompt
+    # Labels of the classification head, which are numbers if the file has no names. Empty without a head.
     labels: tuple[str, ...]
-    width: int
-    dimensions: int
-    state: Pooling
-    activation: HeadActivation
-    scores: Scores
-    norm_eps: float
+    width: int  # length of an embedding
+    dimensions: int  # number of first values of an embedding to keep unless the caller chooses
+    state: Pooling  # of the hidden states that the classification head reads
+    activation: HeadActivation  # after the dense layer of the classification head
+    scores: Scores  # function that turns the outputs of the classification head into scores
+    norm_eps: float  # added to the variance in the norms of heads
+    # Pooling of logits to a vector over the vocabulary; None without a head for it. Its dense layer has this
+    # activation, and ``log(1 + x)`` follows the positive logits so often before the pooling.
     vocabulary_pooling: VocabularyPooling | None
     vocabulary_activation: HeadActivation
     logarithms: int
-    entities: EntityHead | None
-    transitions: TransitionBiases
+    entities: EntityHead | None  # head that finds entities of labels that a call names
+    transitions: TransitionBiases  # of the tags of tokens
 
     @property
     def per_token(self) -> bool:
@@ -496,28 +463,16 @@ class TextLengths(NamedTuple):
     """Maximum numbers of tokens of texts, including those at their ends; None if the context is the limit.
 
     sentence-transformers cuts texts after these lengths, which a converted folder states.
-
-    Attributes
-    ----------
-    text : int or None
-        Of a text that is neither a query nor a document.
-    query, document : int or None
-        Of a query and a document; by default `text`.
     """
 
-    text: int | None = None
+    text: int | None = None  # of a text that is neither a query nor a document
+    # By default `text`.
     query: int | None = None
     document: int | None = None
 
     @classmethod
     def read(cls, gguf: GGUFFile) -> TextLengths:
-        """Read the lengths that a file states.
-
-        Raises
-        ------
-        GGUFError
-            A length is not a positive integer.
-        """
+        """Read the lengths that a file states; raise GGUFError if one is not a positive integer."""
         return cls(*(_length(gguf, f"{LENGTH_KEYS}{name}") for name in cls._fields))
 
     def longest(self, context: int) -> int:

@@ -13,12 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "Sampler", "Scheduler", "Stream"]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "Options": "_sampling",
-        "Sampler": "_sampling",
-        "Scheduler": "_scheduler",
-        "Stream": "_stream",
-    },
-)
+__getattr__ = lazy_names(__name__, _sampling="Options Sampler", _scheduler="Scheduler", _stream="Stream")

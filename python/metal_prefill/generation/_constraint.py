@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, finalize, proxy
 
+from metal_prefill._support.threads import in_thread
 from metal_prefill.errors import ConstraintError, MissingExtraError
 from metal_prefill.generation._constraint_process import (
     PATIENCE,
@@ -28,7 +29,6 @@ from metal_prefill.generation._constraint_process import (
     Worker,
     WorkerEnded,
 )
-from metal_prefill.generation._threads import in_thread
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
@@ -131,13 +131,7 @@ def _encode(tokenizer: Tokenizer, text: bytes) -> list[int]:
 
 
 class _Compiled:
-    """A constraint in a worker process.
-
-    Attributes
-    ----------
-    mask : bytes
-        Mask of the first token.
-    """
+    """A constraint in a worker process."""
 
     def __init__(self, server: ForkServer, encode: Any, kind: str, source: str) -> None:
         self.kind = kind  # ``json_schema``, ``regex`` or ``grammar``
@@ -189,10 +183,7 @@ class _Compiled:
     def ask(self, text: Constraint, action: str, *arguments: Any) -> tuple[list[Any], bytes]:
         """Send a request for a text, again if its worker was ended from outside.
 
-        Raises
-        ------
-        ConstraintError
-            The request exceeded a limit.
+        Raises ConstraintError if the request exceeded a limit.
         """
         error = None
         begin = time.monotonic()
@@ -274,10 +265,7 @@ class Step:
     def take(self) -> bool:
         """Take the next token, and return whether it completes the text, so that nothing can follow.
 
-        Raises
-        ------
-        ConstraintError
-            The constraint has an error at this token.
+        Raises ConstraintError if the constraint has an error at this token.
         """
         self._position += 1
         if self._position > self._taken:
@@ -378,12 +366,8 @@ class Constraint:
     ) -> Step:
         """Advance by tokens, as far as the mask allows them, and by forced tokens.
 
-        Raises
-        ------
-        ConstraintError
-            The request took too much time, memory or depth.
-        ConstraintPending
-            There is no answer yet.
+        Raises ConstraintError if the request took too much time, memory or depth, ConstraintPending if there
+        is no answer yet.
         """
         arguments = _advance_arguments(tokens, most_forced, room)
         request = _Request(os.getpid(), "advance", arguments)
@@ -395,13 +379,7 @@ class Constraint:
         return self._step
 
     def ahead(self, drafts: Sequence[int]) -> list[bytes]:
-        """Return the mask after each draft, up to one that is not allowed or ends the text.
-
-        Raises
-        ------
-        ConstraintError, ConstraintPending
-            As for :meth:`advance`.
-        """
+        """Return the mask after each draft, up to one that is not allowed or ends the text."""
         request = _Request(os.getpid(), "ahead", (list(map(int, drafts)),))
         if self._drop_other(request):
             return []

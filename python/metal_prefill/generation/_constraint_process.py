@@ -84,10 +84,8 @@ class Worker:
     ) -> tuple[list[Any], bytes]:
         """Send a request and return its answer.
 
-        Raises
-        ------
-        WorkerEnded
-            The worker crashed, exceeded a limit, or had ended before. It accepts no further requests.
+        Raises WorkerEnded if the worker crashed, exceeded a limit or had ended before. It accepts no further
+        requests.
         """
         with self._lock:
             answered = hung = False
@@ -159,13 +157,7 @@ class ForkServer:
         _processes.add(self)
 
     def fork(self) -> Worker:
-        """Return a new worker.
-
-        Raises
-        ------
-        NoWorkerError
-            No process could be started.
-        """
+        """Return a new worker; raise NoWorkerError if no process could be started."""
         ours, theirs = socket.socketpair()
         requests = Connection(ours.detach())
         try:

@@ -19,8 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from metal_prefill.generation._constraint_check import check_source
-from metal_prefill.generation._constraint_schema import rewrite_schema
+from metal_prefill.generation._constraint_check import check_source, rewrite_schema
 
 STACK = 4 << 20  # bytes
 STEPS = 16  # tokens that are tried after compiling
@@ -76,13 +75,7 @@ def _prepare(spelling: Any) -> Any:
 
 
 def _compile_source(vocabulary: Any, kind: str, source: str) -> Any:
-    """Return llguidance's matcher of a constraint; it may hold an error.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The source cannot be read.
-    """
+    """Return llguidance's matcher of a constraint, which may hold an error; other errors are raised."""
     from llguidance import LLMatcher, LLParserLimits
 
     if kind == "json_schema":

@@ -109,14 +109,9 @@ _LARGEST_ID = 2**31 - 1
 
 
 def core_sampler(options: Options, seed: int | None, recent: Iterable[int], answer: int = 0) -> _core.Sampler:
-    """Create the native sampler of a text.
+    """Create the native sampler of a text; `options`, `seed` and `recent` are as for :class:`Sampler`.
 
-    Parameters
-    ----------
-    options, seed, recent
-        As for :class:`Sampler`.
-    answer
-        Index of the text among those of one prompt and seed; each has its own random numbers.
+    The texts of one prompt and seed, with indices `answer`, have random numbers of their own.
     """
     core = _core.SamplingOptions()
     core.window = REPEAT_WINDOW

@@ -19,7 +19,7 @@ from metal_prefill._support.arguments import TokenIds, integer
 from metal_prefill.engine import EngineOwner
 from metal_prefill.errors import ConstraintError, KVMemoryError, SessionBusyError
 from metal_prefill.generation._constraint import BATCH_PATIENCE, ConstraintPending
-from metal_prefill.generation._run_ahead import RunAhead
+from metal_prefill.generation._speculation import RunAhead
 from metal_prefill.generation._stream import PendingCall, PendingCalls, Stream, make_streams
 from metal_prefill.generation._text_generation import NextTokens, Piece, TextOptions
 
@@ -290,11 +290,7 @@ class Scheduler:
         total = sum(part.rows for part in rows) + call_rows
         seconds = self._ahead.end(0 if forced else total, rows[0].stream.session if rows else None)
         self.last_pass = PassRows(
-            len(writing),
-            sum(part.rows for part in rows if not part.writing),
-            call_rows,
-            seconds,
-            rows,
+            len(writing), sum(part.rows for part in rows if not part.writing), call_rows, seconds, rows
         )
         del calls, requests, whole, shares  # which hold sessions
         alone = len(self._active) == 1 and not len(self._calls)

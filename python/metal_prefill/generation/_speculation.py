@@ -1,4 +1,4 @@
-"""Drafts of the next tokens, which a pass verifies all at once, and the number of them that saves time.
+"""Drafts of the next tokens, which a pass verifies all at once, and passes that are submitted ahead.
 
 Drafts never change a text: a pass accepts those that equal its own choices, and drops the first wrong one and
 all after it.
@@ -157,14 +157,8 @@ def make_drafter(
 ) -> Drafter | None:
     """Return what drafts tokens of a text, which may be constrained; None for ``"off"``.
 
-    A draft model finds prefixes of the text only in `prefix_namespace`.
-
-    Raises
-    ------
-    ValueError
-        `speculate` is an unknown name, or a model with another vocabulary.
-    TypeError
-        It is neither a name nor a model nor a function.
+    A draft model finds prefixes of the text only in `prefix_namespace`. Raises TypeError or ValueError if
+    `speculate` is an unknown name, a model with another vocabulary, or anything else.
     """
     if isinstance(speculate, str):
         if speculate not in ("lookup", "off"):
@@ -263,5 +257,40 @@ class Speculation:
         self._drafter.append(np.array(chosen, np.int32))
 
     def follow(self, token: int) -> None:
-        """Take a forced token."""
         self._drafter.append(np.array([token], np.int32), forced=True)
+
+
+class RunAhead:
+    """Times the passes of one text or one scheduler and notes them for all texts of the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._next = False
+        self._start = 0.0
+        # Whether the engine may already be computing the next tokens, which then get no drafts.
+        self.sent = False
+
+    def begin(
+        self,
+        continues: bool,  # whether the chosen tokens will be appended next, without drafts
+    ) -> bool:
+        """Start the clock of a pass; return whether the engine may submit the next pass at once."""
+        self._next = continues and self._engine.runs_ahead
+        self._start = time.perf_counter()
+        return self._next
+
+    def end(
+        self,
+        rows: int,  # rows of the pass; 0 if its time does not represent passes with as many rows
+        # A session of the pass. The host saw only the rest of a pass that was submitted ahead, so its time is
+        # the GPU's.
+        session: _core.Session | None,
+    ) -> float:
+        """Stop the clock and return the seconds that the host waited."""
+        seconds = time.perf_counter() - self._start
+        if rows:
+            ahead = self.sent and session is not None
+            known = session.stats()["gpu_seconds"] if ahead and session is not None else 0.0
+            self._engine.row_cost.note(rows, max(seconds, known))
+        self.sent = self._next
+        return seconds

@@ -28,7 +28,6 @@ class StreamTimes:
         self.last_token: float | None = None
 
     def begin(self, now: float) -> None:
-        """Note a pass with tokens of the prompt that starts now."""
         if self.started is None:
             self.started = now
 
@@ -115,7 +114,6 @@ class Stream:
         return min(self.request.left, len(self.ids) - self._cached)
 
     def begin(self, engine: Engine) -> None:
-        """Become active."""
         self.core = engine.session(prefix_namespace=self.prefix_namespace)
         self.request = self.text.request(self.core, NextTokens(self.ids, 0, 0.0), continues=False, reuse=True)
         self._noted = 0
@@ -152,17 +150,14 @@ class Stream:
             yield piece
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error."""
         self.error, self.finish_reason = error, "error"
 
     @property
     def session(self) -> _core.Session:
-        """The native session of an active stream."""
         assert self.core is not None
         return self.core
 
     def release(self) -> None:
-        """Release the memory of the session."""
         self.core = self.request = None
 
     def restart(self) -> None:
@@ -248,7 +243,6 @@ class PendingCalls:
         return len(self._calls)
 
     def add(self, requests: Sequence[_core.Computation]) -> PendingCall:
-        """Add a call."""
         pending = PendingCall(requests)
         self._calls.append(pending)
         return pending

@@ -14,8 +14,7 @@ from metal_prefill._support.arguments import integer, token_id
 from metal_prefill.engine import Engine, RowCost
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation import _sampling
-from metal_prefill.generation._choosing import Choosing
-from metal_prefill.generation._ending import FinishReason, TextWriter, split_stops
+from metal_prefill.generation._ending import Choosing, FinishReason, TextWriter, split_stops
 from metal_prefill.generation._speculation import MOST_DRAFTS, Speculate, Speculation, make_drafter
 from metal_prefill.text._reasoning import ReasoningGate
 
@@ -103,7 +102,6 @@ class _Rules:
 
 
 def _divided(options: TextOptions) -> tuple[_Rules, _sampling.Options]:
-    """Divide the options of a text into its rules and those of sampling."""
     given: dict[str, Any] = dict(options)
     rules = _Rules(**{field.name: given.pop(field.name) for field in fields(_Rules) if field.name in given})
     if given.get("logit_bias") is None:
@@ -287,12 +285,8 @@ class Continuation:
     def take(self, chosen: Sequence[int]) -> Iterator[Piece]:
         """Take the tokens that a pass chose, and forced ones, up to the end of the text.
 
-        Raises
-        ------
-        ConstraintError
-            The context is full, and the constraint is not met, or following it exceeded a limit.
-        ConstraintPending
-            The constraint has not answered yet, and nothing has changed.
+        Raises ConstraintError if the context is full before the constraint is met, or following it exceeded a
+        limit. `ConstraintPending` changes nothing.
         """
         choosing, (free, room) = self._choosing, self._free(chosen)
         choosing.advance(chosen, free, room)

@@ -36,13 +36,11 @@ class Choice:
     matvec_rows: int
 
     def apply(self, options: _core.EngineOptions) -> None:
-        """Set the options."""
         options.metal.fused_norm = self.fused_norm
         options.metal.matvec_rows = self.matvec_rows
 
     @property
     def stored(self) -> list[str]:
-        """Form in the file of choices."""
         return [str(int(self.fused_norm)), str(self.matvec_rows)]
 
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from metal_prefill import _core
 from metal_prefill.errors import DeviceError, NumericalError
 from metal_prefill.gpu import _fastest_decode
-from metal_prefill.gpu._dispatches import from_core
 from metal_prefill.gpu._kernel_checks import Difference, difference
+from metal_prefill.gpu._trace import from_core
 from metal_prefill.storage._cache_folder import cache_folder, cache_key, read_known, write_known
 
 if TYPE_CHECKING:
@@ -46,14 +46,8 @@ def kernel_differences(
 ) -> tuple[set[str], list[Difference]]:
     """Run prompts in sequence; return the checked kernels, and one difference per faulty kernel.
 
-    Parameters
-    ----------
-    session
-        Session to run the prompts in.
-    config
-        Configuration of the model. Without causal attention, each prompt starts from an empty session.
-    lengths
-        Lengths of the prompts. Prompts that exceed the context are skipped.
+    Without causal attention, each prompt starts from an empty session. Prompts that exceed the context are
+    skipped.
     """
     inspector = session.inspector()
     assert inspector is not None, "requires an engine with dispatches"
@@ -156,12 +150,7 @@ def build_checked(
     """Build a GPU engine that passes the self-test.
 
     If only kernels that use matrix units are faulty, the engine is built without them. Then the fastest way
-    to decode is selected.
-
-    Raises
-    ------
-    DeviceError
-        Other kernels are faulty; the message names them.
+    to decode is selected. Raises DeviceError, which names them, if other kernels are faulty.
     """
     if not _fastest_decode.is_wanted("METAL_PREFILL_CHECK"):
         return builder.build("metal", options)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
+
+import numpy as np
 
 from metal_prefill import _core
 from metal_prefill._support.arguments import Progress, TokenIds
 from metal_prefill.errors import ContextOverflowError
-from metal_prefill.gpu._dispatches import Dispatch
 
 SERIALIZED = (
     "every dispatch ran in a separate command buffer: its time includes the cost of starting one, "
@@ -113,34 +116,11 @@ def _counted(record: Any) -> dict[str, Any]:
 def trace_session(
     session: TracedSession, tokens: TokenIds, decode: int, device_name: str, progress: Progress | None = None
 ) -> list[Step]:
-    """Process a prompt and continue it greedily, running each dispatch separately.
+    """Process a prompt and continue it greedily by `decode` tokens, running each dispatch separately.
 
-    On the emulator's CPU executor, the bytes that kernels read and write are counted, which is slow.
-
-    Parameters
-    ----------
-    session
-        Session to run in; the prompt starts at its position.
-    tokens
-        Token ids of the prompt.
-    decode
-        Number of tokens to decode after the prompt.
-    device_name
-        Device name of the session's engine.
-    progress
-        Function called with the number of processed tokens, and the total.
-
-    Returns
-    -------
-    list of Step
-        The prompt, and each further token.
-
-    Raises
-    ------
-    ContextOverflowError
-        If the prompt and decoded tokens exceed the context; nothing has run.
-    DeviceError
-        If the engine does not use dispatches.
+    On the emulator's CPU executor, the bytes that kernels read and write are counted, which is slow. Raises
+    ContextOverflowError, before anything runs, if the tokens exceed the context; DeviceError if the engine
+    does not use dispatches.
     """
     n, total = len(tokens), len(tokens) + decode
     if session.position + total > session.max_context:
@@ -248,3 +228,85 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[list[Step], dict[str, Any]
         return [steps[number] for number in sorted(steps)], dict(trace["otherData"])
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ValueError(f"{os.fspath(path)} is not a metal-prefill trace: {error!r}") from error
+
+
+_CODES = {"u32_t": "I", "u64_t": "Q", "float": "f"}
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A dispatch of a GPU kernel."""
+
+    kernel: str  # name of the shader function
+    layer: int  # index of the layer; -1 before and after the layers
+    grid: tuple[int, int, int]  # number of threadgroups, (x, y, z)
+    threads: int  # number of threads per threadgroup
+    threadgroup_bytes: int  # size of the threadgroup memory that the host allocates
+    after_barrier: bool  # whether the dispatch waits for the dispatches before it
+    # Arguments of the kernel, by their names in ``shaders/args_fields.h``; fields of nested structs have
+    # unqualified names. Offsets into the weights are omitted.
+    args: dict[str, Any]
+    buffers: tuple[str, ...] = ()  # labels of the buffers, by binding
+    # Rows of a dispatch that reads or writes K and V: (position, rows) of each run of consecutive rows of a
+    # sequence.
+    runs: tuple[tuple[int, int], ...] = ()
+    # Times in seconds on the GPU's clock; 0 for a dispatch that has not run.
+    start: float = 0.0
+    end: float = 0.0
+
+    @property
+    def groups(self) -> int:
+        """Total number of threadgroups."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+def _fields(name: str, base: int) -> Iterator[tuple[str, struct.Struct, int, bool]]:
+    for field, kind, offset, count in _core.args_structs[name][1]:
+        if kind == "u64_t":  # offsets into the weights
+            continue
+        if kind in _CODES:
+            yield field, struct.Struct(f"={count}{_CODES[kind]}"), base + offset, count > 1
+        else:
+            yield from _fields(kind, base + offset)
+
+
+@cache
+def _layout(name: str) -> tuple[tuple[str, struct.Struct, int, bool], ...]:
+    return tuple(_fields(name, 0))
+
+
+def decode_args(args_struct: str, data: bytes) -> dict[str, Any]:
+    """Return the fields of an argument struct by name."""
+    size = _core.args_structs[args_struct][0]
+    if len(data) != size:
+        raise ValueError(f"{args_struct} must have {size} bytes, got {len(data)}")
+    args: dict[str, Any] = {}
+    for name, layout, offset, is_array in _layout(args_struct):
+        values = layout.unpack_from(data, offset)
+        args[name] = list(values) if is_array else values[0]
+    return args
+
+
+def layout_of(struct: str) -> np.dtype[Any]:
+    """Return the NumPy dtype of a struct that kernels read or write in arrays."""
+    return np.dtype([(name, _CODES[kind]) for name, kind, _, _ in _core.args_structs[struct][1]])
+
+
+def from_core(dispatches: Sequence[_core.Dispatch]) -> list[Dispatch]:
+    """Convert dispatches from the native module."""
+    return [
+        Dispatch(
+            kernel=d.kernel,
+            layer=d.layer,
+            grid=d.grid,
+            threads=d.threads,
+            threadgroup_bytes=d.threadgroup_bytes,
+            after_barrier=d.after_barrier,
+            args=decode_args(d.args_struct, d.args),
+            buffers=tuple(d.buffers),
+            runs=tuple(d.runs),
+            start=d.start,
+            end=d.end,
+        )
+        for d in dispatches
+    ]

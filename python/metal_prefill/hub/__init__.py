@@ -11,12 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["default_model_path", "fetch", "fetch_folder", "resolve_model"]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "default_model_path": "_download",
-        "fetch": "_download",
-        "fetch_folder": "_download",
-        "resolve_model": "_download",
-    },
-)
+__getattr__ = lazy_names(__name__, _download="default_model_path fetch fetch_folder resolve_model")

@@ -28,12 +28,8 @@ Result = TypeVar("Result")
 def list_files(hub: ModuleType, repo_id: str, revision: str | None, token: str | bool | None) -> list[str]:
     """Return the paths of all files of a revision.
 
-    Raises
-    ------
-    HubError
-        The repository or revision does not exist, or access is denied.
-    ValueError, OSError or an error of the HTTP client
-        The hub is unreachable, or its response is not a listing.
+    Raises HubError if the repository or revision does not exist, or access is denied; other errors if the
+    hub is unreachable, or its response is not a listing.
     """
     tail = f"/revision/{revision.replace('/', '%2F')}" if revision else ""
     url = f"{hub.constants.ENDPOINT}/api/models/{repo_id}{tail}"
@@ -54,10 +50,8 @@ def check_file(
 ) -> None:
     """Request the headers of a file once, without the library's retries, which take minutes.
 
-    Raises
-    ------
-    ValueError, OSError or an error of the HTTP client
-        The file is not available, or the response lacks its ETag, commit or size.
+    Raises an error of the HTTP client, OSError or ValueError if the file is not available, or the response
+    lacks its ETag, commit or size.
     """
     url = hub.hf_hub_url(repo_id, name, revision=revision)
     metadata = within(TIME_LIMIT, lambda: hub.get_hf_file_metadata(url, token=token, timeout=_patience(hub)))
@@ -70,7 +64,7 @@ def check_file(
 @contextmanager
 def safe_answers(hub: ModuleType) -> Iterator[None]:
     """Reject, while the block runs, responses whose headers are unsafe as file names."""
-    client = _client(hub)
+    client = hub.utils.get_session()  # of `requests` or `httpx`, depending on the version of the library
     with _hooks:
         _response_hooks(client, lambda hooks: [*hooks, _check_headers])
     try:
@@ -82,28 +76,15 @@ def safe_answers(hub: ModuleType) -> Iterator[None]:
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
     """Return the result of `call`, or raise TimeoutError; an expired call continues in its daemon thread."""
-    outcome: list[tuple[Result | None, BaseException | None]] = []
+    from concurrent import futures  # this module is imported when any model is opened
 
-    def work() -> None:
-        try:
-            outcome.append((call(), None))
-        except BaseException as error:
-            outcome.append((None, error))
+    from metal_prefill._support.threads import in_thread
 
-    thread = threading.Thread(target=work, daemon=True, name="metal_prefill hub")
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise TimeoutError(f"no complete response within {seconds} s")
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]  # None where the call returns None
-
-
-def _client(hub: ModuleType) -> Any:
-    """Return the HTTP client of the library, from `requests` or `httpx` depending on its version."""
-    return hub.utils.get_session()
+    try:
+        result: Result = in_thread(call).result(seconds)
+        return result
+    except futures.TimeoutError:
+        raise TimeoutError(f"no complete response within {seconds} s") from None
 
 
 def _patience(hub: ModuleType) -> float:
@@ -113,7 +94,8 @@ def _patience(hub: ModuleType) -> float:
 
 def _get(hub: ModuleType, url: str, token: str | bool | None) -> tuple[int, Any, bytes]:
     """Send a GET request; return status, headers and body, which is limited to `MAX_LISTING` bytes."""
-    client, headers, patience = _client(hub), hub.utils.build_hf_headers(token=token), _patience(hub)
+    client, patience = hub.utils.get_session(), _patience(hub)
+    headers = hub.utils.build_hf_headers(token=token)
     end = time.monotonic() + TIME_LIMIT
     if callable(getattr(client, "stream", None)):
         with client.stream("GET", url, headers=headers, timeout=patience, follow_redirects=True) as answer:
@@ -174,5 +156,5 @@ def _response_hooks(client: Any, change: Callable[[list[Any]], list[Any]]) -> No
 
 
 def _without_ours(hooks: list[Any]) -> list[Any]:
-    at = hooks.index(_check_headers)
-    return hooks[:at] + hooks[at + 1 :]
+    hooks.remove(_check_headers)  # the first one: other calls in flight have theirs
+    return hooks

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill.tasks._continuations import encode_continuation, score_continuations
+from metal_prefill.tasks._pairs import encode_continuation, score_continuations
 from metal_prefill.tasks._text_passes import TextPasses
 
 if TYPE_CHECKING:
@@ -25,12 +25,8 @@ def loglikelihood(
 ) -> list[tuple[float, bool]]:
     """Return the log likelihood of continuations, and whether greedy decoding would produce each.
 
-    Parameters
-    ----------
-    pairs
-        Pairs of a context and a continuation. Contexts that are too long are truncated from the left.
-    templated
-        Whether a chat template rendered the contexts; see `encode_templated`.
+    Contexts that are too long are truncated from the left. `templated`: whether a chat template rendered
+    them; see `encode_templated`.
     """
     encode = partial(encode_templated, model.tokenizer) if templated else model.tokenizer.encode
     encoded = []

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from metal_prefill.errors import MissingExtraError
-from metal_prefill.integrations._shared import Embedder, Writer
 
 try:
     from langchain_core.documents import BaseDocumentCompressor
@@ -25,7 +24,7 @@ try:
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
     from pydantic import BaseModel, Field, PrivateAttr
 
-    from metal_prefill.integrations._ranking import Reranker
+    from metal_prefill.integrations._shared import Embedder, Reranker, Writer
 except ImportError as error:
     raise MissingExtraError(f"classes for LangChain need: pip install langchain-core ({error})") from error
 
@@ -58,11 +57,9 @@ class LangChainEmbeddings(Embeddings):  # type: ignore[misc,unused-ignore]
         self._embedder = Embedder(model, query, document, model_options or {}, options)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """Return the vectors of documents."""
         return self._embedder.documents(texts)
 
     def embed_query(self, text: str) -> list[float]:
-        """Return the vector of a query."""
         return self._embedder.query(text)
 
 
@@ -84,7 +81,6 @@ class LangChainChat(BaseChatModel):  # type: ignore[misc,unused-ignore]
     _writer: Writer = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Open the model."""
         super().model_post_init(context)
         self._writer = Writer(self.model, self.model_options)
 
@@ -150,7 +146,6 @@ class LangChainReranker(Reranker, BaseDocumentCompressor):  # type: ignore[misc,
     """The documents most relevant to a query, best first, with ``relevance_score`` in their metadata."""
 
     def compress_documents(self, documents: Sequence[Any], query: str, callbacks: Any = None) -> list[Any]:
-        """Return documents by their relevance."""
         texts = [document.page_content for document in documents]
         return [
             documents[found.index].model_copy(

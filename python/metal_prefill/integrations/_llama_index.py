@@ -14,22 +14,16 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from typing import Any
 
 from metal_prefill.errors import MissingExtraError
-from metal_prefill.integrations._shared import Embedder, Writer
 
 try:
     from llama_index.core.base.embeddings.base import BaseEmbedding
-    from llama_index.core.base.llms.types import (
-        ChatMessage,
-        ChatResponse,
-        CompletionResponse,
-        LLMMetadata,
-    )
+    from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LLMMetadata
     from llama_index.core.bridge.pydantic import Field, PrivateAttr
     from llama_index.core.llms import CustomLLM
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
-    from metal_prefill.integrations._ranking import Reranker
+    from metal_prefill.integrations._shared import Embedder, Reranker, Writer
 except ImportError as error:
     raise MissingExtraError(f"classes for LlamaIndex need: pip install llama-index-core ({error})") from error
 
@@ -45,7 +39,6 @@ class LlamaIndexEmbeddings(BaseEmbedding):  # type: ignore[misc,unused-ignore]
     _embedder: Embedder = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Open the model."""
         super().model_post_init(context)
         self._embedder = Embedder(self.model, self.query, self.document, self.model_options, self.options)
 
@@ -84,7 +77,6 @@ class LlamaIndexLLM(CustomLLM):  # type: ignore[misc,unused-ignore]
     _writer: Writer = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Open the model."""
         super().model_post_init(context)
         self._writer = Writer(self.model, self.model_options)
 
@@ -103,7 +95,6 @@ class LlamaIndexLLM(CustomLLM):  # type: ignore[misc,unused-ignore]
 
     @llm_completion_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
-        """Return the continuation of a text."""
         return CompletionResponse(text="".join(self._writer.stream(prompt, self._options(kwargs))))
 
     @llm_completion_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
@@ -113,7 +104,6 @@ class LlamaIndexLLM(CustomLLM):  # type: ignore[misc,unused-ignore]
 
     @llm_completion_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
-        """Return the continuation of a text."""
         pieces = self._writer.stream_async(prompt, self._options(kwargs))
         return CompletionResponse(text="".join([text async for text in pieces]))
 
@@ -124,23 +114,19 @@ class LlamaIndexLLM(CustomLLM):  # type: ignore[misc,unused-ignore]
 
     @llm_chat_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     def chat(self, messages: Sequence[Any], **kwargs: Any) -> Any:
-        """Return the answer to messages."""
         return _answer("".join(self._writer.stream(_plain(messages), self._options(kwargs))))
 
     @llm_chat_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     def stream_chat(self, messages: Sequence[Any], **kwargs: Any) -> Any:
-        """Yield the answer to messages as it is written."""
         return _growing(self._writer.stream(_plain(messages), self._options(kwargs)), _answer)
 
     @llm_chat_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     async def achat(self, messages: Sequence[Any], **kwargs: Any) -> Any:
-        """Return the answer to messages."""
         pieces = self._writer.stream_async(_plain(messages), self._options(kwargs))
         return _answer("".join([text async for text in pieces]))
 
     @llm_chat_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     async def astream_chat(self, messages: Sequence[Any], **kwargs: Any) -> Any:
-        """Yield the answer to messages as it is written."""
         return _growing_async(self._writer.stream_async(_plain(messages), self._options(kwargs)), _answer)
 
 

@@ -95,19 +95,16 @@ class TextModel(llm.EmbeddingModel):  # type: ignore[misc,unused-ignore]
         self._open = _Opened()
 
     def embed_batch(self, items: Iterable[str | bytes]) -> Iterator[list[float]]:
-        """Yield the vectors of texts."""
         texts = [item if isinstance(item, str) else item.decode("utf-8") for item in items]
         yield from self._open(self._file).embed(texts).tolist()
 
 
 @llm.hookimpl  # type: ignore[misc,untyped-decorator,unused-ignore]
 def register_models(register: Callable[..., None]) -> None:
-    """Register the models that write."""
     for name, file in _NAMES.items():
         register(ChatModel(name, file))
 
 
 @llm.hookimpl  # type: ignore[misc,untyped-decorator,unused-ignore]
 def register_embedding_models(register: Callable[..., None]) -> None:
-    """Register the model that embeds."""
     register(TextModel("minilm", "minilm"))

@@ -104,10 +104,7 @@ class MetalPrefillLM(LM):  # type: ignore[misc]
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return the file's chat template, of which the harness records a hash; "" where none is asked for.
 
-        Raises
-        ------
-        ValueError
-            The file has no chat template, or a template is selected by name.
+        Raises ValueError if the file has no chat template, or a template is selected by name.
         """
         if not chat_template:
             return ""

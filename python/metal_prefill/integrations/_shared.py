@@ -1,25 +1,20 @@
-"""Texts, vectors and ranks in the forms that several frameworks ask for."""
+"""Texts, vectors and ranks in the forms that frameworks ask for, which have pydantic."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, Field, PrivateAttr
 
 from metal_prefill.model import Model
 
+if TYPE_CHECKING:
+    from metal_prefill.tasks._reranking import Ranked
+
 
 class Embedder:
-    """Vectors of documents and queries, each with its instruction.
-
-    Parameters
-    ----------
-    model
-        Model, as for :class:`metal_prefill.Model`.
-    query, document
-        Instruction for queries and for documents.
-    model_options, options
-        Options of :class:`metal_prefill.Model` and of :meth:`metal_prefill.Model.embed`.
-    """
+    """Vectors of documents and queries, each with its instruction."""
 
     def __init__(
         self,
@@ -27,34 +22,24 @@ class Embedder:
         query: str | None,
         document: str | None,
         model_options: Mapping[str, Any],
-        options: Mapping[str, Any],
+        options: Mapping[str, Any],  # of :meth:`metal_prefill.Model.embed`
     ) -> None:
         self._model = Model(model, **model_options)
         self._query, self._document, self._options = query, document, dict(options)
 
     def documents(self, texts: Sequence[str]) -> list[list[float]]:
-        """Return the vectors of documents."""
         found: list[list[float]] = self._model.embed(
             texts, instruction=self._document, **self._options
         ).tolist()
         return found
 
     def query(self, text: str) -> list[float]:
-        """Return the vector of a query."""
         (found,) = self._model.embed([text], instruction=self._query, **self._options).tolist()
         return list(found)
 
 
 class Writer:
-    """Answers to messages, and continuations of texts.
-
-    Parameters
-    ----------
-    model
-        Model, as for :class:`metal_prefill.Model`.
-    model_options
-        Options of :class:`metal_prefill.Model`.
-    """
+    """Answers to messages, and continuations of texts."""
 
     def __init__(self, model: str | None, model_options: Mapping[str, Any]) -> None:
         self._model = Model(model, **model_options)
@@ -91,3 +76,20 @@ class Writer:
         tokenizer = self._model.tokenizer
         stop = [*tokenizer.chat_stop, *(options.get("stop") or ())]
         return tokenizer.apply_chat_template(prompt), {**options, "stop": stop}
+
+
+class Reranker(BaseModel):  # type: ignore[misc,unused-ignore]
+    """A model that ranks documents, and its options."""
+
+    model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
+    top_n: int | None = Field(default=None, ge=1, description="number of documents; None keeps all")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model.rerank")
+    model_options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model")
+    _model: Model = PrivateAttr()
+
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
+        self._model = Model(self.model, **self.model_options)
+
+    def _ranked(self, query: str, texts: Sequence[str]) -> list[Ranked]:
+        return self._model.rerank(query, texts, self.top_n, **self.options) if texts else []

@@ -23,15 +23,9 @@ if TYPE_CHECKING:
     from metal_prefill.sentence_transformers.util import SimilarityFunction, quantize_embeddings
 
 __all__ = [
-    "CrossEncoder",
-    "Encoder",
-    "MultiVectorEncoder",
-    "SentenceTransformer",
-    "SimilarityFunction",
-    "SparseEncoder",
-    "quantize_embeddings",
-    "util",
-]
+    "CrossEncoder", "Encoder", "MultiVectorEncoder", "SentenceTransformer", "SimilarityFunction",
+    "SparseEncoder", "quantize_embeddings", "util",
+]  # fmt: skip
 
 # Parts of the names that sentence-transformers has for other purposes.
 _REFUSED = (
@@ -40,15 +34,11 @@ _REFUSED = (
 )
 _find = lazy_names(
     __name__,
-    {
-        "CrossEncoder": "cross_encoder",
-        "Encoder": "_shared",
-        "MultiVectorEncoder": "_embedder",
-        "SentenceTransformer": "_embedder",
-        "SimilarityFunction": "util",
-        "SparseEncoder": "sparse_encoder",
-        "quantize_embeddings": "util",
-    },
+    _embedder="MultiVectorEncoder SentenceTransformer",
+    _shared="Encoder",
+    cross_encoder="CrossEncoder",
+    sparse_encoder="SparseEncoder",
+    util="SimilarityFunction quantize_embeddings",
 )
 
 

@@ -14,9 +14,14 @@ from metal_prefill.sentence_transformers.util import UnsupportedName
 from metal_prefill.tasks._embedding import EncodedTexts, embed_prompts, encode_texts
 from metal_prefill.tasks._late_interaction import pair_scores, query_scores
 from metal_prefill.tasks._prompts import role_of
-from metal_prefill.tasks._similarity import SIMILARITIES, Array, SimilarityFunction, normalized
+from metal_prefill.tasks._similarity import (
+    SIMILARITIES,
+    Array,
+    SimilarityFunction,
+    normalized,
+    quantize_embeddings,
+)
 from metal_prefill.tasks._text_passes import Ids, TextPasses
-from metal_prefill.tasks._vectors import quantize_embeddings
 
 BODY = "Transformer"  # class of the module that computes hidden states
 _OF_BODY = ("max_seq_length", "tokenizer", "tokenize")  # its attributes that a model has, too

@@ -8,6 +8,7 @@ from metal_prefill.tasks._late_interaction import pair_scores as maxsim_pairwise
 from metal_prefill.tasks._late_interaction import query_scores as maxsim
 from metal_prefill.tasks._similarity import (
     SimilarityFunction,
+    community_detection,
     cos_sim,
     dot_score,
     euclidean_sim,
@@ -17,9 +18,6 @@ from metal_prefill.tasks._similarity import (
     pairwise_dot_score,
     pairwise_euclidean_sim,
     pairwise_manhattan_sim,
-)
-from metal_prefill.tasks._vectors import (
-    community_detection,
     paraphrase_mining_embeddings,
     quantize_embeddings,
     semantic_search,

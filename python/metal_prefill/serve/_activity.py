@@ -193,7 +193,6 @@ class Activity:
         return change
 
     def count(self, stream: Stream, tokens: int) -> None:
-        """Count tokens that a text received."""
         with self._lock:
             if (text := self._texts.get(stream)) is not None:
                 text.tokens += tokens
@@ -209,7 +208,6 @@ class Activity:
                     self._left.append(stream)
 
     def after_pass(self, scheduler: Scheduler) -> None:
-        """Record a pass."""
         done = scheduler.last_pass
         with self._lock:
             texts = [self._texts.get(part.stream) for part in done.streams]

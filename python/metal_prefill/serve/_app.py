@@ -1,7 +1,9 @@
-"""Routes of the server."""
+"""Routes of the server, and the static files of its page."""
 
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,7 +17,7 @@ from metal_prefill.model import Model
 from metal_prefill.serve._access import OPEN_PATHS, RefuseForeign, RequireKey, prefix_key, prefix_namespace
 from metal_prefill.serve._activity import pass_number
 from metal_prefill.serve._chat import chat
-from metal_prefill.serve._completions import complete
+from metal_prefill.serve._completions import complete, detokenize, tokenize
 from metal_prefill.serve._endpoint import Endpoint
 from metal_prefill.serve._errors import ApiError, answer_error
 from metal_prefill.serve._forms import (
@@ -30,12 +32,10 @@ from metal_prefill.serve._forms import (
 )
 from metal_prefill.serve._messages import STYLE as MESSAGES
 from metal_prefill.serve._messages import CountForm, MessagesForm, count_tokens, messages
-from metal_prefill.serve._page import page_routes
 from metal_prefill.serve._responses import STYLE as RESPONSES
 from metal_prefill.serve._responses import ResponsesForm, responses
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._settings import Settings
-from metal_prefill.serve._tokens import detokenize, tokenize
 from metal_prefill.serve._vectors import embed, embed_inputs, predict, rank
 from metal_prefill.text._segmentation import let_threads_run
 
@@ -128,3 +128,53 @@ def make_app(model: Model, settings: Settings) -> Starlette:
     )
     app.state.service = service
     return app
+
+
+_PAGE_FOLDER = Path(__file__).parent / "page"
+_MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# Only files of this server are loaded. With `require-trusted-types-for`, browsers that support it refuse to
+# parse a string as HTML, so that a model's text cannot become markup.
+_PAGE_HEADERS = {
+    "content-security-policy": "; ".join(
+        (
+            "default-src 'none'",
+            "script-src 'self'",
+            "style-src 'self'",
+            "img-src 'self'",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",  # a newer version of the package has other files at the same paths
+}
+
+
+def page_routes() -> list[Route]:
+    """Return a route for each file of the page; ``index.html`` is ``/``."""
+    return [_route(path) for path in sorted(_PAGE_FOLDER.iterdir()) if path.suffix in _MEDIA_TYPES]
+
+
+def _route(path: Path) -> Route:
+    body = path.read_bytes()
+    tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+    headers = {**_PAGE_HEADERS, "etag": tag, "content-type": _MEDIA_TYPES[path.suffix]}
+
+    async def answer(request: Request) -> Response:
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(body, headers=headers)
+
+    return Route("/" if path.name == "index.html" else f"/page/{path.name}", answer)

@@ -81,7 +81,6 @@ class _Blocks:
         yield from self._format.add(len(self.all) - 1, self.all[-1], text)
 
     def close(self) -> Iterator[dict[str, Any]]:
-        """End the last block."""
         if self._is_open:
             self._is_open = False
             yield from self._format.close(len(self.all) - 1, self.all[-1])

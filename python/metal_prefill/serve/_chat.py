@@ -83,15 +83,10 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def fitting_tokens(service: Service, form: ChatForm) -> tuple[list[int], int]:
-    """Encode a conversation, without its oldest turns if `truncation` allows that and it does not fit.
+    """Return the tokens of a conversation, and the number of messages that do not fit and were dropped.
 
-    Turns are dropped in groups, so that the prompts of several requests of a conversation begin with the same
-    messages, whose cache they reuse.
-
-    Returns
-    -------
-    tuple of (list of int, int)
-        Tokens, and the number of dropped messages.
+    If `truncation` allows it, the oldest turns are dropped in groups, so that the prompts of several requests
+    of a conversation begin with the same messages, whose cache they reuse.
     """
     if form.truncation != "auto":
         return chat_tokens(service, form), 0
@@ -259,8 +254,7 @@ def _reasoning_parser(form: ChatForm, tokenizer: Tokenizer, stream: Stream) -> R
         return None
     # A constraint holds for the whole text, which therefore has no end of reasoning that it does not mention.
     return ReasoningParser(
-        begun=tokenizer.ends_in_reasoning(stream.prompt.tolist()) and not _is_constrained(form),
-        tags=tags,
+        begun=tokenizer.ends_in_reasoning(stream.prompt.tolist()) and not _is_constrained(form), tags=tags
     )
 
 
@@ -356,7 +350,6 @@ class ChatChoice(Choice):
             self.scores.extend({"content": _logprobs(self.tokenizer, pieces)})
 
     def whole(self) -> dict[str, Any]:
-        """Return the complete answer."""
         self.score([])
         self.parts(self.pieces)
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
@@ -401,7 +394,6 @@ async def conversation(service: Service, form: ChatForm, sender: Sender) -> Asyn
 
 
 async def chat(service: Service, form: ChatForm, reply: Reply, sender: Sender) -> None:
-    """Answer a conversation."""
     begin = time.perf_counter()
     name = service.check_model(form.model)
     async with conversation(service, form, sender) as choices:

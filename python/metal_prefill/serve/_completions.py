@@ -1,4 +1,4 @@
-"""Endpoint ``/v1/completions``."""
+"""Endpoints ``/v1/completions``, ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any, cast
 
 from metal_prefill.generation._stream import Stream, check_size, make_streams
+from metal_prefill.serve._chat import chat_tokens
 from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._errors import ApiError
-from metal_prefill.serve._forms import CompletionForm, TokenOrText
+from metal_prefill.serve._forms import ChatForm, CompletionForm, DetokenizeForm, TokenizeForm, TokenOrText
 from metal_prefill.serve._generation import (
     Choice,
     check_count,
@@ -45,7 +46,6 @@ def prompts_of(prompt: str | list[TokenOrText], param: str) -> list[str | list[i
 
 
 async def complete(service: Service, form: CompletionForm, reply: Reply, sender: Sender) -> None:
-    """Answer a completion request."""
     begin = time.perf_counter()
     name = service.check_model(form.model)
     prompts = prompts_of(form.prompt, "prompt")
@@ -168,7 +168,6 @@ class CompletionChoice(Choice):
             self.scores.extend(logprobs)
 
     def whole(self) -> dict[str, Any]:
-        """Return the complete text."""
         self.score([])
         return self._choice(self.pieces, None if self.tokenizer is None else self.scores.whole())
 
@@ -208,3 +207,49 @@ def _logprobs(
         values.append(logprob(piece.logprob))
         best.append({spelling(tokenizer, token)[0]: logprob(p) for token, p in piece.top_logprobs})
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
+
+
+async def tokenize(service: Service, form: TokenizeForm, reply: Reply, sender: Sender) -> None:
+    """Return the tokens of a text (`prompt` or `content`) or of a conversation."""
+    service.check_model(form.model)
+    given = [value for value in (form.prompt, form.content, form.messages) if value is not None]
+    if len(given) != 1:
+        raise ApiError(f"pass exactly one of prompt, content and messages; got {len(given)}", param="prompt")
+    tokenizer = service.model.tokenizer
+
+    def encode() -> list[int]:
+        if form.messages is not None:
+            return chat_tokens(
+                service,
+                ChatForm(
+                    messages=form.messages,
+                    tools=form.tools,
+                    chat_template_kwargs=form.chat_template_kwargs,
+                    add_generation_prompt=form.add_generation_prompt,
+                    continue_final_message=form.continue_final_message,
+                ),
+                fits=False,
+            )
+        adds = form.add_special_tokens is not False and form.add_special is not False
+        text = form.prompt if form.prompt is not None else form.content or ""
+        service.check_text(text, "content" if form.prompt is None else "prompt")
+        parses = form.parse_special is not False
+        return tokenizer.encode(text, add_bos=None if adds else False, parse_special=parses)
+
+    ids = await service.prepare(encode)
+    sender.turn.end()
+    await reply.json({"tokens": ids, "count": len(ids), "max_model_len": service.model.max_context})
+
+
+async def detokenize(service: Service, form: DetokenizeForm, reply: Reply, sender: Sender) -> None:
+    service.check_model(form.model)
+
+    def decode() -> str:
+        service.check_size(len(form.tokens), "tokens")
+        token_bytes = service.model.tokenizer.token_bytes
+        service.check_size(sum(len(token_bytes(token)) for token in form.tokens), "tokens")
+        return service.model.tokenizer.decode(form.tokens)
+
+    text = await service.prepare(decode)
+    sender.turn.end()
+    await reply.json({"prompt": text, "content": text})

@@ -71,10 +71,7 @@ class Reply:
         await self._whole(200, body, {})
 
     async def pieces(
-        self,
-        parts: Iterator[bytes],
-        size: int,
-        prepare: Callable[[Callable[[], bytes]], Awaitable[bytes]],
+        self, parts: Iterator[bytes], size: int, prepare: Callable[[Callable[[], bytes]], Awaitable[bytes]]
     ) -> None:
         """Send a JSON answer that is made while it is sent, by calls of `prepare`.
 
@@ -174,7 +171,6 @@ class Endpoint(Generic[_Form]):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         settings, metrics = self._service.settings, self._service.metrics
         bodies = self._service.bodies
         reply = Reply(send, settings.send_seconds, bodies.answers.holding, self._style)

@@ -57,12 +57,9 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body in OpenAI's format."""
-        return {
-            "error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code},
-        }
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """Return the HTTP response."""
         return JSONResponse(self.body(), self.status, self.headers)
 
 
@@ -72,7 +69,6 @@ def missing(param: str) -> ApiError:
 
 
 def api_error(error: Exception) -> ApiError:
-    """Convert an exception to an error answer."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # from the router: unknown path or method
@@ -101,7 +97,6 @@ def api_error(error: Exception) -> ApiError:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Answer an exception that the router raised."""
     answer = api_error(error)
     path = request.url.path
     if answer.status == 404 and isinstance(error, HTTPException):

@@ -102,15 +102,7 @@ class Bodies:
         self._turns = anyio.Semaphore(1)
 
     async def read(self, request: Request) -> bytes:
-        """Read a body.
-
-        Raises
-        ------
-        ApiError
-            The body is not JSON, too large or too slow, or too many bodies are in flight.
-        starlette.requests.ClientDisconnect
-            The client disconnected.
-        """
+        """Read a body; raise `ApiError` if it is not JSON, too large or slow, or too many are in flight."""
         _check_type(request.headers)
         limit = self._limit
         stated = request.headers.get("content-length", "0")
@@ -226,7 +218,6 @@ class Scores:
         return {name: msgspec.Raw(b"[%b]" % b",".join(chunks.pop(name))) for name in list(chunks)}
 
     def drop(self) -> None:
-        """Release the memory."""
         self._account.remove(self._size)
         self._chunks, self._size = {}, 0
 

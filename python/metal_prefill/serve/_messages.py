@@ -237,7 +237,6 @@ async def messages(service: Service, form: MessagesForm, reply: Reply, sender: S
 
 
 async def count_tokens(service: Service, form: CountForm, reply: Reply, sender: Sender) -> None:
-    """Return the number of tokens of a conversation."""
     service.check_model(form.model)
     tokens = await service.prepare(lambda: chat_tokens(service, chat_form(service, form), fits=False))
     sender.turn.end()

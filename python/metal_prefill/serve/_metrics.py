@@ -59,7 +59,6 @@ class Metrics:
         registry.register(_Memory(model))
 
     def after_pass(self, scheduler: Scheduler) -> None:
-        """Count a pass."""
         rows = scheduler.last_pass
         self._waiting.set(scheduler.waiting)
         self._writing.set(scheduler.streams - scheduler.waiting)

@@ -69,7 +69,6 @@ class ResponsesForm(Form, kw_only=True):
 
 
 def event_error(error: ApiError) -> dict[str, Any]:
-    """Return the event of an error that ends a stream."""
     return {"type": "error", "code": error.code, "message": str(error), "param": error.param}
 
 
@@ -296,10 +295,7 @@ def _content_of(block: Block) -> dict[str, Any]:
 
 
 # Names of fields of chat completions in responses.
-_PARAMS = {
-    "reasoning_effort": "reasoning.effort",
-    "response_format.json_schema.schema": "text.format.schema",
-}
+_PARAMS = {"reasoning_effort": "reasoning.effort", "response_format.json_schema.schema": "text.format.schema"}
 
 
 async def responses(service: Service, form: ResponsesForm, reply: Reply, sender: Sender) -> None:

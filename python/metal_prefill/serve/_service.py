@@ -1,4 +1,4 @@
-"""State shared by all endpoints of a server: the model, its engine loop, limits and metrics."""
+"""State shared by all endpoints of a server: the model, its engine loop, conversations, limits, metrics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from metal_prefill import _core
 from metal_prefill._support.arguments import Progress
@@ -26,7 +28,7 @@ from metal_prefill.hub._local_file import model_name
 from metal_prefill.model import Model
 from metal_prefill.serve._activity import Activity
 from metal_prefill.serve._errors import ApiError, log
-from metal_prefill.serve._kept import KeptConversations
+from metal_prefill.serve._forms import Message
 from metal_prefill.serve._limits import Bodies
 from metal_prefill.serve._metrics import Metrics
 from metal_prefill.serve._settings import Settings
@@ -281,3 +283,34 @@ class SharedPasses(TextPasses):
             self._cancelled = True
             if self._future is not None:
                 self._future.cancel()
+
+
+MOST_KEPT = 64 << 20  # bytes of all of them
+
+
+class KeptConversations:
+    """Conversations of earlier responses, by prefix namespace and id, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._size = 0
+
+    def add(self, namespace: str, id_: str, messages: list[Message]) -> None:
+        """Keep a conversation, and drop others that are too many."""
+        raw = msgspec.json.encode(messages)
+        self._kept[namespace, id_] = raw
+        self._size += len(raw)
+        while self._size > MOST_KEPT:
+            self._size -= len(self._kept.popitem(last=False)[1])
+
+    def find(self, namespace: str, id_: str) -> list[Message]:
+        """Return a conversation; raise `ApiError` if it is not kept."""
+        if (raw := self._kept.get((namespace, id_))) is None:
+            raise ApiError(
+                f"Previous response with id {id_!r} not found: this server keeps the latest ones in memory",
+                status=404,
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        self._kept.move_to_end((namespace, id_))
+        return msgspec.json.decode(raw, type=list[Message])

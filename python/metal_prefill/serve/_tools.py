@@ -13,7 +13,6 @@ from metal_prefill.text._tool_calls import ToolCall, new_call_id, tool_names
 
 
 def offered_tools(form: ChatForm) -> list[dict[str, Any]] | None:
-    """Return the tools that are offered to the model, or None."""
     for i, tool in enumerate(form.tools or ()):
         if (kind := tool.get("type") or "function") != "function":
             raise ApiError(
@@ -183,7 +182,6 @@ class RequiredCalls:
 
     @property
     def whole(self) -> bool:
-        """Whether all calls are complete."""
         return all(call.whole for call in self._calls)
 
     def step(self, piece: str, *, last: bool) -> list[dict[str, Any]]:
@@ -263,7 +261,6 @@ def _is_json(text: str) -> bool:
 
 
 def call_beginning(name: str) -> str:
-    """Return the beginning of a call, up to its arguments."""
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
 
 

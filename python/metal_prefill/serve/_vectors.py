@@ -228,7 +228,6 @@ def _usage(tokens: int, truncate: str | None, cut: int) -> dict[str, int]:
 
 
 async def rank(service: Service, form: RerankForm, reply: Reply, sender: Sender) -> None:
-    """Answer a reranking request."""
     name = service.check_model(form.model)
     given = form.documents if form.texts is None else form.texts
     if given is None:
@@ -242,11 +241,7 @@ async def rank(service: Service, form: RerankForm, reply: Reply, sender: Sender)
     cuts = form.truncate is True or form.truncate == "end"
     rules = PromptRules("end" if cuts else "error", form.unicode, form.split_special_tokens)
     options = Options(
-        form.instruction,
-        how=form.how,
-        rules=rules,
-        label=form.label,
-        most_tokens=form.max_tokens_per_doc,
+        form.instruction, how=form.how, rules=rules, label=form.label, most_tokens=form.max_tokens_per_doc
     )
     _check_ranks(service, options)
 

@@ -24,7 +24,6 @@ def cache_folder() -> Path:
 
 
 def version() -> str:
-    """Return the version of the package."""
     from importlib import metadata  # slow to import, and not needed to run a model
 
     return metadata.version("metal_prefill")
@@ -51,12 +50,7 @@ def remove_old_pipelines(folder: str) -> None:
     """Delete the least recently used compiled pipelines beyond `PIPELINE_LIMIT`.
 
     The limit includes files for other devices, OS builds and package versions. A process that has a deleted
-    file open can continue to use it.
-
-    Parameters
-    ----------
-    folder
-        Result of `pipeline_folder`; if empty, nothing is deleted.
+    file open can continue to use it. `folder` is a result of `pipeline_folder`, which may be empty.
     """
     if not folder:
         return

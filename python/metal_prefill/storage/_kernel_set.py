@@ -58,7 +58,6 @@ def _processor() -> str:
 
 
 def _read(path: Path) -> float:
-    """Return a stored measurement, or 0."""
     try:
         speedup = float(path.read_text(encoding="ascii"))
     except (OSError, ValueError):

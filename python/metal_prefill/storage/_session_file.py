@@ -150,14 +150,8 @@ class State(NamedTuple):
 def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:
     """Write a state; on failure, leave an existing file untouched.
 
-    An existing file is replaced atomically, once the new one is on disk.
-
-    Raises
-    ------
-    OutputError
-        `path` is a device, a FIFO or a socket.
-    OSError
-        The file cannot be written.
+    An existing file is replaced atomically, once the new one is on disk. Raises OutputError if `path` is a
+    device, a FIFO or a socket, OSError if the file cannot be written.
     """
     arrays: dict[str, npt.NDArray[Any]] = {TOKENS: state.tokens}
     for (name, (dtype, shape)), raw in zip(owner.tensors(state.cached).items(), state.rows, strict=True):
@@ -211,10 +205,7 @@ def save(session: _core.Session, path: str | os.PathLike[str], owner: Owner, not
 def load(session: _core.Session, path: str | os.PathLike[str], owner: Owner) -> State:
     """Read a state into an empty session; see :func:`read`.
 
-    Raises
-    ------
-    ContextOverflowError
-        The file has more tokens than the context of the session.
+    Raises ContextOverflowError if the file has more tokens than the context of the session.
     """
     state = read(path, owner)
     try:

@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from metal_prefill.tasks._cards import PROMPTS
     from metal_prefill.tasks._classification import Classification
     from metal_prefill.tasks._embedding import embed
-    from metal_prefill.tasks._hybrid import HybridVectors
     from metal_prefill.tasks._late_interaction import maxsim
     from metal_prefill.tasks._prompts import prompt_names
     from metal_prefill.tasks._reranking import Ranked, rerank
-    from metal_prefill.tasks._sparse import SparseVector
+    from metal_prefill.tasks._sparse import HybridVectors, SparseVector
     from metal_prefill.tasks._token_labels import Entity
 
 __all__ = [
@@ -24,16 +23,12 @@ __all__ = [
 
 __getattr__ = lazy_names(
     __name__,
-    {
-        "Classification": "_classification",
-        "Entity": "_token_labels",
-        "HybridVectors": "_hybrid",
-        "PROMPTS": "_cards",
-        "Ranked": "_reranking",
-        "SparseVector": "_sparse",
-        "embed": "_embedding",
-        "maxsim": "_late_interaction",
-        "prompt_names": "_prompts",
-        "rerank": "_reranking",
-    },
+    _cards="PROMPTS",
+    _classification="Classification",
+    _embedding="embed",
+    _late_interaction="maxsim",
+    _prompts="prompt_names",
+    _reranking="Ranked rerank",
+    _sparse="HybridVectors SparseVector",
+    _token_labels="Entity",
 )

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from metal_prefill._support.arguments import items_of
 from metal_prefill.engine import Engine, EngineOwner
-from metal_prefill.tasks._continuations import encode_continuation, score_continuations
 from metal_prefill.tasks._embedding import check_length, checked_texts, encode_tokens
-from metal_prefill.tasks._pairs import encode_pair
+from metal_prefill.tasks._pairs import encode_continuation, encode_pair, score_continuations
 from metal_prefill.tasks._pooled_head import logits_of, probabilities_of, softmax
 from metal_prefill.tasks._prompts import PromptRules, errors_of, shortened, warn_of_cut
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states

@@ -111,12 +111,7 @@ def encode_texts(
 ) -> EncodedTexts:
     """Turn texts into tokens, with those that begin and end texts in the file.
 
-    `noun` names texts in errors.
-
-    Raises
-    ------
-    TypeError, ValueError, ContextOverflowError, KVMemoryError
-        A text is not a string, cannot be encoded or does not fit; the message has its index.
+    `noun` names texts in errors, which have the index of the text.
     """
     checked = checked_texts(texts, noun)
     role = text_role(engine) if role is None else role

@@ -13,12 +13,13 @@ import numpy.typing as npt
 from metal_prefill._support.arguments import Progress, number
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import ContextOverflowError
-from metal_prefill.files._entity_head import EntityHead
+from metal_prefill.files._entity_head import DIRECTIONS, PROJECTION, EntityHead
+from metal_prefill.files._gguf_file import FloatArray
+from metal_prefill.files._task_config import PooledHead
 from metal_prefill.tasks._embedding import Vectors, check_length, checked_texts, embed_prompts, encode_texts
-from metal_prefill.tasks._entity_scores import projected, span_scores, word_scores
-from metal_prefill.tasks._pooled_head import sigmoid
+from metal_prefill.tasks._pooled_head import affine, sigmoid
 from metal_prefill.tasks._prompts import PromptRules, errors_of, named
-from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
+from metal_prefill.tasks._text_passes import Ids, TextPasses, finite, pooled_states
 from metal_prefill.tasks._token_labels import Entity
 
 # Words and single signs, as in the library.
@@ -148,13 +149,7 @@ def _head_of(engine: Engine) -> EntityHead:
 def encode_entities(
     engine: Engine, texts: Iterable[str], labels: Iterable[str], rules: PromptRules
 ) -> EntityTexts:
-    """Return texts in tokens, after those of the labels.
-
-    Raises
-    ------
-    TypeError, ValueError, ContextOverflowError, KVMemoryError
-        See :meth:`metal_prefill.Model.find_entities`.
-    """
+    """Return texts in tokens, after those of the labels; errors are those of `find_entities`."""
     head, tokenizer = _head_of(engine), engine.tokenizer
     names = list(dict.fromkeys(checked_texts(labels, "label")))
     if not names:
@@ -207,7 +202,6 @@ def encode_entities(
 def found_entities(
     passes: TextPasses, encoded: EntityTexts, choice: Choice, progress: Progress | None = None
 ) -> Iterator[list[Entity]]:
-    """Yield the entities of each text."""
     filled = [i for i, item in enumerate(encoded.texts) if item.places]
     prompts = [encoded.texts[i].ids for i in filled]
     states = pooled_states(passes, "none", prompts, [f"text {i}" for i in filled])
@@ -301,3 +295,97 @@ def _entities(
             name, score = encoded.labels[label], float(probabilities[i])
             chosen.append((first, Entity(name, score, start, end, item.text[start:end])))
     return [entity for _, entity in sorted(chosen, key=lambda pair: pair[0])]
+
+
+def projected(head: PooledHead, states: FloatArray) -> FloatArray:
+    entities = head.entities
+    return affine(head, PROJECTION, states) if entities is not None and entities.projected else states
+
+
+def span_scores(head: PooledHead, entities: EntityHead, words: FloatArray, labels: FloatArray) -> FloatArray:
+    """Return the score of each part of a text for each label, ``[words, span_words, labels]``.
+
+    Element ``[i, n]`` is of the ``n + 1`` words from word ``i``; it is ``-inf`` where the text has fewer.
+    """
+    count, width = len(words), entities.width
+    words = _recurrent(head, words) if entities.recurrent else words
+    weight, bias = (head.matrix(f"entities.span.0.{end}") for end in ("weight", "bias"))
+    # Products of the first and the last word of each part, whose sum is the layer's output.
+    first = np.maximum(_twice(head, "entities.start", words), 0) @ weight[:, :width].T
+    last = np.maximum(_twice(head, "entities.end", words), 0) @ weight[:, width:].T + bias
+    weight, bias = (head.matrix(f"entities.span.1.{end}") for end in ("weight", "bias"))
+    wanted = _twice(head, "entities.label", labels)
+    factors, offset = (wanted @ weight).T, wanted @ bias
+    scores = np.full((count, min(entities.span_words, count), len(labels)), -np.inf, np.float32)
+    for n in range(scores.shape[1]):
+        made = np.maximum(first[: count - n] + last[n:], 0) @ factors + offset
+        scores[: count - n, n] = finite(made, "a score of words")
+    return scores
+
+
+def word_scores(head: PooledHead, entities: EntityHead, words: FloatArray, labels: FloatArray) -> FloatArray:
+    """Return the scores of each word as the first, the last and any word of a label's entity.
+
+    The shape is ``[words, labels, 3]``.
+    """
+    width = entities.width
+    words = _recurrent(head, words) if entities.recurrent else words
+    words, labels = affine(head, "entities.word", words), affine(head, "entities.label", labels)
+    weight, bias = (head.matrix(f"entities.score.0.{end}") for end in ("weight", "bias"))
+    of_words, of_labels, of_both = (weight[:, i * width : (i + 1) * width].T for i in range(3))
+    first = words[:, :width] @ of_words + bias
+    scores = np.empty((len(words), len(labels), 3), np.float32)
+    for i, label in enumerate(labels):
+        inner = first + label[:width] @ of_labels + (words[:, width:] * label[width:]) @ of_both
+        scores[:, i] = affine(head, "entities.score.1", np.maximum(inner, 0))
+    return finite(scores, "a score of words")
+
+
+def _twice(head: PooledHead, name: str, x: FloatArray) -> FloatArray:
+    """Apply two layers with a ReLU between them."""
+    return affine(head, f"{name}.1", np.maximum(affine(head, f"{name}.0", x), 0))
+
+
+def _recurrent(head: PooledHead, words: FloatArray) -> FloatArray:
+    """Apply an LSTM in both directions (https://doi.org/10.1162/neco.1997.9.8.1735).
+
+    ``sigmoid(x)`` is computed as ``tanh(x / 2) / 2 + 1 / 2``, with one call for the four gates of both
+    directions.
+    """
+    count, half = len(words), words.shape[1] // 2
+    weights = head.derived("entities.gates", lambda: _gates(head, half))
+    inputs = np.empty((count, 2, 4 * half), np.float32)
+    for i, direction in enumerate(DIRECTIONS):
+        given = affine(head, f"entities.{direction}.input", words)
+        given += head.matrix(f"entities.{direction}.state.bias")
+        inputs[:, i] = given[:: -1 if i else 1, _order(half)]
+    inputs[..., : 3 * half] *= 0.5
+    states = np.empty((count, 2, half), np.float32)
+    cell, state = np.zeros((2, half), np.float32), np.zeros((2, 1, half), np.float32)
+    for i in range(count):
+        gates = np.matmul(state, weights)[:, 0]
+        gates += inputs[i]
+        np.tanh(gates, out=gates)
+        sigmoids = gates[:, : 3 * half]
+        sigmoids *= 0.5
+        sigmoids += 0.5
+        cell *= sigmoids[:, half : 2 * half]
+        cell += sigmoids[:, :half] * gates[:, 3 * half :]
+        np.multiply(sigmoids[:, 2 * half :], np.tanh(cell), out=states[i])
+        state = states[i][:, None]
+    return np.concatenate([states[:, 0], states[::-1, 1]], axis=1)
+
+
+def _gates(head: PooledHead, half: int) -> FloatArray:
+    """Return the weights of the state, ``[directions, half, 4 * half]``, for gates in `_order`."""
+    weights = np.stack(
+        [head.matrix(f"entities.{direction}.state.weight")[_order(half)].T for direction in DIRECTIONS]
+    )
+    weights[..., : 3 * half] *= 0.5
+    return np.ascontiguousarray(weights)
+
+
+def _order(half: int) -> npt.NDArray[np.int64]:
+    """Return the place in a file of each value of the gates: input, forget, output, cell."""
+    parts = [(0, 2), (3, 4), (2, 3)]
+    return np.concatenate([np.arange(first * half, last * half) for first, last in parts])

@@ -1,14 +1,17 @@
-"""Pairs of texts that an encoder reads together, such as a query and a document."""
+"""Texts that go through a model together: pairs of an encoder, and texts with their continuations."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from metal_prefill import _core
 from metal_prefill.engine import Engine
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.tasks._embedding import check_length
 from metal_prefill.tasks._prompts import PromptRules, errors_of
-from metal_prefill.tasks._text_passes import Ids
+from metal_prefill.tasks._text_passes import Ids, TextPasses
 
 
 def encode_part(engine: Engine, text: str, name: str, rules: PromptRules) -> list[int]:
@@ -66,3 +69,42 @@ def kept_lengths(first: int, second: int, room: int) -> tuple[int, int]:
     if min(first, second) > half:  # of two texts, the longer one has the odd token, or else the second
         return (half + room % 2, half) if first > second else (half, half + room % 2)
     return (first, room - first) if first <= second else (room - second, second)
+
+
+def encode_continuation(
+    engine: Engine, context: str, continuation: str, encode: Callable[[str], list[int]] | None = None
+) -> tuple[Ids, Ids]:
+    """Return the tokens of a text and of its continuation, which are encoded together and then divided.
+
+    Spaces at the end of the text become part of the continuation, to whose first token they belong. A text
+    without tokens becomes the token that begins texts, or the one that ends them.
+    """
+    tokenizer = engine.tokenizer
+    spaces = len(context) - len(context.rstrip())
+    if spaces:
+        context, continuation = context[:-spaces], context[-spaces:] + continuation
+    encode = tokenizer.encode if encode is None else encode
+    before = encode(context)
+    whole = encode(context + continuation)
+    if not before:
+        start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+        if start is None:
+            raise ValueError("there is no token before it")
+        before, whole = [start], [start, *whole]
+    after = whole[len(before) :]
+    if not after:
+        raise ValueError("it has no tokens")
+    return np.array(whole[: len(before)], np.int32), np.array(after, np.int32)
+
+
+def score_continuations(
+    passes: TextPasses, pairs: Sequence[tuple[Ids, Ids]], names: Sequence[str]
+) -> list[npt.NDArray[np.float32]]:
+    """Return the log probability of each token of each continuation, given its context.
+
+    Prefixes that contexts share are computed once. The head is computed only for the rows whose next token
+    belongs to a continuation.
+    """
+    scratch = passes.scratch()
+    requests = [_core.Request.log_probs(scratch, np.concatenate(pair), rows=len(pair[1])) for pair in pairs]
+    return passes.compute(requests, names)

@@ -139,7 +139,6 @@ def _gelu(x: FloatArray) -> FloatArray:
 
 
 def _gelu_tanh(x: FloatArray) -> FloatArray:
-    """Return the approximation of `_gelu` by ``tanh``."""
     argument = np.asarray(1.5957691216057308 * (x + 0.044715 * x**3), np.float32)
     result: FloatArray = x * _sigmoid(argument)
     return result

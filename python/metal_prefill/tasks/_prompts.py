@@ -123,18 +123,12 @@ def named(indices: Sequence[int], noun: str) -> str:
 
 
 class PromptForm(NamedTuple):
-    """Text before and after a text.
-
-    Attributes
-    ----------
-    before, after : str
-    spells_tokens : bool
-        Whether the spelling of a control token in `before` and `after` is that token, as in the prompts of a
-        model. It is not in the text itself, unless the rules say so.
-    """
+    """Text before and after a text."""
 
     before: str = ""
     after: str = ""
+    # Whether the spelling of a control token in `before` and `after` is that token, as in the prompts of a
+    # model. It is not in the text itself, unless the rules say so.
     spells_tokens: bool = False
 
     def tokens(self, tokenizer: Tokenizer, text: str, rules: PromptRules) -> list[int]:
@@ -173,7 +167,6 @@ def prompt_form(
     engine: Engine,
     instruction: str | None,  # see :meth:`metal_prefill.Model.embed`
 ) -> PromptForm:
-    """Return the form of an instruction."""
     if instruction is None:
         prompt = engine.prompts.by_name.get(engine.prompts.default or "")
         return PLAIN if prompt is None else PromptForm(prompt, spells_tokens=True)
@@ -259,11 +252,9 @@ class QueryExpansion(NamedTuple):
     fixed: bool  # whether `length` is also the limit of longer queries
 
     def added(self, tokens: int) -> int:
-        """Return how many tokens are added to a query of `tokens`."""
         return max(self.length - tokens, 0) if tokens else 0
 
     def expand(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Return the tokens of an expanded query."""
         added = self.added(len(ids))
         return np.append(ids, np.full(added, self.token, np.int32)) if added else ids
 
@@ -309,7 +300,6 @@ class TextRole(NamedTuple):
 
 
 def role_of(engine: Engine, pooling: Pooling, instruction: str | None) -> TextRole:
-    """Return the role of texts that are embedded with an instruction."""
     if instruction == "query":
         return query_role(engine, expanded=pooling == "none")
     if instruction in DOCUMENT_NAMES:
@@ -331,7 +321,6 @@ def query_role(engine: Engine, *, expanded: bool = True) -> TextRole:
 
 
 def document_role(engine: Engine) -> TextRole:
-    """Return the role of documents."""
     limit = _limit(engine, engine.lengths.document, engine.lengths.text)
     return TextRole("document", limit, skipped=_skipped_tokens(engine))
 

@@ -1,15 +1,17 @@
-"""Similarities of vectors, which are arrays or tensors of PyTorch; of tensors, the results are tensors."""
+"""Similarities of vectors, which are arrays or tensors of PyTorch; nearest ones, groups, and fewer bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
 from functools import wraps
+from heapq import nlargest
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._support.arguments import one_of
 from metal_prefill._support.tensors import as_array, like
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -105,7 +107,6 @@ class SimilarityFunction(Enum):
 
     @staticmethod
     def possible_values() -> list[str]:
-        """Return the names."""
         return [item.value for item in SimilarityFunction]
 
     @staticmethod
@@ -126,3 +127,108 @@ SIMILARITIES: dict[SimilarityFunction, tuple[Similarity, Similarity]] = {
     SimilarityFunction.EUCLIDEAN: (euclidean_sim, pairwise_euclidean_sim),
     SimilarityFunction.MANHATTAN: (manhattan_sim, pairwise_manhattan_sim),
 }
+
+
+def quantize_embeddings(
+    embeddings: Any, precision: str, ranges: Array | None = None, calibration_embeddings: Array | None = None
+) -> Array:
+    """Convert vectors to integers.
+
+    int8 and uint8 divide the range of each dimension, in `ranges` (``[2, dim]``) or of other vectors, into
+    256 steps. ``"binary"`` and ``"ubinary"`` keep the sign of each value, eight to a byte.
+    """
+    one_of("precision", precision, dict.fromkeys(("float32", "int8", "uint8", "binary", "ubinary")))
+    array = as_array(embeddings)
+    if array.dtype.kind in "iu":
+        raise TypeError(f"embeddings to quantize must be floating point, got {array.dtype}")
+    if precision == "float32":
+        return array.astype(np.float32)
+    if precision.endswith("binary"):
+        bits = np.packbits(array > 0, axis=-1)
+        return bits if precision == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
+    if ranges is None:
+        known = array if calibration_embeddings is None else np.asarray(calibration_embeddings)
+        if known.ndim == 1 or len(known) < 2:
+            raise ValueError(f"{precision} needs ranges or calibration_embeddings for a single embedding")
+        ranges = np.vstack((known.min(axis=0), known.max(axis=0)))
+    first, last = np.asarray(ranges, np.float32)
+    steps = (last - first) / np.float32(255)
+    levels: Array = np.clip(np.floor((array - first) / np.where(steps == 0, 1, steps)), 0, 255)
+    return levels.astype(np.uint8) if precision == "uint8" else (levels - 128).astype(np.int8)
+
+
+def semantic_search(
+    query_embeddings: Any,
+    corpus_embeddings: Any,
+    query_chunk_size: int = 100,
+    corpus_chunk_size: int = 500000,
+    top_k: int = 10,
+    score_function: Similarity = cos_sim,
+) -> list[list[dict[str, int | float]]]:
+    """Return dicts of ``corpus_id`` and ``score`` of the most similar vectors to each query, best first.
+
+    A chunk of queries is compared with the whole corpus: `corpus_chunk_size` has no effect.
+    """
+    queries, corpus, found = np.atleast_2d(as_array(query_embeddings)), as_array(corpus_embeddings), []
+    for start in range(0, len(queries), query_chunk_size):
+        scores = score_function(queries[start : start + query_chunk_size], corpus)
+        found += [_best(row, top_k) for row in np.asarray(scores)]
+    return found
+
+
+def _best(scores: Array, count: int) -> list[dict[str, int | float]]:
+    some = np.argpartition(-scores, count)[:count] if count < len(scores) else np.arange(len(scores))
+    best = some[np.argsort(-scores[some], kind="stable")]
+    return [{"corpus_id": int(i), "score": float(scores[i])} for i in best]
+
+
+def paraphrase_mining_embeddings(
+    embeddings: Any,
+    query_chunk_size: int = 5000,
+    corpus_chunk_size: int = 100000,
+    max_pairs: int = 500000,
+    top_k: int = 100,
+    score_function: Similarity = cos_sim,
+) -> list[list[float | int]]:
+    """Return lists of a score and two indices of the most similar pairs of vectors, best first.
+
+    Each vector is compared with the `top_k` that are most similar to it.
+    """
+    chunks = (query_chunk_size, corpus_chunk_size)
+    pairs: dict[tuple[int, int], float] = {}
+    for i, items in enumerate(semantic_search(embeddings, embeddings, *chunks, top_k + 1, score_function)):
+        for item in [item for item in items if item["corpus_id"] != i][:top_k]:
+            j = int(item["corpus_id"])
+            pairs.setdefault((min(i, j), max(i, j)), item["score"])
+    best = nlargest(max_pairs, pairs.items(), key=lambda item: item[1])
+    return [[score, i, j] for (i, j), score in best]
+
+
+def community_detection(
+    embeddings: Any,
+    threshold: float = 0.75,
+    min_community_size: int = 10,
+    batch_size: int = 1024,
+    show_progress_bar: bool = False,
+) -> list[list[int]]:
+    """Return the indices of groups of vectors whose cosine with the first one is at least `threshold`.
+
+    The largest group is first. A vector is in one group only.
+    """
+    vectors = normalized(as_array(embeddings)) if len(embeddings) else np.empty((0, 1))
+    groups: list[tuple[int, Array]] = []
+    for start in range(0, len(vectors), batch_size):
+        scores = vectors[start : start + batch_size] @ vectors.T
+        for center, row in enumerate(scores, start):
+            near = np.flatnonzero(row >= threshold)
+            if len(near) >= min_community_size:
+                groups.append((center, near[np.argsort(-row[near], kind="stable")]))
+    groups.sort(key=lambda group: -len(group[1]))
+    taken = np.zeros(len(vectors), bool)
+    found: list[list[int]] = []
+    for center, near in groups:
+        free = near[~taken[near]]
+        if not taken[center] and len(free) >= min_community_size:
+            found.append([center, *(int(i) for i in free if i != center)])
+            taken[free] = True
+    return sorted(found, key=len, reverse=True)

@@ -192,11 +192,8 @@ def whole_texts(
 ) -> Any:
     """Return the vectors of texts, float32 ``[texts, dim]``, each of which a pass has as a whole.
 
-    Returns
-    -------
-    numpy.ndarray or list
-        With pooling ``"none"``, a list with float32 ``[n, dim]`` for each text. If a text failed, a list with
-        an exception in its place.
+    With pooling ``"none"``, they are a list with float32 ``[n, dim]`` for each text. If a text failed, the
+    result is a list with an exception in its place.
     """
     tokens, lengths = np.concatenate(texts), np.array([len(ids) for ids in texts], np.int32)
     added = np.array(expansions, np.int32) if any(expansions) else None

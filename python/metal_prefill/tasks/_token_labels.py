@@ -1,9 +1,11 @@
 """Labels of the tokens of texts: named entities, parts of speech."""
 
 import math
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -15,7 +17,6 @@ from metal_prefill.files._task_config import TransitionBiases
 from metal_prefill.tasks._embedding import check_length, checked_texts
 from metal_prefill.tasks._pooled_head import logits_of, probabilities_of
 from metal_prefill.tasks._prompts import PromptRules, cut_message, errors_of
-from metal_prefill.tasks._tag_path import OUTSIDE, best_path, stray_tag, transitions_of
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 from metal_prefill.text._tokenizer import TokenSpan
 
@@ -190,13 +191,7 @@ def decoding_of(
 def encode_spans(
     engine: Engine, texts: Iterable[str], rules: PromptRules
 ) -> tuple[list[SpannedText], list[int]]:
-    """Return texts in tokens, and the indices of those that lost their ends.
-
-    Raises
-    ------
-    TypeError, ValueError, ContextOverflowError, KVMemoryError
-        See :meth:`metal_prefill.Model.label_tokens`.
-    """
+    """Return texts in tokens, and the indices of those that lost their ends."""
     check_labels(engine)
     parses = rules.parses(engine.tokenizer)
     frame = engine.tokenizer.frame
@@ -221,7 +216,6 @@ def entities_of(
     ignore: Sequence[str] = ("O",),
     progress: Progress | None = None,
 ) -> Iterator[list[Entity]]:
-    """Yield the entities of each text."""
     engine, head = passes.engine, passes.engine.head
     begin = len(engine.tokenizer.frame.begin)
     filled = [i for i, item in enumerate(spanned) if item.spans]
@@ -311,3 +305,71 @@ def _merged(word: Sequence[_Piece], strategy: str) -> _Piece:
     else:
         chosen = np.mean([piece.probabilities for piece in word], axis=0)
     return _Piece(word[0].start, word[-1].end, chosen)
+
+
+OUTSIDE = "O"
+_TAG = re.compile(r"[BIES]-.+", re.DOTALL)
+_Array = npt.NDArray[np.float64]
+
+
+class Transitions(NamedTuple):
+    """Scores of tags by those next to them; ``-inf`` if a sequence may not have them."""
+
+    # Scores of the first and of the last tag of a text, ``[tags]``.
+    first: _Array
+    last: _Array
+    between: _Array  # scores of a tag, the columns, after another one, ``[tags, tags]``
+
+
+def stray_tag(labels: Sequence[str]) -> str | None:
+    """Return the first label that is not a tag with which parts of a text begin and end; None if all are.
+
+    That they end needs ``O``, and ``E-`` or ``S-``; without these, the result is empty.
+    """
+    stray = next((label for label in labels if label != OUTSIDE and not _TAG.fullmatch(label)), None)
+    if stray is not None:
+        return stray
+    return None if OUTSIDE in labels and any(label[0] in "ES" for label in labels) else ""
+
+
+@lru_cache(maxsize=16)
+def transitions_of(labels: tuple[str, ...], biases: TransitionBiases) -> Transitions:
+    """Return the scores of transitions between tags."""
+
+    def score(before: str, after: str) -> float:
+        if before[0] in "BI":
+            inside = {"I": biases.inside_to_continue, "E": biases.inside_to_end}
+            return inside.get(after[0], -np.inf) if before[2:] == after[2:] else -np.inf
+        if after[0] in "IE":
+            return -np.inf
+        if before == OUTSIDE:
+            return biases.background_stay if after == OUTSIDE else biases.background_to_start
+        return biases.end_to_background if after == OUTSIDE else biases.end_to_start
+
+    return Transitions(
+        np.array([-np.inf if label[0] in "IE" else 0.0 for label in labels]),
+        np.array([-np.inf if label[0] in "BI" else 0.0 for label in labels]),
+        np.array([[score(before, after) for after in labels] for before in labels]),
+    )
+
+
+def best_path(
+    logits: npt.NDArray[np.floating[Any]],  # ``[n, tags]``
+    transitions: Transitions,
+) -> list[int]:
+    """Return the tags with the largest sum of log probabilities and transitions; of equal ones the first.
+
+    Log probabilities are logits less a number that is the same for all tags of a token, and so for all
+    sequences.
+    """
+    emissions = np.asarray(logits, np.float64)
+    scores = emissions[0] + transitions.first
+    before = np.zeros(emissions.shape, np.intp)
+    for i in range(1, len(emissions)):
+        sums = scores[:, None] + transitions.between
+        before[i] = sums.argmax(axis=0)
+        scores = sums.max(axis=0) + emissions[i]
+    path = [int((scores + transitions.last).argmax())]
+    for i in range(len(emissions) - 1, 0, -1):
+        path.append(int(before[i, path[-1]]))
+    return path[::-1]

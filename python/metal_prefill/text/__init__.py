@@ -24,13 +24,7 @@ __all__ = [
 
 __getattr__ = lazy_names(
     __name__,
-    {
-        "ChatTemplate": "_chat_template",
-        "ParsedAnswer": "_tool_calls",
-        "Tokenizer": "_tokenizer",
-        "ToolCall": "_tool_calls",
-        "ToolCallParser": "_tool_calls",
-        "parse_tool_calls": "_tool_calls",
-        "tool_names": "_tool_calls",
-    },
+    _chat_template="ChatTemplate",
+    _tokenizer="Tokenizer",
+    _tool_calls="ParsedAnswer ToolCall ToolCallParser parse_tool_calls tool_names",
 )

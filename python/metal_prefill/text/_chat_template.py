@@ -319,7 +319,6 @@ class ChatTemplate:
             raise ChatTemplateError("the chat template does not support tools; use a model trained for them")
 
     def reads(self, variable: str) -> bool:
-        """Return whether the template reads a variable."""
         names = self._environment.parse(self._source).find_all(nodes.Name)
         return any(name.name == variable for name in names)
 

@@ -35,7 +35,6 @@ def let_threads_run() -> None:
 
 
 def segmented_ids(segmenter: Segmenter, text: str) -> list[int]:
-    """Return the ids of the tokens of a text."""
     if _holds_gil(text):
         return segmenter.encode(text, add_special_tokens=False).ids
     return segmenter.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -193,11 +192,9 @@ class SpelledTokens:
         return Finder(self.user_defined), Finder(both), Finder(self.special)
 
     def special_in(self, text: str) -> bool:
-        """Return whether a text spells a control token."""
         return self._finders[2].finds(text)
 
     def split(self, text: str, parse_special: bool) -> Iterator[str | int]:
-        """Split text at the tokens that are recognized by their spelling."""
         end = 0
         for start, stop in self._finders[parse_special].spans(text):
             if start > end:
@@ -255,7 +252,6 @@ class Finder:
         self._place = re.compile("|".join(filter(None, places))) if self._sorted else None
 
     def finds(self, text: str) -> bool:
-        """Return whether a text contains a spelling."""
         return next(self.spans(text), None) is not None
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:

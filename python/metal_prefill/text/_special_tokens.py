@@ -112,12 +112,7 @@ class SpecialTokens:
         separator = (*end, *_known(second if word_piece else ids["sep"] if add_sep else None))
         typed = separated if word_piece else flag(gguf, TYPES_KEY, default=False)
         types = count(gguf, "token_type_count", default=2)
-        frame = TokenFrame(
-            _known(ids["bos"] if add_bos else None),
-            separator,
-            end,
-            int(typed and types > 1),
-        )
+        frame = TokenFrame(_known(ids["bos"] if add_bos else None), separator, end, int(typed and types > 1))
         del ids["cls"]
         return cls(**ids, add_bos=add_bos, add_eos=add_eos, frame=frame)
 

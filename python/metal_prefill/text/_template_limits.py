@@ -235,13 +235,7 @@ def _check_integers(operator: str, left: int, right: int) -> None:
 
 
 def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """Render a template of a `LimitedEnvironment` with a budget that depends on the size of its messages.
-
-    Raises
-    ------
-    TemplateLimitError
-        The template exceeds the budget.
-    """
+    """Render a template of a `LimitedEnvironment` with a budget that depends on the size of its messages."""
     token = budget_of_call.set(Budget(dict(variables)))
     try:
         return template.render(**variables)

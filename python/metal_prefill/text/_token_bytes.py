@@ -41,7 +41,6 @@ class TokenBytes:
         self._pieces: dict[int, Piece] = {}  # tokens converted so far
 
     def piece(self, token_id: int) -> Piece:
-        """Return the bytes and the kind of a token."""
         token_id = check_token_id(token_id, len(self._vocabulary.tokens))
         piece = self._pieces.get(token_id)
         if piece is None:

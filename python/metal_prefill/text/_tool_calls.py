@@ -494,7 +494,6 @@ class ToolCallParser:
 
 
 def _joined(parts: list[str | ToolCall]) -> list[str | ToolCall]:
-    """Join adjacent texts in a list of parts."""
     joined: list[str | ToolCall] = []
     for is_text, group in itertools.groupby(parts, lambda part: isinstance(part, str)):
         same = list(group)
@@ -538,7 +537,6 @@ class _Written:
 
 
 def _call(value: Any, tagged: bool) -> ToolCall | None:
-    """Return the call that a mapping describes, or None."""
     inner = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(inner, Mapping):
         return None

@@ -133,7 +133,6 @@ class _Context:
         return np.array(np.ctypeslib.as_array(llama.llama_get_logits_ith(self._context, row), (size,)))
 
     def close(self) -> None:
-        """Free the context and the batch."""
         llama.llama_batch_free(self._batch)
         llama.llama_free(self._context)
 
@@ -247,5 +246,4 @@ class _LlamaCpp(Engine):
 
 
 def load(options: Options) -> Engine:
-    """Load the model."""
     return _LlamaCpp(options)

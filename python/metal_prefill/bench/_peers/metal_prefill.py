@@ -8,13 +8,7 @@ import numpy as np
 
 from metal_prefill import Model, Session, __version__
 from metal_prefill.bench._cases import SAMPLING, Choice
-from metal_prefill.bench._engines import (
-    Engine,
-    Identity,
-    Ids,
-    Options,
-    Vectors,
-)
+from metal_prefill.bench._engines import Engine, Identity, Ids, Options, Vectors
 from metal_prefill.bench._machine import available_threads
 from metal_prefill.tasks._embedding import check_pooling, vectors_of
 from metal_prefill.tasks._text_passes import TextPasses
@@ -80,5 +74,4 @@ class _Ours(Engine):
 
 
 def load(options: Options) -> Engine:
-    """Load the model."""
     return _Ours(options)

@@ -60,5 +60,4 @@ def _quantized(graph: Path) -> Path:
 
 
 def load(options: Options) -> Engine:
-    """Load the model."""
     return _OnnxRuntime(options)

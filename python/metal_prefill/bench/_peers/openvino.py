@@ -133,7 +133,6 @@ class _OpenVino(Engine):
 
 
 def load(options: Options) -> Engine:
-    """Load the model."""
     with GGUFFile(Path(options.path)) as gguf:
         causal = read_config(gguf).causal
     if causal:

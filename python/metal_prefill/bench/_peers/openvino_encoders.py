@@ -49,10 +49,7 @@ class OpenVinoTexts(PaddedTexts):
         )
         batches = [{"input_ids": row, "attention_mask": np.ones_like(row)} for row in ids]
         return nncf.quantize(
-            model,
-            nncf.Dataset(batches),
-            model_type=nncf.ModelType.TRANSFORMER,
-            subset_size=len(batches),
+            model, nncf.Dataset(batches), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(batches)
         )
 
     @property

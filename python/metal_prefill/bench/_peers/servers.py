@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from metal_prefill.bench._engines import OURS, BenchError
 from metal_prefill.errors import MissingExtraError
@@ -139,13 +141,27 @@ class ServerProcess:
             time.sleep(0.1)
         raise BenchError(f"{self.name}: it did not answer within {START_S:g} s: {self.last_words()}")
 
+    @contextmanager
+    def asked(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
+        """Send a request with a JSON body, and yield its answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+        try:
+            connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise BenchError(f"{self.name}: status {response.status}: {response.read(500)!r}")
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise BenchError(f"{self.name}: {error!r}; its last words: {self.last_words()}") from error
+        finally:
+            connection.close()
+
     def last_words(self) -> str:
         """Return the end of what the process has printed."""
         self._log.seek(0)
         return " / ".join(self._log.read().strip().splitlines()[-TAIL_LINES:])
 
     def close(self) -> None:
-        """End the process."""
         self._process.terminate()
         try:
             self._process.wait(timeout=10)

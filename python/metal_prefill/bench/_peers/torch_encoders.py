@@ -94,7 +94,6 @@ def load_encoder(path: Path, attention: str = "sdpa") -> Any:
 
 
 def has_token_types(architecture: str) -> bool:
-    """Return whether the model takes token types."""
     return "token_types" in NAMES[architecture]
 
 

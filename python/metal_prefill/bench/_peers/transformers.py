@@ -71,5 +71,4 @@ class _Transformers(PaddedTexts):
 
 
 def load(options: Options) -> Engine:
-    """Load the model."""
     return _Transformers(options)

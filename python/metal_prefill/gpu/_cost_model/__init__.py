@@ -22,7 +22,7 @@ from metal_prefill.gpu._cost_model.operations import (
     dispatch_work,
 )
 from metal_prefill.gpu._cost_model.shapes import Shape, plan, shape_of
-from metal_prefill.gpu._dispatches import Dispatch
+from metal_prefill.gpu._trace import Dispatch
 
 __all__ = [
     "CHIPS",
@@ -156,7 +156,6 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens over time."""
         return self.tokens / self.seconds
 
     @property

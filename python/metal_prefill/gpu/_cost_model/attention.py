@@ -5,7 +5,7 @@ from typing import Any
 
 from metal_prefill import _core
 from metal_prefill.gpu._cost_model.operations import BLOCK, FLOAT, HALF, LOOP, SIMD, Ops, Work, dispatch_work
-from metal_prefill.gpu._dispatches import Dispatch
+from metal_prefill.gpu._trace import Dispatch
 
 PREFILL_KEYS = _core.shader_constants["PREFILL_KEYS"]
 
@@ -15,7 +15,6 @@ def _cache_bytes(kernel: str) -> int:
 
 
 def _first_key(d: Dispatch, position: int) -> int:
-    """Return the first key that the row at a position sees."""
     window: int = d.args["window"]
     before = window // 2 if d.args["both_ways"] else window - 1
     return max(position - before, 0) if window else 0

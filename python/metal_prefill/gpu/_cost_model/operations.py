@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from metal_prefill.gpu._dispatches import Dispatch
+from metal_prefill.gpu._trace import Dispatch
 
 SIMD = 32
 HALF, FLOAT = 2, 4

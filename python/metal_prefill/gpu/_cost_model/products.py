@@ -15,7 +15,7 @@ from metal_prefill.gpu._cost_model.operations import (
     dispatch_work,
     item_of,
 )
-from metal_prefill.gpu._dispatches import Dispatch
+from metal_prefill.gpu._trace import Dispatch
 
 _CONSTANTS = _core.shader_constants
 

@@ -8,7 +8,7 @@ from metal_prefill.files._gguf_file import GGUFFile, as_matrix
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig, core_config
 from metal_prefill.files._model_tensors import collect_tensors
-from metal_prefill.gpu._dispatches import Dispatch, from_core
+from metal_prefill.gpu._trace import Dispatch, from_core
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Shape:
 
     @cached_property
     def core(self) -> _core.ModelShape:
-        """The shape as the core has it."""
         core = _core.ModelShape(core_config(self.config))
         for tensor in self.tensors:
             core.add(tensor.role, tensor.layer, tensor.type, *as_matrix(tensor.shape))
@@ -60,26 +59,11 @@ def plan(
 ) -> list[Dispatch]:
     """Return the dispatches of a prompt; 1 token is a step of decoding.
 
-    Parameters
-    ----------
-    output
-        ``"greedy"``, ``"logits"``, ``"log_probs"`` (of every token, as in scoring), ``"hidden"`` or
-        ``"none"``. None selects ``"greedy"``, or ``"hidden"`` for models without logits.
-    family, gpu
-        Apple GPU family, 7 (M1) to 10 (M5), and the name reported by Metal. Pro and Max have more cores.
-    kv_type, chunk_tokens, fused_norm
-        As the options of :class:`metal_prefill.Model`.
-    matvec_rows
-        Rows of a ``matvec`` for each simdgroup, 1, 2 or 4, where all lanes share one; 0 for the default.
-    matmul_tensor
-        Whether the matrix units are used, where the family has some.
-
-    Raises
-    ------
-    ValueError
-        If `tokens` is less than 1, `position` is negative, or the family is unknown.
-    UnsupportedModelError
-        If the engine would pad the model, or its heads are too large.
+    `output` None selects ``"greedy"``, or ``"hidden"`` for models without logits. `family` is that of an
+    Apple GPU, 7 (M1) to 10 (M5), and `gpu` the name reported by Metal: Pro and Max have more cores.
+    `matvec_rows` is the number of rows of a ``matvec`` for each simdgroup; 0 selects the default. Other
+    options are those of :class:`metal_prefill.Model`. Raises ValueError for invalid numbers,
+    UnsupportedModelError if the engine would pad the model, or its heads are too large.
     """
     if output is None:
         output = "greedy" if shape.config.has_head else "hidden"

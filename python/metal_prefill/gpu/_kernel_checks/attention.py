@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill.gpu._dispatches import layout_of
 from metal_prefill.gpu._kernel_checks.captured import (
     SAMPLED_TOKENS,
     Captured,
@@ -16,6 +15,7 @@ from metal_prefill.gpu._kernel_checks.captured import (
     rms_normed,
     some_of,
 )
+from metal_prefill.gpu._trace import layout_of
 
 _PAGE = _core.shader_constants["PAGE_POSITIONS"]
 _INTERLEAVED = _core.shader_constants["ROPE_INTERLEAVED"]

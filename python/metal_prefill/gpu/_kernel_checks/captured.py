@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill.gpu._dispatches import decode_args
+from metal_prefill.gpu._trace import decode_args
 
 Values = npt.NDArray[Any]
 Expected = Iterator[tuple[Values, Values]]  # actual and expected results

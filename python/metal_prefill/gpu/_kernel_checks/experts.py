@@ -3,7 +3,6 @@
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill.gpu._dispatches import layout_of
 from metal_prefill.gpu._kernel_checks.captured import (
     SAMPLED_ROWS,
     SAMPLED_TOKENS,
@@ -16,6 +15,7 @@ from metal_prefill.gpu._kernel_checks.captured import (
     some_of,
 )
 from metal_prefill.gpu._kernel_checks.products import Matrix
+from metal_prefill.gpu._trace import layout_of
 
 _ROUTE, _TILE = layout_of("Route"), layout_of("ExpertTile")
 _TILE_PLACES = _core.shader_constants["MATMUL_NARROW_TILE"]

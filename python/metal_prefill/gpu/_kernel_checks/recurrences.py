@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill.gpu._dispatches import layout_of
 from metal_prefill.gpu._kernel_checks.attention import rope_append
 from metal_prefill.gpu._kernel_checks.captured import (
     SAMPLED_TOKENS,
@@ -18,6 +17,7 @@ from metal_prefill.gpu._kernel_checks.captured import (
     rms_normed,
     some_of,
 )
+from metal_prefill.gpu._trace import layout_of
 
 _STATE_ROW = layout_of("StateRow")
 _STATE_NONE = _core.shader_constants["STATE_NONE"]

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from metal_prefill.gpu._dispatches import layout_of
 from metal_prefill.gpu._kernel_checks.captured import (
     SAMPLED_TOKENS,
     Captured,
@@ -13,6 +12,7 @@ from metal_prefill.gpu._kernel_checks.captured import (
     rms_normed,
     some_of,
 )
+from metal_prefill.gpu._trace import layout_of
 
 _CANDIDATE = layout_of("Candidate")
 
