@@ -9,6 +9,7 @@ from metal_prefill.files._task_config import TOKEN_VECTORS, TOKEN_WEIGHTS
 
 ADAPTER = "adapter_config.json"
 GLINER = "gliner_config.json"
+LABELS_TOKENIZER = "labels_tokenizer"  # folder in a folder of GLiNER
 STATIC = "StaticEmbedding"  # module whose vectors are means of rows of a table
 
 
@@ -46,10 +47,7 @@ def adapters_of(folder: Path) -> dict[str, Path]:
 def adapter_folder(folder: Path, adapter: Path | None) -> Path | None:
     """Return the folder of an adapter that a caller names; the name itself if no folder has it.
 
-    Raises
-    ------
-    UnsupportedModelError
-        The caller names none, but the folder has some.
+    Raises UnsupportedModelError if the caller names none, but the folder has some.
     """
     if adapter is None:
         refuse_adapter(folder)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from metal_prefill.conversion._body import GLINER
+from metal_prefill.conversion._body import GLINER, LABELS_TOKENIZER
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._modules import Modules
@@ -36,7 +36,6 @@ _CLASSES = {
 _TOKENS_PER_WORD = 4  # for which such encoders have room
 _BODY, _LABELS = "token_rep_layer.bert_layer.model.", "token_rep_layer.labels_encoder.model."
 _LABELS_PROJECTION = "token_rep_layer.labels_projection"
-_LABELS_TOKENIZER = "labels_tokenizer"  # folder in a folder of GLiNER
 _EMBEDDINGS = ("word_embeddings.weight", "tok_embeddings.weight", "shared.weight", "embed_tokens.weight")
 _ADDED = "[FLERT]"  # precedes the tokens of labels and of the separator where the library adds them
 
@@ -114,13 +113,8 @@ class _Names(NamedTuple):
 
 _ENCODERS = {
     "texts": _Names("encoder_config", "model_name", "", _BODY),
-    "labels": _Names("labels_encoder_config", "labels_encoder", _LABELS_TOKENIZER, _LABELS),
+    "labels": _Names("labels_encoder_config", "labels_encoder", LABELS_TOKENIZER, _LABELS),
 }
-
-
-def tokenizer_folders(folder: Path) -> list[Path]:
-    """Return the folders that may have the tokenizers of a folder of GLiNER."""
-    return [folder / names.tokenizer for names in _ENCODERS.values()]
 
 
 def lacking_encoders(folder: Path) -> dict[str, str]:
@@ -128,8 +122,6 @@ def lacking_encoders(folder: Path) -> dict[str, str]:
 
     The keys are ``"texts"`` and ``"labels"``.
     """
-    if not (folder / GLINER).is_file():
-        return {}
     settings = Fields.read(folder / GLINER)
     found = {
         key: settings.string(names.model, default="")
@@ -233,12 +225,7 @@ def _role(mode: EntityMode, name: str) -> str | None:
 
 
 def _encoder(
-    folder: Path,
-    other: Path | None,
-    settings: Fields,
-    key: str,
-    weights: dict[str, Weight],
-    modules: Modules,
+    folder: Path, other: Path | None, settings: Fields, key: str, weights: dict[str, Weight], modules: Modules
 ) -> Encoder:
     """Return an encoder; its configuration has its class and the size of its vocabulary."""
     names = _ENCODERS[key]

@@ -43,23 +43,9 @@ def local_file(
 ) -> Path:
     """Return the path of a GGUF file for what `spec` names, downloading and converting it if necessary.
 
-    Parameters
-    ----------
-    spec
-        See :func:`metal_prefill.hub.resolve_model`.
-    adapter
-        Folder of a LoRA adapter that is merged into the weights of a folder, or the name of one within them.
-    progress
-        Called with the number of bytes written and their total while a folder is converted.
-
-    Raises
-    ------
-    MissingExtraError, HubError
-        See :func:`metal_prefill.hub.resolve_model`.
-    ValueError
-        There is an adapter, but the model is a GGUF file.
-    GGUFError, UnsupportedModelError, OSError
-        See :func:`metal_prefill.conversion.convert`.
+    Errors are those of :func:`metal_prefill.hub.resolve_model` and :func:`metal_prefill.conversion.convert`.
+    `adapter` is for a folder, and merged into its weights. `progress` is called with the number of bytes
+    written and their total while a folder is converted.
     """
     path, name = model_folder(spec)
     if not os.fspath(spec) or not path.exists():  # Path("") is the current folder
@@ -127,16 +113,15 @@ def encoder_folders(folder: Path) -> dict[str, Path]:
     """Return folders with the missing files of the encoders of a GLiNER folder; download them if necessary.
 
     They are `encoders` of :func:`metal_prefill.conversion.convert`, without those that lack nothing, or that
-    are neither a folder nor in a repository.
-
-    Raises
-    ------
-    HubError
-        See :func:`metal_prefill.hub.fetch_folder`.
+    are neither a folder nor in a repository. Raises HubError as :func:`metal_prefill.hub.fetch_folder`.
     """
-    from metal_prefill.conversion._gliner import lacking_encoders
+    from metal_prefill.conversion._body import GLINER
 
     found: dict[str, Path] = {}
+    if not (folder / GLINER).is_file():
+        return found
+    from metal_prefill.conversion._gliner import lacking_encoders  # imports most of `conversion`
+
     for key, name in lacking_encoders(folder).items():
         if Path(name).is_dir():
             found[key] = Path(name)
@@ -184,27 +169,20 @@ def _cache() -> Path:
 def _key(folder: Path, adapter: Path | None, encoders: Mapping[str, Path], *, whole: bool = False) -> str:
     """Return a hash of the inputs of a conversion: all bytes, or samples and modification times."""
     # Imported here, as files need no conversion.
+    from metal_prefill.conversion import _body
     from metal_prefill.conversion._adapter import FILE as ADAPTER_FILE
-    from metal_prefill.conversion._body import (
-        ADAPTER,
-        adapter_folder,
-        body_folder,
-        module_folders,
-        token_heads,
-    )
-    from metal_prefill.conversion._gliner import tokenizer_folders
     from metal_prefill.conversion._weights import FILE, source_files
 
-    adapter = adapter_folder(folder, adapter)
-    weights = source_files(body_folder(folder))
+    adapter = _body.adapter_folder(folder, adapter)
+    weights = source_files(_body.body_folder(folder))
     digest = hashlib.sha256(f"{version()} {LAYOUT}\n".encode())
     if adapter is not None and not adapter.is_dir():  # the name of one within the weights
         digest.update(os.fsencode(adapter) + b"\n")
-    modules = module_folders(folder)
-    places = dict.fromkeys((folder, *modules, *tokenizer_folders(folder), *encoders.values()))
+    modules = _body.module_folders(folder)
+    places = dict.fromkeys((folder, *modules, folder / _body.LABELS_TOKENIZER, *encoders.values()))
     small = [path for place in places for path in sorted(place.glob("*")) if path.suffix in _SMALL]
-    heads = [*(place / FILE for place in modules), *token_heads(folder).values()]
-    added = [] if adapter is None else [adapter / ADAPTER, adapter / ADAPTER_FILE]
+    heads = [*(place / FILE for place in modules), *_body.token_heads(folder).values()]
+    added = [] if adapter is None else [adapter / _body.ADAPTER, adapter / ADAPTER_FILE]
     for path in dict.fromkeys((*small, *weights, *heads, *added)):
         if not path.is_file():
             continue
