@@ -1,6 +1,5 @@
 """Synthetic models: files have the requested contents, as read by gguf-py and the tokenizers library."""
 
-import argparse
 import math
 import time
 from pathlib import Path
@@ -14,8 +13,7 @@ from support.gguf_reader import GGUFReader
 from support.small_models import TYPES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from metal_prefill import Model, synth
-from metal_prefill.commands import synth as command
+from metal_prefill import Model, cli, synth
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._model_config import has_matrix_state
 from metal_prefill.synth import _tensors
@@ -357,29 +355,11 @@ def test_progress_rises_to_the_total(tmp_path: Path) -> None:
 
 
 def test_the_command_and_the_function_write_the_same_file(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    line = (
-        f"{tmp_path / 'a.gguf'} --preset tiny --layers 3 --kv-heads 1 --vocab 400 --type q5_0 "
-        "--embedding-type f16 --output-type q8_0 --override blk.*.attn_v.weight=bf16 "
-        "--rope-scaling linear --rope-factor 2 --seed 5"
-    )
-    by_line = command.run(parser.parse_args(line.split()))
-    by_call = synth.synthesize(
-        tmp_path / "b.gguf",
-        preset="tiny",
-        layers=3,
-        kv_heads=1,
-        vocab=400,
-        tensor_type="Q5_0",
-        embedding_type="F16",
-        output_type="Q8_0",
-        overrides={"blk.*.attn_v.weight": "BF16"},
-        rope_scaling="linear",
-        rope_factor=2.0,
-        seed=5,
-    )
-    assert by_line.read_bytes() == by_call.read_bytes()
+    line = "--preset tiny --layers 3 --kv-heads 1 --vocab 400 --type q5_0 --embedding-type f16 --seed 5"
+    assert cli.main(["synth", str(tmp_path / "a.gguf"), *line.split()]) == 0
+    options: dict[str, Any] = {"layers": 3, "kv_heads": 1, "vocab": 400, "tensor_type": "Q5_0", "seed": 5}
+    by_call = synth.synthesize(tmp_path / "b.gguf", preset="tiny", embedding_type="F16", **options)
+    assert (tmp_path / "a.gguf").read_bytes() == by_call.read_bytes()
 
 
 @pytest.mark.parametrize(

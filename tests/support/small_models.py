@@ -17,7 +17,7 @@ import numpy.typing as npt
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.synth import TIED, ExpertShape, LayerShape, ModelShape, ScanShape, _file, _tensors
 from metal_prefill.synth._blocks import BLOCK_FORMATS, random_norm, random_tensor
-from metal_prefill.synth._scan import random_decay, random_step
+from metal_prefill.synth._layers import random_decay, random_step
 from metal_prefill.synth._tensors import Role, Tensor
 from support.gguf_mutator import take_apart
 from support.gguf_reader import GGUFReader
@@ -579,7 +579,6 @@ def _turn(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """Bytes of a tensor."""
     if tensor.role in (Role.NORM, Role.OUTPUT_NORM):
         return random_norm(rng, tensor.count, signed=tensor.role is Role.OUTPUT_NORM)
     if tensor.role is Role.SMALL_NORM:

@@ -7,7 +7,7 @@ magnitude through all layers, attention depends on the context, and the logits d
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal_prefill.synth._blocks import TENSOR_TYPES, random_norm, random_tensor
-from metal_prefill.synth._experts import ExpertShape
 from metal_prefill.synth._file import write, write_outline
-from metal_prefill.synth._layers import LayerShape
-from metal_prefill.synth._scan import ScanShape, random_decay, random_step
+from metal_prefill.synth._layers import ExpertShape, LayerShape, ScanShape, random_decay, random_step
 from metal_prefill.synth._shape import ROPE_SCALINGS, TIED, ModelShape, check
 from metal_prefill.synth._tensors import (
     TOKEN_TYPES,
@@ -127,10 +125,7 @@ PRESETS: Mapping[str, ModelShape] = {
     ),
     "gpt2": ModelShape(12, 768, 12, 12, 64, 3072, 50257, 1024, architecture="gpt2"),
     "pythia-160m": ModelShape(
-        *(12, 768, 12, 12, 64, 3072, 50304, 2048),
-        architecture="gptneox",
-        output_type="Q6_K",
-        rope_dims=16,
+        *(12, 768, 12, 12, 64, 3072, 50304, 2048), architecture="gptneox", output_type="Q6_K", rope_dims=16
     ),
     "tiny": ModelShape(2, 64, 4, 2, 32, 128, 512, 256),
     "tiny-embedding": ModelShape(
@@ -247,40 +242,12 @@ def synthesize(
     path: str | os.PathLike[str],
     *,
     preset: str = "smollm-135m",
-    layers: int | None = None,
-    dim: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    ffn: int | None = None,
-    vocab: int | None = None,
-    context: int | None = None,
     tensor_type: str = "Q4_0",
     embedding_type: str = "Q8_0",
-    output_type: str | None = None,
     overrides: Mapping[str, str] | None = None,
-    tokenizer: str | None = None,
-    rope_base: float | None = None,
-    rope_dims: int | None = None,
-    rope_scaling: str | None = None,
-    rope_factor: float | None = None,
-    norm_eps: float | None = None,
-    architecture: str | None = None,
-    value_dim: int | None = None,
-    window: int | None = None,
-    qkv_bias: bool | None = None,
-    relative_rows: int | None = None,
-    original_context: int | None = None,
-    pooling: str | None = None,
-    dense: int | None = None,
-    labels: Sequence[str] | None = None,
-    conv_layers: Sequence[int] | None = None,
-    conv_taps: int | None = None,
-    scan: ScanShape | None = None,
-    experts: ExpertShape | None = None,
-    layered: LayerShape | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    **given: Any,
 ) -> Path:
     """Write a model with random weights.
 
@@ -293,37 +260,22 @@ def synthesize(
         File to write; an existing one is replaced.
     preset
         A name in `PRESETS`, the shape to start from.
-    layers, dim, heads, kv_heads, head_dim, ffn, vocab, context
-        Overrides of the preset; see `ModelShape`. If `dim` or `heads` is given without `head_dim`, `head_dim`
-        becomes dim / heads.
     tensor_type
         Type of the matrices in the layers, one of `TENSOR_TYPES`. Norms are F32.
     embedding_type
         Type of the token embedding, which is also a tied output head.
-    output_type
-        Type of a separate output head, or "tied" for none.
     overrides
         Types of individual matrices, as in ``{"blk.*.ffn_down.weight": "Q6_K"}``; the last matching pattern
         applies.
-    tokenizer, rope_base, rope_dims, rope_scaling, rope_factor, norm_eps
-        Overrides of the preset; see `ModelShape`.
-    architecture
-        Architecture name, which determines the norms and biases of the layers. Unknown names get Llama's
-        tensors.
-    value_dim, window, qkv_bias, relative_rows, original_context, pooling, dense, labels
-        See `ModelShape`.
-    conv_layers, conv_taps, scan
-        See `ModelShape`. If `layers` is given without `conv_layers` or `scan`, the preset's layers beyond are
-        omitted from these.
-    experts
-        See `ModelShape`.
-    layered
-        See `ModelShape`. If `layers` is given without it, the preset's layers that share keys and values
-        become fewer, so that each kind of layer has an earlier one to share with.
     seed
         Seed of all weights.
     progress
         Called after each tensor with the bytes of weights written so far and their total.
+    given
+        Fields of `ModelShape` that differ from the preset, such as ``layers=4``; None keeps the preset's. If
+        `dim` or `heads` is given without `head_dim`, `head_dim` becomes dim / heads. With fewer `layers`,
+        those of the preset beyond are omitted from `conv_layers` and `scan`, and fewer of `layered` share
+        keys and values, unless these are given.
 
     Returns
     -------
@@ -338,23 +290,22 @@ def synthesize(
     OSError
         If the file cannot be written.
     """
-    arguments = locals()
-    given = {f.name: arguments[f.name] for f in fields(ModelShape) if arguments.get(f.name) is not None}
+    given = {name: value for name, value in given.items() if value is not None}
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; known are {', '.join(PRESETS)}")
     shape = replace(PRESETS[preset], **given)
     if shape.pooling == "rank" and not shape.labels:
         shape = replace(shape, labels=("score",))  # its file must have a head
-    if conv_layers is None:
+    if "conv_layers" not in given:
         shape = replace(shape, conv_layers=tuple(n for n in shape.conv_layers if n < shape.layers))
-    if scan is None and shape.scan is not None and shape.scan.layers is not None:
+    if "scan" not in given and shape.scan is not None and shape.scan.layers is not None:
         kept = tuple(n for n in shape.scan.layers if n < shape.layers)
         shape = replace(shape, scan=replace(shape.scan, layers=kept))
-    if layered is None and shape.layered is not None:
+    if "layered" not in given and shape.layered is not None:
         most = max(shape.layers - shape.layered.window_period, 0)
         shared = min(shape.layered.shared, most)
         shape = replace(shape, layered=replace(shape.layered, shared=shared))
-    if head_dim is None and shape.kv_heads and (dim is not None or heads is not None):
+    if "head_dim" not in given and shape.kv_heads and not {"dim", "heads"}.isdisjoint(given):
         if shape.heads < 1 or shape.dim % shape.heads:
             raise ValueError(
                 f"dim {shape.dim}: not a multiple of heads {shape.heads}, so head_dim must be given"

@@ -1,4 +1,4 @@
-"""Dimensions in which the layers of a synthetic model differ."""
+"""Shapes of synthetic layers: different dimensions, experts, states with matrices."""
 
 from dataclasses import dataclass
 
@@ -83,3 +83,101 @@ def check_layers(layered: LayerShape, layers: int, heads: int, head_dim: int) ->
     if missing := set(windowed[own:]) - set(windowed[:own]):
         kind = "with" if True in missing else "without"
         raise ValueError(f"layered shared {layered.shared}: no layer {kind} a window has keys of its own")
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Shape of feed-forwards with experts.
+
+    Attributes
+    ----------
+    count
+        Number of experts of a layer.
+    used
+        Number of experts that a token goes through, at most `count`.
+    ffn
+        Inner width of an expert.
+    shared
+        Inner width of an additional expert for all tokens; 0 for none.
+    dense_layers
+        Number of first layers with a dense feed-forward.
+    """
+
+    count: int
+    used: int
+    ffn: int
+    shared: int = 0
+    dense_layers: int = 0
+
+
+def check_experts(experts: ExpertShape) -> None:
+    """Raise ValueError if a shape is inconsistent; the message names the field."""
+    for name, least in (("count", 1), ("used", 1), ("ffn", 1), ("shared", 0), ("dense_layers", 0)):
+        if not least <= getattr(experts, name) <= MAX_INT:
+            raise ValueError(f"experts {name} {getattr(experts, name)}: must be in {least}..{MAX_INT}")
+    if experts.used > experts.count:
+        raise ValueError(f"experts used {experts.used}: must be at most count {experts.count}")
+
+
+_STEPS = (0.01, 0.3)  # range of the steps that the biases select
+
+
+@dataclass(frozen=True)
+class ScanShape:
+    """Shape of layers whose state has a matrix for each head: state-space layers (Mamba-2), delta rules.
+
+    Attributes
+    ----------
+    inner
+        Width of the layer: its heads together.
+    state
+        Values that a layer keeps for each column of a head.
+    heads
+        Number of heads, a divisor of `inner`.
+    groups
+        Number of groups of heads that read and write their states alike.
+    taps
+        Number of tokens that the convolution covers.
+    layers
+        Layers of this kind, instead of attention; None selects all.
+    norm
+        Whether the output is normalized, in architectures where that is optional.
+    """
+
+    inner: int
+    state: int
+    heads: int
+    groups: int = 1
+    taps: int = 4
+    layers: tuple[int, ...] | None = None
+    norm: bool = True
+
+
+def check_scan(scan: ScanShape, layers: int) -> None:
+    """Raise ValueError if a shape is inconsistent; the message names the field."""
+    for name in ("inner", "state", "heads", "groups"):
+        if getattr(scan, name) < 1:
+            raise ValueError(f"scan {name} {getattr(scan, name)}: must be at least 1")
+    if scan.inner % scan.heads:
+        raise ValueError(f"scan inner {scan.inner}: must be a multiple of heads {scan.heads}")
+    if scan.heads % scan.groups:
+        raise ValueError(f"scan heads {scan.heads}: must be a multiple of groups {scan.groups}")
+    if scan.taps < 2:
+        raise ValueError(f"scan taps {scan.taps}: must be at least 2")
+    if not all(0 <= layer < layers for layer in scan.layers or ()):
+        raise ValueError(f"scan layers {scan.layers}: must be below {layers}")
+    if scan.layers is not None and len(set(scan.layers)) == layers:
+        raise ValueError(f"scan layers {scan.layers}: must leave one of {layers} layers with attention")
+
+
+def random_decay(rng: np.random.Generator, count: int) -> NDArray[np.uint8]:
+    """Generate rates at which heads forget, as float32 bytes: between -1 and -16, as models begin with."""
+    return (-rng.uniform(1.0, 16.0, count)).astype(np.float32).view(np.uint8)
+
+
+def random_step(rng: np.random.Generator, count: int) -> NDArray[np.uint8]:
+    """Generate biases of steps, before softplus, as float32 bytes."""
+    low, high = (float(bound) for bound in np.log(_STEPS))
+    steps = np.exp(rng.uniform(low, high, count))
+    biases: NDArray[np.float32] = np.log(np.expm1(steps)).astype(np.float32)  # the inverse of softplus
+    return biases.view(np.uint8)

@@ -7,9 +7,14 @@ from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.files._model_config import LayerKind, has_attention, has_matrix_state
 from metal_prefill.files._task_config import NUMBERED_POOLINGS
-from metal_prefill.synth._experts import ExpertShape, check_experts
-from metal_prefill.synth._layers import LayerShape, check_layers
-from metal_prefill.synth._scan import ScanShape, check_scan
+from metal_prefill.synth._layers import (
+    ExpertShape,
+    LayerShape,
+    ScanShape,
+    check_experts,
+    check_layers,
+    check_scan,
+)
 from metal_prefill.synth._tokenizer import VOCABULARIES
 
 TIED = "tied"  # output type without an output tensor: the embedding is the head

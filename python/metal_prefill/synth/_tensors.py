@@ -61,7 +61,6 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
         return tensor_bytes(self.kind, self.count)
 
 
@@ -297,10 +296,6 @@ def long_rope_factors(name: str, count: int, factor: float) -> NDArray[np.float3
 
     Factors of published models were found by a search. These grow in a similar way: from 1 for the fastest
     pair to `factor` for the slowest, or to 1.1 for short contexts.
-
-    Returns
-    -------
-    float32 [count]
     """
     return np.geomspace(1.0, factor if "long" in name else 1.1, count, dtype=np.float32)
 
