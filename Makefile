@@ -127,7 +127,7 @@ mutants: build/.emulator $(VENV)/.mutators
 
 # Clients of other projects, each in an environment of its own; requirements that differ from the name.
 CLIENTS := anthropic cohere instructor langchain-core langchain-openai litellm llama-index-core llm lancedb mteb openai openai-2 \
-  openai-agents pydantic-ai-slim spacy
+  openai-agents pydantic-ai-slim
 REQUIREMENT_openai-2 := openai<3
 REQUIREMENT_pydantic-ai-slim := pydantic-ai-slim[openai]
 build/clients/%/.ready:
@@ -180,8 +180,7 @@ $(VENV)/.page: pyproject.toml $(VENV)/.ready
 
 test-page: build/.emulator $(VENV)/.page $(VENV)/.model
 	@tools/build/setup_packages.sh browser
-	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_activity.py tests/serve/test_page_in_browser.py \
-	  tests/serve/test_page_picture.py
+	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_activity.py tests/serve/test_page_in_browser.py
 
 bench: build/.plain
 	$(BIN)/python -m metal_prefill.bench
@@ -255,7 +254,7 @@ check: $(if $(wildcard build/.emulator),build/.emulator,build/.testing) $(VENV)/
 # Files and folders that take more than two seconds of processor time; single tests have the marker `slow`.
 SLOW_TESTS := bench fuzz serve soak engine/test_allocation_faults.py cpu/test_arm_engine.py packaging/test_build.py \
   cli/test_chat.py engine/test_concurrency.py generation/test_constraint_limits.py cli/test_demo.py \
-  cpu/test_emulated_amx.py text/test_encoder_tokenizers.py packaging/test_examples.py engine/test_exit.py \
+  cpu/test_emulated_amx.py text/test_encoder_tokenizers.py packaging/test_examples.py \
   cli/test_first_errors.py engine/test_fork.py packaging/test_guide.py files/test_hub.py conversion/test_minilm.py \
   packaging/test_older_macs.py cpu/test_packing_rows.py cpu/test_pair_speed.py files/test_replacing.py \
   cli/test_run_many.py engine/test_smollm2.py files/test_synth.py text/test_template_limits.py

@@ -77,7 +77,6 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def demo_path() -> Path:
-    """Path of the bundled model."""
     return metal_prefill.default_model_path()
 
 
@@ -137,7 +136,6 @@ def demo(device: str, fast_demo_path: Path) -> Iterator[Model]:
 
 @pytest.fixture
 def cpu(demo_path: Path) -> Iterator[Model]:
-    """Open the bundled model on the CPU."""
     with Model(demo_path, device="cpu") as model:
         yield model
 

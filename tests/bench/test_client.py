@@ -1,16 +1,19 @@
-"""Engines in separate processes."""
+"""Engines in separate processes, peers on the same file, and the command `bench`."""
 
+import json
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+from support.programs import finished
 
-from metal_prefill import bench
+from metal_prefill import bench, cli
 from metal_prefill.bench import _client, _engines
 from metal_prefill.bench._cases import Case
 from metal_prefill.bench._client import WorkerProcess
 from metal_prefill.bench._engines import Options
+from metal_prefill.synth import synthesize
 
 
 def options_for(path: Path) -> Options:
@@ -62,3 +65,56 @@ def test_a_crash_of_llama_cpp_on_amx_names_the_compiler(
         with pytest.raises(bench.BenchError, match=f"its process died \\({died.name}") as error:
             _client.JsonProcess(name, command, "loading the model")
         assert ("GCC 12 miscompiles llama.cpp: build it with clang" in str(error.value)) == named
+
+
+def test_a_missing_peer_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["bench", "--demo", "--compare", "llama.cpp"]) == 1
+    error = capsys.readouterr().err
+    assert "llama-cpp-python" in error
+    assert "metal_prefill[bench]" in error
+
+
+@pytest.mark.parametrize("peer", ["llama.cpp", "openvino"])
+def test_a_peer_generates_the_same_tokens(
+    peer: str, demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
+    for module in _engines.KINDS[peer].modules:
+        pytest.importorskip(module)
+    results = bench.run(
+        demo_path, prompts=[8], n_gen=2, repetitions=1, threads=1, device="cpu", compare=[peer], patience=0
+    )
+    row = results.row(peer, "pp8")
+    assert row.ratio is not None
+    assert row.ratio.median > 0
+    assert row.n_threads == 1
+
+
+def test_the_command_prints_only_json() -> None:
+    words = "metal_prefill.bench --demo -p 4 -n 2 -r 1 -t 1 --patience 0"
+    command = [sys.executable, "-m", *words.split()]
+    out = finished([*command, "--json", "-"], check=True).stdout
+    assert [row["test"] for row in json.loads(out)] == ["pp4", "tg2"]
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_the_command_measures_the_named_model(tmp_path: Path) -> None:
+    model = synthesize(tmp_path / "named.gguf", preset="tiny")
+    rows = tmp_path / "rows.json"
+    options = ["-p", "4", "-n", "0", "-r", "1", "-t", "1", "--json", str(rows)]
+    assert cli.main(["bench", "-m", str(model), *options]) == 0
+    assert json.loads(rows.read_text())[0]["model_filename"] == str(model)
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_the_command_prints_a_table_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    assert cli.main(["bench", "--demo", "-p", "4", "-n", "2", "-r", "1", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    for row in json.loads(file.read_text(encoding="utf-8")):
+        assert row["test"] in out

@@ -4,7 +4,7 @@ import bench_kernels as kernels
 import pytest
 from support.cpu_testing import cpu_testing
 
-from metal_prefill.bench._samples import Spread
+from metal_prefill.bench._runner import Spread
 
 
 class FakeWorkload:

@@ -88,7 +88,7 @@ def test_html_is_escaped(measured: BenchResults) -> None:
     html = BenchResults(rows)._repr_html_()
     assert "&lt;b&gt;CPU&lt;/b&gt; &amp; co" in html
     assert "<b>" not in html
-    assert html.count("<table>") == html.count("</table>") == 1
+    assert html.count("<pre>") == html.count("</pre>") == 1
 
 
 def test_empty_results_are_shown_as_empty() -> None:

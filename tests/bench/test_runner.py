@@ -1,4 +1,4 @@
-"""The order in which engines are measured, and repetition."""
+"""Tests that are measured and their tokens, the order of samples, which count, the machine's state."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import pytest
 from support.bench_fakes import FakeWorker, SteadyCalibrator, compare, fakes
 
 from metal_prefill.bench import _engines, _machine, _runner
-from metal_prefill.bench._cases import Case
+from metal_prefill.bench._cases import Case, make_cases, stream_ids, token_ids
+from metal_prefill.bench._runner import Sample, Spread, ratios, select, spread, stddev
 
 
 @pytest.mark.usefixtures("_quiet_machine")
@@ -76,3 +77,118 @@ def test_earlier_samples_are_repeated_if_the_machine_gets_faster(monkeypatch: py
     selection = measured.selection(worker, case)
     assert [sample.calibration_ns for sample in selection.kept] == [1000] * 3
     assert selection.n_dropped == 2
+
+
+def test_cases_have_the_names_of_llama_bench() -> None:
+    cases = make_cases([32, 512], 64, depth=32)
+    assert [case.name for case in cases] == ["pp32", "pp512", "tg64"]
+    assert [case.timed_tokens for case in cases] == [32, 512, 64]
+    assert [case.context for case in cases] == [32, 512, 96]
+
+
+def test_decoding_is_optional() -> None:
+    assert [case.name for case in make_cases([7], 0)] == ["pp7"]
+
+
+@pytest.mark.parametrize(("prompts", "n_gen"), [([0], 1), ([-3], 1), ([4, 4], 1), ([], 0), ([4], -1)])
+def test_invalid_cases_are_rejected(prompts: list[int], n_gen: int) -> None:
+    with pytest.raises(ValueError, match=r"prompt|decod|measure"):
+        make_cases(prompts, n_gen)
+
+
+def test_stream_cases_are_named_by_count_and_count_all_tokens() -> None:
+    cases = make_cases([32], 64, depth=30, streams=[1, 8])
+    assert [case.name for case in cases] == ["pp32", "tg64", "tg64x1", "tg64x8", "pp16x64"]
+    assert [case.timed_tokens for case in cases] == [32, 64, 64, 512, 1024]
+    assert [case.context for case in cases] == [32, 94, 94, 94, 16]  # of each stream
+
+
+@pytest.mark.parametrize(("n_gen", "streams"), [(4, [0]), (4, [-1]), (4, [2, 2]), (0, [2])])
+def test_invalid_streams_are_rejected(n_gen: int, streams: list[int]) -> None:
+    with pytest.raises(ValueError, match="streams"):
+        make_cases([8], n_gen, streams=streams)
+
+
+def test_streams_start_with_different_tokens() -> None:
+    ids = stream_ids(Case(16, 0, 0, 64), vocab_size=50_000)
+    assert ids.shape == (64, 16)
+    assert len(set(ids[:, 0].tolist())) == 64  # nothing to share
+    assert (ids == stream_ids(Case(16, 0, 0, 64), 50_000)).all()
+
+
+def test_every_engine_gets_the_same_tokens() -> None:
+    ids = token_ids(100, vocab_size=50)
+    assert ids.min() >= 0
+    assert ids.max() < 50
+    assert (token_ids(100, 50) == ids).all()
+    assert (token_ids(30, 50) == ids[:30]).all()
+
+
+def test_clean_samples_come_first_and_degraded_ones_are_counted() -> None:
+    good, slow = Sample(10, calibration_ns=100), Sample(10, calibration_ns=200)
+    selection = select([slow, good, slow, good, good], 3, calibration_limit_ns=125)
+    assert selection.kept == [good, good, good]
+    assert (selection.n_dropped, selection.n_degraded) == (2, 0)
+
+
+def test_the_least_degraded_samples_follow_in_order() -> None:
+    good, slow, slower = Sample(1, 100), Sample(2, 200), Sample(3, 300)
+    selection = select([slow, slower, good], 2, calibration_limit_ns=125)
+    assert selection.kept == [slow, good]
+    assert (selection.n_dropped, selection.n_degraded) == (1, 1)
+
+
+def test_samples_are_selected_regardless_of_their_duration() -> None:
+    chosen = [select([Sample(ns, 100), Sample(5, 100), Sample(6, 500)], 2, 125).kept for ns in (1, 10**9)]
+    assert [[sample.calibration_ns for sample in kept] for kept in chosen] == [[100, 100], [100, 100]]
+
+
+@pytest.mark.parametrize(
+    ("sample", "disturbed"),
+    [
+        (Sample(10_000_000, 100, switches=_runner.SWITCHES_ALLOWED), False),
+        (Sample(10_000_000, 100, switches=_runner.SWITCHES_ALLOWED + 1), True),
+        (Sample(1_000_000_000, 100, switches=_runner.SWITCHES_ALLOWED + 20), False),
+        (Sample(10_000_000, 100, stolen_ns=10_000_000), True),
+        (Sample(10_000_000_000, 100, stolen_ns=10_000_000), False),
+    ],
+)
+def test_a_sample_is_disturbed_if_another_process_takes_the_core(sample: Sample, disturbed: bool) -> None:
+    assert sample.disturbed() is disturbed
+
+
+def test_spread_is_median_and_range() -> None:
+    assert spread([5.0, 1.0, 2.0]) == Spread(2.0, 1.0, 5.0)
+    assert spread([4.0, 1.0]) == Spread(2.5, 1.0, 4.0)
+    with pytest.raises(ValueError, match="no samples"):
+        spread([])
+
+
+def test_standard_deviation_is_that_of_a_sample() -> None:
+    assert stddev([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]) == pytest.approx((32 / 7) ** 0.5)
+    assert stddev([3.0]) == 0.0
+
+
+def test_ratios_pair_neighbours_in_time() -> None:
+    # Both slow down to a tenth together: the ratio stays 2, which a ratio of extremes would not show.
+    assert ratios([200.0, 20.0, 200.0], [100.0, 10.0, 100.0]) == Spread(2.0, 2.0, 2.0)
+    assert ratios([50.0, 80.0, 90.0], [100.0, 100.0]) == Spread(0.65, 0.5, 0.8)
+    assert ratios([20.0, 10.0], [10.0, 20.0]) == Spread(1.25, 0.5, 2.0)
+
+
+def test_the_runner_waits_for_a_degraded_machine() -> None:
+    calibrator = SteadyCalibrator(5000, 4000, 1100)
+    assert calibrator.settle(patience_s=60) == 1100
+    calibrator = SteadyCalibrator(*[5000] * 1000)
+    assert calibrator.settle(patience_s=0) == 5000
+
+
+def test_the_calibrator_keeps_its_best_time() -> None:
+    calibrator = _machine.Calibrator(threads=2)
+    try:
+        times = [calibrator.measure() for _ in range(5)]
+    finally:
+        calibrator.close()
+    assert 0 < calibrator.reference_ns <= min(times)
+    assert calibrator.is_degraded(2 * calibrator.reference_ns)
+    assert not calibrator.is_degraded(calibrator.reference_ns)

@@ -1,42 +1,25 @@
-"""Several sequences together: inputs, rows, and engines without support."""
+"""Several sequences together, and tokens that engines choose: inputs, rows, and engines without support."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.bench_fakes import RecordingEngine, compare, fakes
+from support.bench_fakes import FakeWorker, RecordingEngine, compare, fakes, options_for
 
 from metal_prefill import Model, bench
 from metal_prefill.bench import BenchResults, _engines, _worker
-from metal_prefill.bench._cases import Case, stream_ids
-from metal_prefill.bench._engines import Ids, Options
+from metal_prefill.bench._cases import SAMPLING, Case, Choice, make_cases, stream_ids, token_ids
 from metal_prefill.bench._model_file import task_ids
 from metal_prefill.bench._peers import metal_prefill
 
 VOCAB = 1024  # of the bundled model
 
 
-class Recorder(RecordingEngine):
-    """An engine that remembers its calls."""
-
-    def open_streams(self, count: int, context: int) -> None:
-        self.calls.append(("open", count, context))
-
-    def prefill_streams(self, ids: Ids) -> None:
-        self.calls.append(("prefill", ids.tolist()))
-
-    def decode_streams(self, ids: Ids) -> None:
-        self.calls.append(("decode", ids.tolist()))
-
-
-def options_for(path: Path) -> Options:
-    return Options(path=str(path), max_context=64, max_prompt=32, threads=1, device="cpu", compute="f32")
-
-
 def test_each_stream_decodes_after_its_own_context() -> None:
-    case, engine = Case(0, 3, 5, 4), Recorder()
+    case, engine = Case(0, 3, 5, 4), RecordingEngine()
     _worker.timed_run(engine, case, VOCAB)
     ids = stream_ids(case, VOCAB)
     assert ids.shape == (4, 8)
@@ -44,14 +27,14 @@ def test_each_stream_decodes_after_its_own_context() -> None:
 
 
 def test_prompts_start_in_empty_contexts() -> None:
-    case, engine = Case(6, 0, 0, 3), Recorder()
+    case, engine = Case(6, 0, 0, 3), RecordingEngine()
     _worker.timed_run(engine, case, VOCAB)
     assert engine.calls == [("open", 3, 6), ("prefill", stream_ids(case, VOCAB).tolist())]
 
 
 def test_our_streams_end_as_they_do_alone(demo_path: Path) -> None:
     ids = stream_ids(Case(0, 3, 5, 4), VOCAB)
-    engine: Any = metal_prefill.load(options_for(demo_path))
+    engine: Any = metal_prefill.load(options_for(demo_path, 64, 32))
     for _ in range(2):  # a second sample reuses nothing of the first one
         engine.open_streams(4, 9)
         engine.prefill_streams(ids[:, :5])
@@ -70,7 +53,7 @@ def test_llama_cpp_computes_each_stream_as_it_does_alone(demo_path: Path) -> Non
     from metal_prefill.bench._peers import llama_cpp
 
     ids = stream_ids(Case(0, 3, 5, 4), VOCAB)
-    engine: Any = llama_cpp.load(options_for(demo_path))
+    engine: Any = llama_cpp.load(options_for(demo_path, 64, 32))
     for _ in range(2):
         engine.open_streams(4, 8)
         engine.prefill_streams(ids[:, :5])
@@ -110,7 +93,7 @@ def test_a_row_summarizes_its_samples(demo_path: Path) -> None:
     assert (row.spread.low, row.spread.high) == pytest.approx((4000, 40_000))
     html = BenchResults([row])._repr_html_()
     cells = ["10,000", "4,000", "40,000", "15,800 ± 14,940", "4.00"]  # median, min, max, mean, ms
-    assert "".join(f"<td>{cell}</td>" for cell in cells) in html
+    assert re.search(r"\W+".join(map(re.escape, cells)), html)
 
 
 @pytest.mark.usefixtures("_quiet_machine")
@@ -146,3 +129,114 @@ def test_streams_and_choices_are_measured_in_a_real_process(demo_path: Path) -> 
         row = results.row(_engines.OURS, test)
         assert row.samples_ts == pytest.approx([tokens * 1e9 / row.samples_ns[0]])
     assert row.n_depth == len(task_ids(demo_path)) - 1
+
+
+CHOICES: tuple[Choice, ...] = ("argmax", "sampled", "greedy", "lookup")
+
+
+def test_tokens_are_chosen_after_a_context_that_is_not_timed() -> None:
+    task = np.array([5, 6, 7, 8], np.int32)
+    for choice in CHOICES:
+        engine = RecordingEngine()
+        _worker.timed_run(engine, Case(0, 9, 3, choice=choice), VOCAB, lambda: task)
+        ids = token_ids(4, VOCAB).tolist() if choice in ("argmax", "sampled") else task.tolist()
+        assert engine.calls == [("clear",), ("prefill", ids[:3]), ("choose", ids, 9, choice)]
+
+
+def test_cases_have_names_and_enough_context() -> None:
+    cases = make_cases([8], 16, 32, sampled=True, task=90)
+    assert [case.name for case in cases] == ["pp8", "tg16", "greedy16", "sampled16", "copy16", "lookup16"]
+    assert [case.context for case in cases[1:]] == [48, 48, 48, 89 + 16, 89 + 16 + 31]
+    assert [case.timed_tokens for case in cases[2:]] == [16] * 4
+    for options in ({"sampled": True}, {"task": 90}):
+        with pytest.raises(ValueError, match="no tokens to choose: n_gen is 0"):
+            make_cases([8], 0, **options)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_our_tokens_match_generate(demo_path: Path, choice: Choice) -> None:
+    ids = task_ids(demo_path)
+    engine: Any = metal_prefill.load(options_for(demo_path))
+    with Model(demo_path, device="cpu", threads=1, compute="f32") as model:
+        options: dict[str, Any] = dict(SAMPLING) if choice == "sampled" else {}
+        expected = [
+            p.token for p in model.session().stream(ids, 20, min_tokens=20, speculate="off", **options)
+        ]
+    assert len(expected) == 20
+    for _ in range(2):
+        engine.clear()
+        engine.prefill(ids[:-1])
+        assert engine.choose(ids, 20, choice) == expected
+        assert engine._session.stats()["tokens_reused"] == len(ids) - 1
+
+
+def test_llama_cpp_chooses_the_same_with_and_without_drafts(demo_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    from metal_prefill.bench._peers import llama_cpp
+
+    ids = np.concatenate([task_ids(demo_path)[:60]] * 2)  # a text that repeats itself
+    engine: Any = llama_cpp.load(options_for(demo_path))
+    texts: dict[str, list[int]] = {}
+    for choice in CHOICES:
+        for _ in range(2):
+            engine.clear()
+            engine.prefill(ids[:-1])
+            made = engine.choose(ids, 24, choice)
+            assert texts.setdefault(choice, made) == made
+            assert engine._single._position == len(ids) + 23
+    assert texts["lookup"] == texts["greedy"] == texts["argmax"] != texts["sampled"]
+    ours: Any = metal_prefill.load(options_for(demo_path))
+    ours.prefill(ids[:-1])
+    assert ours.choose(ids, 8, "greedy") == texts["greedy"][:8]
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_rows_of_choices_summarize_their_samples(demo_path: Path) -> None:
+    workers = fakes(ours=10, llama=40, openvino=20)
+    results = compare(workers, demo_path, prompts=[8], n_gen=4, sampled=True, speculate=True)
+    assert results.tests == ["pp8", "tg4", "greedy4", "sampled4", "copy4", "lookup4"]
+    for name, choice in (
+        ("greedy4", "argmax"),
+        ("sampled4", "sampled"),
+        ("copy4", "greedy"),
+        ("lookup4", "lookup"),
+    ):
+        ours, llama, openvino = (results.row(engine, name) for engine in results.engines)
+        assert (ours.choice, ours.n_gen) == (choice, 4)
+        assert ours.samples_ns == [40] * 3
+        assert ours.median_ts == pytest.approx(1e8)
+        assert llama.ratio is not None
+        assert llama.ratio.median == pytest.approx(4.0)
+        assert not openvino.measured
+        assert openvino.note == "not measured: its graph computes logits but chooses no tokens"
+    html = results._repr_html_()
+    assert "sampled4: tokens sampled by the engine, temperature 0.8, top_k 40" in html
+    assert "lookup4: the same with drafts" in html
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_compared_cases_alternate(demo_path: Path) -> None:
+    """A slowdown affects both: here every sample takes longer than the previous one."""
+    asked: list[str] = []
+
+    class Slowing(FakeWorker):
+        def sample(self, case: Case) -> tuple[int, int]:
+            asked.append(case.name)
+            share = 4 if case.name == "lookup4" else 5 if case.name == "sampled4" else 4.8
+            return int(share * 1.1 ** len(asked) * 1000), 0
+
+    workers: dict[str, FakeWorker] = {_engines.OURS: Slowing(_engines.OURS, 1)}
+    results = compare(workers, demo_path, prompts=[], n_gen=4, sampled=True, speculate=True, repetitions=20)
+    assert asked[:21] == ["tg4"] * 21
+    assert asked[21:23] == ["greedy4", "sampled4"]  # warm-up
+    for at in range(23, 63, 2):
+        assert sorted(asked[at : at + 2]) == ["greedy4", "sampled4"]
+    assert asked[23:25] != asked[25:27]  # the order rotates
+    shares = {row.test: row.of_compared for row in results.rows}
+    assert shares["tg4"] is shares["greedy4"] is shares["copy4"] is None
+    sampled, lookup = shares["sampled4"], shares["lookup4"]
+    assert sampled is not None
+    assert lookup is not None
+    assert sampled.low <= 0.96 <= sampled.high < 1.1
+    assert lookup.low <= 1.2 <= lookup.high
+    assert f"metal_prefill sampled4: {sampled.median:.3f} (" in results._repr_html_()

@@ -207,12 +207,12 @@ def test_info_counts_every_byte_of_the_tensors(capsys: pytest.CaptureFixture[str
 
 def test_info_accepts_the_model_without_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tiny.gguf"
-    assert cli.main(["synth", str(path), "--preset", "tiny", "--rope-base", "20000"]) == 0
+    assert cli.main(["synth", str(path), "--preset", "tiny", "--context", "333"]) == 0
     assert cli.main(["info", "-m", str(path)]) == 0
     named = capsys.readouterr().out
     assert cli.main(["info", str(path)]) == 0
     assert capsys.readouterr().out == named
-    assert re.search(r"rope_base\W+20000\b", named)
+    assert re.search(r"context_length\W+333\b", named)
     assert cli.main(["info", str(path), "-m", str(path)]) == 2
     assert "name the model once: -m FILE or FILE" in capsys.readouterr().err
 

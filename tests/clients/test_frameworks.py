@@ -1,7 +1,4 @@
-"""Clients of other projects work with the server as they are, each in an environment of its own.
-
-``make test-clients`` creates the environments; without one, its test is skipped.
-"""
+"""Clients of other projects and classes of `integrations`, each in an environment of its own."""
 
 import json
 import os
@@ -11,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import model_folders
 from support.client_environments import environment, within
 from support.places import ROOT
 from support.programs import finished
 from support.running_server import Running, running, running_with_template
-from support.task_folders import DOCUMENTS
+from support.task_folders import DOCUMENTS, TEXTS
 from support.tools import HERMES
 
 from metal_prefill import Model
@@ -198,3 +196,81 @@ def test_lines_in_lancedb_are_embedded_once_and_found(tmp_path: Path) -> None:
     assert found("b", len(lines)) == ["6 lines embedded", *whole[1:]]
     assert found("b", len(lines))[0] == "0 lines embedded"
     assert stored("b") == stored("a")
+
+
+PROMPTS = [DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[3]]
+MESSAGES = [
+    {"role": "system", "content": "Speak thou briefly."},
+    {"role": "user", "content": "Who art thou?"},
+]
+
+
+def found_by(client: str, *arguments: str | Path) -> Any:
+    """Return what a program prints as JSON."""
+    program = str(PROGRAMS / f"{client.replace('-', '_')}.py")
+    printed = within(client, f"import runpy; runpy.run_path({program!r}, run_name='__main__')", *arguments)
+    return json.loads(printed.splitlines()[-1])
+
+
+def test_langchain_classes_return_what_the_model_does(
+    demo_path: Path, embedding: Path, reranker: Path
+) -> None:
+    found = found_by("langchain-core", demo_path, embedding, reranker, *PROMPTS)
+    later = found.pop("asynchronous")
+    assert {name: found[name] for name in later} == later
+    with Model(demo_path, device="cpu") as model:
+        answer = answer_of(model, MESSAGES)
+        assert found["answer"] == found["streamed"] == answer
+        assert found["stopped"] == answer.partition(" ")[0]
+        assert found["batch"] == [answer_of(model, [{"role": "user", "content": p}]) for p in PROMPTS]
+    assert found["typed"] in ("aye", "nay")
+    assert found["schema"] == {"word": found["typed"]}
+    check_vectors(found, embedding)
+    with Model(reranker, device="cpu") as model:
+        ranked = model.rerank(PROMPTS[0], PROMPTS, 2)
+        assert [found["place"] for found in found["ranked"]] == [one.index for one in ranked]
+        assert [found["relevance_score"] for found in found["ranked"]] == [one.score for one in ranked]
+
+
+def test_llama_index_classes_return_what_the_model_does(
+    demo_path: Path, embedding: Path, reranker: Path
+) -> None:
+    found = found_by("llama-index-core", demo_path, embedding, reranker, *PROMPTS)
+    later = found.pop("asynchronous")
+    assert {name: found[name] for name in later} == later
+    with Model(demo_path, device="cpu") as model:
+        assert found["window"] == model.max_context
+        assert [found["answer"]] * 2 == found["streamed"] == [answer_of(model, MESSAGES)] * 2
+        text = "".join(model.generate("ROMEO:", 12))
+        assert [found["text"]] * 2 == found["completed"] == [text] * 2
+        assert found["batch"] == ["".join(model.session().generate(prompt, 12)) for prompt in PROMPTS]
+    check_vectors(found, embedding)
+    with Model(reranker, device="cpu") as model:
+        ranked = model.rerank(PROMPTS[0], PROMPTS, 2)
+        assert found["ranked"] == [[str(one.index), one.score] for one in ranked]
+
+
+def answer_of(model: Model, messages: list[dict[str, str]]) -> str:
+    ids = model.tokenizer.apply_chat_template(messages)
+    return "".join(model.session().generate(ids, 12, stop=model.tokenizer.chat_stop))
+
+
+def check_vectors(found: dict[str, Any], path: Path) -> None:
+    with Model(path, device="cpu") as model:
+        np.testing.assert_array_equal(found["documents"], model.embed(PROMPTS, dimensions=8))
+        (query,) = model.embed(PROMPTS[:1], dimensions=8, instruction="query")
+        np.testing.assert_array_equal(found["query"], query)
+        assert not np.array_equal(found["query"], found["documents"][0])
+
+
+def test_mteb_scores_the_vectors_of_the_model(tmp_path: Path) -> None:
+    folder = model_folders.bert(tmp_path / "folder", model_type="bert")
+    folder.pool("mean_tokens")
+    path = folder.write()
+    texts = [*PROMPTS, *TEXTS[:2]]
+    found = found_by("mteb", path, *texts)
+    with Model(path, device="cpu") as model:
+        vectors = model.embed(texts)
+    places = np.argsort(np.argsort((vectors * np.roll(vectors, -1, axis=0)).sum(axis=1)))  # ranks
+    assert found["name"] == str(path)
+    assert abs(found["score"] - np.corrcoef(places, np.arange(len(texts)))[0, 1]) < 1e-6

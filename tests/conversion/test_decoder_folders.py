@@ -1,13 +1,17 @@
 """Folders of decoders that differ from Llama in a few steps: logits of transformers, and what is refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import decoder_folders, model_folders
+from support import decoder_folders, expert_folders, folder_logits, gpt_folders, model_folders
 from support.decoder_folders import HEAD, RECORDED, long_rope
-from support.model_folders import CONTEXT, DIM, LAYERS, check_refused, read
+from support.expert_folders import WIDTH
+from support.folder_logits import check_logits
+from support.model_folders import CONTEXT, DIM, HEADS, LAYERS, Folder, check_refused, read, values
+from support.recurrent_folders import RECORD
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
@@ -183,3 +187,155 @@ def test_a_folder_of_exaone4_says_which_layers_have_a_window(tmp_path: Path) -> 
     folder.config["layer_types"] = ["full_attention", "sliding_attention"]
     fields, _ = read(convert(folder.write(), tmp_path / "other.gguf"))
     assert fields["exaone4.attention.sliding_window_pattern"] == [False, True]
+
+
+@pytest.mark.parametrize("name", folder_logits.RECORDED)
+def test_logits_of_a_folder_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    check_logits(folder_logits.RECORDED[name](tmp_path / "m").write(), np.load(RECORD)[name])
+
+
+def test_columns_of_gpt2_become_rows(tmp_path: Path) -> None:
+    folder = gpt_folders.RECORDED["gpt2"](tmp_path / "m")
+    _, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+    for theirs, ours in {
+        "attn.c_attn": "attn_qkv",
+        "attn.c_proj": "attn_output",
+        "mlp.c_fc": "ffn_up",
+        "mlp.c_proj": "ffn_down",
+    }.items():
+        np.testing.assert_array_equal(
+            tensors[f"blk.1.{ours}.weight"], folder.tensors[f"h.1.{theirs}.weight"].T
+        )
+        np.testing.assert_array_equal(tensors[f"blk.1.{ours}.bias"], folder.tensors[f"h.1.{theirs}.bias"])
+
+
+def test_names_of_gpt2_may_have_a_prefix_and_masks(tmp_path: Path) -> None:
+    folder = gpt_folders.RECORDED["gpt2"](tmp_path / "m")
+    expected = read(convert(folder.write(), tmp_path / "m.gguf"))[1]
+    folder.tensors = {f"transformer.{name}": tensor for name, tensor in folder.tensors.items()}
+    folder.tensors["transformer.h.0.attn.bias"] = values((1, 1, 40, 40))
+    folder.tensors["transformer.h.0.attn.masked_bias"] = values((1,))
+    folder.tensors["lm_head.weight"] = folder.tensors["transformer.wte.weight"].copy()
+    tensors = read(convert(folder.write(), tmp_path / "other.gguf"))[1]
+    np.testing.assert_array_equal(tensors.pop("output.weight"), tensors["token_embd.weight"])
+    assert tensors.keys() == expected.keys()
+
+
+def test_heads_of_gpt_neox_are_stacked_by_their_part(tmp_path: Path) -> None:
+    folder = gpt_folders.RECORDED["gpt_neox"](tmp_path / "m")
+    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+    name, width = "gpt_neox.layers.0.attention.query_key_value", DIM // HEADS
+    for end in ("weight", "bias"):
+        theirs, ours = folder.tensors[f"{name}.{end}"], tensors[f"blk.0.attn_qkv.{end}"]
+        for part in range(3):
+            for head in range(HEADS):
+                row, first = DIM * part + width * head, width * (3 * head + part)
+                np.testing.assert_array_equal(ours[row : row + width], theirs[first : first + width])
+    assert fields["gptneox.use_parallel_residual"] is True
+    assert fields["gptneox.rope.dimension_count"] == width // 4
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "message"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, UnsupportedModelError, "layer_idx is True"),
+        ("gpt2", {"add_cross_attention": True}, UnsupportedModelError, "add_cross_attention is True"),
+        ("gpt2", {"activation_function": "relu"}, UnsupportedModelError, "hidden_activation is relu"),
+        ("gpt2", {"n_head": 3}, GGUFError, "is not a multiple of attention.head_count"),
+        ("gpt_neox", {"rotary_pct": 1.5}, GGUFError, "rotary_pct is 1.5, must be at most 1"),
+        ("gpt_neox", {"attention_bias": False}, UnsupportedModelError, "attention_bias is False"),
+        ("gpt_neox", {"num_attention_heads": 5}, GGUFError, "is not a multiple of attention.head_count"),
+        ("starcoder2", {"use_bias": False}, UnsupportedModelError, "use_bias is False"),
+        ("phi", {"qk_layernorm": True}, UnsupportedModelError, "qk_layernorm is True"),
+        ("stablelm", {"qk_layernorm": True}, UnsupportedModelError, "qk_layernorm is True"),
+        ("stablelm", {"use_parallel_residual": True}, UnsupportedModelError, "parallel_residual is True"),
+        ("stablelm", {"use_qkv_bias": False}, GGUFError, "use_qkv_bias is not true, but the weights have"),
+        ("cohere2", {"attention_bias": True}, UnsupportedModelError, "attention_bias is True"),
+        ("cohere2", {"layer_types": ["conv"] * 5}, UnsupportedModelError, "for each of the 5 layers"),
+    ],
+)
+def test_other_variants_of_gpt_are_refused(
+    tmp_path: Path, name: str, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    check_refused(gpt_folders.RECORDED[name](tmp_path / "m"), changes, error, message)
+
+
+def test_matrices_of_experts_become_one_tensor(tmp_path: Path) -> None:
+    folder = expert_folders.qwen3_moe(tmp_path / "m", count=11, used=3)
+    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+    expected = {"expert_count": 11, "expert_used_count": 3, "expert_feed_forward_length": WIDTH}
+    assert {key: fields[f"qwen3moe.{key}"] for key in expected} == expected
+    assert fields["qwen3moe.expert_weights_norm"] is True
+    name = "model.layers.1.mlp.experts.{}.down_proj.weight"
+    matrices = np.stack([folder.tensors[name.format(i)] for i in range(11)])
+    np.testing.assert_array_equal(tensors["blk.1.ffn_down_exps.weight"], matrices)
+
+
+def test_gate_and_up_of_granite_are_divided_for_each_expert(tmp_path: Path) -> None:
+    folder = expert_folders.granite_moe(tmp_path / "m", shared=40)
+    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+    assert fields["granitemoe.expert_shared_feed_forward_length"] == 40
+    whole = folder.tensors["model.layers.0.block_sparse_moe.input_linear.weight"]
+    np.testing.assert_array_equal(tensors["blk.0.ffn_gate_exps.weight"], whole[:, :WIDTH])
+    np.testing.assert_array_equal(tensors["blk.0.ffn_up_exps.weight"], whole[:, WIDTH:])
+    shared = folder.tensors["model.layers.0.shared_mlp.input_linear.weight"]
+    np.testing.assert_array_equal(tensors["blk.0.ffn_up_shexp.weight"], shared[40:])
+
+
+def test_routers_stay_in_float32(tmp_path: Path) -> None:
+    folder = expert_folders.granite_moe(tmp_path / "m")
+    _, tensors = read(convert(folder.write(), tmp_path / "m.gguf", tensor_type="BF16"))
+    router = folder.tensors["model.layers.0.block_sparse_moe.router.layer.weight"]
+    np.testing.assert_array_equal(tensors["blk.0.ffn_gate_inp.weight"], router)
+
+
+def test_a_folder_of_lfm2_sets_the_rules_of_its_router(tmp_path: Path) -> None:
+    folder = expert_folders.lfm2_moe(tmp_path / "m")
+    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+    expected = {
+        "leading_dense_block_count": 1,
+        "expert_gating_func": 2,
+        "expert_weights_scale": 1.5,
+        "expert_weights_norm": True,
+        "feed_forward_length": 96,
+    }
+    assert {key: fields[f"lfm2moe.{key}"] for key in expected} == expected
+    bias = folder.tensors["model.layers.1.feed_forward.expert_bias"]
+    np.testing.assert_array_equal(tensors["blk.1.exp_probs_b.bias"], bias)
+
+
+def narrower(name: str) -> Callable[[Folder], None]:
+    """Give a matrix of an expert fewer rows than those of others."""
+    return lambda folder: folder.tensors.__setitem__(name, values((WIDTH - 8, DIM)))
+
+
+def sets(**fields: Any) -> Callable[[Folder], None]:
+    return lambda folder: folder.config.update(fields)
+
+
+_GATE = "model.layers.0.mlp.experts.2.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("qwen3_moe", lambda folder: folder.tensors.pop(_GATE), GGUFError, "but none of expert 2"),
+        ("qwen3_moe", narrower(_GATE), GGUFError, r"has shape \(16, 32\), but .* has \(24, 32\)"),
+        ("qwen3_moe", sets(decoder_sparse_step=2), UnsupportedModelError, "decoder_sparse_step is 2"),
+        ("qwen3_moe", sets(mlp_only_layers=[0]), UnsupportedModelError, r"mlp_only_layers is \[0\]"),
+        ("qwen3_moe", sets(num_experts=9), GGUFError, r"ffn_gate_inp.weight has shape \(8, 32\)"),
+        ("olmoe", sets(clip_qkv=8.0), UnsupportedModelError, "clip_qkv is 8.0; supported: None"),
+        ("olmoe", sets(num_experts_per_tok=65), GGUFError, "expert_used_count is 65, must be at most"),
+        ("granite_moe", sets(num_local_experts=4), GGUFError, r"has shape \(5, 32\), .*\(4, 32\)"),
+        ("lfm2_moe", sets(use_expert_bias=False), UnsupportedModelError, "use_expert_bias is False"),
+        ("lfm2_moe", sets(num_dense_layers=3), GGUFError, "leading_dense_block_count is 3, must be 0 to 2"),
+        ("granite_hybrid, experts", sets(num_local_experts=-1), GGUFError, "num_local_experts is -1"),
+    ],
+)
+def test_what_contradicts_itself_or_is_not_supported_is_refused(
+    tmp_path: Path, name: str, change: Callable[[Folder], object], error: type[Exception], message: str
+) -> None:
+    folder = expert_folders.RECORDED[name](tmp_path / "m")
+    change(folder)
+    with pytest.raises(error, match=message):
+        convert(folder.write(), tmp_path / "m.gguf")

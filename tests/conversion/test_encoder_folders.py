@@ -1,12 +1,17 @@
-"""States of encoders with random weights next to those of transformers."""
+"""States of encoders with random weights next to those of transformers and to float64 arithmetic."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGUFValueType
+from support import bidirectional_folders
+from support.bert_relatives import DISTILBERT, MPNET, distilbert, electra, gte, gte_states, mpnet, states
+from support.decoder_folders import qwen
 from support.encoder_folders import (
     CONTEXT,
     NOMIC_MOE,
@@ -18,14 +23,18 @@ from support.encoder_folders import (
     rows_of,
     texts,
 )
-from support.folder_reference import nomic_moe_states
-from support.model_folders import Folder
+from support.folder_reference import Array, FolderTensors, nomic_moe_states
+from support.gguf_mutator import with_key
+from support.model_folders import Folder, llama
 from support.small_models import with_tensor
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
+from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._sources import find_source
+from metal_prefill.sentence_transformers import SentenceTransformer
 
-NMSE = {"cpu": 1e-9, "metal": 5e-6}  # as in test_bert_relatives.py
+NMSE = {"cpu": 1e-9, "metal": 5e-6}
 # Between the router's products for the last expert of a token and the next one. Products have errors of a few
 # thousandths on Metal, so that a token with a smaller margin may have another expert.
 LEAST_MARGIN = 0.02
@@ -171,3 +180,162 @@ def test_a_distance_without_a_row_is_refused(device: str, tmp_path: Path, row: f
     path = with_tensor(tmp_path / "m.gguf", plain, "attn_rel_row.weight", lambda rows: rows.put(7, row))
     with pytest.raises(GGUFError, match=r"attn_rel_row.weight' has the row .*, must be at least 0 and below"):
         Model(path, device=device)
+
+
+NTK = {"type": "ntk", "factor": 8.0}
+States = Callable[[Folder, npt.NDArray[np.int64]], Array]
+MADE: dict[str, tuple[Callable[[Path], Folder], States]] = {
+    "mpnet": (mpnet, partial(states, prefix="mpnet.", names=MPNET)),
+    "distilbert": (distilbert, partial(states, prefix="", names=DISTILBERT)),
+    "electra": (electra, partial(states, prefix="electra.", names={})),
+    "gte": (gte, gte_states),
+    "gte, longer": (partial(gte, rope_scaling=NTK), gte_states),
+}
+
+
+def _found(path: Path, device: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    with Model(path, device=device, compute="f32", kv_dtype="f32") as model, model.session() as session:
+        (found,) = model.forward_batch([session], [ids], output="hidden", rows="all")
+    states_of_tokens: npt.NDArray[np.float32] = found
+    return states_of_tokens
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_states_of_a_folder_match_float64(device: str, tmp_path: Path, name: str) -> None:
+    make, states_of = MADE[name]
+    folder = make(tmp_path / "folder")
+    path = convert(folder.write(), tmp_path / "m.gguf")
+    for tokens in (1, 9, 64, 65, 300):
+        ids = np.random.default_rng(tokens).integers(5, 300, tokens)
+        expected = states_of(folder, ids)
+        error = np.square(_found(path, device, ids) - expected).sum()
+        assert error <= NMSE[device] * np.square(expected).sum(), tokens
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name != "gte, longer"])  # which it does not have
+def test_states_of_a_folder_match_transformers(device: str, tmp_path: Path, name: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    folder = MADE[name][0](tmp_path / "folder").write()
+    ids = np.random.default_rng(0).integers(5, 300, 200)
+    with torch.inference_mode():
+        expected = transformers.AutoModel.from_pretrained(folder)(torch.from_numpy(ids)[None])[0][0].numpy()
+    found = _found(convert(folder, tmp_path / "m.gguf"), device, ids)
+    assert np.square(found - expected).sum() <= NMSE[device] * np.square(expected).sum()
+
+
+def test_pairs_of_mpnet_have_two_separators(tmp_path: Path) -> None:
+    with Model(mpnet(tmp_path / "folder").write()) as model:
+        first, second = (model.tokenizer.encode(text, add_bos=False) for text in ("a rose", "by any name"))
+        begin, end = model.tokenizer.bos_id, model.tokenizer.eos_id
+        assert model.tokenizer.encode_pair("a rose", "by any name").ids == [
+            *(begin, *first, end),
+            *(end, *second, end),
+        ]
+
+
+def test_classes_of_distilbert_follow_a_rectified_layer(tmp_path: Path) -> None:
+    folder = distilbert(tmp_path / "folder", "DistilBertForSequenceClassification")
+    with Model(folder.write(), compute="f32", kv_dtype="f32") as model:
+        words = model.tokenizer.encode("a rose by any name", add_bos=False)
+        ids = np.array([model.tokenizer.bos_id, *words, model.tokenizer.eos_id])
+        found = model.classify(["a rose by any name"])
+    t = FolderTensors(folder.tensors)
+    hidden = states(folder, ids, "distilbert.", DISTILBERT)
+    logits = t.linear("classifier", np.maximum(t.linear("pre_classifier", hidden[:1]), 0))[0]
+    expected = np.exp(logits) / np.exp(logits).sum()
+    assert found.labels == ("NEGATIVE", "POSITIVE")
+    np.testing.assert_allclose(found.probabilities[0], expected, atol=1e-5)
+
+
+INTEGERS = "qwen3, integers"
+
+
+def vectors(path: Path, device: str = "cpu", **options: Any) -> Any:
+    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+        assert not model.engine.config.causal
+        return model.embed(bidirectional_folders.TEXTS, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in bidirectional_folders.RECORDED if name != INTEGERS])
+def test_vectors_are_those_of_transformers(device: str, tmp_path: Path, name: str) -> None:
+    path = convert(bidirectional_folders.RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf")
+    with np.load(bidirectional_folders.RECORD) as record:
+        expected = record[name]
+    found = vectors(path, device)
+    assert found.shape == expected.shape
+    assert (found * expected).sum(axis=1).min() >= {"cpu": 0.999999, "metal": 0.9999}[device]
+
+
+def test_vectors_of_pplx_embed_are_rounded_tangents(device: str, tmp_path: Path) -> None:
+    path = convert(bidirectional_folders.RECORDED[INTEGERS](tmp_path / "m").write(), tmp_path / "m.gguf")
+    with np.load(bidirectional_folders.RECORD) as record:
+        means = record[INTEGERS].astype(np.float64)
+    found = vectors(path, device, normalize=False)
+    exact = 127 * np.tanh(means)
+    # Half a step from rounding, and the engine's error.
+    assert np.abs(found - exact).max() <= 0.5 + {"cpu": 1e-3, "metal": 0.5}[device]
+    np.testing.assert_array_equal(found, np.rint(found))
+    assert np.abs(found).max() > 50
+    if device == "cpu":
+        clear = np.abs(exact - np.rint(exact)) < 0.49  # of those next to a half, either neighbour is right
+        np.testing.assert_array_equal(found[clear], np.rint(exact)[clear])
+        model = SentenceTransformer(str(tmp_path / "m"), model_kwargs={"dtype": "float32"})
+        np.testing.assert_array_equal(model.encode(bidirectional_folders.TEXTS), found)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3, projected", INTEGERS])
+def test_a_text_without_causality_has_the_same_bits_in_any_batch(tmp_path: Path, name: str) -> None:
+    path = convert(
+        bidirectional_folders.RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf", tensor_type="Q8_0"
+    )
+    with Model(path, device="cpu") as model:
+        together = model.embed(bidirectional_folders.TEXTS)
+        for text, vector in zip(bidirectional_folders.TEXTS, together, strict=True):
+            np.testing.assert_array_equal(model.embed([text])[0], vector)
+
+
+def test_the_pooling_may_be_that_of_the_configuration(tmp_path: Path) -> None:
+    folder = bidirectional_folders.RECORDED["llama"](tmp_path / "m")
+    whole = vectors(convert(folder.write(), tmp_path / "m.gguf"))
+    (folder.path / "modules.json").unlink()
+    np.testing.assert_array_equal(vectors(convert(folder.path, tmp_path / "n.gguf"), normalize=True), whole)
+
+
+def test_a_file_of_a_decoder_may_state_that_its_attention_is_not_causal(tmp_path: Path) -> None:
+    path = convert(bidirectional_folders.RECORDED["llama"](tmp_path / "m").write(), tmp_path / "m.gguf")
+    causal = with_key(tmp_path / "causal.gguf", path, "attention.causal", GGUFValueType.BOOL, b"\1")
+    with Model(causal, device="cpu") as model:
+        assert model.engine.config.causal
+        assert np.abs(model.embed(bidirectional_folders.TEXTS) - vectors(path)).max() > 0.01
+
+
+def test_a_head_reads_the_state_that_the_configuration_names(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "m", "LlamaBidirectionalForSequenceClassification", pooling="avg")
+    folder.config |= {"id2label": {"0": "x"}, "max_position_embeddings": 200}
+    folder.tensors["score.weight"] = np.ones((1, 32), np.float32)
+    with Model(convert(folder.write(), tmp_path / "m.gguf"), device="cpu") as model:
+        assert (model.engine.head.state, model.engine.config.causal) == ("mean", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "architecture"),
+    [
+        ("Gemma3TextModel", {}, "gemma3"),
+        ("Gemma3TextModel", {"use_bidirectional_attention": True}, "gemma-embedding"),
+        ("BertModel", {"is_causal": False}, "bert"),
+    ],
+)
+def test_a_folder_states_whether_its_attention_is_causal(
+    tmp_path: Path, name: str, fields: dict[str, Any], architecture: str
+) -> None:
+    source, _ = find_source(Fields(tmp_path, {"architectures": [name], **fields}))
+    assert source.architecture == architecture
+
+
+def test_windows_are_refused(tmp_path: Path) -> None:
+    folder: Folder = qwen(tmp_path / "m", "Qwen3", is_causal=False)
+    with pytest.raises(
+        UnsupportedModelError, match=r"causal is false, .* not supported with attention windows"
+    ):
+        convert(folder.write(), tmp_path / "m.gguf")

@@ -31,7 +31,6 @@ TEXT = "ROMEO:\nBut, soft! what light through yonder window breaks?"
 
 @contextmanager
 def processor(name: str, **environment: str) -> Iterator[ArmMachine]:
-    """Start an emulated processor."""
     machine = ArmMachine(name, environment)
     try:
         yield machine

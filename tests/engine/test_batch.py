@@ -33,7 +33,6 @@ def fast_demo_path(demo_path: Path) -> Path:
 
 
 def ids_of(model: Model, n: int, seed: int = 0) -> Ids:
-    """Random tokens."""
     return np.random.default_rng(seed).integers(0, model.config.vocab_size, n).astype(np.int32)
 
 

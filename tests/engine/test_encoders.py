@@ -15,7 +15,7 @@ from support.small_models import ENCODERS, SmallModel, with_tensor, write
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 
-# Normalized squared errors, as in test_hidden_states.py: sums in float32, and half precision on Metal.
+# Normalized squared errors, as in test_outputs.py: sums in float32, and half precision on Metal.
 NMSE = {"cpu": 1e-9, "metal": 5e-6}
 LOWEST_COSINE = 0.9995  # with activations in 8 bits or bfloat16
 SEPARATOR = 3  # of the WordPiece vocabulary

@@ -46,7 +46,6 @@ def reference_logits(path: Path, *ids: int) -> npt.NDArray[np.float64]:
 
 
 def prompt(n: int, vocab: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    """Return random tokens."""
     return np.random.default_rng(seed).integers(0, vocab, n)
 
 

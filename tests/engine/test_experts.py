@@ -24,7 +24,6 @@ LFM2 = replace(EXPERTS["lfm2moe"], types={"*": "F32"}, embedding="F32")
 
 
 def prompt(n: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    """Return random tokens."""
     return np.random.default_rng(seed).integers(0, 320, n)
 
 

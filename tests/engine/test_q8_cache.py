@@ -34,7 +34,6 @@ SUITED = [
 
 
 def prompt(n: int, vocab: int = 320, seed: int = 0) -> npt.NDArray[np.int64]:
-    """Random tokens."""
     return np.random.default_rng(seed).integers(0, vocab, n)
 
 

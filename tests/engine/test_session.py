@@ -266,7 +266,6 @@ def test_cache_memory_grows_by_use_and_is_reported(demo: Model) -> None:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

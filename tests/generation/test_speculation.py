@@ -43,7 +43,6 @@ def prompts_of(n: int, seed: int) -> list[list[int]]:
 
 
 def texts_of(model: Model, prompts: list[Any], max_tokens: int = LENGTH, **options: Any) -> list[list[int]]:
-    """Tokens of each text."""
     texts: list[list[int]] = [[] for _ in prompts]
     for index, piece in model.stream_many(prompts, max_tokens, **options):
         assert not isinstance(piece, Exception)

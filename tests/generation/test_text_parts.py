@@ -1,12 +1,13 @@
-"""Parts of a text, each alone: its decoding and end, and the choice of its tokens."""
+"""Parts of a text, each alone: its decoding, stop strings and end, and the choice of its tokens."""
 
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from metal_prefill.generation._choosing import MOST_FORCED, Choosing
 from metal_prefill.generation._constraint import Step
-from metal_prefill.generation._ending import TextWriter
+from metal_prefill.generation._ending import MOST_FORCED, Choosing, StopFilter, TextWriter
 
 STOP = 0
 
@@ -106,3 +107,52 @@ def test_a_constraint_receives_no_tokens_after_the_end_of_a_text() -> None:
     choosing.advance([4], [], 9)  # given tokens
     assert constraint.requests == [([4, STOP], 0, 1)]
     assert choosing.unmet
+
+
+LETTERS = st.text("ab", max_size=12)
+
+
+def passed_on(stops: list[str], text: str) -> tuple[str, bool]:
+    """Return the part of a text that certainly precedes any stop string, and whether one was found."""
+    found = [text.index(stop) for stop in stops if stop in text]
+    if found:
+        return text[: min(found)], True
+    for start in range(len(text)):
+        if any(stop.startswith(text[start:]) for stop in stops):
+            return text[:start], False
+    return text, False
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), st.lists(LETTERS, max_size=8))
+def test_text_that_cannot_belong_to_a_stop_string_is_passed_on(stops: list[str], pieces: list[str]) -> None:
+    stop_filter, text, passed = StopFilter(stops), "", ""
+    for piece in pieces:
+        text += piece
+        passed += stop_filter.step(piece)
+        assert (passed, stop_filter.found) == passed_on(stops, text)
+        if stop_filter.found:
+            break
+    else:
+        assert passed + stop_filter.flush() == text
+
+
+class Counted(str):
+    """A string that counts the characters that are read of it."""
+
+    read = 0
+
+    def __getitem__(self, index: Any) -> str:
+        found = super().__getitem__(index)
+        self.read += len(found)
+        return found
+
+
+@pytest.mark.parametrize("unit", ["#", "ab", "aab"])
+def test_characters_read_of_a_stop_string_are_linear_in_the_text(unit: str) -> None:
+    n = 6000
+    stop = Counted(unit * n + "!")
+    stop_filter = StopFilter([stop])
+    text = (unit * n + "?") * 2
+    passed = "".join(stop_filter.step(char) for char in text)
+    assert passed + stop_filter.flush() == text
+    assert 0 < stop.read <= 4 * (len(text) + len(stop))

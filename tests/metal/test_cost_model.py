@@ -27,8 +27,7 @@ from metal_prefill.gpu._cost_model import (
     work_of,
 )
 from metal_prefill.gpu._cost_model.shapes import shape_of
-from metal_prefill.gpu._dispatches import Dispatch
-from metal_prefill.gpu._trace import HOST_CLOCK, Step, chrome_trace
+from metal_prefill.gpu._trace import HOST_CLOCK, Dispatch, Step, chrome_trace
 from metal_prefill.synth import synthesize
 
 

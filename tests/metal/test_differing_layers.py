@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("metal")
 
 @pytest.fixture(scope="module", params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
-    """Name of a model."""
     found: str = request.param
     return found
 
@@ -33,7 +32,6 @@ def model(name: str, model_path: Callable[[str], Path]) -> Iterator[Model]:
 
 
 def tokens(n: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    """Return random tokens."""
     return np.random.default_rng(seed).integers(0, 320, n)
 
 

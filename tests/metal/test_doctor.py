@@ -310,7 +310,6 @@ def checking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cached() -> list[list[str]]:
-    """Return the results in the cache."""
     return list(json.loads((cache_folder() / "first_contact.json").read_text()).values())
 
 

@@ -28,7 +28,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def threads() -> int:
-    """Return the number of threads of this process."""
     return len(os.listdir("/proc/self/task"))
 
 

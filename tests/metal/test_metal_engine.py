@@ -314,10 +314,7 @@ def test_prewarm_builds_exactly_the_pipelines_that_calls_use(
 @pytest.mark.parametrize("family", [7, 8, 9])
 def test_every_family_gives_the_same_token(path: Path, family: int) -> None:
     gpu.set_limits(gpu.Limits(apple_family=family))
-    with (
-        Model(path, device="metal") as model,
-        Model(path, device="cpu", compute="f32") as reference,
-    ):
+    with Model(path, device="metal") as model, Model(path, device="cpu", compute="f32") as reference:
         assert model.forward_prompt(prompt(90)) == reference.forward_prompt(prompt(90))
 
 

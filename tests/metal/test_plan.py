@@ -22,7 +22,7 @@ from metal_prefill.conversion import convert
 from metal_prefill.files import GGUFFile, ModelConfig
 from metal_prefill.gpu._cost_model import CHIPS, find_chip, plan, shape_of, time_of, work_of
 from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
-from metal_prefill.gpu._dispatches import Dispatch, decode_args
+from metal_prefill.gpu._trace import Dispatch, decode_args
 
 pytestmark = pytest.mark.emulator
 

@@ -100,7 +100,6 @@ def test_matvec_swiglu(run: Run, kind: str, act: str) -> None:
 def multi_token(
     run: Run, w: Weights, x: Array, y: Output, lanes: int, swiglu: bool = False, **fields: Any
 ) -> None:
-    """Run multi_token_matvec or multi_token_matvec_swiglu."""
     out_dim = sum(w.rows) // (2 if swiglu else 1)
     many = len(x) > CONSTANTS["MULTI_TOKEN_TILE"]
     rows = CONSTANTS["MANY_TOKEN_ROWS" if many else "FEW_TOKEN_ROWS"] // (2 if swiglu else 1)

@@ -1,6 +1,7 @@
-"""``/activity``: the state of a server, in numbers only, of bounded size, by prefix namespace."""
+"""``/activity``: the state of a server, in numbers only, of bounded size; prompts with an early change."""
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ from support.running_server import Gate, Running, events, running, wait_until
 from metal_prefill import Model
 from metal_prefill.generation import Scheduler
 from metal_prefill.generation._stream import make_streams
-from metal_prefill.serve._activity import MOST_TEXTS, PASSES, Activity, prefix_tree
+from metal_prefill.serve._activity import MOST_TEXTS, PASSES, Activity, Change, change_of, prefix_tree
 
 PROMPT = [5 * i % 250 for i in range(150)]
 KEYS = ["the first key", "the second key"]
@@ -299,3 +300,63 @@ def test_passes_of_the_same_texts_are_merged(cpu_model: Model) -> None:
     assert texts[0]["texts"][0][1] >= texts[0]["last"] - texts[0]["first"] + 1
     assert texts[0]["seconds"] > prompts[-1]["seconds"]
     assert answer["usage"]["completion_tokens"] == PASSES + 20
+
+
+WORDS = np.random.default_rng(3).integers(10, 5000, 400).astype(np.int32)
+OTHERS = np.random.default_rng(4).integers(10, 5000, 400).astype(np.int32)
+
+
+def joined(*parts: object) -> np.ndarray:
+    return np.concatenate([np.asarray(part, np.int32) for part in parts])
+
+
+DATED = joined(WORDS[:20], [1, 2, 3], WORDS[20:300])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "earlier", "expected"),
+    [
+        (joined(WORDS[:20], [1, 7, 3], WORDS[20:300]), [DATED], Change(21, 281)),
+        (joined(WORDS[:20], [1, 7, 7, 3], WORDS[20:300]), [DATED], Change(21, 281)),  # a token longer
+        (joined(WORDS[:20], [1], WORDS[20:300]), [DATED], Change(21, 280)),  # shorter
+        (joined(WORDS[:20], [9, 2, 3], WORDS[20:300], OTHERS[:90]), [OTHERS, DATED], Change(20, 282)),
+        (DATED, [DATED], None),
+        (joined(DATED, OTHERS), [DATED], None),  # the conversation continues
+        (DATED[:200], [DATED], None),
+        (joined(DATED[:100], OTHERS[:100]), [DATED], None),  # another question
+        (joined(WORDS[:20], OTHERS), [DATED], None),
+        (joined(WORDS[:20], [7], WORDS[21:80]), [WORDS[:80]], None),  # too few tokens
+        (DATED, [], None),
+        (joined(WORDS[:20], [7], WORDS[21:]), [WORDS, joined(WORDS[:20], [7], WORDS[21:])], None),
+    ],
+)
+def test_what_follows_a_change_is_found(
+    prompt: np.ndarray, earlier: list[np.ndarray], expected: Change | None
+) -> None:
+    assert change_of(prompt, earlier) == expected
+
+
+def test_a_changed_prompt_is_reported_to_its_key_and_counted(cpu_model: Model) -> None:
+    # Of pairs of prompts, the second ones change a token.
+    prompts = {
+        "the first key": [WORDS[:200] % 250, joined(WORDS[:9] % 250, [251], WORDS[10:200] % 250)],
+        "the second key": [joined([252], WORDS[1:200] % 250)],
+    }
+    with running(cpu_model, api_keys=list(prompts)) as server:
+        for key, sent in prompts.items():
+            headers = {"authorization": f"Bearer {key}"}
+            for prompt in sent:
+                body = {"prompt": prompt.tolist(), "max_tokens": 1}
+                assert server.post("/v1/completions", body, headers=headers).status_code == 200
+            wait_until(lambda: not server.service.loop._running)
+            texts = server.get("/activity", headers=headers).json()["texts"]
+            changes = [text["change"] for text in texts]
+            assert changes == ([{"position": 9, "tokens": 190}, None] if len(sent) == 2 else [None])
+        metrics = server.get("/metrics", headers=headers).text
+    found = dict(re.findall(r"^metal_prefill_(changed\w+|repeated\w+_total) (\S+)$", metrics, re.MULTILINE))
+    created = {name for name in found if name.endswith("_created")}
+    assert {name: float(value) for name, value in found.items() if name not in created} == {
+        "changed_prompts_total": 1,
+        "changed_position": 9,
+        "repeated_tokens_total": 190,
+    }

@@ -25,43 +25,19 @@ from metal_prefill.bench._peers.servers import Command, ServerOptions, check_ser
 INTERVALS = {"biases": 1, "gemma3": 1, "lfm2": 64, "granitehybrid": 7 * 64}
 # Tokens that each turn computes, of models with attention, LFM2 and Granite 4; of the last ones if fewer.
 COMPUTED = {
-    "growing history": (
-        [338, 177, 179, 189, 181],
-        [338, 183, 185, 195, 187],
-    ),
+    "growing history": ([338, 177, 179, 189, 181], [338, 183, 185, 195, 187]),
     "results of tools": ([488, 200, 217, 205, 228],),
-    "edited header": (
-        [349, 469, 607, 755, 895],
-        [349, 485, 623, 771, 911],
-    ),
-    "parallel branches": (
-        [612, 44, 44, 43, 42],
-        [612, 50, 50, 49, 48],
-    ),
-    "edit in the middle": (
-        [907, 334, 332, 323, 329],
-        [907, 393, 391, 382, 389],
-    ),
-    "truncation at the front": (
-        [612, 327, 329, 326, 338],
-        [612, 333, 335, 332, 344],
-    ),
-    "compaction": (
-        [338, 177, 179, 158, 181],
-        [338, 183, 185, 164, 187],
-    ),
-    "retries": (
-        [612, 1, 1, 1, 1],
-        [612, 9, 9, 9, 9],
-    ),
+    "edited header": ([349, 469, 607, 755, 895], [349, 485, 623, 771, 911]),
+    "parallel branches": ([612, 44, 44, 43, 42], [612, 50, 50, 49, 48]),
+    "edit in the middle": ([907, 334, 332, 323, 329], [907, 393, 391, 382, 389]),
+    "truncation at the front": ([612, 327, 329, 326, 338], [612, 333, 335, 332, 344]),
+    "compaction": ([338, 177, 179, 158, 181], [338, 183, 185, 164, 187]),
+    "retries": ([612, 1, 1, 1, 1], [612, 9, 9, 9, 9]),
     "three agents in turn": (
         [338, 339, 342, 177, 188, 177, 179, 192, 180, 189, 181, 182, 181, 184, 188],
         [338, 346, 349, 183, 194, 183, 185, 198, 186, 195, 187, 188, 187, 190, 194],
     ),
-    "sub-agents of one system prompt": (
-        [411, 113, 113, 122, 115],
-        [411, 119, 119, 128, 121],
-    ),
+    "sub-agents of one system prompt": ([411, 113, 113, 122, 115], [411, 119, 119, 128, 121]),
     "restart": ([488, 200, 217, 214, 228],),
 }
 PAGE = 64

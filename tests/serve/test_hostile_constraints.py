@@ -130,5 +130,5 @@ def test_only_unknown_constraints_wait_for_those_that_compile(
 )
 def test_a_required_call_is_a_constraint(choice: Any, constrained: bool) -> None:
     body = chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice=choice)
-    form = msgspec.json.decode(json.dumps(body), type=ChatForm)
+    form: ChatForm = msgspec.json.decode(json.dumps(body), type=ChatForm)
     assert _chat._is_constrained(form) is constrained

@@ -1,18 +1,27 @@
-"""Prefixes of prompts on disk: found after a restart, bounded, verified."""
+"""Prefixes of prompts on disk, and their namespaces: a key finds no prefix of another one."""
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
+from starlette.datastructures import Headers
 from support.chat_templates import CHATML
 from support.recurrent import LARGE
-from support.running_server import Running, running
+from support.running_server import Gate, Running, running, wait_until
 from support.small_models import write
 
 from metal_prefill import Model
+from metal_prefill.serve import Settings
+from metal_prefill.serve._access import prefix_key, prefix_namespace
+from metal_prefill.storage._prefix_store import RECENT_PROMPTS, PrefixStore
 
 SYSTEM = "A room in the castle. Enter HAMLET, the king, and players, who speak of what they saw. " * 10
 
@@ -168,3 +177,164 @@ def test_files_beyond_the_limit_are_removed_least_recently_used_first(
     assert oldest in left
     assert len(left) == 2
     assert not newer & left
+
+
+PROMPT = [7 * i % 250 for i in range(200)]
+KEYS = ["the first key", "the second key"]
+
+
+def cached(server: Running, key: str, prompt: Any = PROMPT, **more: Any) -> int:
+    """Return the tokens of a prompt that a request with this key found in the cache."""
+    headers = {"authorization": f"Bearer {key}"}
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
+    answer = server.post("/v1/completions", body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@contextmanager
+def serving(path: Path, **limits: Any) -> Iterator[Running]:
+    with Model(path, device="cpu") as model, running(model, **limits) as server:
+        yield server
+
+
+def test_a_key_does_not_reuse_prompts_of_another(demo_path: Path) -> None:
+    with serving(demo_path, api_keys=KEYS) as server:
+        assert cached(server, KEYS[0]) == 0
+        # A candidate for each of the last tokens, as a client would test them one by one.
+        for n in range(len(PROMPT) - 9, len(PROMPT)):
+            assert cached(server, KEYS[1], PROMPT[:n], prompt_cache_key=str(n)) == 0
+        assert cached(server, KEYS[1]) == 0
+        assert [cached(server, key) for key in KEYS] == [len(PROMPT) - 1] * 2
+
+
+def test_conversations_of_other_keys_are_not_reused(demo_path: Path) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Speak the speech, I pray you. " * 10}]
+    with serving(demo_path, api_keys=KEYS) as server:
+        found = []
+        for key in (*KEYS, KEYS[0]):
+            answer = server.client(api_key=key).chat.completions.create(
+                model=server.service.names[0], messages=messages, max_tokens=1
+            )
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            found.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
+    assert found[:2] == [0, 0]
+    assert found[2] > 64
+
+
+def test_concurrent_prompts_of_two_keys_are_both_computed(demo_path: Path) -> None:
+    """Neither waits for the other to compute their common prefix."""
+    with serving(demo_path, api_keys=KEYS) as server, ThreadPoolExecutor(3) as threads:
+        gate = Gate(server.service)
+        blocking = threads.submit(cached, server, KEYS[0], [1, 2, 3])
+        assert gate.reached.wait(60)
+        both = [threads.submit(cached, server, key) for key in KEYS]
+        wait_until(lambda: len(server.service.loop._new) == 2)
+        gate.open()
+        assert [future.result() for future in both] == [0, 0]
+        blocking.result()
+
+
+@pytest.mark.parametrize("limits", [{}, {"api_keys": KEYS, "share_prefixes": True}])
+def test_prefixes_are_shared_without_keys_or_if_the_server_allows_it(
+    demo_path: Path, limits: dict[str, Any]
+) -> None:
+    with serving(demo_path, **limits) as server:
+        assert [cached(server, key) for key in KEYS] == [0, len(PROMPT) - 1]
+
+
+@pytest.mark.parametrize("limits", [{}, {"api_keys": KEYS}, {"api_keys": KEYS, "share_prefixes": True}])
+def test_prompt_cache_keys_separate_requests_of_a_key(demo_path: Path, limits: dict[str, Any]) -> None:
+    with serving(demo_path, **limits) as server:
+        for cache_key in ("one", "two"):
+            assert cached(server, KEYS[0], prompt_cache_key=cache_key) == 0
+        assert cached(server, KEYS[0]) == 0
+        for more in ({"prompt_cache_key": "one"}, {"prompt_cache_key": "two"}, {}):
+            assert cached(server, KEYS[0], **more) == len(PROMPT) - 1
+
+
+def test_namespaces_of_distinct_key_pairs_differ() -> None:
+    pairs = [
+        (b"", None), (b"a", None), (b"b", None), (b"", "a"), (b"a", "a"), (b"a", "b"), (b"ab", ""),
+        (b"a", "ab"),
+    ]  # fmt: skip
+    namespaces = [prefix_namespace(key, cache_key) for key, cache_key in pairs]
+    assert len(set(namespaces)) == len(pairs)
+    assert namespaces[0] == ""
+    assert prefix_namespace(b"secret", None) == prefix_namespace(b"secret", "")
+    assert all("secret" not in prefix_namespace(b"secret", word) for word in (None, "secret"))
+
+
+def test_the_spelling_of_a_key_in_its_header_does_not_matter() -> None:
+    settings = Settings(api_keys=["key"])
+    spelt = [
+        prefix_key(settings, Headers({"Authorization": text})) for text in ("Bearer key", "bearer  key ")
+    ]
+    assert spelt == [b"key", b"key"]
+    assert prefix_key(Settings(), Headers({"Authorization": "Bearer key"})) == b""
+
+
+def store_prefix(server: Running, key: str) -> None:
+    """Send two prompts with a common prefix, which is then stored."""
+    for end in (1, 2):
+        cached(server, key, [*PROMPT, end])
+
+
+def test_a_stored_prefix_is_found_after_a_restart_with_its_own_key_only(
+    demo_path: Path, tmp_path: Path
+) -> None:
+    limits: dict[str, Any] = {"api_keys": KEYS, "prefix_store": tmp_path}
+    with serving(demo_path, **limits) as server:
+        store_prefix(server, KEYS[0])
+    (stored,) = tmp_path.glob("*/*.session")
+    assert KEYS[0].encode() not in stored.read_bytes()
+    with serving(demo_path, **limits) as server:
+        assert cached(server, KEYS[1], [*PROMPT, 3]) == 0
+        assert cached(server, KEYS[0], [*PROMPT, 3]) == 192
+        assert server.service._store is not None
+        assert server.service._store.loaded == 1
+    with serving(demo_path, **{**limits, "share_prefixes": True}) as server:
+        assert cached(server, KEYS[0], [*PROMPT, 3]) == 0
+
+
+def test_prompts_of_different_keys_share_no_stored_prefix(demo_path: Path, tmp_path: Path) -> None:
+    with serving(demo_path, api_keys=KEYS, prefix_store=tmp_path) as server:
+        for key, end in zip(KEYS, (1, 2), strict=True):
+            cached(server, key, [*PROMPT, end])
+    assert list(tmp_path.glob("*/*.session")) == []
+
+
+def test_a_file_without_a_namespace_stays_valid_for_a_server_without_keys(
+    demo_path: Path, tmp_path: Path
+) -> None:
+    """Its name consists of the number of tokens and their BLAKE2b digest, as little-endian int32."""
+    with serving(demo_path, prefix_store=tmp_path) as server:
+        store_prefix(server, "any")
+    (stored,) = tmp_path.glob("*/*.session")
+    digest = hashlib.blake2b(np.array(PROMPT[:192], "<i4").tobytes(), digest_size=16).hexdigest()
+    assert stored.name == f"192-{digest}.session"
+
+
+def test_prompts_of_a_namespace_are_not_displaced_by_those_of_another(
+    demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repeated prompt is stored, however many prompts another key sends in between."""
+    ids = np.arange(200, dtype=np.int32)
+    saved: list[str] = []
+    with Model(demo_path, device="cpu") as model:
+        store = PrefixStore(
+            model.engine.state_owner,
+            partial(model.engine.session, None),
+            tmp_path,
+            1 << 20,
+            model.tokenizer.turn_ends,
+        )
+        monkeypatch.setattr(store, "_save", lambda ids, n, digest, namespace: saved.append(namespace))
+        store.note(ids, "one")
+        for i in range(3 * RECENT_PROMPTS):
+            store.note(np.full(100, i, np.int32), "two")
+        assert sum(map(len, store._recent.values())) == RECENT_PROMPTS
+        store.note(ids, "one")
+        store.close()
+    assert saved == ["one"]

@@ -16,7 +16,6 @@ KEY = {"authorization": "Bearer none"}
 
 
 def settings(heading: str) -> Any:
-    """Return the settings of a section of the page."""
     text = (ROOT / "docs/tasks/clients.md").read_text(encoding="utf-8")
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     (block,) = re.findall(r"^```yaml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)

@@ -78,7 +78,6 @@ MODELS: dict[str, tuple[Callable[[Path], model_folders.Folder], tuple[Task, ...]
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """Return the result of a call, or its error."""
     try:
         return call()
     except ValueError as error:

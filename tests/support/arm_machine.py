@@ -83,7 +83,6 @@ class ArmMachine:
         return TYPES[tag].unpack(self._receive(8))[0]
 
     def close(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()

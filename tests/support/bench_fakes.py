@@ -7,8 +7,8 @@ from typing import Any
 
 from metal_prefill import bench
 from metal_prefill.bench import BenchResults, _engines, _machine
-from metal_prefill.bench._cases import Case
-from metal_prefill.bench._engines import Engine, Identity, Ids
+from metal_prefill.bench._cases import Case, Choice
+from metal_prefill.bench._engines import Engine, Identity, Ids, Options
 
 
 class RecordingEngine(Engine):
@@ -28,6 +28,20 @@ class RecordingEngine(Engine):
 
     def decode(self, ids: Ids) -> None:
         self.calls.append(("decode", ids.tolist()))
+
+    def open_streams(self, count: int, context: int) -> None:
+        self.calls.append(("open", count, context))
+
+    prefill_streams, decode_streams = prefill, decode
+
+    def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
+        self.calls.append(("choose", ids.tolist(), count, choice))
+        return []
+
+
+def options_for(path: Path, max_context: int = 256, max_prompt: int = 200) -> Options:
+    """Return options of an engine with one thread."""
+    return Options(str(path), max_context, max_prompt, threads=1, device="cpu", compute="f32")
 
 
 @dataclass

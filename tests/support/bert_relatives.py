@@ -93,7 +93,6 @@ def mpnet(path: Path) -> Folder:
 
 
 def distilbert(path: Path, architecture: str = "DistilBertModel") -> Folder:
-    """Make a folder of a DistilBERT class."""
     folder = model_folders.bert(path)
     folder.config = {
         "architectures": [architecture],
@@ -116,7 +115,6 @@ def distilbert(path: Path, architecture: str = "DistilBertModel") -> Folder:
 
 
 def electra(path: Path) -> Folder:
-    """Make a folder of an ELECTRA discriminator."""
     folder = model_folders.bert(path, max_position_embeddings=CONTEXT)
     folder.config |= {
         "architectures": ["ElectraForPreTraining"],
@@ -187,11 +185,7 @@ def gte_states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str = "") -> 
 
 
 def states(
-    folder: Folder,
-    ids: npt.NDArray[np.int64],
-    prefix: str,
-    names: dict[str, str],
-    seen: int | None = None,
+    folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: dict[str, str], seen: int | None = None
 ) -> Array:
     """Return the states after the last layer; tokens attend to the first `seen`."""
     t = FolderTensors(folder.tensors, prefix, folder.config.get("layer_norm_eps", 1e-12))

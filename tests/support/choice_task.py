@@ -20,7 +20,6 @@ TEXTS = ("To be, or not to be", "A", " ".join(f"The {i}th man went to the sea." 
 
 
 def model(folder: Path) -> Path:
-    """Write the model."""
     return synth.synthesize(folder / "model.gguf", preset="tiny", vocab=2048, seed=17)
 
 

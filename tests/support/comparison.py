@@ -60,7 +60,6 @@ a_b@example.org.
 
 
 def texts() -> list[str]:
-    """Texts that distinguish tokenizers."""
     whitespace = [
         "", " ", "  ", "   ", "     ", "\n", "\n\n", "\n\n\n", "\t", "\r\n", " \n", "\n ", " \n \n  x",
         "\t\ta", "\x0b\x0c",
@@ -224,7 +223,6 @@ VECTOR_LENGTHS = (1, 5, 20, 64, 100)
 
 
 def vector_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the tokens of the texts with recorded vectors."""
     for n in VECTOR_LENGTHS:
         yield np.random.default_rng(n).integers(0, model.vocab, n)
 

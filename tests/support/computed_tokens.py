@@ -25,5 +25,4 @@ class ComputedTokens:
 
     @property
     def count(self) -> int:
-        """Rows in all."""
         return sum(self.counts)

@@ -15,7 +15,6 @@ _KEYWORDS = ["anyOf", "allOf", "oneOf"]
 
 
 def write_constraint(random: Random) -> Constraint:
-    """Return a constraint of any kind."""
     kind = random.choice(["regex", "grammar", "json_schema"])
     if kind == "regex":
         source = _regex(random, 4)

@@ -31,7 +31,6 @@ def texts() -> Iterator[npt.NDArray[np.int64]]:
 
 
 def rows_of(states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the rows that are recorded."""
     chosen = np.unique(np.linspace(0, len(states) - 1, min(len(states), 15)).astype(int))
     rows: npt.NDArray[np.float32] = states[chosen]
     return rows
@@ -363,7 +362,6 @@ def private_parts(path: Path, seed: int = 1) -> Folder:
 
 
 def with_head(folder: Folder, shapes: Shapes, labels: tuple[str, ...] = ("x",)) -> Folder:
-    """Add the tensors of a head."""
     folder.config["id2label"] = {str(i): label for i, label in enumerate(labels)}
     rng = np.random.default_rng(9)
     folder.tensors |= {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}

@@ -28,7 +28,6 @@ def opened(path: Path, device: str = "cpu", max_context: int | None = None) -> M
 
 
 def scores_of(model: Model, documents: list[str] = DOCUMENTS, **options: Any) -> npt.NDArray[np.float64]:
-    """Return the scores in the order of the documents."""
     scores = np.empty(len(documents))
     for item in model.rerank(QUERY, documents, **options):
         scores[item.index] = item.score

@@ -49,7 +49,6 @@ VARIANTS = {
 
 
 def open_folder(folder: Path) -> Tokenizer:
-    """Convert the vocabulary of a folder, and open it."""
     writer = GGUFWriter(None, "bert")
     vocabulary = read_vocabulary(folder, Fields.read_if_present(folder / "config.json"))
     add_vocabulary(writer, vocabulary, Fields(folder, {"type_vocab_size": 2}))
@@ -62,7 +61,6 @@ def open_folder(folder: Path) -> Tokenizer:
 
 
 def checksums(ids: Iterable[Sequence[int]]) -> npt.NDArray[np.uint32]:
-    """Return a checksum of each list of ids."""
     return np.array([zlib.crc32(np.array(row, "<i4").tobytes()) for row in ids], np.uint32)
 
 
@@ -72,7 +70,6 @@ def packed(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
 
 
 def unpacked(array: npt.NDArray[np.int32]) -> list[list[int]]:
-    """Return the lists of `packed`."""
     rows, at = [], 0
     while at < len(array):
         n = int(array[at])
@@ -82,7 +79,6 @@ def unpacked(array: npt.NDArray[np.int32]) -> list[list[int]]:
 
 
 def recorded() -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of the record."""
     with np.load(io.BytesIO(RECORD.read_bytes())) as arrays:
         return dict(arrays)
 

@@ -38,7 +38,6 @@ def _with_experts(folder: Folder, count: int, width: int) -> Folder:
 
 
 def qwen3_moe(path: Path, count: int = 8, used: int = 3, **config: Any) -> Folder:
-    """Make a folder of Qwen3 with experts."""
     settings = {
         "num_experts": count,
         "num_experts_per_tok": used,

@@ -27,7 +27,6 @@ class FolderTensors:
         return y + self._tensors.get(f"{self._prefix}{name}.bias", 0.0)
 
     def normed(self, name: str, x: Array) -> Array:
-        """Return the LayerNorm of rows."""
         x = x - x.mean(axis=1, keepdims=True)
         normed: Array = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + self._eps)
         return normed * self[f"{name}.weight"] + self[f"{name}.bias"]

@@ -26,7 +26,6 @@ class Parts:
     options: dict[str, int] = field(default_factory=dict)
 
     def assemble(self) -> bytes:
-        """Make a file of the parts."""
         entries = [text(key) + struct.pack("<I", kind) + value for key, kind, value in self.metadata]
         tensors = [tensor(name, dims, kind, offset) for name, dims, kind, offset in self.tensors]
         return gguf(entries, tensors, self.data, **self.options)  # type: ignore[arg-type]

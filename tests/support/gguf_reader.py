@@ -16,7 +16,6 @@ class GGUFReader(gguf.GGUFReader):  # type: ignore[misc]
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """Bytes of the file."""
         return self._data
 
     @data.setter

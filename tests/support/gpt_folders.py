@@ -92,7 +92,6 @@ _GATED = _without_biases(
 
 
 def starcoder2(path: Path, **config: Any) -> Folder:
-    """Make a folder of StarCoder 2."""
     layer = norm("input_layernorm") | norm("post_attention_layernorm") | _attention("o_proj")
     layer |= linear("mlp.c_fc", FFN) | linear("mlp.c_proj", DIM, FFN)
     settings = {"model_type": "starcoder2", "tie_word_embeddings": False, **config}
@@ -112,7 +111,6 @@ def phi(path: Path, **config: Any) -> Folder:
 
 
 def stablelm(path: Path, **config: Any) -> Folder:
-    """Make a folder of StableLM."""
     settings = {"model_type": "stablelm", "use_qkv_bias": True, **config}
     attention = _without_biases(_attention("o_proj"), "" if not settings["use_qkv_bias"] else "o_proj")
     layer = norm("input_layernorm") | norm("post_attention_layernorm") | attention | _GATED

@@ -69,5 +69,4 @@ def bfloat16(x: Floats) -> npt.NDArray[np.uint16]:
 
 
 def widened(bits: npt.NDArray[np.uint16]) -> Floats:
-    """Return the values of bfloat16."""
     return (bits.astype(np.uint32) << 16).view(np.float32)

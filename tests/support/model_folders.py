@@ -72,7 +72,6 @@ class Folder:
         return self.path
 
     def json(self, name: str, content: Any) -> None:
-        """Write a file."""
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         (self.path / name).write_text(json.dumps(content))
 
@@ -130,22 +129,18 @@ def values(shape: tuple[int, ...], seed: int = 0) -> Values:
 
 
 def linear(name: str, rows: int = DIM, columns: int = DIM) -> Shapes:
-    """Return the shapes of a matrix and its bias."""
     return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
 
 
 def norm(name: str, dim: int = DIM) -> Shapes:
-    """Return the shapes of a LayerNorm."""
     return {f"{name}.{end}": (dim,) for end in ("weight", "bias")}
 
 
 def weights(at: str, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
-    """Return the shapes of weights by the names of modules."""
     return {f"{at}{name}.weight": shape for name, shape in shapes.items()}
 
 
 def drawn(shapes: Shapes, prefix: str = "", size: float = 1) -> dict[str, Values]:
-    """Return random tensors."""
     return {prefix + name: size * values(shape, i) for i, (name, shape) in enumerate(shapes.items())}
 
 
@@ -193,7 +188,6 @@ def bert(path: Path, architecture: str = "BertModel", variant: str = "uncased", 
 
 
 def with_head(folder: Folder, shapes: dict[str, tuple[int, ...]]) -> Folder:
-    """Add the tensors of a head."""
     for i, (name, shape) in enumerate(shapes.items()):
         folder.tensors[name] = values(shape, 1000 + i)
     return folder

@@ -70,7 +70,6 @@ class Pages:
         self.problems: list[str] = []
 
     def open(self, server: Running, *, ready: bool = True, **options: Any) -> Any:
-        """Open the page in a separate context."""
         context = self._browser.new_context(**{"viewport": WIDE, **options})
         context.set_default_timeout(60_000)
         self._contexts.append(context)
@@ -93,7 +92,6 @@ class Pages:
             self.problems.append(f"request to {url}")
 
     def close(self) -> None:
-        """Close all pages."""
         for context in self._contexts:
             context.close()
 
@@ -110,6 +108,5 @@ def ask(page: Any, text: str) -> Any:
 
 
 def facts(card: Any) -> dict[str, str]:
-    """Return the facts of prefill by their names."""
     names = card.locator(".prefill dt").all_inner_texts()
     return dict(zip(names, card.locator(".prefill dd").all_inner_texts(), strict=True))

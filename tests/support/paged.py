@@ -43,7 +43,6 @@ class Pages:
                 place[...] = row
 
     def get(self, sequence: int, values: bool) -> Array:
-        """Return the contents of the sequence."""
         return np.array(self.rows(sequence, values))
 
     def copies(self) -> tuple[Array, Array]:

@@ -34,7 +34,6 @@ LARGE = {
 
 
 def ids_of(n: int, seed: int = 0) -> Array:
-    """Random tokens."""
     return np.random.default_rng(seed).integers(0, 320, n)
 
 

@@ -52,7 +52,6 @@ class Running:
         return httpx.post(self.url + path, content=content, headers=headers, timeout=60, **LOCAL, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """Request a path."""
         return httpx.get(self.url + path, timeout=60, **LOCAL, **options)
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
@@ -70,12 +69,10 @@ class Running:
 
     @property
     def connections(self) -> int:
-        """Connections that are open."""
         return len(self.protocols)
 
     @property
     def protocols(self) -> set[Any]:
-        """Protocols of the connections that are open."""
         return self._server.server_state.connections
 
 
@@ -132,7 +129,6 @@ class Gate:
         assert self._open.wait(60)
 
     def open(self) -> None:
-        """Let it continue."""
         self._open.set()
 
 

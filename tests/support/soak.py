@@ -60,7 +60,6 @@ class Oracle:
         return self._session
 
     def logits(self, tokens: list[int]) -> bytes:
-        """Return the logits after these tokens."""
         return bytes(self._answer(("logits", *tokens), lambda s: s.forward_prompt_logits(tokens).tobytes()))
 
     def scores(self, tokens: list[int], first: int) -> bytes:
@@ -77,7 +76,6 @@ class Oracle:
         )
 
     def close(self) -> None:
-        """Close the model."""
         self._model.close()
 
 
@@ -133,7 +131,6 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """Close the thread's sessions."""
         for held in self._held:
             held.session.close()
         self._held.clear()

@@ -46,7 +46,6 @@ class Kind:
 
 
 def texts(n: int, first: int = 0) -> list[Request]:
-    """Return requests for texts only."""
     return [r for r in map(request, range(first, first + n)) if r[0] != "/v1/embeddings"]
 
 
@@ -136,7 +135,6 @@ KINDS: dict[str, Kind] = {
 
 
 def page_bytes(path: Path) -> int:
-    """Return the bytes of K and V of a page."""
     with Model(path, device="cpu") as model, model.session() as session:
         session.forward_prompt([1])
         return int(session.stats()["kv_cache_bytes"])

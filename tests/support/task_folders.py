@@ -299,13 +299,11 @@ def _projecting(folder: Folder) -> Folder:
 
 
 def _expanded(folder: Folder, **expansion: Any) -> Folder:
-    """Add the expansion of queries."""
     folder.json("sentence_bert_config.json", {"query_expansion": {"token": None, **expansion}})
     return folder
 
 
 def _pylate(path: Path) -> Folder:
-    """Make a folder as PyLate writes it."""
     folder = late_interaction(path)
     kinds = (("sentence_transformers.models.Transformer", ""), ("pylate.models.Dense.Dense", "1_Dense"))
     folder.json(
@@ -391,7 +389,6 @@ def _listed(folder: Folder, *kinds: str) -> Folder:
 
 
 def _pooling(path: Path, mode: str, *after: str, **config: Any) -> Folder:
-    """Make a folder with a pooling, and modules after it."""
     folder = _listed(_sized(model_folders.bert(path, model_type="bert")), "Transformer", "Pooling", *after)
     folder.json(
         "1_Pooling/config.json", {"word_embedding_dimension": DIM, f"pooling_mode_{mode}": True, **config}
@@ -502,7 +499,6 @@ LATE: dict[str, Callable[[Path], Folder]] = {
 
 
 def recorded() -> dict[str, Any]:
-    """Return the recorded results."""
     found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     return found
 

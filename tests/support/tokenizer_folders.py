@@ -100,7 +100,6 @@ def _recorded(variant: str) -> Json:
 
 
 def word_piece() -> Json:
-    """Return the tokenizer of BERT."""
     made: Json = json.loads(_with_tool(_recorded("uncased")).to_str())
     return made
 

@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.computed_tokens import ComputedTokens
+from support.cpu_testing import cpu_testing
 from support.gguf_reader import GGUFReader
 from support.reference import ReferenceModel
 from support.small_models import EMBEDDERS, SmallModel, write
 
-from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError, synth
+from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError, _core, synth
 from metal_prefill.tasks._embedding import encode_text, encode_texts
 from metal_prefill.tasks._prompts import PromptForm, PromptRules
 
@@ -344,3 +345,29 @@ def test_the_end_of_a_text_is_marked_if_the_file_requires_it(path: Path, tmp_pat
             state = open_.forward_batch([session], [tokens_of(ends, "a")], output="hidden")[0]
     with Model(path, device="cpu") as ends:
         np.testing.assert_array_equal(ends.embed(["a"], normalize=False)[0], state)
+
+
+WIDTHS = [1, 7, 8, 9, 100, 127, 128, 129, 136, 300, 384, 1000, 8193]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_squares_are_added_in_the_order_of_numpy(width: int) -> None:
+    """Few vectors show it once they are in float32, but those of all versions are the same."""
+    sum_of_squares = cpu_testing().sum_of_squares
+    for row in np.random.default_rng(width).normal(0, 3, (50, width)).astype(np.float32):
+        assert sum_of_squares(row) == np.add.reduce(np.square(row, dtype=np.float64))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_normalized_vectors_have_the_bits_of_numpy(width: int) -> None:
+    vectors = np.random.default_rng(width).normal(0, 3, (20, width)).astype(np.float32)
+    vectors[0] = 0
+    vectors[1] = 1e-45  # the smallest number above 0
+    vectors[2] = np.finfo(np.float32).max
+    squares = np.square(vectors, dtype=np.float64)
+    length = np.sqrt(np.add.reduce(squares, axis=-1, keepdims=True))
+    expected = (vectors / np.maximum(length, np.finfo(np.float64).tiny)).astype(np.float32)
+    _core.normalize(vectors)
+    np.testing.assert_array_equal(vectors, expected)
+    np.testing.assert_allclose(np.linalg.norm(vectors[1:].astype(np.float64), axis=1), 1, rtol=1e-6)
+    assert not vectors[0].any()

@@ -55,10 +55,7 @@ def made(monkeypatch: pytest.MonkeyPatch, length: int, encode: Callable[[], Any]
 
 
 def test_tokens_are_those_of_the_whole_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for encode in (
-        lambda: tokenizer.encode(TEXT, parse_special=True),
-        lambda: tokenizer.encode_spans(TEXT),
-    ):
+    for encode in (lambda: tokenizer.encode(TEXT, parse_special=True), lambda: tokenizer.encode_spans(TEXT)):
         whole, few = made(monkeypatch, WHOLE, encode)
         for length in (1, 100):
             found, many = made(monkeypatch, length, encode)

@@ -33,7 +33,7 @@ BUILDS = ("build/emulator", "build/metal", "build/testing")
 TIME_LIMIT_S = 600  # for the tests of a mutant; a mutant that hangs is noticed
 # Tests of each part of the project, by the prefix of its files; the first prefix that fits counts.
 PYTHON = "python/metal_prefill/"
-_MODELS = "tests/engine/test_experts.py tests/engine/test_odd_dimensions.py tests/engine/test_q8_cache.py"
+_MODELS = "tests/engine/test_experts.py tests/engine/test_layered_models.py tests/engine/test_q8_cache.py"
 PARTS = {
     "shaders/": "tests/metal",
     "cpp/metal/": f"tests/metal {_MODELS}",
@@ -47,10 +47,10 @@ PARTS = {
     },
     **{PYTHON + room: "tests/files" for room in ("files/", "synth/", "_support/")},
     f"{PYTHON}hub/": "tests/files tests/conversion/test_conversion.py",
-    f"{PYTHON}storage/": "tests/files tests/serve/test_prefix_store.py tests/serve/test_prefix_namespaces.py",
+    f"{PYTHON}storage/": "tests/files tests/serve/test_prefix_store.py",
     **{PYTHON + room: "tests/cli" for room in ("commands/", "cli", "chat")},
     f"{PYTHON}gpu/": "tests/metal/test_cost_model.py tests/metal/test_trace.py tests/metal/test_doctor.py",
-    f"{PYTHON}integrations/": "tests/integrations tests/tasks/test_evaluation.py",
+    f"{PYTHON}integrations/": "tests/tasks/test_evaluation.py",
     PYTHON: "tests/engine tests/generation/test_generation.py",
 }
 Mutant = Callable[[], str]  # returns the changed text of a file

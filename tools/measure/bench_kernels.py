@@ -17,7 +17,7 @@ from rich.table import Table
 
 from metal_prefill import _core
 from metal_prefill.bench import _machine
-from metal_prefill.bench._samples import Spread, spread
+from metal_prefill.bench._runner import Spread, spread
 from metal_prefill.commands import common
 
 # Rows and columns of SmolLM-135M: attention's output, Q K V as one, gate and up as one, down, the head.

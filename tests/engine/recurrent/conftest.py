@@ -27,7 +27,6 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture
 def model(device: str, name: str, tiny_path: Callable[[str], Path]) -> Iterator[Model]:
-    """Open the tiny model of an architecture."""
     with Model(tiny_path(name), device=device, threads=2) as model:
         yield model
 

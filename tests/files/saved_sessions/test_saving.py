@@ -1,6 +1,7 @@
-"""Saving replaces a file completely or not at all, whatever else reads it."""
+"""Saving replaces a file completely or not at all, and files that are not complete are rejected."""
 
 import os
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.saved_sessions import PROMPT
+from safetensors.numpy import save_file
+from support.saved_sessions import PROMPT, rewrite
+from support.small_models import MODELS, write
 
-from metal_prefill import ClosedError, Model
+from metal_prefill import ClosedError, Model, StateError
 from metal_prefill.storage import _session_file
 
 
@@ -129,3 +132,169 @@ def test_closed_models_and_sessions_raise(
     demo.close()
     with pytest.raises(ClosedError):
         call(demo, session, saved)
+
+
+@pytest.fixture
+def device() -> str:
+    """Files are read in the same way for every device."""
+    return "cpu"
+
+
+def test_a_file_truncated_anywhere_is_rejected(demo: Model, saved: Path) -> None:
+    content = saved.read_bytes()
+    header = 8 + struct.unpack("<Q", content[:8])[0]
+    lengths = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(content) - 1, *range(0, len(content), 4099)}
+    for length in sorted(lengths):
+        saved.write_bytes(content[:length])
+        with pytest.raises(StateError, match="damaged"):
+            demo.load_session(saved)
+
+
+@pytest.mark.parametrize("computed", [-1, 71])
+def test_states_of_a_number_of_tokens_beyond_the_prompt_are_rejected(tmp_path: Path, computed: int) -> None:
+    path = tmp_path / "states.session"
+    with Model(write(tmp_path / "m.gguf", MODELS["mamba2"]), device="cpu") as model:
+        with model.session() as session:
+            session.forward_prompt(np.arange(70))
+            session.save(path)
+        rewrite(path, arrays={"computed": np.array([computed], np.int32)})
+        with pytest.raises(StateError, match=f"states of {computed} tokens, and 70"):
+            model.load_session(path)
+
+
+def test_trailing_bytes_are_rejected(demo: Model, saved: Path) -> None:
+    saved.write_bytes(saved.read_bytes() + b"\0")
+    with pytest.raises(StateError, match="damaged"):
+        demo.load_session(saved)
+
+
+def test_a_flipped_bit_anywhere_is_rejected(demo: Model, saved: Path) -> None:
+    content = saved.read_bytes()
+    header = 8 + struct.unpack("<Q", content[:8])[0]
+    rng = np.random.default_rng(3)
+    in_header = rng.choice(header, 300, replace=False)
+    in_data = header + rng.choice(len(content) - header, 100, replace=False)
+    for place in (*in_header, *in_data, len(content) - 1):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << int(rng.integers(8))
+        saved.write_bytes(damaged)
+        with pytest.raises(StateError):
+            demo.load_session(saved)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "damaged"),
+        (b"GGUF" * 100, "damaged"),
+        (b"\xff" * 64, "damaged"),
+        (struct.pack("<Q", 2) + b"{}", "not a saved session: format None"),
+        (struct.pack("<Q", 1 << 40) + b"{}", "damaged"),
+    ],
+)
+def test_other_files_are_rejected(demo: Model, tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "foreign"
+    path.write_bytes(content)
+    with pytest.raises(StateError, match=message):
+        demo.load_session(path)
+
+
+def test_other_safetensors_files_are_rejected(demo: Model, tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({"weight": np.zeros((2, 3), np.float32)}, path)
+    with pytest.raises(StateError, match="not a saved session"):
+        demo.load_session(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metadata": {"version": "2"}}, "format version 2 is not supported"),
+        ({"metadata": {"format": "somebody.else"}}, "'somebody.else'"),
+        ({"metadata": {"kv_dtype": "q8_0"}}, "kv_dtype 'q8_0'"),
+        ({"arrays": {"tokens": None}}, "tensors do not match"),
+        ({"arrays": {"tokens": np.array(3, np.int32)}}, "tensors do not match"),
+        ({"arrays": {"tokens": np.arange(69, dtype=np.int32)}}, "tensors do not match"),
+        ({"arrays": {"tokens": np.arange(70, dtype=np.float32)}}, "tensors do not match"),
+        ({"arrays": {"tokens": np.arange(70, dtype=np.int64)}}, "dtype I64"),
+        ({"arrays": {"layer.1.value": None}}, "tensors do not match"),
+        ({"arrays": {"layer.99.key": np.zeros((70, 3, 32), np.float16)}}, "tensors do not match"),
+        ({"arrays": {"layer.0.key": np.zeros((70, 3, 16), np.float16)}}, "tensors do not match"),
+        ({"arrays": {"tokens": np.full(70, 99999, np.int32)}}, "99999 at index 0"),
+        ({"arrays": {"tokens": np.full(70, -1, np.int32)}}, "-1 at index 0"),
+    ],
+)
+def test_a_complete_file_with_wrong_contents_is_rejected(
+    demo: Model, saved: Path, change: dict[str, Any], message: str
+) -> None:
+    rewrite(saved, **change)
+    with pytest.raises(StateError, match=message):
+        demo.load_session(saved)
+
+
+def test_rewriting_without_a_change_is_accepted(demo: Model, saved: Path) -> None:
+    rewrite(saved)
+    assert demo.load_session(saved).tokens == PROMPT
+
+
+def test_missing_files_and_directories_are_os_errors(demo: Model, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        demo.load_session(tmp_path / "absent")
+    with pytest.raises(IsADirectoryError):
+        demo.load_session(tmp_path)
+    with pytest.raises(FileNotFoundError), demo.session() as session:
+        session.save(tmp_path / "absent" / "x.session")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_a_fifo_is_rejected_without_waiting_for_a_writer(demo: Model, tmp_path: Path) -> None:
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    with pytest.raises(StateError, match="not a regular file"):
+        demo.load_session(path)
+
+
+def test_malformed_headers_are_rejected(demo: Model, tmp_path: Path) -> None:
+    for header, message in [
+        (b"[" * 100_000, "damaged"),
+        (b'{"a": 1}', "damaged"),
+        (b'{"__metadata__": {"format": 1}}', "metadata is not text"),
+        (b'{"__metadata__": []}', "damaged"),
+        (b'{"a": {"dtype": ["F16"], "shape": [1], "data_offsets": [0, 2]}}', "damaged"),
+        (
+            b'{"a": {"dtype": "F16", "shape": [true], "data_offsets": [0, 2]}}',
+            "sizes that are not nonnegative integers",
+        ),
+        (
+            b'{"a": {"dtype": "F16", "shape": [-1, -1], "data_offsets": [0, 2]}}',
+            "sizes that are not nonnegative integers",
+        ),
+        (
+            b'{"a": {"dtype": "F16", "shape": [2], "data_offsets": [0, 2]}}',
+            r"is at \[0, 2\], not at \[0, 4\]",
+        ),
+        (b'{"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}', "dtype F64"),
+        (b'{"a": {"dtype": "F16", "shape": [1]}}', "damaged"),
+        (b'{"a": {"dtype": "F16", "shape": [9], "data_offsets": [0, 18]}}', "bytes, its header requires"),
+        (b'{"__metadata__": {}, "__metadata__": {}}', "duplicate name"),
+        (b'{"__metadata__": {"format": "\xff"}}', "damaged"),
+    ]:
+        path = tmp_path / "malformed"
+        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(2))
+        with pytest.raises(StateError, match=message):
+            demo.load_session(path)
+
+
+def test_a_state_truncated_while_it_is_read_is_reported_as_damaged(
+    demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = _session_file._check_owner
+
+    def truncate_first(*arguments: Any) -> None:
+        original(*arguments)
+        os.truncate(saved, saved.stat().st_size // 2)
+
+    monkeypatch.setattr(_session_file, "_check_owner", truncate_first)
+    with pytest.raises(StateError, match=r"damaged: the file ends at \d+ bytes"):
+        demo.load_session(saved)

@@ -149,12 +149,7 @@ def test_a_stream_fails_for_memory_only_where_it_fails_alone(path: Path, data: s
     with Model(path, device="cpu", threads=1, kv_memory=memory, prefix_memory=prefix_memory) as model:
         prompts = [np.random.default_rng(kind).integers(1, ids, length) for length, _, kind, _, _ in texts]
         options: list[dict[str, Any]] = [
-            {
-                "max_tokens": made,
-                "seed": i,
-                "temperature": 0.9 if sampled else 0.0,
-                "speculate": speculate,
-            }
+            {"max_tokens": made, "seed": i, "temperature": 0.9 if sampled else 0.0, "speculate": speculate}
             for i, (_, made, _, sampled, speculate) in enumerate(texts)
         ]
         expected = [result_alone(model, p, **o) for p, o in zip(prompts, options, strict=True)]
