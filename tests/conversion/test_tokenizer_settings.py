@@ -17,9 +17,9 @@ from support.gguf_bytes import ARRAY, F32, STRING, array, scalar
 from support.gguf_bytes import text as encoded
 from support.gguf_mutator import take_apart
 from support.hostile_texts import hostile_texts
-from support.tokenizer_folders import TOKENIZERS, Json
+from support.tokenizer_folders import DECODERS, TOKENIZERS, Json
 from tokenizers import Tokenizer as HubTokenizer
-from tokenizers import decoders, processors
+from tokenizers import processors
 from tokenizers.normalizers import BertNormalizer
 
 from metal_prefill import GGUFError, UnsupportedModelError
@@ -118,7 +118,13 @@ _ALBERT = [
 ]
 FOLLOWED: list[tuple[str, str, Change]] = [
     *((name, "unchanged", lambda made: None) for name in TOKENIZERS),
-    *((name, "lstrip", tool(lstrip=True)) for name in TOKENIZERS if name != "unigram"),
+    *((name, option, tool(**{option: True})) for name in TOKENIZERS for option in ("lstrip", "single_word")),
+    ("llama 2", "normalized", tool(normalized=True)),
+    (
+        "byte level",
+        "normalized",
+        lambda made: (normalizers(NFC)(made), tool(content="\u00e9]", normalized=True)(made)),
+    ),
     *((name, "rstrip", tool(rstrip=True)) for name in TOKENIZERS),
     *((name, "lstrip of a control token", control(1, lstrip=True)) for name in ("byte level", "llama 2")),
     *((name, "rstrip of a control token", control(2, rstrip=True)) for name in ("llama 2", "mistral")),
@@ -137,7 +143,10 @@ FOLLOWED: list[tuple[str, str, Change]] = [
     ),
     ("mistral", "older Metaspace", top(pre_tokenizer={"type": "Metaspace", "replacement": "\u2581"})),
     ("word piece", "a token in normalized text", tool(content="TOOL", normalized=True)),
-    ("word piece", "a word", tool(content="tool", normalized=True)),
+    *(
+        ("word piece", f"a word, {options}", tool(content="tool", **options))
+        for options in ({}, {"normalized": True}, {"normalized": True, "single_word": True})
+    ),
     ("word piece", "a pair without types", template("[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]")),
     ("word piece", "no frame", top(post_processor=None)),
     ("word piece", "another unknown token", model(unk_token="[PAD]")),
@@ -173,15 +182,13 @@ _PRE: dict[str, list[Json]] = {
     "after Metaspace": [_META, {"type": "WhitespaceSplit"}],
 }
 REFUSED: list[tuple[str, str, Change, str]] = [
-    *((name, "single_word", tool(single_word=True), "single_word") for name in TOKENIZERS),
-    ("llama 2", "normalized", tool(normalized=True), "normalized is true for the token '<tool>'"),
+    ("unigram", "single_word of a control token", control(1, single_word=True), "single_word is True"),
     (
-        "byte level",
+        "unigram",
         "normalized",
-        lambda made: (normalizers(NFC)(made), tool(content="\u00e9", normalized=True)(made)),
-        "normalized",
+        lambda made: (normalizers(_joins(" "))(made), tool(content="a b", normalized=True)(made)),
+        "the normalizer removes spaces, and normalized is true for the token 'a b'",
     ),
-    ("word piece", "not normalized", tool(content="tool"), "normalized is False"),
     *((name, "dropout", model(dropout=0.1), "dropout is 0.1") for name in ("byte level", "gemma")),
     ("byte level", "end of words", model(end_of_word_suffix="</w>"), "end_of_word_suffix"),
     ("byte level", "continuations", model(continuing_subword_prefix="##"), "continuing_subword_prefix"),
@@ -292,19 +299,6 @@ def test_words_end_where_case_changes(tmp_path: Path, pattern: str, whole: bool,
     assert GGUFFile(path / "vocabulary.gguf").metadata["tokenizer.ggml.pre"] == name
     for text in (*TEXTS, "HelloWORLDfoo'LL", "a\u00c9b\u0301C", "x//\n\ny", "12345", "\u0c15\u0c4d\u0c37"):
         assert ours.frame.text(ours.encode(text, add_bos=False)) == theirs.encode(text).ids, repr(text)
-
-
-_BYTE_FALLBACK = (decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse())
-_STRIPPED = decoders.Sequence([*_BYTE_FALLBACK, decoders.Strip(" ", 1, 0)])
-# As the folders of such models have them.
-DECODERS = {
-    "byte level": decoders.ByteLevel(),
-    "llama 2": _STRIPPED,
-    "mistral": _STRIPPED,
-    "gemma": decoders.Sequence(list(_BYTE_FALLBACK)),
-    "word piece": decoders.WordPiece(cleanup=False),
-    "unigram": decoders.Metaspace(),
-}
 
 
 @pytest.mark.parametrize("name", DECODERS)

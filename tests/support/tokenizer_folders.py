@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from metal_prefill.text._vocabulary import PRE_TOKENIZERS
 from support import encoder_tokenizers
@@ -117,6 +117,19 @@ TOKENIZERS: dict[str, Callable[[], Json]] = {
     "gemma": gemma,
     "word piece": word_piece,
     "unigram": unigram,
+}
+
+
+_BYTE_FALLBACK = (decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse())
+_STRIPPED = decoders.Sequence([*_BYTE_FALLBACK, decoders.Strip(" ", 1, 0)])
+# As the folders of such models have them.
+DECODERS = {
+    "byte level": decoders.ByteLevel(),
+    "llama 2": _STRIPPED,
+    "mistral": _STRIPPED,
+    "gemma": decoders.Sequence(list(_BYTE_FALLBACK)),
+    "word piece": decoders.WordPiece(cleanup=False),
+    "unigram": decoders.Metaspace(),
 }
 
 

@@ -1,7 +1,7 @@
 """A vocabulary as a GGUF file describes it: its tokens, special ones, and those that frame texts."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from metal_prefill.text._vocabulary import (
     ENCODER_KINDS,
     MARKED_KEY,
     MAX_TOKEN_CHARACTERS,
+    SPELLED_KEY,
     SPELLING_KEYS,
     TokenType,
 )
@@ -25,7 +26,7 @@ class ListedTokens:
 
     tokens: list[str]  # text of each id, as ``tokenizer.json`` spells it
     types: list[int]
-    # Ids of added tokens by the options that change how they are recognized, of `SPELLING_KEYS`.
+    # Ids of added tokens by the keys under ``tokenizer.ggml`` of how they are recognized.
     spelling: dict[str, list[int]] = field(default_factory=dict)
 
     def mark_bytes(self) -> None:
@@ -35,37 +36,30 @@ class ListedTokens:
                 self.types[i] = TokenType.BYTE
 
 
+# Whether a token with the option ``normalized`` is recognized in normalized text exactly where the text as it
+# is written spells it. Receives the spelling and all options.
+Survives = Callable[[str, Collection[str]], bool]
+_MOST_PAIRS = 1 << 18  # of tokens that are compared
+
+
 def listed_tokens(
     json: Fields,  # contents of ``tokenizer.json``
     ids: Mapping[str, int],  # ids of the model's tokens
     tokens: Sequence[str] | None = None,  # the model's tokens by id, if several have the same text
     *,
-    # Whether the normalizer keeps a spelling, so that normalized text has it where the text does. None for
-    # WordPiece, whose segmenter recognizes added tokens in normalized text.
-    survives: Callable[[str], bool] | None,
+    survives: Survives,
+    lists_added: bool = False,  # whether a file lists added tokens that are not the model's
 ) -> ListedTokens:
     """Return the token of each id, and its type, with the tokens that are added to the vocabulary."""
-    if not json.object("normalizer").values:
-        survives = lambda text: True  # noqa: E731
     by_id = dict(enumerate(tokens)) if tokens is not None else {i: text for text, i in ids.items()}
     special: dict[int, bool] = {}
-    spelling: dict[str, list[int]] = {}
+    options: dict[int, list[str]] = {}
     for added in json.objects("added_tokens"):
         i, text = added.integer("id", least=0), added.string("content")
         if by_id.setdefault(i, text) != text:
             raise added.error(f"{added.name('content')} is {text!r}, but token {i} is {by_id[i]!r}")
         special[i] = added.boolean("special", default=False)
-        for option in (*SPELLING_KEYS, "single_word"):
-            if not added.boolean(option, default=False):
-                continue
-            if option == "normalized" and _makes_no_difference(text, special[i], survives):
-                continue
-            if option == "single_word" or (option == "normalized" and survives):
-                raise added.unsupported(f"{added.name(option)} is true for the token {text!r}")
-            spelling.setdefault(option, []).append(i)
-        if survives is None and not special[i] and text.isalnum() and text not in ids:
-            # The segmenter would also recognize it where normalization makes it.
-            added.require("normalized", (True,), False)
+        options[i] = [name for name in SPELLING_KEYS if added.boolean(name, default=False)]
     if not by_id:
         raise json.error("has no tokens")
     if min(by_id) != 0 or max(by_id) >= len(by_id) + 4096:
@@ -75,7 +69,13 @@ def listed_tokens(
         raise json.error(
             f"token {longest} has {len(by_id[longest])} characters, more than {MAX_TOKEN_CHARACTERS}"
         )
-    found = ListedTokens([], [], spelling)
+    if not _normalizes(json, by_id, options, survives):
+        options = {i: [name for name in names if name != "normalized"] for i, names in options.items()}
+    spelling = {name: [i for i, names in options.items() if name in names] for name in SPELLING_KEYS}
+    found = ListedTokens([], [], {SPELLING_KEYS[name]: listed for name, listed in spelling.items() if listed})
+    own = [i for i in special if not special[i] and by_id[i] not in ids]
+    if own and (lists_added or spelling["single_word"] or spelling["normalized"]):
+        found.spelling[SPELLED_KEY] = own
     for i in range(max(by_id) + 1):
         found.tokens.append(by_id.get(i, f"[PAD{i}]"))
         kind = TokenType.NORMAL if i in by_id else TokenType.UNUSED
@@ -85,9 +85,32 @@ def listed_tokens(
     return found
 
 
-def _makes_no_difference(text: str, special: bool, survives: Callable[[str], bool] | None) -> bool:
-    # Control tokens are recognized in prompts only, as they are spelled there.
-    return special or (survives is not None and survives(text))
+def _normalizes(
+    json: Fields, by_id: Mapping[int, str], options: Mapping[int, list[str]], survives: Survives
+) -> bool:
+    """Return whether it matters which tokens are recognized in normalized text, after the others."""
+    normalized = {by_id[i]: names for i, names in options.items() if "normalized" in names}
+    others = {by_id[i]: names for i, names in options.items() if "normalized" not in names}
+    changes = bool(steps(json, "normalizer", "normalizers"))
+    if changes and not all(survives(text, names) for text, names in normalized.items()):
+        return True
+    if others and any("single_word" in names for names in normalized.values()):
+        return True  # a token next to it ends the text in which it is a word
+    if len(normalized) * len(others) > _MOST_PAIRS:
+        return True
+    return any(_meet(one, normalized[one], other, others[other]) for one in normalized for other in others)
+
+
+def _meet(one: str, ones: Collection[str], other: str, others: Collection[str]) -> bool:
+    """Return whether two tokens may share characters of a text, with the white space that belongs to them."""
+    if one in other or other in one:
+        return True
+    for left, lefts, right, rights in ((one, ones, other, others), (other, others, one, ones)):
+        if any(left.endswith(right[:n]) for n in range(1, min(len(left), len(right)))):
+            return True
+        if ("rstrip" in lefts and right[:1].isspace()) or ("lstrip" in rights and left[-1:].isspace()):
+            return True
+    return False
 
 
 _STOPS = ("eot", "eom")  # further tokens that end generation
@@ -118,7 +141,7 @@ class FolderVocabulary:
         self.charsmap: bytes | None = None
         self.ids: dict[str, int] = {}  # special tokens by the names in `NAMES`
         # Further metadata under ``tokenizer.ggml``.
-        self.flags: dict[str, Any] = {SPELLING_KEYS[name]: ids for name, ids in listed.spelling.items()}
+        self.flags: dict[str, Any] = dict(listed.spelling)
         self.chat_template: Any = None
 
     def mark_spaces(self) -> None:

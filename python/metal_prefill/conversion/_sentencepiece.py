@@ -3,7 +3,7 @@
 import base64
 import binascii
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,16 @@ from metal_prefill.conversion._fields import MAX_TEXT, Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, ListedTokens, listed_tokens, steps
 from metal_prefill.errors import GGUFError
 from metal_prefill.text._encoder_vocabulary import CHARSMAP, SPACE, SPACE_STEPS, STEPS_KEY
-from metal_prefill.text._vocabulary import PREPEND_SCHEMES, TokenType
+from metal_prefill.text._vocabulary import PREPEND_SCHEMES, SPELLING_KEYS, TokenType
 
 # Steps of normalizers, by type, or by the regular expression or text that they replace.
-_NORMALIZERS = {"NFC": "nfc", "NFKD": "nfkd", "StripAccents": "strip_accents", "Lowercase": "lowercase"}
+_NORMALIZERS = {
+    "NFC": "nfc",
+    "NFKC": "nfkc",
+    "NFKD": "nfkd",
+    "StripAccents": "strip_accents",
+    "Lowercase": "lowercase",
+}
 _REPLACED = {
     (" {2,}", None, " "): "join_spaces",
     (" {2,}", None, SPACE): "join_spaces",  # as every space becomes this one
@@ -36,12 +42,11 @@ def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
             case _:
                 raise model.error(f"{model.name('vocab')}[{i}] must be a token and its score, a number")
     tokens = [piece[0] for piece in pieces]
-    folds = any(step.values.get("type") == "Lowercase" for step in steps(json, "normalizer", "normalizers"))
-
-    def survives(text: str) -> bool:
-        return text.isascii() and text.strip() == text and (not folds or text == text.lower())
-
-    listed = listed_tokens(json, ids, tokens, survives=survives)
+    listed = listed_tokens(json, ids, tokens, survives=lambda text, options: False, lists_added=True)
+    for added in json.objects("added_tokens"):
+        if added.boolean("special", default=False) and added.string("content") in ids:
+            # The model makes it where it is not recognized.
+            added.require("single_word", (False,), False)
     scores += [0.0] * (len(listed.tokens) - len(scores))
     unknown = model.integer("unk_id", least=0)
     if unknown >= len(tokens):
@@ -73,7 +78,12 @@ def _set_normalizer(found: FolderVocabulary, json: Fields, white_space: bool) ->
     spaces = [name for name in names if name in SPACE_STEPS]
     # Files of llama.cpp state one of the two for all spaces.
     found.flags["remove_extra_whitespaces"] = white_space or bool(spaces)
-    if white_space:
+    if white_space and spaces:
+        for i in found.flags.get(SPELLING_KEYS["normalized"], ()):
+            if any(map(str.isspace, found.tokens[i])):
+                raise json.unsupported(
+                    f"the normalizer removes spaces, and normalized is true for the token {found.tokens[i]!r}"
+                )
         names = [name for name in names if name not in SPACE_STEPS]
     if names not in ([], [CHARSMAP]):
         found.flags[STEPS_KEY] = names
@@ -125,9 +135,12 @@ def byte_fallback_bpe(
 ) -> FolderVocabulary:
     """Return a SentencePiece BPE vocabulary; a score is the rank of the first merge that makes the token."""
     prepends = any(step.string("type") == "Prepend" for step in steps(json, "normalizer", "normalizers"))
-    listed = listed_tokens(
-        json, ids, survives=lambda text: not prepends and " " not in text and SPACE not in text
-    )
+
+    def survives(text: str, options: Collection[str]) -> bool:
+        spaced = {" ", SPACE}.intersection(text) or {"lstrip", "rstrip"}.intersection(options)
+        return not (prepends or spaced)
+
+    listed = listed_tokens(json, ids, survives=survives)
     rank: dict[str, int] = {}
     for i, (left, right) in enumerate(merges):
         rank.setdefault(left + right, i)
@@ -167,8 +180,7 @@ def _space_steps(json: Fields, listed: ListedTokens, found: FolderVocabulary) ->
         kind = step.string("type")
         if kind == "Metaspace":
             scheme = _prepend_scheme(step, listed, splits=False)
-            if scheme != "never":
-                found.flags |= {"add_space_prefix": True, "prepend_scheme": scheme}
+            found.flags |= {"add_space_prefix": scheme != "never", "prepend_scheme": scheme}
             replaced = True
         elif kind == "Split" and replaced:  # no space is left
             step.object("pattern").require("String", (" ",), None)
@@ -190,7 +202,7 @@ def _prepend_scheme(step: Fields, listed: ListedTokens, *, splits: bool) -> str:
         step.require("split", (splits,), True)
     default = "always" if step.boolean("add_prefix_space", default=True) else "never"
     scheme = step.string("prepend_scheme", default=default)
-    if scheme not in ("never", *PREPEND_SCHEMES):
+    if scheme not in PREPEND_SCHEMES:
         raise step.error(f"{step.name('prepend_scheme')} is {scheme!r}")
     return scheme
 

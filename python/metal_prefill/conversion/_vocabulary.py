@@ -1,6 +1,6 @@
 """The tokenizer of a model folder, and the metadata that describe it in a GGUF file."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,7 @@ def _word_piece(json: Fields, model: Fields, settings: Fields) -> FolderVocabula
     normalizer = json.object("normalizer")
     normalizer.require("type", ("BertNormalizer",), None)
     json.object("pre_tokenizer").require("type", ("BertPreTokenizer",), None)
-    listed = listed_tokens(json, _ids_of(model), survives=None)
+    listed = listed_tokens(json, _ids_of(model), survives=lambda text, options: False, lists_added=True)
 
     def stored(text: str, kind: int) -> str:
         if kind == TokenType.CONTROL:
@@ -187,12 +187,19 @@ def _bpe(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
     merges = [_merge(model, i, merge) for i, merge in enumerate(model.sequence("merges"))]
     if model.boolean("byte_fallback", default=False):
         return byte_fallback_bpe(json, _ids_of(model), merges)
-    listed = listed_tokens(json, _ids_of(model), survives=str.isascii)
+    listed = listed_tokens(json, _ids_of(model), survives=_survives_nfc)
     pre, nfc = _pre_tokenizer(json, model)
     found = FolderVocabulary("gpt2", pre, listed, merges=[f"{left} {right}" for left, right in merges])
     if nfc != PRE_TOKENIZERS[pre].nfc:
         found.flags["normalizer.nfc"] = nfc
     return found
+
+
+def _survives_nfc(text: str, options: Collection[str]) -> bool:
+    # Three characters of ASCII are also what others become, and some are joined with a mark that follows,
+    # which is a character of words, and need not be one then.
+    kept = text.isascii() and not set(text) & set("K;`")
+    return kept and not (text[-1:].isalpha() or text[-1:] in "<=>") and "single_word" not in options
 
 
 def _merge(model: Fields, index: int, merge: Any) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from metal_prefill.tasks._embedding import check_pooling, encode_texts, vector_w
 from metal_prefill.tasks._pooled_head import embedding_of, positive_weights, token_vectors, vocabulary_vector
 from metal_prefill.tasks._prompts import PromptRules, TextRole, text_role, warn_of_cut
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled, pooled_states
-from metal_prefill.text._encoder_vocabulary import SPACE
+from metal_prefill.text._encoder_vocabulary import SPACE, begins_word
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def spelled(engine: Engine, token: int) -> str:
     text: str = engine.tokenizer.token(token)
     if engine.gguf.metadata["tokenizer.ggml.model"] != "bert" or engine.tokenizer.is_special(token):
         return text
-    return text.removeprefix(SPACE) if text.startswith(SPACE) else f"##{text}"
+    return text.removeprefix(SPACE) if begins_word(text) else f"##{text}"
 
 
 @dataclass(frozen=True)

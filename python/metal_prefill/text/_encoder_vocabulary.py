@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill.errors import GGUFError
@@ -20,6 +20,7 @@ CHARSMAP = "charsmap"
 STEPS: dict[str, normalizers.Normalizer] = {
     "lowercase": normalizers.Lowercase(),
     "nfc": normalizers.NFC(),
+    "nfkc": normalizers.NFKC(),
     "nfkd": normalizers.NFKD(),
     "strip_accents": normalizers.StripAccents(),
     "opening_quotes": normalizers.Replace("``", '"'),
@@ -35,11 +36,16 @@ _CONTINUATION = "##"
 _NO_WORD = " "  # a piece that no word contains, because words contain no white space
 
 
+def begins_word(text: str) -> bool:
+    """Return whether a token of WordPiece begins words; a single U+2581 is the character inside a word."""
+    return text.startswith(SPACE) and text != SPACE
+
+
 def word_piece(
     gguf: GGUFFile,
     tokens: Sequence[str],  # text of each id
     plain: npt.NDArray[np.bool_],  # whether text may produce each token
-    added: Mapping[int, AddedToken],  # tokens that are recognized by their spelling, by id
+    spelled: Mapping[int, str],  # spellings of user-defined tokens, by id
 ) -> Segmenter:
     """Build a WordPiece segmenter.
 
@@ -49,9 +55,9 @@ def word_piece(
     vocabulary = {}
     for i in map(int, np.flatnonzero(plain)):
         text = tokens[i]
-        if i in added:
-            vocabulary[added[i].content] = i
-        elif text.startswith(SPACE) and text != SPACE:  # a single U+2581 is the character inside a word
+        if i in spelled:
+            vocabulary[spelled[i]] = i
+        elif begins_word(text):
             vocabulary[text[1:]] = i
         elif text:
             vocabulary[_CONTINUATION + text] = i
@@ -67,20 +73,12 @@ def word_piece(
         lowercase=lowercase,
     )
     segmenter.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    segmenter.add_tokens(list(added.values()))
     return segmenter
 
 
-def unigram(
-    gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_], spelled: npt.NDArray[np.bool_]
-) -> Segmenter:
-    """Build a Unigram segmenter; its first parameters are those of `word_piece`.
-
-    Tokens that are `spelled` are recognized before text is normalized, which may make their spelling.
-    """
+def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_]) -> Segmenter:
+    """Build a Unigram segmenter; its parameters are those of `word_piece`."""
     steps = _normalizer_steps(gguf)
-    if "lowercase" in steps:
-        plain = plain & ~spelled
     scores = numbers(gguf, "tokenizer.ggml.scores", np.floating, len(tokens))
     if not np.isfinite(scores).all():
         raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 
 import numpy as np
@@ -59,6 +60,14 @@ _WORDS = re.compile(f"{_WORD.pattern}|{_END}")
 _NO_TOKEN = -1  # of the end of a text
 # Characters that Unicode calls white space. Python's str.strip() also removes four separators of information.
 _WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
+
+# Characters of words that are neither letters, marks, digits nor connectors: joiners, and letters in circles
+# and squares.
+_OTHER_WORD = "\u200c\u200d" + "".join(
+    chr(code)
+    for first, last in ((0x24B6, 0x24E9), (0x1F130, 0x1F149), (0x1F150, 0x1F169), (0x1F170, 0x1F189))
+    for code in range(first, last + 1)
+)
 
 
 class WordTokens:
@@ -157,6 +166,34 @@ def _divided(ids: list[int]) -> Iterator[list[int]]:
         start = end + 1
 
 
+class Spellings:
+    """Spellings of tokens that are recognized in the same text."""
+
+    def __init__(
+        self, special: Mapping[str, int], user_defined: Mapping[str, int], words: Container[int]
+    ) -> None:
+        self._ids = {**special, **user_defined}
+        # Of user-defined tokens, and of these and special tokens.
+        self._finders = (Finder(user_defined), Finder(self._ids))
+        self._words = words  # ids of tokens that are recognized between words only
+
+    def spans(self, text: str, parse_special: bool) -> Iterator[tuple[int, int, int]]:
+        """Yield the start and end of each token in a text, and its id."""
+        for start, end in self._finders[parse_special].spans(text):
+            token = self._ids[text[start:end]]
+            adjacent = text[max(start - 1, 0) : start], text[end : end + 1]
+            if token not in self._words or not any(map(_is_word, adjacent)):
+                yield start, end, token
+
+
+def _is_word(character: str) -> bool:
+    """Return whether a character is one of words, as Unicode's regular expressions define them."""
+    if not character:
+        return False
+    kind = unicodedata.category(character)
+    return kind[0] in "LM" or kind in ("Nd", "Nl", "Pc") or character in _OTHER_WORD
+
+
 class SpelledTokens:
     """Control tokens and user-defined tokens of a vocabulary."""
 
@@ -164,6 +201,9 @@ class SpelledTokens:
         self._vocabulary = vocabulary
         self._strips_before = vocabulary.spelling(gguf, "lstrip")
         self._strips_after = vocabulary.spelling(gguf, "rstrip")
+        # Ids of tokens that are recognized between words only, or in normalized text, between the others.
+        self.words = vocabulary.spelling(gguf, "single_word")
+        self.normalized = vocabulary.spelling(gguf, "normalized")
 
     @cached_property
     def special(self) -> dict[str, int]:
@@ -172,36 +212,37 @@ class SpelledTokens:
 
     @cached_property
     def user_defined(self) -> dict[str, int]:
-        """Ids of user-defined tokens, which replace their spelling wherever it occurs, by spelling.
-
-        Those of WordPiece are recognized by the segmenter, also in normalized text.
-        """
-        if self._vocabulary.kind == "bert":
-            return {}
+        """Ids of user-defined tokens, which replace their spelling wherever it occurs, by spelling."""
         return self._by_spelling((TokenType.USER_DEFINED,))
 
     def _by_spelling(self, types: Sequence[TokenType]) -> dict[str, int]:
-        tokens = self._vocabulary.tokens
+        spelled = self._vocabulary.spelled
         ids = np.flatnonzero(np.isin(self._vocabulary.types, types))
-        return {tokens[i]: int(i) for i in ids if tokens[i]}
+        return {spelled(i): i for i in map(int, ids) if spelled(i)}
 
     @cached_property
-    def _finders(self) -> tuple[Finder, Finder, Finder]:
-        """Finders of user-defined tokens, of these and special tokens, and of special tokens."""
-        both = self.user_defined | self.special
-        return Finder(self.user_defined), Finder(both), Finder(self.special)
+    def _as_written(self) -> Spellings:
+        special, user_defined = (
+            {text: i for text, i in ids.items() if i not in self.normalized}
+            for ids in (self.special, self.user_defined)
+        )
+        return Spellings(special, user_defined, self.words)
+
+    @cached_property
+    def _special_finder(self) -> Finder:
+        return Finder(self.special)
 
     def special_in(self, text: str) -> bool:
-        return self._finders[2].finds(text)
+        """Return whether a text may spell a control token."""
+        return not self.normalized.isdisjoint(self.special.values()) or self._special_finder.finds(text)
 
     def split(self, text: str, parse_special: bool) -> Iterator[str | int]:
+        """Split text at the tokens that are recognized in it as it is written."""
         end = 0
-        for start, stop in self._finders[parse_special].spans(text):
+        for start, stop, token in self._as_written.spans(text, parse_special):
             if start > end:
                 yield text[end:start]
-            spelling = text[start:stop]
-            found = self.user_defined.get(spelling)
-            yield self.special[spelling] if found is None else found
+            yield token
             end = stop
         if end < len(text):
             yield text[end:]

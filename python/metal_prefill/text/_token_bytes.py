@@ -11,7 +11,7 @@ from metal_prefill._support.arguments import token_id as check_token_id
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._encoder_vocabulary import SPACE
+from metal_prefill.text._encoder_vocabulary import SPACE, begins_word
 from metal_prefill.text._vocabulary import ENCODER_KINDS, SPECIAL_TYPES, TokenType, Vocabulary
 
 
@@ -53,7 +53,7 @@ class TokenBytes:
         spelled = special or kind == TokenType.USER_DEFINED
         text = self._vocabulary.spelled(token_id)
         if self._vocabulary.kind == "bert":  # separates all tokens by spaces but for parts of words
-            word = spelled or text.startswith(SPACE)
+            word = spelled or begins_word(text)
             raw = (" " + (text if spelled else text[1:]) if word else text).encode("utf-8")
         elif self._vocabulary.kind == "gpt2":
             raw = bytes(_BYTES[c] for c in text) if _BYTES.keys() >= set(text) else text.encode("utf-8")

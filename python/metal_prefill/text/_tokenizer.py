@@ -14,9 +14,10 @@ from metal_prefill._support.arguments import token_id as check_token_id
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._encoder_vocabulary import SPACE
+from metal_prefill.text._encoder_vocabulary import SPACE, begins_word
 from metal_prefill.text._file_templates import FileTemplates
 from metal_prefill.text._metadata import boolean, flag, special_id
+from metal_prefill.text._normal_text import NormalText
 from metal_prefill.text._reasoning import LAST_TOKENS, Tags, begins_in, tags_in
 from metal_prefill.text._segmentation import SpelledTokens, WordTokens, segmented, segmented_ids
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
@@ -154,7 +155,7 @@ class Tokenizer:
             if made is not None:
                 return ids + made
         text.encode("utf-8")  # lone surrogates have no tokens; the error names their position
-        return ids + self._joined(self.split(text, parse_special), strict)
+        return ids + self._joined(self._spelled.split(text, parse_special), parse_special, strict)
 
     def encode_all(self, texts: Iterable[str], *, parse_special: bool = False) -> Iterator[list[int]]:
         """Yield for each text what ``encode(text, add_bos=False)`` returns, in less time.
@@ -184,22 +185,53 @@ class Tokenizer:
         for piece in pieces:
             if isinstance(piece, str):
                 piece.encode("utf-8")
-                parts += self.split(piece, parse_special)
+                parts += self._spelled.split(piece, parse_special)
             else:
                 parts.append(piece)
-        return self._joined(parts, strict=False)
+        return self._joined(parts, parse_special, strict=False)
 
-    def _joined(self, pieces: Iterable[str | int], strict: bool) -> list[int]:
+    def _joined(self, pieces: Iterable[str | int], parse_special: bool, strict: bool) -> list[int]:
         ids: list[int] = []
-        for i, piece in enumerate(self._spelled.without_white_space(list(pieces))):
+        kept = self._spelled.without_white_space(list(pieces))
+        for i, piece in enumerate(kept):
             if isinstance(piece, int):
                 ids.append(piece)
+            elif self._normal is not None:
+                ids += self._normalized_ids(self._normal, kept, i, parse_special, strict)
             elif piece:
-                piece = self._prefix(piece, first=i == 0) + piece
-                made = self._made_of(piece)
-                if strict:
-                    self._check_whole(piece, made)
-                ids += made
+                ids += self._checked_ids(self._prefix(piece, first=i == 0) + piece, strict)
+        return ids
+
+    def _checked_ids(self, piece: str, strict: bool) -> list[int]:
+        made = self._made_of(piece)
+        if strict:
+            self._check_whole(piece, made)
+        return made
+
+    @cached_property
+    def _normal(self) -> NormalText | None:
+        """Text in which some tokens are recognized; None for files without such tokens."""
+        if not self._spelled.normalized:
+            return None
+        prepends = self.space_prefix and not self._prepend_scheme
+        if self._vocabulary.kind == "llama":
+            return NormalText(self._spelled, None, marks=not self._prepend_scheme, prepends=prepends)
+        return NormalText(self._spelled, self._segmenter.normalizer)
+
+    def _normalized_ids(
+        self, normal: NormalText, pieces: Sequence[str | int], at: int, parse_special: bool, strict: bool
+    ) -> list[int]:
+        """Return the tokens of a text between others, some of which are recognized in normalized text."""
+        text = normal.of(pieces, at)
+        ids: list[int] = []
+        for section in normal.split(text, parse_special):
+            if section.token is not None:
+                ids.append(section.token)
+                continue
+            part = text[section.start : section.end]
+            if self._prepend_scheme:
+                part = self._prefix(part, first=at == section.start == 0) + part
+            ids += self._checked_ids(part, strict)
         return ids
 
     def _prefix(self, piece: str, *, first: bool) -> str:
@@ -236,7 +268,7 @@ class Tokenizer:
         if ids is None:
             ids = []
             for part in self._parts(piece):
-                ids += segmented_ids(self._segmenter, self._plain(part))
+                ids += segmented_ids(self._text_segmenter, self._plain(part))
         return ids
 
     def _parts(self, piece: str) -> Iterator[str]:
@@ -260,9 +292,7 @@ class Tokenizer:
         kind = self._vocabulary.kind
         if kind == "llama":
             return not any(map(_BORDER_IN_TOKEN.search, self._vocabulary.tokens))
-        if kind == "bert":
-            return not self._vocabulary.added_tokens(self._gguf)
-        return kind == "gpt2" or flag(self._gguf, "add_space_prefix", default=True)
+        return kind in ("gpt2", "bert") or flag(self._gguf, "add_space_prefix", default=True)
 
     def encode_spans(self, text: str, *, parse_special: bool = False) -> list[TokenSpan]:
         """Convert text to tokens with their places in the text.
@@ -279,24 +309,47 @@ class Tokenizer:
         text.encode("utf-8")
         spans: list[TokenSpan] = []
         at = 0
-        whole = list(self.split(text, parse_special))
-        for i, (original, piece) in enumerate(
-            zip(whole, self._spelled.without_white_space(whole), strict=True)
-        ):
+        whole = list(self._spelled.split(text, parse_special))
+        kept = self._spelled.without_white_space(whole)
+        for i, (original, piece) in enumerate(zip(whole, kept, strict=True)):
             if isinstance(original, int) or isinstance(piece, int):
-                length = len(self.token(int(piece)))
+                length = len(self._vocabulary.spelled(int(piece)))
                 spans.append(TokenSpan(int(piece), at, at + length))
             else:
                 length = len(original)
-                before = self._prefix(piece, first=i == 0) if piece else ""
-                shift = at + original.find(piece) - len(before)
-                for part in self._parts(before + piece):
-                    made = segmented(self._segmenter, self._plain(part))
-                    for token, (start, end) in zip(made.ids, made.offsets, strict=True):
-                        spans.append(TokenSpan(token, max(shift + start, at), max(shift + end, at)))
-                    shift += len(part)
+                shift = at + original.find(piece)
+                if self._normal is None:
+                    before = self._prefix(piece, first=i == 0) if piece else ""
+                    made = self._spans_of(before + piece, shift - len(before), at)
+                else:
+                    made = self._normalized_spans(self._normal, kept, i, shift, parse_special)
+                spans += made
             at += length
         return spans
+
+    def _spans_of(self, piece: str, shift: int, least: int) -> Iterator[TokenSpan]:
+        for part in self._parts(piece):
+            made = segmented(self._text_segmenter, self._plain(part))
+            for token, (start, end) in zip(made.ids, made.offsets, strict=True):
+                yield TokenSpan(token, max(shift + start, least), max(shift + end, least))
+            shift += len(part)
+
+    def _normalized_spans(
+        self, normal: NormalText, pieces: Sequence[str | int], at: int, shift: int, parse_special: bool
+    ) -> Iterator[TokenSpan]:
+        text, places = normal.of(pieces, at), normal.places(pieces, at)
+        for section in normal.split(text, parse_special):
+            if section.token is not None:
+                first = section.start
+                while text[first] in (" ", SPACE) and first < section.end - 1:
+                    first += 1
+                yield TokenSpan(section.token, shift + places[first][0], shift + places[section.end - 1][1])
+                continue
+            part = text[section.start : section.end]
+            before = self._prefix(part, first=at == section.start == 0) if self._prepend_scheme else ""
+            for span in self._spans_of(before + part, section.start - len(before), section.start):
+                last = max(span.end - 1, span.start)
+                yield TokenSpan(span.id, shift + places[span.start][0], shift + places[last][1])
 
     def continues_word(self, span: TokenSpan, text: str) -> bool:
         """Return whether a token of `encode_spans` is inside a word of its text, not at the beginning.
@@ -307,7 +360,7 @@ class Tokenizer:
         if span.id == self.unk_id:
             return False
         if self._vocabulary.kind == "bert":
-            return not self.token(span.id).startswith(SPACE)
+            return not begins_word(self.token(span.id))
         around = text[max(span.start - 1, 0) : span.start + 1]
         return span.start > 0 and not any(map(str.isspace, around))
 
@@ -340,7 +393,8 @@ class Tokenizer:
     def _check_whole(self, piece: str, ids: Sequence[int]) -> None:
         if self._vocabulary.kind in ENCODER_KINDS:
             if self.unk_id in ids:
-                unknown = next(span for span in self.encode_spans(piece) if span.id == self.unk_id)
+                made = self._spans_of(piece, 0, 0)
+                unknown = next(span for span in made if span.id == self.unk_id)
                 raise ValueError(
                     f"the vocabulary has no tokens for {piece[unknown.start : unknown.end][:40]!r}"
                 )
@@ -574,18 +628,33 @@ class Tokenizer:
         return self._vocabulary.segmenter(self._gguf)
 
     @cached_property
+    def _text_segmenter(self) -> Segmenter:
+        """Segmenter of text, or of normalized text in files with tokens that are recognized there."""
+        if self._normal is None:
+            return self._segmenter
+        segmenter = Segmenter(self._segmenter.model)
+        if self._segmenter.pre_tokenizer is not None:
+            segmenter.pre_tokenizer = self._segmenter.pre_tokenizer
+        return segmenter
+
+    @cached_property
     def _words(self) -> WordTokens | None:
         if self._vocabulary.kind != "bert":
             return None
         return WordTokens(
             self._segmenter,
             lowercase=flag(self._gguf, "normalizer.lowercase", default=True),
-            spelled=[token.content for token in self._vocabulary.added_tokens(self._gguf).values()],
+            spelled=[*self._spelled.user_defined, *(self._normal.user_defined if self._normal else ())],
         )
 
     def split(self, text: str, parse_special: bool) -> Iterator[str | int]:
         """Split text at the tokens that are recognized by their spelling."""
-        return self._spelled.split(text, parse_special)
+        pieces = list(self._spelled.split(text, parse_special))
+        for i, piece in enumerate(pieces):
+            if isinstance(piece, int) or self._normal is None:
+                yield piece
+            else:
+                yield from self._normal.split_as_written(pieces, i, parse_special)
 
     def _checked(self, token_id: int) -> int:
         return check_token_id(token_id, self.vocab_size)

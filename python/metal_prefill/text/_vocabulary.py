@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill.errors import GGUFError, UnsupportedModelError
@@ -34,16 +34,21 @@ _MERGES_KEY = "tokenizer.ggml.merges"
 ENCODER_KINDS = ("bert", "t5")
 KINDS = ("gpt2", "llama", "gemma4", *ENCODER_KINDS)
 # Which texts begin with a space of their own, in files that differ from SentencePiece: the whole text, or all
-# between spelled tokens; in either case, only those that begin with another character.
-PREPEND_SCHEMES = ("first", "always")
+# between spelled tokens; in either case, only those that begin with another character. In these files, spaces
+# are spaces while tokens are recognized. They become U+2581 before that in others.
+PREPEND_SCHEMES = ("first", "always", "never")
 PREPEND_KEY = "tokenizer.ggml.prepend_scheme"
 # Options of tokens that are recognized by their spelling, and the keys under tokenizer.ggml that list their
-# ids: white space before or after the token belongs to it, or it is recognized in normalized text.
+# ids: white space before or after the token belongs to it; it is recognized between words only; or in the
+# normalized text between tokens without this option, where it has its normalized spelling.
 SPELLING_KEYS = {
     "lstrip": "lstrip_tokens",
     "rstrip": "rstrip_tokens",
+    "single_word": "single_word_tokens",
     "normalized": "normalized_tokens",
 }
+# Key under tokenizer.ggml: ids of user-defined tokens that segmentation does not make.
+SPELLED_KEY = "spelled_tokens"
 # Key under tokenizer.ggml: ids of user-defined tokens of SentencePiece that text spells with U+2581 where the
 # file, like those of llama.cpp, which decodes such tokens as they are, has spaces.
 MARKED_KEY = "marked_tokens"
@@ -192,24 +197,18 @@ class Vocabulary:
         It cannot produce control or unknown tokens from any text.
         """
         special = np.isin(self.types, SPECIAL_TYPES)
+        special[list(ids_under(gguf, SPELLED_KEY, len(self.tokens)))] = True
         plain_or_spelled = ~special & (self.types != TokenType.UNUSED)
         if self.kind == "bert":
-            return word_piece(gguf, self.tokens, plain_or_spelled, self.added_tokens(gguf))
+            added = map(int, np.flatnonzero(self.types == TokenType.USER_DEFINED))
+            spelled = {i: self.spelled(i) for i in added}
+            return word_piece(gguf, self.tokens, plain_or_spelled, spelled)
         if self.kind == "t5":
-            return unigram(gguf, self.tokens, plain_or_spelled, self.types == TokenType.USER_DEFINED)
+            return unigram(gguf, self.tokens, plain_or_spelled)
         plain = {token: i for i, token in enumerate(self.tokens) if not special[i]}
         if self.kind == "gpt2":
             return self._byte_level_bpe(gguf, plain)
         return self._sentencepiece_bpe(gguf, plain)
-
-    def added_tokens(self, gguf: GGUFFile) -> dict[int, AddedToken]:
-        """Return user-defined tokens of WordPiece with their options, by id."""
-        options = {name: self.spelling(gguf, name) for name in SPELLING_KEYS}
-        return {
-            i: AddedToken(self.spelled(i), **{name: i in ids for name, ids in options.items()})
-            for i in map(int, np.flatnonzero(self.types == TokenType.USER_DEFINED))
-            if self.spelled(i)
-        }
 
     def spelling(self, gguf: GGUFFile, option: str) -> frozenset[int]:
         """Return the ids of tokens with an option of `SPELLING_KEYS`.
