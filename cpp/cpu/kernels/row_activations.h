@@ -11,8 +11,22 @@ inline F sigmoid(F x) {
   return Simd::div(Simd::set(1.0f), Simd::add(Simd::set(1.0f), exp2(Simd::mul(x, Simd::set(-kLog2E)))));
 }
 
+// Where activations are 0 for negative numbers, and equal to positive ones. Larger sizes are limited to this
+// one: infinity times a factor of 0 is NaN, and the factors of sigmoid are at least 2^-127.
+constexpr float kFarFromZero = 100.0f;
+
+// Limits from below; NaN, which max() keeps as its second argument, stays.
+inline F not_below(F x) {
+  return Simd::max(Simd::set(-kFarFromZero), x);
+}
+
+inline F silu(F x) {
+  return Simd::mul(not_below(x), sigmoid(x));
+}
+
 // The tanh approximation, 0.5 x (1 + tanh(u)) = x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3).
 inline F gelu(F x) {
+  x = not_below(x);
   const F cubic = Simd::fma(Simd::mul(Simd::set(0.044715f), Simd::mul(x, x)), x, x);
   return Simd::mul(x, sigmoid(Simd::mul(Simd::set(1.59576912f), cubic)));
 }
@@ -20,7 +34,7 @@ inline F gelu(F x) {
 // x Phi(x), with erf(z) = 1 - p(t) exp(-z^2) for z >= 0 and t = 1 / (1 + 0.3275911 z): Abramowitz and Stegun,
 // 7.1.26, which is within 1.5e-7. Half of p(t) exp(-z^2) is the difference from x on the positive side.
 inline F gelu_erf(F x) {
-  const F size = Simd::max(x, Simd::sub(Simd::set(0.0f), x));
+  const F size = Simd::min(Simd::set(kFarFromZero), Simd::max(x, Simd::sub(Simd::set(0.0f), x)));
   const F z = Simd::mul(size, Simd::set(0.707106781f));
   const F t = Simd::div(Simd::set(1.0f), Simd::fma(z, Simd::set(0.3275911f), Simd::set(1.0f)));
   F p = Simd::set(1.061405429f);
@@ -63,7 +77,7 @@ inline F activated(F x) {
   else if constexpr (LooksUpFloats<Simd>)
     return activated_by_table<Simd, kActivation>(x);
   else if constexpr (kActivation == Activation::kSilu)
-    return Simd::mul(x, sigmoid(x));
+    return silu(x);
   else if constexpr (kActivation == Activation::kGelu)
     return gelu(x);
   else
