@@ -73,8 +73,11 @@ void bind_sampling(nb::module_& m) {
       .def("follow", &Sampler::follow, "tokens"_a, locked)
       .def("report", &Sampler::report, "best"_a, locked)
       .def(
-          "choose", [](Sampler& self, FloatArray logits) { return self.choose(view(logits)); }, "logits"_a,
-          locked)
+          "choose",
+          [](Sampler& self, FloatArray logits, const std::vector<TokenId>& ahead) {
+            return self.choose(view(logits), ahead);
+          },
+          "logits"_a, "ahead"_a = std::vector<TokenId>(), locked)
       .def("accept", &Sampler::accept, "token"_a, locked)
       .def_prop_ro("position", &Sampler::position, locked)
       .def_prop_ro(

@@ -152,6 +152,25 @@ def test_a_choice_that_fails_or_is_not_accepted_changes_nothing() -> None:
     assert sampler.position == 7
 
 
+def test_penalties_cover_the_latest_tokens_after_drafts_were_rejected() -> None:
+    """Choices after drafts are those of a sampler that accepted them, however many it accepts then."""
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        options: dict[str, Any] = {"temperature": 1.0, "frequency_penalty": 1.5, "repeat_penalty": 1.2}
+        tokens = [int(i) for i in rng.integers(0, 20, int(rng.choice([0, 3, 55, 63, 64, 70])))]
+        sampler = core_sampler(Options(**options), seed, tokens)
+        for _ in range(8):
+            drafts = [int(i) for i in rng.integers(0, 20, int(rng.integers(0, 32)))]
+            for n in range(len(drafts) + 1):
+                logits = rng.normal(0, 1, 20).astype(np.float32)
+                whole = [*tokens, *drafts[:n]]
+                expected = sample(logits, recent=whole[-64:], rng=Drawn(seed, len(whole)), **options)
+                assert sampler.choose(logits, drafts[:n]) == expected, (seed, len(tokens), n)
+            for token in drafts[: int(rng.integers(0, len(drafts) + 1))]:
+                sampler.accept(token)
+                tokens.append(token)
+
+
 def test_the_last_mask_applies_to_all_later_tokens() -> None:
     sampler, logits = core_sampler(Options(), 1, []), np.array([3, 2, 1], np.float32)
     sampler.allow_bits([bytes([0b100]), bytes([0b010])])
@@ -201,11 +220,16 @@ def test_a_top_p_just_below_one_ends_although_sums_are_rounded() -> None:
         ([math.inf, 1, 2], {"temperature": 4.0, "logit_bias": {1: 1.0, 2: 1.0}}, 0),
         # The least temperature is that of the argmax.
         ([1, 3, 2], {"temperature": math.nextafter(0, 1)}, 1),
-        # Of fewer tokens than top-k allows, one is excluded.
-        (
-            [3, 2, *[-math.inf] * 9],
-            {"temperature": 1.0, "top_k": 5, "typical_p": 1e-9, "logit_bias": {1: -math.inf}},
-            0,
+        # An excluded token has no part in the expected surprisal, to which the second token is nearest, nor
+        # among the tokens of top-k.
+        *(
+            (
+                [*np.log([0.5, 0.3, 0.2]), *logits, *[-math.inf] * 9],
+                {"temperature": 1.0, "typical_p": 0.2, "logit_bias": {3: -math.inf}, **more},
+                1,
+            )
+            for logits in ([1.0], [math.inf], [-math.inf])
+            for more in ({}, {"top_k": 3}, {"top_k": 5}, {"top_k": 50})
         ),
     ],
 )
