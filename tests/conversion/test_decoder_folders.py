@@ -160,7 +160,7 @@ def test_folders_of_other_versions_are_the_same_model(
         ("phi3", {**long_rope(HEAD), "original_max_position_embeddings": 1}, GGUFError, "is 1, must be"),
         ("phi3, LongRoPE", long_rope_of(10**400), GGUFError, "must have positive finite numbers"),
         ("phi3", {"partial_rotary_factor": 1e30}, GGUFError, "is 1e\\+30, must be at most 1"),
-        ("granite", {"rope_theta": 1e300}, GGUFError, "is 1e\\+300, must be positive"),
+        ("granite", {"rope_theta": 1e39}, GGUFError, "is 1e\\+39, must be positive"),
         ("hunyuan", {"rope_scaling": {"type": "dynamic", "alpha": 1e38}}, GGUFError, "alpha is 1e"),
         ("exaone4", LETTERS, GGUFError, "sliding_window_pattern is str, expected an integer"),
         ("hunyuan", {"rope_scaling": {"type": "dynamic"}}, UnsupportedModelError, "is 'dynamic'"),

@@ -1,6 +1,7 @@
 """Values in a model folder that would end a conversion without a named error, or take very long."""
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._settings import long_rope_factors
 
 Change = Callable[[Folder], object]
+LARGEST = float(np.finfo(np.float32).max)
+ABOVE = math.nextafter(LARGEST, math.inf)
 
 
 def settings(**fields: Any) -> Change:
@@ -32,6 +35,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_f
 HOSTILE: list[tuple[Change, str]] = [
     (settings(num_hidden_layers=4097), "num_hidden_layers is 4097, must be between 1 and 4096"),
     (settings(rms_norm_eps=1e300), r"rms_norm_eps is 1e\+300, must be positive and at most 3.40282e\+38"),
+    (settings(rms_norm_eps=ABOVE), r"rms_norm_eps is 3\.40\d*e\+38, must be positive and at most"),
     (settings(rope_theta=10**400), "rope_theta is 1000"),
     (
         settings(head_dim=2**31 - 1, rope_scaling={**LLAMA3, "original_max_position_embeddings": 8}),
@@ -113,7 +117,7 @@ def test_lists_of_other_values_are_named(tmp_path: Path, sections: list[Any]) ->
         convert(folder.write(), tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize("factor", [10**400, 1e300, float("nan"), True, "1"])
+@pytest.mark.parametrize("factor", [10**400, 1e300, ABOVE, float("nan"), True, "1"])
 def test_factors_are_numbers(tmp_path: Path, factor: Any) -> None:
     folder = recurrent_folders.falcon_h1(tmp_path / "m")
     folder.config["mlp_multipliers"] = [1.0, factor]
@@ -121,7 +125,7 @@ def test_factors_are_numbers(tmp_path: Path, factor: Any) -> None:
         convert(folder.write(), tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize("factor", [10**400, 1e300, float("nan"), True, "1"])
+@pytest.mark.parametrize("factor", [10**400, 1e300, ABOVE, float("nan"), True, "1"])
 def test_factors_of_long_rope_are_numbers(tmp_path: Path, factor: Any) -> None:
     config = {
         "hidden_size": 32,
@@ -132,9 +136,12 @@ def test_factors_of_long_rope_are_numbers(tmp_path: Path, factor: Any) -> None:
     }
     with pytest.raises(GGUFError, match="long_factor must have positive finite numbers"):
         long_rope_factors(Fields(tmp_path / "config.json", config))
+    config["rope_scaling"] = dict.fromkeys(("long_factor", "short_factor"), [LARGEST] * 4) | {"type": "su"}
+    found = long_rope_factors(Fields(tmp_path / "config.json", config))
+    assert all(np.isfinite(np.asarray(factors)).all() for factors in found.values())
 
 
-@pytest.mark.parametrize("score", [10**400, 1e300, float("nan")])
+@pytest.mark.parametrize("score", [10**400, 1e300, ABOVE, -ABOVE, float("nan")])
 def test_scores_are_numbers(tmp_path: Path, score: float) -> None:
     folder = model_folders.bert(tmp_path / "m", "XLMRobertaModel", "unigram as written")
     content = json.loads((folder.path / "tokenizer.json").read_text())

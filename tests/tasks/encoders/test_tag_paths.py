@@ -216,6 +216,7 @@ def test_biases_are_those_of_the_folder(tmp_path: Path) -> None:
     [
         ({"transition_bias_x": 0.0}, UnsupportedModelError, "transition_bias_x is not supported; known are"),
         ({"transition_bias_end_to_start": "0"}, GGUFError, "end_to_start is '0', must be a finite number"),
+        ({"transition_bias_end_to_start": -1e39}, GGUFError, "is -1e\\+39, must be a finite number"),
         ([], GGUFError, "biases is list, expected an object"),
     ],
 )
