@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 
 from metal_prefill import DeviceError, KVMemoryError, Model, Session
+from metal_prefill._support import threads
 from support.allocation_faults import failing_allocation
 
 REFUSALS = (MemoryError, DeviceError, KVMemoryError)
@@ -29,6 +30,8 @@ CONTEXT = 320
 MOST_SESSIONS = 4  # of a thread
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "repeat_penalty": 1.1}
 GROWTH = 8 << 20  # bytes; memory kept by allocators varies by this amount from round to round
+MOST_STREAMS = 256  # texts of a server that are written at the same time, each with a job at most
+JOBS, JOB_S = "metal_prefill jobs", 120.0  # name of threads; a job ends after the time that a worker may take
 SETTLING = 3  # rounds after which memory is stable
 # Sanitizers keep freed memory.
 UNDER_SANITIZER = any(name in os.environ for name in ("ASAN_OPTIONS", "TSAN_OPTIONS"))
@@ -301,25 +304,38 @@ class Footprint:
 
     resident: int  # bytes
     descriptors: int
-    threads: int
+    threads: int  # without those of jobs
+    jobs: int  # threads that wait for the next job of a constraint: as many as there were jobs at a time
     children: int  # processes that it started and that have not ended
 
     @classmethod
     def now(cls) -> Footprint:
-        """Measure after free memory was returned."""
+        """Measure after jobs have ended and free memory was returned."""
         gc.collect()
+        names = _names_of_threads()
+        end = time.monotonic() + JOB_S
+        while names.count(JOBS) > len(threads._idle):
+            assert time.monotonic() < end, "a job did not end"
+            time.sleep(0.01)
+            names = _names_of_threads()
         with suppress(AttributeError, OSError):
             ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident = pages * os.sysconf("SC_PAGE_SIZE")
-        return cls(resident, len(os.listdir("/proc/self/fd")), threading.active_count(), _children())
+        jobs = names.count(JOBS)
+        return cls(resident, len(os.listdir("/proc/self/fd")), len(names) - jobs, jobs, _children())
 
     def assert_no_growth(self, settled: Footprint) -> None:
         """Compare with what the process needed once it had settled."""
         assert self.descriptors <= settled.descriptors
         assert self.threads <= settled.threads
+        assert self.jobs <= MOST_STREAMS
         assert self.children <= settled.children
         assert UNDER_SANITIZER or self.resident <= settled.resident + GROWTH
+
+
+def _names_of_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
 
 
 def _children() -> int:

@@ -22,6 +22,7 @@ from metal_prefill import Model
 from support.hostile_constraints import hostile_requests
 from support.running_server import Running, read_all, request_bytes, running
 from support.server_requests import alone, answers, request
+from support.soak import MOST_STREAMS
 
 Request = tuple[str, dict[str, Any]]
 Call = Callable[[], None]
@@ -150,7 +151,7 @@ def run_round(kind: Kind, path: Path, n: int, sent: Counter[str]) -> int:
     limits: dict[str, Any] = {"max_queue": 2 * len(requests), "max_connections": 2 * len(requests), **PATIENT}
     with (
         Model(path, device="cpu", kv_memory=memory) as model,
-        running(model, max_streams=256, **limits) as server,
+        running(model, max_streams=MOST_STREAMS, **limits) as server,
     ):
         done = threading.Event()
 
