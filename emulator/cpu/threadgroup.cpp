@@ -232,6 +232,7 @@ std::string ThreadgroupRunner::run(Dim3 position) {
 #endif
   release(sync_begin_.byte);
   threads_run_ += count_;
+  choose_order();
   const int first = pick(kNoPreference);
   switch_to(nullptr, &bind_fiber(static_cast<unsigned>(first)));
   acquire(sync_end_.byte);
@@ -374,17 +375,26 @@ unsigned nth_member(u32 members, unsigned n) {
 
 }  // namespace
 
+// Chooses how threads are shuffled until the next barrier. If all simdgroups took turns, none would ever be
+// far ahead of the others, where it shows that a barrier is missing.
+void ThreadgroupRunner::choose_order() {
+  if (rng_) first_ = static_cast<unsigned>(random() % (simdgroup_count_ + 1));
+}
+
 int ThreadgroupRunner::pick(unsigned after) {
   if (!ready_simdgroups_) return -1;
   unsigned group = after / abi::kLanes;
   if (rng_) {
-    group =
-        nth_member(ready_simdgroups_,
-                   static_cast<unsigned>(random() % static_cast<unsigned>(std::popcount(ready_simdgroups_))));
-    const u32 ready = simdgroups_[group].ready;
-    return static_cast<int>(
-        group * abi::kLanes +
-        nth_member(ready, static_cast<unsigned>(random() % static_cast<unsigned>(std::popcount(ready)))));
+    const auto any_of = [this](u32 members) {
+      return nth_member(members,
+                        static_cast<unsigned>(random() % static_cast<unsigned>(std::popcount(members))));
+    };
+    if (first_ == simdgroup_count_) {
+      group = any_of(ready_simdgroups_);
+    } else {
+      group = ready_simdgroups_ >> first_ & 1 ? first_ : next_member(ready_simdgroups_, first_);
+    }
+    return static_cast<int>(group * abi::kLanes + any_of(simdgroups_[group].ready));
   }
   if (!(ready_simdgroups_ >> group & 1)) group = next_member(ready_simdgroups_, group);
   return static_cast<int>(group * abi::kLanes + next_member(simdgroups_[group].ready, after % abi::kLanes));
@@ -545,6 +555,7 @@ void ThreadgroupRunner::release_barrier() {
   if (std::string apart = describe_apart(); !apart.empty()) fail(std::move(apart));
   at_barrier_ = 0;
   barriers_++;
+  choose_order();
 }
 
 }  // namespace metal_emulator::cpu

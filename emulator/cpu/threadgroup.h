@@ -80,6 +80,7 @@ class ThreadgroupRunner {
   void transfer(abi::Fiber& self, unsigned thread);
   void switch_to(abi::Fiber* from, abi::Fiber* to);
   abi::Fiber& bind_fiber(unsigned thread);
+  void choose_order();
   std::uint64_t random();
 
   [[noreturn]] void fail(std::string message);
@@ -114,6 +115,9 @@ class ThreadgroupRunner {
   unsigned returned_ = 0, at_barrier_ = 0;
   std::uint32_t ready_simdgroups_ = 0;
   std::uint64_t rng_ = 0;  // 0: in order
+  // The simdgroup that runs as far as it can before the next one does; simdgroup_count_: a random one runs
+  // after each wait.
+  unsigned first_ = 0;
   std::uint64_t barriers_ = 0, threads_run_ = 0;
   // Operations that a simdgroup has executed together with the others: their number, hash, and the last
   // place.

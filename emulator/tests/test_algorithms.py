@@ -37,6 +37,22 @@ def test_reduction(kernels: ShaderLibrary, rng: np.random.Generator, order: dict
     assert out.sum(dtype=np.float64) == pytest.approx(x.sum(dtype=np.float64), abs=1e-5 * n**0.5)
 
 
+@pytest.mark.parametrize("threads", [64, 192, 1024])
+def test_most_orders_show_that_a_barrier_is_missing(kernels: ShaderLibrary, threads: int) -> None:
+    x = np.arange(threads, dtype=np.float32) % 7
+    expected = np.full(threads, x.sum() + (x * x).sum())
+    wrong = 0
+    for seed in range(1, 21):
+        for planted in (0, 1):
+            out = np.full(threads, np.nan, np.float32)
+            kernels.run("reduce_twice", (1,), (threads,), [x, out, np.uint32(planted)], seed=seed)
+            if planted:
+                wrong += not np.array_equal(out, expected)
+            else:
+                np.testing.assert_array_equal(out, expected)
+    assert wrong >= 10
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("shape", [(16, 16), (33, 70), (1, 50)])
 def test_transpose(

@@ -22,6 +22,25 @@ kernel void reduce_sum(device const float* x [[buffer(0)]], device float* out [[
   }
 }
 
+// out[i] = the sum of x plus the sum of squares, one value per thread. If `planted`, memory is written again
+// before all have read it.
+kernel void reduce_twice(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
+                         constant uint& planted [[buffer(2)]], uint i [[thread_index_in_threadgroup]],
+                         ushort lane [[thread_index_in_simdgroup]],
+                         ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                         ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float partial[32];
+  float sum = simd_sum(x[i]);
+  if (lane == 0) partial[simdgroup] = sum;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  sum = simd_sum(lane < simdgroups ? partial[lane] : 0.0f);
+  if (!planted) threadgroup_barrier(mem_flags::mem_threadgroup);
+  const float squares = simd_sum(x[i] * x[i]);
+  if (lane == 0) partial[simdgroup] = squares;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  out[i] = sum + simd_sum(lane < simdgroups ? partial[lane] : 0.0f);
+}
+
 // 16x16 tiles through threadgroup memory whose size the host gives: 16 rows of 17 floats.
 kernel void transpose(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
                       constant uint2& size [[buffer(2)]],  // columns, rows of x
