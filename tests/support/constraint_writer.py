@@ -16,7 +16,9 @@ _KEYWORDS = ["anyOf", "allOf", "oneOf"]
 
 def write_constraint(random: Random) -> Constraint:
     kind = random.choice(["regex", "grammar", "json_schema"])
-    if kind == "regex":
+    if random.random() < 0.1:
+        source = _nested(random, kind)
+    elif kind == "regex":
         source = _regex(random, 4)
     elif kind == "grammar":
         write = random.choices([_grammar, _chain_of_rules, _ambiguous_spaces], [7, 1, 2])[0]
@@ -30,6 +32,30 @@ def write_constraint(random: Random) -> Constraint:
             source[:at] + random.choice(["", "(", '"', "/", "{", "\\", "\0", "\ud800"]) + source[at + 1 :]
         )
     return kind, source
+
+
+def _nested(random: Random, kind: str) -> str:
+    """Return a constraint whose parts contain each other, to depths at which recursion may fail or not."""
+    depth = random.choice([20, 120, 128, 140, 300, 1000, 3000, 20_000])
+    if kind == "json_schema":
+        begin, end = random.choice(
+            [
+                ('{"not":', "}"),
+                ('{"anyOf":[', "]}"),
+                ('{"items":', ',"type":"array"}'),
+                ('{"type":"object","properties":{"x":', '},"required":["x"]}'),
+                ('{"additionalProperties":', ',"type":"object"}'),
+                ('{"enum":[', "]}"),
+            ]
+        )
+        return begin * depth + random.choice(['{"type":"null"}', "true", "{}"]) + end * depth
+    begin, end = random.choice([("(", ")"), ("(?:a|", ")"), ("(", ")?"), ("(", ")*"), ("(b", "){0,2}")])
+    pattern = f"{begin * depth}a{end * depth}"
+    if kind == "regex":
+        return pattern
+    begin, end = random.choice([("(", ")"), ("(", ")?"), ('("a" | ', ")"), ("[", "]")])
+    rule = f'{begin * depth}"a"{end * depth}'
+    return random.choice([f"start: {rule}", f"start: T\nT: {rule}", f"start: /{pattern}/"])
 
 
 def _regex(random: Random, depth: int) -> str:
