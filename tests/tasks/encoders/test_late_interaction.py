@@ -331,8 +331,9 @@ def test_punctuation_is_compared_on_request(tmp_path: Path, file_of: FileOf, exp
         query, scores = expected.query(QUERY), scores_of(model, documents)
         whole = model.embed(documents, instruction="document")
         np.testing.assert_allclose(scores, [(query @ rows.T).max(axis=1).sum() for rows in whole], rtol=2e-6)
-        assert np.all(scores >= scores_of(usual, documents))
-        assert np.any(scores > scores_of(usual, documents))
+        added = (scores - scores_of(usual, documents)) / scores
+        assert np.all(added > -2e-6)  # products of other sizes round differently
+        assert np.any(added > 1e-3)
 
 
 def test_a_folder_opens_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: ColBert) -> None:
