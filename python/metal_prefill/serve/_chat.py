@@ -90,7 +90,7 @@ def fitting_tokens(service: Service, form: ChatForm) -> tuple[list[int], int]:
     """
     if form.truncation != "auto":
         return chat_tokens(service, form), 0
-    whole, context = form.messages, service.model.max_context
+    whole, context = form.messages, service.engine.max_context
     room = context - min(form.max_completion_tokens or form.max_tokens or context, context // 4)
     first = next((i for i, m in enumerate(whole) if m.role not in ("system", "developer")), len(whole))
     turns = [i for i, message in enumerate(whole) if message.role == "user" and i > first]
@@ -114,7 +114,7 @@ def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[
     variables: dict[str, Any] = dict(form.chat_template_kwargs or {})
     if reserved := sorted(set(variables) & {"messages", "tools", "documents", "add_generation_prompt"}):
         raise ApiError(f"chat_template_kwargs: {reserved[0]} is reserved", param="chat_template_kwargs")
-    tokenizer, tools = service.model.tokenizer, offered_tools(form)
+    tokenizer, tools = service.engine.tokenizer, offered_tools(form)
     continues = form.continue_final_message or (form.messages[-1].prefix or False)
     adds_prompt = not continues if form.add_generation_prompt is None else form.add_generation_prompt
     if continues and adds_prompt:
@@ -148,7 +148,7 @@ def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[
         raise ApiError(str(error), param=param, code="invalid_messages") from None
     texts = [text for text, _ in pieces]
     if fits:
-        check_size(service.model.engine, sum(map(tokenizer.least_tokens, texts)))
+        check_size(service.engine, sum(map(tokenizer.least_tokens, texts)))
     for text in texts if fits else ["".join(texts)]:
         service.check_text(text, "messages")
     return tokenizer.encode_chat(pieces)
@@ -235,17 +235,17 @@ def _is_constrained(form: ChatForm) -> bool:
 
 def _streams(service: Service, form: ChatForm, ids: list[int], n: int, namespace: str) -> list[Stream]:
     field, constraint = constraint_of(form)
-    options = {**options_of(form, service.model.tokenizer), **constraint}
-    options["stop"] = [*options["stop"], *service.model.tokenizer.chat_stop]
-    options["reasoning"] = service.model.tokenizer.reasoning_tags is not None
+    options = {**options_of(form, service.engine.tokenizer), **constraint}
+    options["stop"] = [*options["stop"], *service.engine.tokenizer.chat_stop]
+    options["reasoning"] = service.engine.tokenizer.reasoning_tags is not None
     options["calls"] = offered_tools(form) is not None
-    max_tokens = form.max_completion_tokens or form.max_tokens or service.model.max_context
+    max_tokens = form.max_completion_tokens or form.max_tokens or service.engine.max_context
     if form.logprobs:
         options["logprobs"] = form.top_logprobs or 0
         if form.max_completion_tokens is None and form.max_tokens is None:
             max_tokens = min(max_tokens, most_tokens(n, options["logprobs"]))
     with constraint_errors(form, field):
-        return make_streams(service.model.engine, ids, n, max_tokens, prefix_namespace=namespace, **options)
+        return make_streams(service.engine, ids, n, max_tokens, prefix_namespace=namespace, **options)
 
 
 def _reasoning_parser(form: ChatForm, tokenizer: Tokenizer, stream: Stream) -> ReasoningParser | None:
@@ -384,10 +384,10 @@ async def conversation(service: Service, form: ChatForm, sender: Sender) -> Asyn
         with scores_of(service.bodies.scores, streams, logprobs) as scores:
             choices = [ChatChoice(i, stream, i == 0, scores[i]) for i, stream in enumerate(streams)]
             for choice in choices:
-                choice.reasoning_parser = _reasoning_parser(form, service.model.tokenizer, choice.stream)
+                choice.reasoning_parser = _reasoning_parser(form, service.engine.tokenizer, choice.stream)
                 choice.parser = ToolCallParser(tools) if tools else None
                 choice.required = RequiredCalls(names) if (names := possible_calls(form)) else None
-                choice.tokenizer = service.model.tokenizer if form.logprobs else None
+                choice.tokenizer = service.engine.tokenizer if form.logprobs else None
                 choice.dropped_messages = dropped
             form.messages, form.tools, form.documents = [], None, None  # may be large
             yield choices

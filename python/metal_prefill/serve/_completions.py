@@ -54,7 +54,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
     max_tokens = DEFAULT_MAX_TOKENS if form.max_tokens is None else form.max_tokens
     scored = bool(form.echo) and form.logprobs is not None
     options = {
-        **options_of(form, service.model.tokenizer),
+        **options_of(form, service.engine.tokenizer),
         "logprobs": 0 if form.logprobs is None and made > (form.n or 1) else form.logprobs,
         "echo": bool(form.echo),
         "prompt_logprobs": scored,
@@ -64,7 +64,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
         raise ApiError("max_tokens may be 0 only with echo and logprobs", param="max_tokens")
 
     def streams_of(prompt: str | list[int]) -> list[Stream]:
-        engine = service.model.engine
+        engine = service.engine
         ids = _prompt_tokens(service, form, prompt) if isinstance(prompt, str) else prompt
         with constraint_errors(form):
             streams = make_streams(engine, ids, made, max_tokens, **options)
@@ -75,7 +75,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
 
     def all_streams() -> list[Stream]:
         streams = [stream for prompt in prompts for stream in streams_of(prompt)]
-        token_bytes = service.model.tokenizer.token_bytes
+        token_bytes = service.engine.tokenizer.token_bytes
         if form.echo and sum(len(token_bytes(t)) for s in streams for t in s.prompt.tolist()) > MOST_ECHOED:
             raise ApiError(
                 f"echo: more than {MOST_ECHOED} bytes of prompts", param="echo", code="answer_too_large"
@@ -88,7 +88,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
         with scores_of(service.bodies.scores, streams, form.logprobs) as scores:
             choices = [CompletionChoice(i, s, i % made == 0, scores[i]) for i, s in enumerate(streams)]
             for choice in choices:
-                choice.tokenizer = service.model.tokenizer if form.logprobs is not None else None
+                choice.tokenizer = service.engine.tokenizer if form.logprobs is not None else None
                 choice.known = choice.stream.prompt_tokens if scored else 0
             head = head_of("cmpl", "text_completion", name)
             best = partial(best_texts, made, form.n or 1)
@@ -121,9 +121,9 @@ def best_texts(made: int, n: int, choices: Sequence[CompletionChoice]) -> list[C
 
 def _prompt_tokens(service: Service, form: CompletionForm, prompt: str) -> list[int]:
     """Encode a prompt, with the suffix of a text to fill in."""
-    tokenizer = service.model.tokenizer
+    tokenizer = service.engine.tokenizer
     for text, param in ((prompt, "prompt"), (form.suffix or "", "suffix")):
-        check_size(service.model.engine, tokenizer.least_tokens(text))
+        check_size(service.engine, tokenizer.least_tokens(text))
         service.check_text(text, param)
 
     def encode(text: str, add_bos: bool | None) -> list[int]:
@@ -215,7 +215,7 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply, sender: S
     given = [value for value in (form.prompt, form.content, form.messages) if value is not None]
     if len(given) != 1:
         raise ApiError(f"pass exactly one of prompt, content and messages; got {len(given)}", param="prompt")
-    tokenizer = service.model.tokenizer
+    tokenizer = service.engine.tokenizer
 
     def encode() -> list[int]:
         if form.messages is not None:
@@ -238,7 +238,7 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply, sender: S
 
     ids = await service.prepare(encode)
     sender.turn.end()
-    await reply.json({"tokens": ids, "count": len(ids), "max_model_len": service.model.max_context})
+    await reply.json({"tokens": ids, "count": len(ids), "max_model_len": service.engine.max_context})
 
 
 async def detokenize(service: Service, form: DetokenizeForm, reply: Reply, sender: Sender) -> None:
@@ -246,9 +246,9 @@ async def detokenize(service: Service, form: DetokenizeForm, reply: Reply, sende
 
     def decode() -> str:
         service.check_size(len(form.tokens), "tokens")
-        token_bytes = service.model.tokenizer.token_bytes
+        token_bytes = service.engine.tokenizer.token_bytes
         service.check_size(sum(len(token_bytes(token)) for token in form.tokens), "tokens")
-        return service.model.tokenizer.decode(form.tokens)
+        return service.engine.tokenizer.decode(form.tokens)
 
     text = await service.prepare(decode)
     sender.turn.end()

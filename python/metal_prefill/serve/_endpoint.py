@@ -212,7 +212,7 @@ class Endpoint(Generic[_Form]):
             if scope.cancelled_caught:
                 await reply.error(timeout_error(seconds))
         except ContextOverflowError as error:  # LiteLLM recognizes the first words, LangChain the others
-            most = self._service.model.max_context
+            most = self._service.engine.max_context
             limit = f"This model's maximum context length is {most} tokens"
             message = f"{limit}. However, the prompt is too long: {error}"
             await reply.error(ApiError(message, code="context_length_exceeded"))

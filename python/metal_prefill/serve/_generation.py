@@ -104,7 +104,7 @@ def check_count(service: Service, texts: int, param: str = "n") -> int:
             param=param,
         )
     try:
-        service.model.engine.check_generates()
+        service.engine.check_generates()
     except ValueError as error:
         raise ApiError(f"{service.names[0]} does not generate text: {error}", code="unsupported") from None
     return texts

@@ -98,10 +98,10 @@ def chat_form(service: Service, form: CountForm) -> ChatForm:
         if form.tool_choice.disable_parallel_tool_use is not None:
             chat.parallel_tool_calls = not form.tool_choice.disable_parallel_tool_use
     thinks = None if form.thinking is None else form.thinking.type != "disabled"
-    if thinks is not None and service.model.tokenizer.template_reads("enable_thinking", bool(chat.tools)):
+    if thinks is not None and service.engine.tokenizer.template_reads("enable_thinking", bool(chat.tools)):
         chat.chat_template_kwargs = {"enable_thinking": thinks}
     config = form.output_config or {}
-    if config.get("effort") and service.model.tokenizer.template_reads("reasoning_effort", bool(chat.tools)):
+    if config.get("effort") and service.engine.tokenizer.template_reads("reasoning_effort", bool(chat.tools)):
         chat.reasoning_effort = str(config["effort"])
     if (format_ := config.get("format")) is not None:
         if not isinstance(format_, dict) or not isinstance(format_.get("schema"), dict):

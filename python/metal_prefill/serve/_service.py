@@ -51,7 +51,7 @@ class Service:
     """A model that a server serves."""
 
     def __init__(self, model: Model, settings: Settings) -> None:
-        self.model = model
+        self.model, self.engine = model, model.engine
         self.settings = settings
         self.names = list(settings.names) or [model_name(model.path)]
         self.created = int(time.time())
@@ -64,8 +64,8 @@ class Service:
             None
             if settings.prefix_store is None
             else PrefixStore(
-                model.engine.state_owner,
-                functools.partial(model.engine.session, None),
+                self.engine.state_owner,
+                functools.partial(self.engine.session, None),
                 settings.prefix_store,
                 settings.prefix_store_bytes,
                 model.tokenizer.turn_ends,
@@ -100,7 +100,7 @@ class Service:
     @property
     def most_text(self) -> int:
         """Bytes that a text may have."""
-        return max(MOST_TEXT, BYTES_PER_TOKEN * self.model.max_context)
+        return max(MOST_TEXT, BYTES_PER_TOKEN * self.engine.max_context)
 
     def check_text(self, text: str, param: str) -> None:
         """Raise `ApiError` if a text takes too much memory to encode."""
@@ -118,7 +118,7 @@ class Service:
 
     def note_foreign_ids(self, ids: list[int]) -> None:
         """Log once that token ids lack those around each text, as ids of another tokenizer do."""
-        frame = self.model.tokenizer.frame
+        frame = self.engine.tokenizer.frame
         begin, end = list(frame.begin), list(frame.end)
         framed = ids[: len(begin)] == begin and ids[len(ids) - len(end) :] == end
         if not (framed or self._noted_ids):
@@ -135,9 +135,9 @@ class Service:
 
         ``chat`` requires a chat template in the file; without one, conversations have a plain format.
         """
-        engine = self.model.engine
+        engine = self.engine
         tasks = ["completion"] if engine.config.causal else []
-        if tasks and self.model.tokenizer.chat_template:
+        if tasks and self.engine.tokenizer.chat_template:
             tasks.append("chat")
         with suppress(ValueError, GGUFError):
             check_pooling(engine, self.settings.pooling)
@@ -235,7 +235,7 @@ class Service:
 
     async def compute(self, work: Callable[[SharedPasses], _T]) -> _T:
         """Do in a thread what goes through the model in passes that are shared with texts of others."""
-        passes = SharedPasses(self.model.engine, self.loop)
+        passes = SharedPasses(self.engine, self.loop)
         try:
             return await anyio.to_thread.run_sync(
                 lambda: work(passes), limiter=self._text_workers, abandon_on_cancel=True

@@ -83,7 +83,7 @@ async def predict(service: Service, form: PredictForm, reply: Reply, sender: Sen
         for part in parts:
             service.check_text(part, f"inputs[{i}]")
         texts.append(parts[0] if len(parts) == 1 else (parts[0], parts[1]))
-    engine, head = service.model.engine, service.model.engine.head
+    engine, head = service.engine, service.engine.head
     size = len(texts) * sum(MOST_ESCAPED * len(label.encode()) + _LABELED for label in head.labels)
     if size > MOST_ANSWER:
         raise ApiError(
@@ -114,7 +114,7 @@ async def _embedded(
     """Compute the vectors of a request."""
     inputs = prompts_of(form.input, "input")
     _check_inputs(service, len(inputs), "input")
-    engine = service.model.engine
+    engine = service.engine
     packed = form.encoding_format == "base64"
 
     def encode() -> tuple[EncodedTexts, TextRole]:
@@ -249,7 +249,7 @@ async def rank(service: Service, form: RerankForm, reply: Reply, sender: Sender)
         ranked = ranking.ranked(passes, form.top_n)
         return ranked, _usage(passes.tokens, rules.truncate, ranking.cut_texts)  # a shared prefix counts once
 
-    engine = service.model.engine
+    engine = service.engine
     with service.admitted(1):
         ranking = await service.prepare(lambda: encode_documents(engine, form.query, documents, options))
         sender.turn.end()
@@ -308,7 +308,7 @@ def _document(document: str | dict[str, Any], i: int, fields: Sequence[str] | No
 
 def _check_ranks(service: Service, options: Options) -> None:
     """Raise `ApiError` if the model does not rank documents in this way."""
-    engine, name = service.model.engine, service.names[0]
+    engine, name = service.engine, service.names[0]
     try:
         if kind_of(engine, options) == "template":
             template_of(engine)
