@@ -126,7 +126,6 @@ class WorkerProcess(JsonProcess):
         command = (sys.executable, "-m", "metal_prefill.bench._worker", name, arguments)
         super().__init__(name, command, "loading the model")
         self.load_ns: int = self.hello.pop("load_ns")
-        self.rss_before_load: int = self.hello.pop("rss_before_load")
         self.identity = Identity(**self.hello)
 
     def sample(self, case: Case) -> tuple[int, int]:

@@ -84,12 +84,11 @@ def serve(name: str, options: dict[str, Any], requests: IO[str], replies: IO[str
 
     try:
         vocab_size = options.pop("vocab_size")
-        before = _machine.peak_rss_bytes()
         begin = time.perf_counter_ns()
         engine = _engines.load(name, _engines.Options(**options))
         task = cache(lambda: task_ids(options["path"]))
         loaded = time.perf_counter_ns()
-        reply(load_ns=loaded - begin, rss_before_load=before, **asdict(engine.identity()))
+        reply(load_ns=loaded - begin, **asdict(engine.identity()))
         gc.disable()
         for line in requests:
             request = json.loads(line)
