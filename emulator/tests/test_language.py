@@ -27,18 +27,16 @@ def test_vectors_and_swizzles(language: ShaderLibrary) -> None:
     np.testing.assert_array_equal(out, [*a, *c, *d, 6, 32, 46.5])
 
 
-def test_casts_convert_values(language: ShaderLibrary) -> None:
-    out = np.zeros(33, np.int32)
+def test_constructors_convert_values(language: ShaderLibrary) -> None:
+    out = np.zeros(21, np.int32)
     language.run("vector_conversions", (1,), (1,), [out])
     v = np.array([1.75, -2.75, 3.5, -4.5], np.float32)
-    rows = out[:32].reshape(4, 8)
+    rows = out[:20].reshape(4, 5)
     whole = v.astype(np.int32)
-    np.testing.assert_array_equal(rows[:, :4], np.repeat(whole[:, None], 4, axis=1))
-    np.testing.assert_array_equal(rows[:, 4], -whole)
-    np.testing.assert_array_equal(rows[:, 5], v.view(np.int32))
-    np.testing.assert_array_equal(rows[:, 6], whole)
-    np.testing.assert_array_equal(rows[:, 7], 2)
-    np.testing.assert_array_equal(out[32:], [5 + 7])  # (1.5, 2.5) + 1
+    np.testing.assert_array_equal(
+        rows, np.stack([whole, whole, v.view(np.int32), whole, np.full(4, 2)], axis=1)
+    )
+    np.testing.assert_array_equal(out[20:], [5 + 7])  # (1.5, 2.5) + 1
 
 
 def test_struct_layout(language: ShaderLibrary) -> None:
@@ -71,14 +69,6 @@ def test_half_rounds_each_operation(language: ShaderLibrary) -> None:
     np.testing.assert_array_equal(halves, expected)
 
 
-def test_overloads_by_address_space(language: ShaderLibrary) -> None:
-    out, counter = floats(8), np.array([5], np.int32)
-    out[4] = 1
-    language.run("spaces", (1,), (1,), [out, np.float32(4), counter])
-    np.testing.assert_array_equal(out[:2], [2 + 30 + 400 + 5000, 6 + 11 + 21])
-    assert counter[0] == 6
-
-
 def test_templates_instantiated_for_the_host(language: ShaderLibrary) -> None:
     x, out = np.arange(6, dtype=np.float32), floats(6)
     language.run("apply_twice", (6,), (1,), [x, out, np.uint32(5)])
@@ -93,7 +83,7 @@ def test_templates_instantiated_for_the_host(language: ShaderLibrary) -> None:
 
 def test_functions_of_numbers(language: ShaderLibrary) -> None:
     expected = [3 + 1 + 9, 4 + 0.5 + 5 + 3, 1, 10 + 10, np.e + 8 + 0.5, 2 + np.log(np.log2(np.e)),
-                3 + 40 + 100, 4 + 4 + 16]  # fmt: skip
+                4 + 4 + 16]  # fmt: skip
     out = floats(len(expected))
     language.run("numbers", (1,), (1,), [out])
     np.testing.assert_allclose(out, np.array(expected, np.float32), rtol=1e-6)

@@ -59,6 +59,22 @@ WRONG: dict[str, tuple[str, str]] = {
         "{ simdgroup_float8x8 a(1.0f); x[0] = a.thread_elements(); }  // !",
         "incompatible type",
     ),
+    "member function of an address space": (
+        "struct A { float x; float f() const device { return x; } };  // !",
+        "not modelled",
+    ),
+    "buffer without an attribute": (
+        "kernel void k(device float* x) { x[0] = 1; }  // !",
+        "needs an attribute",
+    ),
+    "cast to a vector": (
+        "kernel void k(device float4* x [[buffer(0)]]) { x[0] += float4((int4)x[0]); }  // !",
+        "write int4(...)",
+    ),
+    "static cast to a template parameter": (
+        "template <typename T> static T f(float4 x) { return static_cast<T>(x); }  // !",
+        "write T(...)",
+    ),
     "buffer index beyond the last": (
         "kernel void k(device float* x [[buffer(31)]]) { x[0] = 1; }  // !",
         "31",

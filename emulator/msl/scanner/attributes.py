@@ -31,9 +31,6 @@ def attributes(tokens: TokenList, begin: int, end: int) -> list[Attribute]:
             while position < closing - 1:
                 name = tokens.at(position)
                 position += 1
-                if tokens.at(position) == "::":
-                    name += "::" + tokens.at(position + 1)
-                    position += 2
                 argument = None
                 if tokens.at(position) == "(":
                     argument = tokens.text(position + 1, tokens.partner[position])
@@ -61,16 +58,10 @@ def evaluate(text: str, constants: dict[str, int]) -> int | None:
 
 
 def integer_constants(tokens: TokenList) -> dict[str, int]:
-    """Return the named integers of a source: enumerators and constexpr variables with a literal value."""
+    """Return the named integers of a source: constexpr variables with a literal value."""
     known: dict[str, int] = {}
     for index, token in enumerate(tokens):
-        if token.text == "enum":
-            opening = index
-            while tokens.at(opening) not in ("{", ";", ""):
-                opening += 1
-            if tokens.at(opening) == "{":
-                _enumerators(tokens, opening, known)
-        elif token.text == "=" and tokens.kind(index - 1) == "name" and tokens.kind(index + 1) == "number":
+        if token.text == "=" and tokens.kind(index - 1) == "name" and tokens.kind(index + 1) == "number":
             if tokens.at(index + 2) != ";":
                 continue
             begin = index
@@ -81,21 +72,3 @@ def integer_constants(tokens: TokenList) -> dict[str, int]:
             if value is not None and "constexpr" in words:
                 known[tokens.at(index - 1)] = value
     return known
-
-
-def _enumerators(tokens: TokenList, opening: int, known: dict[str, int]) -> None:
-    closing, value, position = tokens.partner[opening], -1, opening + 1
-    while position < closing:
-        name, expression = tokens.at(position), position + 2
-        position += 1
-        while position < closing and tokens.at(position) != ",":
-            position = tokens.partner.get(position, position) + 1
-        if tokens.at(expression - 1) == "=":
-            result = evaluate(tokens.text(expression, position), known)
-            if result is None:
-                return
-            value = result
-        else:
-            value += 1
-        known[name] = value
-        position += 1

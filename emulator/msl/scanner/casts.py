@@ -1,4 +1,4 @@
-"""Rewrites vector constructors and casts.
+"""Rewrites vector constructors, and refuses casts to vectors.
 
 Vectors are clang's ``ext_vector_type``, which gives swizzles, operators and fast code, but C++ has no
 ``float4(v.xy, 1, 2)`` for it, and its ``(int4)v`` reinterprets bits where Metal converts values. So, for a
@@ -7,13 +7,12 @@ type T that is or may be a vector:
 =========================  ==============================
 ``T(a, b)``                ``::msl::construct<T>(a, b)``
 ``T name(a, b);``          ``T name = ::msl::construct<T>(a, b);``
-``(T)x``                   ``::msl::Cast<T>()->*x``
-``static_cast<T>(x)``      ``::msl::construct<T>(x)``
+``(T)x``                   refused: shaders write ``T(x)``
+``static_cast<T>(x)``      refused
 =========================  ==============================
-
-``->*`` binds tighter than every binary operator and weaker than postfix ones, as a cast does, so the end of
-the operand need not be found.
 """
+
+from typing import NoReturn
 
 from .tokens import TokenList
 
@@ -56,7 +55,7 @@ NOT_BEFORE_TYPE = (
 
 
 class CastRewriter:
-    """Knows which names are vectors or may be, and rewrites their constructors and casts."""
+    """Knows which names are vectors or may be, and rewrites their constructors."""
 
     def __init__(self, tokens: TokenList) -> None:
         self.tokens = tokens
@@ -142,35 +141,24 @@ class CastRewriter:
         """Rewrite all tokens; bodies are the braces of functions, where declarations may construct."""
         tokens, index = self.tokens, 0
         while index < len(tokens):
-            if tokens[index].text == "(" and self._rewrite_cast(index):
-                index += 1
+            if tokens[index].text == "(":
+                self._refuse_cast(index)
             elif tokens[index].text == "static_cast" and tokens.at(index + 1) == "<":
-                self._rewrite_static_cast(index)
+                self._refuse_static_cast(index)
             elif tokens[index].kind == "name" and tokens.at(index - 1) != "::":
                 index = self._rewrite_constructor(index, bodies)
                 continue
             index += 1
 
-    def _rewrite_cast(self, index: int) -> bool:
-        """Rewrite ``(T)`` before an operand."""
+    def _refuse_cast(self, index: int) -> None:
+        """Refuse ``(T)`` before an operand."""
         tokens, closing = self.tokens, self.tokens.partner[index]
         found = self._type(index + 1)
-        if found is None or found[0] != closing:
-            return False
-        # A cast of a cast: both, so that the inner one comes first.
-        inner = tokens.at(closing + 1) == "(" and self._rewrite_cast(closing + 1)
-        if not found[1] and not inner:
-            return False
-        before = tokens.at(index - 1)
+        if found is None or found[0] != closing or not found[1]:
+            return
+        before, following = tokens.at(index - 1), tokens.at(closing + 1)
         after_cast = before == ")" and self._is_cast(index - 1)
-        if (
-            before in ("]", "}")
-            or (before == ")" and not after_cast)
-            or not self._is_expression_context(index)
-        ):
-            return False
-        following = tokens.at(closing + 1)
-        if tokens.kind(closing + 1) not in ("name", "number") and following not in (
+        operand = tokens.kind(closing + 1) in ("name", "number") or following in (
             "(",
             "-",
             "!",
@@ -178,13 +166,20 @@ class CastRewriter:
             "*",
             "&",
             "::",
+        )
+        parameters = following in ("const", "noexcept", "thread", "device", "constant", "threadgroup")
+        if (
+            before in ("]", "}")
+            or (before == ")" and not after_cast)
+            or not self._is_expression_context(index)
         ):
-            return False
-        if following in ("const", "noexcept", "thread", "device", "constant", "threadgroup"):
-            return False  # a parameter list
-        tokens[index].out = "::msl::Cast<"
-        tokens[closing].out = ">()->*"
-        return True
+            return
+        if operand and not parameters:
+            self._refuse(index, index + 1, closing)
+
+    def _refuse(self, index: int, begin: int, end: int) -> NoReturn:
+        kind = self.tokens.text(begin, end)
+        raise self.tokens[index].error(f"a cast to '{kind}', which is or may be a vector; write {kind}(...)")
 
     def _is_cast(self, closing: int) -> bool:
         """Whether this parenthesis ends ``(T)`` in front of an operand."""
@@ -192,11 +187,11 @@ class CastRewriter:
         found = self._type(opening + 1)
         return found is not None and found[0] == closing and self._is_expression_context(opening)
 
-    def _rewrite_static_cast(self, index: int) -> None:
+    def _refuse_static_cast(self, index: int) -> None:
         found = self._type(index + 2)
         closing = self.tokens.closing_angle(index + 1)
         if found is not None and found[0] == closing and found[1]:
-            self.tokens[index].out = "::msl::construct"
+            self._refuse(index, index + 2, closing)
 
     def _rewrite_constructor(self, index: int, bodies: list[tuple[int, int]]) -> int:
         """Rewrite ``T(...)`` or ``T name(...)`` at index; return where to continue."""

@@ -152,7 +152,7 @@ def _kernel(tokens: TokenList, declaration: Declaration, integers: dict[str, int
         _argument(tokens, begin, end, name, integers)
         for begin, end in split_list(tokens, opening + 1, closing)
     ]
-    _number_implicit(tokens, declaration, name, arguments)
+    _check_indices(tokens, declaration, name, arguments)
     templates = _template_arguments(tokens, declaration) if declaration.templates else None
     host_name = _host_name(_head_attributes(tokens, declaration))
     return Kernel(
@@ -219,13 +219,7 @@ def _argument(tokens: TokenList, begin: int, end: int, kernel: str, integers: di
             raise tokens[begin].error(f"kernel '{kernel}': '{name}' is both [[{kind}]] and [[{chosen}]]")
         kind = chosen
     if not kind:
-        kind = {"device": "buffer", "constant": "buffer", "threadgroup": "threadgroup"}.get(
-            space if pointer else "", ""
-        )
-        if not kind:
-            raise tokens[begin].error(
-                f"kernel '{kernel}': '{text}' needs an attribute, or an address space and a pointer"
-            )
+        raise tokens[begin].error(f"kernel '{kernel}': '{text}' needs an attribute, such as [[buffer(0)]]")
     if kind in ("buffer", "threadgroup") and not pointer:
         raise tokens[begin].error(
             f"kernel '{kernel}': [[{kind}]] argument '{text}' must be a pointer or a reference"
@@ -239,25 +233,20 @@ def _argument(tokens: TokenList, begin: int, end: int, kernel: str, integers: di
     return Argument(name, kind, index, space, text)
 
 
-def _number_implicit(
+def _check_indices(
     tokens: TokenList, declaration: Declaration, kernel: str, arguments: list[Argument]
 ) -> None:
-    """Give arguments without index the next free one, and refuse an index used twice."""
-    for kind in ("buffer", "threadgroup"):
-        taken: dict[int, str] = {}
-        for argument in (a for a in arguments if a.kind == kind and a.index >= 0):
-            if other := taken.get(argument.index):
-                raise tokens[declaration.head].error(
-                    f"kernel '{kernel}': {kind}({argument.index}) is both '{other}' and '{argument.name}'"
-                )
-            taken[argument.index] = argument.name
-        for argument in (a for a in arguments if a.kind == kind and a.index < 0):
-            argument.index = next(n for n in range(len(arguments) + len(taken) + 1) if n not in taken)
-            taken[argument.index] = argument.name
-            if argument.index >= MAX_BUFFERS:
-                raise tokens[declaration.head].error(
-                    f"kernel '{kernel}' has more than {MAX_BUFFERS} {kind} arguments"
-                )
+    """Refuse an index used twice."""
+    taken: dict[tuple[str, int], str] = {}
+    for argument in arguments:
+        if argument.kind not in ("buffer", "threadgroup"):
+            continue
+        if other := taken.get((argument.kind, argument.index)):
+            place = f"{argument.kind}({argument.index})"
+            raise tokens[declaration.head].error(
+                f"kernel '{kernel}': {place} is both '{other}' and '{argument.name}'"
+            )
+        taken[argument.kind, argument.index] = argument.name
 
 
 def _template_arguments(tokens: TokenList, declaration: Declaration) -> str:

@@ -5,7 +5,6 @@ import re
 from .attributes import attributes
 from .casts import CastRewriter
 from .declarations import Declaration
-from .duplicates import drop_duplicates
 from .kernels import Kernel, Program, is_kernel
 from .tokens import TokenList
 
@@ -31,8 +30,6 @@ def rewrite(tokens: TokenList, found: list[Declaration], program: Program, check
     _threadgroup_variables(tokens, program)
     _attributes(tokens)
     _kernels(tokens, found)
-    if not check:
-        drop_duplicates(tokens, found)
 
 
 def _literals(tokens: TokenList, check: bool) -> None:
@@ -60,39 +57,16 @@ def _opencl_keywords(tokens: TokenList) -> None:
 
 
 def _address_spaces(tokens: TokenList, check: bool) -> None:
-    """Translate or erase address spaces; those after a member function's parameters qualify ``this``."""
+    """Translate or erase address spaces."""
     for index, token in enumerate(tokens):
         if token.text not in ERASED_SPACES or tokens.at(index - 1) in (".", "->", "::"):
             continue
         if tokens.at(index - 1) == "[" or tokens.at(index + 1) in ("(", "]"):
             continue  # an attribute
-        trailing = tokens.at(index - 1) == ")" or (
-            tokens.at(index - 1) == "const" and tokens.at(index - 2) == ")"
-        )
-        trailing = trailing and tokens.at(index + 1) in ("{", ":", ";", "=", "const", "noexcept")
-        if not check:
-            token.out = "" if trailing else ERASED_SPACES[token.text]
-        elif not trailing:
-            token.out = OPENCL_SPACES[token.text]
-        elif token.text == "constant":
-            token.out = "__constant"
-        elif token.text == "thread" and _is_constructor(tokens, index):
-            token.out = ""  # clang cannot construct temporaries with a __private constructor
-        else:
-            token.out = OPENCL_SPACES[token.text]
-
-
-def _is_constructor(tokens: TokenList, index: int) -> bool:
-    closing = index - 1 - (tokens.at(index - 1) == "const")
-    opening = tokens.partner[closing]
-    return tokens.at(index + 1) == ":" or tokens.at(opening - 2) in (
-        "constexpr",
-        ";",
-        "{",
-        "}",
-        "inline",
-        ":",
-    )
+        head_end = index - 1 - (tokens.at(index - 1) == "const")
+        if tokens.at(head_end) == ")" and tokens.at(index + 1) in ("{", ":", ";", "=", "const", "noexcept"):
+            raise token.error("member functions with an address space are not modelled")
+        token.out = (OPENCL_SPACES if check else ERASED_SPACES)[token.text]
 
 
 def _threadgroup_variables(tokens: TokenList, program: Program) -> None:
@@ -106,8 +80,6 @@ def _threadgroup_variables(tokens: TokenList, program: Program) -> None:
         before = tokens.at(index - 1)
         if token.text != "threadgroup" or before not in (";", "{", "}", ")", "const", "constexpr"):
             continue
-        if tokens.at(index + 1) in ("=", ":", "{", ";", "const", "noexcept"):
-            continue  # after a member function's parameters
         end, pointer = index, False
         while end < len(tokens) and tokens[end].text not in (";", "{", "}", "(", ")", "="):
             pointer = pointer or tokens[end].text in ("*", "&")

@@ -53,16 +53,4 @@ MSL_DOT(::float3, float)
 MSL_DOT(::float4, float)
 MSL_DOT(::half4, half)
 
-// These functions have a single precision.
-#define MSL_ONE_PRECISION \
-  using metal::clamp;     \
-  using metal::max;       \
-  using metal::min;
-namespace precise {
-MSL_ONE_PRECISION
-}
-namespace fast {
-MSL_ONE_PRECISION
-}
-
 }  // namespace metal

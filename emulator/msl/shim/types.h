@@ -1,7 +1,7 @@
 // Scalars, vectors, their constructors and conversions.
 //
 // Vectors are clang's ext_vector_type, with Metal's sizes, alignments, swizzles and operators. The scanner rewrites
-// constructors and casts to msl::construct and msl::Cast.
+// constructors to msl::construct, and refuses casts.
 //
 // Comparisons of vectors return vectors of integers of the same width, 0 or -1, as in OpenCL. Therefore bool2 to
 // bool4 are int2 to int4, which take more memory than Metal's.
@@ -72,13 +72,6 @@ template <class A>
 struct Same<A, A> {
   MSL_CONSTANT bool value = true;
 };
-template <bool Condition, class T = void>
-struct Enable {};
-template <class T>
-struct Enable<true, T> {
-  typedef T type;
-};
-
 // Appends the elements of a scalar or vector to a vector.
 template <class V, class A>
 MSL_INLINE constexpr void append(MSL_THREAD V& vector, MSL_THREAD int& position, A value) {
@@ -130,64 +123,6 @@ MSL_INLINE constexpr V construct(A first, B second, Rest... rest) {
     }
   }
 }
-
-// `Cast<T>()->*x` is `(T)x`. A sign or negation before the cast stays outside of it, and so does another
-// cast: `Cast<A>()->*Cast<B>()->*x` is `(A)(B)x`, although C++ reads it from the left.
-template <class T>
-struct Cast {};
-template <class Operator>
-struct Minus {};
-template <class Operator>
-struct Not {};
-template <class Operator>
-struct Complement {};
-template <class T, class Operator>
-struct Chain {};  // a cast of the result of an operator
-template <class T>
-struct IsOperator {
-  MSL_CONSTANT bool value = false;
-};
-#define MSL_PREFIX_OPERATOR(Type, sign)                                    \
-  template <class Operator>                                                \
-  struct IsOperator<Type<Operator>> {                                      \
-    MSL_CONSTANT bool value = true;                                        \
-  };                                                                       \
-  template <class Operator>                                                \
-  MSL_INLINE constexpr typename Enable<IsOperator<Operator>::value, Type<Operator>>::type operator sign( \
-      Operator) {                                                          \
-    return {};                                                             \
-  }                                                                        \
-  template <class Operator, class A>                                       \
-  MSL_INLINE constexpr auto operator->*(Type<Operator>, A value) {         \
-    return sign(Operator()->*value);                                       \
-  }
-template <class T>
-struct IsOperator<Cast<T>> {
-  MSL_CONSTANT bool value = true;
-};
-template <class T, class Operator>
-struct IsOperator<Chain<T, Operator>> {
-  MSL_CONSTANT bool value = true;
-};
-template <class T, class A>
-MSL_INLINE constexpr auto operator->*(Cast<T>, A value) {
-  if constexpr (IsOperator<A>::value) {
-    return Chain<T, A>();
-  } else {
-    return construct<T>(value);
-  }
-}
-template <class T, class Operator, class A>
-MSL_INLINE constexpr auto operator->*(Chain<T, Operator>, A value) {
-  if constexpr (IsOperator<A>::value) {
-    return Chain<T, decltype(Operator()->*value)>();
-  } else {
-    return construct<T>(Operator()->*value);
-  }
-}
-MSL_PREFIX_OPERATOR(Minus, -)
-MSL_PREFIX_OPERATOR(Not, !)
-MSL_PREFIX_OPERATOR(Complement, ~)
 
 }  // namespace msl
 
