@@ -36,7 +36,7 @@ std::size_t allocated_bytes();           // of live buffers, without no-copy buf
 std::size_t resident_bytes();            // of residency sets whose residency is requested
 
 struct Counters {  // since the process started
-  std::uint64_t buffers = 0, pipelines = 0, libraries = 0, command_buffers = 0, dispatches = 0;
+  std::uint64_t buffers = 0, pipelines = 0, command_buffers = 0, dispatches = 0;
   std::uint64_t compiled_pipelines = 0;     // not found in an archive, and added to archives
   std::uint64_t waits = 0;                  // of the host for command buffers that it had not seen completed
   std::uint64_t archived_pipelines = 0;     // added to archives
@@ -120,7 +120,6 @@ struct CommandBufferRecord {
   bool retained = true;  // the command buffer retains its buffers
   // Command buffers of its queue that were committed before it, and that the host had not seen completed.
   std::size_t ahead_of_host = 0;
-  double start_seconds = 0, end_seconds = 0;
   std::vector<DispatchRecord> dispatches;
 };
 // The last command buffers that were completed, oldest first. None are kept until a depth is set.

@@ -113,10 +113,9 @@ struct BoundBuffer {
 
 struct DispatchCommand {
   std::shared_ptr<const Pipeline> pipeline;
-  Dim3 grid;                         // threadgroups; with `threads` set, rounded up
-  Dim3 group;                        // threads per threadgroup
-  Dim3 threads{0, 0, 0};             // dispatchThreads: exact grid in threads; 0,0,0 for dispatchThreadgroups
-  std::vector<BoundBuffer> buffers;  // by index, without those that the kernel has no argument for
+  Dim3 grid;                                   // threadgroups
+  Dim3 group;                                  // threads per threadgroup
+  std::vector<BoundBuffer> buffers;            // by index, without those that the kernel has no argument for
   std::vector<std::size_t> threadgroup_bytes;  // by index
   int number = 0;                              // in its command buffer, for messages
 };

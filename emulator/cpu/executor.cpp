@@ -277,10 +277,6 @@ class CpuExecutor final : public Executor {
     work.options.checked = options.checked && pipeline.entry->checked;
     work.grid = command.grid;
     work.group = command.group;
-    work.threads = command.threads.x
-                       ? command.threads
-                       : Dim3{command.grid.x * command.group.x, command.grid.y * command.group.y,
-                              command.grid.z * command.group.z};
     work.label = "dispatch " + std::to_string(command.number) + ", kernel '" + pipeline.kernel->name + "'";
     for (const KernelArgument& argument : pipeline.kernel->arguments) {
       const auto index = static_cast<std::size_t>(argument.index);

@@ -186,29 +186,25 @@ void ThreadgroupRunner::place_threadgroup_memory() {
 
 // Sets the built-in arguments: those that all threads of the threadgroup share, and the place of each.
 void ThreadgroupRunner::place_threads() {
-  const Dim3 grid = work_->grid, total = work_->threads;
+  const Dim3 grid = work_->grid, size = work_->group;
   abi::Invocation& invocation = header_->invocation;
-  invocation.threads_per_grid = {total.x, total.y, total.z};
+  invocation.threads_per_grid = {grid.x * size.x, grid.y * size.y, grid.z * size.z};
   invocation.threadgroup_position_in_grid = {position_.x, position_.y, position_.z};
   invocation.threadgroups_per_grid = {grid.x, grid.y, grid.z};
-  invocation.threads_per_threadgroup = {size_.x, size_.y, size_.z};
-  if (size_ == placed_) return;
-  placed_ = size_;
+  invocation.threads_per_threadgroup = {size.x, size.y, size.z};
+  if (size == placed_) return;
+  placed_ = size;
   positions_.clear();
-  for (u32 z = 0; z < size_.z; z++) {
-    for (u32 y = 0; y < size_.y; y++) {
-      for (u32 x = 0; x < size_.x; x++) positions_.push_back({x, y, z});
+  for (u32 z = 0; z < size.z; z++) {
+    for (u32 y = 0; y < size.y; y++) {
+      for (u32 x = 0; x < size.x; x++) positions_.push_back({x, y, z});
     }
   }
 }
 
 std::string ThreadgroupRunner::run(Dim3 position) {
   position_ = position;
-  const Dim3 full = work_->group, threads = work_->threads;
-  size_ = {std::min(full.x, threads.x - position.x * full.x),
-           std::min(full.y, threads.y - position.y * full.y),
-           std::min(full.z, threads.z - position.z * full.z)};
-  count_ = size_.x * size_.y * size_.z;
+  count_ = work_->group.x * work_->group.y * work_->group.z;
   simdgroup_count_ = (count_ + abi::kLanes - 1) / abi::kLanes;
   returned_ = at_barrier_ = 0;
   ready_simdgroups_ = simdgroup_count_ == 32 ? ~0u : (1u << simdgroup_count_) - 1;
@@ -317,10 +313,10 @@ void ThreadgroupRunner::run_thread(abi::Fiber& fiber) {
   fiber.lane = index % abi::kLanes;
   abi::Invocation& invocation = header_->invocation;  // read before the kernel's first statement
   const abi::Vec3 in_group = positions_[index];
-  const Dim3 full = work_->group;
+  const Dim3 size = work_->group;
   invocation.thread_position_in_threadgroup = in_group;
-  invocation.thread_position_in_grid = {position_.x * full.x + in_group.x, position_.y * full.y + in_group.y,
-                                        position_.z * full.z + in_group.z};
+  invocation.thread_position_in_grid = {position_.x * size.x + in_group.x, position_.y * size.y + in_group.y,
+                                        position_.z * size.z + in_group.z};
   invocation.thread_index_in_threadgroup = index;
   acquire(sync_begin_.byte);
   work_->kernel->call(invocation);

@@ -18,7 +18,7 @@ struct Work {
   const abi::Kernel* kernel = nullptr;
   void* buffers[kMaxBuffers] = {};
   std::size_t threadgroup_bytes[kMaxThreadgroupArguments] = {};
-  Dim3 grid, group, threads;      // threadgroups; threads of a full threadgroup; threads in all
+  Dim3 grid, group;               // threadgroups; threads of each
   std::vector<Binding> bindings;  // for checked mode, sorted by address
   ExecutorOptions options;
   std::string label;  // names the dispatch in messages
@@ -107,7 +107,7 @@ class ThreadgroupRunner {
   const Work* work_ = nullptr;
   std::byte* arena_ = nullptr;  // threadgroup memory, kArenaBytes
 
-  Dim3 position_, size_;              // of the running threadgroup
+  Dim3 position_;                     // of the running threadgroup
   Dim3 placed_{0, 0, 0};              // the size that positions_ is for
   std::vector<abi::Vec3> positions_;  // of each thread in the threadgroup
   unsigned count_ = 0;                // its threads

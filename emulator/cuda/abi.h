@@ -1,9 +1,9 @@
 // Shared by shaders compiled for NVIDIA GPUs and the CUDA executor: plain types, without any header of the
 // standard library.
 //
-// A kernel takes one structure by value: the place of its threadgroups in the grid, then a slot for each
-// buffer or threadgroup argument in the order of its declaration, then the bytes of `constant` references. A
-// slot is an address, or an offset into threadgroup memory. Every kernel is compiled twice: an entry that
+// A kernel takes one structure by value: a slot for each buffer or threadgroup argument in the order of its
+// declaration, then the bytes of `constant` references. A slot is an address, or an offset into threadgroup
+// memory. Every kernel is compiled twice: an entry that
 // takes its `constant` references by value, as setBytes gives them, and one that takes the address of each.
 #pragma once
 
@@ -11,13 +11,6 @@ namespace metal_emulator::cuda {
 
 struct Vec3 {
   unsigned x, y, z;
-};
-
-struct Geometry {
-  Vec3 first_group;    // threadgroup position of the launch's first block
-  Vec3 groups;         // threadgroups_per_grid
-  Vec3 group_threads;  // threads of a full threadgroup
-  Vec3 threads;        // threads_per_grid
 };
 
 inline constexpr unsigned kSlotBytes = 8;
@@ -32,7 +25,7 @@ constexpr bool is_inline(bool constant, bool reference, unsigned long bytes) {
   return constant && reference && bytes <= kMaxInlineBytes;
 }
 constexpr unsigned slot_offset(unsigned position) {
-  return static_cast<unsigned>(sizeof(Geometry)) + position * kSlotBytes;
+  return position * kSlotBytes;
 }
 // Where the values begin.
 constexpr unsigned first_inline_offset(unsigned slots) {

@@ -72,39 +72,38 @@ struct GraphEdge {  // CUgraphEdgeData
 static_assert(sizeof(GraphEdge) == 8);
 
 // Each function by its name, and its parameters.
-#define METAL_EMULATOR_DRIVER_FUNCTIONS(X)                                                             \
-  X(cuInit, unsigned flags)                                                                            \
-  X(cuGetErrorName, Result result, const char** name)                                                  \
-  X(cuGetErrorString, Result result, const char** text)                                                \
-  X(cuDeviceGet, int* device, int ordinal)                                                             \
-  X(cuDeviceGetName, char* name, int length, int device)                                               \
-  X(cuDeviceGetAttribute, int* value, int attribute, int device)                                       \
-  X(cuDevicePrimaryCtxRetain, Context* context, int device)                                            \
-  X(cuCtxSetCurrent, Context context)                                                                  \
-  X(cuMemAlloc_v2, Address* address, std::size_t bytes)                                                \
-  X(cuMemFree_v2, Address address)                                                                     \
-  X(cuMemAllocAsync, Address* address, std::size_t bytes, Stream stream)                               \
-  X(cuMemFreeAsync, Address address, Stream stream)                                                    \
-  X(cuMemHostRegister_v2, void* memory, std::size_t bytes, unsigned flags)                             \
-  X(cuMemHostUnregister, void* memory)                                                                 \
-  X(cuMemHostGetDevicePointer_v2, Address* address, void* memory, unsigned flags)                      \
-  X(cuMemcpyHtoD_v2, Address to, const void* from, std::size_t bytes)                                  \
-  X(cuMemcpyHtoDAsync_v2, Address to, const void* from, std::size_t bytes, Stream stream)              \
-  X(cuMemcpyAsync, Address to, Address from, std::size_t bytes, Stream stream)                         \
-  X(cuMemsetD8_v2, Address to, unsigned char value, std::size_t bytes)                                 \
-  X(cuMemsetD8Async, Address to, unsigned char value, std::size_t bytes, Stream stream)                \
-  X(cuStreamCreate, Stream* stream, unsigned flags)                                                    \
-  X(cuStreamSynchronize, Stream stream)                                                                \
-  X(cuStreamWaitEvent, Stream stream, Event event, unsigned flags)                                     \
-  X(cuEventCreate, Event* event, unsigned flags)                                                       \
-  X(cuEventRecord, Event event, Stream stream)                                                         \
-  X(cuEventSynchronize, Event event)                                                                   \
-  X(cuEventElapsedTime, float* milliseconds, Event start, Event end)                                   \
-  X(cuModuleLoadDataEx, ModuleHandle* module, const void* image, unsigned count, int* options,         \
-    void** values)                                                                                     \
-  X(cuModuleGetFunction, Function* function, ModuleHandle module, const char* name)                    \
-  X(cuModuleGetGlobal_v2, Address* address, std::size_t* bytes, ModuleHandle module, const char* name) \
-  X(cuFuncGetAttribute, int* value, int attribute, Function function)                                  \
+#define METAL_EMULATOR_DRIVER_FUNCTIONS(X)                                                     \
+  X(cuInit, unsigned flags)                                                                    \
+  X(cuGetErrorName, Result result, const char** name)                                          \
+  X(cuGetErrorString, Result result, const char** text)                                        \
+  X(cuDeviceGet, int* device, int ordinal)                                                     \
+  X(cuDeviceGetName, char* name, int length, int device)                                       \
+  X(cuDeviceGetAttribute, int* value, int attribute, int device)                               \
+  X(cuDevicePrimaryCtxRetain, Context* context, int device)                                    \
+  X(cuCtxSetCurrent, Context context)                                                          \
+  X(cuMemAlloc_v2, Address* address, std::size_t bytes)                                        \
+  X(cuMemFree_v2, Address address)                                                             \
+  X(cuMemAllocAsync, Address* address, std::size_t bytes, Stream stream)                       \
+  X(cuMemFreeAsync, Address address, Stream stream)                                            \
+  X(cuMemHostRegister_v2, void* memory, std::size_t bytes, unsigned flags)                     \
+  X(cuMemHostUnregister, void* memory)                                                         \
+  X(cuMemHostGetDevicePointer_v2, Address* address, void* memory, unsigned flags)              \
+  X(cuMemcpyHtoD_v2, Address to, const void* from, std::size_t bytes)                          \
+  X(cuMemcpyHtoDAsync_v2, Address to, const void* from, std::size_t bytes, Stream stream)      \
+  X(cuMemcpyAsync, Address to, Address from, std::size_t bytes, Stream stream)                 \
+  X(cuMemsetD8_v2, Address to, unsigned char value, std::size_t bytes)                         \
+  X(cuMemsetD8Async, Address to, unsigned char value, std::size_t bytes, Stream stream)        \
+  X(cuStreamCreate, Stream* stream, unsigned flags)                                            \
+  X(cuStreamSynchronize, Stream stream)                                                        \
+  X(cuStreamWaitEvent, Stream stream, Event event, unsigned flags)                             \
+  X(cuEventCreate, Event* event, unsigned flags)                                               \
+  X(cuEventRecord, Event event, Stream stream)                                                 \
+  X(cuEventSynchronize, Event event)                                                           \
+  X(cuEventElapsedTime, float* milliseconds, Event start, Event end)                           \
+  X(cuModuleLoadDataEx, ModuleHandle* module, const void* image, unsigned count, int* options, \
+    void** values)                                                                             \
+  X(cuModuleGetFunction, Function* function, ModuleHandle module, const char* name)            \
+  X(cuFuncGetAttribute, int* value, int attribute, Function function)                          \
   X(cuLaunchKernelEx, const LaunchConfig* config, Function function, void** parameters, void** extra)
 
 // Functions of version 545 and newer; null before.

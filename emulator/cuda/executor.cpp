@@ -158,7 +158,6 @@ class CudaExecutor final : public Executor {
   }
 
   void launch_in_order(Running& running) {
-    std::vector<Launch> launches;
     for (const Command& command : running.commands) {
       switch (command.kind) {
         case Command::Kind::kCopy:
@@ -169,12 +168,12 @@ class CudaExecutor final : public Executor {
           METAL_EMULATOR_CALL(cuMemsetD8Async, address_of(command.fill.to), command.fill.value,
                               command.fill.bytes, streams_.main());
           break;
-        case Command::Kind::kDispatch:
-          launches.clear();
-          add_dispatch(running, command.dispatch, 0, launches);
+        case Command::Kind::kDispatch: {
+          const Launch launch = make_launch(running, command.dispatch, 0);
           if (timed_) mark(running);
-          streams_.launch_in_order(launches);
+          streams_.start(launch, streams_.main());
           break;
+        }
       }
     }
   }
@@ -193,17 +192,15 @@ class CudaExecutor final : public Executor {
     std::size_t stage = 0;
     for (std::size_t i = begin; i < end; i++) {
       stage += running.commands[i].after_barrier;
-      add_dispatch(running, running.commands[i].dispatch, stage, launches);
+      launches.push_back(make_launch(running, running.commands[i].dispatch, stage));
     }
     return launches;
   }
 
-  void add_dispatch(Running& running, const DispatchCommand& command, std::size_t stage,
-                    std::vector<Launch>& launches) {
+  Launch make_launch(Running& running, const DispatchCommand& command, std::size_t stage) {
     running.completion.statistics.emplace_back().threads = threads_of(command);
-    add_launches(
-        command, stage, [&](const std::vector<std::byte>& bytes) { return upload(running, bytes); },
-        launches);
+    return cuda::make_launch(command, stage,
+                             [&](const std::vector<std::byte>& bytes) { return upload(running, bytes); });
   }
 
   void mark(Running& running) {

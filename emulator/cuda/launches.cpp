@@ -4,7 +4,6 @@
 #include <cstring>
 #include <span>
 #include <stdexcept>
-#include <utility>
 
 namespace metal_emulator::cuda {
 namespace {
@@ -16,39 +15,6 @@ std::uint64_t volume(Dim3 d) {
   return std::uint64_t{d.x} * d.y * d.z;
 }
 
-// Part of a dispatch whose threadgroups are of one size.
-struct Region {
-  Dim3 first, groups, threads;  // threadgroup positions, their number, threads of each
-};
-
-// Threadgroups at the far sides of a grid are smaller if it does not divide into whole ones.
-std::vector<Region> regions_of(const DispatchCommand& command) {
-  if (command.threads.x == 0) return {{{0, 0, 0}, command.grid, command.group}};
-  struct Part {
-    std::uint32_t first, groups, threads;
-  };
-  const auto parts = [](std::uint32_t threads, std::uint32_t group) {
-    std::vector<Part> result;
-    if (threads / group > 0) result.push_back({0, threads / group, group});
-    if (threads % group > 0) result.push_back({threads / group, 1, threads % group});
-    return result;
-  };
-  std::vector<Region> regions;
-  for (const Part& z : parts(command.threads.z, command.group.z)) {
-    for (const Part& y : parts(command.threads.y, command.group.y)) {
-      for (const Part& x : parts(command.threads.x, command.group.x)) {
-        regions.push_back(
-            {{x.first, y.first, z.first}, {x.groups, y.groups, z.groups}, {x.threads, y.threads, z.threads}});
-      }
-    }
-  }
-  return regions;
-}
-
-Vec3 to_vec3(Dim3 d) {
-  return {d.x, d.y, d.z};
-}
-
 const BoundBuffer* bound_to(const DispatchCommand& command, const KernelArgument& argument) {
   const auto index = static_cast<std::size_t>(argument.index);
   const bool buffer = argument.space != KernelArgument::Space::kThreadgroup;
@@ -58,7 +24,7 @@ const BoundBuffer* bound_to(const DispatchCommand& command, const KernelArgument
 }  // namespace
 
 std::uint64_t threads_of(const DispatchCommand& command) {
-  return command.threads.x ? volume(command.threads) : volume(command.grid) * volume(command.group);
+  return volume(command.grid) * volume(command.group);
 }
 
 Address address_of(const BoundBuffer& buffer) {
@@ -70,8 +36,7 @@ void fail(const DispatchCommand& command, const std::string& why) {
                            command.pipeline->kernel->name + "': " + why);
 }
 
-void add_launches(const DispatchCommand& command, std::size_t stage, const Upload& upload,
-                  std::vector<Launch>& launches) {
+Launch make_launch(const DispatchCommand& command, std::size_t stage, const Upload& upload) {
   const auto& pipeline = static_cast<const CudaPipeline&>(*command.pipeline);
   const ParameterLayout& layout = pipeline.program->layout();
   const std::span<const KernelArgument> arguments = pipeline.kernel->arguments;
@@ -106,32 +71,16 @@ void add_launches(const DispatchCommand& command, std::size_t stage, const Uploa
     std::memcpy(parameters.data() + layout.places[i].slot, &slot, sizeof slot);
   }
 
-  Geometry geometry;
-  geometry.groups = to_vec3(command.grid);
-  geometry.group_threads = to_vec3(command.group);
-  geometry.threads = command.threads.x
-                         ? to_vec3(command.threads)
-                         : Vec3{command.grid.x * command.group.x, command.grid.y * command.group.y,
-                                command.grid.z * command.group.z};
-  const std::vector<Region> regions = regions_of(command);
-  for (const Region& region : regions) {
-    if (region.groups.y > kMaxGridYZ || region.groups.z > kMaxGridYZ || region.threads.z > kMaxGroupZ) {
-      fail(command,
-           "a CUDA grid has at most 65535 threadgroups in y and z, and a threadgroup 64 threads in z");
-    }
-    geometry.first_group = to_vec3(region.first);
-    std::memcpy(parameters.data(), &geometry, sizeof geometry);
-    variant.partial = volume(region.threads) % kSimdWidth != 0;
-    const bool usual = variant == Variant{};
-    launches.push_back(
-        {.function = usual ? pipeline.function : pipeline.program->function(variant),
-         .groups = region.groups,
-         .threads = region.threads,
-         .threadgroup_bytes = threadgroup_bytes,
-         .command = &command,
-         .stage = stage,
-         .parameters = &region == &regions.back() ? std::exchange(parameters, {}) : parameters});
-  }
+  if (command.grid.y > kMaxGridYZ || command.grid.z > kMaxGridYZ || command.group.z > kMaxGroupZ)
+    fail(command, "a CUDA grid has at most 65535 threadgroups in y and z, and a threadgroup 64 threads in z");
+  variant.partial = volume(command.group) % kSimdWidth != 0;
+  return {.function = variant == Variant{} ? pipeline.function : pipeline.program->function(variant),
+          .groups = command.grid,
+          .threads = command.group,
+          .threadgroup_bytes = threadgroup_bytes,
+          .command = &command,
+          .stage = stage,
+          .parameters = std::move(parameters)};
 }
 
 }  // namespace metal_emulator::cuda

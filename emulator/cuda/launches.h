@@ -16,7 +16,7 @@ struct CudaPipeline final : Pipeline {
   Function function = nullptr;  // of the usual variant
 };
 
-// Threads that a dispatch runs.
+// Number of threads of a dispatch.
 std::uint64_t threads_of(const DispatchCommand& command);
 
 // The address of a buffer for a kernel; 0 if none is bound.
@@ -28,8 +28,6 @@ Address address_of(const BoundBuffer& buffer);
 // Copies the bytes of setBytes to the GPU and returns their address.
 using Upload = std::function<Address(const std::vector<std::byte>&)>;
 
-// Adds the launches of a dispatch: one for each size of its threadgroups.
-void add_launches(const DispatchCommand& command, std::size_t stage, const Upload& upload,
-                  std::vector<Launch>& launches);
+Launch make_launch(const DispatchCommand& command, std::size_t stage, const Upload& upload);
 
 }  // namespace metal_emulator::cuda

@@ -12,10 +12,6 @@ Streams::Streams(const Device& device, bool overlaps) : overlaps_(overlaps) {
   for (Stream& stream : side_) METAL_EMULATOR_CALL(cuStreamCreate, &stream, kNonBlocking);
 }
 
-void Streams::launch_in_order(const std::vector<Launch>& launches) {
-  for (const Launch& launch : launches) start(launch, main_);
-}
-
 void Streams::launch_stages(const std::vector<Launch>& launches) {
   for (std::size_t begin = 0; begin < launches.size();) {
     std::size_t end = begin + 1;

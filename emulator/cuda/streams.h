@@ -19,14 +19,12 @@ class Streams {
 
   Stream main() const { return main_; }
 
-  // One after another, on the main stream.
-  void launch_in_order(const std::vector<Launch>& launches);
+  void start(const Launch& launch, Stream stream) const;
   // Stage by stage; the launches of a stage may overlap, on different streams.
   void launch_stages(const std::vector<Launch>& launches);
 
  private:
   void launch_overlapping(std::span<const Launch> launches);
-  void start(const Launch& launch, Stream stream) const;
 
   static constexpr std::size_t kSideStreams = 4;
 

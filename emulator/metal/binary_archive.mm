@@ -7,6 +7,7 @@
 #include "classes.h"
 
 using metal_emulator::checked_cast;
+using metal_emulator::checksum_of;
 using metal_emulator::make_error;
 using metal_emulator::State;
 using metal_emulator::to_string;
@@ -14,15 +15,15 @@ using metal_emulator::ValidationError;
 
 NSErrorDomain const MTLBinaryArchiveDomain = @"MTLBinaryArchiveDomain";
 
-namespace {
-
-constexpr const char* kHeader = "Metal emulator: binary archive 1";
-
-std::string checksum_of(const std::string& text) {
+std::string metal_emulator::checksum_of(std::string_view text) {
   std::uint64_t sum = 14695981039346656037u;  // FNV-1a
   for (const char c : text) sum = (sum ^ static_cast<unsigned char>(c)) * 1099511628211u;
   return std::to_string(sum);
 }
+
+namespace {
+
+constexpr const char* kHeader = "Metal emulator: binary archive 1";
 
 std::string read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -43,16 +44,8 @@ std::string read_file(const std::string& path) {
 @end
 
 @implementation EmulatorBinaryArchive {
-  id<MTLDevice> _device;
   std::mutex _mutex;
   std::set<std::string> _pipelines;  // by EmulatorFunction's identity
-}
-@synthesize device = _device;
-@synthesize label = _label;
-
-- (instancetype)initWithDevice:(id<MTLDevice>)device {
-  if ((self = [super init])) _device = device;
-  return self;
 }
 
 // The file ends with a line that has the checksum of those before it.
@@ -98,7 +91,7 @@ std::string read_file(const std::string& path) {
     std::lock_guard lock(_mutex);
     for (const std::string& identity : _pipelines) text += identity + "\n";
     if (_pipelines.empty()) problem = "there is nothing to serialize";
-    if (!State::get().limits().binary_archives) problem = "the device has no binary archives";
+    if (!metal_emulator::limits().binary_archives) problem = "the device has no binary archives";
   }
   const std::string path = to_string(url.path);
   if (problem.empty()) {

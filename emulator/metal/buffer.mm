@@ -6,21 +6,15 @@ using metal_emulator::State;
 using metal_emulator::ValidationError;
 
 @implementation EmulatorBuffer {
-  id<MTLDevice> _device;
-  MTLResourceOptions _options;
   void (^_deallocator)(void* pointer, NSUInteger length);
 }
-@synthesize device = _device;
 
-- (instancetype)initWithDevice:(id<MTLDevice>)device
-                         state:(std::shared_ptr<BufferState>)state
-                       options:(MTLResourceOptions)options
-                   deallocator:(void (^)(void* pointer, NSUInteger length))deallocator {
+- (instancetype)initWithState:(std::shared_ptr<BufferState>)state
+                      options:(MTLResourceOptions)options
+                  deallocator:(void (^)(void* pointer, NSUInteger length))deallocator {
   if ((self = [super init])) {
-    _device = device;
     _state = std::move(state);
-    _options = options;
-    _state->untracked = self.hazardTrackingMode == MTLHazardTrackingModeUntracked;
+    _state->untracked = options & MTLResourceHazardTrackingModeUntracked;
     _deallocator = [deallocator copy];
   }
   return self;
@@ -50,20 +44,7 @@ using metal_emulator::ValidationError;
 - (void)setLabel:(NSString*)label {
   State::get().set_label(*_state, metal_emulator::to_string(label));
 }
-- (MTLResourceOptions)resourceOptions {
-  return _options;
-}
-- (MTLCPUCacheMode)cpuCacheMode {
-  return static_cast<MTLCPUCacheMode>((_options >> MTLResourceCPUCacheModeShift) & 15);
-}
 - (MTLStorageMode)storageMode {
-  return static_cast<MTLStorageMode>((_options >> MTLResourceStorageModeShift) & 15);
-}
-- (MTLHazardTrackingMode)hazardTrackingMode {
-  const auto mode = static_cast<MTLHazardTrackingMode>((_options >> MTLResourceHazardTrackingModeShift) & 3);
-  return mode == MTLHazardTrackingModeDefault ? MTLHazardTrackingModeTracked : mode;
-}
-- (NSUInteger)allocatedSize {
-  return _state->info.length;
+  return static_cast<MTLStorageMode>(_state->info.storage_mode);
 }
 @end

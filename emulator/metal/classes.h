@@ -10,35 +10,19 @@
 #include <vector>
 
 #include "encoded.h"
+#include "foundation.h"
 #include "state.h"
 #include "validation.h"
 
 extern "C" {
-void* objc_autoreleasePoolPush();
-void objc_autoreleasePoolPop(void* pool);
 Class object_getClass(id object);
+bool metal_emulator_retain_if_alive(void* object);
 }
 
 namespace metal_emulator {
 
-// Unlike @autoreleasepool it is also emptied when an exception leaves its scope.
-class AutoreleasePool {
- public:
-  AutoreleasePool() : pool_(objc_autoreleasePoolPush()) {}
-  ~AutoreleasePool() { objc_autoreleasePoolPop(pool_); }
-  AutoreleasePool(const AutoreleasePool&) = delete;
-  AutoreleasePool& operator=(const AutoreleasePool&) = delete;
-
- private:
-  void* pool_;
-};
-
-inline NSString* to_ns(const std::string& text) {
-  return [NSString stringWithUTF8String:text.c_str()];
-}
-inline std::string to_string(NSString* text) {
-  return text ? text.UTF8String : "";
-}
+std::string device_name();
+std::string checksum_of(std::string_view text);
 NSError* make_error(NSErrorDomain domain, NSInteger code, const std::string& message);
 // The object that implements a protocol; throws ValidationError if it is not one of the emulator's.
 template <typename T>
@@ -60,30 +44,26 @@ inline void require_open(bool ended, const char* call) {
 @end
 
 @interface EmulatorFence : NSObject <MTLFence>
-- (instancetype)initWithDevice:(id<MTLDevice>)device;
 @end
 
 @interface EmulatorBuffer : NSObject <MTLBuffer> {
  @package
   std::shared_ptr<metal_emulator::BufferState> _state;
 }
-- (instancetype)initWithDevice:(id<MTLDevice>)device
-                         state:(std::shared_ptr<metal_emulator::BufferState>)state
-                       options:(MTLResourceOptions)options
-                   deallocator:(void (^)(void* pointer, NSUInteger length))deallocator;
+- (instancetype)initWithState:(std::shared_ptr<metal_emulator::BufferState>)state
+                      options:(MTLResourceOptions)options
+                  deallocator:(void (^)(void* pointer, NSUInteger length))deallocator;
 - (const std::shared_ptr<metal_emulator::BufferState>&)state;
 @end
 
 @interface EmulatorLibrary : NSObject <MTLLibrary>
-- (instancetype)initWithDevice:(id<MTLDevice>)device
-                     libraries:(std::vector<const metal_emulator::ShaderLibrary*>)libraries
-                        macros:(std::set<std::string>)macros;
+- (instancetype)initWithLibrary:(const metal_emulator::ShaderLibrary&)library
+                         macros:(std::set<std::string>)macros;
 @end
 
 @interface EmulatorFunction : NSObject <MTLFunction>
-- (instancetype)initWithDevice:(id<MTLDevice>)device
-                       library:(const metal_emulator::ShaderLibrary&)library
-                        kernel:(const metal_emulator::Kernel&)kernel;
+- (instancetype)initWithLibrary:(const metal_emulator::ShaderLibrary&)library
+                         kernel:(const metal_emulator::Kernel&)kernel;
 // Throws std::runtime_error if the kernel cannot run.
 - (std::shared_ptr<const metal_emulator::Pipeline>)prepare;
 // Identifies the code on this device, in one line.
@@ -95,22 +75,17 @@ inline void require_open(bool ended, const char* call) {
   std::shared_ptr<const metal_emulator::Pipeline> _pipeline;
   NSUInteger _maxThreads;
 }
-- (instancetype)initWithDevice:(id<MTLDevice>)device
-                      pipeline:(std::shared_ptr<const metal_emulator::Pipeline>)pipeline
-                    maxThreads:(NSUInteger)maxThreads
-                         label:(NSString*)label;
-- (const std::shared_ptr<const metal_emulator::Pipeline>&)pipeline;
+- (instancetype)initWithPipeline:(std::shared_ptr<const metal_emulator::Pipeline>)pipeline
+                      maxThreads:(NSUInteger)maxThreads;
 @end
 
 @interface EmulatorBinaryArchive : NSObject <MTLBinaryArchive>
-- (instancetype)initWithDevice:(id<MTLDevice>)device;
 // Reads the contents of a file. Returns the reason if it cannot be read, else an empty string.
 - (std::string)load:(const std::string&)path;
 - (BOOL)has:(const std::string&)identity;
 @end
 
 @interface EmulatorResidencySet : NSObject <MTLResidencySet>
-- (instancetype)initWithDevice:(id<MTLDevice>)device label:(NSString*)label;
 // By a command buffer: the memory comes back if its residency had lapsed.
 - (void)use;
 @end
@@ -118,10 +93,7 @@ inline void require_open(bool ended, const char* call) {
 @class EmulatorCommandBuffer;
 
 @interface EmulatorCommandQueue : NSObject <MTLCommandQueue>
-- (instancetype)initWithDevice:(id<MTLDevice>)device maxCommandBufferCount:(NSUInteger)count;
-- (void)enqueue:(EmulatorCommandBuffer*)commandBuffer;
-// Submits every committed command buffer that no uncommitted one precedes to the executor.
-- (void)submitReady;
+- (void)submit:(EmulatorCommandBuffer*)commandBuffer;
 // Returns the number of earlier ones that the host has not seen completed.
 - (std::size_t)committed:(EmulatorCommandBuffer*)commandBuffer;
 // Marks it and those before it as seen completed by the host; false: they were already.
@@ -133,7 +105,6 @@ inline void require_open(bool ended, const char* call) {
 @interface EmulatorCommandBuffer : NSObject <MTLCommandBuffer>
 - (instancetype)initWithQueue:(EmulatorCommandQueue*)queue retainedReferences:(BOOL)retained;
 - (BOOL)retainedReferences;
-- (BOOL)committed;
 - (void)submit;
 // For encoders.
 - (void)encode:(metal_emulator::Command)command
@@ -145,7 +116,7 @@ inline void require_open(bool ended, const char* call) {
 - (BOOL)describesBindings;
 - (int)nextDispatch;
 - (void)retainUntilCompleted:(id)object;
-- (void)encoderEnded:(BOOL)properly label:(NSString*)label;
+- (void)encoderEnded:(BOOL)properly;
 @end
 
 @interface EmulatorEncoder : NSObject <MTLCommandEncoder> {

@@ -45,12 +45,11 @@ struct Running {
   std::vector<id> _references;
   std::shared_ptr<UntrackedUse> _untracked;
   std::size_t _aheadOfHost;
-  std::vector<MTLCommandBufferHandler> _completedHandlers;
 
   std::mutex _mutex;  // guards the members below
   std::condition_variable _changed;
   MTLCommandBufferStatus _status;
-  std::atomic<bool> _finished;  // completed, and its handlers have run
+  std::atomic<bool> _finished;  // completed, and its references are released
   NSError* _error;
   CFTimeInterval _start, _end;
 }
@@ -61,8 +60,8 @@ struct Running {
     _queue = queue;
     _retained = retained;
     State& state = State::get();
-    _describes = state.validates() || state.keeps_history() || state.options().checked ||
-                 state.limits().watchdog_steps > 0 || state.limits().out_of_memory;
+    _describes = state.validates() || state.keeps_history() || metal_emulator::options().checked ||
+                 metal_emulator::limits().watchdog_steps > 0 || metal_emulator::limits().out_of_memory;
     _untracked = std::make_shared<UntrackedUse>((__bridge const void*)queue);
   }
   return self;
@@ -71,9 +70,6 @@ struct Running {
   if (_status < MTLCommandBufferStatusCommitted) [_queue commandBufferDropped];
 }
 
-- (id<MTLDevice>)device {
-  return _queue.device;
-}
 - (BOOL)retainedReferences {
   return _retained;
 }
@@ -124,18 +120,16 @@ struct Running {
   }
   if (const auto refusal = State::get().next_commit_refusal()) throw ValidationError("commit: " + *refusal);
   UntrackedUse::commit(_untracked);
-  [self becomeStatus:MTLCommandBufferStatusEnqueued];
-  [_queue enqueue:self];
   State::get().count(&metal_emulator::Counters::command_buffers);
   State::get().count(&metal_emulator::Counters::dispatches, static_cast<std::uint64_t>(_dispatches));
   _aheadOfHost = [_queue committed:self];
   [self becomeStatus:MTLCommandBufferStatusCommitted];
-  [_queue submitReady];
+  [_queue submit:self];
 }
 
 - (void)submit {
   State& state = State::get();
-  const metal_emulator::DeviceLimits limits = state.limits();
+  const metal_emulator::DeviceLimits limits = metal_emulator::limits();
   if (!limits.endless_kernels.empty() && has_kernel(_encoded.commands, limits.endless_kernels)) {
     [[maybe_unused]] static auto& running = *new std::vector<EmulatorCommandBuffer*>;
     running.push_back(self);
@@ -154,11 +148,6 @@ struct Running {
     }
   }
   if (!limits.wrong_kernels.empty()) plant_mistakes(commands, limits.wrong_kernels);
-  {
-    std::lock_guard lock(_mutex);
-    _status = MTLCommandBufferStatusScheduled;
-    _changed.notify_all();
-  }
   // The object lives until it is done, and is released before the work counts as done.
   auto running = std::make_shared<Running>(Running{self});
   state.executor().submit(std::move(commands), [running, fault](const Completion& completion) {
@@ -179,7 +168,7 @@ struct Running {
   if (message.empty()) message = find_overlap(_encoded, completion.statistics);
   if (message.empty()) message = find_hazard(_encoded, completion.statistics);
   if (message.empty()) {
-    message = find_timeout(_encoded, completion.statistics, State::get().limits().watchdog_steps);
+    message = find_timeout(_encoded, completion.statistics, metal_emulator::limits().watchdog_steps);
     if (!message.empty()) code = MTLCommandBufferErrorTimeout;
   }
   if (message.empty() && fault) {
@@ -188,8 +177,7 @@ struct Running {
   }
   if (State::get().keeps_history()) {
     CommandBufferRecord record{
-        to_string(self.label),  message, static_cast<bool>(_retained), _aheadOfHost, completion.start_seconds,
-        completion.end_seconds, {}};
+        to_string(self.label), message, static_cast<bool>(_retained), _aheadOfHost, {}};
     record.dispatches = make_records(_encoded, completion.statistics);
     State::get().add_record(std::move(record));
   }
@@ -201,9 +189,6 @@ struct Running {
     _end = completion.end_seconds;
     _status = failed ? MTLCommandBufferStatusError : MTLCommandBufferStatusCompleted;
   }
-  if (!_completedHandlers.empty()) [self observe];
-  for (MTLCommandBufferHandler handler : _completedHandlers) handler(self);
-  _completedHandlers.clear();
   _references.clear();
   _encoded = {};
   [_queue commandBufferFinished];
@@ -212,11 +197,6 @@ struct Running {
   _changed.notify_all();
 }
 
-- (void)addCompletedHandler:(MTLCommandBufferHandler)block {
-  [self requireNoEncoder:"addCompletedHandler"];  // from macOS 26 on, Metal aborts the process
-  _completedHandlers.push_back([block copy]);
-}
-// Completion handlers have run when it returns.
 - (void)waitUntilCompleted {
   if (!self.committed) throw ValidationError("waitUntilCompleted: the command buffer was not committed");
   const auto until = std::chrono::steady_clock::now() + State::get().executor().polling_time();
@@ -275,13 +255,11 @@ struct Running {
 - (void)retainUntilCompleted:(id)object {
   if (_retained) _references.push_back(object);
 }
-- (void)encoderEnded:(BOOL)properly label:(NSString*)label {
+- (void)encoderEnded:(BOOL)properly {
   _encoderOpen = NO;
   _untracked->end_encoder();
   if (properly) return;
-  _violation = "an encoder";
-  if (label) _violation += " \"" + to_string(label) + "\"";
-  _violation += " was released without endEncoding (a Mac aborts the process there)";
+  _violation = "an encoder was released without endEncoding (a Mac aborts the process there)";
   State::get().add_violation(_violation);
 }
 @end

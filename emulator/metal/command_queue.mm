@@ -12,26 +12,16 @@ using metal_emulator::ValidationError;
 
 namespace {
 constexpr std::size_t kMaxResidencySets = 32;  // of a queue, as Apple's documentation says
-}
+constexpr NSUInteger kMaxCommandBuffers = 64;  // of a queue, not yet completed
+}  // namespace
 
-@implementation EmulatorFence {
-  id<MTLDevice> _device;
-}
-@synthesize device = _device;
-@synthesize label = _label;
-
-- (instancetype)initWithDevice:(id<MTLDevice>)device {
-  if ((self = [super init])) _device = device;
-  return self;
-}
+@implementation EmulatorFence
 - (void)dealloc {
   metal_emulator::UntrackedUse::forget_fence((__bridge const void*)self);
 }
 @end
 
 @implementation EmulatorCommandQueue {
-  id<MTLDevice> _device;
-  NSUInteger _maxCommandBuffers;
   std::mutex _mutex;
   std::condition_variable _finished;
   NSUInteger _unfinished;  // command buffers that were made and neither finished nor dropped
@@ -39,29 +29,18 @@ constexpr std::size_t kMaxResidencySets = 32;  // of a queue, as Apple's documen
   std::vector<EmulatorResidencySet*> _residencySets;
   std::mutex _unseenMutex;
   std::deque<const void*> _unseen;  // committed, and the host does not know that they are completed
-  std::deque<EmulatorCommandBuffer*> _enqueued;  // in order of execution, not submitted yet
-}
-@synthesize device = _device;
-@synthesize label = _label;
-
-- (instancetype)initWithDevice:(id<MTLDevice>)device maxCommandBufferCount:(NSUInteger)count {
-  if ((self = [super init])) {
-    _device = device;
-    _maxCommandBuffers = count;
-  }
-  return self;
 }
 
 - (id<MTLCommandBuffer>)makeCommandBuffer:(BOOL)retained {
-  if (const auto violations = State::get().take_violations(); !violations.empty()) {
+  if (const auto violations = metal_emulator::take_violations(); !violations.empty()) {
     throw ValidationError("earlier: " + violations.front());
   }
   std::unique_lock lock(_mutex);
   // Metal blocks here until one finishes.
-  _finished.wait(lock, [&] { return _unfinished < _maxCommandBuffers || _running == 0; });
-  if (_unfinished >= _maxCommandBuffers) {
+  _finished.wait(lock, [&] { return _unfinished < kMaxCommandBuffers || _running == 0; });
+  if (_unfinished >= kMaxCommandBuffers) {
     throw ValidationError("commandBuffer: would block forever: the queue's " +
-                          std::to_string(_maxCommandBuffers) +
+                          std::to_string(kMaxCommandBuffers) +
                           " command buffers are all in use and none is committed");
   }
   _unfinished++;
@@ -88,11 +67,6 @@ constexpr std::size_t kMaxResidencySets = 32;  // of a queue, as Apple's documen
   std::erase(_residencySets, set);
 }
 
-- (void)enqueue:(EmulatorCommandBuffer*)commandBuffer {
-  std::lock_guard lock(_mutex);
-  _enqueued.push_back(commandBuffer);
-}
-
 - (std::size_t)committed:(EmulatorCommandBuffer*)commandBuffer {
   std::lock_guard lock(_unseenMutex);
   _unseen.push_back((__bridge const void*)commandBuffer);
@@ -106,15 +80,11 @@ constexpr std::size_t kMaxResidencySets = 32;  // of a queue, as Apple's documen
   return YES;
 }
 
-- (void)submitReady {
+- (void)submit:(EmulatorCommandBuffer*)commandBuffer {
   std::lock_guard lock(_mutex);
-  while (!_enqueued.empty() && _enqueued.front().committed) {
-    EmulatorCommandBuffer* next = _enqueued.front();
-    _enqueued.pop_front();
-    _running++;
-    for (EmulatorResidencySet* set : _residencySets) [set use];
-    [next submit];
-  }
+  _running++;
+  for (EmulatorResidencySet* set : _residencySets) [set use];
+  [commandBuffer submit];
 }
 
 - (void)commandBufferFinished {

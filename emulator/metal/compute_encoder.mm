@@ -37,12 +37,6 @@ Dim3 to_dim3(MTLSize size) {
           static_cast<std::uint32_t>(size.depth)};
 }
 
-MTLSize divide_up(MTLSize threads, MTLSize group) {
-  return MTLSizeMake((threads.width + group.width - 1) / group.width,
-                     (threads.height + group.height - 1) / group.height,
-                     (threads.depth + group.depth - 1) / group.depth);
-}
-
 void check_index(const char* call, NSUInteger index, int limit) {
   if (index < static_cast<NSUInteger>(limit)) return;
   throw ValidationError(std::string(call) + ": index " + std::to_string(index) + " is not below " +
@@ -153,24 +147,9 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   _threadgroupLengths[index] = length;
 }
 
-- (void)dispatchThreadgroups:(MTLSize)threadgroups threadsPerThreadgroup:(MTLSize)group {
-  [self requirePipeline:"dispatchThreadgroups"];
-  [self dispatchGrid:threadgroups group:group threads:MTLSizeMake(0, 0, 0)];
-}
-
-- (void)dispatchThreads:(MTLSize)threads threadsPerThreadgroup:(MTLSize)group {
-  const Pipeline& pipeline = [self requirePipeline:"dispatchThreads"];
-  check_geometry(pipeline, _commandBuffer.nextDispatch, to_size(threads), to_size(group));
-  [self dispatchGrid:divide_up(threads, group) group:group threads:threads];
-}
-
-- (const Pipeline&)requirePipeline:(const char*)call {
-  require_open(_ended, call);
-  if (!_pipeline) throw ValidationError(std::string(call) + ": no compute pipeline state is set");
-  return *_pipeline->_pipeline;
-}
-
-- (void)dispatchGrid:(MTLSize)grid group:(MTLSize)group threads:(MTLSize)threads {
+- (void)dispatchThreadgroups:(MTLSize)grid threadsPerThreadgroup:(MTLSize)group {
+  require_open(_ended, "dispatchThreadgroups");
+  if (!_pipeline) throw ValidationError("dispatchThreadgroups: no compute pipeline state is set");
   __unsafe_unretained EmulatorCommandBuffer* const commandBuffer = _commandBuffer;
   __unsafe_unretained EmulatorComputePipeline* const state = _pipeline;
   const Pipeline& pipeline = *state->_pipeline;
@@ -183,9 +162,8 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   check_buffers(pipeline, number, _bindings);
   check_threadgroup_memory(pipeline, number, _threadgroupLengths);
 
-  State& machine = State::get();
-  const bool checked = machine.options().checked;
-  if (_dispatchType == MTLDispatchTypeConcurrent && !checked && machine.validates())
+  const bool checked = metal_emulator::options().checked;
+  if (_dispatchType == MTLDispatchTypeConcurrent && !checked && State::get().validates())
     [self trackHazards:number];
 
   Command command;
@@ -194,7 +172,6 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   dispatch.pipeline = state->_pipeline;
   dispatch.grid = to_dim3(grid);
   dispatch.group = to_dim3(group);
-  dispatch.threads = to_dim3(threads);
   dispatch.number = number;
   dispatch.buffers.reserve(pipeline.kernel->arguments.size());
   std::vector<EncodedBinding> encoded;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -11,7 +10,6 @@
 #include <mutex>
 #include <set>
 #include <stdexcept>
-#include <thread>
 
 #include "classes.h"
 
@@ -28,23 +26,24 @@ NSError* metal_emulator::make_error(NSErrorDomain domain, NSInteger code, const 
   return [NSError errorWithDomain:domain code:code userInfo:@{NSLocalizedDescriptionKey : to_ns(message)}];
 }
 
+std::string metal_emulator::device_name() {
+  const std::string own = State::get().executor().device_name(), claimed = limits().name;
+  return claimed.empty() ? own : claimed + " (" + own + ")";
+}
+
 namespace {
 
-constexpr NSUInteger kDefaultCommandBuffers = 64;  // of a queue, not yet completed
-
-// Throws ValidationError for modes that the emulated device lacks.
+// Throws ValidationError for other modes than Shared and Private.
 StorageMode storage_mode(MTLResourceOptions options, const char* call) {
   switch ((options >> MTLResourceStorageModeShift) & 15) {
     case MTLStorageModeShared:
       return StorageMode::kShared;
     case MTLStorageModePrivate:
       return StorageMode::kPrivate;
-    case MTLStorageModeManaged:
-      throw ValidationError(std::string(call) +
-                            ": MTLStorageModeManaged is for GPUs with memory of their own; the " +
-                            "emulated device has unified memory (use Shared or Private)");
     default:
-      throw ValidationError(std::string(call) + ": buffers have no such storage mode");
+      throw ValidationError(std::string(call) + ": the storage mode of the options " +
+                            std::to_string(options) +
+                            " is neither Shared nor Private, the only ones that the emulator has");
   }
 }
 
@@ -84,16 +83,15 @@ std::string missing_header(const ShaderLibrary& library, std::uint32_t language)
          "." + std::to_string(language & 0xffff) + ", which has no tensors";
 }
 
-// A compiler that does not answer.
-void wait_for_compiler() {
-  while (!metal_emulator::limits().compiler) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-}
-
 void require_family(int family, const char* call) {
   if (const int own = metal_emulator::limits().apple_family; own < family)
     throw ValidationError(std::string(call) + ": needs a GPU of the family Apple" + std::to_string(family) +
                           " or later; the family of this one is Apple" + std::to_string(own));
 }
+
+// One device, as on a Mac: the same object for all callers while it is referenced.
+std::mutex device_mutex;
+void* the_device = nullptr;
 
 void check_length(NSUInteger length, const char* call) {
   if (length == 0) throw ValidationError(std::string(call) + ": length is 0");
@@ -110,6 +108,10 @@ void check_length(NSUInteger length, const char* call) {
   std::atomic<bool> _maximizesCompilation;
 }
 
+- (void)dealloc {
+  std::lock_guard lock(device_mutex);
+  if (the_device == (__bridge void*)self) the_device = nullptr;
+}
 - (BOOL)shouldMaximizeConcurrentCompilation {
   return _maximizesCompilation;
 }
@@ -118,9 +120,7 @@ void check_length(NSUInteger length, const char* call) {
   _maximizesCompilation = maximizes;
 }
 - (NSString*)name {
-  const std::string own = State::get().executor().device_name();
-  const std::string claimed = metal_emulator::limits().name;
-  return metal_emulator::to_ns(claimed.empty() ? own : claimed + " (" + own + ")");
+  return metal_emulator::to_ns(metal_emulator::device_name());
 }
 - (uint64_t)registryID {
   return 1;
@@ -131,9 +131,6 @@ void check_length(NSUInteger length, const char* call) {
 - (uint64_t)recommendedMaxWorkingSetSize {
   return metal_emulator::limits().working_set_bytes;
 }
-- (NSUInteger)maxThreadgroupMemoryLength {
-  return metal_emulator::kMaxThreadgroupBytes;
-}
 - (NSUInteger)maxBufferLength {
   return metal_emulator::limits().max_buffer_length;
 }
@@ -143,22 +140,18 @@ void check_length(NSUInteger length, const char* call) {
 }
 
 - (id<MTLCommandQueue>)newCommandQueue {
-  return [self newCommandQueueWithMaxCommandBufferCount:kDefaultCommandBuffers];
-}
-- (id<MTLCommandQueue>)newCommandQueueWithMaxCommandBufferCount:(NSUInteger)count {
-  if (count == 0) throw ValidationError("newCommandQueueWithMaxCommandBufferCount: count is 0");
-  return [[EmulatorCommandQueue alloc] initWithDevice:self maxCommandBufferCount:count];
+  return [[EmulatorCommandQueue alloc] init];
 }
 
 - (id<MTLFence>)newFence {
-  return [[EmulatorFence alloc] initWithDevice:self];
+  return [[EmulatorFence alloc] init];
 }
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
   const StorageMode mode = storage_mode(options, "newBufferWithLength");
   check_length(length, "newBufferWithLength");
   auto state = State::get().allocate(length, mode);
   if (!state) return nil;
-  return [[EmulatorBuffer alloc] initWithDevice:self state:std::move(state) options:options deallocator:nil];
+  return [[EmulatorBuffer alloc] initWithState:std::move(state) options:options deallocator:nil];
 }
 
 - (id<MTLBuffer>)newBufferWithBytes:(const void*)pointer
@@ -193,10 +186,7 @@ void check_length(NSUInteger length, const char* call) {
   if (!metal_emulator::limits().no_copy) return nil;
   auto state = State::get().wrap(pointer, length, StorageMode::kShared);
   if (!state) return nil;
-  return [[EmulatorBuffer alloc] initWithDevice:self
-                                          state:std::move(state)
-                                        options:options
-                                    deallocator:deallocator];
+  return [[EmulatorBuffer alloc] initWithState:std::move(state) options:options deallocator:deallocator];
 }
 
 - (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError**)error {
@@ -205,8 +195,7 @@ void check_length(NSUInteger length, const char* call) {
   std::string message = "no such library: '" + path + "'";
   if (std::filesystem::is_regular_file(path)) {
     try {
-      const ShaderLibrary* library = State::get().executor().load(path);
-      return [[EmulatorLibrary alloc] initWithDevice:self libraries:{library} macros:{}];
+      return [[EmulatorLibrary alloc] initWithLibrary:*State::get().executor().load(path) macros:{}];
     } catch (const std::runtime_error& exception) {
       code = MTLLibraryErrorInternal;
       message = "library '" + path + "': " + exception.what();
@@ -216,10 +205,7 @@ void check_length(NSUInteger length, const char* call) {
   return nil;
 }
 
-- (id<MTLLibrary>)newLibraryWithSource:(NSString*)source
-                               options:(MTLCompileOptions*)options
-                                 error:(NSError**)error {
-  wait_for_compiler();
+- (id<MTLLibrary>)compile:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
   const std::string text = to_string(source);
   const std::set<std::string> macros = macros_of(options);
   std::string why = "this source text was not compiled ahead of time into the binary";
@@ -230,14 +216,12 @@ void check_length(NSUInteger length, const char* call) {
       break;
     }
     if (why = unknown_macro(*library, options.preprocessorMacros); !why.empty()) break;
-    const auto language =
-        static_cast<std::uint32_t>(options ? options.languageVersion : MTLLanguageVersion4_0);
+    const auto language = static_cast<std::uint32_t>(options.languageVersion);
     if (why = missing_header(*library, language); !why.empty()) break;
-    EmulatorLibrary* found = [[EmulatorLibrary alloc] initWithDevice:self libraries:{library} macros:macros];
-    const bool fast_functions =
-        !options || options.mathFloatingPointFunctions == MTLMathFloatingPointFunctionsFast;
-    State::get().add_library({library->name, static_cast<bool>(options ? options.fastMathEnabled : YES),
-                              fast_functions, static_cast<int>(language), found.functionNames.count,
+    EmulatorLibrary* found = [[EmulatorLibrary alloc] initWithLibrary:*library macros:macros];
+    const bool fast_functions = options.mathFloatingPointFunctions == MTLMathFloatingPointFunctionsFast;
+    State::get().add_library({library->name, static_cast<bool>(options.fastMathEnabled), fast_functions,
+                              static_cast<int>(language), found.functionNames.count,
                               static_cast<bool>(self.shouldMaximizeConcurrentCompilation)});
     return found;
   }
@@ -248,43 +232,20 @@ void check_length(NSUInteger length, const char* call) {
 - (void)newLibraryWithSource:(NSString*)source
                      options:(MTLCompileOptions*)options
            completionHandler:(MTLNewLibraryCompletionHandler)completionHandler {
+  if (!options)
+    throw ValidationError("newLibraryWithSource: options are nil, but the emulator has no defaults");
   if (!metal_emulator::limits().compiler) return;
   State::get().run_in_background([=] {
     const AutoreleasePool pool;
     NSError* error = nil;
-    id<MTLLibrary> library = [self newLibraryWithSource:source options:options error:&error];
+    id<MTLLibrary> library = [self compile:source options:options error:&error];
     completionHandler(library, error);
   });
 }
 
-- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)computeFunction
-                                                             error:(NSError**)error {
-  MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
-  descriptor.computeFunction = computeFunction;
-  return [self newComputePipelineStateWithDescriptor:descriptor
-                                             options:MTLPipelineOptionNone
-                                          reflection:nil
-                                               error:error];
-}
-
-- (void)newComputePipelineStateWithFunction:(id<MTLFunction>)computeFunction
-                          completionHandler:(MTLNewComputePipelineStateCompletionHandler)completionHandler {
-  checked_cast<EmulatorFunction>(computeFunction, "newComputePipelineStateWithFunction");
-  State::get().run_in_background([=] {
-    const AutoreleasePool pool;
-    NSError* error = nil;
-    id<MTLComputePipelineState> pipeline = [self newComputePipelineStateWithFunction:computeFunction
-                                                                               error:&error];
-    completionHandler(pipeline, error);
-  });
-}
-
-- (id<MTLComputePipelineState>)
-    newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
-                                  options:(MTLPipelineOption)options
-                               reflection:(MTLAutoreleasedComputePipelineReflection*)reflection
-                                    error:(NSError**)error {
-  if (reflection) *reflection = nil;
+- (id<MTLComputePipelineState>)build:(MTLComputePipelineDescriptor*)descriptor
+                             options:(MTLPipelineOption)options
+                               error:(NSError**)error {
   auto* function = checked_cast<EmulatorFunction>(descriptor.computeFunction, "newComputePipelineState");
   bool archived = false;
   for (id<MTLBinaryArchive> archive in descriptor.binaryArchives)
@@ -295,14 +256,11 @@ void check_length(NSUInteger length, const char* call) {
     if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorInternal, message);
     return nil;
   }
-  wait_for_compiler();
   try {
     auto pipeline = [function prepare];
     if (!archived) State::get().count(&metal_emulator::Counters::compiled_pipelines);
-    return [[EmulatorComputePipeline alloc] initWithDevice:self
-                                                  pipeline:std::move(pipeline)
-                                                maxThreads:descriptor.maxTotalThreadsPerThreadgroup
-                                                     label:descriptor.label];
+    return [[EmulatorComputePipeline alloc] initWithPipeline:std::move(pipeline)
+                                                  maxThreads:descriptor.maxTotalThreadsPerThreadgroup];
   } catch (const std::runtime_error& exception) {
     if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, exception.what());
     return nil;
@@ -320,17 +278,14 @@ void check_length(NSUInteger length, const char* call) {
   State::get().run_in_background([=] {
     const AutoreleasePool pool;
     NSError* error = nil;
-    id<MTLComputePipelineState> pipeline = [self newComputePipelineStateWithDescriptor:copy
-                                                                               options:options
-                                                                            reflection:nil
-                                                                                 error:&error];
+    id<MTLComputePipelineState> pipeline = [self build:copy options:options error:&error];
     completionHandler(pipeline, nil, error);
   });
 }
 
 - (id<MTLBinaryArchive>)newBinaryArchiveWithDescriptor:(MTLBinaryArchiveDescriptor*)descriptor
                                                  error:(NSError**)error {
-  EmulatorBinaryArchive* archive = [[EmulatorBinaryArchive alloc] initWithDevice:self];
+  EmulatorBinaryArchive* archive = [[EmulatorBinaryArchive alloc] init];
   if (!descriptor.url) return archive;
   if (!metal_emulator::limits().binary_archives)
     throw ValidationError(
@@ -346,25 +301,23 @@ void check_length(NSUInteger length, const char* call) {
 
 - (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)desc error:(NSError**)error {
   require_family(6, "newResidencySetWithDescriptor");
-  if (metal_emulator::limits().residency_sets)
-    return [[EmulatorResidencySet alloc] initWithDevice:self label:desc.label];
+  if (metal_emulator::limits().residency_sets) return [[EmulatorResidencySet alloc] init];
   if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorUnsupported, "no residency sets");
   return nil;
 }
 @end
 
-// One device, as on a Mac: the same object for all callers while it is referenced.
 id<MTLDevice> MTLCreateSystemDefaultDevice() {
-  static std::mutex mutex;
-  static __weak EmulatorDevice* shared;
   static const pid_t first_process = getpid();
   if (!metal_emulator::limits().survives_fork && getpid() != first_process) {
     std::fputs("the compiler service cannot be reached from a forked process\n", stderr);
     std::abort();
   }
-  std::lock_guard lock(mutex);
-  EmulatorDevice* device = shared;
-  if (!device) shared = device = [[EmulatorDevice alloc] init];
+  std::lock_guard lock(device_mutex);
+  if (the_device && metal_emulator_retain_if_alive(the_device))
+    return (__bridge_transfer id<MTLDevice>)the_device;
+  EmulatorDevice* device = [[EmulatorDevice alloc] init];
+  the_device = (__bridge void*)device;
   return device;
 }
 

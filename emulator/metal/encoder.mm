@@ -11,25 +11,21 @@ using metal_emulator::ValidationError;
 
 @implementation EmulatorEncoder {
 }
-@synthesize label = _label;
 
 - (instancetype)initWithCommandBuffer:(EmulatorCommandBuffer*)commandBuffer {
   if ((self = [super init])) _commandBuffer = commandBuffer;
   return self;
 }
 - (void)dealloc {
-  if (!_ended) [_commandBuffer encoderEnded:NO label:_label];
+  if (!_ended) [_commandBuffer encoderEnded:NO];
 }
 - (EmulatorCommandBuffer*)commandBuffer {
   return _commandBuffer;
 }
-- (id<MTLDevice>)device {
-  return _commandBuffer.device;
-}
 - (void)endEncoding {
   require_open(_ended, "endEncoding");
   _ended = YES;
-  [_commandBuffer encoderEnded:YES label:nil];
+  [_commandBuffer encoderEnded:YES];
 }
 - (void)updateFence:(id<MTLFence>)fence {
   require_open(_ended, "updateFence");

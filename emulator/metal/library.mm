@@ -47,21 +47,14 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
 @end
 
 @implementation EmulatorLibrary {
-  id<MTLDevice> _device;
-  std::vector<const ShaderLibrary*> _libraries;
+  const ShaderLibrary* _library;
   std::set<std::string> _macros;
 }
-@synthesize device = _device;
-@synthesize label = _label;
 
-- (instancetype)initWithDevice:(id<MTLDevice>)device
-                     libraries:(std::vector<const ShaderLibrary*>)libraries
-                        macros:(std::set<std::string>)macros {
+- (instancetype)initWithLibrary:(const ShaderLibrary&)library macros:(std::set<std::string>)macros {
   if ((self = [super init])) {
-    _device = device;
-    _libraries = std::move(libraries);
+    _library = &library;
     _macros = std::move(macros);
-    State::get().count(&metal_emulator::Counters::libraries);
   }
   return self;
 }
@@ -71,37 +64,26 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
 }
 - (NSArray<NSString*>*)functionNames {
   NSMutableArray<NSString*>* names = [NSMutableArray array];
-  for (const ShaderLibrary* library : _libraries) {
-    for (const Kernel& kernel : library->kernels)
-      if ([self has:kernel]) [names addObject:to_ns(kernel.name)];
-  }
+  for (const Kernel& kernel : _library->kernels)
+    if ([self has:kernel]) [names addObject:to_ns(kernel.name)];
   return names;
 }
 - (id<MTLFunction>)newFunctionWithName:(NSString*)name {
   const std::string wanted = to_string(name);
-  for (const ShaderLibrary* library : _libraries) {
-    for (const Kernel& kernel : library->kernels) {
-      if (wanted == kernel.name && [self has:kernel])
-        return [[EmulatorFunction alloc] initWithDevice:_device library:*library kernel:kernel];
-    }
-  }
+  for (const Kernel& kernel : _library->kernels)
+    if (wanted == kernel.name && [self has:kernel])
+      return [[EmulatorFunction alloc] initWithLibrary:*_library kernel:kernel];
   return nil;
 }
 @end
 
 @implementation EmulatorFunction {
-  id<MTLDevice> _device;
   const ShaderLibrary* _library;
   const Kernel* _kernel;
 }
-@synthesize device = _device;
-@synthesize label = _label;
 
-- (instancetype)initWithDevice:(id<MTLDevice>)device
-                       library:(const ShaderLibrary&)library
-                        kernel:(const Kernel&)kernel {
+- (instancetype)initWithLibrary:(const ShaderLibrary&)library kernel:(const Kernel&)kernel {
   if ((self = [super init])) {
-    _device = device;
     _library = &library;
     _kernel = &kernel;
   }
@@ -111,9 +93,8 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
   return to_ns(_kernel->name);
 }
 - (std::string)identity {
-  std::uint64_t sum = 14695981039346656037u;  // FNV-1a
-  for (const char c : _library->source) sum = (sum ^ static_cast<unsigned char>(c)) * 1099511628211u;
-  return to_string(_device.name) + "; " + std::to_string(sum) + "; " + _kernel->name;
+  return metal_emulator::device_name() + "; " + metal_emulator::checksum_of(_library->source) + "; " +
+         _kernel->name;
 }
 - (std::shared_ptr<const Pipeline>)prepare {
   State& state = State::get();
@@ -124,7 +105,7 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
                              " bytes of threadgroup memory, over the limit of " +
                              std::to_string(metal_emulator::kMaxThreadgroupBytes));
   }
-  const metal_emulator::DeviceLimits limits = state.limits();
+  const metal_emulator::DeviceLimits limits = metal_emulator::limits();
   if (limits.aborting_kernels.contains(_kernel->name)) {
     std::fprintf(stderr, "AGX: compiling '%s' failed: the driver aborts\n", _kernel->name);
     std::abort();
@@ -145,7 +126,6 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
 - (id)copyWithZone:(NSZone*)zone {
   static_cast<void>(zone);
   MTLComputePipelineDescriptor* copy = [[MTLComputePipelineDescriptor alloc] init];
-  copy.label = _label;
   copy.computeFunction = _computeFunction;
   copy.maxTotalThreadsPerThreadgroup = _maxTotalThreadsPerThreadgroup;
   copy.binaryArchives = _binaryArchives;
@@ -154,19 +134,11 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
 @end
 
 @implementation EmulatorComputePipeline {
-  id<MTLDevice> _device;
-  NSString* _label;
   NSUInteger _simdWidth;
 }
-@synthesize device = _device;
-@synthesize label = _label;
 
-- (instancetype)initWithDevice:(id<MTLDevice>)device
-                      pipeline:(std::shared_ptr<const Pipeline>)pipeline
-                    maxThreads:(NSUInteger)maxThreads
-                         label:(NSString*)label {
+- (instancetype)initWithPipeline:(std::shared_ptr<const Pipeline>)pipeline maxThreads:(NSUInteger)maxThreads {
   if ((self = [super init])) {
-    _device = device;
     _maxThreads = pipeline->max_threads;
     if (maxThreads > 0) _maxThreads = std::min(_maxThreads, maxThreads);
     const auto limits = metal_emulator::limits();
@@ -174,20 +146,13 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
       _maxThreads = std::min<NSUInteger>(_maxThreads, own->second);
     _simdWidth = limits.simd_width;
     _pipeline = std::move(pipeline);
-    _label = [label copy];
   }
   return self;
-}
-- (const std::shared_ptr<const Pipeline>&)pipeline {
-  return _pipeline;
 }
 - (NSUInteger)maxTotalThreadsPerThreadgroup {
   return _maxThreads;
 }
 - (NSUInteger)threadExecutionWidth {
   return _simdWidth;
-}
-- (NSUInteger)staticThreadgroupMemoryLength {
-  return _pipeline->static_threadgroup_bytes;
 }
 @end

@@ -16,15 +16,11 @@ using metal_emulator::ValidationError;
 - (id)copyWithZone:(NSZone*)zone {
   static_cast<void>(zone);
   MTLResidencySetDescriptor* copy = [[MTLResidencySetDescriptor alloc] init];
-  copy.label = _label;
-  copy.initialCapacity = _initialCapacity;
   return copy;
 }
 @end
 
 @implementation EmulatorResidencySet {
-  id<MTLDevice> _device;
-  NSString* _label;
   std::mutex _mutex;
   std::vector<EmulatorBuffer*> _allocations, _committed;
   std::size_t _resident;  // bytes that the device's account has of this set
@@ -32,16 +28,7 @@ using metal_emulator::ValidationError;
   std::uint64_t _commandBuffersBefore;                // when it was requested first
   std::chrono::steady_clock::time_point _lastNeeded;  // requested, or used by a command buffer
 }
-@synthesize device = _device;
-@synthesize label = _label;
 
-- (instancetype)initWithDevice:(id<MTLDevice>)device label:(NSString*)label {
-  if ((self = [super init])) {
-    _device = device;
-    _label = [label copy];
-  }
-  return self;
-}
 - (void)dealloc {
   _requested = NO;
   [self account];
@@ -49,33 +36,23 @@ using metal_emulator::ValidationError;
 // The caller has locked.
 - (void)account {
   std::size_t bytes = 0;
-  const bool kept =
-      State::get().limits().keeps_unused && State::get().counters().command_buffers == _commandBuffersBefore;
+  const bool kept = metal_emulator::limits().keeps_unused &&
+                    metal_emulator::counters().command_buffers == _commandBuffersBefore;
   if (!_requested && kept) return;
   for (EmulatorBuffer* buffer : _committed) bytes += _requested ? buffer->_state->info.length : 0;
   State::get().change_resident_bytes(_resident, bytes);
   _resident = bytes;
 }
-- (uint64_t)allocatedSize {
-  std::lock_guard lock(_mutex);
-  std::uint64_t bytes = 0;
-  for (EmulatorBuffer* buffer : _committed) bytes += buffer->_state->info.length;
-  return bytes;
-}
-- (NSUInteger)allocationCount {
-  std::lock_guard lock(_mutex);
-  return _allocations.size();
-}
 - (void)requestResidency {
   [self use];
   std::lock_guard lock(_mutex);
-  if (!_requested) _commandBuffersBefore = State::get().counters().command_buffers;
+  if (!_requested) _commandBuffersBefore = metal_emulator::counters().command_buffers;
   _requested = YES;
   _lastNeeded = std::chrono::steady_clock::now();
   [self account];
 }
 - (void)use {
-  const std::chrono::milliseconds lapse(State::get().limits().residency_lapse_ms);
+  const std::chrono::milliseconds lapse(metal_emulator::limits().residency_lapse_ms);
   std::lock_guard lock(_mutex);
   if (!_requested) return;
   const auto now = std::chrono::steady_clock::now();

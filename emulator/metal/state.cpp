@@ -49,6 +49,12 @@ std::unique_ptr<Executor> make_executor() {
   throw std::runtime_error(std::string("METAL_EMULATOR_EXECUTOR: unknown executor '") + name + "'");
 }
 
+DeviceLimits completed(DeviceLimits limits) {
+  if (limits.max_buffer_length == 0) limits.max_buffer_length = machine_bytes() / 2;
+  if (limits.working_set_bytes == 0) limits.working_set_bytes = machine_bytes() / 4 * 3;
+  return limits;
+}
+
 // Memory of the GPU's own in place of the caller's: the first `right` bytes of it, then zeros.
 std::shared_ptr<Allocation> stale(Executor& executor, const void* memory, std::size_t length,
                                   std::size_t right) {
@@ -90,32 +96,7 @@ State::State() : executor_(make_executor()) {
   check(options_);
   executor_->configure(options_);
   if (const char* text = std::getenv("METAL_EMULATOR_VALIDATION")) validates_ = std::string_view(text) != "0";
-  set_limits({});
-}
-
-ExecutorOptions State::options() {
-  std::lock_guard lock(mutex_);
-  return options_;
-}
-
-void State::set_options(const ExecutorOptions& options) {
-  check(options);
-  wait_idle();
-  std::lock_guard lock(mutex_);
-  options_ = options;
-  executor_->configure(options);
-}
-
-DeviceLimits State::limits() {
-  std::lock_guard lock(mutex_);
-  return limits_;
-}
-
-void State::set_limits(const DeviceLimits& limits) {
-  std::lock_guard lock(mutex_);
-  limits_ = limits;
-  if (limits_.max_buffer_length == 0) limits_.max_buffer_length = machine_bytes() / 2;
-  if (limits_.working_set_bytes == 0) limits_.working_set_bytes = machine_bytes() / 4 * 3;
+  limits_ = completed({});
 }
 
 bool State::allocation_fails() {
@@ -165,62 +146,15 @@ std::string State::label(const BufferState& buffer) {
   return buffer.info.label;
 }
 
-std::vector<BufferInfo> State::live_buffers() {
-  std::lock_guard lock(mutex_);
-  std::vector<BufferInfo> infos;
-  for (const auto& buffer : buffers_) infos.push_back(buffer->info);
-  return infos;
-}
-
-std::size_t State::allocated_bytes() {
-  std::lock_guard lock(mutex_);
-  std::size_t bytes = 0;
-  for (const auto& buffer : buffers_) bytes += buffer->info.no_copy ? 0 : buffer->info.length;
-  return bytes;
-}
-
 void State::change_resident_bytes(std::size_t before, std::size_t after) {
   std::lock_guard lock(mutex_);
   resident_bytes_ += after - before;
-}
-
-std::size_t State::resident_bytes() {
-  std::lock_guard lock(mutex_);
-  return resident_bytes_;
-}
-
-void State::fail_allocation(int nth) {
-  std::lock_guard lock(mutex_);
-  allocation_fault_ = nth;
-}
-
-bool State::allocation_will_fail() {
-  std::lock_guard lock(mutex_);
-  return allocation_fault_ > 0;
-}
-
-void State::fail_command_buffer(int nth, CommandBufferFault fault) {
-  std::lock_guard lock(mutex_);
-  command_buffer_fault_countdown_ = nth;
-  command_buffer_fault_ = std::move(fault);
-}
-
-void State::clear_faults() {
-  std::lock_guard lock(mutex_);
-  allocation_fault_ = command_buffer_fault_countdown_ = commit_refusal_countdown_ = 0;
-  loses_residency_ = false;
 }
 
 std::optional<CommandBufferFault> State::next_command_buffer_fault() {
   std::lock_guard lock(mutex_);
   if (command_buffer_fault_countdown_ == 0 || --command_buffer_fault_countdown_ > 0) return std::nullopt;
   return command_buffer_fault_;
-}
-
-void State::refuse_commit(int nth, const std::string& message) {
-  std::lock_guard lock(mutex_);
-  commit_refusal_countdown_ = nth;
-  commit_refusal_ = message;
 }
 
 std::optional<std::string> State::next_commit_refusal() {
@@ -234,35 +168,15 @@ void State::count(std::uint64_t Counters::* counter, std::uint64_t times) {
   counters_.*counter += times;
 }
 
-Counters State::counters() {
-  std::lock_guard lock(mutex_);
-  return counters_;
-}
-
 void State::add_library(LibraryRecord record) {
   std::lock_guard lock(mutex_);
   compiled_.push_back(std::move(record));
   if (compiled_.size() > kRememberedLibraries) compiled_.pop_front();
 }
 
-std::vector<LibraryRecord> State::compiled_libraries() {
-  std::lock_guard lock(mutex_);
-  return {compiled_.begin(), compiled_.end()};
-}
-
-void State::forget_compiled_libraries() {
-  std::lock_guard lock(mutex_);
-  compiled_.clear();
-}
-
 void State::add_violation(const std::string& message) {
   std::lock_guard lock(mutex_);
   violations_.push_back(message);
-}
-
-std::vector<std::string> State::take_violations() {
-  std::lock_guard lock(mutex_);
-  return std::exchange(violations_, {});
 }
 
 bool State::keeps_history() {
@@ -274,18 +188,6 @@ void State::add_record(CommandBufferRecord record) {
   std::lock_guard lock(mutex_);
   history_.push_back(std::move(record));
   while (history_.size() > history_depth_) history_.pop_front();
-}
-
-std::vector<CommandBufferRecord> State::history() {
-  wait_idle();
-  std::lock_guard lock(mutex_);
-  return {history_.begin(), history_.end()};
-}
-
-void State::set_history_depth(std::size_t depth) {
-  std::lock_guard lock(mutex_);
-  history_depth_ = depth;
-  while (history_.size() > depth) history_.pop_front();
 }
 
 void State::begin_work() {
@@ -341,66 +243,132 @@ std::map<std::string, long> live_objects_by_class() {
   State::get().wait_idle();
   return objc::live_objects_by_class();
 }
+
+ExecutorOptions options() {
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  return state.options_;
+}
+
+void set_options(const ExecutorOptions& options) {
+  State& state = State::get();
+  check(options);
+  state.wait_idle();
+  std::lock_guard lock(state.mutex_);
+  state.options_ = options;
+  state.executor_->configure(options);
+}
+
+DeviceLimits limits() {
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  return state.limits_;
+}
+
+void set_limits(const DeviceLimits& limits) {
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  state.limits_ = completed(limits);
+}
+
 std::vector<BufferInfo> live_buffers() {
-  State::get().wait_idle();
-  return State::get().live_buffers();
+  State& state = State::get();
+  state.wait_idle();
+  std::lock_guard lock(state.mutex_);
+  std::vector<BufferInfo> infos;
+  for (const auto& buffer : state.buffers_) infos.push_back(buffer->info);
+  return infos;
 }
+
 std::size_t allocated_bytes() {
-  State::get().wait_idle();
-  return State::get().allocated_bytes();
+  State& state = State::get();
+  state.wait_idle();
+  std::lock_guard lock(state.mutex_);
+  std::size_t bytes = 0;
+  for (const auto& buffer : state.buffers_) bytes += buffer->info.no_copy ? 0 : buffer->info.length;
+  return bytes;
 }
+
 std::size_t resident_bytes() {
-  State::get().wait_idle();
-  return State::get().resident_bytes();
+  State& state = State::get();
+  state.wait_idle();
+  std::lock_guard lock(state.mutex_);
+  return state.resident_bytes_;
 }
-Counters counters() {
-  return State::get().counters();
-}
+
 void fail_allocation(int nth) {
-  State::get().fail_allocation(nth);
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  state.allocation_fault_ = nth;
 }
 
 bool allocation_will_fail() {
-  return State::get().allocation_will_fail();
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  return state.allocation_fault_ > 0;
 }
+
 void fail_command_buffer(int nth, const std::string& message, long code, int dispatches) {
-  State::get().fail_command_buffer(nth, {message, code, dispatches});
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  state.command_buffer_fault_countdown_ = nth;
+  state.command_buffer_fault_ = {message, code, dispatches};
 }
-void refuse_commit(int nth, const std::string& message) {
-  State::get().refuse_commit(nth, message);
-}
-void clear_faults() {
-  State::get().clear_faults();
-}
-ExecutorOptions options() {
-  return State::get().options();
-}
-void set_options(const ExecutorOptions& options) {
-  State::get().set_options(options);
-}
-DeviceLimits limits() {
-  return State::get().limits();
-}
+
 void lose_residency() {
-  State::get().lose_residency();
+  State::get().loses_residency_ = true;
 }
-void set_limits(const DeviceLimits& limits) {
-  State::get().set_limits(limits);
+
+void clear_faults() {
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  state.allocation_fault_ = state.command_buffer_fault_countdown_ = state.commit_refusal_countdown_ = 0;
+  state.loses_residency_ = false;
 }
-std::vector<CommandBufferRecord> history() {
-  return State::get().history();
+
+void refuse_commit(int nth, const std::string& message) {
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  state.commit_refusal_countdown_ = nth;
+  state.commit_refusal_ = message;
 }
-void set_history_depth(std::size_t command_buffers) {
-  State::get().set_history_depth(command_buffers);
+
+Counters counters() {
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  return state.counters_;
 }
+
 std::vector<LibraryRecord> compiled_libraries() {
-  return State::get().compiled_libraries();
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  return {state.compiled_.begin(), state.compiled_.end()};
 }
+
 void forget_compiled_libraries() {
-  State::get().forget_compiled_libraries();
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  state.compiled_.clear();
 }
+
 std::vector<std::string> take_violations() {
-  return State::get().take_violations();
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  return std::exchange(state.violations_, {});
+}
+
+std::vector<CommandBufferRecord> history() {
+  State& state = State::get();
+  state.wait_idle();
+  std::lock_guard lock(state.mutex_);
+  return {state.history_.begin(), state.history_.end()};
+}
+
+void set_history_depth(std::size_t depth) {
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  state.history_depth_ = depth;
+  while (state.history_.size() > depth) state.history_.pop_front();
 }
 
 }  // namespace metal_emulator

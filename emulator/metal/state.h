@@ -1,4 +1,5 @@
-// The state of the emulator: its executor, its accounts, and the faults that tests request.
+// The state of the emulator: its executor, its accounts, and the faults that tests request. The functions of
+// emulator.h read and change it.
 #pragma once
 
 #include <atomic>
@@ -39,10 +40,6 @@ class State {
   // Whether to check for misuse that a Mac finds only with its validation layer, or not at all: unordered
   // commands that access the same memory, and changes to buffers that a command buffer does not track.
   bool validates() const { return validates_; }
-  ExecutorOptions options();
-  void set_options(const ExecutorOptions& options);
-  DeviceLimits limits();
-  void set_limits(const DeviceLimits& limits);
 
   // Null if there is no memory, or if a test requested that.
   std::shared_ptr<BufferState> allocate(std::size_t length, StorageMode mode);
@@ -50,35 +47,20 @@ class State {
   void release(const std::shared_ptr<BufferState>& buffer);
   void set_label(BufferState& buffer, const std::string& label);
   std::string label(const BufferState& buffer);
-  std::vector<BufferInfo> live_buffers();
-  std::size_t allocated_bytes();
   void change_resident_bytes(std::size_t before, std::size_t after);
-  std::size_t resident_bytes();
 
-  void fail_allocation(int nth);
-  bool allocation_will_fail();
-  void fail_command_buffer(int nth, CommandBufferFault fault);
-  void lose_residency() { loses_residency_ = true; }
   bool loses_residency() { return loses_residency_.exchange(false); }
-  void clear_faults();
   std::optional<CommandBufferFault> next_command_buffer_fault();
-  void refuse_commit(int nth, const std::string& message);
   std::optional<std::string> next_commit_refusal();
 
   void count(std::uint64_t Counters::* counter, std::uint64_t times = 1);
-  Counters counters();
 
   void add_library(LibraryRecord record);
-  std::vector<LibraryRecord> compiled_libraries();
-  void forget_compiled_libraries();
 
   void add_violation(const std::string& message);
-  std::vector<std::string> take_violations();
 
   bool keeps_history();
   void add_record(CommandBufferRecord record);
-  std::vector<CommandBufferRecord> history();
-  void set_history_depth(std::size_t depth);
 
   // Work that runs on other threads. wait_idle returns at once on a thread that is doing such work.
   void begin_work();
@@ -87,12 +69,7 @@ class State {
   // Runs `task` on one of a few threads, as work.
   void run_in_background(std::function<void()> task);
 
- private:
-  State();
-  std::shared_ptr<BufferState> keep(std::shared_ptr<Allocation> allocation, BufferInfo info);
-  bool allocation_fails();
-  void serve_background();
-
+  // For the functions of emulator.h.
   std::mutex mutex_;
   std::unique_ptr<Executor> executor_;
   bool validates_ = true;
@@ -118,6 +95,12 @@ class State {
   std::condition_variable background_wake_;
   std::deque<std::function<void()>> background_tasks_;
   unsigned background_threads_ = 0;
+
+ private:
+  State();
+  std::shared_ptr<BufferState> keep(std::shared_ptr<Allocation> allocation, BufferInfo info);
+  bool allocation_fails();
+  void serve_background();
 };
 
 // Marks the calling thread as one that does the emulator's work while in scope.

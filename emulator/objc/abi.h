@@ -51,7 +51,7 @@ struct IvarList {
   Ivar ivars[];
 };
 
-// The result of objc_slot_lookup_super; compiled code reads `implementation`.
+// The result of objc_msg_lookup_sender; compiled code reads `implementation`.
 struct Slot {
   Class* owner;
   Class* cached_for;
@@ -106,7 +106,6 @@ struct Super {
 
 struct alignas(16) Header {  // in front of every object
   std::atomic<long> references;
-  std::atomic<bool> weakly_referenced;
 };
 
 // Small strings and numbers live in the pointer itself.
@@ -135,5 +134,4 @@ extern "C" {
 // Used by the classes that are written without ARC.
 metal_emulator::objc::Object* metal_emulator_allocate(metal_emulator::objc::Class* cls);
 void metal_emulator_deallocate(metal_emulator::objc::Object* object);
-long metal_emulator_retain_count(metal_emulator::objc::Object* object);
 }

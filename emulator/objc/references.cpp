@@ -1,10 +1,9 @@
-// Object life: allocation, retain counts, autorelease pools, weak references, and the entry points that ARC
-// calls.
+// Object life: allocation, retain counts, autorelease pools, and the entry points that ARC calls.
 #include <cstdlib>
 #include <map>
 #include <mutex>
 #include <new>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "abi.h"
@@ -59,50 +58,9 @@ bool is_immortal(Object* object) {
          (object->isa->info & kMetaClass);
 }
 
-// Locations of __weak variables, by the object they refer to.
-struct WeakReferences {
-  std::mutex mutex;
-  std::unordered_multimap<Object*, Object**> locations;
-
-  void remove(Object* object, Object** location) {
-    const auto [begin, end] = locations.equal_range(object);
-    for (auto i = begin; i != end; ++i) {
-      if (i->second == location) {
-        locations.erase(i);
-        return;
-      }
-    }
-  }
-};
-
-WeakReferences& weak_references() {
-  static auto* instance = new WeakReferences;
-  return *instance;
-}
-
-// True when the last reference went and the object must be deallocated. Weak references to it are nil from
-// then on.
+// True when the last reference went and the object must be deallocated.
 bool drop_reference(Object* object) {
-  Header& h = header(object);
-  if (h.references.fetch_sub(1, std::memory_order_acq_rel) != 1) return false;
-  if (h.weakly_referenced.load(std::memory_order_acquire)) {
-    WeakReferences& weak = weak_references();
-    std::lock_guard lock(weak.mutex);
-    const auto [begin, end] = weak.locations.equal_range(object);
-    for (auto i = begin; i != end; ++i) *i->second = nullptr;
-    weak.locations.erase(begin, end);
-  }
-  return true;
-}
-
-// Retains an object that another thread may be releasing; null when its last reference is gone.
-Object* retain_if_alive(Object* object) {
-  if (is_immortal(object) || is_block(object)) return objc_retain(object);
-  auto& references = header(object).references;
-  long count = references.load(std::memory_order_relaxed);
-  while (count > 0 && !references.compare_exchange_weak(count, count + 1, std::memory_order_acq_rel)) {
-  }
-  return count > 0 ? object : nullptr;
+  return header(object).references.fetch_sub(1, std::memory_order_acq_rel) == 1;
 }
 
 template <typename Result = void>
@@ -137,7 +95,7 @@ extern "C" {
 Object* metal_emulator_allocate(Class* cls) {
   void* memory = std::calloc(1, sizeof(Header) + static_cast<std::size_t>(cls->instance_size));
   if (!memory) throw std::bad_alloc();
-  auto* h = new (memory) Header{1, false};
+  auto* h = new (memory) Header{1};
   auto* object = reinterpret_cast<Object*>(h + 1);
   object->isa = cls;
   Census::get().add(cls, 1);
@@ -149,6 +107,15 @@ void metal_emulator_deallocate(Object* object) {
   destroy_ivars(object);
   Census::get().add(object->isa, -1);
   std::free(&header(object));
+}
+
+// For an object that another thread may be releasing; false if its last reference is gone.
+bool metal_emulator_retain_if_alive(Object* object) {
+  auto& references = header(object).references;
+  long count = references.load(std::memory_order_relaxed);
+  while (count > 0 && !references.compare_exchange_weak(count, count + 1, std::memory_order_acq_rel)) {
+  }
+  return count > 0;
 }
 
 Object* objc_retain(Object* object) {
@@ -202,22 +169,8 @@ Object* objc_retainAutoreleaseReturnValue(Object* object) {
 Object* objc_retainAutoreleasedReturnValue(Object* object) {
   return take_returned(object) ? object : objc_retain(object);
 }
-Object* objc_unsafeClaimAutoreleasedReturnValue(Object* object) {
-  if (take_returned(object)) objc_release(object);
-  return object;
-}
 Object* objc_retainBlock(Object* block) {
   return static_cast<Object*>(_Block_copy(block));
-}
-
-Object* objc_alloc(Class* cls) {
-  static const char* const name = unique_name("alloc");
-  return cls ? send<Object*>(reinterpret_cast<Object*>(cls), name) : nullptr;
-}
-Object* objc_alloc_init(Class* cls) {
-  static const char* const name = unique_name("init");
-  Object* object = objc_alloc(cls);
-  return object ? send<Object*>(object, name) : nullptr;
 }
 
 void objc_storeStrong(Object** location, Object* value) {
@@ -225,48 +178,6 @@ void objc_storeStrong(Object** location, Object* value) {
   Object* old = *location;
   *location = value;
   objc_release(old);
-}
-
-// Weak references.
-
-Object* objc_storeWeak(Object** location, Object* value) {
-  WeakReferences& weak = weak_references();
-  std::lock_guard lock(weak.mutex);
-  if (*location) weak.remove(*location, location);
-  *location = value;
-  if (!is_immortal(value) && !is_block(value)) {
-    header(value).weakly_referenced.store(true, std::memory_order_release);
-    weak.locations.emplace(value, location);
-  }
-  return value;
-}
-
-Object* objc_initWeak(Object** location, Object* value) {
-  *location = nullptr;
-  return objc_storeWeak(location, value);
-}
-
-Object* objc_loadWeakRetained(Object** location) {
-  std::lock_guard lock(weak_references().mutex);
-  return retain_if_alive(*location);
-}
-
-Object* objc_loadWeak(Object** location) {
-  return objc_autorelease(objc_loadWeakRetained(location));
-}
-void objc_destroyWeak(Object** location) {
-  objc_storeWeak(location, nullptr);
-}
-
-void objc_copyWeak(Object** to, Object** from) {
-  Object* object = objc_loadWeakRetained(from);
-  objc_initWeak(to, object);
-  objc_release(object);
-}
-
-void objc_moveWeak(Object** to, Object** from) {
-  objc_copyWeak(to, from);
-  objc_destroyWeak(from);
 }
 
 // Synthesized properties. Atomic object properties share one lock; they are rare and their sections short.
@@ -280,14 +191,14 @@ static Object** property(Object* object, std::ptrdiff_t offset) {
   return reinterpret_cast<Object**>(reinterpret_cast<char*>(object) + offset);
 }
 
-static void set_property(Object* object, std::ptrdiff_t offset, Object* value, bool copied) {
+// Only `copy` properties are set here: of others, those of the emulator are `nonatomic`, and ARC stores them.
+static void set_copied(Object* object, std::ptrdiff_t offset, Object* value) {
   static const char* const name = unique_name("copy");
-  if (copied && value) value = send<Object*>(value, name);
+  if (value) value = send<Object*>(value, name);
   Object* old;
   {
     std::lock_guard lock(property_mutex());
-    old = *property(object, offset);
-    *property(object, offset) = copied ? value : objc_retain(value);
+    old = std::exchange(*property(object, offset), value);
   }
   objc_release(old);
 }
@@ -297,36 +208,11 @@ Object* objc_getProperty(Object* object, Selector*, std::ptrdiff_t offset, bool 
   std::lock_guard lock(property_mutex());
   return objc_retainAutorelease(*property(object, offset));
 }
-void objc_setProperty(Object* object, Selector*, std::ptrdiff_t offset, Object* value, bool, bool copied) {
-  set_property(object, offset, value, copied);
-}
-void objc_setProperty_nonatomic(Object* object, Selector*, Object* value, std::ptrdiff_t offset) {
-  set_property(object, offset, value, false);
-}
-void objc_setProperty_atomic(Object* object, Selector*, Object* value, std::ptrdiff_t offset) {
-  set_property(object, offset, value, false);
-}
 void objc_setProperty_nonatomic_copy(Object* object, Selector*, Object* value, std::ptrdiff_t offset) {
-  set_property(object, offset, value, true);
+  set_copied(object, offset, value);
 }
 void objc_setProperty_atomic_copy(Object* object, Selector*, Object* value, std::ptrdiff_t offset) {
-  set_property(object, offset, value, true);
-}
-
-// @synchronized. One recursive lock for all objects is enough for the emulator's use.
-static std::recursive_mutex& synchronized_mutex() {
-  static auto* mutex = new std::recursive_mutex;
-  return *mutex;
-}
-
-int objc_sync_enter(Object*) {
-  synchronized_mutex().lock();
-  return 0;
-}
-
-int objc_sync_exit(Object*) {
-  synchronized_mutex().unlock();
-  return 0;
+  set_copied(object, offset, value);
 }
 
 }  // extern "C"

@@ -240,11 +240,8 @@ Slot* objc_msg_lookup_sender(Object** receiver, Selector* selector, Object*) {
   }
   return require_method(class_of(object), selector);
 }
-Slot* objc_slot_lookup_super(Super* super, Selector* selector) {
-  return super->receiver ? require_method(super->superclass, selector) : &nil_slot;
-}
 Implementation objc_msg_lookup_super(Super* super, Selector* selector) {
-  return objc_slot_lookup_super(super, selector)->implementation;
+  return (super->receiver ? require_method(super->superclass, selector) : &nil_slot)->implementation;
 }
 
 Class* object_getClass(Object* object) {

@@ -18,28 +18,13 @@ const char* status_name(const CommandBuffer& self) {
   switch (self.object.status) {
     case MTLCommandBufferStatusNotEnqueued:
       return "not enqueued";
-    case MTLCommandBufferStatusEnqueued:
-      return "enqueued";
-    case MTLCommandBufferStatusCommitted:
-      return "committed";
-    case MTLCommandBufferStatusScheduled:
-      return "scheduled";
     case MTLCommandBufferStatusCompleted:
       return "completed";
     case MTLCommandBufferStatusError:
       return "error";
+    default:
+      return "in flight";
   }
-  return "unknown";
-}
-
-// Runs a Python callable once, on any thread.
-MTLCommandBufferHandler make_handler(nb::callable callable) {
-  auto* kept = new nb::callable(std::move(callable));
-  return ^(id<MTLCommandBuffer> commandBuffer) {
-    const nb::gil_scoped_acquire gil;
-    (*kept)(status_name({commandBuffer}));
-    delete kept;
-  };
 }
 
 CommandBuffer new_command_buffer(const Queue& self, bool retained) {
@@ -49,12 +34,11 @@ CommandBuffer new_command_buffer(const Queue& self, bool retained) {
   return {require(buffer, nil, "commandBuffer")};
 }
 
-ComputeEncoder compute_encoder(const CommandBuffer& self, bool concurrent, const std::string& label) {
+ComputeEncoder compute_encoder(const CommandBuffer& self, bool concurrent) {
   const AutoreleasePool pool;
-  id<MTLComputeCommandEncoder> encoder = [self.object
-      computeCommandEncoderWithDispatchType:concurrent ? MTLDispatchTypeConcurrent : MTLDispatchTypeSerial];
-  if (!label.empty()) encoder.label = to_ns(label);
-  return {require(encoder, nil, "computeCommandEncoder")};
+  return {require([self.object computeCommandEncoderWithDispatchType:concurrent ? MTLDispatchTypeConcurrent
+                                                                                : MTLDispatchTypeSerial],
+                  nil, "computeCommandEncoder")};
 }
 
 BlitEncoder blit_encoder(const CommandBuffer& self) {
@@ -70,16 +54,6 @@ void set_buffer(const ComputeEncoder& self, NSUInteger index, const Buffer* buff
 void bind_command_buffer(nb::module_& m) {
   constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<CommandBuffer>(m, "CommandBuffer")
-      .def_prop_rw(
-          "label",
-          [](const CommandBuffer& self) {
-            const AutoreleasePool pool;
-            return to_string(self.object.label);
-          },
-          [](const CommandBuffer& self, const std::string& label) {
-            const AutoreleasePool pool;
-            self.object.label = to_ns(label);
-          })
       .def_prop_ro("status", &status_name)
       .def_prop_ro("error",
                    [](const CommandBuffer& self) {
@@ -103,11 +77,7 @@ void bind_command_buffer(nb::module_& m) {
             [self.object waitUntilCompleted];
           },
           kWithoutGil)
-      .def("add_completed_handler",
-           [](const CommandBuffer& self, nb::callable handler) {
-             [self.object addCompletedHandler:make_handler(std::move(handler))];
-           })
-      .def("compute_encoder", &compute_encoder, "concurrent"_a = false, "label"_a = "")
+      .def("compute_encoder", &compute_encoder, "concurrent"_a = false)
       .def("blit_encoder", &blit_encoder)
       .def("release", &release<CommandBuffer>);
 }
@@ -138,13 +108,6 @@ void bind_compute_encoder(nb::module_& m) {
             [self.object dispatchThreadgroups:to_mtl(groups) threadsPerThreadgroup:to_mtl(threads)];
           },
           "groups"_a, "threads"_a)
-      .def(
-          "dispatch_threads",
-          [](const ComputeEncoder& self, const Size& grid, const Size& threads) {
-            const AutoreleasePool pool;
-            [self.object dispatchThreads:to_mtl(grid) threadsPerThreadgroup:to_mtl(threads)];
-          },
-          "grid"_a, "threads"_a)
       .def("barrier",
            [](const ComputeEncoder& self) { [self.object memoryBarrierWithScope:MTLBarrierScopeBuffers]; })
       .def("wait_for_fence",

@@ -24,7 +24,7 @@ using ByteView = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
 MTLResourceOptions storage_options(const std::string& storage) {
   if (storage == "shared") return MTLResourceStorageModeShared;
   if (storage == "private") return MTLResourceStorageModePrivate;
-  if (storage == "managed") return MTLResourceStorageModeManaged;
+  if (storage == "managed") return 1 << MTLResourceStorageModeShift;  // which the emulator refuses
   throw std::invalid_argument("storage is 'shared', 'private' or 'managed', not '" + storage + "'");
 }
 
@@ -83,17 +83,6 @@ nb::object contents(const Buffer& self) {
   return nb::cast(ByteView(memory, {self.object.length}, owner));
 }
 
-const char* storage_name(const Buffer& self) {
-  switch (self.object.storageMode) {
-    case MTLStorageModeShared:
-      return "shared";
-    case MTLStorageModePrivate:
-      return "private";
-    default:
-      return "other";
-  }
-}
-
 // Without a language version it is the newest that the system knows.
 Library new_library(const Device& self, const std::string& source,
                     const std::map<std::string, std::string>& macros, bool fast_math,
@@ -119,9 +108,13 @@ Library new_library(const Device& self, const std::string& source,
   NSMutableDictionary<NSString*, NSObject*>* values = [NSMutableDictionary dictionary];
   for (const auto& [name, value] : macros) values[to_ns(name)] = to_ns(value);
   options.preprocessorMacros = values;
-  NSError* error = nil;
-  id<MTLLibrary> library = [self.object newLibraryWithSource:to_ns(source) options:options error:&error];
-  return {require(library, error, "newLibraryWithSource")};
+  return {made<id<MTLLibrary>>("newLibraryWithSource", [&](auto done) {
+    [self.object newLibraryWithSource:to_ns(source)
+                              options:options
+                    completionHandler:^(id<MTLLibrary> library, NSError* error) {
+                      done(library, error);
+                    }];
+  })};
 }
 
 Library load_library(const Device& self, const std::string& path) {
@@ -176,18 +169,24 @@ void write_archive(const Archive& self, const std::string& path) {
   require_done(done, error, "serialize");
 }
 
+Pipeline make_pipeline(const Device& self, MTLComputePipelineDescriptor* descriptor,
+                       MTLPipelineOption options) {
+  return {made<id<MTLComputePipelineState>>("newComputePipelineState", [&](auto done) {
+    [self.object newComputePipelineStateWithDescriptor:descriptor
+                                               options:options
+                                     completionHandler:^(id<MTLComputePipelineState> pipeline,
+                                                         MTLComputePipelineReflection*, NSError* error) {
+                                       done(pipeline, error);
+                                     }];
+  })};
+}
+
 Pipeline archived_pipeline(const Device& self, const Function& function, const Archive& archive) {
   const AutoreleasePool pool;
   MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
   descriptor.computeFunction = function.object;
   descriptor.binaryArchives = @[ archive.object ];
-  NSError* error = nil;
-  id<MTLComputePipelineState> pipeline =
-      [self.object newComputePipelineStateWithDescriptor:descriptor
-                                                 options:MTLPipelineOptionFailOnBinaryArchiveMiss
-                                              reflection:nil
-                                                   error:&error];
-  return {require(pipeline, error, "newComputePipelineState")};
+  return make_pipeline(self, descriptor, MTLPipelineOptionFailOnBinaryArchiveMiss);
 }
 
 #if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
@@ -205,8 +204,7 @@ void bind_residency(nb::module_& m, nb::class_<Device>& device) {
                         const Buffer& buffer) { [set_of(self) removeAllocation:buffer.object]; })
       .def("commit", [](const ResidencySet& self) { [set_of(self) commit]; })
       .def("request", [](const ResidencySet& self) { [set_of(self) requestResidency]; })
-      .def("end", [](const ResidencySet& self) { [set_of(self) endResidency]; })
-      .def_prop_ro("bytes", [](const ResidencySet& self) { return set_of(self).allocatedSize; });
+      .def("end", [](const ResidencySet& self) { [set_of(self) endResidency]; });
   device.def("new_residency_set", [](const Device& self) {
     const AutoreleasePool pool;
     NSError* error = nil;
@@ -219,44 +217,12 @@ void bind_residency(nb::module_& m, nb::class_<Device>& device) {
 void bind_residency(nb::module_&, nb::class_<Device>&) {}
 #endif
 
-Pipeline new_pipeline(const Device& self, const Function& function, const std::string& label,
-                      NSUInteger max_threads) {
+Pipeline new_pipeline(const Device& self, const Function& function, NSUInteger max_threads) {
   const AutoreleasePool pool;
   MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
   descriptor.computeFunction = function.object;
   descriptor.maxTotalThreadsPerThreadgroup = max_threads;
-  if (!label.empty()) descriptor.label = to_ns(label);
-  NSError* error = nil;
-  id<MTLComputePipelineState> pipeline =
-      [self.object newComputePipelineStateWithDescriptor:descriptor
-                                                 options:MTLPipelineOptionNone
-                                              reflection:nil
-                                                   error:&error];
-  return {require(pipeline, error, "newComputePipelineState")};
-}
-
-// Calls `handler` with a Pipeline or an error's text, on another thread.
-void new_pipeline_async(const Device& self, const Function& function, nb::callable handler) {
-  const AutoreleasePool pool;
-  auto* kept = new nb::callable(std::move(handler));
-  [self.object newComputePipelineStateWithFunction:function.object
-                                 completionHandler:^(id<MTLComputePipelineState> pipeline, NSError* error) {
-                                   const nb::gil_scoped_acquire gil;
-                                   if (pipeline) {
-                                     (*kept)(Pipeline{pipeline});
-                                   } else {
-                                     (*kept)(to_string(error.localizedDescription));
-                                   }
-                                   delete kept;
-                                 }];
-}
-
-Queue new_queue(const Device& self, std::optional<NSUInteger> max_command_buffers) {
-  const AutoreleasePool pool;
-  id<MTLCommandQueue> queue =
-      max_command_buffers ? [self.object newCommandQueueWithMaxCommandBufferCount:*max_command_buffers]
-                          : [self.object newCommandQueue];
-  return {require(queue, nil, "newCommandQueue")};
+  return make_pipeline(self, descriptor, MTLPipelineOptionNone);
 }
 
 }  // namespace
@@ -264,17 +230,6 @@ Queue new_queue(const Device& self, std::optional<NSUInteger> max_command_buffer
 void bind_device(nb::module_& m) {
   nb::class_<Buffer>(m, "Buffer")
       .def_prop_ro("length", [](const Buffer& self) { return self.object.length; })
-      .def_prop_ro("storage", &storage_name)
-      .def_prop_rw(
-          "label",
-          [](const Buffer& self) {
-            const AutoreleasePool pool;
-            return to_string(self.object.label);
-          },
-          [](const Buffer& self, const std::string& label) {
-            const AutoreleasePool pool;
-            self.object.label = to_ns(label);
-          })
       .def_prop_ro("contents", &contents, nb::for_getter(nb::sig("def contents(self) -> object")),
                    "The bytes as a NumPy array that stands on them; None for Private storage.")
       .def("release", &release<Buffer>);
@@ -291,16 +246,9 @@ void bind_device(nb::module_& m) {
       .def("release", &release<Library>);
 
   nb::class_<Pipeline>(m, "Pipeline")
-      .def_prop_ro("label",
-                   [](const Pipeline& self) {
-                     const AutoreleasePool pool;
-                     return to_string(self.object.label);
-                   })
       .def_prop_ro("max_threads",
                    [](const Pipeline& self) { return self.object.maxTotalThreadsPerThreadgroup; })
-      .def_prop_ro("execution_width", [](const Pipeline& self) { return self.object.threadExecutionWidth; })
-      .def_prop_ro("static_threadgroup_bytes",
-                   [](const Pipeline& self) { return self.object.staticThreadgroupMemoryLength; });
+      .def_prop_ro("execution_width", [](const Pipeline& self) { return self.object.threadExecutionWidth; });
 
   nb::class_<Archive>(m, "Archive")
       .def("add", &add_to_archive, "function"_a)
@@ -321,8 +269,6 @@ void bind_device(nb::module_& m) {
                      return to_string(self.object.name);
                    })
       .def_prop_ro("max_buffer_length", [](const Device& self) { return self.object.maxBufferLength; })
-      .def_prop_ro("max_threadgroup_memory",
-                   [](const Device& self) { return self.object.maxThreadgroupMemoryLength; })
       .def_prop_ro("working_set_bytes",
                    [](const Device& self) { return self.object.recommendedMaxWorkingSetSize; })
       .def("supports_family",
@@ -342,11 +288,15 @@ void bind_device(nb::module_& m) {
              return Fence{require([self.object newFence], nil, "newFence")};
            })
       .def("load_library", &load_library, "path"_a, kWithoutGil)
-      .def("new_pipeline", &new_pipeline, "function"_a, "label"_a = "", "max_threads"_a = 0, kWithoutGil)
-      .def("new_pipeline_async", &new_pipeline_async, "function"_a, "handler"_a)
+      .def("new_pipeline", &new_pipeline, "function"_a, "max_threads"_a = 0, kWithoutGil)
       .def("new_archive", &new_archive, "path"_a = nb::none())
-      .def("archived_pipeline", &archived_pipeline, "function"_a, "archive"_a, "From the archive alone.")
-      .def("new_queue", &new_queue, "max_command_buffers"_a = nb::none())
+      .def("archived_pipeline", &archived_pipeline, "function"_a, "archive"_a, kWithoutGil,
+           "From the archive alone.")
+      .def("new_queue",
+           [](const Device& self) {
+             const AutoreleasePool pool;
+             return Queue{require([self.object newCommandQueue], nil, "newCommandQueue")};
+           })
       .def("release", &release<Device>);
 }
 

@@ -37,7 +37,7 @@ struct RunnerBuffer {
 
 struct RunnerDispatch {
   const char* kernel;
-  std::uint32_t grid[3], group[3], threads[3];  // threads of 0: the product of grid and group
+  std::uint32_t grid[3], group[3];
   RunnerBuffer* buffers;
   std::uint32_t buffer_count;
   const std::uint64_t* threadgroup_bytes;
@@ -76,7 +76,6 @@ __attribute__((visibility("default"))) void runner_run(RunnerDispatch* run) {
   const auto dim = [](const std::uint32_t* v) { return Dim3{v[0], v[1], v[2]}; };
   dispatch.grid = dim(run->grid);
   dispatch.group = dim(run->group);
-  dispatch.threads = dim(run->threads);
   for (std::uint32_t i = 0; i < run->buffer_count; i++) {
     const RunnerBuffer& given = run->buffers[i];
     BoundBuffer bound;

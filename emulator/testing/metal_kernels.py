@@ -59,7 +59,7 @@ class KernelLibrary:
 
     def pipeline(self, kernel: str) -> Any:
         """Return a compute pipeline."""
-        return self.device.new_pipeline(self.library.new_function(kernel), label=kernel)
+        return self.device.new_pipeline(self.library.new_function(kernel))
 
     def dispatch(
         self,
@@ -67,8 +67,7 @@ class KernelLibrary:
         buffers: Sequence[Argument],
         *,
         threads: Size,
-        groups: Size | None = None,
-        grid: Size | None = None,
+        groups: Size,
         threadgroup: Sequence[int] = (),
     ) -> None:
         """Run one dispatch and wait for it.
@@ -81,8 +80,8 @@ class KernelLibrary:
             Arguments by index.
         threads
             Threads of a threadgroup.
-        groups, grid
-            Either the threadgroups, or the threads in all.
+        groups
+            Threadgroups.
         threadgroup
             Bytes of threadgroup memory by index.
 
@@ -91,11 +90,9 @@ class KernelLibrary:
         RuntimeError
             Metal or the emulator reports an error.
         """
-        if (groups is None) == (grid is None):
-            raise TypeError("pass either groups or grid, not both or neither")
         command_buffer = self.queue.command_buffer()
         pipeline = self.pipeline(kernel)
-        encoder = command_buffer.compute_encoder(label=kernel)
+        encoder = command_buffer.compute_encoder()
         bound = []
         try:
             encoder.set_pipeline(pipeline)
@@ -108,10 +105,7 @@ class KernelLibrary:
                     bound.append((argument, buffer))
             for index, length in enumerate(threadgroup):
                 encoder.set_threadgroup_memory(index, length)
-            if groups is not None:
-                encoder.dispatch_threadgroups(three(groups), three(threads))
-            elif grid is not None:
-                encoder.dispatch_threads(three(grid), three(threads))
+            encoder.dispatch_threadgroups(three(groups), three(threads))
         finally:
             encoder.end()
         command_buffer.commit()

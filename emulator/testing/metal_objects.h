@@ -6,14 +6,14 @@
 
 #import <Metal/Metal.h>
 
+#include <future>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 
-extern "C" {
-void* objc_autoreleasePoolPush();
-void objc_autoreleasePoolPop(void* pool);
-}
+#include "../foundation.h"
 
 namespace metal_testing {
 
@@ -24,24 +24,9 @@ struct MetalError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Unlike @autoreleasepool it is also emptied when an exception leaves its scope.
-class AutoreleasePool {
- public:
-  AutoreleasePool() : pool_(objc_autoreleasePoolPush()) {}
-  ~AutoreleasePool() { objc_autoreleasePoolPop(pool_); }
-  AutoreleasePool(const AutoreleasePool&) = delete;
-  AutoreleasePool& operator=(const AutoreleasePool&) = delete;
-
- private:
-  void* pool_;
-};
-
-inline NSString* to_ns(const std::string& text) {
-  return [NSString stringWithUTF8String:text.c_str()];
-}
-inline std::string to_string(NSString* text) {
-  return text ? text.UTF8String : "";
-}
+using metal_emulator::AutoreleasePool;
+using metal_emulator::to_ns;
+using metal_emulator::to_string;
 
 using Size = std::tuple<NSUInteger, NSUInteger, NSUInteger>;
 inline MTLSize to_mtl(const Size& size) {
@@ -53,6 +38,15 @@ T require(T object, NSError* error, const char* call) {
   if (object) return object;
   throw MetalError(std::string(call) + ": " +
                    (error ? to_string(error.localizedDescription) : std::string("returned nil")));
+}
+
+// The result of a call that Metal ends on a thread of its own: `start` is given the function to call with it.
+template <typename T, typename Start>
+T made(const char* call, const Start& start) {
+  const auto result = std::make_shared<std::promise<std::pair<T, NSError*>>>();
+  start([result](T object, NSError* error) { result->set_value({object, error}); });
+  const auto [object, error] = result->get_future().get();
+  return require(object, error, call);
 }
 
 // One Python class each. A call that ends in an exception has changed nothing.

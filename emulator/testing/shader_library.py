@@ -49,7 +49,7 @@ class _Buffer(ctypes.Structure):
 class _Dispatch(ctypes.Structure):
     _fields_ = (
         ("kernel", ctypes.c_char_p),
-        ("grid", ctypes.c_uint32 * 3), ("group", ctypes.c_uint32 * 3), ("threads", ctypes.c_uint32 * 3),
+        ("grid", ctypes.c_uint32 * 3), ("group", ctypes.c_uint32 * 3),
         ("buffers", ctypes.POINTER(_Buffer)), ("buffer_count", ctypes.c_uint32),
         ("threadgroup_bytes", ctypes.POINTER(ctypes.c_uint64)), ("threadgroup_count", ctypes.c_uint32),
         ("seed", ctypes.c_uint64), ("workers", ctypes.c_uint32), ("checked", ctypes.c_uint32),
@@ -185,7 +185,6 @@ class ShaderLibrary:
         group: tuple[int, ...],
         buffers: list[Any],
         *,
-        threads: tuple[int, ...] | None = None,
         threadgroup: tuple[int, ...] = (),
         seed: int = 0,
         workers: int = 2,
@@ -201,8 +200,6 @@ class ShaderLibrary:
         dispatch = _Dispatch(kernel=kernel.encode(), seed=seed, workers=workers, checked=checked)
         for name, value in (("grid", grid), ("group", group)):
             getattr(dispatch, name)[:] = (*value, *(1,) * (3 - len(value)))
-        if threads is not None:
-            dispatch.threads[:] = (*threads, *(1,) * (3 - len(threads)))
         kept: list[Any] = []
         rows = (_Buffer * max(len(buffers), 1))()
         for row, value in zip(rows, buffers, strict=False):

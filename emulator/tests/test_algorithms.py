@@ -81,28 +81,28 @@ def test_simdgroup_matmul(
     np.testing.assert_allclose(c, a @ b, atol=1e-5 * k)
 
 
-def test_grid_that_is_not_a_multiple_of_the_threadgroup(kernels: ShaderLibrary) -> None:
+def test_positions(kernels: ShaderLibrary) -> None:
     vector = np.dtype([("xyz", np.uint32, 3), ("pad", np.uint32)])
     names = ("in_grid", "in_group", "group", "group_size", "grid")
     scalars = ("index", "lane", "simdgroup", "simdgroups")
     dtype = np.dtype([*((n, vector) for n in names), *((n, np.uint32) for n in scalars)])
-    threads, group = (11, 5, 3), (4, 4, 2)
+    groups, group = (3, 2, 2), (4, 5, 2)
+    threads = tuple(np.multiply(groups, group))
     out = np.zeros(threads[::-1], dtype)
-    run = kernels.run("places", (3, 2, 2), group, [out], threads=threads)
-    assert run.threads == 11 * 5 * 3
+    run = kernels.run("places", groups, group, [out])
+    assert run.threads == out.size
     z, y, x = np.indices(threads[::-1])
     position = np.stack([x, y, z], -1)
     np.testing.assert_array_equal(out["in_grid"]["xyz"], position)
     np.testing.assert_array_equal(out["in_group"]["xyz"], position % group)
     np.testing.assert_array_equal(out["group"]["xyz"], position // group)
-    size = np.minimum(group, np.array(threads) - position // group * group)
-    np.testing.assert_array_equal(out["group_size"]["xyz"], size)
+    np.testing.assert_array_equal(out["group_size"]["xyz"], np.broadcast_to(group, position.shape))
     np.testing.assert_array_equal(out["grid"]["xyz"], np.broadcast_to(threads, position.shape))
-    index = ((position % group)[..., 2] * size[..., 1] + (position % group)[..., 1]) * size[..., 0]
-    index += (position % group)[..., 0]
+    index = (position % group) @ np.cumprod((1, *group[:2]))
     np.testing.assert_array_equal(out["index"], index)
     np.testing.assert_array_equal(out["lane"], index % 32)
-    np.testing.assert_array_equal(out["simdgroups"], (size.prod(-1) + 31) // 32)
+    np.testing.assert_array_equal(out["simdgroup"], index // 32)
+    np.testing.assert_array_equal(out["simdgroups"], 2)
 
 
 def test_statistics(kernels: ShaderLibrary) -> None:

@@ -44,8 +44,8 @@ def test_all_declarations_match_apples(apple: dict[str, Framework]) -> None:
     problems, summary = check_metal_api.check(check_metal_api.INCLUDE, apple)
     assert not problems, "\n".join(problems)
     methods, enums = int(summary.split()[0]), int(summary.split("protocols, ")[1].split()[0])
-    assert methods > 80
-    assert enums > 40
+    assert methods > 60
+    assert enums > 30
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,11 @@ def test_device_has_the_configured_family(device: Any, emulator: Any, family: in
     assert not device.supports_family(4001)
 
 
-def test_shared_buffers_are_zeroed_and_visible(device: Any) -> None:
+def test_shared_buffers_are_zeroed_and_visible(device: Any, emulator: Any) -> None:
     buffer = device.new_buffer(1000, label="x")
-    assert (buffer.length, buffer.storage, buffer.label) == (1000, "shared", "x")
+    (info,) = emulator.live_buffers()
+    assert (info.length, info.storage_mode, info.label) == (1000, "shared", "x")
+    assert buffer.length == 1000
     assert not buffer.contents.any()
     buffer.contents[999] = 7
     assert buffer.contents[999] == 7
@@ -69,7 +71,7 @@ def test_no_copy_buffers_use_the_callers_memory(device: Any, library: KernelLibr
     encoder.set_buffer(0, buffer)
     encoder.set_buffer(1, buffer)
     encoder.set_buffer(2, buffer, half)
-    encoder.dispatch_threads((half // 4, 1, 1), (64, 1, 1))
+    encoder.dispatch_threadgroups((half // 256, 1, 1), (64, 1, 1))
     encoder.end()
     command_buffer.commit()
     command_buffer.wait()
@@ -132,31 +134,17 @@ def test_an_unknown_function_is_an_error(metal_testing: Any, library: KernelLibr
 def test_pipelines_have_their_limits(device: Any, library: KernelLibrary) -> None:
     pipeline = library.pipeline("static_scratch")
     assert (pipeline.max_threads, pipeline.execution_width) == (1024, 32)
-    assert pipeline.static_threadgroup_bytes == 4096
     assert library.pipeline("limited").max_threads == 64
     function = library.library.new_function("add")
     assert device.new_pipeline(function, max_threads=128).max_threads == 128
 
 
-def test_pipelines_can_be_built_on_other_threads(device: Any, library: KernelLibrary, emulator: Any) -> None:
-    built: list[Any] = []
-    before = emulator.counters().pipelines
-    for _ in range(20):
-        device.new_pipeline_async(library.library.new_function("add"), built.append)
-    emulator.live_objects()  # waits
-    assert emulator.counters().pipelines - before == 20
-    assert [pipeline.max_threads for pipeline in built] == [1024] * 20
-
-
 def test_a_command_buffer_passes_through_its_states(library: KernelLibrary) -> None:
     command_buffer = library.queue.command_buffer()
     assert command_buffer.status == "not enqueued"
-    statuses: list[str] = []
-    command_buffer.add_completed_handler(statuses.append)
     command_buffer.commit()
     command_buffer.wait()
     assert command_buffer.status == "completed"
-    assert statuses == ["completed"]
     assert 0 < command_buffer.gpu_start <= command_buffer.gpu_end
 
 
@@ -211,7 +199,7 @@ def test_a_retained_pipeline_lives_until_the_command_buffer_completes(
     encoder = command_buffer.compute_encoder()
     encoder.set_pipeline(library.pipeline("limited"))
     encoder.set_buffer(0, buffer)
-    encoder.dispatch_threads((64, 1, 1), (64, 1, 1))
+    encoder.dispatch_threadgroups((1, 1, 1), (64, 1, 1))
     encoder.end()
     del encoder
     assert emulator.live_objects_by_class()["EmulatorComputePipeline"] == 1
@@ -227,11 +215,9 @@ def test_an_injected_fault_fails_only_its_command_buffer(
     emulator.fail_command_buffer(2, "out of luck", code=8)
     for expected in ("completed", "error", "completed"):
         command_buffer = library.queue.command_buffer()
-        seen: list[str] = []
-        command_buffer.add_completed_handler(seen.append)
         command_buffer.commit()
         command_buffer.wait()
-        assert [command_buffer.status] == seen == [expected]
+        assert command_buffer.status == expected
         if expected == "error":
             assert (command_buffer.error, command_buffer.error_code) == ("out of luck", 8)
 
@@ -246,7 +232,7 @@ def test_dispatches_before_a_fault_take_effect(device: Any, library: KernelLibra
     for position in range(2):
         encoder.set_bytes(1, position.to_bytes(4, "little"))
         encoder.set_bytes(2, (9).to_bytes(4, "little"))
-        encoder.dispatch_threads((1, 1, 1), (1, 1, 1))
+        encoder.dispatch_threadgroups((1, 1, 1), (1, 1, 1))
     encoder.end()
     command_buffer.commit()
     command_buffer.wait()
@@ -259,10 +245,10 @@ def test_a_refused_commit_throws_and_the_next_succeeds(
 ) -> None:
     emulator.refuse_commit(2, "no more")
     x, y = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
-    library.dispatch("add", [x, x, y], grid=8, threads=8)
+    library.dispatch("add", [x, x, y], groups=1, threads=8)
     with pytest.raises(metal_testing.emulator.ValidationError, match="commit: no more"):
-        library.dispatch("add", [x, x, np.zeros_like(y)], grid=8, threads=8)
-    library.dispatch("add", [x, x, np.zeros_like(y)], grid=8, threads=8)
+        library.dispatch("add", [x, x, np.zeros_like(y)], groups=1, threads=8)
+    library.dispatch("add", [x, x, np.zeros_like(y)], groups=1, threads=8)
     np.testing.assert_array_equal(y, 2 * x)
 
 
@@ -273,12 +259,12 @@ def test_fast_exponentials_have_the_maximum_error_on_request(library: KernelLibr
     """
     x = np.linspace(-60, 60, 241, dtype=np.float32)
     y = np.zeros((len(x), 4), np.float32)
-    library.dispatch("exponentials", [x, y], grid=len(x), threads=32)
+    library.dispatch("exponentials", [x, y], groups=1, threads=len(x))
     exact = y.copy()
     np.testing.assert_array_equal(exact[:, 0], exact[:, 1])
     np.testing.assert_array_equal(exact[:, 2], exact[:, 3])
     emulator.set_options(emulator.Options(fast_errors=True))
-    library.dispatch("exponentials", [x, y], grid=len(x), threads=32)
+    library.dispatch("exponentials", [x, y], groups=1, threads=len(x))
     np.testing.assert_array_equal(y[:, ::2], exact[:, ::2])  # precise::
     # Positive floats are in the order of their bits.
     moved = y[:, 1::2].view(np.int32) - exact[:, 1::2].view(np.int32)
@@ -287,7 +273,7 @@ def test_fast_exponentials_have_the_maximum_error_on_request(library: KernelLibr
     assert 0.3 < (moved > 0).mean() < 0.7
     ends = np.array([89, -200], np.float32)
     y = np.zeros((len(ends), 4), np.float32)
-    library.dispatch("exponentials", [ends, y], grid=len(ends), threads=32)
+    library.dispatch("exponentials", [ends, y], groups=1, threads=len(ends))
     assert y[0, 1] == np.inf
     assert 0 <= y[1, 1] < 1e-40
 
@@ -296,11 +282,11 @@ def test_fast_functions_of_an_infinity_are_nan(library: KernelLibrary) -> None:
     """Metal does not define their results, and leaves infinities to the other functions."""
     x = np.array([np.inf, -np.inf, -1e30, 3], np.float32)
     y = np.zeros((len(x), 4), np.float32)
-    library.dispatch("fast_functions", [x, y], grid=len(x), threads=32)
+    library.dispatch("fast_functions", [x, y], groups=1, threads=len(x))
     assert np.isnan(y[:2]).all()
     np.testing.assert_array_equal(y[2, [0, 2, 3]], np.array([0, 0, -1e30], np.float32))
     np.testing.assert_allclose(y[3], [8, np.exp(3), np.exp(3), 5], rtol=1e-3)
-    library.dispatch("exponentials", [x, y], grid=len(x), threads=32)
+    library.dispatch("exponentials", [x, y], groups=1, threads=len(x))
     np.testing.assert_array_equal(y[:2, ::2], [[np.inf, np.inf], [0, 0]])  # precise::
 
 
@@ -323,7 +309,7 @@ def test_lanes_hold_the_elements_of_a_matrix_that_the_layout_sets(
     emulator.set_options(options)
     x = np.random.default_rng(1).integers(-9, 9, (8, 8)).astype(np.float32)
     mine, out = np.zeros((32, 2), np.float32), np.zeros((2, 8, 8), np.float32)
-    library.dispatch("matrix_places", [x, mine, out], grid=32, threads=32)
+    library.dispatch("matrix_places", [x, mine, out], groups=1, threads=32)
     pairs = (x.T if layout == "COLUMNS" else x).reshape(32, 2)
     np.testing.assert_array_equal(mine[LANES[layout]], pairs)
     np.testing.assert_array_equal(out[0], -x)
@@ -339,10 +325,10 @@ def test_a_counter_counts_dispatches_within_its_context(library: KernelLibrary, 
     emulator.set_options(emulator.Options(workers=1, seed=3))
     x, y = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
     with emulator.DispatchCounter() as counter:
-        library.dispatch("add", [x, x, y], grid=8, threads=8)
+        library.dispatch("add", [x, x, y], groups=1, threads=8)
         counter.expect(2)
         for _ in range(2):
-            library.dispatch("add", [x, x, y], grid=8, threads=8)
+            library.dispatch("add", [x, x, y], groups=1, threads=8)
         records = counter.counted()
     assert [record.kernel for record in records] == ["add", "add"]
     # Both inputs are separate buffers: 8 floats each, and 8 of the sum.
@@ -350,7 +336,7 @@ def test_a_counter_counts_dispatches_within_its_context(library: KernelLibrary, 
     assert [record.bindings[2].bytes_written for record in records] == [32, 32]
     after = emulator.options()
     assert (after.workers, after.seed, after.checked) == (1, 3, False)
-    library.dispatch("add", [x, x, y], grid=8, threads=8)
+    library.dispatch("add", [x, x, y], groups=1, threads=8)
     assert emulator.history() == []
 
 
@@ -364,23 +350,22 @@ def test_a_failed_context_of_a_counter_restores_the_options(emulator: Any) -> No
 
 def test_history_lists_dispatches(library: KernelLibrary, emulator: Any) -> None:
     emulator.set_history_depth(1)
-    library.dispatch("add", [np.ones(100, np.float32)] * 3, grid=100, threads=32)
+    library.dispatch("add", [np.ones(100, np.float32)] * 3, groups=4, threads=25)
     (record,) = emulator.history()
     (dispatch,) = record.dispatches
-    assert (dispatch.kernel, dispatch.grid, dispatch.group) == ("add", (4, 1, 1), (32, 1, 1))
+    assert (dispatch.kernel, dispatch.grid, dispatch.group) == ("add", (4, 1, 1), (25, 1, 1))
     assert dispatch.threads == 100
     assert [(binding.index, binding.name) for binding in dispatch.bindings] == [
         (0, "a"),
         (1, "b"),
         (2, "sum"),
     ]
-    assert record.end_seconds >= record.start_seconds > 0
 
 
 @pytest.mark.usefixtures("checked_mode")
 def test_checked_mode_counts_the_bytes_of_each_binding(library: KernelLibrary, emulator: Any) -> None:
     emulator.set_history_depth(1)
-    library.dispatch("add", [np.ones(100, np.float32)] * 3, grid=100, threads=32)
+    library.dispatch("add", [np.ones(100, np.float32)] * 3, groups=4, threads=25)
     bindings = emulator.history()[0].dispatches[0].bindings
     assert [(binding.bytes_read, binding.bytes_written) for binding in bindings] == [
         (400, 0),
@@ -394,7 +379,7 @@ def test_checked_mode_counts_the_bytes_of_each_binding(library: KernelLibrary, e
 def test_counters_count(library: KernelLibrary, emulator: Any) -> None:
     before = emulator.counters()
     counts = (before.command_buffers, before.dispatches, before.buffers)
-    library.dispatch("add", [np.ones(4, np.float32)] * 3, grid=4, threads=4)
+    library.dispatch("add", [np.ones(4, np.float32)] * 3, groups=1, threads=4)
     after = emulator.counters()
     assert (after.command_buffers, after.dispatches, after.buffers) == (
         counts[0] + 1,

@@ -9,7 +9,6 @@ CHECKS = [
     "categories and messages to nil", "collections",
     "enumeration of many objects", "exceptions release what they leave", "members of superclasses",
     "pools belong to threads", "properties", "reference counts", "strings",
-    "weak references", "weak references race with the last release",
 ]  # fmt: skip
 
 

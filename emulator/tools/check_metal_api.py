@@ -27,33 +27,26 @@ COMPILERS = ["clang++-19", "clang++", "clang++-20", "clang++-18"]
 # Methods of classes (not of protocols) that the bindings do not annotate, because bridging them needs no
 # annotation. Their names are those that Apple's metal-cpp sends (MTLHeaderBridge.hpp).
 UNANNOTATED = {
-    "MTLCompileOptions": {
-        "preprocessorMacros",
-        "setPreprocessorMacros:",
-        "mathMode",
-        "setMathMode:",
-        "mathFloatingPointFunctions",
-        "setMathFloatingPointFunctions:",
-        "languageVersion",
-        "setLanguageVersion:",
-    },
-    "MTLComputePipelineDescriptor": {
-        "label",
-        "setLabel:",
-        "computeFunction",
-        "setComputeFunction:",
-        "maxTotalThreadsPerThreadgroup",
-        "setMaxTotalThreadsPerThreadgroup:",
-        "binaryArchives",
-        "setBinaryArchives:",
-    },
-    "MTLBinaryArchiveDescriptor": {"url", "setUrl:"},
-    "MTLResidencySetDescriptor": {"label", "setLabel:", "initialCapacity", "setInitialCapacity:"},
+    cls: {selector for name in names for selector in (name, f"set{name[0].upper()}{name[1:]}:")}
+    for cls, names in {
+        "MTLCompileOptions": (
+            "preprocessorMacros",
+            "mathMode",
+            "mathFloatingPointFunctions",
+            "languageVersion",
+        ),
+        "MTLComputePipelineDescriptor": (
+            "computeFunction",
+            "maxTotalThreadsPerThreadgroup",
+            "binaryArchives",
+        ),
+        "MTLBinaryArchiveDescriptor": ("url",),
+    }.items()
 }
 # The bindings keep one type for a selector, whichever protocol has it: this one is MTLIOCommandBuffer's.
 AMBIGUOUS = {("MTLCommandBuffer", "status")}
 # Inline functions, which a binding does not import, and enum constants that are not numbers there.
-NOT_EXPORTED = {"NSMakeRange", "NSNotFound"}
+NOT_EXPORTED = {"NSMakeRange"}
 
 
 @dataclass

@@ -74,10 +74,14 @@ std::string failure_of(const Trial& trial, const Libraries& libraries, id<MTLDev
     NSError* error;
   };
   const auto [pipeline, error] = run_concurrently<Result>(1, [&](std::size_t, auto done) {
-    [device newComputePipelineStateWithFunction:function
-                              completionHandler:^(id<MTLComputePipelineState> built, NSError* why) {
-                                done({built, why});
-                              }];
+    MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
+    descriptor.computeFunction = function;
+    [device newComputePipelineStateWithDescriptor:descriptor
+                                          options:MTLPipelineOptionNone
+                                completionHandler:^(id<MTLComputePipelineState> built,
+                                                    MTLComputePipelineReflection*, NSError* why) {
+                                  done({built, why});
+                                }];
   })[0];
   if (!pipeline) return kernel + " cannot be built: " + describe(error);
   if (pipeline.threadExecutionWidth != kLanes)

@@ -5,15 +5,12 @@
 
 NS_ASSUME_NONNULL_BEGIN
 
-@protocol MTLDevice;
 @class MTLComputePipelineDescriptor;
 
 FOUNDATION_EXPORT NSErrorDomain const MTLBinaryArchiveDomain;
 
 typedef NS_ERROR_ENUM(MTLBinaryArchiveDomain, MTLBinaryArchiveError){
-    MTLBinaryArchiveErrorNone = 0,
     MTLBinaryArchiveErrorInvalidFile = 1,
-    MTLBinaryArchiveErrorUnexpectedElement = 2,
     MTLBinaryArchiveErrorCompilationFailure = 3,
     MTLBinaryArchiveErrorInternalError = 4,
 };
@@ -23,8 +20,6 @@ typedef NS_ERROR_ENUM(MTLBinaryArchiveDomain, MTLBinaryArchiveError){
 @end
 
 @protocol MTLBinaryArchive <NSObject>
-@property(nullable, copy, atomic) NSString* label;
-@property(readonly) id<MTLDevice> device;
 - (BOOL)addComputePipelineFunctionsWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
                                             error:(NSError* _Nullable* _Nullable)error;
 - (BOOL)serializeToURL:(NSURL*)url error:(NSError* _Nullable* _Nullable)error;

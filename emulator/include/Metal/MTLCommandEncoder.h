@@ -16,8 +16,6 @@ typedef NS_ENUM(NSUInteger, MTLDispatchType) {
 };
 
 @protocol MTLCommandEncoder <NSObject>
-@property(readonly) id<MTLDevice> device;
-@property(nullable, copy, atomic) NSString* label;
 - (void)endEncoding;
 @end
 
@@ -31,7 +29,6 @@ typedef NS_ENUM(NSUInteger, MTLDispatchType) {
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index;
 - (void)dispatchThreadgroups:(MTLSize)threadgroupsPerGrid
        threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup;
-- (void)dispatchThreads:(MTLSize)threadsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup;
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope;
 - (void)updateFence:(id<MTLFence>)fence;
 - (void)waitForFence:(id<MTLFence>)fence;

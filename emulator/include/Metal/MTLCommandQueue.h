@@ -11,9 +11,7 @@ NS_ASSUME_NONNULL_BEGIN
 
 typedef NS_ENUM(NSUInteger, MTLCommandBufferStatus) {
   MTLCommandBufferStatusNotEnqueued = 0,
-  MTLCommandBufferStatusEnqueued = 1,
   MTLCommandBufferStatusCommitted = 2,
-  MTLCommandBufferStatusScheduled = 3,
   MTLCommandBufferStatusCompleted = 4,
   MTLCommandBufferStatusError = 5,
 };
@@ -21,23 +19,18 @@ typedef NS_ENUM(NSUInteger, MTLCommandBufferStatus) {
 FOUNDATION_EXPORT NSErrorDomain const MTLCommandBufferErrorDomain;
 
 typedef NS_ERROR_ENUM(MTLCommandBufferErrorDomain, MTLCommandBufferError){
-    MTLCommandBufferErrorNone = 0,
     MTLCommandBufferErrorInternal = 1,
     MTLCommandBufferErrorTimeout = 2,
     MTLCommandBufferErrorOutOfMemory = 8,
 };
 
-typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
-
 @protocol MTLCommandBuffer <NSObject>
-@property(readonly) id<MTLDevice> device;
 @property(nullable, copy, atomic) NSString* label;
 @property(readonly) CFTimeInterval GPUStartTime;
 @property(readonly) CFTimeInterval GPUEndTime;
 @property(readonly) MTLCommandBufferStatus status;
 @property(nullable, readonly) NSError* error;
 - (void)commit;
-- (void)addCompletedHandler:(MTLCommandBufferHandler)block;
 - (void)waitUntilCompleted;
 - (nullable id<MTLBlitCommandEncoder>)blitCommandEncoder;
 - (nullable id<MTLComputeCommandEncoder>)computeCommandEncoder;
@@ -45,8 +38,6 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 @end
 
 @protocol MTLCommandQueue <NSObject>
-@property(nullable, copy, atomic) NSString* label;
-@property(readonly) id<MTLDevice> device;
 - (nullable id<MTLCommandBuffer>)commandBuffer;
 - (nullable id<MTLCommandBuffer>)commandBufferWithUnretainedReferences;
 - (void)addResidencySet:(id<MTLResidencySet>)residencySet

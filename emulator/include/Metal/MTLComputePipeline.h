@@ -10,18 +10,14 @@ NS_ASSUME_NONNULL_BEGIN
 @end
 
 @interface MTLComputePipelineDescriptor : NSObject <NSCopying>
-@property(nullable, copy, nonatomic) NSString* label;
 @property(nullable, readwrite, nonatomic, strong) id<MTLFunction> computeFunction;
 @property(readwrite, nonatomic) NSUInteger maxTotalThreadsPerThreadgroup;  // 0: the most that the device can
 @property(nullable, readwrite, nonatomic, copy) NSArray<id<MTLBinaryArchive>>* binaryArchives;
 @end
 
 @protocol MTLComputePipelineState <NSObject>
-@property(nullable, readonly) NSString* label;
-@property(readonly) id<MTLDevice> device;
 @property(readonly) NSUInteger maxTotalThreadsPerThreadgroup;
 @property(readonly) NSUInteger threadExecutionWidth;
-@property(readonly) NSUInteger staticThreadgroupMemoryLength;
 @end
 
 NS_ASSUME_NONNULL_END

@@ -7,13 +7,7 @@ NS_ASSUME_NONNULL_BEGIN
 
 typedef NS_ENUM(NSInteger, MTLGPUFamily) {
   MTLGPUFamilyApple1 = 1001,
-  MTLGPUFamilyApple2 = 1002,
-  MTLGPUFamilyApple3 = 1003,
-  MTLGPUFamilyApple4 = 1004,
-  MTLGPUFamilyApple5 = 1005,
-  MTLGPUFamilyApple6 = 1006,
   MTLGPUFamilyApple7 = 1007,
-  MTLGPUFamilyApple8 = 1008,
   MTLGPUFamilyApple9 = 1009,
   MTLGPUFamilyMac2 = 2002,
   MTLGPUFamilyMetal3 = 5001,
@@ -24,11 +18,7 @@ typedef NS_OPTIONS(NSUInteger, MTLPipelineOption) {
   MTLPipelineOptionFailOnBinaryArchiveMiss = 1 << 2,
 };
 
-typedef __autoreleasing MTLComputePipelineReflection* _Nullable MTLAutoreleasedComputePipelineReflection;
-
 typedef void (^MTLNewLibraryCompletionHandler)(id<MTLLibrary> _Nullable library, NSError* _Nullable error);
-typedef void (^MTLNewComputePipelineStateCompletionHandler)(
-    id<MTLComputePipelineState> _Nullable computePipelineState, NSError* _Nullable error);
 
 @class MTLBinaryArchiveDescriptor;
 @class MTLResidencySetDescriptor;
@@ -40,13 +30,11 @@ typedef void (^MTLNewComputePipelineStateCompletionHandler)(
 @property(readonly) uint64_t registryID;
 @property(readonly) BOOL hasUnifiedMemory;
 @property(readonly) uint64_t recommendedMaxWorkingSetSize;
-@property(readonly) NSUInteger maxThreadgroupMemoryLength;
 @property(readonly) NSUInteger maxBufferLength;
 @property BOOL shouldMaximizeConcurrentCompilation __attribute__((availability(macos, introduced=13.3)));
 - (BOOL)supportsFamily:(MTLGPUFamily)gpuFamily;
 
 - (nullable id<MTLCommandQueue>)newCommandQueue;
-- (nullable id<MTLCommandQueue>)newCommandQueueWithMaxCommandBufferCount:(NSUInteger)maxCommandBufferCount;
 
 - (nullable id<MTLFence>)newFence;
 - (nullable id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
@@ -60,23 +48,10 @@ typedef void (^MTLNewComputePipelineStateCompletionHandler)(
                                            (void (^_Nullable)(void* pointer, NSUInteger length))deallocator;
 
 - (nullable id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError* _Nullable* _Nullable)error;
-- (nullable id<MTLLibrary>)newLibraryWithSource:(NSString*)source
-                                        options:(nullable MTLCompileOptions*)options
-                                          error:(NSError* _Nullable* _Nullable)error;
 - (void)newLibraryWithSource:(NSString*)source
                      options:(nullable MTLCompileOptions*)options
            completionHandler:(MTLNewLibraryCompletionHandler)completionHandler;
 
-- (nullable id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)computeFunction
-                                                                      error:(NSError* _Nullable* _Nullable)
-                                                                                error;
-- (void)newComputePipelineStateWithFunction:(id<MTLFunction>)computeFunction
-                          completionHandler:(MTLNewComputePipelineStateCompletionHandler)completionHandler;
-- (nullable id<MTLComputePipelineState>)
-    newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
-                                  options:(MTLPipelineOption)options
-                               reflection:(MTLAutoreleasedComputePipelineReflection* _Nullable)reflection
-                                    error:(NSError* _Nullable* _Nullable)error;
 - (void)newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
                                       options:(MTLPipelineOption)options
                             completionHandler:

@@ -4,20 +4,13 @@
 
 NS_ASSUME_NONNULL_BEGIN
 
-@protocol MTLDevice;
-
 typedef NS_ENUM(NSUInteger, MTLLanguageVersion) {
-  MTLLanguageVersion2_3 = (2 << 16) + 3,
-  MTLLanguageVersion2_4 = (2 << 16) + 4,
-  MTLLanguageVersion3_0 = (3 << 16) + 0,
-  MTLLanguageVersion3_1 = (3 << 16) + 1,
   MTLLanguageVersion3_2 = (3 << 16) + 2,
   MTLLanguageVersion4_0 = (4 << 16) + 0,
 };
 
 typedef NS_ENUM(NSInteger, MTLMathMode) {
   MTLMathModeSafe = 0,
-  MTLMathModeRelaxed = 1,
   MTLMathModeFast = 2,
 };
 
@@ -29,8 +22,10 @@ typedef NS_ENUM(NSInteger, MTLMathFloatingPointFunctions) {
 FOUNDATION_EXPORT NSErrorDomain const MTLLibraryErrorDomain;
 
 typedef NS_ERROR_ENUM(MTLLibraryErrorDomain, MTLLibraryError){
-    MTLLibraryErrorUnsupported = 1,    MTLLibraryErrorInternal = 2,         MTLLibraryErrorCompileFailure = 3,
-    MTLLibraryErrorCompileWarning = 4, MTLLibraryErrorFunctionNotFound = 5, MTLLibraryErrorFileNotFound = 6,
+    MTLLibraryErrorUnsupported = 1,
+    MTLLibraryErrorInternal = 2,
+    MTLLibraryErrorCompileFailure = 3,
+    MTLLibraryErrorFileNotFound = 6,
 };
 
 @interface MTLCompileOptions : NSObject <NSCopying>
@@ -42,14 +37,10 @@ typedef NS_ERROR_ENUM(MTLLibraryErrorDomain, MTLLibraryError){
 @end
 
 @protocol MTLFunction <NSObject>
-@property(nullable, copy, atomic) NSString* label;
-@property(readonly) id<MTLDevice> device;
 @property(readonly) NSString* name;
 @end
 
 @protocol MTLLibrary <NSObject>
-@property(nullable, copy, atomic) NSString* label;
-@property(readonly) id<MTLDevice> device;
 @property(readonly) NSArray<NSString*>* functionNames;
 - (nullable id<MTLFunction>)newFunctionWithName:(NSString*)functionName;
 @end

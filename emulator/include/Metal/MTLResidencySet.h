@@ -7,16 +7,10 @@ NS_ASSUME_NONNULL_BEGIN
 
 __attribute__((availability(macos, introduced = 15.0)))
 @interface MTLResidencySetDescriptor : NSObject<NSCopying>
-@property(nullable, copy, nonatomic) NSString* label;
-@property(nonatomic) NSUInteger initialCapacity;
 @end
 
 __attribute__((availability(macos, introduced = 15.0)))
 @protocol MTLResidencySet<NSObject>
-@property(readonly) id<MTLDevice> device;
-@property(nullable, readonly) NSString* label;
-@property(readonly) uint64_t allocatedSize;
-@property(readonly) NSUInteger allocationCount;
 - (void)requestResidency;
 - (void)endResidency;
 - (void)addAllocation:(id<MTLAllocation>)allocation;

@@ -25,9 +25,6 @@ struct Given {
   MSL_INLINE T read(unsigned offset) const {
     return *reinterpret_cast<const MSL_PARAMETER T*>(bytes + offset);
   }
-  MSL_INLINE abi::Vec3 read_vector(unsigned offset) const {
-    return {read<uint>(offset), read<uint>(offset + 4), read<uint>(offset + 8)};
-  }
 };
 
 // Memory of an argument, from an address in its own space, so that the compiler knows the space.
@@ -65,15 +62,12 @@ struct Place {
   unsigned slot, value;
 };
 
-#define MSL_GEOMETRY_OF(given, member) given.read_vector(__builtin_offsetof(abi::Geometry, member))
 template <class T, class P, bool ByValue, bool Constant>
 MSL_INLINE T argument(Given given, Place place) {
   constexpr Role role = P::role;
   static_assert(fits_role<T, P>());
   const abi::Vec3 thread = register_vector(MSL_REGISTERS(tid)), size = register_vector(MSL_REGISTERS(ntid));
-  const abi::Vec3 first = MSL_GEOMETRY_OF(given, first_group), full = MSL_GEOMETRY_OF(given, group_threads);
-  abi::Vec3 block = register_vector(MSL_REGISTERS(ctaid));
-  block = {first.x + block.x, first.y + block.y, first.z + block.z};
+  const abi::Vec3 block = register_vector(MSL_REGISTERS(ctaid)), grid = register_vector(MSL_REGISTERS(nctaid));
   if constexpr (role == Role::buffer) {
     if constexpr (ByValue && abi::is_inline(Constant, Pointee<T>::reference, Pointee<T>::bytes)) {
       return Argument<T>::value(given.bytes + place.value);
@@ -84,13 +78,13 @@ MSL_INLINE T argument(Given given, Place place) {
     return Argument<T>::threadgroup(given.read<ulong>(place.slot));
   } else if constexpr (role == Role::thread_position_in_grid) {
     return position<T>(
-        abi::Vec3{block.x * full.x + thread.x, block.y * full.y + thread.y, block.z * full.z + thread.z});
+        abi::Vec3{block.x * size.x + thread.x, block.y * size.y + thread.y, block.z * size.z + thread.z});
   } else if constexpr (role == Role::threads_per_grid) {
-    return position<T>(MSL_GEOMETRY_OF(given, threads));
+    return position<T>(abi::Vec3{grid.x * size.x, grid.y * size.y, grid.z * size.z});
   } else if constexpr (role == Role::threadgroup_position_in_grid) {
     return position<T>(block);
   } else if constexpr (role == Role::threadgroups_per_grid) {
-    return position<T>(MSL_GEOMETRY_OF(given, groups));
+    return position<T>(grid);
   } else if constexpr (role == Role::thread_position_in_threadgroup) {
     return position<T>(thread);
   } else if constexpr (role == Role::threads_per_threadgroup) {

@@ -86,8 +86,8 @@ struct Squared {
   static float of(float x) { return x * x; }
 };
 template <typename T, typename F, int N>
-kernel void apply(device const T* in [[buffer(0)]], device T* out [[buffer(1)]], constant uint& n [[buffer(2)]],
-                  uint i [[thread_position_in_grid]]) {
+kernel void apply(device const T* in [[buffer(0)]], device T* out [[buffer(1)]],
+                  constant uint& n [[buffer(2)]], uint i [[thread_position_in_grid]]) {
   if (i < n) out[i] = T(F::of(float(in[i])) + N);
 }
 typedef decltype(apply<float, Twice, 0>) apply_t;
