@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
@@ -27,6 +28,15 @@ struct CpuPipeline final : Pipeline {
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
+
+// Time that a dispatch takes on one thread before others help, unless the options set a number of threads:
+// most end earlier than other threads wake. ThreadSanitizer finds races of threadgroups only on different
+// threads.
+#if METAL_EMULATOR_TSAN
+constexpr double kSecondsAlone = 0;
+#else
+constexpr double kSecondsAlone = 500e-6;
+#endif
 
 std::uint64_t volume(Dim3 d) {
   return std::uint64_t{d.x} * d.y * d.z;
@@ -310,22 +320,30 @@ class CpuExecutor final : public Executor {
     std::atomic<std::uint64_t> next{0};
     std::atomic<bool> failed{false};
     std::vector<std::string> errors(workers);
-    pool_.run(workers, [&](unsigned worker) {
-      ThreadgroupRunner& runner = *runners_[worker];
-      runner.begin(work, options.seed * 31 + worker);
-      while (!failed) {
+    const auto run_groups = [&](unsigned worker, double until) {
+      while (!failed && now() < until) {
         const std::uint64_t n = next++;
         if (n >= order.size()) break;
-        errors[worker] = runner.run(order[n]);
+        errors[worker] = runners_[worker]->run(order[n]);
         if (!errors[worker].empty()) failed = true;
       }
-      runner.finish();
-    });
+    };
+    constexpr double kForever = std::numeric_limits<double>::infinity();
+    runners_[0]->begin(work, options.seed * 31);
+    run_groups(0, workers == 1 ? kForever : options.workers ? 0 : now() + kSecondsAlone);
+    const bool helped = !failed && next < order.size();
+    if (helped)
+      pool_.run(workers, [&](unsigned worker) {
+        if (worker > 0) runners_[worker]->begin(work, options.seed * 31 + worker);
+        run_groups(worker, kForever);
+        if (worker > 0) runners_[worker]->finish();
+      });
+    runners_[0]->finish();
     statistics.bytes_read.resize(kMaxBuffers);
     statistics.bytes_written.resize(kMaxBuffers);
     statistics.read.resize(kMaxBuffers);
     statistics.written.resize(kMaxBuffers);
-    for (unsigned worker = 0; worker < workers; worker++) {
+    for (unsigned worker = 0; worker < (helped ? workers : 1); worker++) {
       ThreadgroupRunner& runner = *runners_[worker];
       statistics.threads += runner.threads();
       statistics.barriers += runner.barriers();
