@@ -93,7 +93,8 @@ class Allocation {
 
 // Host memory whose end is guarded: an access past it faults (or is reported by AddressSanitizer), and bytes
 // between the end and the next alignment boundary are watched by intact(). Filled with `fill`. It has views
-// if its pages are `shared`, also with forked processes. Null: out of memory.
+// if `shared`; its pages are then shared with forked processes, unless they are filled with 0xff. Null: out
+// of memory.
 std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill, bool shared);
 // The caller's memory. With `guarded`, host() is a second view of the same pages, followed by a guard if the
 // kernel supports it (shared mappings); otherwise the memory itself.

@@ -4,6 +4,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -97,10 +98,43 @@ void* map_again(void* memory, std::size_t bytes) {
   return nullptr;
 }
 
-// Further mappings of whole shared pages, made on first use.
+constexpr std::size_t kLeastLazyBytes = 256 << 10;  // smaller buffers are filled in less time than mapped
+
+// Maps pages filled with 0xff, whose memory is taken when they are written to: most pages of large buffers
+// never are. Returns false if that is impossible; the pages are then as before.
+bool map_filled(char* memory, std::size_t bytes) {
+#if defined(__linux__)
+  constexpr std::size_t kBytes = 1 << 20;
+  static const int file = [] {
+    const int made = memfd_create("filled", MFD_CLOEXEC);
+    const std::vector<unsigned char> block(64 << 10, 0xff);
+    for (std::size_t at = 0; made >= 0 && at < kBytes; at += block.size()) {
+      if (pwrite(made, block.data(), block.size(), off_t(at)) == ssize_t(block.size())) continue;
+      close(made);
+      return -1;
+    }
+    return made;
+  }();
+  if (file < 0) return false;
+  for (std::size_t at = 0; at < bytes; at += kBytes) {
+    void* mapped = mmap(memory + at, std::min(kBytes, bytes - at), PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, file, 0);
+    if (mapped != MAP_FAILED) continue;
+    if (at > 0) mmap(memory, at, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    return false;
+  }
+  return true;
+#else
+  static_cast<void>(memory), static_cast<void>(bytes);
+  return false;
+#endif
+}
+
+// Further mappings of whole pages, made on first use. Private pages then become shared ones.
 class Views {
  public:
-  Views(char* memory, std::size_t bytes) : memory_(memory), bytes_(bytes) {}
+  Views(char* memory, std::size_t bytes, bool shared = true)
+      : memory_(memory), bytes_(bytes), shared_(shared) {}
   Views(const Views&) = delete;
   Views& operator=(const Views&) = delete;
   ~Views() {
@@ -109,6 +143,7 @@ class Views {
   // Null if the pages cannot be mapped twice.
   char* get(std::size_t number) {
     std::lock_guard lock(mutex_);
+    if (!shared_ && !share()) return nullptr;
     while (views_.size() < number) {
       void* view = map_again(memory_, bytes_);
       if (!view) return nullptr;
@@ -118,16 +153,28 @@ class Views {
   }
 
  private:
+  // Replaces the pages by shared ones with the same contents. Nothing may access them meanwhile: a view is
+  // made between dispatches, and the host cannot access private pages.
+  bool share() {
+    void* copy = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (copy == MAP_FAILED) return false;
+    std::memcpy(copy, memory_, bytes_);
+    shared_ = mremap(copy, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, memory_) != MAP_FAILED;
+    if (!shared_) munmap(copy, bytes_);
+    return shared_;
+  }
+
   char* const memory_;
   const std::size_t bytes_;
+  bool shared_;
   std::mutex mutex_;
   std::vector<void*> views_;
 };
 
 class GuardedAllocation final : public Allocation {
  public:
-  GuardedAllocation(char* mapping, std::size_t data_bytes, std::size_t length)
-      : mapping_(mapping), data_bytes_(data_bytes), views_(mapping, data_bytes) {
+  GuardedAllocation(char* mapping, std::size_t data_bytes, std::size_t length, bool shared)
+      : mapping_(mapping), data_bytes_(data_bytes), views_(mapping, data_bytes, shared) {
     bytes = length;
     first_ = mapping + data_bytes - round_up(length, kAlignment);
     std::memset(first_ + length, kCanary, slack());
@@ -301,8 +348,9 @@ std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fil
     munmap(mapping, data_bytes + kGuardBytes);
     return nullptr;
   }
-  auto allocation = std::make_shared<GuardedAllocation>(mapping, data_bytes, bytes);
-  if (fill != 0) std::memset(allocation->host(), fill, bytes);  // new pages are zero
+  const bool lazy = fill == 0xff && bytes >= kLeastLazyBytes && map_filled(mapping, data_bytes);
+  auto allocation = std::make_shared<GuardedAllocation>(mapping, data_bytes, bytes, !lazy);
+  if (fill != 0 && !lazy) std::memset(allocation->host(), fill, bytes);  // new pages are zero
   return allocation;
 }
 

@@ -270,23 +270,36 @@ class Addition:
     ----------
     addends, sums
         Offsets of bindings in the buffer, in bytes.
+    private
+        The buffer is a large one of the GPU; `copied` receives its first part.
     """
 
-    def __init__(self, library: KernelLibrary, addends: int, sums: int) -> None:
+    def __init__(self, library: KernelLibrary, addends: int, sums: int, private: bool = False) -> None:
         ones = library.device.new_buffer(256)
         ones.contents.view(np.float32)[:] = 1
-        self.both = library.device.new_buffer(512, label="both")
+        self.both = self.copied = library.device.new_buffer(512, label="both")
         self.both.contents.view(np.float32)[:] = np.arange(128)
         self.command_buffer = library.queue.command_buffer()
+        if private:
+            self.both = library.device.new_buffer(1 << 20, storage="private")
+            self.copy(self.copied, self.both)
         self.encoder = self.command_buffer.compute_encoder(True)
         self.encoder.set_pipeline(library.pipeline("add"))
         for index, (buffer, offset) in enumerate(((ones, 0), (self.both, addends), (self.both, sums))):
             self.encoder.set_buffer(index, buffer, offset)
 
+    def copy(self, source: Any, target: Any) -> None:
+        """Copy the part of the buffer with numbers."""
+        encoder = self.command_buffer.blit_encoder()
+        encoder.copy(source, 0, target, 0, 512)
+        encoder.end()
+
     def run(self, count: int) -> str:
         """Compute this many sums; returns the error."""
         self.encoder.dispatch_threadgroups((1, 1, 1), (count, 1, 1))
         self.encoder.end()
+        if self.copied is not self.both:
+            self.copy(self.both, self.copied)
         self.command_buffer.commit()
         self.command_buffer.wait()
         return str(self.command_buffer.error)
@@ -317,10 +330,13 @@ def test_checked_mode_finds_a_byte_that_two_bindings_write(library: KernelLibrar
 
 
 @pytest.mark.parametrize(("addends", "sums"), [(0, 128), (128, 0)], ids=["sums last", "sums first"])
+@pytest.mark.parametrize("private", [False, True], ids=["shared", "private"])
 @pytest.mark.usefixtures("checked")
-def test_bindings_of_one_buffer_may_use_its_parts(library: KernelLibrary, addends: int, sums: int) -> None:
-    addition = Addition(library, addends, sums)
+def test_bindings_of_one_buffer_may_use_its_parts(
+    library: KernelLibrary, addends: int, sums: int, private: bool
+) -> None:
+    addition = Addition(library, addends, sums, private)
     assert addition.run(32) == ""
     expected = np.arange(128, dtype=np.float32)
     expected[sums // 4 : sums // 4 + 32] = expected[addends // 4 : addends // 4 + 32] + 1
-    np.testing.assert_array_equal(addition.both.contents.view(np.float32), expected)
+    np.testing.assert_array_equal(addition.copied.contents.view(np.float32), expected)

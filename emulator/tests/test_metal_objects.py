@@ -43,12 +43,13 @@ def test_shared_buffers_are_zeroed_and_visible(device: Any, emulator: Any) -> No
     assert buffer.contents[999] == 7
 
 
-def test_private_buffers_are_initialized_with_nan(device: Any, library: KernelLibrary) -> None:
-    private = device.new_buffer(64, storage="private")
-    visible = device.new_buffer(64)
+@pytest.mark.parametrize("size", [64, (3 << 20) + 64])
+def test_private_buffers_are_initialized_with_nan(device: Any, library: KernelLibrary, size: int) -> None:
+    private = device.new_buffer(size, storage="private")
+    visible = device.new_buffer(size)
     command_buffer = library.queue.command_buffer()
     encoder = command_buffer.blit_encoder()
-    encoder.copy(private, 0, visible, 0, 64)
+    encoder.copy(private, 0, visible, 0, size)
     encoder.end()
     command_buffer.commit()
     command_buffer.wait()
