@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -480,6 +481,21 @@ CLASSIFIERS = _named(
 
 def write(path: str | Path, model: SmallModel) -> Path:
     """Write the file of a model; the same model always has the same file."""
+    key = repr(model)
+    if key not in _contents:
+        if len(_contents) == MOST_KEPT:
+            del _contents[next(iter(_contents))]
+        _contents[key] = _content(model)
+    Path(path).write_bytes(_contents[key])
+    return Path(path)
+
+
+# Files of the last models: making one takes 10 ms, and many tests in a row share models.
+MOST_KEPT = 64
+_contents: dict[str, bytes] = {}
+
+
+def _content(model: SmallModel) -> bytes:
     shape = _shape(model)
     # Scores of attention have a deviation of 2; the layers together add as much as the embedding.
     residual = 2 * model.dim**-0.5 * model.layers**-0.5
@@ -494,8 +510,10 @@ def write(path: str | Path, model: SmallModel) -> Path:
         data["rope_freqs.weight"] = model.layered.factors(count).view(np.uint8)
     fused = FUSED.get("jina-bert-v2, code" if model.all_norms else model.architecture, ())
     tensors = _fused(tensors, data, fused if model.fused else ())
-    _file.write(Path(path), "Small", shape, "F32", tensors, lambda tensor: data[tensor.name])
-    return Path(path)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        _file.write(path, "Small", shape, "F32", tensors, lambda tensor: data[tensor.name])
+        return path.read_bytes()
 
 
 _QKV, _GATE_UP = ("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_up", ("ffn_gate", "ffn_up"))
