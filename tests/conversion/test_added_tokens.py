@@ -139,6 +139,45 @@ def soak(folder: Path, name: str, seed: int, texts: int) -> bool:
     return True
 
 
+def opened(folder: Path, name: str, content: str, normalizer: Json | None) -> tuple[Tokenizer, HubTokenizer]:
+    """Return tokenizers, ours and the library's, with a control token that normalized text spells."""
+    made = TOKENIZERS[name]()
+    made["normalizer"] = made["normalizer"] or normalizer
+    made["added_tokens"][-1].update(content=content, special=True, normalized=True)
+    path = tokenizer_folders.write(folder, made)
+    return encoder_tokenizers.open_folder(path), HubTokenizer.from_file(str(path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("llama 2", "<|x|>", ["a <|x|>b", "<|x|> a  <|x|>", "a <|x|>", "</s>b <|x|> </s> <|x|>a"]),
+        ("gemma", "<|x|> ", ["a <|x|> b", "<|x|>\u2581 a"]),
+        ("byte level", "\u00e9]", ["a e\u0301]b", "\u00e9] a\u0301 e\u0301]", "</s>\u00e9]a"]),
+    ],
+)
+def test_prompts_have_the_tokens_of_normalized_text(
+    tmp_path: Path, name: str, content: str, texts: list[str]
+) -> None:
+    """A prompt is split at its control tokens before text of others comes between them."""
+    ours, theirs = opened(tmp_path, name, content, {"type": "NFC"})
+    for text in texts:
+        pieces = list(ours.split(text, parse_special=True))
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert [i for i in pieces if isinstance(i, int)] == [i for i in ids if ours.is_special(i)], text
+        assert ours.encode_pieces(pieces) == ids, text
+
+
+def test_spans_are_those_of_the_text_as_it_is_written(tmp_path: Path) -> None:
+    for name, content, text, expected in (
+        ("byte level", "\u00e9]", "ae\u0301]o\u0308y", ["a", "e\u0301]", "o", "o", "y"]),
+        ("llama 2", "<|x|>", "a <|x|>b", ["a", "<|x|>", "b"]),
+    ):
+        ours, _ = opened(tmp_path, name, content, {"type": "NFC"})
+        spans = ours.encode_spans(text, parse_special=True)
+        assert [text[span.start : span.end] for span in spans] == expected
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokens_of_generated_folders_are_those_of_the_library(tmp_path: Path, name: str) -> None:
     followed = sum(soak(tmp_path, name, seed, 40) for seed in range(8))

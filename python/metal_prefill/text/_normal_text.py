@@ -62,18 +62,11 @@ class NormalText:
 
     def of(self, pieces: Sequence[str | int], at: int) -> str:
         """Return the normalized text of a piece."""
-        return self._normal(self._given(pieces, at), begins=not self._follows(pieces, at))
-
-    def _follows(self, pieces: Sequence[str | int], at: int) -> bool:
-        """Return whether a piece follows a token of normalized text, with which it was one text."""
-        return at > 0 and pieces[at - 1] in self._spelled.normalized
-
-    def _given(self, pieces: Sequence[str | int], at: int) -> str:
-        text = pieces[at]
-        assert isinstance(text, str)
-        # The token begins with the space.
+        follows = at > 0 and pieces[at - 1] in self._spelled.normalized  # with which it was one text
+        text = self._normal(_text(pieces, at), begins=not follows)
+        # A token begins with the space before it.
         ends = self._prepends and at + 1 < len(pieces) and pieces[at + 1] in self._spelled.normalized
-        return text.removesuffix(" ") if ends else text
+        return text.removesuffix(SPACE) if ends else text
 
     def split(self, text: str, parse_special: bool) -> list[Section]:
         """Split normalized text at its tokens, without the white space that belongs to them."""
@@ -97,7 +90,7 @@ class NormalText:
 
     def places(self, pieces: Sequence[str | int], at: int) -> list[tuple[int, int]]:
         """Return the place in a piece, as it is written, of each character of its normalized text."""
-        text, normal = self._given(pieces, at), self.of(pieces, at)
+        text, normal = _text(pieces, at), self.of(pieces, at)
         if self._normalizer is None or text == normal:
             added = len(normal) - len(text)
             return [(max(i - added, 0), max(i + 1 - added, 0)) for i in range(len(normal))]
@@ -116,13 +109,21 @@ class NormalText:
         self, pieces: Sequence[str | int], at: int, parse_special: bool
     ) -> Iterator[str | int]:
         """Split a piece, as it is written, at the tokens in its normalized text."""
-        given, places = self._given(pieces, at), self.places(pieces, at)
+        given, places = _text(pieces, at), self.places(pieces, at)
         end = 0
         for start, stop, token in self.split(self.of(pieces, at), parse_special):
             if token is not None:
-                if places[start][0] > end:
-                    yield given[end : places[start][0]]
+                # The space with which a token begins stays in the text before it, as in prompts of others.
+                first = places[start][int(self._prepends)]
+                if first > end:
+                    yield given[end:first]
                 yield token
                 end = places[stop - 1][1]
         if end < len(given):
             yield given[end:]
+
+
+def _text(pieces: Sequence[str | int], at: int) -> str:
+    text = pieces[at]
+    assert isinstance(text, str)
+    return text
