@@ -105,6 +105,9 @@ def test_texts_are_cut_in_silence(model: st.SentenceTransformer, recwarn: pytest
     long = "the king " * 100
     assert np.isfinite(model.encode(long)).all()
     assert model.tokenize([long, "x"])["input_ids"].shape == (2, model.max_seq_length)
+    model.max_seq_length = 10**6
+    assert model.max_seq_length == model.engine.config.context_length
+    assert np.isfinite(model.encode(long)).all()
     assert not recwarn
 
 
@@ -113,11 +116,12 @@ def test_prompts_of_a_folder_and_of_the_caller(tmp_path: Path) -> None:
     folder.pool()
     settings = {"prompts": {"query": "find: ", "passage": "text: "}, "default_prompt_name": "passage"}
     folder.json("config_sentence_transformers.json", {**settings, "similarity_fn_name": "dot"})
-    model = st.SentenceTransformer(folder.write(), prompts={"topic": "about: "}, device="cpu")
+    own = {"topic": "about: ", "passage": "body: "}  # which replace those of the folder
+    model = st.SentenceTransformer(folder.write(), prompts=own, device="cpu")
     assert model.similarity_fn_name == "dot"
-    assert model.prompts == {"query": "find: ", "document": "", "passage": "text: ", "topic": "about: "}
+    assert model.prompts == {"query": "find: ", "document": "", **own}
     same = np.testing.assert_array_equal
-    same(model.encode("a"), model.encode("a", prompt="text: "))
+    same(model.encode("a"), model.encode("a", prompt="body: "))
     same(model.encode_query("a"), model.encode("find: a", prompt=""))
     # Every model has a prompt of documents, which may be empty: others are not looked for.
     same(model.encode_document("a"), model.encode("a", prompt=""))
@@ -199,6 +203,16 @@ def test_an_unknown_similarity_names_the_known_ones(made: Paths, model: st.Sente
         late.similarity_fn_name = "foo"
 
 
+def test_queries_of_late_interaction_are_expanded(tmp_path: Path) -> None:
+    path = task_folders.LATE["unseen"](tmp_path / "late").write()
+    model = st.MultiVectorEncoder(path, device="cpu")
+    expected = Model(path, device="cpu").embed([QUERY], pooling="none", instruction="query")[0]
+    query = model.encode_query(QUERY)
+    assert len(query) == 32
+    np.testing.assert_allclose(query, expected, atol=NEAR)
+    assert len(model.encode_document(QUERY)) < 32
+
+
 def test_a_mean_of_similarities(made: Paths) -> None:
     model = st.MultiVectorEncoder(made.late, similarity_fn_name="meanmaxsim", device="cpu")
     (query,), documents = model.encode_query([QUERY]), model.encode_document(DOCUMENTS)
@@ -236,6 +250,7 @@ def test_arguments_of_pytorch_have_no_effect_or_select_a_mode(
     assert "backend 'onnx' is ignored" in caplog.text
     assert other.engine.compute == "f32"
     assert other.get_max_seq_length() == other.max_seq_length == 9
+    assert np.isfinite(other.encode("a", device=("cpu", "cpu"))).all()
     for options in ({"device": "cuda"}, {"model_kwargs": {"dtype": "int4"}}):
         with pytest.raises(ValueError, match=r"(device|dtype) must be one of"):
             st.SentenceTransformer(made.minilm, **options)
