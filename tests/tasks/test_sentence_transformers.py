@@ -256,6 +256,11 @@ def test_arguments_of_pytorch_have_no_effect_or_select_a_mode(
             st.SentenceTransformer(made.minilm, **options)
 
 
+def test_the_device_has_the_name_of_pytorch(made: Paths, device: str) -> None:
+    name = {"cpu": "cpu", "metal": "mps"}[device]
+    assert st.SentenceTransformer(made.minilm, device=name).device == name
+
+
 def test_methods_and_classes_for_training_are_refused_by_name(
     made: Paths, model: st.SentenceTransformer
 ) -> None:
@@ -307,6 +312,14 @@ def test_quantization_needs_ranges_of_vectors() -> None:
     found = util.quantize_embeddings(vectors, "int8").astype(int)
     low, high = vectors.min(axis=0), vectors.max(axis=0)
     np.testing.assert_allclose(low + (found + 128) * (high - low) / 255, vectors, atol=0.05)
+    assert (found.min(), found.max()) == (-128, 127)
+    vectors[:, 3] = 0.5  # a range without steps
+    assert np.all(util.quantize_embeddings(vectors, "uint8")[:, 3] == 0)
+    beyond = util.quantize_embeddings(3 * vectors[:1], "uint8", ranges=np.array([[-0.1] * 8, [0.1] * 8]))
+    assert set(beyond.ravel()) == {0, 255}
+    signs = np.packbits(vectors > 0, axis=-1)
+    assert np.array_equal(util.quantize_embeddings(vectors, "ubinary"), signs)
+    assert np.array_equal(util.quantize_embeddings(vectors, "binary"), signs.astype(int) - 128)
     with pytest.raises(
         ValueError, match="int8 needs ranges or calibration_embeddings for a single embedding"
     ):
@@ -315,6 +328,15 @@ def test_quantization_needs_ranges_of_vectors() -> None:
         util.quantize_embeddings(found.astype(np.int8), "binary")
     with pytest.raises(ValueError, match="precision must be one of float32, int8"):
         util.quantize_embeddings(vectors, "float16")
+
+
+def test_limits_of_groups_and_pairs_are_inclusive() -> None:
+    same = np.array([[2, 0], [1, 0], [0, 1]], np.float32)
+    assert util.community_detection(same, threshold=1.0, min_community_size=2) == [[0, 1]]
+    # By the inner product, the vector most similar to another need not be itself.
+    lengths = np.array([[1], [2], [3]], np.float32)
+    pairs = util.paraphrase_mining_embeddings(lengths, top_k=1, score_function=util.dot_score)
+    assert pairs == [[6, 1, 2], [3, 0, 2]]
 
 
 def test_similarities_match_float64() -> None:
