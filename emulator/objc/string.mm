@@ -38,11 +38,8 @@ std::string_view view(NSString* string) {
   static_cast<void>(zone);
   return self;
 }
-- (BOOL)isEqualToString:(NSString*)other {
-  return view(self) == view(other);
-}
 - (BOOL)isEqual:(id)other {
-  return self == other || ([other isKindOfClass:[NSString class]] && [self isEqualToString:other]);
+  return self == other || ([other isKindOfClass:[NSString class]] && view(self) == view(other));
 }
 - (NSUInteger)hash {
   return std::hash<std::string_view>{}(view(self));

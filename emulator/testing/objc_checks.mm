@@ -97,14 +97,14 @@ void members_of_superclasses() {
   EXPECT(object.numbers.size() == 3);
   object.numbers.push_back(4);
   object.name = @"x";
-  EXPECT([object.description isEqualToString:@"more x"]);
+  EXPECT([object.description isEqual:@"more x"]);
   EXPECT([object isKindOfClass:[Tracked class]] && ![object isKindOfClass:[NSString class]]);
 }
 
 void categories_and_messages_to_nil() {
   Tracked* object = [Tracked new];
   object.name = @"you";
-  EXPECT([object.greeting isEqualToString:@"hello you"]);
+  EXPECT([object.greeting isEqual:@"hello you"]);
   EXPECT([object respondsToSelector:@selector(greeting)]);
   EXPECT(![object respondsToSelector:@selector(addObject:)]);
   object = nil;
@@ -174,7 +174,7 @@ void properties() {
 void strings() {
   NSString* literal = @"a longer literal";
   EXPECT(literal.length == 16);
-  EXPECT([literal isEqualToString:[NSString stringWithUTF8String:"a longer literal"]]);
+  EXPECT([literal isEqual:[NSString stringWithUTF8String:"a longer literal"]]);
   EXPECT(std::string(@"short".UTF8String) == "short");
   EXPECT([NSString stringWithUTF8String:"héé€𝄞"].length == 6);  // UTF-16 units
   EXPECT(![@"a" isEqual:@[]]);
@@ -186,7 +186,7 @@ void collections() {
   std::string joined;
   for (NSString* item in array) joined += to_string(item);
   EXPECT(joined == "onetwothree and more");
-  EXPECT([array[2] isEqualToString:@"three and more"] && [array.firstObject isEqual:array[0]]);
+  EXPECT([array[2] isEqual:@"three and more"] && [array.firstObject isEqual:array[0]]);
   NSDictionary<NSString*, NSString*>* values = @{@"a" : @"1", @"a longer key" : @"2"};
   EXPECT([values[@"a"] isEqual:@"1"] && [values[@"a longer key"] isEqual:@"2"]);
   EXPECT(values[@"none"] == nil && values.count == 2);
@@ -209,9 +209,9 @@ void enumeration_of_many_objects() {
 
 void urls_and_errors() {
   NSURL* url = [NSURL fileURLWithPath:@"/tmp/x.metallib"];
-  EXPECT([url.path isEqualToString:@"/tmp/x.metallib"]);
+  EXPECT([url.path isEqual:@"/tmp/x.metallib"]);
   NSError* error = [NSError errorWithDomain:@"D" code:7 userInfo:@{NSLocalizedDescriptionKey : @"words"}];
-  EXPECT([error.localizedDescription isEqualToString:@"words"] && error.code == 7);
+  EXPECT([error.localizedDescription isEqual:@"words"] && error.code == 7);
 }
 
 void pools_belong_to_threads() {

@@ -8,7 +8,6 @@ NS_ASSUME_NONNULL_BEGIN
 @property(readonly) NSUInteger length;  // in UTF-16 code units
 - (nullable const char*)UTF8String NS_RETURNS_INNER_POINTER;
 + (nullable instancetype)stringWithUTF8String:(const char*)nullTerminatedCString;
-- (BOOL)isEqualToString:(NSString*)aString;
 @end
 
 NS_ASSUME_NONNULL_END
