@@ -115,10 +115,14 @@ def test_prompts_of_a_folder_and_of_the_caller(tmp_path: Path) -> None:
     folder = model_folders.bert(tmp_path / "m", model_type="bert")
     folder.pool()
     settings = {"prompts": {"query": "find: ", "passage": "text: "}, "default_prompt_name": "passage"}
-    folder.json("config_sentence_transformers.json", {**settings, "similarity_fn_name": "dot"})
+    stated = {"similarity_fn_name": "dot", "truncate_dim": 5}
+    folder.json("config_sentence_transformers.json", {**settings, **stated})
     own = {"topic": "about: ", "passage": "body: "}  # which replace those of the folder
     model = st.SentenceTransformer(folder.write(), prompts=own, device="cpu")
     assert model.similarity_fn_name == "dot"
+    assert model.encode("a").shape == (model.get_embedding_dimension(),) == (5,)
+    with model.truncate_embeddings(10**6):
+        assert model.encode("a").shape == (model.get_embedding_dimension(),) == (model.engine.head.width,)
     assert model.prompts == {"query": "find: ", "document": "", **own}
     same = np.testing.assert_array_equal
     same(model.encode("a"), model.encode("a", prompt="body: "))
