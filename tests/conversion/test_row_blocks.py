@@ -42,7 +42,7 @@ def test_blocks_of_rows_make_the_same_file(
         folder = make(tmp_path / str(i)).write()
         with monkeypatch.context() as patch:
             whole = converted(f"{i} whole", folder)
-            patch.setattr(_weights, "BLOCK", 500 if i else 20)  # most rows of the first have more values
+            patch.setattr(_weights, "BLOCK", 2000 if i else 20)  # most rows of the first have more values
             assert converted(f"{i} blocks", folder) == whole, name
 
 
