@@ -200,8 +200,8 @@ def test_activations_are_exact_to_a_few_roundings_for_numbers_of_every_size(isa:
 @each_set
 def test_activations_are_exact_at_the_ends_of_the_range_of_floats(isa: str) -> None:
     """The activation of -inf is the limit, 0; NaN stays, and the numbers next to it do not change."""
-    largest = np.finfo(np.float32).max
-    ends = [np.inf, largest, 1e38, 1e32, 200, 1e-37, 1e-40, 1e-45, 0]
+    largest = float(np.finfo(np.float32).max)
+    ends: list[float] = [np.inf, largest, 1e38, 1e32, 200, 1e-37, 1e-40, 1e-45, 0]
     x = np.array([sign * end for end in ends for sign in (1, -1)], np.float32)
     g = np.clip(x.astype(np.float64), -1e4, np.inf)  # 0 times infinity is NaN
     silu = g / (1 + np.exp(np.minimum(-g, 700)))
