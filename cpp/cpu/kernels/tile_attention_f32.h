@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <span>
 #include <type_traits>
 
 #include "row_ops.h"
@@ -238,9 +239,9 @@ struct WidenedSpan {
   }
 };
 
-// Scores, weights and values of a span for some tiles. With `more`, another span follows.
-template <typename Span, typename Tile, int kRows, int kTiles>
-void attention_span(const AttentionHead& head, int span, bool more, Span& elements, Tile (&tiles)[kTiles]) {
+// Scores, weights and values of a span for up to kTiles tiles. With `more`, another span follows.
+template <int kRows, int kTiles, typename Span, typename Tile>
+void attention_span(const AttentionHead& head, int span, bool more, Span& elements, std::span<Tile> tiles) {
   const auto sees = [&](const Tile& tile) {
     return tile.begin[0] < (span + 1) * kKeySpan && span * kKeySpan < tile.end[kRows - 1];
   };
@@ -264,36 +265,39 @@ void attention_span(const AttentionHead& head, int span, bool more, Span& elemen
     score_span(head, keys, n, tile, next_keys);
     softmax_span<kRows>(span, tile, n);
   }
-  const auto values = elements.values(head, span, seen(tiles[kTiles - 1]));
+  const auto values = elements.values(head, span, seen(tiles.back()));
   for (Tile& tile : tiles)
     if (sees(tile)) value_span(head, values, seen(tile), tile, next_values);
 }
 
-// kTiles tiles of kRows query rows, from `row` on, go through the keys together.
+// `count` tiles of kRows query rows, from `row` on and at most kTiles, go through the keys together.
 template <int kRows, int kTiles, typename Span>
-void attention_tiles(const AttentionHead& head, int row) {
+void attention_tiles(const AttentionHead& head, int row, int count) {
   using Tile = typename Span::template Tile<kRows>;
-  Tile tiles[kTiles];
+  Tile memory[kTiles];
+  const std::span<Tile> tiles(memory, std::size_t(count));
   Span elements;
-  for (int i = 0; i < kTiles; ++i) begin_tile(head, row + i * kRows, tiles[i]);
-  const VisibleRange visible = {tiles[0].begin[0], tiles[kTiles - 1].end[kRows - 1]};
+  const auto row_of = [&](const Tile& tile) { return row + int(&tile - memory) * kRows; };
+  for (Tile& tile : tiles) begin_tile(head, row_of(tile), tile);
+  const VisibleRange visible = {tiles.front().begin[0], tiles.back().end[kRows - 1]};
   each_split(head, visible, [&](VisibleRange split, bool last) {
     for (Tile& tile : tiles) begin_split<kRows>(head, tile);
     for (int span = split.begin / kKeySpan; span * kKeySpan < split.end; ++span)
-      attention_span<Span, Tile, kRows>(head, span, (span + 1) * kKeySpan < visible.end, elements, tiles);
-    for (int i = 0; i < kTiles; ++i) end_split<kRows>(head, row + i * kRows, last, tiles[i]);
+      attention_span<kRows, kTiles>(head, span, (span + 1) * kKeySpan < visible.end, elements, tiles);
+    for (Tile& tile : tiles) end_split<kRows>(head, row_of(tile), last, tile);
   });
 }
 
 template <typename SpanOfOne, typename SpanOfMany>
 void attention_rows(const AttentionHead& head, int row, int end) {
   constexpr int kRows = Simd::kAttentionRows, kTiles = 8;
-  for (; row + kTiles * kRows <= end; row += kTiles * kRows)
-    attention_tiles<kRows, kTiles, SpanOfMany>(head, row);
-  for (; row + kRows <= end; row += kRows) attention_tiles<kRows, 1, SpanOfOne>(head, row);
-  for (; row + kRows / 2 <= end; row += kRows / 2) attention_tiles<kRows / 2, 1, SpanOfOne>(head, row);
-  for (; row + 2 <= end; row += 2) attention_tiles<2, 1, SpanOfOne>(head, row);
-  if (row < end) attention_tiles<1, 1, SpanOfOne>(head, row);
+  constexpr int kHalf = (kRows + 1) / 2;
+  for (int count; (count = std::min((end - row) / kRows, kTiles)) > 1; row += count * kRows)
+    attention_tiles<kRows, kTiles, SpanOfMany>(head, row, count);
+  for (; row + kRows <= end; row += kRows) attention_tiles<kRows, 1, SpanOfOne>(head, row, 1);
+  for (; row + kHalf <= end; row += kHalf) attention_tiles<kHalf, 1, SpanOfOne>(head, row, 1);
+  for (; row + 2 <= end; row += 2) attention_tiles<2, 1, SpanOfOne>(head, row, 1);
+  if (row < end) attention_tiles<1, 1, SpanOfOne>(head, row, 1);
 }
 
 }  // namespace
