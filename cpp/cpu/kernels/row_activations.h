@@ -11,8 +11,8 @@ inline F sigmoid(F x) {
   return Simd::div(Simd::set(1.0f), Simd::add(Simd::set(1.0f), exp2(Simd::mul(x, Simd::set(-kLog2E)))));
 }
 
-// Where activations are 0 for negative numbers, and equal to positive ones. Larger sizes are limited to this
-// one: infinity times a factor of 0 is NaN, and the factors of sigmoid are at least 2^-127.
+// Beyond this magnitude the activation of a negative number is 0, and that of a positive number the number
+// itself. Arguments are clamped to it: infinity times a factor of 0 is NaN, and sigmoid is at least 2^-127.
 constexpr float kFarFromZero = 100.0f;
 
 // Limits from below; NaN, which max() keeps as its second argument, stays.

@@ -277,14 +277,13 @@ void attention_tiles(const AttentionHead& head, int row, int count) {
   Tile memory[kTiles];
   const std::span<Tile> tiles(memory, std::size_t(count));
   Span elements;
-  const auto row_of = [&](const Tile& tile) { return row + int(&tile - memory) * kRows; };
-  for (Tile& tile : tiles) begin_tile(head, row_of(tile), tile);
+  for (int i = 0; i < count; ++i) begin_tile(head, row + i * kRows, memory[i]);
   const VisibleRange visible = {tiles.front().begin[0], tiles.back().end[kRows - 1]};
   each_split(head, visible, [&](VisibleRange split, bool last) {
     for (Tile& tile : tiles) begin_split<kRows>(head, tile);
     for (int span = split.begin / kKeySpan; span * kKeySpan < split.end; ++span)
       attention_span<kRows, kTiles>(head, span, (span + 1) * kKeySpan < visible.end, elements, tiles);
-    for (Tile& tile : tiles) end_split<kRows>(head, row_of(tile), last, tile);
+    for (int i = 0; i < count; ++i) end_split<kRows>(head, row + i * kRows, last, memory[i]);
   });
 }
 
@@ -294,7 +293,10 @@ void attention_rows(const AttentionHead& head, int row, int end) {
   constexpr int kHalf = (kRows + 1) / 2;
   for (int count; (count = std::min((end - row) / kRows, kTiles)) > 1; row += count * kRows)
     attention_tiles<kRows, kTiles, SpanOfMany>(head, row, count);
-  for (; row + kRows <= end; row += kRows) attention_tiles<kRows, 1, SpanOfOne>(head, row, 1);
+  if (row + kRows <= end) {
+    attention_tiles<kRows, 1, SpanOfOne>(head, row, 1);
+    row += kRows;
+  }
   for (; row + kHalf <= end; row += kHalf) attention_tiles<kHalf, 1, SpanOfOne>(head, row, 1);
   for (; row + 2 <= end; row += 2) attention_tiles<2, 1, SpanOfOne>(head, row, 1);
   if (row < end) attention_tiles<1, 1, SpanOfOne>(head, row, 1);
