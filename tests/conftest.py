@@ -135,6 +135,13 @@ def demo(device: str, fast_demo_path: Path) -> Iterator[Model]:
 
 
 @pytest.fixture
+def tiny_demo(device: str, tiny_demo_path: Path) -> Iterator[Model]:
+    """Open a tiny model, for tests in which the weights do not matter."""
+    with Model(tiny_demo_path, device=device) as model:
+        yield model
+
+
+@pytest.fixture
 def cpu(demo_path: Path) -> Iterator[Model]:
     with Model(demo_path, device="cpu") as model:
         yield model

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.small_models import MODELS, SmallModel, with_tensor, write
-from support.tiny_models import TINY, TINY_MODELS
+from support.tiny_models import TINY_MODELS
 
 from metal_prefill import ContextOverflowError, KVMemoryError, Model, NumericalError, Session, _core
 
@@ -19,17 +19,6 @@ Ids = npt.NDArray[np.int32]
 # Relative to the largest logit: kernels for few and many tokens add in different orders (docs/kernels.md).
 METAL_TOLERANCE = 1e-3
 FEW = 8  # tokens of a sequence in a pass, up to which Metal is bit-identical to single tokens
-
-
-@pytest.fixture(scope="module")
-def demo_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Use a tiny model instead of the bundled one: the weights do not matter here."""
-    return write(tmp_path_factory.mktemp("tiny") / "m.gguf", TINY)
-
-
-@pytest.fixture
-def fast_demo_path(demo_path: Path) -> Path:
-    return demo_path
 
 
 def ids_of(model: Model, n: int, seed: int = 0) -> Ids:
@@ -71,40 +60,40 @@ def alone(model: Model, *pieces: Ids) -> Session:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_batched_prompts_and_tokens_match_single_ones(demo: Model, seed: int) -> None:
+def test_batched_prompts_and_tokens_match_single_ones(tiny_demo: Model, seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.choice([1, 1, 2, 7, 15, 16, 17, 33, 63, 64, 65, 100]) for _ in range(9)]
     held = [rng.choice([0, 0, 1, 31, 63, 64, 70]) for _ in lengths]
     sessions, expected = [], []
     for i, (n, before) in enumerate(zip(lengths, held, strict=True)):
-        history, new = ids_of(demo, before + 1, 100 + i)[:before], ids_of(demo, n, i)
-        session = alone(demo, history) if before else demo.session()
+        history, new = ids_of(tiny_demo, before + 1, 100 + i)[:before], ids_of(tiny_demo, n, i)
+        session = alone(tiny_demo, history) if before else tiny_demo.session()
         sessions.append(session)
         with session.fork() as other:
             expected.append(other.forward_prompt_logits(new))
-    results = demo.forward_batch(
-        sessions, [ids_of(demo, n, i) for i, n in enumerate(lengths)], output="logits"
+    results = tiny_demo.forward_batch(
+        sessions, [ids_of(tiny_demo, n, i) for i, n in enumerate(lengths)], output="logits"
     )
     for result, wanted in zip(results, expected, strict=True):
-        assert_same(demo, result, wanted)
+        assert_same(tiny_demo, result, wanted)
     assert [s.position for s in sessions] == [n + b for n, b in zip(lengths, held, strict=True)]
 
 
-def test_all_kinds_of_output_may_be_mixed(demo: Model) -> None:
-    prompts = [ids_of(demo, n, n) for n in (20, 1, 33, 40, 5)]
+def test_all_kinds_of_output_may_be_mixed(tiny_demo: Model) -> None:
+    prompts = [ids_of(tiny_demo, n, n) for n in (20, 1, 33, 40, 5)]
     outputs: list[Any] = ["log_probs", "greedy", "logits", "none", "log_probs"]
-    sessions = [demo.session() for _ in prompts]
-    scored, token, logits, nothing, short = demo.forward_batch(sessions, prompts, output=outputs)
-    assert_same(demo, scored, demo.score(prompts[0]))
-    assert token == demo.session().forward_prompt(prompts[1])
-    assert_same(demo, logits, demo.session().forward_prompt_logits(prompts[2]))
+    sessions = [tiny_demo.session() for _ in prompts]
+    scored, token, logits, nothing, short = tiny_demo.forward_batch(sessions, prompts, output=outputs)
+    assert_same(tiny_demo, scored, tiny_demo.score(prompts[0]))
+    assert token == tiny_demo.session().forward_prompt(prompts[1])
+    assert_same(tiny_demo, logits, tiny_demo.session().forward_prompt_logits(prompts[2]))
     assert nothing is None
-    assert_same(demo, short, demo.score(prompts[4]))
+    assert_same(tiny_demo, short, tiny_demo.score(prompts[4]))
     assert [s.position for s in sessions] == [19, 1, 33, 40, 4]
 
 
-def test_excess_rows_are_split_into_passes(device: str, demo_path: Path) -> None:
-    with Model(demo_path, device=device, chunk_tokens=16) as model:
+def test_excess_rows_are_split_into_passes(device: str, tiny_demo_path: Path) -> None:
+    with Model(tiny_demo_path, device=device, chunk_tokens=16) as model:
         prompts = [ids_of(model, n, n) for n in (50, 3, 17, 100)]
         results = model.forward_batch([model.session() for _ in prompts], prompts, output="logits")
         for prompt, logits in zip(prompts, results, strict=True):
@@ -144,21 +133,21 @@ def test_every_kind_of_model_computes_sequences_together(
 
 
 @pytest.mark.parametrize("position", [1, 15, 16, 63, 64, 65, 127, 128])
-def test_a_fork_and_its_origin_diverge_from_any_position(demo: Model, position: int) -> None:
-    start = ids_of(demo, position)
-    origin = alone(demo, start)
+def test_a_fork_and_its_origin_diverge_from_any_position(tiny_demo: Model, position: int) -> None:
+    start = ids_of(tiny_demo, position)
+    origin = alone(tiny_demo, start)
     forks = [origin.fork() for _ in range(3)]
     sessions = [origin, *forks]
-    following = [ids_of(demo, 70, 10 + i) for i in range(4)]
-    results = demo.forward_batch(sessions, following, output="logits")
+    following = [ids_of(tiny_demo, 70, 10 + i) for i in range(4)]
+    results = tiny_demo.forward_batch(sessions, following, output="logits")
     for result, tokens, session in zip(results, following, sessions, strict=True):
-        with alone(demo, start) as other:
-            assert_same(demo, result, other.forward_prompt_logits(tokens))
+        with alone(tiny_demo, start) as other:
+            assert_same(tiny_demo, result, other.forward_prompt_logits(tokens))
             assert session.tokens == other.tokens
 
 
-def test_forks_share_the_pages_of_their_common_prefix(device: str, demo_path: Path) -> None:
-    with Model(demo_path, device=device) as model:
+def test_forks_share_the_pages_of_their_common_prefix(device: str, tiny_demo_path: Path) -> None:
+    with Model(tiny_demo_path, device=device) as model:
         with alone(model, ids_of(model, 5 * PAGE)) as origin:
             one = model.stats()["kv_pool_bytes"]
             forks = [origin.fork() for _ in range(20)]
@@ -174,7 +163,9 @@ def test_forks_share_the_pages_of_their_common_prefix(device: str, demo_path: Pa
         assert model.stats()["kv_pool_bytes"] == 0
 
 
-def test_unwritten_rows_are_never_read(device: str, demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_rows_are_never_read(
+    device: str, tiny_demo_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Poisoned(_core.EngineOptions):
         def __init__(self) -> None:
             super().__init__()
@@ -191,30 +182,30 @@ def test_unwritten_rows_are_never_read(device: str, demo_path: Path, monkeypatch
         )
         return [*batch, model.score(ids_of(model, 130)), first.forward_token(3)]
 
-    with Model(demo_path, device=device) as model:
+    with Model(tiny_demo_path, device=device) as model:
         wanted = scores(model)
     monkeypatch.setattr(_core, "EngineOptions", Poisoned)
-    with Model(demo_path, device=device) as model:
+    with Model(tiny_demo_path, device=device) as model:
         for _ in range(2):  # the second time with pages that were used before
             for result, expected in zip(scores(model), wanted, strict=True):
                 np.testing.assert_array_equal(result, expected)
 
 
-def test_a_failure_ends_one_sequence_and_leaves_others_unchanged(demo: Model) -> None:
-    with demo.session(max_context=30) as short:
-        short.forward_prompt(ids_of(demo, 25))
-        others = [demo.session() for _ in range(3)]
-        tokens = [ids_of(demo, n, n) for n in (10, 20, 40)]
+def test_a_failure_ends_one_sequence_and_leaves_others_unchanged(tiny_demo: Model) -> None:
+    with tiny_demo.session(max_context=30) as short:
+        short.forward_prompt(ids_of(tiny_demo, 25))
+        others = [tiny_demo.session() for _ in range(3)]
+        tokens = [ids_of(tiny_demo, n, n) for n in (10, 20, 40)]
         sessions = [others[0], short, *others[1:]]
-        results = demo.forward_batch(
-            sessions, [tokens[0], ids_of(demo, 6), *tokens[1:]], output="logits", return_errors=True
+        results = tiny_demo.forward_batch(
+            sessions, [tokens[0], ids_of(tiny_demo, 6), *tokens[1:]], output="logits", return_errors=True
         )
         assert isinstance(results[1], ContextOverflowError)
-        assert short.tokens == ids_of(demo, 25).tolist()
+        assert short.tokens == ids_of(tiny_demo, 25).tolist()
         for i, n in ((0, 0), (2, 1), (3, 2)):
-            assert_same(demo, results[i], demo.session().forward_prompt_logits(tokens[n]))
+            assert_same(tiny_demo, results[i], tiny_demo.session().forward_prompt_logits(tokens[n]))
         with pytest.raises(ContextOverflowError, match="session 0: position 25"):
-            demo.forward_batch([short, others[0]], [ids_of(demo, 6), [1]])
+            tiny_demo.forward_batch([short, others[0]], [ids_of(tiny_demo, 6), [1]])
         assert others[0].position == 11  # the others are computed all the same
 
 
@@ -251,23 +242,26 @@ def test_a_nan_sequence_does_not_affect_others(
             assert_same_cache(model, session, alone(model, ids), few)
 
 
-def test_nothing_is_computed_with_invalid_arguments(demo: Model, demo_path: Path) -> None:
-    session = demo.session()
+def test_nothing_is_computed_with_invalid_arguments(tiny_demo: Model, tiny_demo_path: Path) -> None:
+    session = tiny_demo.session()
     with pytest.raises(ValueError, match="a session appears twice"):
-        demo.forward_batch([session, session], [[1], [2]])
+        tiny_demo.forward_batch([session, session], [[1], [2]])
     with pytest.raises(ValueError, match="2 sessions, 1 lists of tokens and 2 outputs"):
-        demo.forward_batch([session, demo.session()], [[1]])
+        tiny_demo.forward_batch([session, tiny_demo.session()], [[1]])
     with pytest.raises(ValueError, match=r"session 1: token id .* outside the vocabulary"):
-        demo.forward_batch([session, demo.session()], [[1], [1 << 30]])
+        tiny_demo.forward_batch([session, tiny_demo.session()], [[1], [1 << 30]])
     with pytest.raises(ValueError, match="output must be one of none, greedy, logits, log_probs"):
-        demo.forward_batch([session], [[1]], output="best")  # type: ignore[arg-type]
-    with Model(demo_path, device="cpu") as other, pytest.raises(ValueError, match="sessions of one model"):
-        demo.forward_batch([session, other.session()], [[1], [2]])
+        tiny_demo.forward_batch([session], [[1]], output="best")  # type: ignore[arg-type]
+    with (
+        Model(tiny_demo_path, device="cpu") as other,
+        pytest.raises(ValueError, match="sessions of one model"),
+    ):
+        tiny_demo.forward_batch([session, other.session()], [[1], [2]])
     assert session.position == 0
 
 
-def test_a_native_request_is_computed_once(demo: Model) -> None:
-    session, engine = demo.session(), demo.engine.core
+def test_a_native_request_is_computed_once(tiny_demo: Model) -> None:
+    session, engine = tiny_demo.session(), tiny_demo.engine.core
     request = _core.Request.logits(session.native, np.array([1, 2], np.int32))
     engine.forward_batch([request])
     with pytest.raises(ValueError, match="a request is computed once"):
@@ -275,8 +269,8 @@ def test_a_native_request_is_computed_once(demo: Model) -> None:
     assert session.position == 2
 
 
-def test_a_native_request_has_no_more_rows_than_tokens(demo: Model) -> None:
-    core, ids = demo.session().native, np.array([1, 2], np.int32)
+def test_a_native_request_has_no_more_rows_than_tokens(tiny_demo: Model) -> None:
+    core, ids = tiny_demo.session().native, np.array([1, 2], np.int32)
     for rows in (-1, 0, 3):
         for make in (_core.Request.greedy, _core.Request.hidden):
             with pytest.raises(ValueError, match=f"an output of {rows} rows is wanted of 2 tokens"):
@@ -285,10 +279,10 @@ def test_a_native_request_has_no_more_rows_than_tokens(demo: Model) -> None:
         _core.Request.log_probs(core, ids, 2)
 
 
-def test_a_prompt_that_finds_no_memory_leaves_the_common_prefix(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
+def test_a_prompt_that_finds_no_memory_leaves_the_common_prefix(tiny_demo_path: Path) -> None:
+    with Model(tiny_demo_path, device="cpu") as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
-    with Model(demo_path, device="cpu", kv_memory=3 * page) as model:
+    with Model(tiny_demo_path, device="cpu", kv_memory=3 * page) as model:
         ids = ids_of(model, 30)
         other, session = alone(model, ids), alone(model, ids)
         with pytest.raises(KVMemoryError):
@@ -299,10 +293,10 @@ def test_a_prompt_that_finds_no_memory_leaves_the_common_prefix(demo_path: Path)
         np.testing.assert_array_equal(session.forward_prompt_logits([7]), expected)
 
 
-def test_the_memory_limit_is_named_and_nothing_changes(device: str, demo_path: Path) -> None:
-    with Model(demo_path, device=device) as model:
+def test_the_memory_limit_is_named_and_nothing_changes(device: str, tiny_demo_path: Path) -> None:
+    with Model(tiny_demo_path, device=device) as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
-    with Model(demo_path, device=device, kv_memory=4 * page) as model:
+    with Model(tiny_demo_path, device=device, kv_memory=4 * page) as model:
         first = alone(model, ids_of(model, 3 * PAGE))
         second = model.session()
         with pytest.raises(KVMemoryError, match=f"exceeds kv_memory of {4 * page} bytes"):
@@ -385,8 +379,8 @@ def cancel(session: Session) -> None:
 
 
 @pytest.mark.parametrize("shared", [20, 64, 100, 128])
-def test_an_open_session_shares_its_full_pages(device: str, demo_path: Path, shared: int) -> None:
-    with Model(demo_path, device=device) as model:
+def test_an_open_session_shares_its_full_pages(device: str, tiny_demo_path: Path, shared: int) -> None:
+    with Model(tiny_demo_path, device=device) as model:
         start = ids_of(model, shared)
         first, second = model.session(), model.session()
         first.forward_prompt(np.concatenate([start, ids_of(model, 40, 1)]), reuse=True)
@@ -397,8 +391,8 @@ def test_an_open_session_shares_its_full_pages(device: str, demo_path: Path, sha
         assert_same(model, logits, model.session().forward_prompt_logits(prompt))
 
 
-def test_prompts_of_one_batch_compute_their_common_prefix_once(device: str, demo_path: Path) -> None:
-    with Model(demo_path, device=device, prefix_memory=0) as model:
+def test_prompts_of_one_batch_compute_their_common_prefix_once(device: str, tiny_demo_path: Path) -> None:
+    with Model(tiny_demo_path, device=device, prefix_memory=0) as model:
         start = ids_of(model, 150)
         prompts = [np.concatenate([start, ids_of(model, n, n)]) for n in (1, 9, 30, 64, 5, 90)]
         sessions = [model.session() for _ in prompts]
@@ -409,11 +403,11 @@ def test_prompts_of_one_batch_compute_their_common_prefix_once(device: str, demo
         assert len(followers) == len(prompts) - 1
 
 
-def test_a_thousand_sessions_store_a_shared_prefix_once(demo_path: Path) -> None:
+def test_a_thousand_sessions_store_a_shared_prefix_once(tiny_demo_path: Path) -> None:
     shared, own, sessions = 4 * PAGE + 44, 20, 1000  # 300 tokens; the different ones are in one page
-    with Model(demo_path, device="cpu") as model:
+    with Model(tiny_demo_path, device="cpu") as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
-    with Model(demo_path, device="cpu") as model:
+    with Model(tiny_demo_path, device="cpu") as model:
         start = ids_of(model, shared)
         each = [model.session() for _ in range(sessions)]
         prompts = [np.concatenate([start, ids_of(model, own, i + 1)]) for i in range(sessions)]
@@ -421,10 +415,10 @@ def test_a_thousand_sessions_store_a_shared_prefix_once(demo_path: Path) -> None
         assert model.stats()["kv_pool_bytes"] == page * (4 + sessions)
 
 
-def test_the_prefix_cache_is_bounded_and_evicts_the_oldest(device: str, demo_path: Path) -> None:
-    with Model(demo_path, device=device) as model:
+def test_the_prefix_cache_is_bounded_and_evicts_the_oldest(device: str, tiny_demo_path: Path) -> None:
+    with Model(tiny_demo_path, device=device) as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
-    with Model(demo_path, device=device, prefix_memory=3 * page) as model:
+    with Model(tiny_demo_path, device=device, prefix_memory=3 * page) as model:
         for seed in range(5):
             with model.session() as session:
                 session.forward_prompt(ids_of(model, PAGE + 1, seed), reuse=True)
@@ -437,17 +431,17 @@ def test_the_prefix_cache_is_bounded_and_evicts_the_oldest(device: str, demo_pat
         assert reused == [PAGE + 1, 0]
 
 
-def test_cached_pages_are_evicted_for_prompts(device: str, demo_path: Path) -> None:
-    with Model(demo_path, device=device) as model:
+def test_cached_pages_are_evicted_for_prompts(device: str, tiny_demo_path: Path) -> None:
+    with Model(tiny_demo_path, device=device) as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
-    with Model(demo_path, device=device, kv_memory=4 * page, prefix_memory=4 * page) as model:
+    with Model(tiny_demo_path, device=device, kv_memory=4 * page, prefix_memory=4 * page) as model:
         for seed in range(6):
             with model.session() as session:
                 session.forward_prompt(ids_of(model, 3 * PAGE, seed), reuse=True)
 
 
-def test_sessions_find_prefixes_of_their_namespace_only(device: str, demo_path: Path) -> None:
-    with Model(demo_path, device=device) as model:
+def test_sessions_find_prefixes_of_their_namespace_only(device: str, tiny_demo_path: Path) -> None:
+    with Model(tiny_demo_path, device=device) as model:
         prompt = ids_of(model, 2 * PAGE + 9)
         expected = model.session().forward_prompt_logits(prompt)
         reused = []
@@ -458,8 +452,8 @@ def test_sessions_find_prefixes_of_their_namespace_only(device: str, demo_path: 
         assert reused == [0, 0, 0, 2 * PAGE + 8]
 
 
-def test_a_fork_and_a_loaded_session_have_a_namespace(demo_path: Path, tmp_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
+def test_a_fork_and_a_loaded_session_have_a_namespace(tiny_demo_path: Path, tmp_path: Path) -> None:
+    with Model(tiny_demo_path, device="cpu") as model:
         prompt = ids_of(model, 2 * PAGE)
         with model.session(prefix_namespace="one") as session:
             session.forward_prompt(prompt, reuse=True)
@@ -478,8 +472,8 @@ def test_a_fork_and_a_loaded_session_have_a_namespace(demo_path: Path, tmp_path:
             assert session.stats()["tokens_reused"] == 0
 
 
-def test_prompts_of_one_batch_share_nothing_with_other_namespaces(device: str, demo_path: Path) -> None:
-    with Model(demo_path, device=device) as model:
+def test_prompts_of_one_batch_share_nothing_with_other_namespaces(device: str, tiny_demo_path: Path) -> None:
+    with Model(tiny_demo_path, device=device) as model:
         prompt = ids_of(model, 150)
         sessions = [model.session(prefix_namespace=n) for n in ("one", "two", "one", "two")]
         results = model.forward_batch(sessions, [prompt] * 4, output="logits", reuse=True)
@@ -488,29 +482,29 @@ def test_prompts_of_one_batch_share_nothing_with_other_namespaces(device: str, d
         assert [s.stats()["tokens_reused"] for s in sessions] == [0, 0, 149, 149]
 
 
-def test_a_namespace_must_be_a_str(demo: Model) -> None:
+def test_a_namespace_must_be_a_str(tiny_demo: Model) -> None:
     with pytest.raises(TypeError, match="prefix_namespace must be a str, got int"):
-        demo.session(prefix_namespace=3)  # type: ignore[arg-type]
+        tiny_demo.session(prefix_namespace=3)  # type: ignore[arg-type]
 
 
-def test_forward_prompts_matches_forward_prompt(demo: Model) -> None:
-    prompts = [ids_of(demo, n, n % 5) for n in (1, 3, 40, 17, 40, 90)]
-    expected = [demo.session().forward_prompt_logits(p) for p in prompts]
-    tokens = demo.forward_prompts(prompts)
+def test_forward_prompts_matches_forward_prompt(tiny_demo: Model) -> None:
+    prompts = [ids_of(tiny_demo, n, n % 5) for n in (1, 3, 40, 17, 40, 90)]
+    expected = [tiny_demo.session().forward_prompt_logits(p) for p in prompts]
+    tokens = tiny_demo.forward_prompts(prompts)
     assert tokens.tolist() == [int(np.argmax(e)) for e in expected]
-    logits = demo.forward_prompts(prompts, return_logits=True)
+    logits = tiny_demo.forward_prompts(prompts, return_logits=True)
     assert logits.dtype == np.float32
     for result, wanted in zip(logits, expected, strict=True):
-        assert_same(demo, result, wanted)
-    assert demo.forward_prompts([]).shape == (0,)
-    assert demo.position == 0
+        assert_same(tiny_demo, result, wanted)
+    assert tiny_demo.forward_prompts([]).shape == (0,)
+    assert tiny_demo.position == 0
     with pytest.raises(ValueError, match="prompt 1: the prompt is empty"):
-        demo.forward_prompts([[1], []])
+        tiny_demo.forward_prompts([[1], []])
 
 
-def test_pages_are_found_only_at_their_positions(device: str, demo_path: Path) -> None:
+def test_pages_are_found_only_at_their_positions(device: str, tiny_demo_path: Path) -> None:
     """The page that followed a whole page is not used after a part of that page."""
-    with Model(demo_path, device=device) as model:
+    with Model(tiny_demo_path, device=device) as model:
         first, second = ids_of(model, PAGE, 1), ids_of(model, PAGE, 2)
         with model.session() as session:
             session.forward_prompt(np.concatenate([first, second]), reuse=True)

@@ -11,23 +11,10 @@ from support.native_requests import choose
 from support.reference import ReferenceModel
 from support.sampling_reference import log_softmax
 from support.small_models import MODELS, SmallModel, with_tensor, write
-from support.tiny_models import TINY
 
 from metal_prefill import ContextOverflowError, Model, NumericalError, _core
 from metal_prefill.generation import Options
 from metal_prefill.generation._sampling import core_sampler
-
-
-@pytest.fixture(scope="module")
-def demo_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Use a tiny model instead of the bundled one: the weights do not matter here."""
-    return write(tmp_path_factory.mktemp("tiny") / "m.gguf", TINY)
-
-
-@pytest.fixture
-def fast_demo_path(demo_path: Path) -> Path:
-    return demo_path
-
 
 SAMPLED = Options(1.0, top_k=50, repeat_penalty=1.3, frequency_penalty=0.2)
 
@@ -55,40 +42,40 @@ def state_of(session: Any) -> list[bytes]:
     return [np.asarray(ids).tobytes(), *(np.asarray(row).tobytes() for row in rows)]
 
 
-def test_the_largest_logit_is_found_after_each_token(demo: Model) -> None:
-    prompts = [ids_of(demo, n, n) for n in (7, 1, 40)]
-    sessions = [demo.session() for _ in prompts]
-    each, last, long = demo.forward_batch(sessions, prompts, rows=["all", None, "all"])
+def test_the_largest_logit_is_found_after_each_token(tiny_demo: Model) -> None:
+    prompts = [ids_of(tiny_demo, n, n) for n in (7, 1, 40)]
+    sessions = [tiny_demo.session() for _ in prompts]
+    each, last, long = tiny_demo.forward_batch(sessions, prompts, rows=["all", None, "all"])
     for found, prompt in ((each, prompts[0]), ([last], prompts[1]), (long, prompts[2])):
-        with demo.session() as session:
+        with tiny_demo.session() as session:
             logits = [session.forward_token(int(token)) for token in prompt]
         for token, expected in zip(found, logits, strict=True):
             # Metal's kernels for many tokens may decide between logits that nearly agree.
-            near = 1e-3 * np.abs(expected).max() if demo.backend == "metal" else 0
+            near = 1e-3 * np.abs(expected).max() if tiny_demo.backend == "metal" else 0
             assert expected[token] >= expected.max() - near
     assert each.dtype == np.int32
     assert [s.position for s in sessions] == [7, 1, 40]
 
 
-def test_rows_of_more_than_one_pass_have_an_output_each(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
+def test_rows_of_more_than_one_pass_have_an_output_each(tiny_demo_path: Path) -> None:
+    with Model(tiny_demo_path, device="cpu") as model:
         ids = ids_of(model, 50)
         (expected,) = model.forward_batch([model.session()], [ids], rows="all")
-    with Model(demo_path, device="cpu", chunk_tokens=8) as model:
+    with Model(tiny_demo_path, device="cpu", chunk_tokens=8) as model:
         (found,) = model.forward_batch([model.session()], [ids], rows="all")
         np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("right", [0, 1, 4, 7])
-def test_drafts_count_up_to_the_first_wrong_one(demo: Model, right: int, sampled: bool) -> None:
-    prompt, n = ids_of(demo, 20), 7
-    expected = one_by_one(demo, prompt, n + 2, sampled)
+def test_drafts_count_up_to_the_first_wrong_one(tiny_demo: Model, right: int, sampled: bool) -> None:
+    prompt, n = ids_of(tiny_demo, 20), 7
+    expected = one_by_one(tiny_demo, prompt, n + 2, sampled)
     drafts = expected[: n + 1].copy()
     if right < n:
-        drafts[right + 1] = (drafts[right + 1] + 1) % demo.config.vocab_size
-    with demo.session() as session, demo.session() as other:
-        core, sampler = session.native, sampler_of(demo, prompt, sampled)
+        drafts[right + 1] = (drafts[right + 1] + 1) % tiny_demo.config.vocab_size
+    with tiny_demo.session() as session, tiny_demo.session() as other:
+        core, sampler = session.native, sampler_of(tiny_demo, prompt, sampled)
         assert choose(core, prompt, 0, sampler) == expected[:1]
         chosen = choose(core, drafts, n, sampler)
         assert chosen == expected[1 : right + 2]
@@ -140,12 +127,12 @@ def test_rejected_drafts_are_removed_in_every_kind_of_model(device: str, tmp_pat
         assert made[:12] == expected
 
 
-def test_drafts_are_limited_by_a_full_pass(demo_path: Path) -> None:
+def test_drafts_are_limited_by_a_full_pass(tiny_demo_path: Path) -> None:
     for sampled in (False, True):
-        with Model(demo_path, device="cpu") as model:
+        with Model(tiny_demo_path, device="cpu") as model:
             prompt = ids_of(model, 9)
             expected = one_by_one(model, prompt, 14, sampled)
-        with Model(demo_path, device="cpu", chunk_tokens=4) as model, model.session() as session:
+        with Model(tiny_demo_path, device="cpu", chunk_tokens=4) as model, model.session() as session:
             for wrong in (2, 4, 5, 12):
                 session.reset()
                 sampler = sampler_of(model, prompt, sampled)
@@ -157,10 +144,10 @@ def test_drafts_are_limited_by_a_full_pass(demo_path: Path) -> None:
                 assert session.position == 9 + wrong
 
 
-def test_reports_describe_each_choice(demo: Model) -> None:
-    prompt = ids_of(demo, 10)
-    expected = one_by_one(demo, prompt, 6, sampled=True)
-    with demo.session() as session:
+def test_reports_describe_each_choice(tiny_demo: Model) -> None:
+    prompt = ids_of(tiny_demo, 10)
+    expected = one_by_one(tiny_demo, prompt, 6, sampled=True)
+    with tiny_demo.session() as session:
         sampler = core_sampler(SAMPLED, 7, prompt.tolist())
         sampler.report(2)
         choose(session.native, prompt, 0, sampler)
@@ -202,8 +189,8 @@ def test_a_wrong_draft_with_nan_is_not_an_error(
         assert session.tokens == [*prompt, *made[:-1]]
 
 
-def test_an_error_in_a_draft_changes_nothing(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, model.session(max_context=12) as session:
+def test_an_error_in_a_draft_changes_nothing(tiny_demo_path: Path) -> None:
+    with Model(tiny_demo_path, device="cpu") as model, model.session(max_context=12) as session:
         core = session.native
         session.forward_prompt(ids_of(model, 8))
         with pytest.raises(ContextOverflowError):
@@ -278,11 +265,11 @@ def test_a_prompt_of_several_passes_returns_one_array(device: str, tmp_path: Pat
         np.testing.assert_allclose(hidden(cut, ids), whole, rtol=0, atol=bound)
 
 
-def test_invalid_requests_are_rejected(demo: Model) -> None:
-    session = demo.session()
+def test_invalid_requests_are_rejected(tiny_demo: Model) -> None:
+    session = tiny_demo.session()
 
     def forward(output: Any, rows: Any, **options: Any) -> None:
-        demo.forward_batch([session], [[1, 2]], output=output, rows=rows, **options)
+        tiny_demo.forward_batch([session], [[1, 2]], output=output, rows=rows, **options)
 
     with pytest.raises(ValueError, match="session 0: rows of output 'logits' must be between 1 and 1, got 2"):
         forward("logits", 2)
@@ -296,25 +283,25 @@ def test_invalid_requests_are_rejected(demo: Model) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_tokens_before_the_first_row_with_an_output_are_reused(demo: Model, rows: int) -> None:
+def test_tokens_before_the_first_row_with_an_output_are_reused(tiny_demo: Model, rows: int) -> None:
     ids = states_of_ids(40)
-    with demo.session() as session:
+    with tiny_demo.session() as session:
         whole, again = (
-            demo.forward_batch([session], [ids], output="hidden", rows=rows, reuse=reuse)[0]
+            tiny_demo.forward_batch([session], [ids], output="hidden", rows=rows, reuse=reuse)[0]
             for reuse in (False, True)
         )
         assert session.stats()["tokens_reused"] == 40 - rows
-    bound = 0.0 if demo.backend == "cpu" else METAL_TOLERANCE * float(np.abs(whole).max())
+    bound = 0.0 if tiny_demo.backend == "cpu" else METAL_TOLERANCE * float(np.abs(whole).max())
     np.testing.assert_allclose(again, whole, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 39])
-def test_log_probabilities_of_the_last_tokens_match_those_of_all(demo: Model, rows: int) -> None:
+def test_log_probabilities_of_the_last_tokens_match_those_of_all(tiny_demo: Model, rows: int) -> None:
     ids = states_of_ids(40)
-    with demo.session() as session:
-        last = demo.forward_batch([session], [ids], output="log_probs", rows=rows)[0]
-    bound = 0.0 if demo.backend == "cpu" else METAL_TOLERANCE * 20
-    np.testing.assert_allclose(last, demo.score(ids)[-rows:], rtol=0, atol=bound)
+    with tiny_demo.session() as session:
+        last = tiny_demo.forward_batch([session], [ids], output="log_probs", rows=rows)[0]
+    bound = 0.0 if tiny_demo.backend == "cpu" else METAL_TOLERANCE * 20
+    np.testing.assert_allclose(last, tiny_demo.score(ids)[-rows:], rtol=0, atol=bound)
 
 
 def test_a_nan_hidden_state_is_an_error(device: str, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,7 @@ from support.small_models import write
 from metal_prefill import Model
 from metal_prefill.serve import Settings
 from metal_prefill.serve._access import prefix_key, prefix_namespace
-from metal_prefill.storage._prefix_store import RECENT_PROMPTS, PrefixStore
+from metal_prefill.serve._prefix_store import RECENT_PROMPTS, PrefixStore
 
 SYSTEM = "A room in the castle. Enter HAMLET, the king, and players, who speak of what they saw. " * 10
 
@@ -323,13 +322,7 @@ def test_prompts_of_a_namespace_are_not_displaced_by_those_of_another(
     ids = np.arange(200, dtype=np.int32)
     saved: list[str] = []
     with Model(demo_path, device="cpu") as model:
-        store = PrefixStore(
-            model.engine.state_owner,
-            partial(model.engine.session, None),
-            tmp_path,
-            1 << 20,
-            model.tokenizer.turn_ends,
-        )
+        store = PrefixStore(model.engine, tmp_path, 1 << 20)
         monkeypatch.setattr(store, "_save", lambda ids, n, digest, namespace: saved.append(namespace))
         store.note(ids, "one")
         for i in range(3 * RECENT_PROMPTS):

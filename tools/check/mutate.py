@@ -45,9 +45,8 @@ PARTS = {
         PYTHON + room: f"tests/{room}"
         for room in ("text/", "conversion/", "generation/", "tasks/", "serve/", "bench/")
     },
-    **{PYTHON + room: "tests/files" for room in ("files/", "synth/", "_support/")},
+    **{PYTHON + room: "tests/files" for room in ("files/", "storage/", "synth/", "_support/")},
     f"{PYTHON}hub/": "tests/files tests/conversion/test_conversion.py",
-    f"{PYTHON}storage/": "tests/files tests/serve/test_prefix_store.py",
     **{PYTHON + room: "tests/cli" for room in ("commands/", "cli", "chat")},
     f"{PYTHON}gpu/": "tests/metal/test_cost_model.py tests/metal/test_trace.py tests/metal/test_doctor.py",
     f"{PYTHON}integrations/": "tests/tasks/test_evaluation.py",

@@ -21,7 +21,7 @@ from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream
 from metal_prefill.model import Model
 from metal_prefill.serve._errors import ApiError
-from metal_prefill.storage._prefix_store import PAGE
+from metal_prefill.serve._prefix_store import PAGE
 
 PASSES = (
     64  # latest passes that are kept; several count as one if they have only next tokens of the same texts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import time
@@ -31,8 +30,8 @@ from metal_prefill.serve._errors import ApiError, log
 from metal_prefill.serve._forms import Message
 from metal_prefill.serve._limits import Bodies
 from metal_prefill.serve._metrics import Metrics
+from metal_prefill.serve._prefix_store import PrefixStore
 from metal_prefill.serve._settings import Settings
-from metal_prefill.storage._prefix_store import PrefixStore
 from metal_prefill.tasks._embedding import check_pooling
 from metal_prefill.tasks._reranking import Options, kind_of, template_of
 from metal_prefill.tasks._text_passes import TextPasses
@@ -63,13 +62,7 @@ class Service:
         self._store = (
             None
             if settings.prefix_store is None
-            else PrefixStore(
-                self.engine.state_owner,
-                functools.partial(self.engine.session, None),
-                settings.prefix_store,
-                settings.prefix_store_bytes,
-                model.tokenizer.turn_ends,
-            )
+            else PrefixStore(self.engine, settings.prefix_store, settings.prefix_store_bytes)
         )
         self._texts = 0  # that were admitted and have not ended
         self._mean_seconds = 1.0  # of a request, over the latest ones

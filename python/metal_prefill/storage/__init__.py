@@ -1,1 +1,1 @@
-"""Files that the package writes for itself: saved sessions, stored prefixes and the cache folder."""
+"""Files that the package writes for itself: saved sessions, packed weights and the cache folder."""

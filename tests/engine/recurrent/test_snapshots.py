@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from support.saved_sessions import rewrite
 from support.small_models import MODELS, write
 
 from metal_prefill import KVMemoryError, Model, StateError
-from metal_prefill.storage._prefix_store import PrefixStore
+from metal_prefill.serve._prefix_store import PrefixStore
 
 
 def test_reuse_continues_from_its_own_snapshots(model: Model) -> None:
@@ -158,13 +157,7 @@ def test_a_prefix_stored_on_disk_continues_from_its_state(
     prompts = [np.append(shared, ids_of(20, seed=seed)).astype(np.int32) for seed in (1, 2, 3)]
     for prompt in prompts[:2]:
         with Model(tiny_path(name), device=device) as model:
-            store = PrefixStore(
-                model.engine.state_owner,
-                partial(model.engine.session, None),
-                tmp_path,
-                1 << 30,
-                model.tokenizer.turn_ends,
-            )
+            store = PrefixStore(model.engine, tmp_path, 1 << 30)
             for known in prompts[:2]:
                 with model.session() as session:
                     session.forward_prompt(known, reuse=True)
@@ -172,13 +165,7 @@ def test_a_prefix_stored_on_disk_continues_from_its_state(
             store.close()
             assert store.saved == (1 if prompt is prompts[0] else 0)
     with Model(tiny_path(name), device=device) as model:
-        store = PrefixStore(
-            model.engine.state_owner,
-            partial(model.engine.session, None),
-            tmp_path,
-            1 << 30,
-            model.tokenizer.turn_ends,
-        )
+        store = PrefixStore(model.engine, tmp_path, 1 << 30)
         store.load(prompts[2])
         assert store.loaded == 1
         with model.session() as session:

@@ -13,7 +13,6 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
+from metal_prefill.engine import Engine
 from metal_prefill.errors import MetalPrefillError, StateError
 from metal_prefill.storage import _session_file
 from metal_prefill.storage._cache_folder import beyond_limit
@@ -56,20 +56,16 @@ class PrefixStore:
 
     def __init__(
         self,
-        owner: _session_file.Owner,  # model that computes the prompts
-        # Function that makes a session of this model in a namespace.
-        new_session: Callable[[str], _core.Session],
+        engine: Engine,  # engine that computes the prompts
         # Folder of the files, created if missing with access for this user only: anyone with write access to
         # it can replace K and V.
         folder: str | os.PathLike[str],
         limit: int,  # maximum total size in bytes of the model's files; the least recently used are removed
-        # Function that returns the positions after the turns of a prompt.
-        turn_ends: Callable[[Ids], list[int]],
     ) -> None:
-        self._owner, self._new_session = owner, new_session
-        self._folder = Path(folder) / f"{owner.fingerprint}-{owner.kv_dtype}"
+        self._engine = engine
+        self._folder = Path(folder) / f"{engine.state_owner.fingerprint}-{engine.kv_dtype}"
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._limit, self._turn_ends = limit, turn_ends
+        self._limit = limit
         self._lock = threading.Lock()  # guards what follows
         self._names: dict[int, set[str]] = {}  # hashes by number of tokens
         self._recent: dict[str, deque[_Prompt]] = {}  # by namespace, the one that was used last at the end
@@ -117,7 +113,7 @@ class PrefixStore:
     def _submit(self, ids: Ids, most: int, namespace: str) -> None:
         """Save up to so many tokens of a prompt, in the store's own thread, unless they are stored."""
         most = min(most, len(ids) - 1)
-        n = max([most // PAGE * PAGE, *self._turn_ends(ids[:most])[-1:]])
+        n = max([most // PAGE * PAGE, *self._engine.tokenizer.turn_ends(ids[:most])[-1:]])
         digest = _digest(ids[:n], namespace)
         if n >= PAGE and digest not in self._names.get(n, ()):
             self._pending += 1
@@ -148,10 +144,11 @@ class PrefixStore:
         path = self._path(n, digest)
         with self._loading:  # one of several prompts with the same prefix loads it
             try:
-                if self._new_session(namespace).reuse(ids) >= n:
+                if self._engine.session(prefix_namespace=namespace).reuse(ids) >= n:
                     return True
-                session = self._new_session(namespace)
-                if _session_file.load(session, path, self._owner).tokens.tolist() != ids[:n].tolist():
+                session = self._engine.session(prefix_namespace=namespace)
+                loaded = _session_file.load(session, path, self._engine.state_owner)
+                if loaded.tokens.tolist() != ids[:n].tolist():
                     raise StateError(f"{path}: its tokens are not those of its name")
                 session.reuse(ids)  # makes it available to other sessions
                 os.utime(path)
@@ -166,11 +163,11 @@ class PrefixStore:
 
     def _save(self, ids: Ids, n: int, digest: str, namespace: str) -> None:
         try:
-            session = self._new_session(namespace)
+            session = self._engine.session(prefix_namespace=namespace)
             if session.reuse(ids) < n:
                 return  # it was evicted from the cache
             session.rewind(n)
-            _session_file.save(session, self._path(n, digest), self._owner)
+            _session_file.save(session, self._path(n, digest), self._engine.state_owner)
             with self._lock:
                 self._names.setdefault(n, set()).add(digest)
             self.saved += 1
