@@ -13,8 +13,9 @@ from metal_prefill.conversion._body import (
     query_modules,
     token_heads,
 )
+from metal_prefill.conversion._decoder_sources import JINA_V5
 from metal_prefill.conversion._fields import Fields, is_number
-from metal_prefill.conversion._sources import JINA_V5, Task
+from metal_prefill.conversion._source import Task
 from metal_prefill.conversion._static import CLASS
 from metal_prefill.conversion._torch_file import read_torch_file
 from metal_prefill.conversion._weights import Weight, read_module

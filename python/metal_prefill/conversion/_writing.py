@@ -26,7 +26,8 @@ from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._gliner import Encoder, read_gliner
 from metal_prefill.conversion._modules import Modules, read_modules
 from metal_prefill.conversion._settings import position_offset
-from metal_prefill.conversion._sources import Source, Task, find_source, gguf_name, metadata_of, text_fields
+from metal_prefill.conversion._source import Source, Task
+from metal_prefill.conversion._sources import find_source, gguf_name, metadata_of, text_fields
 from metal_prefill.conversion._static import static_configuration, static_lengths
 from metal_prefill.conversion._text_settings import (
     colbert_heads,

@@ -24,7 +24,7 @@ from metal_prefill.storage._cache_folder import beyond_limit, cache_folder, vers
 from metal_prefill.storage._session_file import sample_starts
 
 LIMIT = 16 << 30  # bytes of all converted models
-LAYOUT = 12  # counts changes of what a conversion writes
+LAYOUT = 13  # counts changes of what a conversion writes
 
 _KEY_DIGITS = 16
 _SAMPLES, _SAMPLE_BYTES = 64, 4096

@@ -1,0 +1,348 @@
+"""Rows of encoders' classes."""
+
+from dataclasses import replace
+
+from metal_prefill.conversion import _deberta, _experts, _settings, _static
+from metal_prefill.conversion._fields import MAX_LAYERS
+from metal_prefill.conversion._source import (
+    DECODER,
+    LARGER_EPSILON,
+    LAYER_NORM,
+    SHAPE,
+    UNUSED,
+    Source,
+    experts_of,
+    stated,
+)
+from metal_prefill.files._architecture import ARCHITECTURES
+
+# A classifier that reads a hidden state or the output of another layer.
+_CLASSIFIER = {"classifier": "cls.output"}
+_PROJECTION = {"linear": "dense_2"}  # of tokens, in Stanford's ColBERT
+_QKV = ("query", "key", "value")
+
+_BERT = Source(
+    "bert",
+    prefixes=("bert.",),
+    keys=SHAPE | LAYER_NORM,
+    more=_settings.bert,
+    accepted={
+        "position_embedding_type": ("absolute",),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+    },
+    heads={
+        "sequence": {"pooler.dense": "cls", **_CLASSIFIER},
+        "tokens": _CLASSIFIER,
+        "late": _PROJECTION,
+        "masked": {
+            "cls.predictions.transform.dense": "mlm",
+            "cls.predictions.transform.LayerNorm": "mlm.norm",
+            "cls.predictions": "mlm.output",
+        },
+    },
+)
+_ROBERTA = replace(
+    _BERT,
+    prefixes=("roberta.",),
+    more=_settings.activation,
+    heads={
+        "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
+        "tokens": _CLASSIFIER,
+        "late": _PROJECTION,
+        "masked": {"lm_head.dense": "mlm", "lm_head.layer_norm": "mlm.norm", "lm_head": "mlm.output"},
+    },
+    changes={r"position_embd\.weight": _settings.without_padding_positions},
+    position_offset=True,
+)
+_MPNET = replace(
+    _ROBERTA,
+    prefixes=("mpnet.",),
+    accepted={"relative_attention_num_buckets": (32,)},
+    heads={
+        task: {**_ROBERTA.heads.get(task, {}), "encoder.relative_attention_bias": "attn_rel_b"}
+        for task in ("body", *_ROBERTA.heads)
+    },
+    parts={
+        **{f"attention.attn.{i}": (f"attention.self.{name}",) for i, name in zip("qkv", _QKV, strict=True)},
+        "attention.attn.o": ("attention.output.dense",),
+        "attention.LayerNorm": ("attention.output.LayerNorm",),
+    },
+)
+_DISTILBERT = replace(
+    _BERT,
+    prefixes=("distilbert.",),
+    keys={
+        "embedding_length": stated("dim"),
+        "block_count": stated("n_layers", most=MAX_LAYERS),
+        "feed_forward_length": stated("hidden_dim"),
+        "attention.head_count": stated("n_heads"),
+        "context_length": stated("max_position_embeddings", default=512),
+    },
+    constants={
+        "attention.layer_norm_epsilon": 1e-12,
+        "classifier.hidden_activation": "relu",
+    },
+    accepted={},
+    heads={
+        "sequence": {"pre_classifier": "cls", **_CLASSIFIER},
+        "tokens": _CLASSIFIER,
+        "late": _PROJECTION,
+        "masked": {"vocab_transform": "mlm", "vocab_layer_norm": "mlm.norm", "vocab_projector": "mlm.output"},
+    },
+    unused=(*UNUSED, r"vocab_(transform|layer_norm|projector)\..*"),
+)
+_PROJECTED = {"embeddings_project": "token_embd_proj"}
+_ELECTRA = replace(
+    _BERT,
+    prefixes=("electra.",),
+    more=_settings.activation,
+    constants={"classifier.hidden_activation": "gelu_erf"},
+    heads={
+        "body": _PROJECTED,
+        "sequence": {**_PROJECTED, "classifier.dense": "cls", "classifier.out_proj": "cls.output"},
+        "tokens": _PROJECTED | _CLASSIFIER,
+        "late": _PROJECTED | _PROJECTION,
+        "masked": {
+            **_PROJECTED,
+            "generator_predictions.dense": "mlm",
+            "generator_predictions.LayerNorm": "mlm.norm",
+            "generator_lm_head": "mlm.output",
+        },
+    },
+    unused=(*UNUSED, r"(discriminator|generator)_predictions\..*", r"generator_lm_head\..*"),
+)
+# All layers share one set of weights.
+_ALBERT = replace(
+    _BERT,
+    prefixes=("albert.",),
+    accepted={**_BERT.accepted, "num_hidden_groups": (1,), "inner_group_num": (1,)},
+    constants={"distinct_block_count": 1},
+    heads={
+        task: {
+            **_BERT.heads.get(task, {}),
+            "encoder.embedding_hidden_mapping_in": "token_embd_proj",
+            **{
+                f"encoder.albert_layer_groups.0.albert_layers.0.{module}": f"blk.0.{name}"
+                for module, name in {
+                    "attention.query": "attn_q",
+                    "attention.key": "attn_k",
+                    "attention.value": "attn_v",
+                    "attention.dense": "attn_output",
+                    "attention.LayerNorm": "attn_output_norm",
+                    "ffn": "ffn_up",
+                    "ffn_output": "ffn_down",
+                    "full_layer_layer_norm": "layer_output_norm",
+                }.items()
+            },
+            **head,
+        }
+        for task, head in {
+            "body": {},
+            "sequence": {"pooler": "cls"},
+            "tokens": {},
+            "late": {},
+            "masked": {
+                "predictions.dense": "mlm",
+                "predictions.LayerNorm": "mlm.norm",
+                "predictions": "mlm.output",
+            },
+        }.items()
+    },
+    unused=(*UNUSED, r"pooler\.(weight|bias)", r"(sop_)?(predictions|classifier)\..*"),
+)
+# Keys and queries of relative positions follow from weights, so that engines need not know how.
+_DEBERTA = replace(
+    _BERT,
+    architecture="deberta-v2",
+    names_of="bert",
+    prefixes=("deberta.",),
+    accepted={
+        "relative_attention": (True,),
+        "share_att_key": (True,),
+        "conv_kernel_size": (0,),
+        "embedding_size": (None,),
+        "pooler_hidden_act": ("gelu",),
+    },
+    constants={"classifier.hidden_activation": "gelu_erf"},
+    heads={task: _BERT.heads[task] for task in ("sequence", "tokens", "late")},
+    parts={f"attention.self.{name}_proj": (f"attention.self.{name}",) for name in _QKV},
+    unused=(*UNUSED, r"(lm_predictions|mask_predictions)\..*", r"encoder\.(rel_embeddings|LayerNorm)\..*"),
+    more=_settings.deberta,
+    combined=_deberta.with_relative_positions,
+    made=_deberta.MADE,
+)
+_T5 = Source(
+    "t5encoder",
+    keys={
+        "embedding_length": stated("d_model"),
+        "block_count": stated("num_layers", most=MAX_LAYERS),
+        "feed_forward_length": stated("d_ff"),
+        "attention.head_count": stated("num_heads"),
+        "attention.key_length": stated("d_kv"),
+        "attention.value_length": stated("d_kv"),
+        "attention.relative_buckets_count": stated("relative_attention_num_buckets", default=32),
+        "attention.layer_norm_rms_epsilon": stated("layer_norm_epsilon", default=1e-6),
+        "context_length": stated("n_positions", default=512),
+    },
+    accepted={"relative_attention_num_buckets": (32,), "relative_attention_max_distance": (128,)},
+    unused=(*UNUSED, r"decoder\..*", r"encoder\.embed_tokens\.weight"),
+    more=_settings.t5,
+    combined=_settings.with_shared_embedding,
+)
+# The model that Alibaba's repositories define, as "new", and later versions of transformers.
+_GTE = Source(
+    "gte",
+    names_of="jina-bert-v2",
+    prefixes=("new.", "gte."),
+    keys={**SHAPE, **LAYER_NORM, "rope.freq_base": stated("rope_theta", default=10000.0)},
+    accepted={
+        "hidden_act": ("gelu",),
+        "layer_norm_type": ("layer_norm",),
+        "position_embedding_type": ("rope",),
+        "logn_attention_scale": (False,),
+        "logn_attention_clip1": (False,),
+    },
+    heads={
+        "sequence": {"pooler.dense": "cls", **_CLASSIFIER},
+        "tokens": _CLASSIFIER,
+        "masked": {"lm_head.dense": "mlm", "lm_head.norm": "mlm.norm", "lm_head.decoder": "mlm.output"},
+    },
+    parts={
+        "attention.qkv_proj": tuple(f"attention.self.{name}" for name in _QKV),
+        "attention.o_proj": ("attention.output.dense",),
+        "attn_ln": ("attention.output.LayerNorm",),
+        "mlp.up_gate_proj": ("intermediate.dense", "mlp.gated_layers_w"),
+        "mlp.down_proj": ("output.dense",),
+        "mlp_ln": ("output.LayerNorm",),
+    },
+    more=_settings.gte,
+)
+# The body that Jina's repositories define under the name of XLM-R, with rotation instead of positions.
+_JINA_V3 = replace(
+    _ROBERTA,
+    architecture="jina-bert-v3",
+    accepted={"use_reg_tokens": (False,)},
+    more=_settings.jina_v3,
+    changes={},
+    position_offset=False,
+)
+_NOMIC_BERT = Source(
+    "nomic-bert",
+    prefixes=("bert.", "nomic_bert."),
+    keys=SHAPE | LAYER_NORM,
+    accepted={
+        "activation_function": ("swiglu",),
+        "hidden_act": ("silu",),
+        "prenorm": (False,),
+        "causal": (False,),
+        "qkv_proj_bias": (False,),
+        "mlp_fc1_bias": (False,),
+        "mlp_fc2_bias": (False,),
+        "rotary_emb_fraction": (1.0,),
+        "rotary_emb_settings.interleaved": (False,),
+        "rotary_emb_scale_base": (None,),
+    },
+    more=_settings.nomic_bert,
+)
+NOMIC_BERT_MOE = replace(
+    _NOMIC_BERT,
+    architecture="nomic-bert-moe",
+    keys={
+        **_NOMIC_BERT.keys,
+        "expert_count": stated("num_experts"),
+        "expert_used_count": stated("moe_top_k"),
+        "moe_every_n_layers": stated("moe_every_n_layers"),
+    },
+    accepted={
+        **_NOMIC_BERT.accepted,
+        "activation_function": ("gelu",),
+        "hidden_act": ("gelu",),
+        **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), (True,)),
+        "moe_normalize_expert_weights": (False,),
+        "expert_choice_router": (False,),
+        "num_shared_experts": (0,),
+    },
+    combined=_experts.with_divided,
+    made=_experts.BIAS,
+)
+
+ENCODERS: dict[str, Source] = {
+    "Bert": _BERT,
+    "Roberta": _ROBERTA,
+    "XLMRoberta": _ROBERTA,
+    "Camembert": _ROBERTA,
+    "MPNet": _MPNET,
+    "DistilBert": _DISTILBERT,
+    "Electra": _ELECTRA,
+    "Albert": _ALBERT,
+    "DebertaV2": _DEBERTA,
+    "T5": _T5,
+    "New": _GTE,
+    "Gte": _GTE,
+    "NomicBert": _NOMIC_BERT,
+    "JinaEmbeddingsV3": _JINA_V3,
+    "ModernBert": Source(
+        "modern-bert",
+        prefixes=("model.",),
+        keys={**SHAPE, "attention.layer_norm_epsilon": stated("norm_eps", default=1e-5)},
+        accepted={
+            "hidden_activation": tuple(ARCHITECTURES["modern-bert"].activations),
+            "classifier_activation": ("gelu",),
+        },
+        heads={
+            **{
+                task: {"head.dense": "cls", "head.norm": "cls.norm", "classifier": "cls.output"}
+                for task in ("sequence", "tokens")
+            },
+            "masked": {"head.dense": "mlm", "head.norm": "mlm.norm", "decoder": "mlm.output"},
+        },
+        unused=(*UNUSED, r"head\..*", r"decoder\..*"),
+        more=_settings.modern_bert,
+    ),
+    "JinaBert": Source(
+        "jina-bert-v2",
+        prefixes=("bert.",),
+        keys=SHAPE | LAYER_NORM,
+        accepted={"position_embedding_type": ("alibi",), "feed_forward_type": ("geglu",)},
+        heads={task: _BERT.heads[task] for task in ("sequence", "tokens")},
+    ),
+    "EuroBert": Source(
+        "eurobert",
+        prefixes=("model.",),
+        keys=SHAPE | DECODER | LARGER_EPSILON,
+        accepted={"hidden_act": ("silu",)},
+        heads={"tokens": _CLASSIFIER},
+        more=_settings.eurobert,
+    ),
+    "OpenAIPrivacyFilter": Source(
+        "privacy-filter",
+        names_of="gpt-oss",
+        added_prefix="model.",
+        keys={
+            **SHAPE,
+            **DECODER,
+            **LARGER_EPSILON,
+            **experts_of(128, 4),
+            "rope.freq_base": stated("rope_theta", default=_settings.PRIVACY_FILTER_BASE),
+            "attention.key_length": stated("head_dim", default=64),
+            "attention.value_length": stated("head_dim", default=64),
+        },
+        heads={"tokens": {"score": "cls.output"}},
+        more=_settings.privacy_filter,
+        computed=_settings.yarn_factors,
+        combined=_experts.with_matrices,
+    ),
+    "Static": Source(
+        "static",
+        names_of="bert",
+        keys={"embedding_length": stated("hidden_size")},
+        constants={
+            "context_length": 1 << 20,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+        },
+        heads={"body": {"embedding": "token_embd"}},
+        combined=lambda config, weights: _static.table(weights),
+        frames=False,
+    ),
+}
