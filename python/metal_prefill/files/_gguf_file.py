@@ -364,10 +364,7 @@ def _read_version(cursor: Cursor) -> int:
 
 def _read_alignment(cursor: Cursor, metadata: Metadata) -> int:
     key = "general.alignment"
-    alignment = metadata.get(key, DEFAULT_ALIGNMENT)
-    if key in metadata and metadata.type_name(key) != "uint32":
-        raise cursor.error(f"{key} has type {metadata.type_name(key)}, expected uint32")
-    assert isinstance(alignment, int)
+    alignment: int = metadata.typed(key, "uint32", default=DEFAULT_ALIGNMENT)
     if alignment < MIN_ALIGNMENT or alignment & (alignment - 1):
         raise cursor.error(f"{key} is {alignment}, must be a power of two of at least {MIN_ALIGNMENT}")
     return alignment

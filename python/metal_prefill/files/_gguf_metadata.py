@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
+from metal_prefill._support.messages import shortened
 from metal_prefill.errors import ClosedError, GGUFError
 
 Scalar: TypeAlias = bool | int | float | str
@@ -47,6 +48,17 @@ VALUE_TYPES: dict[int, tuple[str, str]] = {
     11: ("int64", "q"),
     12: ("float64", "d"),
 }
+
+_INTEGERS = frozenset(name for name, _ in VALUE_TYPES.values() if "int" in name)
+_FLOATS = frozenset(("float32", "float64"))
+# Types of any width, as `Metadata.typed` names them, and in messages.
+_WIDTHS = {
+    "integer": _INTEGERS,
+    "float": _FLOATS,
+    "array[integer]": {f"array[{name}]" for name in _INTEGERS},
+    "array[float]": {f"array[{name}]" for name in _FLOATS},
+}
+_WORDS = {"integer": "an integer", "float": "a float", "array[integer]": "an array of integers"}
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -239,6 +251,21 @@ class Metadata(Mapping[str, MetadataValue]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def typed(self, key: str, *types: str, default: Any = ...) -> Any:
+        """Return a value of one of these types, which may be ``"integer"`` or ``"float"`` of any width.
+
+        Raises `GGUFError` if it has another type, or is missing and there is no default.
+        """
+        if key not in self._values:
+            if default is ...:
+                raise GGUFError(shortened(f"{self._path}: metadata {key} is missing"))
+            return default
+        stated = self._types[key]
+        if not any(stated in _WIDTHS.get(kind, (kind,)) for kind in types):
+            expected = " or ".join(_WORDS.get(kind, kind) for kind in types)
+            raise GGUFError(shortened(f"{self._path}: {key} has type {stated}, expected {expected}"))
+        return self[key]
 
     def type_name(self, key: str) -> str:
         """Return the type declared for a value: ``"uint32"``, ``"string"``, ``"array[float32]"``, ..."""

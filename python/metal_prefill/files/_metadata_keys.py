@@ -41,9 +41,6 @@ LENGTH_KEYS = "metal_prefill.max_tokens."
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # smallest float with full precision
 
-_INTEGER_TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-_FLOAT_TYPES = ("float32", "float64")
-
 
 class Keys:
     """Metadata of a file under its architecture's prefix: ``block_count`` reads ``llama.block_count``.
@@ -54,7 +51,7 @@ class Keys:
 
     def __init__(self, gguf: GGUFFile) -> None:
         self.gguf = gguf
-        self.architecture = str(self._scalar("general.architecture", "string"))
+        self.architecture: str = gguf.metadata.typed("general.architecture", "string")
 
     def error(self, message: str) -> GGUFError:
         """Return, without raising it, an error whose message starts with the path."""
@@ -72,14 +69,14 @@ class Keys:
         if default is not None and not self.has(suffix):
             return default
         key = self._key(suffix)
-        return self._positive(key, self._scalar(key, *_INTEGER_TYPES))
+        return self._positive(key, self.gguf.metadata.typed(key, "integer"))
 
     def positive_each_layer(self, suffix: str, n_layers: int, default: int | None = None) -> int:
         """Read a positive integer, stored once or per layer with the same value in every layer."""
         if not self._is_list(suffix):
             return self.positive(suffix, default)
         key = self._key(suffix)
-        values = self._each_layer(key, n_layers, (np.integer,), _INTEGER_TYPES)
+        values = self._each_layer(key, n_layers, "array[integer]")
         if (values != values[0]).any():
             raise self.unsupported(f"{key} differs between layers, which is not supported")
         return self._positive(key, int(values[0]))
@@ -89,7 +86,7 @@ class Keys:
         if not self._is_list(suffix):
             return (self.positive(suffix, default),) * n_layers
         key = self._key(suffix)
-        values = self._each_layer(key, n_layers, (np.integer,), _INTEGER_TYPES)
+        values = self._each_layer(key, n_layers, "array[integer]")
         return tuple(self._positive(key, int(value)) for value in values)
 
     def count_each_layer(self, suffix: str, n_layers: int) -> tuple[int, ...]:
@@ -97,7 +94,7 @@ class Keys:
         if not self._is_list(suffix):
             return (self.positive(suffix),) * n_layers
         key = self._key(suffix)
-        values = self._each_layer(key, n_layers, (np.integer,), _INTEGER_TYPES)
+        values = self._each_layer(key, n_layers, "array[integer]")
         counts = {int(value) for value in values} - {0}
         if len(counts) > 1:
             raise self.unsupported(f"{key} differs between layers, which is not supported")
@@ -107,7 +104,7 @@ class Keys:
 
     def flag_each_layer(self, suffix: str, n_layers: int) -> tuple[bool, ...]:
         """Read a list of a bool, or of 0 or 1, per layer."""
-        values = self._each_layer(self._key(suffix), n_layers, (np.bool_, np.integer), ("array[bool]",))
+        values = self._each_layer(self._key(suffix), n_layers, "array[bool]", "array[integer]")
         return tuple(bool(value) for value in values)
 
     def each_layer_but_every_nth(
@@ -120,7 +117,7 @@ class Keys:
         if not self._is_list(suffix):
             n = self.positive(suffix, default)
             return tuple((layer + (not first)) % n != 0 for layer in range(n_layers))
-        values = self._each_layer(self._key(suffix), n_layers, (np.bool_,), ("an integer", "array[bool]"))
+        values = self._each_layer(self._key(suffix), n_layers, "array[bool]")
         return tuple(bool(value) for value in values)
 
     def positive_float(self, suffix: str, default: float | None = None) -> float:
@@ -128,7 +125,7 @@ class Keys:
         if default is not None and not self.has(suffix):
             return default
         key = self._key(suffix)
-        stated = float(self._scalar(key, *_FLOAT_TYPES))
+        stated = float(self.gguf.metadata.typed(key, "float"))
         with np.errstate(over="ignore", under="ignore"):
             value = float(np.float32(stated))
         if not _SMALLEST <= value < math.inf:
@@ -137,30 +134,23 @@ class Keys:
 
     def number(self, key: str, default: float) -> float:
         """Read an integer or finite float under its full key."""
-        if key not in self.gguf.metadata:
-            return default
-        value = self._scalar(key, *_INTEGER_TYPES, *_FLOAT_TYPES)
-        assert isinstance(value, (int, float))
+        value: float = self.gguf.metadata.typed(key, "integer", "float", default=default)
         if not math.isfinite(value):
             raise self.error(f"{key} is {value}, must be finite")
         return value
 
     def string(self, suffix: str, default: str) -> str:
-        return str(self._scalar(self._key(suffix), "string")) if self.has(suffix) else default
+        return str(self.gguf.metadata.typed(self._key(suffix), "string", default=default))
 
     def boolean(self, suffix: str, default: bool) -> bool:
-        return bool(self._scalar(self._key(suffix), "bool")) if self.has(suffix) else default
+        return bool(self.gguf.metadata.typed(self._key(suffix), "bool", default=default))
 
     def _is_list(self, suffix: str) -> bool:
         return self.has(suffix) and self.gguf.metadata.type_name(self._key(suffix)).startswith("array[")
 
-    def _each_layer(
-        self, key: str, n_layers: int, kinds: tuple[type[Any], ...], expected: tuple[str, ...]
-    ) -> npt.NDArray[Any]:
-        """Read a list with a value of one of these kinds per layer."""
-        values = self.gguf.metadata[key]
-        if not isinstance(values, np.ndarray) or not issubclass(values.dtype.type, kinds):
-            raise self._wrong_type(key, expected)
+    def _each_layer(self, key: str, n_layers: int, *types: str) -> npt.NDArray[Any]:
+        """Read a list with a value per layer."""
+        values: npt.NDArray[Any] = self.gguf.metadata.typed(key, *types)
         if len(values) != n_layers:
             raise self.error(f"{key} lists {len(values)} values for {n_layers} layers")
         return values
@@ -168,20 +158,7 @@ class Keys:
     def _key(self, suffix: str) -> str:
         return f"{self.architecture}.{suffix}"
 
-    def _scalar(self, key: str, *types: str) -> bool | int | float | str:
-        if key not in self.gguf.metadata:
-            raise self.error(f"metadata {key} is missing")
-        if self.gguf.metadata.type_name(key) not in types:
-            raise self._wrong_type(key, types)
-        value = self.gguf.metadata[key]
-        assert isinstance(value, (bool, int, float, str))
-        return value
-
     def _positive(self, key: str, value: bool | int | float | str) -> int:
         if not 0 < int(value) <= MAX_INT:
             raise self.error(f"{key} is {value}, must be between 1 and {MAX_INT}")
         return int(value)
-
-    def _wrong_type(self, key: str, types: tuple[str, ...]) -> GGUFError:
-        expected = {_INTEGER_TYPES: "an integer", _FLOAT_TYPES: "a float"}.get(types, " or ".join(types))
-        return self.error(f"{key} has type {self.gguf.metadata.type_name(key)}, expected {expected}")

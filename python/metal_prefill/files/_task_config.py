@@ -304,10 +304,7 @@ def _read_dimensions(keys: Keys, width: int) -> int:
 
 
 def _read_pools_prompt(keys: Keys) -> bool:
-    stated = keys.gguf.metadata.get(POOLS_PROMPT_KEY, True)
-    if not isinstance(stated, bool):
-        raise keys.error(f"{POOLS_PROMPT_KEY} is {stated!r}, must be a bool")
-    return stated
+    return bool(keys.gguf.metadata.typed(POOLS_PROMPT_KEY, "bool", default=True))
 
 
 def _own_pooling(keys: Keys) -> Pooling:
@@ -388,9 +385,7 @@ def _dense_width(keys: Keys, name: str, width: int) -> int:
 
 def _read_labels(keys: Keys, dim: int) -> tuple[str, ...]:
     key = f"{keys.architecture}.classifier.output_labels"
-    stated = keys.gguf.metadata.get(key)
-    if stated is not None and not (isinstance(stated, list) and all(isinstance(s, str) for s in stated)):
-        raise keys.error(f"{key} has type {keys.gguf.metadata.type_name(key)}, expected array[string]")
+    stated: list[str] | None = keys.gguf.metadata.typed(key, "array[string]", default=None)
     if "cls.output.weight" not in keys.gguf.tensors:
         left = next((name for name in CLASSIFIER if name in keys.gguf.tensors), None)
         if left is not None:
@@ -447,14 +442,11 @@ class Prompts(NamedTuple):
     @classmethod
     def read(cls, gguf: GGUFFile) -> Prompts:
         """Read the prompts that a file states; raises GGUFError if one is not a string."""
-        prompts: dict[str, str] = {}
-        for key in gguf.metadata:
-            if key.startswith(PROMPT_KEYS):
-                value = gguf.metadata[key]
-                if not isinstance(value, str):
-                    kind = gguf.metadata.type_name(key)
-                    raise GGUFError(f"{gguf.path}: {key} has type {kind}, expected string")
-                prompts[key.removeprefix(PROMPT_KEYS)] = value
+        prompts = {
+            key.removeprefix(PROMPT_KEYS): gguf.metadata.typed(key, "string")
+            for key in gguf.metadata
+            if key.startswith(PROMPT_KEYS)
+        }
         default = gguf.metadata.get(DEFAULT_PROMPT_KEY)
         return cls(prompts, default if isinstance(default, str) else None)
 
@@ -483,11 +475,7 @@ class TextLengths(NamedTuple):
 
 
 def _length(gguf: GGUFFile, key: str) -> int | None:
-    if key not in gguf.metadata:
-        return None
-    value = gguf.metadata[key]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise GGUFError(f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, expected an integer")
-    if not 1 <= value <= MAX_INT:
+    value: int | None = gguf.metadata.typed(key, "integer", default=None)
+    if value is not None and not 1 <= value <= MAX_INT:
         raise GGUFError(f"{gguf.path}: {key} is {value}, must be between 1 and {MAX_INT}")
     return value

@@ -20,7 +20,6 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, MAX_INT, SKIPPED_KEY
 from metal_prefill.files._task_config import Pooling
 from metal_prefill.tasks._cards import PLAIN_CARD, card_of
-from metal_prefill.text._metadata import boolean, integer
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
@@ -266,8 +265,8 @@ def query_expansion(engine: Engine) -> QueryExpansion | None:
     found = QueryExpansion(
         _integer(engine, "length", 1, MAX_INT),
         _integer(engine, "token", 0, engine.config.vocab_size - 1),
-        boolean(engine.gguf, f"{EXPANSION_KEYS}seen"),
-        boolean(engine.gguf, f"{EXPANSION_KEYS}fixed"),
+        engine.gguf.metadata.typed(f"{EXPANSION_KEYS}seen", "bool"),
+        engine.gguf.metadata.typed(f"{EXPANSION_KEYS}fixed", "bool"),
     )
     if engine.config.causal and not found.seen:
         raise UnsupportedModelError(
@@ -278,7 +277,7 @@ def query_expansion(engine: Engine) -> QueryExpansion | None:
 
 def _integer(engine: Engine, name: str, least: int, most: int) -> int:
     key = f"{EXPANSION_KEYS}{name}"
-    value = integer(engine.gguf, key)
+    value: int = engine.gguf.metadata.typed(key, "integer")
     if not least <= value <= most:
         raise GGUFError(f"{engine.path}: {key} is {value}, must be between {least} and {most}")
     return value
@@ -327,14 +326,7 @@ def document_role(engine: Engine) -> TextRole:
 
 def _skipped_tokens(engine: Engine) -> tuple[int, ...]:
     """Return the ids of tokens of documents that are not compared."""
-    metadata = engine.gguf.metadata
-    if SKIPPED_KEY not in metadata:
-        return ()
-    ids = metadata[SKIPPED_KEY]
-    if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
-        kind = metadata.type_name(SKIPPED_KEY)
-        raise GGUFError(f"{engine.path}: {SKIPPED_KEY} has type {kind}, expected an array of integers")
-    return tuple(map(int, ids))
+    return tuple(map(int, engine.gguf.metadata.typed(SKIPPED_KEY, "array[integer]", default=())))
 
 
 def _limit(engine: Engine, *lengths: int | None) -> int:

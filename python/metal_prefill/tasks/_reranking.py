@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from metal_prefill._support.arguments import integer
 from metal_prefill.engine import Engine, EngineOwner
-from metal_prefill.errors import GGUFError
 from metal_prefill.files._gguf_file import dequantized
 from metal_prefill.files._metadata_keys import RERANK_TEMPLATE_KEY
 from metal_prefill.tasks._embedding import (
@@ -338,14 +337,10 @@ def scores_of(
 
 def template_of(engine: Engine) -> str:
     """Return the template of the file, or that of its architecture; raises ValueError or GGUFError."""
-    template = engine.gguf.metadata.get(RERANK_TEMPLATE_KEY)
-    if isinstance(template, str):
-        return template
+    known = TEMPLATES.get(engine.config.architecture)
+    template: str | None = engine.gguf.metadata.typed(RERANK_TEMPLATE_KEY, "string", default=known)
     if template is not None:
-        kind = engine.gguf.metadata.type_name(RERANK_TEMPLATE_KEY)
-        raise GGUFError(f"{engine.path}: {RERANK_TEMPLATE_KEY} has type {kind}, expected string")
-    if engine.config.architecture in TEMPLATES:
-        return TEMPLATES[engine.config.architecture]
+        return template
     raise ValueError(
         f"{engine.name} has no {RERANK_TEMPLATE_KEY}, and no template is known for "
         f"{engine.config.architecture}: a template is required"

@@ -79,7 +79,7 @@ def word_piece(
 def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_]) -> Segmenter:
     """Build a Unigram segmenter; its parameters are those of `word_piece`."""
     steps = _normalizer_steps(gguf)
-    scores = numbers(gguf, "tokenizer.ggml.scores", np.floating, len(tokens))
+    scores = numbers(gguf, "tokenizer.ggml.scores", "float", len(tokens))
     if not np.isfinite(scores).all():
         raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
     unknown = _unknown_id(gguf, tokens, "<unk>")
@@ -134,12 +134,10 @@ _BLOCK = 256  # units; the children of a node are in one block
 
 def read_charsmap(gguf: GGUFFile) -> bytes | None:
     """Return the character map of a file, or None if it has none."""
-    value = gguf.metadata.get(KEY)
+    value = gguf.metadata.typed(KEY, "array[uint8]", "array[int8]", default=None)
     if value is None:
         return None
-    if not isinstance(value, np.ndarray) or value.dtype.itemsize != 1 or value.dtype.kind not in "ui":
-        raise GGUFError(f"{gguf.path}: {KEY} has type {gguf.metadata.type_name(KEY)}, expected array[uint8]")
-    content = value.tobytes()
+    content: bytes = value.tobytes()
     problem = _problem_of(content) if content else None
     if problem is not None:
         raise GGUFError(f"{gguf.path}: {KEY} is damaged: {problem}")

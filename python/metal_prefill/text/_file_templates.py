@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from metal_prefill._support.cached_property import cached_property
-from metal_prefill.errors import GGUFError
 from metal_prefill.files._gguf_file import GGUFFile
 
 if TYPE_CHECKING:
@@ -32,11 +31,7 @@ class FileTemplates:
         return self._source("tokenizer.chat_template")
 
     def _source(self, key: str) -> str | None:
-        source = self._gguf.metadata.get(key)
-        if source is not None and not isinstance(source, str):
-            raise GGUFError(
-                f"{self._gguf.path}: {key} has type {self._gguf.metadata.type_name(key)}, expected string"
-            )
+        source: str | None = self._gguf.metadata.typed(key, "string", default=None)
         return source
 
     @cached_property

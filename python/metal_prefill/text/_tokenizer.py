@@ -16,7 +16,7 @@ from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._encoder_vocabulary import SPACE, begins_word
 from metal_prefill.text._file_templates import FileTemplates
-from metal_prefill.text._metadata import boolean, flag, special_id
+from metal_prefill.text._metadata import flag, special_id
 from metal_prefill.text._normal_text import NormalText
 from metal_prefill.text._reasoning import LAST_TOKENS, Tags, begins_in, tags_in
 from metal_prefill.text._segmentation import SpelledTokens, WordTokens, segmented, segmented_ids
@@ -619,9 +619,8 @@ class Tokenizer:
     def causal(self) -> bool:
         """Whether tokens of the model see only those before them, as in generative models."""
         architecture = str(self._gguf.metadata.get("general.architecture"))
-        if (key := f"{architecture}.attention.causal") in self._gguf.metadata:
-            return boolean(self._gguf, key)
-        return architecture not in ARCHITECTURES or ARCHITECTURES[architecture].causal
+        usual = architecture not in ARCHITECTURES or ARCHITECTURES[architecture].causal
+        return bool(self._gguf.metadata.typed(f"{architecture}.attention.causal", "bool", default=usual))
 
     @cached_property
     def _segmenter(self) -> Segmenter:

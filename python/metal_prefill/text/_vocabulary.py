@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Segmenter
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._encoder_vocabulary import SPACE, unigram, word_piece
-from metal_prefill.text._metadata import flag, ids_under, numbers, special_id, string, strings
+from metal_prefill.text._metadata import flag, ids_under, numbers, special_id
 
 _log = logging.getLogger("metal_prefill")
 
@@ -152,7 +152,7 @@ class Vocabulary:
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Vocabulary:
         """Read tokens and types; `segmenter` reads merges and scores."""
-        kind = string(gguf, "tokenizer.ggml.model")
+        kind: str = gguf.metadata.typed("tokenizer.ggml.model", "string")
         if kind not in KINDS:
             raise UnsupportedModelError(
                 f"{gguf.path}: tokenizer model {kind} is not supported; supported are {', '.join(KINDS)}"
@@ -161,7 +161,7 @@ class Vocabulary:
             if _MERGES_KEY not in gguf.metadata:
                 raise GGUFError(f"{gguf.path}: {_MERGES_KEY} is missing, which tokenizer model {kind} needs")
             kind = "llama"
-        tokens = strings(gguf, "tokenizer.ggml.tokens")
+        tokens: list[str] = gguf.metadata.typed("tokenizer.ggml.tokens", "array[string]")
         if not tokens:
             raise GGUFError(f"{gguf.path}: tokenizer.ggml.tokens is empty")
         longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
@@ -171,7 +171,7 @@ class Vocabulary:
                 f"{len(tokens[longest])} characters, more than {MAX_TOKEN_CHARACTERS}"
             )
         if "tokenizer.ggml.token_type" in gguf.metadata:
-            types = numbers(gguf, "tokenizer.ggml.token_type", np.integer, len(tokens))
+            types = numbers(gguf, "tokenizer.ggml.token_type", "integer", len(tokens))
             unknown = np.flatnonzero((types < min(TokenType)) | (types > max(TokenType)))
             if unknown.size:
                 raise GGUFError(
@@ -232,7 +232,7 @@ class Vocabulary:
 
     def prepend_scheme(self, gguf: GGUFFile) -> str:
         """Return one of `PREPEND_SCHEMES`; empty for files that do not state one."""
-        scheme = string(gguf, PREPEND_KEY) if PREPEND_KEY in gguf.metadata else ""
+        scheme: str = gguf.metadata.typed(PREPEND_KEY, "string", default="")
         if scheme and scheme not in PREPEND_SCHEMES:
             known = ", ".join(PREPEND_SCHEMES)
             raise GGUFError(f"{gguf.path}: {PREPEND_KEY} is {scheme!r}, must be one of {known}")
@@ -252,7 +252,7 @@ class Vocabulary:
     def _merges(self, gguf: GGUFFile, plain: dict[str, int]) -> list[tuple[str, str]]:
         merges = []
         known = set(self.tokens)
-        for index, merge in enumerate(strings(gguf, _MERGES_KEY)):
+        for index, merge in enumerate(gguf.metadata.typed(_MERGES_KEY, "array[string]")):
             border = merge.find(" ", 1)  # a piece may begin with a space, but is never empty
             left, right = merge[:border], merge[border + 1 :]
             if border < 0 or not {left, right, left + right} <= known:
@@ -265,7 +265,7 @@ class Vocabulary:
         return merges
 
     def _sentencepiece_bpe(self, gguf: GGUFFile, plain: dict[str, int]) -> Segmenter:
-        scores = numbers(gguf, "tokenizer.ggml.scores", np.floating, len(self.tokens))
+        scores = numbers(gguf, "tokenizer.ggml.scores", "float", len(self.tokens))
         if not np.isfinite(scores).all():
             raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
         if _MERGES_KEY in gguf.metadata:  # and merges do not follow from scores
@@ -301,7 +301,7 @@ def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
     key = "tokenizer.ggml.pre"
     if key not in gguf.metadata:
         _log.warning("%s: %s is missing; using the default pre-tokenizer", gguf.path, key)
-    name = string(gguf, key) if key in gguf.metadata else "default"
+    name: str = gguf.metadata.typed(key, "string", default="default")
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
             f"{gguf.path}: pre-tokenizer {name} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"

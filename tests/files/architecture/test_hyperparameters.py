@@ -166,7 +166,7 @@ def test_values_per_layer_must_be_equal(open_model: Open) -> None:
             read_config(open_model({name: per_layer(U32, 4, 2)}))
         with pytest.raises(GGUFError, match=f"{name} lists 3 values for 2 layers"):
             read_config(open_model({name: per_layer(U32, 4, 4, 4)}))
-        with pytest.raises(GGUFError, match=rf"{name} has type array\[float32\], expected an integer"):
+        with pytest.raises(GGUFError, match=rf"{name} has type array\[float32\], expected an array of int"):
             read_config(open_model({name: per_layer(F32, 4, 4)}))
         with pytest.raises(GGUFError, match=f"{name} is 0, must be between"):
             read_config(open_model({name: per_layer(U32, 0, 0)}))
