@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.extreme_floats import EXTREME, extreme_activations
 from support.head_cases import ROPE_CASES, HeadRows, rms
 from support.kernel_harness import (
     CONSTANTS,
@@ -408,10 +409,12 @@ def test_add_bias(run: Run) -> None:
 
 def test_soft_cap(run: Run) -> None:
     before = np.random.default_rng(3).standard_normal((1, 300)).astype(np.float32) * 40
-    before[0, :2] = -1e30, 1e30
+    before[0, : len(EXTREME)] = EXTREME
+    before[0, -1] = np.nan
     x = Output([1, 300], initial=before)
     run("soft_cap_in_place", x.buffer, make_args("SoftCapArgs", n=300, cap=30.0), groups=(2,), threads=(256,))
-    close(x.check(), 30 * np.tanh(before.astype(np.float64) / 30))
+    expected = 30 * np.tanh(before.astype(np.float64) / 30)
+    np.testing.assert_allclose(x.check(), expected, rtol=0, atol=30 * 1e-6)
 
 
 ACTIVATIONS = {name: CONSTANTS[f"ACTIVATION_{name.upper()}"] for name in ("silu", "gelu", "gelu_erf", "relu")}
@@ -490,6 +493,19 @@ def test_swiglu(run: Run, act: str) -> None:
                         threads=(64, 1),
                     )
                     check(out.check(), expected)
+
+
+def test_swiglu_at_the_ends_of_the_range_of_floats(run: Run) -> None:
+    """NaN stays."""
+    gate = np.append(EXTREME, np.float32(np.nan))
+    gate_up = np.concatenate([gate, np.ones_like(gate)])
+    for kind, (activation, expected) in enumerate(extreme_activations().items()):
+        args = make_args("SwigluArgs", ffn_dim=len(gate), tokens=1, activation=kind, gated=1, has_bias=0)
+        out = Output([len(gate)])
+        run("swiglu_f32", gate_up, gate_up, out.buffer, args, groups=(1, 1), threads=(64, 1))
+        found = out.check()
+        np.testing.assert_allclose(found[:-1], expected, rtol=4e-7, atol=4e-7, err_msg=activation)
+        assert np.isnan(found[-1]), activation
 
 
 def test_swiglu_is_as_accurate_as_the_fast_exponential(run: Run) -> None:

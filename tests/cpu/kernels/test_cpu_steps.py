@@ -5,6 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from support.extreme_floats import EXTREME, extreme_activations
 from support.kernel_cases import SENTINEL, cpu, each_set, guarded, inside, normal
 
 
@@ -199,24 +200,9 @@ def test_activations_are_exact_to_a_few_roundings_for_numbers_of_every_size(isa:
 
 @each_set
 def test_activations_are_exact_at_the_ends_of_the_range_of_floats(isa: str) -> None:
-    """The activation of -inf is the limit, 0; NaN stays, and the numbers next to it do not change."""
-    largest = float(np.finfo(np.float32).max)
-    ends: list[float] = [np.inf, largest, 1e38, 1e32, 200, 1e-37, 1e-40, 1e-45, 0]
-    x = np.array([sign * end for end in ends for sign in (1, -1)], np.float32)
-    g = np.clip(x.astype(np.float64), -1e4, np.inf)  # 0 times infinity is NaN
-    silu = g / (1 + np.exp(np.minimum(-g, 700)))
-    clamped = np.minimum(g, 7)
-    with np.errstate(over="ignore"):
-        tanh = g * (0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))))
-    erf = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in g])
-    by_kind = {
-        "silu": silu,
-        "gelu": tanh,
-        "gelu_erf": g * erf,
-        "relu": np.maximum(g, 0),
-        "clamped silu": 2 * clamped / (1 + np.exp(np.minimum(-1.702 * clamped, 700))),
-    }
-    for kind, (activation, expected) in enumerate(by_kind.items()):
+    """NaN stays, and the numbers next to it do not change."""
+    x = EXTREME
+    for kind, (activation, expected) in enumerate(extreme_activations().items()):
         for first in (0, 5):  # NaN is in a whole vector, or in the last part of one
             out = np.empty(len(x) + first + 1, np.float32)
             given = np.concatenate([x, [np.nan], np.zeros(first)]).astype(np.float32)
