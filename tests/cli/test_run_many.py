@@ -324,11 +324,6 @@ def test_an_unrelated_file_is_rejected_and_kept(
     [
         (["-n", "4"], ["-n", "5"], "max_tokens 4, not 5"),
         (["--temperature", "1", "--seed", "3"], ["--temperature", "1"], "seed 3, not null"),
-        (
-            ["--logit-bias", "5=-inf"],
-            ["--logit-bias", "5=1"],
-            'logit_bias {"5": "-Infinity"}, not {"5": 1.0}',
-        ),
         (["--answers", "2"], [], "answers 2, not 1"),
         ([], ["--stop", "x"], 'stop [], not ["x"]'),
         ([], ["-m", "smollm2"], 'model null, not "smollm2"'),

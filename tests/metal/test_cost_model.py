@@ -163,7 +163,6 @@ def test_an_m5_multiplies_on_its_matrix_units(smollm: Shape) -> None:
     [
         ((), {}, "rmsnorm_f32"),
         (("--fused-norm",), {"fused_norm": True}, "rmsnorm_matvec_q4_0"),
-        (("--matvec-rows", "4"), {"matvec_rows": 4}, "matvec_q4_0_rows4"),
     ],
 )
 def test_the_command_predicts_each_way_to_decode(

@@ -123,15 +123,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _bias(text: str) -> tuple[int, float]:
-    """Parse a token id and the bias of its logit."""
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be ID=X, such as 42=-inf, got {text!r}") from None
-
-
 # Type, default, unit and help of the options of `sampling_options`, by name.
 _SAMPLING: Mapping[str, tuple[Callable[[str], float], float | None, str, str]] = {
     "temperature": (float, 0.0, "X", "divisor of the logits; 0 selects greedy decoding"),
@@ -160,14 +151,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
         flag = f"--{name.replace('_', '-')}"
         add_number(sampling, flag, type=kind, default=default, metavar=metavar, help=text)
     sampling.add_argument(
-        "--logit-bias",
-        action="append",
-        type=_bias,
-        default=[],
-        metavar="ID=X",
-        help="add X to the logit of a token; -inf excludes it; repeatable",
-    )
-    sampling.add_argument(
         "--speculate",
         default="lookup",
         metavar="HOW",
@@ -187,8 +170,7 @@ def print_answers(texts: Sequence[str], out: IO[str]) -> None:
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling options of :meth:`metal_prefill.Session.generate`."""
-    options = {name: getattr(arguments, name) for name in _SAMPLING}
-    return {**options, "logit_bias": dict(arguments.logit_bias)}
+    return {name: getattr(arguments, name) for name in _SAMPLING}
 
 
 def speculation(arguments: argparse.Namespace) -> dict[str, Any]:

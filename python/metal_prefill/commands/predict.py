@@ -53,20 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="f16",
         help="number format of the KV cache (default: f16)",
     )
-    common.add_number(parser, "--chunk-tokens", default=512, help="prompt tokens processed in one pass")
     parser.add_argument(
         "--fused-norm",
         action="store_true",
         help="decode with norms fused into the products that follow; on a GPU, the package measures which is "
         "faster",
-    )
-    parser.add_argument(
-        "--matvec-rows",
-        type=int,
-        choices=(1, 2, 4),
-        default=1,
-        help="decode with N rows of a matrix per simdgroup; on a GPU, the package measures which is fastest "
-        "(default: 1)",
     )
     parser.add_argument(
         "--trace",
@@ -116,9 +107,7 @@ def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
         "family": chip.family,
         "gpu": chip.gpu,
         "kv_type": arguments.kv_dtype,
-        "chunk_tokens": arguments.chunk_tokens,
         "fused_norm": arguments.fused_norm,
-        "matvec_rows": arguments.matvec_rows,
     }
     if not prompt and not arguments.n_gen:
         raise ValueError("nothing to predict: set -p or -n")

@@ -148,7 +148,7 @@ def _result(line: bytes, prompt: Prompt) -> dict[str, Any] | None:
 def _difference(line: bytes, options: Mapping[str, Any]) -> str:
     """Return the difference between the options in a file's first line and these; empty if they agree."""
     try:
-        recorded = json.loads(line, parse_constant=str).get("options")
+        recorded = json.loads(line).get("options")
     except (ValueError, RecursionError):  # an incomplete line
         return ""
     for name in options if isinstance(recorded, dict) else ():

@@ -58,14 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
     )
-    sampling.add_argument(
-        "--stop-token",
-        action="append",
-        type=common.not_negative,
-        default=[],
-        metavar="ID",
-        help="end before a token; repeatable",
-    )
     parser.add_argument(
         "--json-schema",
         metavar="FILE",
@@ -157,7 +149,7 @@ def continue_one(arguments: argparse.Namespace) -> None:
             pieces = model.generate(
                 ids,
                 arguments.max_tokens,
-                stop=[*arguments.stop, *arguments.stop_token],
+                stop=arguments.stop,
                 progress=on_progress,
                 **common.sampling_options(arguments),
                 **common.speculation(arguments),

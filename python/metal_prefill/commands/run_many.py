@@ -1,7 +1,6 @@
 """``metal-prefill run`` with many prompts: continuous batches, results in the order of the prompts."""
 
 import argparse
-import json
 import sys
 import time
 from collections import deque
@@ -110,19 +109,15 @@ def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
         **options,
         **common.speculation(arguments),
         "max_tokens": arguments.max_tokens,
-        "stop": [*split_stops(arguments.stop, vocab_size=0)[0], *arguments.stop_token],
+        "stop": split_stops(arguments.stop, vocab_size=0)[0],
     }
 
 
 def recorded_options(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that affect results, as JSON values."""
     model = None if arguments.model is None else Path(arguments.model).name
-    chosen = {
-        name: value for name, value in options.items() if name != "speculate"
-    }  # does not affect results
-    written = json.dumps({"model": model, "answers": arguments.answers, **chosen})
-    recorded: dict[str, Any] = json.loads(written, parse_constant=str)  # a bias may be -inf
-    return recorded
+    chosen = {name: value for name, value in options.items() if name != "speculate"}  # has no effect on them
+    return {"model": model, "answers": arguments.answers, **chosen}
 
 
 def execute(
