@@ -101,13 +101,6 @@ def test_overflow_of_the_context_changes_nothing(device: str, fast_demo_path: Pa
         assert continuation(session, first, 8) == expected
 
 
-def test_max_context_beyond_the_model_is_rejected(demo: Model) -> None:
-    with pytest.raises(ValueError, match="context length"):
-        demo.session(max_context=demo.config.context_length + 1)
-    with pytest.raises(ValueError, match="at least 1"):
-        demo.session(max_context=0)
-
-
 def test_rewind_restores_an_earlier_state(demo: Model) -> None:
     session = demo.session()
     session.forward_prompt(PROMPT)

@@ -144,14 +144,6 @@ def test_instructions_are_placed_as_in_the_model_card(
         np.testing.assert_array_equal(opened.embed([text], instruction=instruction), expected)
 
 
-def test_a_query_without_a_known_instruction_is_rejected(tmp_path: Path) -> None:
-    with (
-        Model(write(tmp_path / "m.gguf", EMBEDDERS["llama, mean"]), device="cpu") as model,
-        pytest.raises(ValueError, match="no prompts of queries and documents are known for llama"),
-    ):
-        model.embed(["a"], instruction="query")
-
-
 def test_every_length_up_to_the_context(path: Path) -> None:
     with Model(path, device="cpu", max_context=40) as model:
         piece = "a b"
@@ -180,23 +172,6 @@ def test_repeated_texts_have_the_vectors_of_the_first(model: Model, pooling: Any
     assert done == [(i, 4) for i in range(1, 5)]
     for text, vector in zip(texts, vectors, strict=True):
         np.testing.assert_array_equal(vector, model.embed([text], pooling=pooling)[0])
-
-
-@pytest.mark.parametrize(
-    ("texts", "error", "message"),
-    [
-        (["a", 5], TypeError, "text 1 must be a string, got int"),
-        (["a", b"b"], TypeError, "text 1 must be a string, got bytes"),
-        (["a", None], TypeError, "text 1 must be a string, got NoneType"),
-        ("a text", TypeError, "texts must be a sequence of strings, got one str"),
-        (None, TypeError, "texts must be a sequence of strings, got one NoneType"),
-        (["a", "b", "\ud800"], ValueError, "text 2: .*surrogates not allowed"),
-    ],
-)
-def test_non_texts_are_named(model: Model, texts: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        model.embed(texts)
-    assert model.stats()["kv_pool_bytes"] == 0
 
 
 @pytest.mark.parametrize(

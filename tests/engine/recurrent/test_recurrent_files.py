@@ -37,8 +37,6 @@ LFM2_ERRORS: list[tuple[str, int, bytes, type[Exception], str]] = [
         GGUFError,
         r"shortconv\.conv\.weight has shape \(128, 3\), .*\(128, 4\)",
     ),
-    ("shortconv.l_cache", U32, u32(2**31 - 1), GGUFError, r"has shape \(128, 3\), .*2147483647"),
-    ("shortconv.l_cache", U32, u32(2**32 - 1), GGUFError, r"l_cache is 4294967295, must be between"),
     ("embedding_length", U32, u32(2**30), GGUFError, r"embedding_length 1073741824 is more than 715827882"),
     (
         "attention.head_count_kv",
@@ -58,12 +56,11 @@ LFM2_ERRORS: list[tuple[str, int, bytes, type[Exception], str]] = [
         GGUFError,
         r"blk\.0\.attn_q\.weight is missing",
     ),
-    ("attention.head_count_kv", U32, u32(2), GGUFError, r"blk\.0\.attn_q\.weight is missing"),
 ]
 QWEN35_ERRORS: list[tuple[str, int, bytes, type[Exception], str]] = [
     ("ssm.conv_kernel", U32, b"", GGUFError, r"metadata qwen35\.ssm\.conv_kernel is missing"),
     ("ssm.conv_kernel", U32, u32(1), GGUFError, r"conv_kernel is 1, must be at least 2"),
-    ("ssm.conv_kernel", U32, u32(3), GGUFError, r"ssm_conv1d\.weight has shape \(128, 4\), .*\(128, 3\)"),
+    ("ssm.inner_size", U32, u32(0), GGUFError, "inner_size is 0, must be between 1 and"),
     ("ssm.time_step_rank", U32, u32(0), GGUFError, "time_step_rank is 0, must be between 1"),
     ("ssm.time_step_rank", U32, u32(3), GGUFError, "inner_size 64 is not a multiple of .*time_step_rank 3"),
     ("ssm.group_count", U32, u32(3), GGUFError, "time_step_rank 2 is not a multiple of .*group_count 3"),
@@ -95,31 +92,6 @@ def test_a_contradictory_file_is_rejected(
 ) -> None:
     path = with_key(tmp_path / "m.gguf", model_path(name), key, kind, value)
     with pytest.raises(error, match=message):
-        Model(path, device="cpu")
-
-
-@pytest.mark.parametrize(
-    ("key", "kind", "value", "message"),
-    [
-        ("conv_kernel", U32, b"", r"metadata granitehybrid\.ssm\.conv_kernel is missing"),
-        ("conv_kernel", U32, u32(1), r"ssm\.conv_kernel is 1, must be at least 2"),
-        ("conv_kernel", U32, u32(3), r"ssm_conv1d\.weight has shape \(320, 4\), .*\(320, 3\)"),
-        ("inner_size", U32, u32(0), r"inner_size is 0, must be between 1 and"),
-        ("inner_size", U32, u32(257), r"inner_size 257 is not a multiple of .*time_step_rank 8"),
-        ("inner_size", U32, u32(264), r"blk\.0\.ssm_in\.weight has shape \(584, 128\), .*\(600, 128\)"),
-        ("inner_size", U32, u32(2**31 - 8), r"ssm\.inner_size 2147483640, .*more than 2147483647 rows"),
-        ("state_size", U32, u32(2**31 - 1), r"state_size 2147483647 .*more than 2147483647 rows"),
-        ("group_count", U32, u32(3), r"time_step_rank 8 is not a multiple of .*group_count 3"),
-        ("group_count", U32, u32(2), r"has shape \(584, 128\), .*\(648, 128\)"),
-        ("time_step_rank", U32, u32(4), r"blk\.0\.ssm_in\.weight has shape"),
-    ],
-)
-def test_a_state_space_layer_that_contradicts_itself_is_rejected(
-    tmp_path: Path, model_path: Callable[[str], Path], key: str, kind: int, value: bytes, message: str
-) -> None:
-    whole = model_path("granitehybrid")
-    path = with_key(tmp_path / "m.gguf", whole, f"ssm.{key}", kind, value)
-    with pytest.raises(GGUFError, match=message):
         Model(path, device="cpu")
 
 

@@ -105,6 +105,8 @@ def test_invalid_integers_are_named(open_model: Open, content: tuple[int, bytes]
     ("content", "complaint"),
     [
         (number(0.0), "is 0.0, must be positive and finite"),
+        ((F64, scalar(F64, 1e39)), r"is 1e\+39, must be positive and finite in 32 bits"),
+        ((F64, scalar(F64, 1e-39)), "is 1e-39, must be positive and finite in 32 bits"),
         (number(-1.0), "is -1.0, must be positive"),
         (number(math.inf), "is inf"),
         (number(math.nan), "is nan"),

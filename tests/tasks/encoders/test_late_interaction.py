@@ -381,10 +381,3 @@ def test_missing_settings_are_those_of_the_library(tmp_path: Path) -> None:
         np.testing.assert_allclose(
             model.embed([QUERY], instruction="query")[0], ColBert(folder).query(QUERY), atol=4 * NEAR["cpu"]
         )
-
-
-def test_a_missing_projection_is_named(tmp_path: Path) -> None:
-    folder = task_folders.stanford(tmp_path / "folder")
-    del folder.tensors["linear.weight"]
-    with pytest.raises(GGUFError, match=r"tensor dense_2\.weight is missing"):
-        convert(folder.write(), tmp_path / "m.gguf")
