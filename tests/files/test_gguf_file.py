@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import struct
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ from support.gguf_bytes import (
 from metal_prefill import ClosedError, GGUFError, _core
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._gguf_file import TENSOR_TYPES
+from metal_prefill.files._gguf_writer import GGUFWriter
 
 
 @pytest.fixture
@@ -315,3 +317,29 @@ def test_a_mapping_is_read_only_and_no_longer_than_the_file(tmp_path: Path) -> N
             _core.map_file(file.fileno(), 4)
     with pytest.raises(OSError, match="Bad file descriptor"):
         _core.map_file(9999, 3)
+
+
+def test_files_are_written_as_by_the_gguf_package(tmp_path: Path) -> None:
+    texts = ["a", "", "\u00e9\u2581"]
+    lists: list[Any] = [texts, [1, -2], [0.5, 1e30], [True, False], [b"a"], [[1], [2]], b"map", (1, 2)]
+    for writer in (
+        reference.GGUFWriter(tmp_path / "theirs", "llama"),
+        GGUFWriter(tmp_path / "ours", "llama"),
+    ):
+        for values in lists:
+            writer.add_array(str(values), values)
+        writer.add_key_value("bytes", [1, 2], reference.GGUFValueType.ARRAY, reference.GGUFValueType.UINT8)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("values", [[1, "a"], [1 << 31], [1e39], []], ids=str)
+def test_lists_that_no_file_can_hold_are_not_written(values: list[Any], tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_key_value("a", values, reference.GGUFValueType.ARRAY)
+    writer.write_header_to_file()
+    with pytest.raises((ValueError, OverflowError, struct.error)):
+        writer.write_kv_data_to_file()
+    writer.close()

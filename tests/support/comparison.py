@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter
 
+from metal_prefill.files._gguf_writer import GGUFWriter
 from metal_prefill.text import Tokenizer
 from support.places import DATA
 from support.small_models import ENCODERS, MODELS, SmallModel

@@ -8,17 +8,18 @@ import json
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter
 
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.conversion._writing import add_vocabulary
 from metal_prefill.files import GGUFFile
+from metal_prefill.files._gguf_writer import GGUFWriter
 from metal_prefill.text import Tokenizer
 from support.places import DATA
 
@@ -78,6 +79,7 @@ def unpacked(array: npt.NDArray[np.int32]) -> list[list[int]]:
     return rows
 
 
+@cache
 def recorded() -> dict[str, npt.NDArray[Any]]:
     with np.load(io.BytesIO(RECORD.read_bytes())) as arrays:
         return dict(arrays)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGMLQuantizationType, quants
 
 from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
@@ -41,6 +41,7 @@ from metal_prefill.conversion._weights import Stack, Weight, divided, ignored_in
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._gguf_writer import GGUFWriter
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, LABEL_ENCODER, MAX_INT
 from metal_prefill.files._model_tensors import collect_tensors

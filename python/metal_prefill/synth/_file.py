@@ -11,7 +11,6 @@ from gguf import (
     GGML_QUANT_VERSION,
     ExpertGatingFuncType,
     GGMLQuantizationType,
-    GGUFWriter,
     LlamaFileType,
     PoolingType,
     RopeScalingType,
@@ -19,6 +18,7 @@ from gguf import (
 from numpy.typing import NDArray
 
 from metal_prefill._support.atomic_write import replacing
+from metal_prefill.files._gguf_writer import GGUFWriter
 from metal_prefill.files._hyperparameters import SCALE_KEYS
 from metal_prefill.files._model_config import has_attention
 from metal_prefill.files._task_config import NUMBERED_POOLINGS
