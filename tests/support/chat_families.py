@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 from support.places import DATA
@@ -352,6 +353,7 @@ def cases(template: str) -> Iterator[Case]:
                 yield Case(f"{what}, documents", messages, None, variables, DOCUMENTS)
 
 
+@cache
 def recorded() -> dict[str, dict[str, str | None]]:
     """Return what transformers rendered for each family, by case."""
     record: dict[str, dict[str, str | None]] = json.loads(RECORD.read_text(encoding="utf-8"))

@@ -31,4 +31,13 @@ class GGUFReader(gguf.GGUFReader):  # type: ignore[misc]
                 types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(kind[0])]
                 parts = [kind, length, *values.reshape(-1, 1)]
                 return 12 + values.nbytes, parts, list(range(2, len(parts))), types
+            if kind[0] == gguf.GGUFValueType.STRING:
+                parts, end = [kind, length], orig_offs + 12
+                data = self._data.data
+                for _ in range(int(length[0])):
+                    start = end + 8
+                    end = start + int.from_bytes(data[end:start], "little")
+                    parts.append(self._data[start:end])
+                types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]
+                return end - orig_offs, parts, list(range(2, len(parts))), types
         return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]

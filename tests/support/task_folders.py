@@ -6,7 +6,7 @@ share these definitions.
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -498,6 +498,7 @@ LATE: dict[str, Callable[[Path], Folder]] = {
 }
 
 
+@cache
 def recorded() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     return found

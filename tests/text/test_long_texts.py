@@ -18,7 +18,9 @@ from metal_prefill.text import Tokenizer, _segmentation, _tokenizer
 RECORD: dict[str, Any] = json.loads(comparison.TOKENS.read_text())
 WHOLE = 1 << 40  # characters of a part, which no text has
 TEXTS = [*RECORD["texts"], *hostile_texts(600, seed=5), "И был вечер и было утро", "a  b c\n d"]
-TEXT = " and  the King's \u2581x ".join(TEXTS)
+BETWEEN = " and  the King's \u2581x "
+TEXT = BETWEEN.join(TEXTS)
+SHORT = BETWEEN.join(TEXTS[:: max(len(TEXTS) // 60, 1)])  # for the places, which add up whatever the words
 
 
 @pytest.fixture(params=[*comparison.TOKENIZERS, *encoder_tokenizers.VARIANTS])
@@ -55,12 +57,12 @@ def made(monkeypatch: pytest.MonkeyPatch, length: int, encode: Callable[[], Any]
 
 
 def test_tokens_are_those_of_the_whole_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for encode in (lambda: tokenizer.encode(TEXT, parse_special=True), lambda: tokenizer.encode_spans(TEXT)):
+    for encode in (lambda: tokenizer.encode(TEXT, parse_special=True), lambda: tokenizer.encode_spans(SHORT)):
         whole, few = made(monkeypatch, WHOLE, encode)
         for length in (1, 100):
             found, many = made(monkeypatch, length, encode)
             assert found == whole
-            assert many > few + 50 or not tokenizer._divisible
+            assert many > few + 20 or not tokenizer._divisible
 
 
 def test_only_vocabularies_with_spaces_after_letters_are_not_divided(
