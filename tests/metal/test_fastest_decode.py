@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from support.emulated_gpu import open_metal, require_emulator
 
 from metal_prefill import _core, synth
 from metal_prefill.gpu import _fastest_decode
-from metal_prefill.storage._cache_folder import cache_folder
 
 pytestmark = pytest.mark.emulator
 
@@ -75,7 +75,7 @@ def test_the_fastest_is_used_and_kept(
     assert used(path) == expected
     assert used(path) == expected
     assert clock.measured == 4
-    (stored,) = json.loads((cache_folder() / "decode.json").read_text()).values()
+    (stored,) = json.loads((Path(os.environ["METAL_PREFILL_CACHE"]) / "decode.json").read_text()).values()
     assert stored == [str(n) for n in expected]
 
 
@@ -100,7 +100,7 @@ def test_a_first_open_compiles_and_stores_once(
 def test_all_choices_give_the_same_bits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, kernels = [], set()
     for i, times in enumerate([(1, 2, 2, 2), (2, 1, 2, 2), (2, 3, 1, 2), (2, 3, 2, 1)]):
-        monkeypatch.setenv("METAL_PREFILL_CACHE", str(cache_folder() / str(i)))
+        monkeypatch.setenv("METAL_PREFILL_CACHE", str(Path(os.environ["METAL_PREFILL_CACHE"]) / str(i)))
         monkeypatch.setattr(_fastest_decode, "decode_seconds", Clock(*times))
         with open_metal(path) as model:
             gpu.set_history_depth(8)

@@ -13,7 +13,7 @@ from support.running_server import Running, running, running_with_template
 from support.tools import ASKED, WEATHER
 
 from metal_prefill import Model
-from metal_prefill.text._token_bytes import Piece
+from metal_prefill.text._vocabulary import Piece
 
 ITERATES = (  # as Mistral's and Qwen3.5's templates
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"

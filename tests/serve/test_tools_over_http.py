@@ -14,7 +14,7 @@ from support.running_server import Running, running_with_template
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
 from metal_prefill import Model
-from metal_prefill.text._token_bytes import Piece
+from metal_prefill.text._vocabulary import Piece
 
 # Forced output of the bundled model, which was not trained on tools.
 CALLING = r'I look\.\n<tool_call>\{"name": "weather", "arguments": \{"city": "[a-z]{1,3}"\}\}</tool_call>'

@@ -90,7 +90,7 @@ def render(source: str, messages: Any = USER_HI) -> str:
 RENDER_ALL = """
 import json, resource, sys
 from metal_prefill import ChatTemplateError
-from metal_prefill.text._chat_template import ChatTemplate
+from metal_prefill.text import ChatTemplate
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 errors = {}
 for name, source in json.load(sys.stdin).items():

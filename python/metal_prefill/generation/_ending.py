@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from metal_prefill.generation._constraint import Constraint, Step
     from metal_prefill.text._reasoning import ReasoningGate
-    from metal_prefill.text._token_bytes import TokenDecoder
+    from metal_prefill.text._vocabulary import TokenDecoder
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 

@@ -26,8 +26,8 @@ from metal_prefill.serve._generation import (
 from metal_prefill.serve._limits import MOST_ANSWER, MOST_ESCAPED, Sender, scores_of
 from metal_prefill.serve._service import Service
 from metal_prefill.session import Piece
-from metal_prefill.text._token_bytes import TokenDecoder
 from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.text._vocabulary import TokenDecoder
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 MOST_ECHOED = MOST_ANSWER // MOST_ESCAPED  # bytes of the prompts in an answer

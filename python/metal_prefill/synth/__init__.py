@@ -42,7 +42,6 @@ _BERT: Mapping[str, Any] = {"architecture": "bert", "tokenizer": "bert", "norm_e
 
 PRESETS: Mapping[str, ModelShape] = {
     "smollm-135m": ModelShape(30, 576, 9, 3, 64, 1536, 49152, 2048),
-    "smollm-360m": ModelShape(32, 960, 15, 5, 64, 2560, 49152, 2048),
     "tinyllama-1.1b": ModelShape(
         22, 2048, 32, 4, 64, 5632, 32000, 2048, output_type="Q6_K", tokenizer="llama"
     ),
@@ -51,17 +50,6 @@ PRESETS: Mapping[str, ModelShape] = {
         architecture="lfm2",
         rope_base=1e6,
         conv_layers=(0, 1, 3, 4, 6, 7, 9, 11, 13, 15),
-    ),
-    "granite-4.0-h-350m": ModelShape(
-        *(32, 768, 12, 4, 64, 2048, 100352, 32768),
-        architecture="granitehybrid",
-        scan=ScanShape(1536, 128, 48, layers=tuple(n for n in range(32) if n not in (10, 13, 17, 27))),
-        scales=(
-            ("embedding_scale", 12.0),
-            ("residual_scale", 0.246),
-            ("logit_scale", 3.0),
-            ("attention.scale", 0.015625),
-        ),
     ),
     "granite-4.0-h-tiny": ModelShape(
         *(40, 1536, 12, 4, 128, 512, 100352, 131072),
@@ -81,19 +69,6 @@ PRESETS: Mapping[str, ModelShape] = {
         rope_base=1e6,
         conv_layers=tuple(n for n in range(24) if n not in (2, 6, 10, 14, 18, 21)),
         experts=ExpertShape(32, 4, 1792, dense_layers=2),
-    ),
-    "olmoe-1b-7b": ModelShape(
-        *(16, 2048, 16, 16, 128, 1024, 50304, 4096),
-        architecture="olmoe",
-        output_type="Q6_K",
-        experts=ExpertShape(64, 8, 1024),
-    ),
-    "gemma-2-2b": ModelShape(
-        *(26, 2304, 8, 4, 256, 9216, 256000, 8192),
-        architecture="gemma2",
-        tokenizer="llama",
-        norm_eps=1e-6,
-        window=4096,
     ),
     "gemma-4-e2b": ModelShape(
         *(35, 1536, 8, 1, 512, 6144, 262144, 131072),
@@ -124,19 +99,9 @@ PRESETS: Mapping[str, ModelShape] = {
         scan=ScanShape(2048, 128, 16, 16, layers=tuple(n for n in range(24) if n % 4 != 3)),
     ),
     "gpt2": ModelShape(12, 768, 12, 12, 64, 3072, 50257, 1024, architecture="gpt2"),
-    "pythia-160m": ModelShape(
-        *(12, 768, 12, 12, 64, 3072, 50304, 2048), architecture="gptneox", output_type="Q6_K", rope_dims=16
-    ),
     "tiny": ModelShape(2, 64, 4, 2, 32, 128, 512, 256),
     "tiny-embedding": ModelShape(
         2, 64, 4, 2, 32, 128, 512, 512, architecture="qwen3", rope_base=1e6, norm_eps=1e-6, pooling="last"
-    ),
-    "qwen3-embedding-0.6b": ModelShape(
-        *(28, 1024, 16, 8, 128, 3072, 151669, 32768),
-        architecture="qwen3",
-        rope_base=1e6,
-        norm_eps=1e-6,
-        pooling="last",
     ),
     "minilm-l6": ModelShape(*(6, 384, 12, 12, 32, 1536, 30522, 512), **_BERT, pooling="mean"),
     "bge-base": ModelShape(*(12, 768, 12, 12, 64, 3072, 30522, 512), **_BERT, pooling="cls"),
@@ -147,27 +112,12 @@ PRESETS: Mapping[str, ModelShape] = {
         position_bias=True,
         pooling="mean",
     ),
-    "deberta-v3-small": ModelShape(
-        *(6, 768, 12, 12, 64, 3072, 128100, 512),
-        architecture="deberta-v2",
-        tokenizer="bert",
-        relative_rows=512,
-        pooling="mean",
-    ),
-    "distilbert": ModelShape(*(6, 768, 12, 12, 64, 3072, 30522, 512), **_BERT, pooling="mean"),
     "nomic-embed": ModelShape(
         *(12, 768, 12, 12, 64, 3072, 30522, 2048),
         architecture="nomic-bert",
         tokenizer="bert",
         rope_base=1000.0,
         norm_eps=1e-12,
-        pooling="mean",
-    ),
-    "modernbert-base": ModelShape(
-        *(22, 768, 12, 12, 64, 1152, 50368, 8192),
-        architecture="modern-bert",
-        rope_base=160000.0,
-        window=128,
         pooling="mean",
     ),
     "bge-m3": ModelShape(
@@ -183,16 +133,6 @@ PRESETS: Mapping[str, ModelShape] = {
         pooling="none",
         labels=("O", *(f"{tag}-{kind}" for kind in range(8) for tag in "BIES")),
         experts=ExpertShape(128, 4, 640),
-    ),
-    "embeddinggemma-300m": ModelShape(
-        *(24, 768, 3, 1, 256, 1152, 262144, 2048),
-        architecture="gemma-embedding",
-        tokenizer="llama",
-        rope_base=1e6,
-        norm_eps=1e-6,
-        window=512,
-        pooling="mean",
-        dense=3072,
     ),
 }
 

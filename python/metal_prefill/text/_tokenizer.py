@@ -21,9 +21,8 @@ from metal_prefill.text._normal_text import NormalText
 from metal_prefill.text._reasoning import LAST_TOKENS, Tags, begins_in, tags_in
 from metal_prefill.text._segmentation import SpelledTokens, WordTokens, segmented, segmented_ids
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
-from metal_prefill.text._token_bytes import TokenBytes, TokenDecoder
 from metal_prefill.text._tool_calls import MARKS
-from metal_prefill.text._vocabulary import ENCODER_KINDS, Vocabulary
+from metal_prefill.text._vocabulary import ENCODER_KINDS, TokenBytes, TokenDecoder, Vocabulary
 
 # Control tokens that end a turn or a text in the supported models, for files with incomplete metadata.
 END_TOKENS = (
