@@ -50,15 +50,16 @@ def as_users_have_it() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_first_contact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Open models without tests and measurements of the GPU; on a Mac, with a cache folder of the suite.
+    """Open models without tests and measurements of the GPU, and with a cache folder of the suite.
 
-    Elsewhere the emulator compiles each pipeline anew, unless a test sets a folder. On a busy machine one of
-    its command buffers can take minutes; a lost one would fail all later tests of the process.
+    Folders that an earlier run converted would hide errors of the conversion. The emulator compiles each
+    pipeline anew, unless a test sets ``METAL_PREFILL_CACHE``. On a busy machine one of its command buffers
+    can take minutes; a lost one would fail all later tests of the process.
     """
     settings = {"METAL_PREFILL_CHECK": "0", "METAL_PREFILL_TUNE": "0", "METAL_PREFILL_PATIENCE": "900"}
-    if not _core.has_emulator:
-        settings["METAL_PREFILL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    cache = "XDG_CACHE_HOME" if _core.has_emulator else "METAL_PREFILL_CACHE"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(cache, str(tmp_path_factory.mktemp("cache")))
         for name, value in settings.items():
             if name not in os.environ:
                 patch.setenv(name, value)
