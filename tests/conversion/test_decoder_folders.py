@@ -10,7 +10,7 @@ from support import decoder_folders, expert_folders, folder_logits, gpt_folders,
 from support.decoder_folders import HEAD, RECORDED, long_rope
 from support.expert_folders import WIDTH
 from support.folder_logits import check_logits
-from support.model_folders import CONTEXT, DIM, HEADS, LAYERS, Folder, check_refused, read, values
+from support.model_folders import CONTEXT, DIM, LAYERS, Folder, check_refused, read, values
 from support.recurrent_folders import RECORD
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
@@ -194,21 +194,6 @@ def test_logits_of_a_folder_are_those_of_transformers(tmp_path: Path, name: str)
     check_logits(folder_logits.RECORDED[name](tmp_path / "m").write(), np.load(RECORD)[name])
 
 
-def test_columns_of_gpt2_become_rows(tmp_path: Path) -> None:
-    folder = gpt_folders.RECORDED["gpt2"](tmp_path / "m")
-    _, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
-    for theirs, ours in {
-        "attn.c_attn": "attn_qkv",
-        "attn.c_proj": "attn_output",
-        "mlp.c_fc": "ffn_up",
-        "mlp.c_proj": "ffn_down",
-    }.items():
-        np.testing.assert_array_equal(
-            tensors[f"blk.1.{ours}.weight"], folder.tensors[f"h.1.{theirs}.weight"].T
-        )
-        np.testing.assert_array_equal(tensors[f"blk.1.{ours}.bias"], folder.tensors[f"h.1.{theirs}.bias"])
-
-
 def test_names_of_gpt2_may_have_a_prefix_and_masks(tmp_path: Path) -> None:
     folder = gpt_folders.RECORDED["gpt2"](tmp_path / "m")
     expected = read(convert(folder.write(), tmp_path / "m.gguf"))[1]
@@ -219,20 +204,6 @@ def test_names_of_gpt2_may_have_a_prefix_and_masks(tmp_path: Path) -> None:
     tensors = read(convert(folder.write(), tmp_path / "other.gguf"))[1]
     np.testing.assert_array_equal(tensors.pop("output.weight"), tensors["token_embd.weight"])
     assert tensors.keys() == expected.keys()
-
-
-def test_heads_of_gpt_neox_are_stacked_by_their_part(tmp_path: Path) -> None:
-    folder = gpt_folders.RECORDED["gpt_neox"](tmp_path / "m")
-    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
-    name, width = "gpt_neox.layers.0.attention.query_key_value", DIM // HEADS
-    for end in ("weight", "bias"):
-        theirs, ours = folder.tensors[f"{name}.{end}"], tensors[f"blk.0.attn_qkv.{end}"]
-        for part in range(3):
-            for head in range(HEADS):
-                row, first = DIM * part + width * head, width * (3 * head + part)
-                np.testing.assert_array_equal(ours[row : row + width], theirs[first : first + width])
-    assert fields["gptneox.use_parallel_residual"] is True
-    assert fields["gptneox.rope.dimension_count"] == width // 4
 
 
 @pytest.mark.parametrize(
@@ -260,48 +231,11 @@ def test_other_variants_of_gpt_are_refused(
     check_refused(gpt_folders.RECORDED[name](tmp_path / "m"), changes, error, message)
 
 
-def test_matrices_of_experts_become_one_tensor(tmp_path: Path) -> None:
-    folder = expert_folders.qwen3_moe(tmp_path / "m", count=11, used=3)
-    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
-    expected = {"expert_count": 11, "expert_used_count": 3, "expert_feed_forward_length": WIDTH}
-    assert {key: fields[f"qwen3moe.{key}"] for key in expected} == expected
-    assert fields["qwen3moe.expert_weights_norm"] is True
-    name = "model.layers.1.mlp.experts.{}.down_proj.weight"
-    matrices = np.stack([folder.tensors[name.format(i)] for i in range(11)])
-    np.testing.assert_array_equal(tensors["blk.1.ffn_down_exps.weight"], matrices)
-
-
-def test_gate_and_up_of_granite_are_divided_for_each_expert(tmp_path: Path) -> None:
-    folder = expert_folders.granite_moe(tmp_path / "m", shared=40)
-    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
-    assert fields["granitemoe.expert_shared_feed_forward_length"] == 40
-    whole = folder.tensors["model.layers.0.block_sparse_moe.input_linear.weight"]
-    np.testing.assert_array_equal(tensors["blk.0.ffn_gate_exps.weight"], whole[:, :WIDTH])
-    np.testing.assert_array_equal(tensors["blk.0.ffn_up_exps.weight"], whole[:, WIDTH:])
-    shared = folder.tensors["model.layers.0.shared_mlp.input_linear.weight"]
-    np.testing.assert_array_equal(tensors["blk.0.ffn_up_shexp.weight"], shared[40:])
-
-
 def test_routers_stay_in_float32(tmp_path: Path) -> None:
     folder = expert_folders.granite_moe(tmp_path / "m")
     _, tensors = read(convert(folder.write(), tmp_path / "m.gguf", tensor_type="BF16"))
     router = folder.tensors["model.layers.0.block_sparse_moe.router.layer.weight"]
     np.testing.assert_array_equal(tensors["blk.0.ffn_gate_inp.weight"], router)
-
-
-def test_a_folder_of_lfm2_sets_the_rules_of_its_router(tmp_path: Path) -> None:
-    folder = expert_folders.lfm2_moe(tmp_path / "m")
-    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
-    expected = {
-        "leading_dense_block_count": 1,
-        "expert_gating_func": 2,
-        "expert_weights_scale": 1.5,
-        "expert_weights_norm": True,
-        "feed_forward_length": 96,
-    }
-    assert {key: fields[f"lfm2moe.{key}"] for key in expected} == expected
-    bias = folder.tensors["model.layers.1.feed_forward.expert_bias"]
-    np.testing.assert_array_equal(tensors["blk.1.exp_probs_b.bias"], bias)
 
 
 def narrower(name: str) -> Callable[[Folder], None]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import recurrent_folders
 from support.gguf_reader import GGUFReader
-from support.model_folders import DIM, FFN, read, save_bfloat16
+from support.model_folders import DIM, FFN, Folder, read, save_bfloat16
 from support.recurrent_folders import RECORDED
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
@@ -17,18 +17,16 @@ from metal_prefill.conversion import convert
 ROTATED = "granite_hybrid, attention with rotation"
 
 
-def test_an_lfm2_folder_has_convolutions_and_attention(tmp_path: Path) -> None:
-    folder = recurrent_folders.lfm2(tmp_path / "lfm2")
-    fields, tensors = read(path := convert(folder.write(), tmp_path / "m.gguf", tensor_type="Q8_0"))
-    assert fields["lfm2.attention.head_count_kv"] == [0, 2]
-    assert fields["lfm2.feed_forward_length"] == 96
-    assert fields["lfm2.shortconv.l_cache"] == 3
-    assert fields["lfm2.rope.freq_base"] == 1e6
-    kinds = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
+def kinds_of(folder: Folder, tmp_path: Path) -> dict[str, str]:
+    """Return the types of the tensors of a file in 8 bits."""
+    path = convert(folder.write(), tmp_path / "m.gguf", tensor_type="Q8_0")
+    return {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(path).tensors}
+
+
+def test_filters_of_lfm2_stay_in_float32(tmp_path: Path) -> None:
+    kinds = kinds_of(recurrent_folders.lfm2(tmp_path / "lfm2"), tmp_path)
     assert kinds["blk.0.shortconv.conv.weight"] == "F32"
     assert kinds["blk.0.shortconv.in_proj.weight"] == "Q8_0"
-    filters = folder.tensors["model.layers.0.conv.conv.weight"][:, 0]
-    assert np.array_equal(tensors["blk.0.shortconv.conv.weight"], filters)
 
 
 @pytest.mark.parametrize(
@@ -70,36 +68,14 @@ def test_features_of_lfm2_that_are_missing_are_refused(
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"])
-def test_a_qwen35_folder_has_delta_rules_and_attention(tmp_path: Path, architecture: str) -> None:
+def test_the_text_part_of_qwen35_is_written(tmp_path: Path, architecture: str) -> None:
     folder = recurrent_folders.qwen35(tmp_path / "m", architecture)
-    fields, tensors = read(path := convert(folder.write(), tmp_path / "m.gguf", tensor_type="Q8_0"))
-    expected = {
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": 8,
-        "ssm.group_count": 2,
-        "ssm.time_step_rank": 4,
-        "ssm.inner_size": 24,
-        "full_attention_interval": 2,
-        "rope.dimension_count": 8,
-        "rope.dimension_sections": [2, 1, 1, 0],
-        "rope.freq_base": 1e7,
-    }
-    assert {key: fields[f"qwen35.{key}"] for key in expected} == expected
+    kinds = kinds_of(folder, tmp_path)
+    fields, _ = read(tmp_path / "m.gguf")
+    assert fields["qwen35.rope.dimension_sections"] == [2, 1, 1, 0]
     assert fields["tokenizer.ggml.pre"] == "qwen35"
-    kinds = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
     assert kinds["blk.0.ssm_conv1d.weight"] == kinds["blk.0.ssm_a"] == kinds["blk.0.ssm_dt.bias"] == "F32"
     assert not any(name.startswith(("v.", "mtp")) for name in kinds)
-    given = {name.rpartition("layers.")[2]: values for name, values in folder.tensors.items()}
-    turns = [0, 2, 1, 3]  # value heads 0 and 1 have key head 0 in the folder, and 0 and 2 in the file
-    np.testing.assert_allclose(
-        tensors["blk.0.ssm_a"], -np.exp(given["0.linear_attn.A_log"][turns]), rtol=1e-6
-    )
-    assert np.array_equal(tensors["blk.0.ssm_dt.bias"], given["0.linear_attn.dt_bias"][turns])
-    filters = given["0.linear_attn.conv1d.weight"][:, 0]
-    keys, values = filters[:32], filters[32:].reshape(4, 6, 4)[turns].reshape(24, 4)
-    assert np.array_equal(tensors["blk.0.ssm_conv1d.weight"], np.concatenate([keys, values]))
-    assert np.array_equal(tensors["blk.0.ssm_norm.weight"], given["0.linear_attn.norm.weight"])
-    assert np.array_equal(tensors["blk.1.attn_q_norm.weight"], given["1.self_attn.q_norm.weight"] + 1)
 
 
 def test_layers_of_qwen35_without_a_period_are_listed(tmp_path: Path) -> None:
@@ -139,31 +115,16 @@ def test_folders_of_qwen35_that_contradict_themselves_are_refused(
 
 
 def test_granite_4_writes_gate_and_up_as_two_tensors(tmp_path: Path) -> None:
-    folder = recurrent_folders.granite_hybrid(tmp_path / "m")
-    fields, tensors = read(path := convert(folder.write(), tmp_path / "m.gguf", tensor_type="Q8_0"))
-    expected = {
-        "attention.head_count_kv": [0, 2],
-        "feed_forward_length": FFN,
-        "attention.scale": np.float32(0.3),
-        "embedding_scale": 12.0,
-        "residual_scale": 0.25,
-        "logit_scale": 8.0,
-        "rope.scaling.finetuned": False,
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": 8,
-        "ssm.group_count": 1,
-        "ssm.time_step_rank": 4,
-        "ssm.inner_size": 64,
-    }
-    assert {key: fields[f"granitehybrid.{key}"] for key in expected} == expected
-    kinds = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
+    kinds = kinds_of(recurrent_folders.granite_hybrid(tmp_path / "m"), tmp_path)
     assert kinds["blk.0.ffn_gate.weight"] == kinds["blk.1.ffn_up.weight"] == "Q8_0"
-    in_one = folder.tensors["model.layers.1.shared_mlp.input_linear.weight"]
-    exact = read(convert(folder.path, tmp_path / "exact.gguf"))[1]
-    assert np.array_equal(exact["blk.1.ffn_gate.weight"], in_one[:FFN])
-    assert np.array_equal(exact["blk.1.ffn_up.weight"], in_one[FFN:])
-    assert np.array_equal(tensors["blk.0.ssm_d"][:, 0], folder.tensors["model.layers.0.mamba.D"])
+    fields, tensors = read(tmp_path / "m.gguf")
+    assert fields["granitehybrid.rope.scaling.finetuned"] is False
     assert tensors["blk.0.ssm_norm.weight"].shape == (1, 64)
+
+
+def test_steps_of_mamba2_may_have_infinity_as_their_limit(tmp_path: Path) -> None:
+    folder = recurrent_folders.mamba2(tmp_path / "m", time_step_limit=[0.0, {"__float__": "Infinity"}])
+    convert(folder.write(), tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("save", ["whole", "bfloat16", "shards"])
@@ -191,21 +152,6 @@ def test_other_names_of_layers_are_the_same_granite_model(tmp_path: Path) -> Non
     kinds = {"layer_types": None, "layers_block_type": ["linear_attention", "full_attention"]}
     folder = recurrent_folders.granite_hybrid(tmp_path / "other" / "m", **kinds)
     assert read(convert(folder.write(), tmp_path / "other.gguf"))[0] == usual
-
-
-def test_mamba2_has_no_attention(tmp_path: Path) -> None:
-    folder = recurrent_folders.mamba2(tmp_path / "m", time_step_limit=[0.0, {"__float__": "Infinity"}])
-    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
-    expected = {
-        "attention.head_count": 0,
-        "ssm.group_count": 2,
-        "ssm.inner_size": 64,
-        "ssm.time_step_rank": 4,
-    }
-    assert {key: fields[f"mamba2.{key}"] for key in expected} == expected
-    rates = -np.exp(folder.tensors["backbone.layers.0.mixer.A_log"])
-    np.testing.assert_allclose(tensors["blk.0.ssm_a"][:, 0], rates, rtol=1e-6)
-    assert tensors["blk.0.ssm_norm.weight"].shape == (2, 32)
 
 
 @pytest.mark.parametrize(
