@@ -313,21 +313,6 @@ def test_a_full_disk_is_reported(unbuffered: str) -> None:
     assert process.stderr == "error: No space left on device\n"
 
 
-def test_a_damaged_file_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "bad.gguf"
-    path.write_bytes(b"GGUF" + b"\xff" * 60)
-    assert cli.main(["run", "-p", "a", "-m", str(path)]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert str(path) in error
-    assert "Traceback" not in error
-
-
-def test_a_prompt_that_is_too_long_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "-p", "a " * 100, "--max-context", "16"]) == 1
-    assert "16" in capsys.readouterr().err
-
-
 def test_a_traceback_is_printed_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from metal_prefill.cli import main
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     """Return the one line that a failing command prints."""
-    assert main([str(argument) for argument in arguments]) in (1, 2)
+    assert main([str(argument) for argument in arguments]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = captured.err.splitlines()
@@ -93,8 +93,9 @@ SAFETENSORS = (2).to_bytes(8, "little") + b"{}" + bytes(64)
         (b"tjgg" + bytes(99), "in a format older than GGUF"),
         (b"GUFG" + bytes(99), "not a GGUF file: begins with b'GUFG'"),
         (b"", "the file is empty"),
+        (b"GGUF" + b"\xff" * 60, "GGUF version 4294967295 is not one of 2, 3"),
     ],
-    ids=["LFS", "HTML", "JSON", "safetensors", "ZIP", "gzip", "GGML", "unknown", "empty"],
+    ids=["LFS", "HTML", "JSON", "safetensors", "ZIP", "gzip", "GGML", "unknown", "empty", "damaged"],
 )
 def test_a_file_of_another_format_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str

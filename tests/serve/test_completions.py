@@ -267,12 +267,6 @@ def test_scored_prompts_have_timings(server: Running) -> None:
     assert server.post("/v1/completions", body).json()["timings"]["prefill_seconds"] > 0
 
 
-def test_the_openai_client_ignores_timings(server: Running) -> None:
-    answer = server.client().completions.create(model="demo", prompt="ROMEO:", max_tokens=4)
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 4
-
-
 def test_waiting_for_others_is_not_part_of_prefill(cpu_model: Model) -> None:
     with running(cpu_model, max_streams=1) as server, ThreadPoolExecutor(2) as threads:
         gate = Gate(server.service)

@@ -122,12 +122,6 @@ def test_texts_without_tokens_have_zero_vectors_and_are_counted(
     assert answer["usage"]["empty_texts"] == 1
 
 
-def test_a_model_without_pooling_is_an_error(server: Running) -> None:
-    refused = server.post("/v1/embeddings", {"input": "a text"})
-    assert refused.status_code == 400
-    assert "pooling" in refused.json()["error"]["message"]
-
-
 QUERY = "what is a page?"
 DOCUMENTS = ["a leaf of a book", "64 positions of K and V", "a young attendant"]
 

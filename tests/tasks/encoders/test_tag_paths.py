@@ -176,13 +176,6 @@ def test_parts_on_metal_are_those_of_the_cpu(metal: None, file_of: FileOf) -> No
                 )
 
 
-def test_labels_of_tags_are_the_same_alone_and_in_any_batch(file_of: FileOf) -> None:
-    path = file_of(private_parts, "Q8_0")
-    with Model(path, device="cpu") as model, Model(path, device="cpu", threads=1) as one:
-        together = model.label_tokens(TEXTS)
-        assert together == [one.label_tokens([text])[0] for text in TEXTS]
-
-
 def test_texts_have_the_tokens_of_the_folder(file_of: FileOf) -> None:
     """Byte-level BPE with the pattern of o200k_base, without tokens at the ends of a text."""
     path = file_of(private_parts)
@@ -273,8 +266,9 @@ def test_labels_on_metal_match_transformers(metal: None, file_of: FileOf, record
             )
 
 
-def test_labels_are_the_same_alone_and_in_any_batch(file_of: FileOf) -> None:
-    path = file_of(TAGGERS["bert"], "Q8_0")
+@pytest.mark.parametrize("make", [TAGGERS["bert"], private_parts])
+def test_labels_are_the_same_alone_and_in_any_batch(file_of: FileOf, make: Any) -> None:
+    path = file_of(make, "Q8_0")
     counts: list[tuple[int, int]] = []
     with Model(path, device="cpu") as model, Model(path, device="cpu", threads=1) as one:
         together = model.label_tokens(TEXTS, progress=lambda done, total: counts.append((done, total)))
