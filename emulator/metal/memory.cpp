@@ -130,6 +130,48 @@ bool map_filled(char* memory, std::size_t bytes) {
 #endif
 }
 
+// Mappings of freed buffers, which later buffers of the same size take: mapping new pages takes longer than
+// filling old ones. Until then they are inaccessible.
+class FreeMappings {
+ public:
+  static FreeMappings& get() {
+    static auto* instance = new FreeMappings;
+    return *instance;
+  }
+  // Returns null if there is none of this size.
+  char* take(std::size_t bytes) {
+    if (!enabled()) return nullptr;
+    std::lock_guard lock(mutex_);
+    const auto found = mappings_.find(bytes);
+    if (found == mappings_.end() || mprotect(found->second, bytes, PROT_READ | PROT_WRITE) != 0)
+      return nullptr;
+    char* mapping = found->second;
+    mappings_.erase(found);
+    bytes_ -= bytes;
+    return mapping;
+  }
+  // Returns false if the caller has to unmap it.
+  bool keep(char* mapping, std::size_t bytes) {
+    if (!enabled()) return false;
+    std::lock_guard lock(mutex_);
+    if (bytes_ + bytes > kMostBytes || mprotect(mapping, bytes, PROT_NONE) != 0) return false;
+    mappings_.emplace(bytes, mapping);
+    bytes_ += bytes;
+    return true;
+  }
+
+ private:
+  static constexpr std::size_t kMostBytes = 32 << 20;
+
+  // A forked process shares the pages with its parent. A sanitizer would miss uses of freed buffers.
+  bool enabled() const { return sanitizer()[0] == 0 && getpid() == process_; }
+
+  const pid_t process_ = getpid();
+  std::mutex mutex_;
+  std::multimap<std::size_t, char*> mappings_;
+  std::size_t bytes_ = 0;
+};
+
 // Further mappings of whole pages, made on first use. Private pages then become shared ones.
 class Views {
  public:
@@ -174,7 +216,7 @@ class Views {
 class GuardedAllocation final : public Allocation {
  public:
   GuardedAllocation(char* mapping, std::size_t data_bytes, std::size_t length, bool shared)
-      : mapping_(mapping), data_bytes_(data_bytes), views_(mapping, data_bytes, shared) {
+      : mapping_(mapping), data_bytes_(data_bytes), shared_(shared), views_(mapping, data_bytes, shared) {
     bytes = length;
     first_ = mapping + data_bytes - round_up(length, kAlignment);
     std::memset(first_ + length, kCanary, slack());
@@ -186,6 +228,7 @@ class GuardedAllocation final : public Allocation {
   ~GuardedAllocation() override {
     Guards::get().remove(mapping_ + data_bytes_, kGuardBytes);
     ASAN_UNPOISON_MEMORY_REGION(first_ + bytes, slack());
+    if (shared_ && FreeMappings::get().keep(mapping_, data_bytes_)) return;
     munmap(mapping_, data_bytes_ + kGuardBytes);
   }
   void* host() override { return first_; }
@@ -207,6 +250,7 @@ class GuardedAllocation final : public Allocation {
 
   char* const mapping_;
   const std::size_t data_bytes_;
+  const bool shared_;
   char* first_;
   Views views_;
 };
@@ -339,6 +383,13 @@ const char* sanitizer() {
 std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill, bool shared) {
   if (bytes > SIZE_MAX / 2) return nullptr;
   const std::size_t data_bytes = round_up(round_up(bytes, kAlignment), page_size());
+  const bool large = bytes >= kLeastLazyBytes;
+  if (shared && !(fill == 0xff && large)) {
+    if (char* mapping = FreeMappings::get().take(data_bytes)) {
+      std::memset(mapping, fill, data_bytes);
+      return std::make_shared<GuardedAllocation>(mapping, data_bytes, bytes, true);
+    }
+  }
   auto* mapping = static_cast<char*>(map_inaccessible(data_bytes + kGuardBytes));
   if (!mapping) return nullptr;
   const bool writable = shared ? mmap(mapping, data_bytes, PROT_READ | PROT_WRITE,
@@ -348,8 +399,8 @@ std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fil
     munmap(mapping, data_bytes + kGuardBytes);
     return nullptr;
   }
-  const bool lazy = fill == 0xff && bytes >= kLeastLazyBytes && map_filled(mapping, data_bytes);
-  auto allocation = std::make_shared<GuardedAllocation>(mapping, data_bytes, bytes, !lazy);
+  const bool lazy = fill == 0xff && large && map_filled(mapping, data_bytes);
+  auto allocation = std::make_shared<GuardedAllocation>(mapping, data_bytes, bytes, shared && !lazy);
   if (fill != 0 && !lazy) std::memset(allocation->host(), fill, bytes);  // new pages are zero
   return allocation;
 }

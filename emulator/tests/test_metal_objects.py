@@ -1,6 +1,7 @@
 """Devices, buffers, libraries, pipelines, queues and command buffers behave as Metal documents."""
 
 import mmap
+import os
 import weakref
 from typing import Any
 
@@ -41,6 +42,31 @@ def test_shared_buffers_are_zeroed_and_visible(device: Any, emulator: Any) -> No
     assert not buffer.contents.any()
     buffer.contents[999] = 7
     assert buffer.contents[999] == 7
+
+
+def test_a_buffer_has_no_contents_of_freed_ones(device: Any) -> None:
+    for _ in range(2):
+        buffer = device.new_buffer(3 * PAGE)
+        assert not buffer.contents.any()
+        buffer.contents[:] = 7
+        buffer.release()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_does_not_change_buffers_of_its_parent(device: Any) -> None:
+    device.new_buffer(5 * PAGE).release()
+    begun, begin = os.pipe()
+    if (child := os.fork()) == 0:
+        os.read(begun, 1)
+        device.new_buffer(5 * PAGE).contents[:] = 9
+        os._exit(0)
+    buffer = device.new_buffer(5 * PAGE)
+    buffer.contents[:] = 7
+    os.write(begin, b"1")
+    os.waitpid(child, 0)
+    assert (buffer.contents == 7).all()
+    for descriptor in (begun, begin):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("size", [64, (3 << 20) + 64])
