@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstdio>
 #include <cstring>
@@ -16,7 +17,12 @@ namespace {
 constexpr std::size_t kNearEnd = 1 << 16, kNearBegin = 256;
 constexpr std::uintptr_t kNullPages = 1 << 16;
 
-thread_local AccessRecorder* current_recorder = nullptr;
+// Host threads that run kernels in checked mode. Others, which start programs, are not on a fiber.
+std::atomic<int> recording{0};
+
+inline AccessRecorder* current_recorder() {
+  return recording.load(std::memory_order_relaxed) ? recorder_of(abi::current_worker()) : nullptr;
+}
 
 std::uint64_t* map_bits(std::size_t words) {
   void* memory =
@@ -33,8 +39,10 @@ std::string quoted(const std::string& text) {
 
 }  // namespace
 
-void set_current_recorder(AccessRecorder* recorder) {
-  current_recorder = recorder;
+void set_recorder(abi::Worker& worker, AccessRecorder* recorder) {
+  AccessRecorder*& current = recorder_of(worker);
+  recording += (recorder != nullptr) - (current != nullptr);
+  current = recorder;
 }
 
 std::string source_location(const void* instruction) {
@@ -75,6 +83,7 @@ void AccessRecorder::release() {
 void AccessRecorder::begin(const std::vector<Binding>& bindings, Report report, void* context) {
   release();
   bindings_ = &bindings;
+  last_ = nullptr;
   report_ = report;
   context_ = context;
   for (const Binding& binding : bindings) {
@@ -99,11 +108,21 @@ void AccessRecorder::add_threadgroup_variable(const char* name, std::uintptr_t b
 
 // Of several bindings that hold the range, the one that begins last: two tensors of one buffer are
 // distinguished.
-const Binding* AccessRecorder::find(std::uintptr_t address, std::size_t bytes) const {
-  const Binding* found = nullptr;
+inline const Binding* AccessRecorder::find(std::uintptr_t address, std::size_t bytes) {
+  if (last_ && address >= last_->begin && address + bytes <= last_end_) return last_;
+  const Binding *found = nullptr, *before = nullptr;
+  std::uintptr_t next = UINTPTR_MAX;
   for (const Binding& binding : *bindings_) {
-    if (binding.begin > address) break;
+    if (binding.begin > address) {
+      next = binding.begin;
+      break;
+    }
+    before = &binding;
     if (address + bytes <= binding.end) found = &binding;
+  }
+  if (found && found == before) {
+    last_ = found;
+    last_end_ = std::min(found->end, next);
   }
   return found;
 }
@@ -234,7 +253,7 @@ void AccessRecorder::collect(DispatchStatistics& statistics) {
 #define METAL_EMULATOR_ACCESS(kind, write, bytes)                                                         \
   extern "C"                                                                                              \
       __attribute__((visibility("hidden"))) void __asan_##kind##bytes##_noabort(std::uintptr_t address) { \
-    if (auto* recorder = metal_emulator::cpu::current_recorder) {                                         \
+    if (auto* recorder = metal_emulator::cpu::current_recorder()) {                                       \
       recorder->access(address, bytes, write, __builtin_return_address(0));                               \
     }                                                                                                     \
   }
@@ -251,31 +270,31 @@ METAL_EMULATOR_ACCESS(store, true, 8)
 METAL_EMULATOR_ACCESS(store, true, 16)
 extern "C" {
 __attribute__((visibility("hidden"))) void __asan_loadN_noabort(std::uintptr_t address, std::size_t bytes) {
-  if (auto* recorder = metal_emulator::cpu::current_recorder) {
+  if (auto* recorder = metal_emulator::cpu::current_recorder()) {
     recorder->access(address, bytes, false, __builtin_return_address(0));
   }
 }
 __attribute__((visibility("hidden"))) void __asan_storeN_noabort(std::uintptr_t address, std::size_t bytes) {
-  if (auto* recorder = metal_emulator::cpu::current_recorder) {
+  if (auto* recorder = metal_emulator::cpu::current_recorder()) {
     recorder->access(address, bytes, true, __builtin_return_address(0));
   }
 }
 __attribute__((visibility("hidden"))) void* __asan_memcpy(void* to, const void* from, std::size_t bytes) {
-  if (auto* recorder = metal_emulator::cpu::current_recorder) {
+  if (auto* recorder = metal_emulator::cpu::current_recorder()) {
     recorder->access(reinterpret_cast<std::uintptr_t>(from), bytes, false, __builtin_return_address(0));
     recorder->access(reinterpret_cast<std::uintptr_t>(to), bytes, true, __builtin_return_address(0));
   }
   return std::memcpy(to, from, bytes);
 }
 __attribute__((visibility("hidden"))) void* __asan_memmove(void* to, const void* from, std::size_t bytes) {
-  if (auto* recorder = metal_emulator::cpu::current_recorder) {
+  if (auto* recorder = metal_emulator::cpu::current_recorder()) {
     recorder->access(reinterpret_cast<std::uintptr_t>(from), bytes, false, __builtin_return_address(0));
     recorder->access(reinterpret_cast<std::uintptr_t>(to), bytes, true, __builtin_return_address(0));
   }
   return std::memmove(to, from, bytes);
 }
 __attribute__((visibility("hidden"))) void* __asan_memset(void* to, int value, std::size_t bytes) {
-  if (auto* recorder = metal_emulator::cpu::current_recorder) {
+  if (auto* recorder = metal_emulator::cpu::current_recorder()) {
     recorder->access(reinterpret_cast<std::uintptr_t>(to), bytes, true, __builtin_return_address(0));
   }
   return std::memset(to, value, bytes);

@@ -51,13 +51,16 @@ class AccessRecorder {
     std::uintptr_t begin, end;
   };
 
-  const Binding* find(std::uintptr_t address, std::size_t bytes) const;
+  const Binding* find(std::uintptr_t address, std::size_t bytes);
   bool is_meant_for_buffer(std::uintptr_t address) const;
   void mark(Touched& touched, std::size_t offset, std::size_t bytes);
   void release();
   [[noreturn]] void report_outside(std::uintptr_t address, std::size_t bytes, bool write, const void* caller);
 
   const std::vector<Binding>* bindings_ = nullptr;
+  // A binding that `find` returned, and its end or the beginning of the next one, whichever is first.
+  const Binding* last_ = nullptr;
+  std::uintptr_t last_end_ = 0;
   std::vector<Touched> read_, written_;  // by position in bindings_
   std::vector<Variable> variables_;
   std::uintptr_t arena_begin_ = 0, arena_end_ = 0;
@@ -65,8 +68,12 @@ class AccessRecorder {
   void* context_ = nullptr;
 };
 
-// The recorder of the threadgroup that the calling host thread runs.
-void set_current_recorder(AccessRecorder* recorder);
+// The recorder of the threadgroup that a host thread runs is stored after its Worker: kernels find it from
+// their stack pointer, which takes less time than a variable of the thread.
+inline AccessRecorder*& recorder_of(abi::Worker& worker) {
+  return *reinterpret_cast<AccessRecorder**>(&worker + 1);
+}
+void set_recorder(abi::Worker& worker, AccessRecorder* recorder);  // null: accesses are not recorded
 
 // "file:line" of an instruction if debug information and a symbolizer are available, else the module and
 // offset.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <cstring>
 #include <iterator>
 #include <new>
@@ -16,6 +17,7 @@ using abi::u32;
 
 struct ThreadgroupRunner::Header {
   abi::Worker worker;
+  AccessRecorder* recorder;  // recorder_of(worker)
   ThreadgroupRunner* runner;
   void* buffers[kMaxBuffers];  // of the work
   void* threadgroup_arguments[kMaxThreadgroupArguments];
@@ -61,6 +63,7 @@ ThreadgroupRunner::ThreadgroupRunner()
       simdgroups_(header_->simdgroups),
       threads_(new Thread[abi::kMaxThreads]()),
       arena_(map_arena(nullptr)) {
+  static_assert(offsetof(Header, recorder) == sizeof(abi::Worker));
   header_->runner = this;
   abi::Worker& worker = header_->worker;
   worker.arrive = &arrive;
@@ -128,7 +131,7 @@ void ThreadgroupRunner::begin(const Work& work, std::uint64_t seed) {
   set_guard_handler(&missed_guard);
   if (work.options.checked) {
     accesses_.begin(work.bindings, &report_access, this);
-    set_current_recorder(&accesses_);
+    set_recorder(header_->worker, &accesses_);
   }
 #if METAL_EMULATOR_TSAN
   host_fiber_ = __tsan_get_current_fiber();
@@ -137,7 +140,7 @@ void ThreadgroupRunner::begin(const Work& work, std::uint64_t seed) {
 
 void ThreadgroupRunner::finish() {
   set_guard_handler(nullptr);
-  set_current_recorder(nullptr);
+  set_recorder(header_->worker, nullptr);
 }
 
 // Variables that the kernel declares come first, then its threadgroup arguments. All memory is filled with
