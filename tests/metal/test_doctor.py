@@ -362,13 +362,13 @@ def test_a_wrong_gpu_falls_back_to_the_cpu_with_a_warning(
     """Wrong by a kernel, or since lanes hold other elements of a matrix than attention relies on."""
     monkeypatch.setattr(_core, "has_emulator", False)  # as on a Mac
     monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
-    with Model(path) as model:
+    with Model(path, kv_memory=1 << 18) as model:
         assert "emulator" in model.device.lower()
     if wrong != "kernel":
         set_matrix_layout(wrong)
     kernels = {"attention_prefill_f16_64"} if wrong == "kernel" else set()
     gpu.set_limits(gpu.Limits(wrong_kernels=kernels, name="Another GPU"))
-    with caplog.at_level(logging.WARNING, "metal_prefill"), Model(path) as model:
+    with caplog.at_level(logging.WARNING, "metal_prefill"), Model(path, kv_memory=1 << 18) as model:
         assert "emulator" not in model.device.lower()
     assert "using the CPU engine: the GPU 'Another GPU" in caplog.text
     found = {

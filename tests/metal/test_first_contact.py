@@ -52,7 +52,12 @@ def test_a_virtual_gpu_is_not_given_features_that_may_fail(
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
     for _ in range(2):  # the second time an archive would be opened
         gpu.forget_compiled_libraries()
-        limits = {"name": name, "apple_family": family, "stale_no_copy": 4096, "binary_archives": False}
+        limits: dict[str, Any] = {
+            "name": name,
+            "apple_family": family,
+            "stale_no_copy": 4096,
+            "binary_archives": False,
+        }
         with open_with(path, **limits) as model:
             assert model.forward_prompt(PROMPT) == expected
             stats = model.stats()
@@ -212,9 +217,9 @@ def test_a_driver_that_ignores_barriers_fails_first_contact(
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
     monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
     with pytest.raises(DeviceError, match="computes wrong results: "):
-        open_with(path, barriers=False)
+        open_with(path, kv_memory=1 << 18, barriers=False)
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "other"))
-    open_with(path).close()
+    open_with(path, kv_memory=1 << 18).close()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +238,7 @@ def test_kernels_that_only_later_layers_need_are_compared(
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
     monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
     with pytest.raises(DeviceError, match=f"computes wrong results: {kernel}: value"):
-        open_with(path, wrong_kernels={kernel})
+        open_with(path, kv_memory=1 << 18, wrong_kernels={kernel})
 
 
 @pytest.mark.parametrize(

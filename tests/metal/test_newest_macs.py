@@ -57,17 +57,46 @@ def plain(path: Path) -> np.ndarray[Any, Any]:
     return logits
 
 
-def test_an_m5_uses_tensor_products(path: Path, plain: np.ndarray[Any, Any]) -> None:
+@pytest.fixture(scope="module")
+def on_tensors(path: Path) -> tuple[np.ndarray[Any, Any], set[str]]:
+    """Return the logits with tensors, and the kernels that ran."""
     be_m5()
     logits, kernels, used = logits_of(path)
     assert used == 1
+    return logits, kernels
+
+
+def test_an_m5_uses_tensor_products(
+    plain: np.ndarray[Any, Any], on_tensors: tuple[np.ndarray[Any, Any], set[str]]
+) -> None:
+    logits, kernels = on_tensors
+    be_m5()
     assert _core.metal_device()["matmul_tensor"] == "where it passes a trial"
     products = {kernel for kernel in kernels if kernel.startswith("matmul")}
     # The attention output and the down projection have so few tiles that other kernels are faster.
-    on_tensors = {"matmul_tensor_q4_0_narrow", "matmul_tensor_swiglu_q4_0_narrow"}
-    assert products == on_tensors | {"matmul_q4_0_split"}
+    tensors = {"matmul_tensor_q4_0_narrow", "matmul_tensor_swiglu_q4_0_narrow"}
+    assert products == tensors | {"matmul_q4_0_split"}
     # Both multiply halves and add in float32, in another order.
     assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
+
+
+def long_prompt(path: Path) -> tuple[np.ndarray[Any, Any], set[str], dict[str, float]]:
+    """Return the logits after a prompt that has tall tiles, the kernels that ran, and stats()."""
+    with open_metal(path, kv_memory=1 << 20, max_context=256) as model:
+        gpu.set_history_depth(0)
+        gpu.set_history_depth(16)
+        logits = model.session().forward_prompt_logits([5 + i % 300 for i in range(130)])
+        kernels = {d.kernel for buffer in gpu.history() for d in buffer.dispatches}
+        return logits, kernels, model.stats()
+
+
+@pytest.fixture(scope="module")
+def with_tall_tiles(path: Path) -> tuple[np.ndarray[Any, Any], set[str]]:
+    """Return the logits after a long prompt, and the kernels that ran, where all kernels pass."""
+    be_m5()
+    logits, kernels, stats = long_prompt(path)
+    assert (stats["matmul_tensor"], stats["matmul_tall"]) == (1, 1)
+    return logits, kernels
 
 
 @pytest.mark.parametrize(
@@ -75,21 +104,17 @@ def test_an_m5_uses_tensor_products(path: Path, plain: np.ndarray[Any, Any]) -> 
     [{"wrong_kernels": {"matmul_tensor_f16_tall"}}, {"broken_kernels": {"matmul_tensor_f16_tall"}}],
     ids=["wrong", "broken"],
 )
-def test_an_m5_avoids_tall_tiles_that_fail(path: Path, limits: dict[str, Any]) -> None:
+def test_an_m5_avoids_tall_tiles_that_fail(
+    path: Path, with_tall_tiles: tuple[np.ndarray[Any, Any], set[str]], limits: dict[str, Any]
+) -> None:
     """Prompts of 128 tokens and more have them, and the other kernels are used where the trial fails."""
-    kernels, logits = {}, []
-    for name, given in (("passes", {}), ("fails", limits)):
-        be_m5(**given)
-        with open_metal(path, max_context=256) as model:
-            assert model.stats()["matmul_tensor"] == 1
-            assert model.stats()["matmul_tall"] == (name == "passes")
-            gpu.set_history_depth(0)
-            gpu.set_history_depth(16)
-            logits.append(model.session().forward_prompt_logits([5 + i % 300 for i in range(130)]))
-            kernels[name] = {d.kernel for buffer in gpu.history() for d in buffer.dispatches}
-    assert any(kernel.endswith("tall") for kernel in kernels["passes"])
-    assert not any(kernel.endswith("tall") for kernel in kernels["fails"])
-    assert np.abs(logits[0] - logits[1]).max() <= 1e-3 * np.abs(logits[1]).max()
+    expected, kernels = with_tall_tiles
+    assert any(kernel.endswith("tall") for kernel in kernels)
+    be_m5(**limits)
+    logits, kernels, stats = long_prompt(path)
+    assert (stats["matmul_tensor"], stats["matmul_tall"]) == (1, 0)
+    assert not any(kernel.endswith("tall") for kernel in kernels)
+    assert np.abs(logits - expected).max() <= 1e-3 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(
@@ -102,10 +127,12 @@ def test_an_m5_avoids_tall_tiles_that_fail(path: Path, limits: dict[str, Any]) -
     ids=["wrong", "wrong heads of 128", "broken"],
 )
 def test_an_m5_attends_without_tensors_if_that_fails(
-    path: Path, plain: np.ndarray[Any, Any], limits: dict[str, Any]
+    path: Path,
+    plain: np.ndarray[Any, Any],
+    on_tensors: tuple[np.ndarray[Any, Any], set[str]],
+    limits: dict[str, Any],
 ) -> None:
-    be_m5()
-    logits, kernels, _ = logits_of(path)
+    logits, kernels = on_tensors
     assert "attention_tensor_f16_64" in kernels
     assert not any(kernel.startswith("attention_prefill") for kernel in kernels)
     assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
@@ -197,9 +224,10 @@ def test_an_m5_avoids_kernels_that_fail(
     assert used == 0
     assert not any("tensor" in kernel for kernel in kernels)
     np.testing.assert_array_equal(logits, plain)
-    with open_metal(path) as model:
-        report = doctor_report.check_kernels(model, quick=True)
-    assert re.search(reason, report["no_matmul_tensor"])
+    with open_metal(path) as model, model.session() as session:
+        native: Any = session.native
+        assert re.search(reason, native.inspector().no_matmul_tensor)
+        del native
     assert gpu.live_objects() == 0
 
 
@@ -222,7 +250,10 @@ def test_the_self_test_finds_wrong_tensor_products(
     be_m5(wrong_kernels={"matmul_tensor_q4_0_narrow"})
     for _ in range(2):  # the second time from the first result
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "metal_prefill"), open_metal(path) as model:
+        with (
+            caplog.at_level(logging.WARNING, "metal_prefill"),
+            open_metal(path, kv_memory=1 << 19) as model,
+        ):
             assert model.stats()["matmul_tensor"] == 0
             np.testing.assert_array_equal(model.session().forward_prompt_logits(PROMPT), plain)
         assert "matrix units are disabled" in caplog.text
@@ -237,3 +268,6 @@ def test_the_environment_disables_tensor_kernels(
     logits, _, used = logits_of(path)
     assert used == 0
     np.testing.assert_array_equal(logits, plain)
+    with open_metal(path) as model:
+        report = doctor_report.check_kernels(model, quick=True)
+    assert report["no_matmul_tensor"] == "METAL_PREFILL_MATMUL_TENSOR is 0"

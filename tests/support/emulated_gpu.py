@@ -15,9 +15,9 @@ def require_emulator() -> Any:
     return _core.emulator
 
 
-def open_metal(path: Path, **options: Any) -> Model:
+def open_metal(path: Path, kv_memory: int = 1 << 18, **options: Any) -> Model:
     """Open a model with a small cache: the self-test copies it before and after each kernel."""
-    return Model(path, device="metal", kv_memory=1 << 20, **options)
+    return Model(path, device="metal", kv_memory=kv_memory, **options)
 
 
 def set_matrix_layout(name: str) -> None:
@@ -30,10 +30,10 @@ def set_matrix_layout(name: str) -> None:
     gpu.set_options(gpu.Options(matrix_layout=getattr(gpu.MatrixLayout, name)))
 
 
-def open_with(path: Path, **limits: Any) -> Model:
+def open_with(path: Path, kv_memory: int | None = None, **limits: Any) -> Model:
     """Open a model on a GPU with these limits, and keep the last 64 command buffers from then on."""
     gpu = _core.emulator
     gpu.set_limits(gpu.Limits(**limits))
     gpu.set_history_depth(0)
     gpu.set_history_depth(64)
-    return Model(path, device="metal")
+    return Model(path, device="metal", kv_memory=kv_memory)
