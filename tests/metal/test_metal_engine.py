@@ -389,7 +389,7 @@ def test_fused_kernels_save_two_dispatches_a_layer(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("layers", "features"),
-    [(30, {}), (2, {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q8_0"}})],
+    [(14, {}), (2, {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q8_0"}})],
     ids=str,
 )
 def test_a_fused_norm_gives_the_same_bits(tmp_path: Path, layers: int, features: dict[str, Any]) -> None:
@@ -444,14 +444,14 @@ def test_a_failure_while_the_cache_grows_keeps_its_contents(large_pages: Model, 
 
 def test_a_growing_cache_keeps_its_contents(large_pages: Model) -> None:
     first = large_pages.session()
-    logits = first.forward_prompt_logits(prompt(100))
-    first.rewind(99)
+    logits = first.forward_prompt_logits(prompt(66))
+    first.rewind(65)
     others = [large_pages.session() for _ in range(3)]
     for other in others:
-        other.forward_prompt(prompt(100, 9))
+        other.forward_prompt(prompt(66, 9))
     labels = [b.label for b in gpu.live_buffers()]
     assert labels.count("kv_pages") == 1
-    np.testing.assert_allclose(first.forward_token(prompt(100)[99]), logits, atol=1e-3 * np.abs(logits).max())
+    np.testing.assert_allclose(first.forward_token(prompt(66)[65]), logits, atol=1e-3 * np.abs(logits).max())
 
 
 def test_the_pool_is_no_larger_than_a_buffer(tmp_path: Path) -> None:

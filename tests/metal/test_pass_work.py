@@ -76,7 +76,7 @@ def test_attention_of_a_long_context_is_split_by_its_work_and_is_bit_identical(
 ) -> None:
     """Three heads to a head of K, so that the heads of a token may be in two dispatches."""
     shapes: dict[str, dict[str, Any]] = {
-        "heads": {"heads": 9, "kv_heads": 3, "head_dim": 64, "dim": 576},
+        "heads": {"heads": 9, "kv_heads": 3, "head_dim": 64},
         "window": {"architecture": "gemma3", "window": 64},
     }
     file = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=3, vocab=320, **shapes[model])

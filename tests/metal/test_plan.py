@@ -375,10 +375,10 @@ def test_no_dispatch_of_attention_has_more_work_than_a_command_buffer(family: in
     assert parts[131072 - 512] > parts[32768 - 512]
 
 
-def test_a_session_plans_from_its_position_and_computes_nothing(demo_path: Path) -> None:
+def test_a_session_plans_from_its_position_and_computes_nothing(tiny_demo_path: Path) -> None:
     claim(9)
-    shape = shape_in(demo_path)
-    with Model(demo_path, device="metal") as model, model.session() as session:
+    shape = shape_in(tiny_demo_path)
+    with Model(tiny_demo_path, device="metal") as model, model.session() as session:
         session.forward_prompt(range(1, 301))
         before = session.stats(), gpu.counters().dispatches, gpu.counters().buffers
         for tokens in (1, 20):
