@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support import small_models
 from support.gguf_bytes import ARRAY, BOOL, U8, U32, array, scalar
-from support.llama_file import DIM, LAYERS, PLAIN, Open, integer, number, string
+from support.llama_file import LAYERS, PLAIN, Open, integer, number, string
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.files import GGUFFile, ModelConfig
@@ -83,12 +83,6 @@ def test_incomplete_scaling_is_named(open_model: Open, metadata: dict[str, Any],
         read_config(open_model({SCALING + key: value for key, value in metadata.items()}))
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_qwen_rotates_pairs_half_a_head_apart(open_model: Open, architecture: str) -> None:
-    expected = replace(PLAIN, architecture=architecture, rope_style="neox")
-    assert read_config(open_model(architecture=architecture)) == expected
-
-
 def test_every_layer_of_phi3_has_the_window_of_the_file(open_model: Open) -> None:
     assert read_config(open_model(architecture="phi3")).layer_window == ()
     metadata = {"phi3.attention.sliding_window": integer(8)}
@@ -141,28 +135,6 @@ def test_the_attention_factor_needs_no_type_of_scaling(open_model: Open) -> None
     assert config == replace(PLAIN, rope_attn_factor=1.25)
 
 
-def test_every_fourth_layer_of_smollm3_does_not_rotate(open_model: Open) -> None:
-    config = read_config(open_model(architecture="smollm3", layers=9))
-    assert config.layer_uses_rope == (True, True, True, False, True, True, True, False, True)
-    assert config.rope_style == "interleaved"
-
-
-def test_gemma3_alternates_windows_and_full_attention(open_model: Open) -> None:
-    metadata = {
-        "gemma3.attention.sliding_window": integer(8),
-        "gemma3.rope.freq_base": number(1e6),
-        "gemma3.rope.scaling.type": string("linear"),
-        "gemma3.rope.scaling.factor": number(8.0),
-    }
-    config = read_config(open_model(metadata, architecture="gemma3", layers=7))
-    assert config.layer_window == (8, 8, 8, 8, 8, 0, 8)
-    assert config.layer_rope_base == (1e4, 1e4, 1e4, 1e4, 1e4, 1e6, 1e4)
-    assert config.layer_rope_factor == (1, 1, 1, 1, 1, 8, 1)
-    assert (config.rope_style, config.activation) == ("neox", "gelu")
-    assert config.embedding_scale == math.sqrt(DIM)
-    assert config.attention_scale == 0.0
-
-
 def test_gemma3_may_specify_its_pattern(open_model: Open) -> None:
     metadata = {
         "gemma3.attention.sliding_window": integer(8),
@@ -194,30 +166,11 @@ def test_gemma3_may_list_its_windows(open_model: Open) -> None:
         config(U8, b"\0", b"\1", b"\1")
 
 
-def test_only_layers_with_a_window_rotate_in_exaone4(open_model: Open) -> None:
-    plain = read_config(open_model(architecture="exaone4", layers=5))
-    assert (plain.layer_window, plain.layer_uses_rope) == ((), ())
-    metadata = {"exaone4.attention.sliding_window": integer(8)}
-    config = read_config(open_model(metadata, architecture="exaone4", layers=5))
-    assert config.layer_window == (8, 8, 8, 0, 8)
-    assert config.layer_uses_rope == (True, True, True, False, True)
-    assert config.layer_rope_base == ()
-
-
-def test_layers_with_a_window_are_not_scaled_in_olmo3(open_model: Open) -> None:
-    assert read_config(open_model(architecture="olmo2", layers=5)).layer_window == ()
+def test_scores_of_layers_with_a_window_are_not_scaled_in_olmo3(open_model: Open) -> None:
     metadata = {
         "olmo2.attention.sliding_window": integer(8),
-        "olmo2.rope.freq_base": number(5e5),
-        "olmo2.rope.scaling.type": string("yarn"),
-        "olmo2.rope.scaling.factor": number(8.0),
-        "olmo2.rope.scaling.original_context_length": integer(64),
+        "olmo2.rope.scaling.attn_factor": number(0.5),
     }
-    config = read_config(open_model(metadata, architecture="olmo2", layers=5))
-    assert config.layer_window == (8, 8, 8, 0, 8)
-    assert config.layer_rope_base == (5e5,) * 5
-    assert config.layer_rope_factor == (1.0, 1.0, 1.0, 8.0, 1.0)
-    metadata["olmo2.rope.scaling.attn_factor"] = number(0.5)
     with pytest.raises(UnsupportedModelError, match=r"attn_factor is 0.5, which is not supported with"):
         read_config(open_model(metadata, architecture="olmo2", layers=5))
 
