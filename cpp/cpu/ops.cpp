@@ -25,9 +25,8 @@ void round_from(const Context& c, const FloatRows& from, const Activations& a, i
                                 a.bfloat16.stride);
   if (a.forms.rotated)
     for (int r = 0; r < rows; ++r)
-      (a.forms.wide ? c.kernels.rotate_wide : c.kernels.rotate)(
-          x + std::size_t(r) * from.stride, columns, c.scratch.weights.as<float>(), a.rotated.row(row + r),
-          a.rotated.terms[row + r]);
+      c.kernels.rotate_activations(x + std::size_t(r) * from.stride, columns, a.forms.wide,
+                                   c.scratch.weights.as<float>(), a.rotated, row + r);
 }
 
 // A row without a float32 reader stays in the scratch memory of the thread, which is in its cache.

@@ -39,8 +39,7 @@ class Layout {
       a.bfloat16 = {take<std::uint16_t>(round_up(rows_, kTileTokens) * stride), stride};
     }
     if (forms.rotated) {
-      const std::size_t bytes = round_up(columns, kRotatedCols) * (forms.wide ? sizeof(std::int16_t) : 1);
-      const std::size_t stride = bytes + kRotatedCols;  // as for float32
+      const std::size_t stride = RotatedRows::stride_of(columns, forms.wide, forms.rests);
       a.rotated.data = take<std::byte>(round_up(rows_, kTileTokens) * stride);
       a.rotated.stride = stride;
       a.rotated.terms = take<RotatedRows::Terms>(rows_);

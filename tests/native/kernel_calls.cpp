@@ -222,16 +222,15 @@ void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& w
   const Buffer scratch(packing_bytes_of(linear), "scratch");
   for (int group = 0; group < packed.groups(); ++group) pack(linear, group, kernels, scratch.data());
   // Unused rows of the last tile hold any codes.
-  const std::size_t stride = round_up(cols, kRotatedCols) * linear.code_bytes() + kRotatedCols;
+  const std::size_t stride = RotatedRows::stride_of(cols, wide, kernels.limit_pairs);
   const std::size_t n_rows = round_up(std::size_t(first) + tokens, kTileTokens);
   const Buffer codes((n_rows + kTileTokens) * stride, "activations"),
       terms(n_rows * sizeof(RotatedRows::Terms), "terms");
   std::memset(codes.data(), 0x55, codes.bytes());
   const RotatedRows activations{codes.data(), stride, terms.as<RotatedRows::Terms>()};
   for (std::size_t t = 0; t < tokens; ++t)
-    (wide ? kernels.rotate_wide : kernels.rotate)(x.data() + t * cols, int(cols), scratch.as<float>(),
-                                                  activations.row(first + int(t)),
-                                                  activations.terms[std::size_t(first) + t]);
+    kernels.rotate_activations(x.data() + t * cols, int(cols), wide, scratch.as<float>(), activations,
+                               first + int(t));
   require(activation >= -1 && activation <= int(Activation::kClampedSilu), "no such activation");
   const auto kind = Activation(activation);
   kernels.multiply_rotated(packed, {0, packed.groups()}, activations, first, int(tokens),

@@ -118,14 +118,14 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
                               w.x.bfloat16.stride);
   }
   if (w.copies[0].rotated()) {
-    w.x.rotated.stride = round_up(std::size_t(cols), kRotatedCols) + kRotatedCols;
+    w.x.rotated.stride = RotatedRows::stride_of(std::size_t(cols), false, kernels.limit_pairs);
     w.rotated = Buffer(n_tiles * kTileTokens * w.x.rotated.stride, "activations");
     w.x.rotated.data = w.rotated.data();
     w.terms = Buffer(std::size_t(tokens) * sizeof(RotatedRows::Terms), "activations");
     w.x.rotated.terms = w.terms.as<RotatedRows::Terms>();
     std::vector<float> row(round_up(std::size_t(cols), kRotatedCols));
     for (int t = 0; t < tokens; ++t)
-      kernels.rotate(w.x.f32.row(t), cols, row.data(), w.x.rotated.row(t), w.x.rotated.terms[t]);
+      kernels.rotate_activations(w.x.f32.row(t), cols, false, row.data(), w.x.rotated, t);
   }
   w.out = random_rows(w.output, tokens, rows);
   w.scratch.resize(std::size_t(threads));

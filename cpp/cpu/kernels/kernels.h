@@ -91,6 +91,12 @@ struct RotatedRows {
   struct Terms {
     float scale;
     std::int32_t start;  // of the integer sum: minus the contribution of the zero of the weights' codes
+    std::int32_t rests = 0;
+  };
+  // What limit_pairs takes from the bytes of four columns, after those of the row.
+  struct Rest {
+    std::int32_t offset;  // of the weights of a row of the group, in bytes
+    std::int32_t codes;
   };
 
   std::byte* data = nullptr;
@@ -98,6 +104,13 @@ struct RotatedRows {
   Terms* terms = nullptr;
 
   std::byte* row(int token) const { return data + std::size_t(token) * stride; }
+  // Of the bytes of a row and, if a set limits pairs, of a Rest of all columns. A row ends with an unused
+  // cache line, as in float32.
+  static constexpr std::size_t stride_of(std::size_t cols, bool wide, bool rests) {
+    const std::size_t padded = round_up(cols, std::size_t(kRotatedCols));
+    return padded * (wide ? sizeof(std::int16_t) : 1) + (rests ? padded / 4 * sizeof(Rest) : 0) +
+           kRotatedCols;
+  }
 };
 
 // Memory that is read after a product, and prefetched meanwhile into the L2 cache.
@@ -319,6 +332,14 @@ struct Kernels {
   void (*rotate)(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms);
   // The same to 16 bits; null if a set multiplies float32 as fast. multiply_rotated takes such rows, too.
   void (*rotate_wide)(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms);
+  // For multiply_rotated in 8 bits, after rotate: limits the sums of neighbouring bytes, so that those of
+  // products fit 16 bits. Null if a set adds them in 32 bits.
+  void (*limit_pairs)(std::byte* q, int padded, RotatedRows::Terms& terms) = nullptr;
+  void rotate_activations(const float* x, int n, bool wide, float* memory, const RotatedRows& rows,
+                          int row) const {
+    (wide ? rotate_wide : rotate)(x, n, memory, rows.row(row), rows.terms[row]);
+    if (limit_pairs && !wide) limit_pairs(rows.row(row), round_up(n, kRotatedCols), rows.terms[row]);
+  }
   // A group of a quantized matrix in wide blocks as pairs, rounded to nearest; null as multiply_pairs.
   void (*widen_to_pairs)(const PackedMatrix& weight, int group, PairBlock* out) = nullptr;
   // The first n values of rows, to nearest, ties to even.

@@ -30,6 +30,7 @@ Kernels vnni_table() {
   table.rotated_zero = kCodeZero;
   table.rotate = rotate;
   table.rotate_wide = wide_rotation<Simd>();
+  table.limit_pairs = pair_limiter<Simd>();
   table.attention = attention_vnni;
   table.run_dots = run_dots;
   return table;

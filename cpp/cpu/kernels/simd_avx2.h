@@ -34,7 +34,7 @@ struct Simd {
 #ifdef __AVXVNNI__
   static constexpr int kPanelVectors = 2, kPanelTokens = 6, kRotatedZero = 128;
 #else
-  static constexpr int kPanelVectors = 2, kPanelTokens = 4, kRotatedZero = kSignedCodes;
+  static constexpr int kPanelVectors = 2, kPanelTokens = 4, kRotatedZero = 128;
 #endif
   static constexpr int kAttentionRows = 3, kAttentionVectors = 4;
   static constexpr int kNarrowVectors = 4;
@@ -236,13 +236,33 @@ struct Simd {
   template <int kZero>
   static I dot(I acc, I codes, I x) {
     __m256i pairs;
-    if constexpr (kZero == 128 || kZero == kSignedCodes) {
-      const __m256i w = kZero == 128 ? _mm256_xor_si256(codes, _mm256_set1_epi8(-128)) : codes;
+    if constexpr (kZero == 128) {
+      const __m256i w = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
       pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
     } else {
       pairs = _mm256_maddubs_epi16(codes, x);
     }
     return in_register(_mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+  }
+  // The same for any codes. Neighbouring bytes of x add up to 128 at most.
+  static I dot_limited(I acc, I codes, I x) {
+    return in_register(
+        _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1))));
+  }
+  // Subtracts halves of the pairs of 32 bytes that add up to more. Returns in which lanes, as bits.
+  static unsigned halve_pairs(std::byte* p, std::int32_t (&halves)[kLanes]) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i sums = _mm256_maddubs_epi16(_mm256_set1_epi8(1), x);
+    const __m256i over = _mm256_cmpgt_epi16(_mm256_abs_epi16(sums), _mm256_set1_epi16(128));
+    if (_mm256_testz_si256(over, over)) return 0;
+    const __m256i low = _mm256_and_si256(_mm256_srli_epi16(x, 1), _mm256_set1_epi8(0x7f)),  // of each byte
+        sign = _mm256_set1_epi8(0x40), half = _mm256_sub_epi8(_mm256_xor_si256(low, sign), sign),
+                  rest = _mm256_and_si256(half, over);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(halves), rest);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_sub_epi8(x, rest));
+    return ~unsigned(
+               _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(over, _mm256_setzero_si256())))) &
+           255;
   }
 #endif
 };

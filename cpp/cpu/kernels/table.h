@@ -29,6 +29,7 @@ constexpr Kernels kTable = {
     .rotated_zero = kCodeZero,
     .rotate = rotate,
     .rotate_wide = wide_rotation<Simd>(),
+    .limit_pairs = pair_limiter<Simd>(),
     .half_to_float = half_to_float_row,
     .bfloat16_to_float = bfloat16_to_float_row,
     .quantize = quantize,

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kPanelSteps = 16;       // of a block
 constexpr std::size_t kRowBytes = 4;  // of a row in a step
+constexpr std::size_t kStepBytes = kPanelRows * kRowBytes, kPanelBytes = kPanelSteps * kStepBytes;
 
 // So few tokens wait for memory, which is read in order, panel after panel of a block, so that the processor
 // reads ahead: with both panels at a time, Zen 4 read a token's weights at a third of the speed.
@@ -79,6 +80,10 @@ struct FourBytes {
   static I load(const std::uint8_t* p) { return Simd::load_codes(p); }
 };
 
+// Whether parts of the activations of some columns are multiplied separately.
+template <class Product>
+concept AddsRests = requires(const Product& product) { product.rests(0); };
+
 // Whether sums are rounded, more the longer they are.
 template <class Product>
 concept SumsFloats = requires { Product::kSumBlocks; };
@@ -120,7 +125,6 @@ void panel_tile(const Product& product, const PanelOperands& from, int v, int to
   constexpr int kOfPanel = kPanelRows / Simd::kLanes;
   constexpr int kTogether = kTokens > kFewPanelTokens ? kVectors : std::min(kVectors, kOfPanel);
   using Weights = typename Product::Weights;
-  constexpr std::size_t kStepBytes = kPanelRows * kRowBytes, kPanelBytes = kPanelSteps * kStepBytes;
   typename Product::Sum sums[kTokens][kVectors];
 #pragma GCC unroll 16
   for (int t = 0; t < kTokens; ++t)
@@ -130,6 +134,18 @@ void panel_tile(const Product& product, const PanelOperands& from, int v, int to
                       std::size_t(v / kOfPanel) * kPanelBytes +
                       std::size_t(v % kOfPanel * Simd::kLanes) * kRowBytes;
   const auto* x = static_cast<const std::byte*>(from.x) + std::size_t(token) * from.x_stride;
+  const auto offset_of = [](int r) __attribute__((always_inline)) {
+    return std::size_t(r / kOfPanel) * kPanelBytes + std::size_t(r % kOfPanel * Simd::kLanes) * kRowBytes;
+  };
+  if constexpr (AddsRests<Product>) {
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t)
+      for (const auto& rest : product.rests(token + t))
+#pragma GCC unroll 8
+        for (int r = 0; r < kVectors; ++r)
+          sums[t][r] = Product::add(sums[t][r], Weights::load(block + rest.offset + offset_of(r)),
+                                    Simd::set_int(rest.codes));
+  }
   NextLines lines = next;  // in registers
   lines.begin_tile(from.n_blocks);
   [[maybe_unused]] FloatTotals<kTokens, kVectors> totals;
@@ -146,9 +162,7 @@ void panel_tile(const Product& product, const PanelOperands& from, int v, int to
           decltype(Weights::load(block)) weights[kTogether];
 #pragma GCC unroll 8
           for (int r = 0; r < kTogether; ++r) {
-            const auto* at = block + std::size_t((g + r) / kOfPanel) * kPanelBytes +
-                             std::size_t(step) * kStepBytes +
-                             std::size_t((g + r) % kOfPanel * Simd::kLanes) * kRowBytes;
+            const auto* at = block + std::size_t(step) * kStepBytes + offset_of(g + r);
             weights[r] = Weights::load(at);
             if (Weights::kFetches && kTokens > kFewPanelTokens / 2 && (g + r) % kOfPanel == 0)
               __builtin_prefetch(at + 4 * kPanelBytes);

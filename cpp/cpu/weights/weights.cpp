@@ -267,6 +267,7 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
   const auto add = [&](Linear& linear, const Tensor& tensor, Forms& input, bool is_exact) {
     linear = linear_of(tensor, is_exact ? Compute::kF32 : compute, kernels, keep_wide);
     input.add(linear);
+    input.rests |= linear.rotated() && !linear.wide() && kernels.limit_pairs;
     widens |= linear.pairs && linear.packed.packing != Packing::kPairs;
     scratch_bytes = std::max(scratch_bytes, scratch_bytes_of(linear));
     linears.push_back(&linear);

@@ -53,7 +53,8 @@ struct Forms {
   bool int8 = false;
   bool super = false;
   bool bfloat16 = false;
-  bool rotated = false, wide = false;  // wide: rotated rows in 16 bits
+  // Rotated rows, in 16 bits, and in 8 with limited pairs.
+  bool rotated = false, wide = false, rests = false;
   bool f32 = false;
 
   bool any() const { return int8 || super || bfloat16 || rotated || f32; }

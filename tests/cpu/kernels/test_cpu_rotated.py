@@ -157,6 +157,24 @@ def test_the_product_of_rotated_rows_is_exact_and_the_same_for_any_tile(isa: str
 
 
 @each_set
+def test_products_of_the_largest_codes_are_exact(isa: str) -> None:
+    # AVX2 adds products of neighbouring columns in 16 bits, and divides codes that add up to more than 128.
+    chosen = np.array([-127, -65, -64, -63, 0, 1, 63, 64, 65, 127])
+    codes = np.random.default_rng(2).choice(chosen, (70, 256))
+    codes[:, ::64] = 127
+    x = np.ascontiguousarray(codes.reshape(70, 4, 64) @ hadamard(64), np.float32).reshape(70, 256)
+    found = rotated(isa, x, False)
+    np.testing.assert_array_equal(found[0], codes)
+    for batch in (1, 2, 7, 70):
+        out = guarded(batch, 96)
+        cpu.multiply_rotated(
+            isa, int(Type.F32), x.view(np.uint8).reshape(-1), 70, x[:batch], 0, False, -1, out
+        )
+        expected = product_of(found, (found[0][:batch], found[1][:batch]))
+        np.testing.assert_array_equal(inside(out, batch, 96)[:, :70], expected)
+
+
+@each_set
 def test_the_activation_of_a_product_is_that_of_its_values(isa: str) -> None:
     rows, cols = 128, 128
     raw, x = normal(rows, cols).view(np.uint8).reshape(-1), normal(70, cols, seed=1)
