@@ -157,7 +157,12 @@ struct Simd {
 #endif
   }
   static void store_low_bytes(std::int8_t* p, I a) { store_int8(p, a); }  // the lowest byte of each lane
-  static std::int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
+  static std::int32_t reduce_add(I a) {  // modulo 2^32, which _mm512_reduce_add_epi32 of GCC does not define
+    const __m256i y = _mm256_add_epi32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
+    __m128i x = _mm_add_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+    x = _mm_add_epi32(x, _mm_unpackhi_epi64(x, x));
+    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 1)));
+  }
 
   // Products of 8-bit integers: four bytes to a lane.
   static I set_int(std::int32_t x) { return _mm512_set1_epi32(x); }
