@@ -90,10 +90,10 @@ constexpr int kPairPad = 32;
 struct RotatedRows {
   struct Terms {
     float scale;
-    std::int32_t start;  // of the integer sum: minus the contribution of the zero of the weights' codes
-    std::int32_t rests = 0;
+    std::int32_t start;      // of the integer sum: minus the contribution of the zero of the weights' codes
+    std::int32_t rests = 0;  // number of them
   };
-  // What limit_pairs takes from the bytes of four columns, after those of the row.
+  // A part of the codes of four columns that limit_pairs stores after the row.
   struct Rest {
     std::int32_t offset;  // of the weights of a row of the group, in bytes
     std::int32_t codes;
@@ -104,8 +104,8 @@ struct RotatedRows {
   Terms* terms = nullptr;
 
   std::byte* row(int token) const { return data + std::size_t(token) * stride; }
-  // Of the bytes of a row and, if a set limits pairs, of a Rest of all columns. A row ends with an unused
-  // cache line, as in float32.
+  // Room for the codes of a row and, if a set limits pairs, for as many rests as it can have. A row ends with
+  // an unused cache line, as in float32.
   static constexpr std::size_t stride_of(std::size_t cols, bool wide, bool rests) {
     const std::size_t padded = round_up(cols, std::size_t(kRotatedCols));
     return padded * (wide ? sizeof(std::int16_t) : 1) + (rests ? padded / 4 * sizeof(Rest) : 0) +

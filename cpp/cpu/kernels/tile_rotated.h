@@ -167,8 +167,8 @@ constexpr auto wide_rotation() {
     return nullptr;
 }
 
-// Halves pairs whose sum is too large; the other halves follow the row. In random rows of 384 columns that is
-// 3% of the pairs, of 3072 columns 1%.
+// Halves pairs whose sum is too large, and stores the other halves after the row: of random rows 3% of the
+// pairs with 384 columns, 1% with 3072.
 template <LimitsPairs S>
 void limit_pairs(std::byte* q, int padded, RotatedRows::Terms& terms) {
   auto* rest = reinterpret_cast<RotatedRows::Rest*>(q + padded);
