@@ -31,11 +31,7 @@ struct Simd {
   // Products of floats: 12 sums, for which 7 loads are needed. 1.3 times as fast as 4 by 2, 1.2 times as 2
   // by 6. In panels 2 by 6, and 8 loads.
   static constexpr int kFloatRows = 4, kFloatTokens = 3, kFloatPanelTokens = 6;
-#ifdef __AVXVNNI__
-  static constexpr int kPanelVectors = 2, kPanelTokens = 6, kRotatedZero = 128;
-#else
-  static constexpr int kPanelVectors = 2, kPanelTokens = 4, kRotatedZero = 128;
-#endif
+  static constexpr int kPanelVectors = 2, kPanelTokens = kOneDot ? 6 : 4, kRotatedZero = 128;
   static constexpr int kAttentionRows = 3, kAttentionVectors = 4;
   static constexpr int kNarrowVectors = 4;
 
@@ -244,12 +240,8 @@ struct Simd {
     }
     return in_register(_mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
   }
-  // The same for any codes. Neighbouring bytes of x add up to 128 at most.
-  static I dot_limited(I acc, I codes, I x) {
-    return in_register(
-        _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1))));
-  }
-  // Subtracts halves of the pairs of 32 bytes that add up to more. Returns in which lanes, as bits.
+  // For dot<0> with codes up to 255: subtracts halves of the pairs of 32 bytes that add up to more than 128.
+  // Returns in which lanes, as bits.
   static unsigned halve_pairs(std::byte* p, std::int32_t (&halves)[kLanes]) {
     const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     const __m256i sums = _mm256_maddubs_epi16(_mm256_set1_epi8(1), x);

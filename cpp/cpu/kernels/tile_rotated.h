@@ -79,7 +79,8 @@ concept MultipliesHalfwords = requires(typename S::I a) { S::dot_halfwords(a, a,
 // signed bytes add up to 128 at most (255 * 128 < 2^15), and a vector operation less than products of signed
 // bytes.
 template <class S>
-concept LimitsPairs = requires(typename S::I a) { S::dot_limited(a, a, a); };
+concept LimitsPairs =
+    requires(std::byte* p, std::int32_t (&halves)[S::kLanes]) { S::halve_pairs(p, halves); };
 
 // Sets that pack four vectors of codes into one of bytes.
 template <class S>
@@ -211,10 +212,8 @@ struct RotatedProduct {
   static Sum add(Sum sum, I weights, I x) {
     if constexpr (kWide)
       return S::dot_halfwords(sum, weights, x);
-    else if constexpr (LimitsPairs<S>)
-      return S::dot_limited(sum, weights, x);
     else
-      return Simd::template dot<Simd::kRotatedZero>(sum, weights, x);
+      return Simd::template dot<LimitsPairs<S> ? 0 : Simd::kRotatedZero>(sum, weights, x);
   }
   F finish(Sum sum, int token, int row) const {
     return Simd::mul(Simd::to_float(sum), Simd::mul(Simd::load(scales + row), Simd::set(terms[token].scale)));
