@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the 7,800 collected tests from each later search for unreachable objects."""
+    """Exclude the collected tests from each later search for unreachable objects."""
     gc.collect()
     gc.freeze()
 
