@@ -13,8 +13,7 @@ from metal_prefill.errors import StateError
 from metal_prefill.text._tool_calls import ToolCall, ToolCallParser
 
 if TYPE_CHECKING:
-    from metal_prefill.generation._ending import FinishReason
-    from metal_prefill.generation._text_generation import Piece
+    from metal_prefill.generation._text_generation import FinishReason, Piece
     from metal_prefill.model import Model
     from metal_prefill.session import Session
 

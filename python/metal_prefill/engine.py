@@ -114,6 +114,7 @@ class Engine:
         self.gguf = gguf
         self.config = config
         self.head = head
+        self._generates = config.generates
         self.max_context = max_context
         self.compute = compute
         self.kv_dtype = kv_dtype
@@ -186,7 +187,7 @@ class Engine:
 
     def check_generates(self) -> None:
         """Raise ValueError if the model does not predict text, as encoders do not."""
-        if not self.config.generates:
+        if not self._generates:
             kind = "an encoder, which does not generate or score text"
             raise ValueError(f"{self.name} is {kind}: use {self.encoder_methods}")
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from metal_prefill.generation import _many
     from metal_prefill.generation._engine_loop import EngineLoop
-    from metal_prefill.generation._text_generation import TextOptions
+    from metal_prefill.generation._sampling import TextOptions
     from metal_prefill.tasks import (
         _classification,
         _embedding,

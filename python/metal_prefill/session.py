@@ -23,8 +23,9 @@ from metal_prefill._support.arguments import (
 from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill.engine import Engine
 from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
+from metal_prefill.generation._sampling import TextOptions
 from metal_prefill.generation._speculation import RunAhead
-from metal_prefill.generation._text_generation import Continuation, NextTokens, Piece, TextOptions
+from metal_prefill.generation._text_generation import Continuation, NextTokens, Piece
 from metal_prefill.storage import _session_file
 
 if TYPE_CHECKING:

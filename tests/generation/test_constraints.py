@@ -17,8 +17,7 @@ from metal_prefill.engine import RowCost
 from metal_prefill.generation import _constraint, _constraint_worker, _scheduler
 from metal_prefill.generation._constraint import Constraint
 from metal_prefill.generation._constraint_worker import _prepare, _Spelling, _Texts
-from metal_prefill.generation._ending import MOST_FORCED
-from metal_prefill.generation._sampling import REPEAT_WINDOW
+from metal_prefill.generation._sampling import MOST_FORCED, REPEAT_WINDOW
 from metal_prefill.generation._speculation import MOST_DRAFTS
 from metal_prefill.generation._text_generation import Continuation
 

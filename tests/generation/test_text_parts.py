@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_prefill.generation._constraint import Step
-from metal_prefill.generation._ending import MOST_FORCED, Choosing, StopFilter, TextWriter
+from metal_prefill.generation._sampling import MOST_FORCED, Choosing
+from metal_prefill.generation._text_generation import StopFilter, TextWriter
 
 STOP = 0
 

@@ -12,12 +12,11 @@ from support.running_server import Running, events, running
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import Model, serve
-from metal_prefill.serve import _endpoint, _limits, _vectors
+from metal_prefill.serve import _endpoint, _generation, _vectors
 from metal_prefill.serve._chat import ChatChoice
 from metal_prefill.serve._completions import MOST_ECHOED, CompletionChoice
-from metal_prefill.serve._generation import Choice
-from metal_prefill.serve._limits import MOST_ANSWER, MOST_ESCAPED, MOST_SCORED
-from metal_prefill.serve._service import Service
+from metal_prefill.serve._generation import MOST_ANSWER, MOST_ESCAPED, Choice
+from metal_prefill.serve._service import MOST_SCORED, Service
 from metal_prefill.serve._vectors import MOST_NUMBERS
 
 FIELDS = 1 << 20  # bytes of the fields of an answer, besides its texts and numbers
@@ -95,7 +94,7 @@ def test_too_many_numbers_are_refused_before_anything_is_computed(
         assert server.post("/v1/embeddings", body).status_code == 200
         monkeypatch.setattr(_vectors, "MOST_NUMBERS", count * width - 1)
         with monkeypatch.context() as patched:
-            patched.setattr(server.service, "compute", None)
+            patched.setattr(_vectors, "_compute", None)
             refused = server.post("/v1/embeddings", body)
         assert refused.status_code == 400
         message = f"input: {count} vectors of {width} numbers; an answer may have {count * width - 1} numbers"
@@ -154,7 +153,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
 
 def test_those_of_prompts_are_limited_in_one_request(cpu_model: Model) -> None:
-    most = _limits.MOST_SCORES // 21
+    most = _generation.MOST_SCORES // 21
     prompts = [[1] * (most // 100 + 1)] * 100  # the first token of each has none
     count = 21 * (100 * (most // 100) + 99)
     with running(cpu_model) as server:
@@ -168,7 +167,7 @@ def test_those_of_prompts_are_limited_in_one_request(cpu_model: Model) -> None:
 
 
 def test_a_request_may_have_as_many_as_the_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_limits, "MOST_SCORES", 3 * 2 * 4)
+    monkeypatch.setattr(_generation, "MOST_SCORES", 3 * 2 * 4)
     body = {**SCORED, "logprobs": 3}
     assert server.post("/v1/completions", {**body, "prompt": [[1, 2, 3, 4]] * 2}).status_code == 200
     assert server.post("/v1/completions", {**body, "prompt": [[1, 2, 3, 4]] * 3}).status_code == 400
@@ -194,22 +193,24 @@ def test_the_context_limits_the_number_of_an_answer(
 ) -> None:
     length = cpu_model.max_context - 4
     body = {"prompt": [1] * length, "max_tokens": 1 << 20, "logprobs": 1, "temperature": 0}
-    monkeypatch.setattr(_limits, "MOST_SCORES", 2 * 5)  # four fit the context, and one needs no room
+    monkeypatch.setattr(_generation, "MOST_SCORES", 2 * 5)  # four fit the context, and one needs no room
     (choice,) = server.post("/v1/completions", body).json()["choices"]
     assert len(choice["logprobs"]["tokens"]) == 5
-    monkeypatch.setattr(_limits, "MOST_SCORES", 2 * 5 - 1)
+    monkeypatch.setattr(_generation, "MOST_SCORES", 2 * 5 - 1)
     assert server.post("/v1/completions", body).status_code == 400
     scored = {**body, "echo": True, "max_tokens": 1}
-    monkeypatch.setattr(_limits, "MOST_SCORES", 2 * length)  # all but the first of the prompt, and one more
+    monkeypatch.setattr(
+        _generation, "MOST_SCORES", 2 * length
+    )  # all but the first of the prompt, and one more
     assert server.post("/v1/completions", scored).status_code == 200
-    monkeypatch.setattr(_limits, "MOST_SCORES", 2 * length - 1)
+    monkeypatch.setattr(_generation, "MOST_SCORES", 2 * length - 1)
     assert server.post("/v1/completions", scored).status_code == 400
 
 
 def test_an_answer_without_max_tokens_ends_at_the_limit(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_limits, "MOST_SCORES", 3 * 4 * 2 + 7)
+    monkeypatch.setattr(_generation, "MOST_SCORES", 3 * 4 * 2 + 7)
     body = {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 3, "min_tokens": 100}
     for choice in server.post("/v1/chat/completions", body).json()["choices"]:
         assert len(choice["logprobs"]["content"]) == 3

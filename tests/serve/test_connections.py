@@ -16,7 +16,7 @@ import pytest
 from support.running_server import Gate, Running, events, read_all, request_bytes, running, wait_until
 
 from metal_prefill import Model, serve
-from metal_prefill.serve import _connections, _limits
+from metal_prefill.serve import _connections, _service
 
 BODY: dict[str, Any] = {"prompt": "ROMEO:\n", "max_tokens": 2, "temperature": 0}
 SECONDS = 0.3
@@ -151,7 +151,7 @@ def test_concurrent_bodies_have_a_total_limit(cpu_model: Model) -> None:
     limit = len(whole) - whole.index(b"{")
     with running(cpu_model, max_body=limit) as server, ExitStack() as stack:
         clients: list[socket.socket] = []
-        for _ in range(_limits.HELD + 1):
+        for _ in range(_service.HELD + 1):
             clients.append(stack.enter_context(server.connect()))
             clients[-1].sendall(whole[:-2])
         (refused,) = select.select(clients, [], [], 60)[0]
@@ -167,9 +167,9 @@ def test_bodies_of_requests_being_answered_count_towards_the_limit(cpu_model: Mo
     body = {"prompt": "a" * 900, "max_tokens": 9, "temperature": 0}
     whole = request_bytes(body)
     limit = len(whole) - whole.index(b"{")
-    with running(cpu_model, max_body=limit, max_streams=_limits.HELD) as server, ExitStack() as stack:
+    with running(cpu_model, max_body=limit, max_streams=_service.HELD) as server, ExitStack() as stack:
         gate = Gate(server.service)
-        for i in range(_limits.HELD):
+        for i in range(_service.HELD):
             stack.enter_context(server.connect()).sendall(whole)
             wait_until(lambda count=i + 1: server.service._texts == count)
         assert server.post("/v1/completions", BODY).status_code == 503
@@ -181,7 +181,7 @@ def test_bodies_of_requests_being_answered_count_towards_the_limit(cpu_model: Mo
 def test_answers_that_are_not_read_have_a_total_limit(
     cpu_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_limits, "MOST_UNSENT", 6000)
+    monkeypatch.setattr(_service, "MOST_UNSENT", 6000)
     with running(cpu_model, send_buffer=BUFFER) as server:
         with server.connect(BUFFER) as connection:
             connection.sendall(request_bytes({**BODY, "n": 64, "logprobs": 20, "max_tokens": 16}))

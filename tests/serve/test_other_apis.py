@@ -92,7 +92,7 @@ def test_a_response_continues_a_previous_one(served: Running) -> None:
 def test_responses_are_kept_for_their_key_within_a_bound(
     cpu_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metal_prefill.serve._service.MOST_KEPT", 600)
+    monkeypatch.setattr("metal_prefill.serve._responses.MOST_KEPT", 600)
 
     def ask(key: str, **body: Any) -> Any:
         return server.post(

@@ -19,7 +19,7 @@ from support.small_models import write
 
 from metal_prefill import Model
 from metal_prefill.serve import Settings
-from metal_prefill.serve._access import prefix_key, prefix_namespace
+from metal_prefill.serve._endpoint import prefix_key, prefix_namespace
 from metal_prefill.serve._prefix_store import RECENT_PROMPTS, PrefixStore
 
 SYSTEM = "A room in the castle. Enter HAMLET, the king, and players, who speak of what they saw. " * 10

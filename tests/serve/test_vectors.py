@@ -15,7 +15,7 @@ from metal_prefill import Model
 from metal_prefill.conversion import convert
 from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, ROWS_PER_WRITING
-from metal_prefill.serve._service import SharedPasses
+from metal_prefill.serve._vectors import SharedPasses
 from metal_prefill.tasks import prompt_names
 from metal_prefill.tasks._text_passes import pooled_states
 

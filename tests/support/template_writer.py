@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
-from metal_prefill.text._template_budget import FILTERS, STR_METHODS
+from metal_prefill.text._template_limits import FILTERS, STR_METHODS
 
 NAMES = [
     "messages", "m", "x", "ns", "ns.x", "loop", "loop.index", "bos_token", "nothing", "caller", "f", "range",

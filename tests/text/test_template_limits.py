@@ -13,7 +13,7 @@ from support.programs import finished
 
 from metal_prefill import ChatTemplateError
 from metal_prefill.text import ChatTemplate
-from metal_prefill.text._template_budget import FILTERS, MAX_VALUE
+from metal_prefill.text._template_limits import FILTERS, MAX_VALUE
 
 END = "<|im_end|>"
 USER_HI = [{"role": "user", "content": "Hi"}]

@@ -13,10 +13,10 @@ from typing import IO, Any
 from metal_prefill.commands import common
 from metal_prefill.commands.result_lines import Prompt, continued, read_prompts
 from metal_prefill.errors import MetalPrefillError
-from metal_prefill.generation._ending import split_stops
 from metal_prefill.generation._sampling import Options, core_sampler
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import REFUSALS, Stream
+from metal_prefill.generation._text_generation import split_stops
 
 # Results that may wait for a slower earlier prompt, which limits their memory.
 MOST_WAITING = 1024

@@ -80,11 +80,6 @@ def _put(batch: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
         texts._queue.put_nowait(made)
 
 
-class _Call(NamedTuple):
-    requests: Sequence[_core.Computation]
-    results: Future[list[Any]]
-
-
 class EngineLoop:
     """Run a scheduler in a separate thread while there is something to compute."""
 
@@ -96,7 +91,7 @@ class EngineLoop:
         # Called in that thread with the scheduler after each pass.
         after_pass: Callable[[Scheduler], object] | None = None,
     ) -> None:
-        self._model = model
+        self.engine = model.engine
         self._max_streams = max_streams
         self._after_pass = after_pass
         self.begin()
@@ -106,10 +101,10 @@ class EngineLoop:
         """Start anew, also in a forked process, which has neither the thread nor the waiting tasks."""
         self._lock = threading.Lock()  # guards what follows
         self._new: list[Texts] = []
-        self._new_calls: list[_Call] = []
+        self._new_calls: list[PendingCall] = []
         self._running = False
 
-    def _add(self, new: Texts | _Call) -> None:
+    def _add(self, new: Texts | PendingCall) -> None:
         with self._lock:
             if isinstance(new, Texts):
                 self._new.append(new)
@@ -130,15 +125,15 @@ class EngineLoop:
 
         If the future is cancelled, nothing is computed from the next pass on.
         """
-        future: Future[list[Any]] = Future()
-        self._add(_Call(requests, future))
-        return future
+        call = PendingCall(requests)
+        self._add(call)
+        return call.results
 
     async def generate(self, prompt: Any, max_tokens: int, **options: Any) -> AsyncIterator[str]:
         """Continue a prompt; see :meth:`metal_prefill.Model.generate_async`."""
         import asyncio
 
-        streams = await asyncio.to_thread(make_streams, self._model.engine, prompt, 1, max_tokens, **options)
+        streams = await asyncio.to_thread(make_streams, self.engine, prompt, 1, max_tokens, **options)
         texts = self.enter(streams)
         try:
             async for made in texts:
@@ -151,31 +146,28 @@ class EngineLoop:
 
     def _run(self) -> None:
         entered: list[Texts] = []
-        calls: dict[PendingCall, Future[list[Any]]] = {}
+        calls: list[PendingCall] = []
         try:
-            scheduler = Scheduler(self._model, max_streams=self._max_streams)
+            scheduler = Scheduler(self, max_streams=self._max_streams)
             while self._admit(scheduler, entered, calls):
                 passes = scheduler.passes
                 pieces = scheduler.step_pieces()
                 _deliver(_sort(entered, pieces))
                 entered = [texts for texts in entered if any(s.finish_reason is None for s in texts.streams)]
-                for pending in [p for p in calls if p.results is not None]:
-                    _resolve(calls.pop(pending), pending.results)
+                calls = [call for call in calls if not call.results.done()]
                 if self._after_pass is not None and scheduler.passes != passes:
                     self._after_pass(scheduler)
         except Exception as error:
             with self._lock:
                 self._running = False
                 failed, self._new = [*entered, *self._new], []
-                futures = [*calls.values(), *(c.results for c in self._new_calls)]
-                self._new_calls = []
+                calls, self._new_calls = [*calls, *self._new_calls], []
             _deliver((texts, error) for texts in failed)
-            for future in futures:
-                _resolve(future, None, error)
+            for call in calls:
+                if not call.results.done() and call.results.set_running_or_notify_cancel():
+                    call.results.set_exception(error)
 
-    def _admit(
-        self, scheduler: Scheduler, entered: list[Texts], calls: dict[PendingCall, Future[list[Any]]]
-    ) -> bool:
+    def _admit(self, scheduler: Scheduler, entered: list[Texts], calls: list[PendingCall]) -> bool:
         """Pass new requests to the scheduler, and cancel those whose callers are gone.
 
         Returns False if nothing is left to do; the loop then ends.
@@ -194,10 +186,8 @@ class EngineLoop:
                 for stream in texts.streams:
                     stream.cancel()
         for call in new_calls:
-            calls[scheduler.call(call.requests)] = call.results
-        for pending in [p for p, future in calls.items() if future.cancelled()]:
-            pending.cancelled = True
-            del calls[pending]
+            scheduler.call(call)
+        calls += new_calls
         return True
 
 
@@ -210,15 +200,6 @@ def _begin_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_in_child)
-
-
-def _resolve(future: Future[list[Any]], results: list[Any] | None, error: Exception | None = None) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(results or [])
 
 
 def _sort(entered: Sequence[Texts], pieces: Iterable[tuple[Stream, Piece]]) -> list[tuple[Texts, list[Made]]]:

@@ -19,22 +19,13 @@ from metal_prefill._support.arguments import TokenIds, integer
 from metal_prefill.engine import EngineOwner
 from metal_prefill.errors import ConstraintError, KVMemoryError, SessionBusyError
 from metal_prefill.generation._constraint import BATCH_PATIENCE, ConstraintPending
+from metal_prefill.generation._sampling import TextOptions
 from metal_prefill.generation._speculation import RunAhead
 from metal_prefill.generation._stream import PendingCall, PendingCalls, Stream, make_streams
-from metal_prefill.generation._text_generation import NextTokens, Piece, TextOptions
+from metal_prefill.generation._text_generation import NextTokens, Piece
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-__all__ = [
-    "LEAST_PROMPT_ROWS",
-    "PROMPT_TURN",
-    "PassRows",
-    "PendingCall",
-    "Scheduler",
-    "Stream",
-    "make_streams",
-]
 
 PROMPT_TURN = 64  # tokens of a prompt in one pass while others wait: a page
 # Rows of long prompts in a pass, however many streams are writing or short prompts wait. Each row adds 3 to 5
@@ -213,9 +204,9 @@ class Scheduler:
             stream.asked_by = request
             self._waiting.append(stream)
 
-    def call(self, requests: Sequence[_core.Computation]) -> PendingCall:
+    def call(self, call: PendingCall) -> None:
         """Add requests of the caller, which share passes with the streams."""
-        return self._calls.add(requests)
+        self._calls.add(call)
 
     def step(self) -> list[tuple[Stream, str]]:
         """Compute one pass and return the text it added, by stream; without streams, return an empty list.
@@ -260,7 +251,8 @@ class Scheduler:
         given = sum(len(tokens.ids) for _, tokens in scored_rows)
         texts = self._next_tokens(writing, given + sum(min(share.left, share.rows) for share in shares))
         if not (texts or scored_rows or prompts or calls):
-            waited_for = [s.text.pending for s in self._active if s.text.pending is not None]
+            pending = (stream.text.choosing.pending for stream in self._active)
+            waited_for = [answer for answer in pending if answer is not None]
             if waited_for and not self._made:
                 futures.wait(waited_for, BATCH_PATIENCE, futures.FIRST_COMPLETED)
             return self._delivered()
@@ -317,7 +309,7 @@ class Scheduler:
                 stream.text.send(result)
         deadline = time.monotonic() + patience
         for stream in list(self._results):
-            stream.text.wait_until(deadline)
+            stream.text.choosing.wait_until(deadline)
             try:
                 self._made += self._take(stream, self._results[stream], alone)
             except ConstraintPending:
@@ -330,7 +322,7 @@ class Scheduler:
         rows, expected = prompt_rows + len(writing), float(len(writing))
         deadline = time.monotonic() + BATCH_PATIENCE
         for stream in writing:
-            stream.text.wait_until(deadline if stream.text.pending is None else 0.0)
+            stream.text.choosing.wait_until(deadline if stream.text.choosing.pending is None else 0.0)
             most = min(self._engine.exact_rows, self._core.pass_rows - rows + 1)
             try:
                 tokens = stream.text.next_tokens(
@@ -416,7 +408,7 @@ class Scheduler:
                     s
                     for s in self._active
                     if active[s.asked_by] >= active[chosen.asked_by] + 2
-                    and not (s in self._results or s.text.pending)
+                    and not (s in self._results or s.text.choosing.pending)
                 ]
                 if not others:
                     return
@@ -461,7 +453,7 @@ class Scheduler:
                 self._waiting.remove(stream)
             self._results.pop(stream, None)
             stream.release()
-            stream.text.release()
+            stream.text.choosing.close()
         self._calls.drop_cancelled()
 
     def _note_end(self) -> None:

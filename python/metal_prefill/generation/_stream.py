@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from metal_prefill import _core
 from metal_prefill._support.arguments import MOST_ANSWERS, TokenIds, integer, length_of, token_array
 from metal_prefill.engine import Engine
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
-from metal_prefill.generation._ending import FinishReason
-from metal_prefill.generation._text_generation import Continuation, NextTokens, Piece, TextOptions
+from metal_prefill.generation._sampling import TextOptions
+from metal_prefill.generation._text_generation import Continuation, FinishReason, NextTokens, Piece
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -224,13 +225,14 @@ def make_streams(
 
 
 class PendingCall:
-    """Requests of sessions that the scheduler does not own, until passes have computed them."""
+    """Requests of sessions that the scheduler does not own, until passes have computed them.
+
+    If the future is cancelled, the call is dropped before the next pass.
+    """
 
     def __init__(self, requests: Sequence[_core.Computation]) -> None:
         self.requests = list(requests)
-        # Results as the native engine returns them; None until all requests are finished.
-        self.results: list[Any] | None = None
-        self.cancelled = False  # if set, the call is dropped before the next pass
+        self.results: Future[list[Any]] = Future()  # as the native engine returns them
 
 
 class PendingCalls:
@@ -242,10 +244,8 @@ class PendingCalls:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def add(self, requests: Sequence[_core.Computation]) -> PendingCall:
-        pending = PendingCall(requests)
-        self._calls.append(pending)
-        return pending
+    def add(self, call: PendingCall) -> None:
+        self._calls.append(call)
 
     @property
     def requests(self) -> list[_core.Computation]:
@@ -256,9 +256,10 @@ class PendingCalls:
         """Take the results of calls all of whose requests are finished, and drop these calls."""
         for call in [call for call in self._calls if all(request.finished for request in call.requests)]:
             self._calls.remove(call)
-            call.results = [request.take_result() for request in call.requests]
+            if call.results.set_running_or_notify_cancel():
+                call.results.set_result([request.take_result() for request in call.requests])
             call.requests = []
 
     def drop_cancelled(self) -> None:
         """Drop the calls whose results are no longer awaited."""
-        self._calls = [pending for pending in self._calls if not pending.cancelled]
+        self._calls = [call for call in self._calls if not call.results.cancelled()]

@@ -1,10 +1,11 @@
-"""The text after a prompt, token by token."""
+"""The text after a prompt, token by token, and the conditions that end it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,46 +14,16 @@ from metal_prefill import _core
 from metal_prefill._support.arguments import integer, token_id
 from metal_prefill.engine import Engine, RowCost
 from metal_prefill.errors import ConstraintError
-from metal_prefill.generation import _sampling
-from metal_prefill.generation._ending import Choosing, FinishReason, TextWriter, split_stops
-from metal_prefill.generation._speculation import MOST_DRAFTS, Speculate, Speculation, make_drafter
+from metal_prefill.generation._sampling import Choosing, TextOptions, core_sampler, divided_options
+from metal_prefill.generation._speculation import MOST_DRAFTS, Speculation, make_drafter
 from metal_prefill.text._reasoning import ReasoningGate
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    from metal_prefill.text._vocabulary import TokenDecoder
 
+FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 MOST_LOGPROBS = 1000  # of a token
 LAST_TURNS = 3  # of a prompt, after which states are kept: a question, an answer, and what was before these
-
-
-class SamplingOptions(TypedDict, total=False):
-    """How to choose tokens: the fields of :class:`metal_prefill.generation.Options`."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repeat_penalty: float
-    typical_p: float
-    frequency_penalty: float
-    presence_penalty: float
-    logit_bias: Mapping[int, float]
-
-
-class TextOptions(SamplingOptions, total=False):
-    """Options of a text, as :meth:`metal_prefill.Session.generate` explains them."""
-
-    seed: int | None
-    stop: str | int | Sequence[str | int]
-    min_tokens: int
-    reasoning: bool
-    calls: bool
-    echo: bool
-    prompt_logprobs: bool
-    speculate: Speculate
-    json_schema: Mapping[str, Any] | str | None
-    regex: str | None
-    grammar: str | None
 
 
 @dataclass(frozen=True)
@@ -84,34 +55,6 @@ class Piece:
     finish_reason: FinishReason | None = None
 
 
-@dataclass(frozen=True)
-class _Rules:
-    """The options of a text that are not those of sampling; see :meth:`metal_prefill.Session.generate`."""
-
-    seed: int | None = None
-    stop: str | int | Sequence[str | int] = ()
-    min_tokens: int = 0
-    reasoning: bool = False  # see `Continuation`
-    calls: bool = False
-    echo: bool = False
-    prompt_logprobs: bool = False
-    speculate: Speculate = "lookup"
-    json_schema: Mapping[str, Any] | str | None = None
-    regex: str | None = None
-    grammar: str | None = None
-
-
-def _divided(options: TextOptions) -> tuple[_Rules, _sampling.Options]:
-    given: dict[str, Any] = dict(options)
-    rules = _Rules(**{field.name: given.pop(field.name) for field in fields(_Rules) if field.name in given})
-    if given.get("logit_bias") is None:
-        given.pop("logit_bias", None)
-    if unknown := given.keys() - SamplingOptions.__annotations__.keys():
-        known = ", ".join(sorted(TextOptions.__annotations__))
-        raise TypeError(f"{min(unknown)!r} is not an option of a text; options are {known}")
-    return rules, _sampling.Options(**given)
-
-
 class NextTokens(NamedTuple):
     """Tokens of a text for a pass."""
 
@@ -123,6 +66,163 @@ class NextTokens(NamedTuple):
     def forced(self) -> int:
         """Number of forced tokens. No token is chosen after them, so they take less time than drafts."""
         return len(self.ids) - self.drafts - 1
+
+
+def split_stops(stop: str | int | Sequence[str | int], vocab_size: int) -> tuple[list[str], list[int]]:
+    """Return the strings and the token ids that end a text; raise TypeError or ValueError for others."""
+    if isinstance(stop, (str, int, np.integer)):
+        stop = [stop]
+    try:
+        stops = list(stop)
+    except TypeError:
+        kind = type(stop).__name__
+        raise TypeError(f"stop must be a str, a token id or a sequence of them, got {kind}") from None
+    strings = [s for s in stops if isinstance(s, str)]
+    if any(not s for s in strings):
+        raise ValueError("a stop string is empty")
+    return strings, [token_id(s, vocab_size) for s in stops if not isinstance(s, str)]
+
+
+class _StopString:
+    """A stop string and its Knuth-Morris-Pratt automaton, built as far as a text needs it."""
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.length = len(string)
+        self._borders = [0, 0]  # by n: length of the longest proper prefix of string[:n] that also ends it
+
+    def step(self, matched: int, text: str) -> tuple[int, int | None]:
+        """Read text after `matched` characters of the string, which the text before it ends with.
+
+        Returns
+        -------
+        matched : int
+            Characters of the string that the text ends with now, all of them where it was found.
+        end : int or None
+            Where in `text` the first occurrence of the string ends; None if there is none yet.
+        """
+        for end, char in enumerate(text, 1):
+            matched = self._follow(matched, char)
+            if matched == self.length:
+                return matched, end
+            if matched == len(self._borders):
+                self._borders.append(self._follow(self._borders[-1], char))
+        return matched, None
+
+    def _follow(self, matched: int, char: str) -> int:
+        """Return the length of the longest prefix that a character after `matched` others completes."""
+        while (expected := self.string[matched]) != char and matched:
+            matched = self._borders[matched]
+        return matched + (expected == char)
+
+
+class StopFilter:
+    """Pass text up to the first stop string, and hold back what may be the start of one.
+
+    Time is linear in the text for each stop string, memory in the length of the strings.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [_StopString(stop) for stop in stops]
+        self._matched = [0] * len(stops)
+        self._pending: deque[str] = deque()  # characters
+        self.stop: str | None = None  # the one that was found
+
+    @property
+    def found(self) -> bool:
+        return self.stop is not None
+
+    def step(self, piece: str) -> str:
+        """Add a piece; return the text that cannot belong to a stop string."""
+        if not self._stops:
+            return piece
+        before = len(self._pending)
+        self._pending.extend(piece)
+        starts = []
+        for i, stop in enumerate(self._stops):
+            self._matched[i], end = stop.step(self._matched[i], piece)
+            if end is not None:
+                starts.append((before + end - stop.length, stop.string))
+        if starts:
+            start, self.stop = min(starts)
+            ready = self._take(start)
+            self._pending.clear()
+            self._matched = [0] * len(self._stops)
+            return ready
+        return self._take(len(self._pending) - max(self._matched, default=0))
+
+    def flush(self) -> str:
+        """Return the pending text at the end, which did not become a stop string."""
+        return self._take(len(self._pending))
+
+    def _take(self, count: int) -> str:
+        return "".join(self._pending.popleft() for _ in range(count))
+
+
+class TextWriter:
+    """Decodes tokens, and ends the text."""
+
+    def __init__(
+        self,
+        decoder: TokenDecoder,  # of the tokens
+        # Strings and ids that end the text and are not part of it.
+        stops: Sequence[str],
+        stop_ids: frozenset[int],
+        # Divides reasoning, in which stop strings do not count, from the answer; None without reasoning.
+        gate: ReasoningGate | None = None,
+        *,
+        given: int,  # number of first tokens that belong to the prompt and have no text
+        least: int,  # number of tokens after which stop strings end the text
+        most: int,  # number of tokens after which the text ends with ``"length"``
+        # Number of tokens after which it ends with ``"context"``; the last one is not written to the cache.
+        room: int,
+    ) -> None:
+        self._decoder, self._filter = decoder, StopFilter(stops)
+        self._stop_ids, self._gate = stop_ids, gate
+        self._given, self._least, self._most, self._room = given, least, most, room
+        self.made = 0  # number of tokens so far
+        self.ended: FinishReason | None = None  # reason for the end of the text; None while it continues
+
+    def take(self, token: int, completes: Callable[[int], bool]) -> str:
+        """Take the next token, and return the text that is complete with it.
+
+        `completes` returns whether nothing can follow a token; it is called once for each that is neither
+        given nor ends the text.
+        """
+        self.made += 1
+        if self.made <= self._given:
+            self.ended = "length" if self.made >= self._most else None
+            return ""
+        if token in self._stop_ids:
+            return self._end("stop")
+        complete = completes(token)
+        text, answer = self._divided(self._decoder.step(token))
+        text += self._filter.step(answer) if self.made > self._least else answer
+        if self._filter.found:
+            self.ended = "stop"
+        elif complete:
+            text += self._end("stop")
+        elif self.made >= self._most:
+            text += self._end("length")
+        elif self.made >= self._room:
+            text += self._end("context")
+        return text
+
+    def _end(self, reason: FinishReason) -> str:
+        """End the text and return the part that was held back."""
+        self.ended = reason
+        text, answer = self._divided(self._decoder.flush())
+        if self._gate is not None:
+            answer += self._gate.flush()
+        return text + self._filter.step(answer) + ("" if self._filter.found else self._filter.flush())
+
+    def _divided(self, text: str) -> tuple[str, str]:
+        """Divide text into reasoning and answer."""
+        return ("", text) if self._gate is None else self._gate.step(text)
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._filter.stop
 
 
 class Continuation:
@@ -146,7 +246,7 @@ class Continuation:
         prefix_namespace: str = "",  # namespace of the session, for a draft model
     ) -> None:
         tokenizer, vocab_size = engine.tokenizer, engine.config.vocab_size
-        rules, how = _divided(options)
+        rules, how = divided_options(options)
         strings, stop_ids = split_stops(rules.stop, vocab_size)
         for token in how.logit_bias:
             token_id(token, vocab_size)
@@ -192,21 +292,17 @@ class Continuation:
         )
         self._reports = logprobs is not None
         if not how.is_greedy or self._reports or least or constraint is not None:
-            sampler = _sampling.core_sampler(how, rules.seed, self.ids.tolist(), answer)
+            sampler = core_sampler(how, rules.seed, self.ids.tolist(), answer)
             sampler.report(-1 if logprobs is None else logprobs)
             sampler.follow(self._given)
             if least:
                 sampler.forbid(sorted(ends), len(ids) + least)
-        self._choosing = Choosing(sampler, constraint, ends, forces=not self._reports)
+        # Chooses the tokens; its waits for a constraint are those of :meth:`take` and :meth:`next_tokens`.
+        self.choosing = Choosing(sampler, constraint, ends, forces=not self._reports)
         drafter = make_drafter(rules.speculate, vocab_size, constraint is not None, prefix_namespace)
         may_draft = drafter is not None and max_tokens > 2
         self._speculation = Speculation(drafter, ids) if drafter is not None and may_draft else None
         self._next: list[int] = []  # tokens of the text that are not computed
-
-    @property
-    def sampler(self) -> _core.Sampler | None:
-        """Chooses the tokens; None if the engine's argmax does."""
-        return self._choosing.sampler
 
     @property
     def ended(self) -> FinishReason | None:
@@ -234,7 +330,7 @@ class Continuation:
             return NextTokens(np.array([*self._next, *known], np.int32), len(known), len(known))
         if self._speculation is None:
             return NextTokens(np.array(self._next, np.int32), 0, 0.0)
-        allow = None if self._choosing.constraint is None else self._choosing.allow
+        allow = None if self.choosing.constraint is None else self.choosing.allow
         drafts = self._speculation.drafts(min(most, MOST_DRAFTS), cost, rows + forced, tokens, allow, sent)
         expected = self._speculation.expected()
         return NextTokens(np.array([*self._next, *drafts], np.int32), len(drafts), expected)
@@ -251,8 +347,8 @@ class Continuation:
         """Return the request for tokens; `continues`: the chosen token will be appended next."""
         rows = tokens.drafts + 1
         marks = self._last_turn_ends(tokens.ids) if reuse else []
-        if self.sampler is not None:
-            return _core.Request.sampled(session, tokens.ids, self.sampler, rows, claim, reuse, marks)
+        if (sampler := self.choosing.sampler) is not None:
+            return _core.Request.sampled(session, tokens.ids, sampler, rows, claim, reuse, marks)
         return _core.Request.greedy(
             session, tokens.ids, rows, drafts=True, continues=continues, claim=claim, reuse=reuse, marks=marks
         )
@@ -288,20 +384,21 @@ class Continuation:
         Raises ConstraintError if the context is full before the constraint is met, or following it exceeded a
         limit. `ConstraintPending` changes nothing.
         """
-        choosing, (free, room) = self._choosing, self._free(chosen)
+        choosing, (free, room) = self.choosing, self._free(chosen)
+        sampler = choosing.sampler
         choosing.advance(chosen, free, room)
         if self._speculation is not None and free:
             self._speculation.learn(free)
-        reports = self.sampler.reports if self._reports and self.sampler is not None else []  # copies all
+        reports = sampler.reports if self._reports and sampler is not None else []  # copies all
         for row, token in enumerate(chosen):
             yield self._take(token, reports[row] if reports else None)
             if self.ended is not None:
                 break
         self._next = [chosen[-1]]
-        if choosing.constraint is None or self.sampler is None:
+        if choosing.constraint is None or sampler is None:
             return
         for token in choosing.take_forced() if self.ended is None else ():
-            self.sampler.accept(token)
+            sampler.accept(token)
             self._next.append(token)
             if self._speculation is not None:
                 self._speculation.follow(token)
@@ -315,12 +412,12 @@ class Continuation:
                 f"the context of {self._context} tokens is full before the text meets its constraint"
             )
         if self.ended is not None:
-            self.release()
+            choosing.close()
 
     def _take(self, token: int, report: tuple[float, list[tuple[int, float]]] | None = None) -> Piece:
         """Take one token; `report`: its log probability, and ids and those of the most probable tokens."""
         echo, self.echo = self.echo, ""
-        text = echo + self._writer.take(token, self._choosing.completes)
+        text = echo + self._writer.take(token, self.choosing.completes)
         if report is None:
             return Piece(token, text, finish_reason=self.ended)
         logprob, best = report
@@ -328,20 +425,7 @@ class Continuation:
 
     def send(self, chosen: Sequence[int]) -> None:
         """Send the tokens that a pass chose to the constraint; :meth:`take` waits for its answer."""
-        self._choosing.send(chosen, *self._free(chosen))
-
-    def wait_until(self, deadline: float) -> None:
-        """Let :meth:`take` and :meth:`next_tokens` wait for the constraint until then."""
-        self._choosing.wait_until(deadline)
-
-    @property
-    def pending(self) -> Future[Any] | None:
-        """The answer of the constraint that the text waits for."""
-        return self._choosing.pending
-
-    def release(self) -> None:
-        """Release the resources of the text in other processes; it cannot continue afterwards."""
-        self._choosing.close()
+        self.choosing.send(chosen, *self._free(chosen))
 
     @property
     def stop_string(self) -> str | None:
@@ -361,4 +445,4 @@ class Continuation:
         pass after it.
         """
         drafting = self._speculation is not None and self._speculation.has_drafts
-        return self.sampler is None and not drafting and self._writer.made + 1 < self._most
+        return self.choosing.sampler is None and not drafting and self._writer.made + 1 < self._most

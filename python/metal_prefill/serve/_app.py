@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -14,11 +15,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from metal_prefill.model import Model
-from metal_prefill.serve._access import OPEN_PATHS, RefuseForeign, RequireKey, prefix_key, prefix_namespace
 from metal_prefill.serve._activity import pass_number
 from metal_prefill.serve._chat import chat
 from metal_prefill.serve._completions import complete, detokenize, tokenize
-from metal_prefill.serve._endpoint import Endpoint
+from metal_prefill.serve._endpoint import (
+    OPEN_PATHS,
+    Endpoint,
+    RefuseForeign,
+    RequireKey,
+    prefix_key,
+    prefix_namespace,
+)
 from metal_prefill.serve._errors import ApiError, answer_error
 from metal_prefill.serve._forms import (
     ChatForm,
@@ -33,7 +40,7 @@ from metal_prefill.serve._forms import (
 from metal_prefill.serve._messages import STYLE as MESSAGES
 from metal_prefill.serve._messages import CountForm, MessagesForm, count_tokens, messages
 from metal_prefill.serve._responses import STYLE as RESPONSES
-from metal_prefill.serve._responses import ResponsesForm, responses
+from metal_prefill.serve._responses import KeptConversations, ResponsesForm, responses
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._settings import Settings
 from metal_prefill.serve._vectors import embed, embed_inputs, predict, rank
@@ -94,6 +101,7 @@ def make_app(model: Model, settings: Settings) -> Starlette:
         )
     if settings.api_keys:
         middleware.append(Middleware(RequireKey, keys=settings.api_keys, open_paths=open_paths))
+    keeping = partial(responses, KeptConversations())
     ranking = Endpoint(service, RerankForm, rank)
     app = Starlette(
         routes=[
@@ -101,7 +109,7 @@ def make_app(model: Model, settings: Settings) -> Starlette:
             Route("/v1/models/{name:path}", one_model),
             Route("/v1/completions", Endpoint(service, CompletionForm, complete), methods=["POST"]),
             Route("/v1/chat/completions", Endpoint(service, ChatForm, chat), methods=["POST"]),
-            Route("/v1/responses", Endpoint(service, ResponsesForm, responses, RESPONSES), methods=["POST"]),
+            Route("/v1/responses", Endpoint(service, ResponsesForm, keeping, RESPONSES), methods=["POST"]),
             Route("/v1/messages", Endpoint(service, MessagesForm, messages, MESSAGES), methods=["POST"]),
             Route(
                 "/v1/messages/count_tokens",

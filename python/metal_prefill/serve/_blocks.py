@@ -10,8 +10,7 @@ from metal_prefill.serve._chat import ChatChoice, conversation
 from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._forms import ChatForm
 from metal_prefill.serve._generation import generate, usage_of
-from metal_prefill.serve._limits import Sender
-from metal_prefill.serve._service import Service
+from metal_prefill.serve._service import Sender, Service
 
 Kind = Literal["reasoning", "text", "call"]
 

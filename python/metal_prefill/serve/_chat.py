@@ -21,25 +21,25 @@ from metal_prefill.serve._generation import (
     constraint_errors,
     head_of,
     logprob,
+    most_tokens,
     options_of,
+    scores_of,
     send_choices,
     spelling,
 )
-from metal_prefill.serve._limits import Sender, most_tokens, scores_of
-from metal_prefill.serve._service import Service
+from metal_prefill.serve._service import Sender, Service
 from metal_prefill.serve._tools import (
     RequiredCalls,
     call_beginning,
     call_constraint,
     call_message,
-    offered_tools,
     possible_calls,
     single_call,
 )
 from metal_prefill.session import Piece
 from metal_prefill.text._reasoning import ReasoningParser
 from metal_prefill.text._tokenizer import Tokenizer
-from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, new_call_id, parse_arguments
+from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, new_call_id, tool_names
 
 _T = TypeVar("_T")
 Pieces = list[tuple[str, bool]]  # of a prompt, with flags for control tokens
@@ -75,11 +75,22 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         fields: dict[str, Any] = msgspec.to_builtins(message)
         fields["role"] = _ROLES.get(message.role, message.role)
         fields["content"] = text_of(message.content, f"messages[{i}].content")
-        try:
-            plain.append(parse_arguments(fields, f"messages[{i}]"))
-        except ValueError as error:
-            raise ApiError(str(error), param=str(error).partition(" ")[0]) from None
+        plain.append(fields)
     return plain
+
+
+def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    for i, tool in enumerate(tools):
+        if (kind := tool.get("type") or "function") != "function":
+            raise ApiError(
+                f"tools[{i}]: the type {kind!r:.80} is not supported; tools must be functions",
+                param=f"tools[{i}].type",
+                code="unsupported",
+            )
+        try:
+            tool_names([tool])
+        except ValueError:
+            raise missing(f"tools[{i}].function.name") from None
 
 
 def fitting_tokens(service: Service, form: ChatForm) -> tuple[list[int], int]:
@@ -114,7 +125,8 @@ def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[
     variables: dict[str, Any] = dict(form.chat_template_kwargs or {})
     if reserved := sorted(set(variables) & {"messages", "tools", "documents", "add_generation_prompt"}):
         raise ApiError(f"chat_template_kwargs: {reserved[0]} is reserved", param="chat_template_kwargs")
-    tokenizer, tools = service.engine.tokenizer, offered_tools(form)
+    _check_tools(form.tools or ())
+    tokenizer, tools = service.engine.tokenizer, form.offered_tools
     continues = form.continue_final_message or (form.messages[-1].prefix or False)
     adds_prompt = not continues if form.add_generation_prompt is None else form.add_generation_prompt
     if continues and adds_prompt:
@@ -142,10 +154,13 @@ def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[
             continues=continues,
         )
         pieces = _rendered(render, plain_messages(form.messages))
-        if (name := single_call(form)) is not None:
+        if form.requires_call and (name := single_call(form)) is not None:
             pieces = _until_call(partial(render, add_generation_prompt=False), form, pieces, name)
     except ChatTemplateError as error:
         raise ApiError(str(error), param=param, code="invalid_messages") from None
+    except ValueError as error:
+        place = str(error).partition(" ")[0]
+        raise ApiError(str(error), param=place if place.startswith("messages[") else None) from None
     texts = [text for text, _ in pieces]
     if fits:
         check_size(service.engine, sum(map(tokenizer.least_tokens, texts)))
@@ -193,7 +208,7 @@ def _rendered(render: Callable[[list[dict[str, Any]]], _T], messages: list[dict[
 
 def _effort(form: ChatForm, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the template variable by which a template follows `reasoning_effort`."""
-    effort, tools = form.reasoning_effort, bool(offered_tools(form))
+    effort, tools = form.reasoning_effort, bool(form.offered_tools)
     if effort is None:
         return {}
     if tokenizer.template_reads("reasoning_effort", tools):
@@ -209,8 +224,8 @@ def _effort(form: ChatForm, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def constraint_of(form: ChatForm) -> tuple[str | None, dict[str, Any]]:
     """Return the field that has the schema of a request, and the option for it; None without one."""
-    if (schema := call_constraint(form)) is not None:
-        return "tools", {"json_schema": schema}
+    if form.requires_call:
+        return "tools", {"json_schema": call_constraint(form)}
     format_ = form.response_format
     if format_ is None or format_.type == "text":
         return None, {}
@@ -229,7 +244,7 @@ def _is_constrained(form: ChatForm) -> bool:
         or form.grammar is not None
         or form.structured_outputs is not None
         or (form.response_format is not None and form.response_format.type != "text")
-        or form.tool_choice not in (None, "auto", "none")
+        or form.requires_call
     )
 
 
@@ -238,7 +253,7 @@ def _streams(service: Service, form: ChatForm, ids: list[int], n: int, namespace
     options = {**options_of(form, service.engine.tokenizer), **constraint}
     options["stop"] = [*options["stop"], *service.engine.tokenizer.chat_stop]
     options["reasoning"] = service.engine.tokenizer.reasoning_tags is not None
-    options["calls"] = offered_tools(form) is not None
+    options["calls"] = form.offered_tools is not None
     max_tokens = form.max_completion_tokens or form.max_tokens or service.engine.max_context
     if form.logprobs:
         options["logprobs"] = form.top_logprobs or 0
@@ -369,7 +384,6 @@ class ChatChoice(Choice):
 async def conversation(service: Service, form: ChatForm, sender: Sender) -> AsyncIterator[list[ChatChoice]]:
     """Prepare the answers to a conversation, which may be generated within the context."""
     n = check_count(service, form.n or 1)
-    tools = offered_tools(form)
     dropped = 0
 
     def prepare() -> list[Stream]:
@@ -385,8 +399,8 @@ async def conversation(service: Service, form: ChatForm, sender: Sender) -> Asyn
             choices = [ChatChoice(i, stream, i == 0, scores[i]) for i, stream in enumerate(streams)]
             for choice in choices:
                 choice.reasoning_parser = _reasoning_parser(form, service.engine.tokenizer, choice.stream)
-                choice.parser = ToolCallParser(tools) if tools else None
-                choice.required = RequiredCalls(names) if (names := possible_calls(form)) else None
+                choice.parser = ToolCallParser(tools) if (tools := form.offered_tools) else None
+                choice.required = RequiredCalls(possible_calls(form)) if form.requires_call else None
                 choice.tokenizer = service.engine.tokenizer if form.logprobs else None
                 choice.dropped_messages = dropped
             form.messages, form.tools, form.documents = [], None, None  # may be large

@@ -14,17 +14,19 @@ from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm, CompletionForm, DetokenizeForm, TokenizeForm, TokenOrText
 from metal_prefill.serve._generation import (
+    MOST_ANSWER,
+    MOST_ESCAPED,
     Choice,
     check_count,
     constraint_errors,
     head_of,
     logprob,
     options_of,
+    scores_of,
     send_choices,
     spelling,
 )
-from metal_prefill.serve._limits import MOST_ANSWER, MOST_ESCAPED, Sender, scores_of
-from metal_prefill.serve._service import Service
+from metal_prefill.serve._service import Sender, Service
 from metal_prefill.session import Piece
 from metal_prefill.text._tokenizer import Tokenizer
 from metal_prefill.text._vocabulary import TokenDecoder

@@ -14,10 +14,10 @@ import numpy as np
 from msgspec import Meta
 
 from metal_prefill.serve._errors import ApiError
-from metal_prefill.serve._limits import LARGE
 
 _Form = TypeVar("_Form", bound=msgspec.Struct)
 
+LARGE = 1 << 18  # bytes; preparing a body takes up to 200 times its size, so large ones take turns
 # Strings, arrays and objects of a body. Decoding one takes up to half a microsecond, in which no other thread
 # runs; numbers take a tenth of it.
 MOST_VALUES = 1 << 18
@@ -185,6 +185,15 @@ class ChatForm(TextForm, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_format: Literal["auto", "none"] | None = None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """Tools that the answer may call; None if there are none."""
+        return self.tools if self.tools and self.tool_choice != "none" else None
+
+    @property
+    def requires_call(self) -> bool:
+        return self.tool_choice not in (None, "none", "auto")
 
 
 class EmbeddingForm(Form, kw_only=True):

@@ -14,13 +14,12 @@ import msgspec
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation._constraint_process import NoWorkerError
 from metal_prefill.generation._engine_loop import Made
+from metal_prefill.generation._sampling import SamplingOptions
 from metal_prefill.generation._stream import Stream
-from metal_prefill.generation._text_generation import SamplingOptions
 from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import StructuredOutputs, TextForm
-from metal_prefill.serve._limits import Scores
-from metal_prefill.serve._service import Service
+from metal_prefill.serve._service import InFlight, Service
 from metal_prefill.session import Piece
 from metal_prefill.text._tokenizer import Tokenizer
 
@@ -28,6 +27,12 @@ from metal_prefill.text._tokenizer import Tokenizer
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 # Limits of a request: each stop string is searched for at each character, and holds back up to its length.
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 1000
+MOST_ANSWER = 1 << 27  # bytes of an answer, besides the text that a model generates
+MOST_ESCAPED = 6  # bytes in JSON of a byte of text
+# Of a request: 1 + `logprobs` for each token of its prompts, if they are scored, and of its answers.
+# 8,192 tokens with the 20 best have a sixth.
+MOST_SCORES = 1 << 20
+_SCORE_BYTES = 32  # of one in JSON, at most, if its token is a word
 LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
@@ -108,6 +113,89 @@ def check_count(service: Service, texts: int, param: str = "n") -> int:
     except ValueError as error:
         raise ApiError(f"{service.names[0]} does not generate text: {error}", code="unsupported") from None
     return texts
+
+
+def most_tokens(texts: int, logprobs: int) -> int:
+    """Return how many tokens each text may have if the prompts are not scored."""
+    return max(MOST_SCORES // (texts * (1 + logprobs)), 1)
+
+
+class _Account:
+    """Bytes of the log probabilities of one request."""
+
+    def __init__(self, held: InFlight, size: int) -> None:
+        self._held = held
+        self._size = size
+
+    def add(self, size: int) -> None:
+        """Count further bytes; raise `ApiError` if too many are held, of which this request has its share."""
+        self._size += size
+        self._held.add(size)
+        if self._size >= self._held.fair_share:
+            self._held.check()
+
+    def remove(self, size: int) -> None:
+        """Count fewer bytes."""
+        self._size -= size
+        self._held.add(-size)
+
+
+class Scores:
+    """JSON lists of the log probabilities of a text, encoded as they grow.
+
+    The objects that they are encoded from take ten times as much memory.
+    """
+
+    def __init__(self, account: _Account) -> None:
+        self._account = account
+        self._chunks: dict[str, list[bytes]] = {}
+        self._size = 0
+
+    def extend(self, lists: Mapping[str, Sequence[Any]]) -> None:
+        """Append items to the list of each name."""
+        for name, items in lists.items():
+            chunks = self._chunks.setdefault(name, [])
+            if items:
+                chunks.append(msgspec.json.encode(items)[1:-1])
+                self._size += len(chunks[-1])
+                self._account.add(len(chunks[-1]))
+
+    def whole(self) -> dict[str, msgspec.Raw]:
+        """Return the list of each name, and release the chunks."""
+        chunks, self._chunks = self._chunks, {}
+        return {name: msgspec.Raw(b"[%b]" % b",".join(chunks.pop(name))) for name in list(chunks)}
+
+    def drop(self) -> None:
+        self._account.remove(self._size)
+        self._chunks, self._size = {}, 0
+
+
+@contextmanager
+def scores_of(held: InFlight, streams: Sequence[Stream], logprobs: int | None) -> Iterator[list[Scores]]:
+    """Return lists for each text, whose memory is released at the end of the context.
+
+    Memory for the log probabilities of prompts, which come fast, is reserved from the start.
+    """
+    if logprobs is None:
+        yield [Scores(_Account(held, 0)) for _ in streams]
+        return
+    count = sum(stream.most_pieces for stream in streams) * (1 + logprobs)
+    if count > MOST_SCORES:
+        raise ApiError(
+            f"logprobs: up to {count} log probabilities of prompts and answers; the limit is {MOST_SCORES}",
+            param="logprobs",
+            code="too_many_logprobs",
+        )
+    reserved = sum(stream.scored_tokens for stream in streams) * (1 + logprobs) * _SCORE_BYTES
+    with held.holding(reserved):
+        held.check()
+        account = _Account(held, reserved)
+        scores = [Scores(account) for _ in streams]
+        try:
+            yield scores
+        finally:
+            for lists in scores:
+                lists.drop()
 
 
 @dataclass

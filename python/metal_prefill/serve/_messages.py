@@ -25,8 +25,7 @@ from metal_prefill.serve._forms import (
     ResponseFormat,
     ToolChoice,
 )
-from metal_prefill.serve._limits import Sender
-from metal_prefill.serve._service import Service
+from metal_prefill.serve._service import Sender, Service
 from metal_prefill.serve._tools import written_call
 from metal_prefill.text._json_calls import read_arguments
 

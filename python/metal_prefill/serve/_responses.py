@@ -1,7 +1,10 @@
 """Endpoint ``/v1/responses``, in OpenAI's format."""
 
+from __future__ import annotations
+
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -23,8 +26,7 @@ from metal_prefill.serve._forms import (
     ResponseFormat,
     ToolChoice,
 )
-from metal_prefill.serve._limits import Sender
-from metal_prefill.serve._service import Service
+from metal_prefill.serve._service import Sender, Service
 from metal_prefill.serve._tools import written_call
 
 _TEXTS = ("input_text", "output_text", "text")
@@ -298,10 +300,12 @@ def _content_of(block: Block) -> dict[str, Any]:
 _PARAMS = {"reasoning_effort": "reasoning.effort", "response_format.json_schema.schema": "text.format.schema"}
 
 
-async def responses(service: Service, form: ResponsesForm, reply: Reply, sender: Sender) -> None:
+async def responses(
+    kept: KeptConversations, service: Service, form: ResponsesForm, reply: Reply, sender: Sender
+) -> None:
     """Answer a conversation in the format of responses, and keep it for a next one."""
     name = service.check_model(form.model)
-    kept, before = service.kept, list[Message]()
+    before: list[Message] = []
     if form.previous_response_id is not None:
         before = kept.find(sender.namespace, form.previous_response_id)
     answer = _Answer(form, name)
@@ -325,3 +329,34 @@ def answer_message(blocks: list[Block]) -> Message:
     message = Message(role="assistant", content=texts["text"], tool_calls=calls or None)
     message.reasoning_content = texts["reasoning"] or None
     return message
+
+
+MOST_KEPT = 64 << 20  # bytes of all of them
+
+
+class KeptConversations:
+    """Conversations of earlier responses, by prefix namespace and id, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._size = 0
+
+    def add(self, namespace: str, id_: str, messages: list[Message]) -> None:
+        """Keep a conversation, and drop others that are too many."""
+        raw = msgspec.json.encode(messages)
+        self._kept[namespace, id_] = raw
+        self._size += len(raw)
+        while self._size > MOST_KEPT:
+            self._size -= len(self._kept.popitem(last=False)[1])
+
+    def find(self, namespace: str, id_: str) -> list[Message]:
+        """Return a conversation; raise `ApiError` if it is not kept."""
+        if (raw := self._kept.get((namespace, id_))) is None:
+            raise ApiError(
+                f"Previous response with id {id_!r} not found: this server keeps the latest ones in memory",
+                status=404,
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        self._kept.move_to_end((namespace, id_))
+        return msgspec.json.decode(raw, type=list[Message])

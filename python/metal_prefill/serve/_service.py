@@ -1,40 +1,32 @@
-"""State shared by all endpoints of a server: the model, its engine loop, conversations, limits, metrics."""
+"""State shared by all endpoints of a server: the model, its engine loop, limits, metrics."""
 
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
-import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import Request
 
-from metal_prefill import _core
-from metal_prefill._support.arguments import Progress
-from metal_prefill.engine import Engine
-from metal_prefill.errors import GGUFError, KVMemoryError
+from metal_prefill.errors import GGUFError
 from metal_prefill.generation._constraint import MOST_COMPILING, NotCompiledError, may_compile
 from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream
 from metal_prefill.hub._local_file import model_name
 from metal_prefill.model import Model
-from metal_prefill.serve._activity import Activity
+from metal_prefill.serve._activity import Activity, Metrics
 from metal_prefill.serve._errors import ApiError, log
-from metal_prefill.serve._forms import Message
-from metal_prefill.serve._limits import Bodies
-from metal_prefill.serve._metrics import Metrics
+from metal_prefill.serve._forms import LARGE
 from metal_prefill.serve._prefix_store import PrefixStore
 from metal_prefill.serve._settings import Settings
 from metal_prefill.tasks._embedding import check_pooling
 from metal_prefill.tasks._reranking import Options, kind_of, template_of
-from metal_prefill.tasks._text_passes import TextPasses
 
 _T = TypeVar("_T")
 
@@ -44,6 +36,12 @@ PREPARERS = 8  # threads that read prompts: tokens, templates
 MOST_TEXT = 1 << 20
 BYTES_PER_TOKEN = 8
 MOST_RETRY_AFTER = 60  # seconds
+HELD = 32  # requests of the largest size that may be in flight, or more smaller ones
+MOST_UNSENT = 1 << 28  # bytes of answers, other than streams, that clients have not received
+MOST_SCORED = 1 << 28  # bytes of log probabilities whose texts have not ended
+
+# The unread rest of a body must not be parsed as the next request.
+_CLOSE = {"connection": "close"}
 
 
 class Service:
@@ -57,7 +55,6 @@ class Service:
         self.metrics = Metrics(model)
         self.bodies = Bodies(settings)
         self.activity = Activity(model)
-        self.kept = KeptConversations()
         self.loop = EngineLoop(model, max_streams=settings.max_streams, after_pass=self._after_pass)
         self._store = (
             None
@@ -73,7 +70,7 @@ class Service:
         # Constraints have threads of their own: other prompts do not wait while some compile.
         self._constrainers = anyio.CapacityLimiter(MOST_COMPILING)
         self._inspectors = anyio.CapacityLimiter(1)  # at most one core describes the server's activity
-        self._text_workers = anyio.CapacityLimiter(settings.max_streams)
+        self.text_workers = anyio.CapacityLimiter(settings.max_streams)
 
     def _after_pass(self, scheduler: Scheduler) -> None:
         self.metrics.after_pass(scheduler)
@@ -226,84 +223,141 @@ class Service:
         """Read the state of the server in a thread that prompts do not wait for, one call at a time."""
         return await anyio.to_thread.run_sync(work, limiter=self._inspectors)
 
-    async def compute(self, work: Callable[[SharedPasses], _T]) -> _T:
-        """Do in a thread what goes through the model in passes that are shared with texts of others."""
-        passes = SharedPasses(self.engine, self.loop)
+
+class Turn:
+    """Turn of a request with a large body to be decoded and prepared; empty for other requests."""
+
+    def __init__(self, turns: anyio.Semaphore | None) -> None:
+        self._turns = turns
+
+    def end(self) -> None:
+        """Let the next one be prepared."""
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.release()
+
+
+class Sender(NamedTuple):
+    """Facts about a request in addition to its form."""
+
+    namespace: str  # prefix namespace
+    turn: Turn  # to be ended once the request is prepared
+
+
+class InFlight:
+    """Count of bytes in flight, with a limit."""
+
+    def __init__(self, what: str, most: int) -> None:
+        self._what, self._most = what, most
+        self.size = 0
+        self._holders = 0
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Count bytes until the end of the context."""
+        self._holders += 1
+        self.add(size)
         try:
-            return await anyio.to_thread.run_sync(
-                lambda: work(passes), limiter=self._text_workers, abandon_on_cancel=True
-            )
-        except KVMemoryError as error:
-            if not passes.has_asked:  # it would not fit alone either
-                raise
-            # Unlike a text, it does not wait for the pages of others.
-            raise ApiError(
-                str(error), status=503, code="kv_memory_exceeded", headers={"Retry-After": "1"}
-            ) from None
+            yield
         finally:
-            passes.cancel()
-
-
-class SharedPasses(TextPasses):
-    """Passes of the engine loop for embedding and reranking, shared with the texts of other requests."""
-
-    def __init__(self, engine: Engine, loop: EngineLoop) -> None:
-        super().__init__(engine)
-        self._loop = loop
-        self._lock = threading.Lock()
-        self._cancelled = False
-        self._future: Future[list[Any]] | None = None
-        self.tokens = 0  # tokens that have gone through the model for this request
-
-    def run(self, requests: Sequence[_core.Computation], progress: Progress | None = None) -> list[Any]:
-        """Compute requests in passes of the engine loop."""
-        with self._lock:
-            if self._cancelled:
-                raise CancelledError
-            self._future = self._loop.submit(requests)
-        results = self._future.result()
-        self.tokens += sum(request.computed for request in requests)
-        return results
+            self.add(-size)
+            self._holders -= 1
 
     @property
-    def has_asked(self) -> bool:
-        """Whether a pass was requested."""
-        return self._future is not None
+    def fair_share(self) -> float:
+        """Mean number of bytes of the contexts in which some are held."""
+        return self.size / max(self._holders, 1)
 
-    def cancel(self) -> None:
-        """Make the pending call, and further ones, raise CancelledError."""
-        with self._lock:
-            self._cancelled = True
-            if self._future is not None:
-                self._future.cancel()
+    def add(self, size: int) -> None:
+        """Count further bytes, or with a negative number fewer."""
+        self.size += size
 
-
-MOST_KEPT = 64 << 20  # bytes of all of them
-
-
-class KeptConversations:
-    """Conversations of earlier responses, by prefix namespace and id, the least recently used first."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
-        self._size = 0
-
-    def add(self, namespace: str, id_: str, messages: list[Message]) -> None:
-        """Keep a conversation, and drop others that are too many."""
-        raw = msgspec.json.encode(messages)
-        self._kept[namespace, id_] = raw
-        self._size += len(raw)
-        while self._size > MOST_KEPT:
-            self._size -= len(self._kept.popitem(last=False)[1])
-
-    def find(self, namespace: str, id_: str) -> list[Message]:
-        """Return a conversation; raise `ApiError` if it is not kept."""
-        if (raw := self._kept.get((namespace, id_))) is None:
+    def check(self) -> None:
+        """Raise `ApiError` if the bytes exceed the limit."""
+        if self.size > self._most:
             raise ApiError(
-                f"Previous response with id {id_!r} not found: this server keeps the latest ones in memory",
-                status=404,
-                param="previous_response_id",
-                code="previous_response_not_found",
+                f"{self._what} exceed {self._most} bytes in total; retry later",
+                status=503,
+                code="too_many_bytes",
+                headers={**_CLOSE, "Retry-After": "1"},
             )
-        self._kept.move_to_end((namespace, id_))
-        return msgspec.json.decode(raw, type=list[Message])
+
+
+class Bodies:
+    """Reader of the request bodies of a server."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._limit = settings.max_body
+        self._seconds = settings.body_seconds
+        # Requests that arrive or are answered.
+        self.requests = InFlight("requests in flight", HELD * self._limit)
+        # Answers that are being sent.
+        self.answers = InFlight("answers that clients have not received", MOST_UNSENT)
+        # Log probabilities of answers that are computed.
+        self.scores = InFlight("log probabilities of requests in flight", MOST_SCORED)
+        self._turns = anyio.Semaphore(1)
+
+    async def read(self, request: Request) -> bytes:
+        """Read a body; raise `ApiError` if it is not JSON, too large or slow, or too many are in flight."""
+        _check_type(request.headers)
+        limit = self._limit
+        stated = request.headers.get("content-length", "0")
+        if stated.isdigit() and int(stated) > limit:
+            raise _too_large(limit)
+        body = bytearray()
+        try:
+            with anyio.move_on_after(self._seconds) as scope:
+                async for piece in request.stream():
+                    body += piece
+                    self.requests.add(len(piece))
+                    if len(body) > limit:
+                        raise _too_large(limit)
+                    self.requests.check()
+                    self.answers.check()
+        finally:
+            self.requests.add(-len(body))
+        if scope.cancelled_caught:
+            raise ApiError(
+                f"the body did not arrive within {self._seconds:g} s",
+                status=408,
+                code="body_timeout",
+                headers=_CLOSE,
+            )
+        return bytes(body)
+
+    @asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[Turn]:
+        """Wait for the turn of a body of `size` bytes."""
+        if size > LARGE:
+            await self._turns.acquire()
+        turn = Turn(self._turns if size > LARGE else None)
+        try:
+            yield turn
+        finally:
+            turn.end()
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        f"the body has more than {limit} bytes", status=413, code="request_too_large", headers=_CLOSE
+    )
+
+
+def _check_type(headers: Headers) -> None:
+    """Raise `ApiError` unless a body is plain JSON, which pages of other sites may not send unasked."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(
+            f"the Content-Type must be application/json, got {kind or 'none'}",
+            status=415,
+            code="unsupported_content_type",
+            headers=_CLOSE,
+        )
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            f"the Content-Encoding {coding} is not supported: send the body without compression",
+            status=415,
+            code="unsupported_content_encoding",
+            headers=_CLOSE,
+        )

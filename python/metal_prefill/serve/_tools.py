@@ -1,4 +1,4 @@
-"""Tool calls: offered tools, required calls, and the format of calls."""
+"""Calls of tools that a request requires: their schema, and their parser."""
 
 import json
 import re
@@ -6,36 +6,18 @@ from collections.abc import Collection
 from typing import Any
 
 from metal_prefill.generation._constraint_check import NAMED, VALUES
-from metal_prefill.serve._errors import ApiError, missing
+from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm, ToolChoice
 from metal_prefill.text._json_calls import Brackets
 from metal_prefill.text._tool_calls import ToolCall, new_call_id, tool_names
 
 
-def offered_tools(form: ChatForm) -> list[dict[str, Any]] | None:
-    for i, tool in enumerate(form.tools or ()):
-        if (kind := tool.get("type") or "function") != "function":
-            raise ApiError(
-                f"tools[{i}]: the type {kind!r:.80} is not supported; tools must be functions",
-                param=f"tools[{i}].type",
-                code="unsupported",
-            )
-        try:
-            tool_names([tool])
-        except ValueError:
-            raise missing(f"tools[{i}].function.name") from None
-    return form.tools if form.tools and form.tool_choice != "none" else None
-
-
-def call_constraint(form: ChatForm) -> dict[str, Any] | None:
-    """Return the JSON schema of the call that `tool_choice` requires, or None if it requires none.
+def call_constraint(form: ChatForm) -> dict[str, Any]:
+    """Return the JSON schema of the call that `tool_choice` requires.
 
     With `parallel_tool_calls` it describes a list of calls, unless `tool_choice` names a tool.
     """
-    choice = form.tool_choice
-    if choice in (None, "none", "auto"):
-        return None
-    tools = form.tools or []
+    choice, tools = form.tool_choice, form.tools or []
     wanted = choice.function.name if isinstance(choice, ToolChoice) else None
     names = tool_names(tools)
     if not tools or (wanted is not None and wanted not in names):
@@ -54,19 +36,16 @@ def call_constraint(form: ChatForm) -> dict[str, Any] | None:
 
 
 def possible_calls(form: ChatForm) -> frozenset[str]:
-    """Return the names of the tools that may satisfy a required call; empty if no call is required."""
-    if form.tool_choice in (None, "none", "auto"):
-        return frozenset()
+    """Return the names of the tools that may satisfy a required call."""
     if isinstance(form.tool_choice, ToolChoice):
         return frozenset([form.tool_choice.function.name])
     return tool_names(form.tools or [])
 
 
 def single_call(form: ChatForm) -> str | None:
-    """Return the name of a tool that may satisfy a required call, or None if the answer is not one call."""
-    names = possible_calls(form)
+    """Return the name of a tool that may satisfy a required call, or None if there may be several calls."""
     several = form.parallel_tool_calls and not isinstance(form.tool_choice, ToolChoice)
-    return min(names) if names and not several else None
+    return None if several else min(possible_calls(form), default=None)
 
 
 def _schema(tool: dict[str, Any], number: int) -> dict[str, Any]:

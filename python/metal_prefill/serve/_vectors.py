@@ -1,22 +1,30 @@
 """Endpoints for vectors, ranks and classes, computed in passes shared with other requests."""
 
-import base64
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from __future__ import annotations
 
+import base64
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+import anyio.to_thread
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._support.arguments import token_array
-from metal_prefill.errors import GGUFError
+from metal_prefill import _core
+from metal_prefill._support.arguments import Progress, token_array
+from metal_prefill.engine import Engine
+from metal_prefill.errors import GGUFError, KVMemoryError
+from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.serve._completions import prompts_of
 from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._errors import ApiError, missing
 from metal_prefill.serve._forms import EmbeddingForm, EmbedForm, PredictForm, RerankForm
-from metal_prefill.serve._limits import MOST_ANSWER, MOST_ESCAPED, Sender
-from metal_prefill.serve._service import Service, SharedPasses
+from metal_prefill.serve._generation import MOST_ANSWER, MOST_ESCAPED
+from metal_prefill.serve._service import Sender, Service
 from metal_prefill.tasks._classification import encode_for_head, head_logits
 from metal_prefill.tasks._embedding import (
     EncodedText,
@@ -30,6 +38,9 @@ from metal_prefill.tasks._embedding import (
 from metal_prefill.tasks._pooled_head import probabilities_of
 from metal_prefill.tasks._prompts import PromptRules, TextRole, errors_of, prompt_form, role_of
 from metal_prefill.tasks._reranking import Options, Ranked, encode_documents, kind_of, template_of
+from metal_prefill.tasks._text_passes import TextPasses
+
+_T = TypeVar("_T")
 
 _NUMBER = 25  # bytes of a number and a comma in JSON, at most
 _LABELED = 64  # bytes of a score and the names of its fields in JSON, at most
@@ -96,7 +107,7 @@ async def predict(service: Service, form: PredictForm, reply: Reply, sender: Sen
     with service.admitted(1):
         prompts, pairs, _ = await service.prepare(lambda: encode_for_head(engine, texts, rules))
         sender.turn.end()
-        logits = await service.compute(lambda passes: head_logits(passes, prompts, pairs))
+        logits = await _compute(service, lambda passes: head_logits(passes, prompts, pairs))
     scores = logits if form.raw_scores else probabilities_of(head, logits)
     found = [
         sorted(
@@ -184,7 +195,7 @@ async def _embedded(
                 unpooled=encoded.unpooled,
             )
 
-        vectors = await service.compute(compute)
+        vectors = await _compute(service, compute)
     return vectors, encoded
 
 
@@ -254,9 +265,9 @@ async def rank(service: Service, form: RerankForm, reply: Reply, sender: Sender)
         ranking = await service.prepare(lambda: encode_documents(engine, form.query, documents, options))
         sender.turn.end()
         if form.texts is not None:
-            scores = await service.compute(ranking.scores)
+            scores = await _compute(service, ranking.scores)
         else:
-            ranked, usage = await service.compute(compute)
+            ranked, usage = await _compute(service, compute)
     if form.texts is not None:
         await reply.json(_ranks(documents, scores, form))
         return
@@ -320,3 +331,55 @@ def _check_ranks(service: Service, options: Options) -> None:
 
 def _no_ranks(message: str) -> ApiError:
     return ApiError(message, code="unsupported")
+
+
+async def _compute(service: Service, work: Callable[[SharedPasses], _T]) -> _T:
+    """Do in a thread what goes through the model in passes that are shared with texts of others."""
+    passes = SharedPasses(service.engine, service.loop)
+    try:
+        return await anyio.to_thread.run_sync(
+            lambda: work(passes), limiter=service.text_workers, abandon_on_cancel=True
+        )
+    except KVMemoryError as error:
+        if not passes.has_asked:  # it would not fit alone either
+            raise
+        # Unlike a text, it does not wait for the pages of others.
+        raise ApiError(
+            str(error), status=503, code="kv_memory_exceeded", headers={"Retry-After": "1"}
+        ) from None
+    finally:
+        passes.cancel()
+
+
+class SharedPasses(TextPasses):
+    """Passes of the engine loop for embedding and reranking, shared with the texts of other requests."""
+
+    def __init__(self, engine: Engine, loop: EngineLoop) -> None:
+        super().__init__(engine)
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._future: Future[list[Any]] | None = None
+        self.tokens = 0  # tokens that have gone through the model for this request
+
+    def run(self, requests: Sequence[_core.Computation], progress: Progress | None = None) -> list[Any]:
+        """Compute requests in passes of the engine loop."""
+        with self._lock:
+            if self._cancelled:
+                raise CancelledError
+            self._future = self._loop.submit(requests)
+        results = self._future.result()
+        self.tokens += sum(request.computed for request in requests)
+        return results
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether a pass was requested."""
+        return self._future is not None
+
+    def cancel(self) -> None:
+        """Make the pending call, and further ones, raise CancelledError."""
+        with self._lock:
+            self._cancelled = True
+            if self._future is not None:
+                self._future.cancel()

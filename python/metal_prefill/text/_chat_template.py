@@ -22,10 +22,10 @@ from jinja2.parser import Parser
 
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import ChatTemplateError
+from metal_prefill.text._json_calls import read_arguments
 from metal_prefill.text._segmentation import Finder
-from metal_prefill.text._template_budget import TemplateLimitError
-from metal_prefill.text._template_limits import MAX_SOURCE, LimitedEnvironment, render
-from metal_prefill.text._tool_calls import parse_arguments, tool_names
+from metal_prefill.text._template_limits import MAX_SOURCE, LimitedEnvironment, TemplateLimitError, render
+from metal_prefill.text._tool_calls import tool_names
 
 # For files without a template: one paragraph per message, headed by the role, as in a play.
 PLAIN_TEMPLATE = r"""{{ bos_token if add_bos else '' -}}
@@ -134,13 +134,26 @@ class _Arguments(dict[Any, Any]):
 
 
 def _complete(message: dict[Any, Any], where: str) -> dict[Any, Any]:
-    """Parse the arguments of the calls in a message, and replace a null as its content, in place."""
+    """Parse JSON arguments of a message's tool calls, and replace a null as its content, in place.
+
+    Arguments that end too early, as those of an answer that was cut, are completed. A list without calls is
+    removed, because templates test whether there is one.
+    """
     if message.get("content", "") is None:
         message["content"] = ""  # templates write None or null, or fail
-    for call in parse_arguments(message, where).get("tool_calls") or ():
+    calls = message.get("tool_calls")
+    if not calls:
+        message.pop("tool_calls", None)
+    for i, call in enumerate(calls if isinstance(calls, list) else ()):
         inner = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(inner, dict) and isinstance(inner.get("arguments"), dict):
-            inner["arguments"] = _Arguments(inner["arguments"])
+        if not isinstance(inner, dict) or "arguments" not in inner:
+            continue
+        given = inner["arguments"]
+        arguments = read_arguments(given) if isinstance(given, str) else given
+        if arguments is not None and not isinstance(arguments, dict):
+            field = "function.arguments" if inner is not call else "arguments"
+            raise ValueError(f"{where}.tool_calls[{i}].{field} must be a JSON object, got {given!r:.80}")
+        inner["arguments"] = _Arguments(arguments or {})
     return message
 
 

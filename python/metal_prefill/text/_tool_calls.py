@@ -40,7 +40,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from metal_prefill.text._json_calls import Brackets, read_arguments, read_json
+from metal_prefill.text._json_calls import Brackets, read_json
 from metal_prefill.text._written_calls import (
     GLM,
     MOST_DEPTH,
@@ -554,27 +554,3 @@ def _call(value: Any, tagged: bool) -> ToolCall | None:
         return None
     known_as = value.get("id")
     return ToolCall(name, dict(arguments), known_as if isinstance(known_as, str) else None)
-
-
-def parse_arguments(message: dict[Any, Any], where: str) -> dict[Any, Any]:
-    """Parse JSON arguments of a message's tool calls in place, because templates expect mappings.
-
-    Arguments that end too early, as those of an answer that was cut, are completed. A list without calls is
-    removed, because templates test whether there is one.
-    """
-    calls = message.get("tool_calls")
-    if not calls:
-        message.pop("tool_calls", None)
-    for i, call in enumerate(calls if isinstance(calls, list) else ()):
-        inner = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(inner, dict) or "arguments" not in inner:
-            continue
-        arguments = inner["arguments"]
-        if isinstance(arguments, str):
-            arguments = read_arguments(arguments)
-        if arguments is not None and not isinstance(arguments, dict):
-            field = "function.arguments" if inner is not call else "arguments"
-            given = inner["arguments"]
-            raise ValueError(f"{where}.tool_calls[{i}].{field} must be a JSON object, got {given!r:.80}")
-        inner["arguments"] = arguments or {}
-    return message

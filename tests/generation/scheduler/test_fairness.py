@@ -17,8 +17,8 @@ from metal_prefill.generation._scheduler import (
     LEAST_PROMPT_ROWS,
     ROWS_PER_WRITING,
     SHORT_PROMPT,
-    make_streams,
 )
+from metal_prefill.generation._stream import make_streams
 
 Make = Callable[[Model, int], list[Stream]]
 

@@ -9,7 +9,8 @@ from support.scheduled_texts import TEXTS, alone
 
 from metal_prefill import Model, Scheduler, _core
 from metal_prefill.generation import Stream
-from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, ROWS_PER_WRITING, make_streams
+from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, ROWS_PER_WRITING
+from metal_prefill.generation._stream import PendingCall, make_streams
 
 
 def test_prompts_enter_as_others_end(cpu: Model) -> None:
@@ -86,30 +87,31 @@ def test_calls_and_streams_share_passes(cpu: Model) -> None:
     ((_, made),) = scheduler.step()
     reading = scheduler.submit(np.random.default_rng(9).integers(1, 900, 3 * PROMPT_TURN), 1)
     calls = [
-        scheduler.call([_core.Request.hidden(cpu.session().native, np.array(text, np.int32))])
-        for text in texts
+        PendingCall([_core.Request.hidden(cpu.session().native, np.array(text, np.int32))]) for text in texts
     ]
+    for call in calls:
+        scheduler.call(call)
     order: list[int] = []
     while scheduler.busy:
         wrote = writing.finish_reason is None
         for stream, piece in scheduler.step():
             made += piece if stream is writing else ""
-        order += [i for i, pending in enumerate(calls) if pending.results is not None and i not in order]
+        order += [i for i, pending in enumerate(calls) if pending.results.done() and i not in order]
         assert reading.finish_reason is not None or scheduler.last_pass.prompts >= PROMPT_TURN
         assert not wrote or scheduler.last_pass.calls == LEAST_PROMPT_ROWS + ROWS_PER_WRITING
         assert wrote or scheduler.last_pass.calls == rows or len(order) == 6
     assert made == alone_
     assert order == [0, 1, 2, 3, 4, 5]
     for pending, state in zip(calls, expected, strict=True):
-        assert pending.results is not None
-        np.testing.assert_array_equal(pending.results[0], state)
+        np.testing.assert_array_equal(pending.results.result()[0], state)
 
 
 def test_a_cancelled_call_is_dropped(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     session = cpu.session()
-    pending = scheduler.call([_core.Request.hidden(session.native, np.array([1, 2, 3], np.int32))])
-    pending.cancelled = True
+    pending = PendingCall([_core.Request.hidden(session.native, np.array([1, 2, 3], np.int32))])
+    scheduler.call(pending)
+    pending.results.cancel()
     assert scheduler.step() == []
     assert (scheduler.busy, session.position, scheduler.passes) == (False, 0, 0)
 
@@ -120,11 +122,12 @@ def test_a_call_returns_the_greedy_tokens_of_all_its_rows(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     writing = scheduler.submit(TEXTS[0], 2)
     request = _core.Request.greedy(cpu.session().native, np.array(ids, np.int32), len(ids))
-    pending = scheduler.call([request])
+    pending = PendingCall([request])
+    scheduler.call(pending)
     while scheduler.busy:
         scheduler.step()
     assert writing.finish_reason == "length"
-    assert pending.results == [expected.tolist()]
+    assert pending.results.result() == [expected.tolist()]
 
 
 def passes_until_it_ends(scheduler: Scheduler, stream: Stream) -> list[int]:
