@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,34 +29,28 @@ def test_a_worker_that_cannot_load_reports_the_reason(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies_is_named(demo_path: Path) -> None:
-    worker = WorkerProcess(_engines.OURS, options_for(demo_path), 1024)
+    worker, other = (WorkerProcess(_engines.OURS, options_for(demo_path), 1024) for _ in range(2))
     try:
         assert worker.sample(Case(8, 0, 0))[0] > 0
+        assert worker.peak_rss() > demo_path.stat().st_size
         worker._process.kill()
         worker._process.wait()
         with pytest.raises(bench.BenchError, match=r"metal_prefill: its process died \(SIGKILL\) while pp8"):
             worker.sample(Case(8, 0, 0))
     finally:
         worker.close()
-
-
-def test_peers_run_in_separate_processes(demo_path: Path) -> None:
-    first = WorkerProcess(_engines.OURS, options_for(demo_path), 1024)
-    second = WorkerProcess(_engines.OURS, options_for(demo_path), 1024)
-    try:
-        assert first._process.pid != second._process.pid
-        assert first.peak_rss() > demo_path.stat().st_size
-    finally:
-        first.close()
-        second.close()
-    assert first._process.returncode == second._process.returncode == 0
+        other.close()
+    assert other._process.returncode == 0  # each engine has a process of its own
 
 
 @pytest.mark.parametrize("died", [signal.SIGILL, signal.SIGSEGV])
 def test_a_crash_of_llama_cpp_on_amx_names_the_compiler(
     died: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = (sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(died)})")
+    popen, program = subprocess.Popen, f"import os; os.kill(os.getpid(), {int(died)})"
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **pipes: popen([sys.executable, "-c", program], **pipes)
+    )
     for name, has_amx, named in [
         ("llama.cpp", True, True),
         ("llama.cpp", False, False),
@@ -63,7 +58,7 @@ def test_a_crash_of_llama_cpp_on_amx_names_the_compiler(
     ]:
         monkeypatch.setattr(_client, "has_amx", lambda value=has_amx: value)
         with pytest.raises(bench.BenchError, match=f"its process died \\({died.name}") as error:
-            _client.JsonProcess(name, command, "loading the model")
+            WorkerProcess(name, options_for(Path("m.gguf")), 1024)
         assert ("GCC 12 miscompiles llama.cpp: build it with clang" in str(error.value)) == named
 
 
@@ -101,20 +96,15 @@ def test_the_command_prints_only_json() -> None:
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_the_command_measures_the_named_model(tmp_path: Path) -> None:
-    model = synthesize(tmp_path / "named.gguf", preset="tiny")
-    rows = tmp_path / "rows.json"
-    options = ["-p", "4", "-n", "0", "-r", "1", "-t", "1", "--json", str(rows)]
-    assert cli.main(["bench", "-m", str(model), *options]) == 0
-    assert json.loads(rows.read_text())[0]["model_filename"] == str(model)
-
-
-@pytest.mark.usefixtures("_quiet_machine")
-def test_the_command_prints_a_table_and_writes_json(
+def test_the_command_prints_a_table_of_the_named_model_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "rows.json"
-    assert cli.main(["bench", "--demo", "-p", "4", "-n", "2", "-r", "1", "--json", str(file)]) == 0
+    model, file = synthesize(tmp_path / "named.gguf", preset="tiny"), tmp_path / "rows.json"
+    options = ["-p", "4", "-n", "2", "-r", "1", "-t", "1", "--json", str(file)]
+    assert cli.main(["bench", "-m", str(model), *options]) == 0
     out = capsys.readouterr().out
-    for row in json.loads(file.read_text(encoding="utf-8")):
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    assert [row["test"] for row in rows] == ["pp4", "tg2"]
+    for row in rows:
+        assert row["model_filename"] == str(model)
         assert row["test"] in out

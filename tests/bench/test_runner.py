@@ -1,6 +1,7 @@
 """Tests that are measured and their tokens, the order of samples, which count, the machine's state."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.bench_fakes import FakeWorker, SteadyCalibrator, compare, fakes
@@ -67,7 +68,7 @@ def test_repeated_samples_use_up_the_patience(demo_path: Path) -> None:
 
 def test_earlier_samples_are_repeated_if_the_machine_gets_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_machine, "stolen_ns", lambda: 0)
-    worker = FakeWorker("ours", 10)
+    worker: Any = FakeWorker("ours", 10)
     # The first two samples are calibrated at 2000 ns, which seems the best until 1000 ns shows.
     calibrator = SteadyCalibrator(2000, 2000, 2000, 2000, best_ns=1000)
     calibrator.reference_ns = 2000
@@ -79,28 +80,28 @@ def test_earlier_samples_are_repeated_if_the_machine_gets_faster(monkeypatch: py
     assert selection.n_dropped == 2
 
 
-def test_cases_have_the_names_of_llama_bench() -> None:
-    cases = make_cases([32, 512], 64, depth=32)
-    assert [case.name for case in cases] == ["pp32", "pp512", "tg64"]
-    assert [case.timed_tokens for case in cases] == [32, 512, 64]
-    assert [case.context for case in cases] == [32, 512, 96]
-
-
-def test_decoding_is_optional() -> None:
-    assert [case.name for case in make_cases([7], 0)] == ["pp7"]
-
-
 @pytest.mark.parametrize(("prompts", "n_gen"), [([0], 1), ([-3], 1), ([4, 4], 1), ([], 0), ([4], -1)])
 def test_invalid_cases_are_rejected(prompts: list[int], n_gen: int) -> None:
     with pytest.raises(ValueError, match=r"prompt|decod|measure"):
         make_cases(prompts, n_gen)
 
 
-def test_stream_cases_are_named_by_count_and_count_all_tokens() -> None:
-    cases = make_cases([32], 64, depth=30, streams=[1, 8])
-    assert [case.name for case in cases] == ["pp32", "tg64", "tg64x1", "tg64x8", "pp16x64"]
-    assert [case.timed_tokens for case in cases] == [32, 64, 64, 512, 1024]
-    assert [case.context for case in cases] == [32, 94, 94, 94, 16]  # of each stream
+def test_cases_have_names_tokens_and_enough_context() -> None:
+    cases = make_cases([32], 64, depth=30, streams=[1, 8], sampled=True, task=90)
+    assert [(case.name, case.timed_tokens, case.context) for case in cases] == [
+        ("pp32", 32, 32),
+        ("tg64", 64, 94),
+        ("greedy64", 64, 94),
+        ("sampled64", 64, 94),
+        ("copy64", 64, 89 + 64),
+        ("lookup64", 64, 89 + 64 + 31),
+        ("tg64x1", 64, 94),  # the context is that of each stream
+        ("tg64x8", 512, 94),
+        ("pp16x64", 1024, 16),
+    ]
+    for options in ({"sampled": True}, {"task": 90}):
+        with pytest.raises(ValueError, match="no tokens to choose: n_gen is 0"):
+            make_cases([8], 0, **options)
 
 
 @pytest.mark.parametrize(("n_gen", "streams"), [(4, [0]), (4, [-1]), (4, [2, 2]), (0, [2])])

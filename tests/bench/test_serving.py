@@ -11,6 +11,7 @@ from rich.console import Console
 
 from metal_prefill import MissingExtraError, Model, bench, cli
 from metal_prefill.bench import ServingResults
+from metal_prefill.bench._peers import servers
 from metal_prefill.bench._peers.servers import SERVERS, ServerOptions, ServerProcess, check_server
 from metal_prefill.bench._serving import ANSWER_TOKENS, Answer, ServingRow, ask, ask_all, prompts
 
@@ -60,14 +61,10 @@ def test_prompts_share_300_tokens_and_differ_after_them(demo_path: Path) -> None
     assert all(335 <= len(ids) <= 350 for ids in every)
 
 
-def test_servers_alternate_and_ours_has_no_ratio(demo_path: Path) -> None:
-    results = bench.run_serving(
-        demo_path,
-        clients=[1, 2],
-        compare=["llama-server"],
-        repetitions=1,
-        commands={"llama-server": stand_in},
-    )
+def test_servers_alternate_and_ours_has_no_ratio(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SERVERS, "llama-server", stand_in)
+    monkeypatch.setattr(servers, "check_server", lambda name: None)
+    results = bench.run_serving(demo_path, clients=[1, 2], compare=["llama-server"], repetitions=1)
     assert [(r.server, r.clients) for r in results.rows] == [
         ("metal_prefill", 1),
         ("metal_prefill", 2),

@@ -12,7 +12,7 @@ from support.reference import ReferenceModel
 from support.small_models import ENCODERS, write
 
 from metal_prefill import synth
-from metal_prefill.bench import BenchResults, _engines, _worker
+from metal_prefill.bench import _engines, _worker
 from metal_prefill.bench._cases import Case, make_embeddings, text_ids, text_lengths
 from metal_prefill.bench._engines import Ids, Options, Vectors
 from metal_prefill.bench._peers import metal_prefill
@@ -92,17 +92,6 @@ def test_peers_return_the_same_vectors_for_encoders(tmp_path: Path, peer: str, a
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_rows_contain_texts_per_second(embedder: Path) -> None:
-    results = compare(fakes(ours=1000, llama=3000), embedder, embed=True)
-    assert isinstance(results, BenchResults)
-    ours, llama = results.row("metal_prefill", "embed64"), results.row("llama.cpp", "embed64")
-    assert ours.median_ts == pytest.approx(1e6)
-    assert f"{64 / (CASE.timed_tokens * 1e-6):,.1f} texts/s" in ours.note
-    assert llama.ratio is not None
-    assert llama.ratio.median == pytest.approx(3)
-
-
-@pytest.mark.usefixtures("_quiet_machine")
 def test_texts_per_second_are_those_of_the_median_sample(embedder: Path) -> None:
     workers = fakes(ours=1)
     milliseconds = [9, 8, 1, 2, 10, 4]  # the first is the warm-up; median 4, mean 5
@@ -157,6 +146,9 @@ def test_rows_count_the_texts_of_all_calls(embedder: Path) -> None:
     workers = fakes(ours=1000, llama=2000)
     results = compare(workers, embedder, embed=True, text_tokens=[16], text_counts=[1, 8])
     row = results.row(_engines.OURS, "embed16x1")
+    ratio = results.row("llama.cpp", "embed16x1").ratio
+    assert ratio is not None
+    assert ratio.median == pytest.approx(2)
     assert (row.n_texts, row.text_tokens) == (1, 16)
     assert row.median_ts == pytest.approx(1e6)
     assert row.note == f"{1e6 / 16:,.1f} texts/s"

@@ -348,7 +348,7 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
     no_module_imports_itself_through_others: [
         ("python/metal_prefill/session.py", "if TYPE_CHECKING:\n    from metal_prefill.model import Model"),
         ("python/metal_prefill/_support/arguments.py", "def f():\n    import metal_prefill.session"),
-        ("python/metal_prefill/bench/_rows.py", "from metal_prefill.bench._report import BenchResults"),
+        ("python/metal_prefill/bench/_runner.py", "from metal_prefill.bench._report import BenchResults"),
         ("python/metal_prefill/bench/_report.py", "from metal_prefill.bench import _report"),
     ],
     dependencies_point_in_one_direction: [

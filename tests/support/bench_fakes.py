@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from metal_prefill import bench
-from metal_prefill.bench import BenchResults, _engines, _machine
+from metal_prefill.bench import BenchResults, _client, _engines, _machine
 from metal_prefill.bench._cases import Case, Choice
 from metal_prefill.bench._engines import Engine, Identity, Ids, Options
 
@@ -94,12 +95,9 @@ class SteadyCalibrator(_machine.Calibrator):
 
 def compare(workers: dict[str, FakeWorker], demo_path: Path, **arguments: object) -> BenchResults:
     options = {"prompts": [8], "n_gen": 4, "repetitions": 3} | arguments
-    return bench.run(
-        demo_path,
-        compare=[name for name in workers if name != _engines.OURS],
-        make_worker=lambda name, options, vocab: workers[name],
-        **options,  # type: ignore[arg-type]  # a test's arguments, passed on
-    )
+    peers = [name for name in workers if name != _engines.OURS]
+    with patch.object(_client, "WorkerProcess", lambda name, *_: workers[name]):
+        return bench.run(demo_path, compare=peers, **options)  # type: ignore[arg-type]  # as given
 
 
 def fakes(**ns_per_token: int) -> dict[str, FakeWorker]:

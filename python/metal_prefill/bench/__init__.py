@@ -8,19 +8,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from metal_prefill.bench._agents import AgentResults
 from metal_prefill.bench._engines import BenchError
-from metal_prefill.bench._report import BenchResults
-from metal_prefill.bench._rows import Row
+from metal_prefill.bench._report import BenchResults, Row
 from metal_prefill.bench._serving import ServingResults
 
 if TYPE_CHECKING:
-    from metal_prefill.bench._client import WorkerFactory
-    from metal_prefill.bench._peers.servers import Command
     from metal_prefill.bench._runner import Progress
 
 __all__ = [
@@ -48,7 +45,6 @@ def run(
     compare: Sequence[str] = (),
     patience: float = 60.0,
     progress: Progress | None = None,
-    make_worker: WorkerFactory | None = None,
 ) -> BenchResults:
     """Measure this package on a model, and peers on the same file.
 
@@ -96,8 +92,6 @@ def run(
     progress
         Function called before each sample with the current activity, the number of valid samples of the test,
         and the number required.
-    make_worker
-        Function that creates the worker of an engine; by default a process.
 
     Raises
     ------
@@ -110,10 +104,10 @@ def run(
     GGUFError, UnsupportedModelError
         The file is not a supported model.
     """
-    from metal_prefill.bench import _cases, _engines, _machine, _model_file
-    from metal_prefill.bench._client import WorkerProcess
-    from metal_prefill.bench._rows import in_order, make_row
+    from metal_prefill.bench import _cases, _client, _engines, _machine, _model_file
+    from metal_prefill.bench._report import make_row
     from metal_prefill.bench._runner import Runner
+    from metal_prefill.engine import AUTO
     from metal_prefill.hub._local_file import local_file
 
     if repetitions < 1:
@@ -121,8 +115,9 @@ def run(
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
     path = _model_file.smollm_shape() if model is None else local_file(model)
-    if not embed:
-        _model_file.check_generates(path)
+    facts = _model_file.read_facts(path)
+    if not embed and not facts.generates:
+        raise ValueError(f"{path.name} is an encoder, which does not generate text: use bench embed")
     tests = _cases.make_embeddings(embed, text_tokens, text_counts)
     if not tests:
         task = len(_model_file.task_ids(path)) if speculate else 0
@@ -130,7 +125,6 @@ def run(
     names = [_engines.OURS, *dict.fromkeys(compare)]
     for name in names:
         _engines.check_installed(name)
-    facts = _model_file.read_facts(path)
     longest = max(tests, key=lambda case: case.context)
     if longest.context > facts.context_length:
         raise ValueError(
@@ -139,14 +133,13 @@ def run(
         )
     if threads is None and compare:
         threads = _machine.available_threads()
-    compute = _model_file.compute_mode(path, compute)
     options = _engines.Options(
         path=os.fspath(path),
         max_context=longest.context,
         max_prompt=max(max(case.n_prompt, case.n_depth) for case in tests),
         threads=threads,
         device=device,
-        compute=compute,
+        compute=facts.compute if compute == AUTO else compute,
         kv_dtype=kv_dtype,
     )
     with ExitStack() as stack:
@@ -154,7 +147,7 @@ def run(
         for name in names:
             if progress is not None:
                 progress(f"loading {name}", 0, 1)
-            worker = (make_worker or WorkerProcess)(name, options, facts.vocab_size)
+            worker = _client.WorkerProcess(name, options, facts.vocab_size)
             stack.callback(worker.close)
             workers.append(worker)
         calibrator = _machine.Calibrator(threads or _machine.available_threads())
@@ -176,7 +169,7 @@ def run(
             for worker in workers
             for case in tests
         ]
-    return BenchResults(in_order(rows, names))
+    return BenchResults(rows)
 
 
 def run_serving(
@@ -187,7 +180,6 @@ def run_serving(
     repetitions: int = 5,
     threads: int | None = None,
     progress: Progress | None = None,
-    commands: Mapping[str, Command] | None = None,
 ) -> ServingResults:
     """Measure this package's server on a model, and peers on the same file.
 
@@ -209,8 +201,6 @@ def run_serving(
         CPU threads of each server; by default one per available core.
     progress
         As for :func:`run`.
-    commands
-        Commands that start servers, to override the defaults.
 
     Raises
     ------
@@ -234,8 +224,7 @@ def run_serving(
         raise ValueError(f"numbers of clients are at least 1 and differ, got {','.join(map(str, counts))}")
     names = [_engines.OURS, *dict.fromkeys(compare)]
     for name in names:
-        if commands is None or name not in commands:
-            servers.check_server(name)
+        servers.check_server(name)
     path = _model_file.smollm_shape() if model is None else local_file(model)
     tokenizer = Tokenizer.from_gguf(GGUFFile(path))
     options = servers.ServerOptions(
@@ -250,8 +239,7 @@ def run_serving(
         for name in names:
             if progress is not None:
                 progress(f"starting {name}", 0, 1)
-            command = (commands or {}).get(name) or servers.command_of(name)
-            running.append(servers.ServerProcess(os.path.basename(name), options, command))
+            running.append(servers.ServerProcess(os.path.basename(name), options, servers.command_of(name)))
             stack.callback(running[-1].close)
         rows = _serving.measure(running, counts, repetitions, tokenizer, progress)
     return ServingResults(rows, path.name, options.threads, _machine.cpu_name())
@@ -263,7 +251,6 @@ def run_agents(
     compare: Sequence[str] = (),
     threads: int | None = None,
     progress: Progress | None = None,
-    commands: Mapping[str, Command] | None = None,
 ) -> AgentResults:
     """Replay sessions of agents on this package's server, and on peers with the same file.
 
@@ -279,12 +266,10 @@ def run_agents(
     options = servers.ServerOptions(os.fspath(path), threads, clients=1, context=4096)
     turns: list[_agents.Turn] = []
     for name in (_engines.OURS, *dict.fromkeys(compare)):
-        if commands is None or name not in commands:
-            servers.check_server(name)
+        servers.check_server(name)
         shapes = [s for s in _agents.SHAPES if name == _engines.OURS or _agents.SHAPES[s].memory_of is None]
         for i, shape in enumerate(shapes):
             if progress is not None:
                 progress(f"{name}, {shape}", i, len(shapes))
-            command = (commands or {}).get(name) or servers.command_of(name)
-            turns += _agents.measured(os.path.basename(name), options, command, shape)
+            turns += _agents.measured(os.path.basename(name), options, servers.command_of(name), shape)
     return AgentResults(turns, path.name, _machine.cpu_name())

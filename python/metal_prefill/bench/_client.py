@@ -6,9 +6,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from metal_prefill.bench._cases import Case
 from metal_prefill.bench._engines import BenchError, Identity, Options
@@ -33,23 +32,27 @@ def describe_exit(name: str, code: int) -> str:
     return died.name
 
 
-class JsonProcess:
-    """A process whose death is an error that names it."""
+class WorkerProcess:
+    """Worker that runs an engine in its own process, whose death is an error that names it."""
 
-    def __init__(self, name: str, command: Sequence[str], beginning: str) -> None:
+    def __init__(self, name: str, options: Options, vocab_size: int) -> None:
         self.name = name
+        arguments = json.dumps(asdict(options) | {"vocab_size": vocab_size})
+        command = (sys.executable, "-m", "metal_prefill.bench._worker", name, arguments)
         # Lives as long as the process; close() ends it.
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
         try:
-            self.hello = self._receive(beginning)  # its first answer
+            hello = self._receive("loading the model")
         except BaseException:
             self.close()
             raise
+        self.load_ns: int = hello.pop("load_ns")
+        self.identity = Identity(**hello)
 
-    def ask(self, request: dict[str, Any], doing: str) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], doing: str) -> dict[str, Any]:
         """Send a request and return the answer."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process died; _receive raises the error
@@ -57,10 +60,15 @@ class JsonProcess:
             self._process.stdin.flush()
         return self._receive(doing)
 
-    def log(self) -> str:
-        """Return what the process has printed."""
-        self._log.seek(0)
-        return self._log.read()
+    def sample(self, case: Case) -> tuple[int, int]:
+        """Run a test once; return nanoseconds and involuntary context switches."""
+        reply = self._ask({"do": "sample", "case": asdict(case)}, case.name)
+        return reply["ns"], reply["switches"]
+
+    def peak_rss(self) -> int:
+        """Largest resident memory so far, in bytes."""
+        peak: int = self._ask({"do": "memory"}, "reading its memory")["peak_rss"]
+        return peak
 
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
@@ -80,7 +88,8 @@ class JsonProcess:
         if not line:
             code = self._process.wait()
             how = describe_exit(self.name, code)
-            tail = " / ".join(self.log().strip().splitlines()[-TAIL_LINES:])
+            self._log.seek(0)
+            tail = " / ".join(self._log.read().strip().splitlines()[-TAIL_LINES:])
             raise BenchError(
                 f"{self.name}: its process died ({how}) while {doing}" + (f": {tail}" if tail else "")
             )
@@ -88,52 +97,3 @@ class JsonProcess:
         if "error" in reply:
             raise BenchError(f"{self.name}: {reply['error']} (while {doing})")
         return reply
-
-
-class Worker(Protocol):
-    """Protocol of an engine that takes one sample at a time."""
-
-    @property
-    def name(self) -> str:
-        """Name of the engine."""
-
-    @property
-    def identity(self) -> Identity:
-        """Device, settings and build, as the engine reports them."""
-
-    @property
-    def load_ns(self) -> int:
-        """Load time in nanoseconds."""
-
-    def sample(self, case: Case) -> tuple[int, int]:
-        """Run a test once; return nanoseconds and involuntary context switches."""
-
-    def peak_rss(self) -> int:
-        """Largest resident memory so far, in bytes."""
-
-    def close(self) -> None:
-        """End the process."""
-
-
-WorkerFactory = Callable[[str, Options, int], Worker]
-
-
-class WorkerProcess(JsonProcess):
-    """Worker that runs an engine in its own process."""
-
-    def __init__(self, name: str, options: Options, vocab_size: int) -> None:
-        arguments = json.dumps(asdict(options) | {"vocab_size": vocab_size})
-        command = (sys.executable, "-m", "metal_prefill.bench._worker", name, arguments)
-        super().__init__(name, command, "loading the model")
-        self.load_ns: int = self.hello.pop("load_ns")
-        self.identity = Identity(**self.hello)
-
-    def sample(self, case: Case) -> tuple[int, int]:
-        """Run a test once; return nanoseconds and involuntary context switches."""
-        reply = self.ask({"do": "sample", "case": asdict(case)}, case.name)
-        return reply["ns"], reply["switches"]
-
-    def peak_rss(self) -> int:
-        """Largest resident memory so far, in bytes."""
-        peak: int = self.ask({"do": "memory"}, "reading its memory")["peak_rss"]
-        return peak

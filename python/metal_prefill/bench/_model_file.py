@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.bench._cases import TASK
-from metal_prefill.engine import AUTO, chosen_mode
+from metal_prefill.engine import chosen_mode
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.storage._cache_folder import cache_folder
@@ -34,7 +34,7 @@ def smollm_shape() -> Path:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Columns of a benchmark that describe the model, with llama-bench's names."""
+    """Facts about the model; those of columns of a benchmark have llama-bench's names."""
 
     model_filename: str
     model_type: str
@@ -42,22 +42,8 @@ class ModelFacts:
     model_n_params: int
     vocab_size: int
     context_length: int
-
-
-def check_generates(path: str | Path) -> None:
-    """Raise ValueError if a model does not predict text, as encoders do not."""
-    with GGUFFile(path) as gguf:
-        config = read_config(gguf)
-    if not config.generates:
-        raise ValueError(f"{Path(path).name} is an encoder, which does not generate text: use bench embed")
-
-
-def compute_mode(path: str | Path, compute: str) -> str:
-    """Return the mode that ``"auto"`` selects for a model, or another mode unchanged."""
-    if compute != AUTO:
-        return compute
-    with GGUFFile(path) as gguf:
-        return chosen_mode(gguf, read_config(gguf))
+    generates: bool  # whether the model predicts text
+    compute: str  # mode that ``"auto"`` selects
 
 
 def task_ids(path: str | Path) -> npt.NDArray[np.int32]:
@@ -91,4 +77,6 @@ def read_facts(path: Path) -> ModelFacts:
             model_n_params=n_params,
             vocab_size=config.vocab_size,
             context_length=config.context_length,
+            generates=config.generates,
+            compute=chosen_mode(gguf, config),
         )

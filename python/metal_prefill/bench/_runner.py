@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from metal_prefill.bench import _machine
 from metal_prefill.bench._cases import Case, in_turns
-from metal_prefill.bench._client import Worker
+from metal_prefill.bench._client import WorkerProcess
 from metal_prefill.bench._engines import why_not
 from metal_prefill.bench._machine import Calibrator
 
@@ -111,7 +111,7 @@ class Runner:
     up to `ATTEMPTS` times as many as are wanted.
     """
 
-    workers: Sequence[Worker]
+    workers: Sequence[WorkerProcess]
     calibrator: Calibrator
     repetitions: int  # samples wanted of each test of each engine
     progress: Progress | None = None
@@ -135,16 +135,16 @@ class Runner:
         for group in groups:
             self._collect(group)
 
-    def selection(self, worker: Worker, case: Case) -> Selection:
+    def selection(self, worker: WorkerProcess, case: Case) -> Selection:
         return select(self.samples[worker.name, case], self.repetitions, self._limit())
 
-    def _of(self, group: Sequence[Case]) -> list[tuple[Case, Worker]]:
+    def _of(self, group: Sequence[Case]) -> list[tuple[Case, WorkerProcess]]:
         return [(case, worker) for case in group for worker in self.workers if not why_not(worker.name, case)]
 
     def _limit(self) -> float:
         return _machine.TOLERANCE * self.calibrator.reference_ns
 
-    def _clean(self, worker: Worker, case: Case) -> int:
+    def _clean(self, worker: WorkerProcess, case: Case) -> int:
         limit = self._limit()
         return sum(is_clean(sample, limit) for sample in self.samples[worker.name, case])
 
@@ -158,14 +158,14 @@ class Runner:
                 self.samples[worker.name, case].append(self._sample(worker, case))
             turn += 1
 
-    def _wants(self, case: Case, worker: Worker) -> bool:
+    def _wants(self, case: Case, worker: WorkerProcess) -> bool:
         taken = len(self.samples[worker.name, case])
         if taken < self.repetitions:
             return True
         may_repeat = self.patience_s > 0 and taken < ATTEMPTS * self.repetitions
         return may_repeat and self._clean(worker, case) < self.repetitions
 
-    def _sample(self, worker: Worker, case: Case) -> Sample:
+    def _sample(self, worker: WorkerProcess, case: Case) -> Sample:
         begin = time.monotonic()
         before = self.calibrator.settle(min(WAIT_S, self.patience_s))
         lost = time.monotonic() - begin

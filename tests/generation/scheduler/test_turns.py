@@ -1,6 +1,7 @@
 """How passes are divided among prompts, texts and calls."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,21 @@ def test_a_cancelled_call_is_dropped(cpu: Model) -> None:
     pending.results.cancel()
     assert scheduler.step() == []
     assert (scheduler.busy, session.position, scheduler.passes) == (False, 0, 0)
+
+
+def test_a_call_may_be_cancelled_during_its_pass(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    core: Any = scheduler._core
+    call = PendingCall([_core.Request.hidden(cpu.session().native, np.array([1, 2, 3], np.int32))])
+    scheduler.call(call)
+
+    def forward_pass(shares: Any) -> None:
+        core.forward_pass(shares)
+        call.results.cancel()
+
+    scheduler._core = SimpleNamespace(pass_rows=core.pass_rows, forward_pass=forward_pass)  # type: ignore[assignment]
+    assert scheduler.step() == []
+    assert not scheduler.busy
 
 
 def test_a_call_returns_the_greedy_tokens_of_all_its_rows(cpu: Model) -> None:

@@ -17,14 +17,14 @@ import onnxruntime
 
 from metal_prefill.bench._engines import Engine, Options
 from metal_prefill.bench._peers.padded_texts import PaddedTexts
-from metal_prefill.bench._peers.torch_encoders import NAMES, export
+from metal_prefill.bench._peers.torch_encoders import export
 
 
 class _OnnxRuntime(PaddedTexts):
     """Session of an exported graph."""
 
     def __init__(self, options: Options) -> None:
-        super().__init__("onnxruntime", options, tuple(NAMES))
+        super().__init__("onnxruntime", options)
         self._int8 = options.compute != "f32"
         settings = onnxruntime.SessionOptions()
         settings.intra_op_num_threads = self.threads

@@ -17,7 +17,7 @@ import openvino as ov
 
 from metal_prefill.bench._engines import Options
 from metal_prefill.bench._peers.padded_texts import PaddedTexts
-from metal_prefill.bench._peers.torch_encoders import NAMES, export
+from metal_prefill.bench._peers.torch_encoders import export
 
 _CALIBRATION = (100, 64)  # texts, and tokens of each
 
@@ -26,7 +26,7 @@ class OpenVinoTexts(PaddedTexts):
     """Compiled graph of an encoder."""
 
     def __init__(self, options: Options) -> None:
-        super().__init__("openvino", options, tuple(NAMES))
+        super().__init__("openvino", options)
         with tempfile.TemporaryDirectory() as folder:
             core = ov.Core()
             model = core.read_model(export(self.path, Path(folder) / "model.onnx"))

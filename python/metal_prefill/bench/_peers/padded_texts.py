@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options, Vectors
 from metal_prefill.bench._machine import available_threads, counted, cpu_name
+from metal_prefill.bench._peers.torch_encoders import NAMES
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig
@@ -27,19 +28,17 @@ class PaddedTexts(Engine):
     config: ModelConfig
     pooling: str
 
-    def __init__(
-        self, name: str, options: Options, architectures: Sequence[str], *, causal: bool = False
-    ) -> None:
+    def __init__(self, name: str, options: Options, *, causal: bool = False) -> None:
         """Read the configuration of a file."""
         self.path = Path(options.path)
         self.threads = options.threads or available_threads()
         with GGUFFile(self.path) as gguf:
             self.config = read_config(gguf)
             head = read_head(gguf, self.config.architecture, self.config.dim)
-        self.is_encoder = self.config.architecture in architectures
+        self.is_encoder = self.config.architecture in NAMES
         known = self.is_encoder or (causal and self.config.causal)
         if head.pooling not in POOLINGS or head.steps or not known:
-            kinds = "causal attention or " * causal + f"one of {', '.join(architectures)}"
+            kinds = "causal attention or " * causal + f"one of {', '.join(NAMES)}"
             raise BenchError(
                 f"comparing with {name} takes {kinds}, pooling {', '.join(POOLINGS)}, no steps after it; "
                 f"{self.path.name} is another kind of model"

@@ -18,7 +18,7 @@ import transformers
 
 from metal_prefill.bench._engines import Engine, Options
 from metal_prefill.bench._peers.padded_texts import PaddedTexts
-from metal_prefill.bench._peers.torch_encoders import NAMES, load_encoder
+from metal_prefill.bench._peers.torch_encoders import load_encoder
 
 TRIAL_TOKENS = 256
 
@@ -27,7 +27,7 @@ class _Transformers(PaddedTexts):
     """transformers model without its output projection."""
 
     def __init__(self, options: Options) -> None:
-        super().__init__("transformers", options, tuple(NAMES), causal=True)
+        super().__init__("transformers", options, causal=True)
         torch.set_num_threads(self.threads)
         self._model = self._load()
         if options.compute != "f32":
