@@ -21,7 +21,7 @@ _NUMBERS: Mapping[object, tuple[type, ...]] = {int: (int,), float: (int, float)}
 # Options of a line of prompts, and their types in JSON.
 OPTIONS: Mapping[str, tuple[type, ...]] = {
     "max_tokens": (int,),
-    **{field.name: _NUMBERS[field.type] for field in fields(Options) if field.type in _NUMBERS},
+    **{f.name: _NUMBERS[type(f.default)] for f in fields(Options) if type(f.default) in _NUMBERS},
     "min_tokens": (int,),
     "seed": (int, type(None)),
     "stop": (str, int, list),
