@@ -20,6 +20,8 @@ class GGUFWriter(gguf.GGUFWriter):  # type: ignore[misc]
 def _packed(values: Any) -> bytes | None:
     """Return the type of the items of a list, their number and their bytes; None for other values."""
     kinds = set(map(type, values if isinstance(values, list) else ()))
+    if isinstance(values, bytes):  # a character map of SentencePiece has hundreds of thousands
+        return struct.pack("<IQ", gguf.GGUFValueType.UINT8, len(values)) + values if values else None
     if kinds == {str}:
         number = struct.Struct("<Q").pack
         texts = [text.encode("utf-8") for text in values]
