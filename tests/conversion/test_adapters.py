@@ -2,13 +2,11 @@
 
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from support import adapter_folders, model_folders
 from support.adapter_folders import RANK, TASKS, WORDS, adapter
 from support.bert_relatives import gte
@@ -117,53 +115,6 @@ def test_the_commands_have_the_option(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["embed", "-m", str(folder), "--adapter", added, "a rose"]) == 0
     assert main(["embed", "-m", str(tmp_path / "m.gguf"), "--adapter", added, "a rose"]) != 0
     assert "needs a model folder" in capsys.readouterr().err
-
-
-REFUSED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
-    "another method": ({"peft_type": "IA3"}, lambda path: None, "peft_type is 'IA3'; supported: 'LORA'"),
-    "biases": ({"bias": "all"}, lambda path: None, "bias is 'all'; supported: 'none'"),
-    "magnitudes": ({"use_dora": True}, lambda path: None, "use_dora is True"),
-    "whole modules": ({"modules_to_save": ["score"]}, lambda path: None, "modules_to_save is "),
-    "no weights": (
-        {},
-        lambda path: (path / "adapter_model.safetensors").unlink(),
-        "has no adapter_model.saf",
-    ),
-    "a module that is not there": (
-        {},
-        lambda path: adapter(path, {"encoder.layer.9.query": (DIM, DIM)}),
-        "changes encoder.layer.9.query, which the model does not have",
-    ),
-    "another shape": (
-        {},
-        lambda path: adapter(path, {QUERY: (DIM, DIM + 1)}),
-        r"do not fit its shape \(32, 32\)",
-    ),
-    "one of two matrices": (
-        {},
-        lambda path: save_file(
-            {f"base_model.model.{QUERY}.lora_A.weight": values((RANK, DIM))},
-            path / "adapter_model.safetensors",
-        ),
-        "has one of two matrices",
-    ),
-    "another tensor": (
-        {},
-        lambda path: save_file(
-            {"prompt_embeddings": values((RANK, DIM))}, path / "adapter_model.safetensors"
-        ),
-        "has the tensor prompt_embeddings, which is not a matrix of LoRA",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_adapters_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    config, change, message = REFUSED[name]
-    added = adapter(tmp_path / "adapter", {QUERY: (DIM, DIM)}, **config)
-    change(added)
-    with pytest.raises((GGUFError, UnsupportedModelError), match=message):
-        convert(bert(tmp_path / "m").write(), tmp_path / "m.gguf", adapter=added)
 
 
 EXACT: dict[str, Any] = {"compute": "f32", "kv_dtype": "f32"}

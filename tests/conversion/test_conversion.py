@@ -14,7 +14,7 @@ import pytest
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from support import comparison, entity_folders, model_folders
 from support.gguf_reader import GGUFReader
-from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, read, with_head
+from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, read
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models, normalizers
 
@@ -65,7 +65,7 @@ def test_unnamed_labels_and_unused_tensors_are_omitted(tmp_path: Path) -> None:
     }
     labels = {"0": "LABEL_0", "1": "LABEL_1"}
     folder = model_folders.bert(tmp_path / "m", "BertForTokenClassification", id2label=labels)
-    fields, tensors = read(convert(with_head(folder, shapes).write(), tmp_path / "m.gguf"))
+    fields, tensors = read(convert(folder.add(shapes, 1000).write(), tmp_path / "m.gguf"))
     assert "bert.classifier.output_labels" not in fields
     assert len(tensors) == len(folder.tensors) - 4
 
@@ -79,7 +79,7 @@ def test_unnamed_labels_of_texts_count_the_outputs_for_llama_cpp(
     folder = model_folders.bert(tmp_path / "m", "BertForSequenceClassification", id2label=labels)
     shapes = {"classifier.weight": (count, DIM), "classifier.bias": (count,)}
     pooler = {"bert.pooler.dense.weight": (DIM, DIM), "bert.pooler.dense.bias": (DIM,)}
-    fields, _ = read(convert(with_head(folder, {**shapes, **pooler}).write(), tmp_path / "m.gguf"))
+    fields, _ = read(convert(folder.add(shapes | pooler).write(), tmp_path / "m.gguf"))
     assert fields.get("bert.classifier.output_labels") == written
 
 
@@ -510,6 +510,7 @@ NAMES: dict[str, dict[str, str | None]] = {
         "layers.1.post_attention_layernorm.weight": "blk.1.post_attention_norm.weight",
         "layers.1.self_attn.q_norm.weight": "blk.1.attn_q_norm.weight",
     },
+    "ElectraForPreTraining": {"discriminator_predictions.dense.weight": None},
     "BertModel": {"embeddings.LayerNorm.gamma": "token_embd_norm.weight", "pooler.dense.bias": None},
     "Qwen3ForSequenceClassification": {"score.weight": "cls.output.weight"},
 }

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,87 +10,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import model_folders
-from support.model_folders import DIM, FFN, Folder
 
 from metal_prefill import GGUFError, UnsupportedModelError
+from metal_prefill._support.messages import MOST_CHARACTERS
 from metal_prefill.conversion import convert
-
-BAD, NOT = GGUFError, UnsupportedModelError
-ST = "sentence_transformers.models"
-LINEAR = {"activation_function": "torch.nn.Identity", "in_features": 5, "out_features": 16, "bias": False}
-
-
-@pytest.fixture
-def bert(tmp_path: Path) -> Folder:
-    return model_folders.bert(tmp_path / "bert")
-
-
-def lose(name: str) -> Callable[[Folder], object]:
-    return lambda folder: folder.tensors.pop(name)
-
-
-def put(name: str, *shape: int) -> Callable[[Folder], object]:
-    return lambda folder: folder.tensors.update({name: model_folders.values(shape)})
-
-
-def setting(**fields: Any) -> Callable[[Folder], None]:
-    return lambda folder: folder.config.update(fields)
-
-
-def tokenizer_with(**fields: Any) -> Callable[[Folder], None]:
-    def change(folder: Folder) -> None:
-        content = json.loads((folder.path / "tokenizer.json").read_text())
-        folder.json("tokenizer.json", {**content, **fields})
-
-    return change
-
+from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._settings import long_rope_factors
 
 LOST = "model.layers.1.mlp.down_proj.weight"
-WRONG = [
-    (lose(LOST), BAD, "tensor blk.1.ffn_down.weight is missing"),
-    (lose("model.embed_tokens.weight"), BAD, "tensor token_embd.weight is missing"),
-    (lambda folder: folder.tensors.clear(), BAD, "block_count is 2, but the file has only 0 tensors"),
-    (put(LOST, DIM, FFN + 1), BAD, r"ffn_down.weight has shape \(32, 65\), .* requires \(32, 64\)"),
-    (put("extra.weight", 3, 3), NOT, "tensor extra.weight is not part of a llama model"),
-    (put("model.layers.2.mlp.up_proj.weight", FFN, DIM), NOT, "model.layers.2.mlp.up_proj"),
-    (put("model.norm.scale", DIM), NOT, "tensor model.norm.scale is not part"),
-    (put(LOST, 2, 2, 2), BAD, r"has shape \(2, 2, 2\), expected 1 or 2 dimensions"),
-    (put("norm.weight", DIM), BAD, "tensors .* are both output_norm.weight"),
-    (setting(hidden_size="many"), BAD, "config.json: hidden_size is str, expected an integer"),
-    (setting(hidden_size=0), BAD, "hidden_size is 0, must be between 1 and"),
-    (setting(rms_norm_eps=-1), BAD, "rms_norm_eps is -1, must be positive"),
-    (setting(num_attention_heads=None), BAD, "num_attention_heads is missing"),
-    (setting(hidden_act="relu"), NOT, "hidden_act is 'relu'; supported: 'silu'"),
-    (setting(architectures=["BloomForCausalLM"]), NOT, "class BloomForCausalLM is not"),
-    (setting(architectures=["LlamaForQuestionAnswering"]), NOT, "ForQuestionAnswering"),
-    (setting(architectures=[]), BAD, "architectures must name the class"),
-    (setting(rope_scaling={"rope_type": "other"}), NOT, "rope_type is 'other'"),
-    (setting(rope_scaling=[1]), BAD, "rope_scaling is list, expected an object"),
-    (setting(vocab_size=7), BAD, "vocab_size is 7, but the tokenizer has"),
-    (setting(vocab_size=10**9), BAD, "vocab_size is 1000000000, far more than"),
-    (tokenizer_with(model={"type": "WordLevel"}), NOT, "model.type is 'WordLevel'"),
-    (tokenizer_with(model={"type": "BPE", "vocab": {"a": "b"}}), BAD, "model.vocab has no id for 'a'"),
-    (tokenizer_with(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["x"]}), BAD, r"merges\[0\] must"),
-    (tokenizer_with(pre_tokenizer={"type": "Whitespace"}), NOT, "Whitespace is not"),
-    (tokenizer_with(normalizer={"type": "Lowercase"}), NOT, "normalizer is Lowercase"),
-    (
-        tokenizer_with(added_tokens=[{"id": 5, "content": "x", "special": True}]),
-        BAD,
-        r"added_tokens\[0\].content is 'x', but token 5 is",
-    ),
-    (tokenizer_with(added_tokens=[{"id": 10**9, "content": "x"}]), BAD, "have the ids 0 to 1000000000"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "kind", "message"), WRONG)
-def test_problems_of_a_folder_are_reported(
-    tmp_path: Path, change: Callable[[Folder], object], kind: type[Exception], message: str
-) -> None:
-    folder = model_folders.llama(tmp_path / "m")
-    change(folder)
-    with pytest.raises(kind, match=message):
-        convert(folder.write(), tmp_path / "m.gguf")
-    assert not (tmp_path / "m.gguf").exists()
+LARGEST = float(np.finfo(np.float32).max)
+ABOVE = math.nextafter(LARGEST, math.inf)
 
 
 def test_a_file_from_an_earlier_version_next_to_an_index_is_named(tmp_path: Path) -> None:
@@ -145,10 +73,12 @@ def test_pickled_weights_are_rejected(tmp_path: Path) -> None:
         ({"a": "weights.bin"}, "weight_map names 'weights.bin'"),
         ({"a": "model-1.safetensors"}, "weight_map names model-1.safetensors, which is missing"),
         ({}, "weight_map names 0 files"),
+        ({"a": ["model.safetensors"]}, "weight_map must name a file for each tensor"),
+        ({"a": "x" * 250 + ".safetensors"}, "weight_map names 'xx.*', must name safetensors files in this"),
     ],
 )
 def test_an_index_may_name_only_files_of_its_folder(
-    tmp_path: Path, names: dict[str, str], message: str
+    tmp_path: Path, names: dict[str, Any], message: str
 ) -> None:
     folder = model_folders.llama(tmp_path / "m")
     path = folder.write()
@@ -184,34 +114,6 @@ def test_damaged_settings_are_an_error(tmp_path: Path, content: str) -> None:
         (folder / name).write_bytes(good)
 
 
-BODY, POOL = {"type": f"{ST}.Transformer", "path": ""}, {"type": f"{ST}.Pooling"}
-TWO_MODES = {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("modules.json", {}, "modules is dict, expected an array"),
-        ("modules.json", [BODY, {**POOL, "path": "../x"}], r"path is '../x', must be a folder"),
-        ("modules.json", [BODY, {**POOL, "path": "x\0"}], r"path is 'x\\x00', must be a folder"),
-        ("modules.json", [{"type": f"{ST}.CNN", "path": "x"}], r"modules\[0\].type .*CNN is not supported"),
-        ("modules.json", [{"type": "custom.Pooling", "path": "x"}], r"type custom.Pooling is not supported"),
-        ("1_Pooling/config.json", TWO_MODES, "sets pooling_mode_max_tokens, pooling_mode_cls"),
-        ("1_Pooling/config.json", {}, "sets no pooling_mode"),
-        ("1_Pooling/config.json", {"include_prompt": "no"}, "include_prompt is str, expected true or false"),
-        ("2_Dense/config.json", {"activation_function": "torch.nn.Mish"}, "activation_function is Mish"),
-        ("2_Dense/config.json", LINEAR, r"\(16, 32\), expected \(16, 5\)"),
-    ],
-)  # fmt: skip
-def test_unsupported_modules_are_named(
-    bert: Folder, tmp_path: Path, file: str, content: Any, message: str
-) -> None:
-    bert.pool(dense=16)
-    bert.json(file, content)
-    with pytest.raises((GGUFError, UnsupportedModelError), match=message):
-        convert(bert.write(), tmp_path / "m.gguf")
-
-
 @pytest.mark.parametrize(("dtype", "value"), [("f4", math.nan), ("f2", -math.inf), ("f8", 1e300)])
 def test_a_weight_that_is_not_finite_in_float32_is_named(tmp_path: Path, dtype: str, value: float) -> None:
     folder = model_folders.llama(tmp_path / "m")
@@ -228,3 +130,75 @@ def test_a_tensor_that_is_in_two_files_is_named(tmp_path: Path) -> None:
     save_file(folder.tensors, path / "model-00002-of-00002.safetensors")
     with pytest.raises(GGUFError, match=r"is also in model-00001-of-00002\.safetensors"):
         convert(path, tmp_path / "m.gguf")
+
+
+def test_long_tokens_are_named(tmp_path: Path) -> None:
+    """Finding the merges of one takes time quadratic in its length."""
+    folder = model_folders.llama(tmp_path / "m")
+    content = json.loads((folder.path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["x" * 2000] = len(content["model"]["vocab"])
+    folder.json("tokenizer.json", content)
+    with pytest.raises(GGUFError, match="token 300 has 2000 characters, more than 1024"):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+def test_deeply_nested_values_are_named(tmp_path: Path) -> None:
+    """At some depths JSON can be read, and its value is part of the message."""
+    folder = model_folders.llama(tmp_path / "m", hidden_act="X")
+    content = (folder.write() / "config.json").read_text()
+    messages = []
+    for depth in range(700, 1000):
+        (folder.path / "config.json").write_text(content.replace('"X"', "[" * depth + "]" * depth))
+        with pytest.raises((GGUFError, UnsupportedModelError)) as caught:
+            convert(folder.path, tmp_path / "m.gguf")
+        messages.append(str(caught.value))
+    assert all(str(folder.path) in message and len(message) < 1100 for message in messages)
+
+
+@pytest.mark.parametrize("factor", [10**400, 1e300, ABOVE, float("nan"), True, "1"])
+def test_factors_of_long_rope_are_numbers(tmp_path: Path, factor: Any) -> None:
+    config = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 40,
+        "original_max_position_embeddings": 20,
+        "rope_scaling": {"type": "longrope", "long_factor": [1.0, 1.0, 1.0, factor]},
+    }
+    with pytest.raises(GGUFError, match="long_factor must have positive finite numbers"):
+        long_rope_factors(Fields(tmp_path / "config.json", config))
+    config["rope_scaling"] = dict.fromkeys(("long_factor", "short_factor"), [LARGEST] * 4) | {"type": "su"}
+    found = long_rope_factors(Fields(tmp_path / "config.json", config))
+    assert all(np.isfinite(np.asarray(factors)).all() for factors in found.values())
+
+
+@pytest.mark.parametrize("score", [10**400, 1e300, ABOVE, -ABOVE, float("nan")])
+def test_scores_are_numbers(tmp_path: Path, score: float) -> None:
+    folder = model_folders.bert(tmp_path / "m", "XLMRobertaModel", "unigram as written")
+    content = json.loads((folder.path / "tokenizer.json").read_text())
+    content["model"]["vocab"][5][1] = score
+    folder.json("tokenizer.json", content)
+    with pytest.raises(GGUFError, match=r"model.vocab\[5\] must be a token and its score, a number"):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(("name", "shape"), [("x" * 100_000, (2, 2)), ("x", (1,) * 1000)])
+def test_long_names_and_shapes_are_refused(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    path = model_folders.llama(tmp_path / "m").write()
+    size = 4 * int(np.prod(shape))
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(GGUFError, match="the limits are 500 and 8") as caught:
+        convert(path, tmp_path / "m.gguf")
+    assert len(str(caught.value)) <= 2 * MOST_CHARACTERS
+
+
+def test_long_ids_of_tokens_are_named(tmp_path: Path) -> None:
+    folder = model_folders.bert(tmp_path / "m")
+    vocabulary = json.loads((folder.path / "tokenizer.json").read_text())["model"]["vocab"]
+    (folder.path / "vocab.txt").write_text(
+        "\n".join(sorted(vocabulary, key=lambda word: int(vocabulary[word])))
+    )
+    (folder.path / "tokenizer.json").unlink()
+    folder.json("tokenizer_config.json", {"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}})
+    with pytest.raises(GGUFError, match="added_tokens_decoder has the key '999"):
+        convert(folder.write(), tmp_path / "m.gguf")

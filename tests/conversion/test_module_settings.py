@@ -12,7 +12,7 @@ from support.encoder_tasks import opened
 from support.model_folders import CONTEXT, DIM, IDENTITY, Folder, read
 from support.task_folders import DOCUMENTS, QUERY
 
-from metal_prefill import ContextOverflowError, GGUFError, UnsupportedModelError
+from metal_prefill import ContextOverflowError
 from metal_prefill.conversion import convert
 
 ST = "sentence_transformers.models"
@@ -43,14 +43,6 @@ def merged(name: str, **content: Any) -> Change:
     return change
 
 
-def both(*changes: Change) -> Change:
-    def change(folder: Folder) -> None:
-        for one in changes:
-            one(folder)
-
-    return change
-
-
 def dense(**settings: Any) -> Change:
     return file("2_Dense/config.json", **{**DENSE, "out_features": 16, **settings})
 
@@ -59,105 +51,6 @@ def bert(path: Path) -> Folder:
     folder = model_folders.bert(path)
     folder.pool(dense=16)
     return folder
-
-
-REFUSED: dict[str, tuple[Callable[[Path], Folder], Change, str]] = {
-    "a layer before the pooling": (
-        bert,
-        modules("Transformer", "Dense", "Pooling"),
-        "modules are Transformer, Dense, Pooling",
-    ),
-    "two poolings": (bert, modules("Transformer", "Pooling", "Pooling"), "modules are Transformer, Pooling"),
-    "another activation": (
-        bert,
-        dense(activation_function="torch.nn.modules.activation.Mish"),
-        "activation_function is Mish; supported: Identity, Tanh",
-    ),
-    "a residual": (bert, dense(use_residual=True), "use_residual is True"),
-    "another output": (bert, dense(module_output_name="other"), "module_output_name is 'other'"),
-    "an input of tokens": (bert, dense(module_input_name="token_embeddings"), "module_input_name is 'token"),
-    "a norm of tokens": (
-        bert,
-        file("4_Normalize/config.json", module_input_name="token_embeddings"),
-        "module_input_name is 'token_embeddings'",
-    ),
-    "another task": (
-        bert,
-        file("sentence_bert_config.json", transformer_task="fill-mask"),
-        "transformer_task is 'fill-mask'",
-    ),
-    "another output of the model": (
-        bert,
-        file(
-            "sentence_bert_config.json",
-            modality_config={"text": {"method": "forward", "method_output_name": "pooler_output"}},
-        ),
-        "method_output_name is 'pooler_output'",
-    ),
-    "arguments of the model": (
-        bert,
-        file("sentence_roberta_config.json", config_args={"layer_norm_eps": 0.1}),
-        "config_args.layer_norm_eps is not supported",
-    ),
-    "arguments of the tokenizer": (
-        bert,
-        file("sentence_bert_config.json", tokenizer_args={"do_lower_case": False}),
-        "tokenizer_args.do_lower_case is not supported",
-    ),
-    "lower case": (
-        lambda path: model_folders.bert(path, variant="cased"),
-        file("sentence_bert_config.json", do_lower_case=True),
-        "do_lower_case is True; supported: False",
-    ),
-    "queries without some words": (
-        task_folders.late_interaction,
-        merged("2_MultiVectorMask/config.json", skiplist_tasks=["query", "document"]),
-        "skiplist_tasks is ",
-    ),
-    "some tokens": (
-        task_folders.late_interaction,
-        merged("2_MultiVectorMask/config.json", keep_only_token_ids=[5]),
-        r"keep_only_token_ids is \[5\]",
-    ),
-    "vectors of tokens as they are": (
-        task_folders.late_interaction,
-        lambda folder: folder.json(
-            "modules.json", json.loads((folder.path / "modules.json").read_bytes())[:3]
-        ),
-        "modules have no Normalize",
-    ),
-    "means of scores": (
-        task_folders.late_interaction,
-        merged(SETTINGS, similarity_fn_name="meanmaxsim"),
-        "similarity_fn_name is 'meanmaxsim'",
-    ),
-    "layers after a cross-encoder": (
-        task_folders.RANKERS["bert"],
-        modules("Transformer", "Dense"),
-        "modules are Transformer, Dense; supported with a classifier: Transformer",
-    ),
-    "a prompt of a cross-encoder": (
-        task_folders.RANKERS["bert"],
-        both(
-            modules("Transformer"), file(SETTINGS, prompts={"query": "find: "}, default_prompt_name="query")
-        ),
-        "default_prompt_name is 'query'; a classifier has no prompts",
-    ),
-    "an activation of a cross-encoder": (
-        task_folders.RANKERS["bert"],
-        both(modules("Transformer"), file(SETTINGS, activation_fn="torch.nn.modules.activation.Tanh")),
-        "the activation of the output is torch.nn.modules.activation.Tanh",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_setting_that_is_not_followed_is_refused(tmp_path: Path, name: str) -> None:
-    make, change, message = REFUSED[name]
-    folder = make(tmp_path / "m")
-    change(folder)
-    with pytest.raises(UnsupportedModelError, match=message):
-        convert(folder.write(), tmp_path / "m.gguf")
 
 
 def test_settings_without_an_effect_are_accepted(tmp_path: Path) -> None:
@@ -293,11 +186,3 @@ def test_texts_of_a_decoder_are_as_long_as_its_context(tmp_path: Path) -> None:
     merged("tokenizer_config.json", model_max_length=16)(folder)
     fields, _ = read(convert(folder.write(), tmp_path / "m.gguf"))
     assert not any(key.startswith("metal_prefill.max_tokens") for key in fields)
-
-
-@pytest.mark.parametrize("value", ["20", 0, True])
-def test_a_wrong_length_is_named(tmp_path: Path, value: Any) -> None:
-    folder = bert(tmp_path / "m")
-    folder.json("sentence_bert_config.json", {"max_seq_length": value})
-    with pytest.raises(GGUFError, match=r"sentence_bert_config\.json: max_seq_length is "):
-        convert(folder.write(), tmp_path / "m.gguf")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import decoder_folders, gpt_folders, model_folders, recurrent_folders
+from support import decoder_folders, model_folders, recurrent_folders
 from support.minilm_texts import TEXTS, VECTORS
 from support.model_folders import Folder
 
@@ -89,15 +89,13 @@ def yarn(path: Path) -> Folder:
 
 # In llama.cpp keys and values of a delta rule have one width.
 # llama.cpp ignores the windows of phi3 and starcoder2, and that of exaone4 unless it has 64 layers.
-WITHOUT_WINDOW = {
-    name: make
-    for name, make in (decoder_folders.RECORDED | gpt_folders.RECORDED).items()
-    if "window" not in name
-}
 DECODERS = {
-    **recurrent_folders.RECORDED,
+    **{
+        name: make
+        for name, make in decoder_folders.RECORDED.items()
+        if not any(word in name for word in ("window", "moe", "experts", "gemma4"))
+    },
     "qwen35": partial(recurrent_folders.qwen35, width=8),
-    **WITHOUT_WINDOW,
 }
 
 

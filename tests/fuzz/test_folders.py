@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import entity_folders, folder_logits, model_folders
+from support import decoder_folders, entity_folders, model_folders
 from support.encoder_folders import RECORDED, private_parts
 from support.fuzzing import TIMEOUT, kept, rounds
 from support.model_folders import Folder
@@ -154,7 +154,7 @@ KINDS: dict[str, Kind] = {
     "llama": (pooled(model_folders.llama), POOLED),
     "sharded": (sharded, ("config.json", "model.safetensors.index.json")),
     "list of tokens": (lines, ("config.json", "tokenizer_config.json", "special_tokens_map.json")),
-    **{name: (pooled(make), POOLED) for name, make in folder_logits.RECORDED.items()},
+    **{name: (pooled(make), POOLED) for name, make in decoder_folders.RECORDED.items()},
     **{name: (pooled(RECORDED[name]), POOLED) for name in ("albert", "t5", "deberta", "privacy filter")},
     "tags": (calibrated, ("config.json", "tokenizer.json", "viterbi_calibration.json")),
     "late": (LATE["unseen"], (*PROJECTED, "2_MultiVectorMask/config.json", "sentence_bert_config.json")),
@@ -179,7 +179,7 @@ def test_folders_are_converted_or_raise_an_error(tmp_path: Path, kind: str) -> N
     weights = [str(path) for path in good if path.suffix == ".safetensors"]
     output = tmp_path / "m.gguf"
     # Decoders differ in rows of tables, and the generators are the same for each kind.
-    for random in rounds(12 if kind in folder_logits.RECORDED else 30):
+    for random in rounds(12 if kind in decoder_folders.RECORDED else 30):
         name = random.choice((*names, *weights))
         if random.random() < 0.1:
             name = str(random.choice(list(good)))

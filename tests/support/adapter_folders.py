@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors.numpy import save_file
 
-from support.decoder_folders import qwen
+from support.decoder_folders import qwen, sized
 from support.model_folders import Folder, Values, llama, values
 from support.places import DATA
 
@@ -22,7 +22,7 @@ CONFIG = {
     "bias": "none",
     "base_model_name_or_path": "owner/base",
 }
-WORDS = "embeddings.word_embeddings"
+QUERY, WORDS = "encoder.layer.0.attention.self.query", "embeddings.word_embeddings"
 PROMPTS = {"query": "Query: ", "document": "Document: "}
 
 
@@ -55,8 +55,7 @@ def _jina_v5(folder: Folder, **config: Any) -> Folder:
         **config,
     }
     folder.tensors.pop("lm_head.weight", None)
-    for name, tensor in folder.tensors.items():  # so that attention has an effect
-        folder.tensors[name] = tensor + 1 if name.endswith("norm.weight") else tensor * 3
+    sized(folder)
     module = {"idx": 0, "name": "transformer", "path": "", "type": "custom_st.Transformer"}
     folder.json("modules.json", [{**module, "kwargs": ["task", "truncate_dim"]}])
     folder.json("config_sentence_transformers.json", {"prompts": PROMPTS, "default_prompt_name": "document"})

@@ -1,4 +1,4 @@
-"""Folders of MPNet, DistilBERT, ELECTRA and GTE with random weights, and their states in float64."""
+"""Folders of MPNet, DistilBERT, GTE and Jina's BERT for code with random weights, and heads of SPLADE."""
 
 import json
 import shutil
@@ -10,27 +10,10 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from support import model_folders
-from support.folder_reference import Array, FolderTensors, attended, gelu
-from support.model_folders import (
-    BERT_LINEAR,
-    BERT_NORMS,
-    DIM,
-    FFN,
-    HEADS,
-    LAYERS,
-    Folder,
-    Shapes,
-    bert_layer,
-    drawn,
-    linear,
-    norm,
-    values,
-)
-from support.reference import position_bucket
+from support.folder_reference import BIAS, LAYER, Array, FolderTensors, gelu, states
+from support.model_folders import DIM, FFN, HEADS, LAYERS, Folder, Shapes, bert_layer, linear, norm, values
 
 CONTEXT = 330  # distances beyond 128 have the same bias
-BIAS = "encoder.relative_attention_bias.weight"
-LAYER = "encoder.layer.{}."
 # Names of BERT's modules in each class.
 MPNET = {
     "attention.self.query": "attention.attn.q",
@@ -40,12 +23,17 @@ MPNET = {
     "attention.output.LayerNorm": "attention.LayerNorm",
 }
 GTE = {
-    "attention.qkv_proj": (3 * DIM, DIM),
-    "attention.o_proj": (DIM, DIM),
-    "attn_ln": (DIM,),
-    "mlp.up_gate_proj": (2 * FFN, DIM),
-    "mlp.down_proj": (DIM, FFN),
-    "mlp_ln": (DIM,),
+    "attention.self.query_key_value": "attention.qkv_proj",
+    "attention.output.dense": "attention.o_proj",
+    "attention.output.LayerNorm": "attn_ln",
+    "intermediate.gated": "mlp.up_gate_proj",
+    "output.dense": "mlp.down_proj",
+    "output.LayerNorm": "mlp_ln",
+}
+JINA_CODE = {
+    "intermediate.gated": "mlp.up_gated_layer",
+    "output.dense": "mlp.down_layer",
+    "output.LayerNorm": "layer_norm_2",
 }
 DISTILBERT = {
     LAYER: "transformer.layer.{}.",
@@ -58,16 +46,19 @@ DISTILBERT = {
     "output.dense": "ffn.lin2",
     "output.LayerNorm": "output_layer_norm",
 }
+_POSITIONS = "embeddings.position_embeddings.weight"
+_TYPES = "embeddings.token_type_embeddings.weight"
 
 
-def _with_layers(folder: Folder, prefix: str, names: dict[str, str]) -> None:
-    """Replace the tensors by those of a class with other names of modules, and no token types."""
-    shapes: Shapes = {"embeddings.position_embeddings.weight": (CONTEXT, DIM)}
-    for layer in range(LAYERS):
-        shapes |= bert_layer(names.get(LAYER, LAYER).format(layer), names)
-    words = "embeddings.word_embeddings.weight"
-    kept = {n: t for n, t in folder.tensors.items() if n == words or n.startswith("embeddings.LayerNorm")}
-    folder.tensors = {prefix + n: t for n, t in (kept | drawn(shapes, size=3)).items()}
+def _with_body(folder: Folder, prefix: str, layer: Shapes, names: dict[str, str], *, types: bool) -> Folder:
+    """Replace the layers and the table of positions; without token types, positions are absolute."""
+    shapes: Shapes = {} if types else {_POSITIONS: (CONTEXT, DIM)}
+    for i in range(LAYERS):
+        at = names.get(LAYER, LAYER).format(i)
+        shapes |= {at + name: shape for name, shape in layer.items()}
+    left_out = ("encoder.", _POSITIONS, *(() if types else (_TYPES,)))
+    folder.tensors = {prefix + n: t for n, t in folder.tensors.items() if not n.startswith(left_out)}
+    return folder.add(shapes, size=3, prefix=prefix)
 
 
 def mpnet(path: Path) -> Folder:
@@ -80,19 +71,19 @@ def mpnet(path: Path) -> Folder:
         "relative_attention_num_buckets": 32,
     }
     del folder.config["type_vocab_size"]
-    _with_layers(folder, "mpnet.", MPNET)
-    folder.tensors[f"mpnet.{BIAS}"] = 10 * values((32, HEADS), 7)
+    _with_body(folder, "mpnet.", bert_layer("", MPNET), MPNET, types=False)
+    folder.add({f"mpnet.{BIAS}": (32, HEADS)}, 7, size=10)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     ids = tokenizer["model"]["vocab"]
     frame = {"sep": ["[SEP]", ids["[SEP]"]], "cls": ["[CLS]", ids["[CLS]"]]}
-    tokenizer["post_processor"] = {"type": "RobertaProcessing", **frame} | dict.fromkeys(
-        ("trim_offsets", "add_prefix_space"), True
-    )
+    flags = dict.fromkeys(("trim_offsets", "add_prefix_space"), True)
+    tokenizer["post_processor"] = {"type": "RobertaProcessing", **frame, **flags}
     folder.json("tokenizer.json", tokenizer)
     return folder
 
 
 def distilbert(path: Path, architecture: str = "DistilBertModel") -> Folder:
+    """Make a folder of DistilBERT, by default without a head."""
     folder = model_folders.bert(path)
     folder.config = {
         "architectures": [architecture],
@@ -105,34 +96,15 @@ def distilbert(path: Path, architecture: str = "DistilBertModel") -> Folder:
         "activation": "gelu",
         "vocab_size": folder.config["vocab_size"],
     }
-    _with_layers(folder, "distilbert." if "For" in architecture else "", DISTILBERT)
+    prefix = "distilbert." if "For" in architecture else ""
+    _with_body(folder, prefix, bert_layer("", DISTILBERT), DISTILBERT, types=False)
     if "Sequence" in architecture:
         folder.config["id2label"] = {"0": "NEGATIVE", "1": "POSITIVE"}
-        shapes = {"pre_classifier.weight": (DIM, DIM), "classifier.weight": (2, DIM), "classifier.bias": (2,)}
-        folder.tensors |= {name: 5 * values(shape, 3) for name, shape in shapes.items()}
-        folder.tensors["pre_classifier.bias"] = values((DIM,), 4)
+        folder.add(linear("pre_classifier") | linear("classifier", 2), 3, size=5)
     return folder
 
 
-def electra(path: Path) -> Folder:
-    folder = model_folders.bert(path, max_position_embeddings=CONTEXT)
-    folder.config |= {
-        "architectures": ["ElectraForPreTraining"],
-        "model_type": "electra",
-        "embedding_size": DIM,
-    }
-    types = folder.tensors["embeddings.token_type_embeddings.weight"]
-    head = "discriminator_predictions.dense"
-    predictions = linear(head) | linear(f"{head}_prediction", 1)
-    _with_layers(folder, "electra.", {})
-    folder.tensors |= {
-        "electra.embeddings.token_type_embeddings.weight": types,
-        **{name: values(shape) for name, shape in predictions.items()},
-    }
-    return folder
-
-
-def gte(path: Path, rope_scaling: dict[str, Any] | None = None) -> Folder:
+def gte(path: Path, rope_scaling: dict[str, Any] | None = None, prefix: str = "") -> Folder:
     """Make a folder of gte-multilingual-base's class."""
     folder = model_folders.bert(path, "XLMRobertaModel", "unigram", max_position_embeddings=CONTEXT)
     folder.config |= {
@@ -143,73 +115,33 @@ def gte(path: Path, rope_scaling: dict[str, Any] | None = None) -> Folder:
         "layer_norm_type": "layer_norm",
         "position_embedding_type": "rope",
     }
-    shapes: Shapes = {}
-    for layer in range(LAYERS):
-        for name, shape in GTE.items():
-            shapes[f"{LAYER.format(layer)}{name}.weight"] = shape
-            if name != "mlp.up_gate_proj":
-                shapes[f"{LAYER.format(layer)}{name}.bias"] = shape[:1]
-    del folder.tensors["embeddings.position_embeddings.weight"]
-    kept = {name: tensor for name, tensor in folder.tensors.items() if name.startswith("embeddings.")}
-    folder.tensors = kept | drawn(shapes, size=3)
-    return folder
+    layer = linear("attention.qkv_proj", 3 * DIM) | linear("attention.o_proj") | norm("attn_ln")
+    layer |= {
+        "mlp.up_gate_proj.weight": (2 * FFN, DIM),
+        **linear("mlp.down_proj", DIM, FFN),
+        **norm("mlp_ln"),
+    }
+    return _with_body(folder, prefix, layer, GTE, types=True)
 
 
-def gte_states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str = "") -> Array:
-    """Return the states after the last layer."""
-    t = FolderTensors(folder.tensors, prefix)
-    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
-    x = t.normed("embeddings.LayerNorm", x)
-    width = DIM // HEADS
-    base, scaling = folder.config["rope_theta"], folder.config["rope_scaling"] or {}
-    # https://kexue.fm/archives/9706: a larger base, and all frequencies lower.
-    factor = scaling["factor"] if scaling.get("type") == "ntk" else 1.0
-    frequencies = (base * factor) ** (-np.arange(0, width, 2) / width) / factor ** (2 / width)
-    angles = np.arange(len(ids))[:, None, None] * frequencies
-    cos, sin = (np.concatenate([part, part], axis=2) for part in (np.cos(angles), np.sin(angles)))
-
-    def rotated(x: Array) -> Array:
-        heads = x.reshape(len(ids), HEADS, width)
-        half = np.concatenate([-heads[..., width // 2 :], heads[..., : width // 2]], axis=2)
-        turned: Array = (heads * cos + half * sin).reshape(len(ids), DIM)
-        return turned
-
-    for layer in range(LAYERS):
-        at = LAYER.format(layer)
-        q, k, v = np.split(t.linear(f"{at}attention.qkv_proj", x), 3, axis=1)
-        read = t.linear(f"{at}attention.o_proj", attended(rotated(q), rotated(k), v, HEADS))
-        x = t.normed(f"{at}attn_ln", x + read)
-        up, gate = np.split(t.linear(f"{at}mlp.up_gate_proj", x), 2, axis=1)
-        x = t.normed(f"{at}mlp_ln", x + t.linear(f"{at}mlp.down_proj", gelu(gate) * up))
-    return x
-
-
-def states(
-    folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: dict[str, str], seen: int | None = None
-) -> Array:
-    """Return the states after the last layer; tokens attend to the first `seen`."""
-    t = FolderTensors(folder.tensors, prefix, folder.config.get("layer_norm_eps", 1e-12))
-    offset = folder.config.get("pad_token_id", -1) + 1 if prefix == "mpnet." else 0
-    x = t["embeddings.word_embeddings.weight"][ids]
-    if f"{prefix}embeddings.token_type_embeddings.weight" in folder.tensors:
-        x = x + t["embeddings.token_type_embeddings.weight"][0]
-    x = t.normed(
-        "embeddings.LayerNorm", x + t["embeddings.position_embeddings.weight"][offset : offset + len(ids)]
-    )
-    bias = None
-    if prefix + BIAS in folder.tensors:
-        place = np.arange(len(ids))
-        buckets = np.vectorize(position_bucket)(place[None, :] - place[:, None])
-        bias = t[BIAS][buckets].transpose(2, 0, 1)
-    for layer in range(LAYERS):
-        at = names.get(LAYER, LAYER).format(layer)
-        of = {name: at + names.get(name, name) for name in (*BERT_LINEAR, *BERT_NORMS)}
-        q, k, v = (t.linear(of[f"attention.self.{name}"], x) for name in ("query", "key", "value"))
-        read = t.linear(of["attention.output.dense"], attended(q, k, v, HEADS, seen=seen, bias=bias))
-        x = t.normed(of["attention.output.LayerNorm"], x + read)
-        inner = gelu(t.linear(of["intermediate.dense"], x))
-        x = t.normed(of["output.LayerNorm"], x + t.linear(of["output.dense"], inner))
-    return x
+def jina_code(path: Path) -> Folder:
+    """Make a folder of the class of jina-embeddings-v2-base-code."""
+    folder = model_folders.bert(path)
+    folder.config |= {
+        "architectures": ["JinaBertForMaskedLM"],
+        "position_embedding_type": "alibi",
+        "feed_forward_type": "geglu",
+    }
+    layer = {name: shape for name, shape in bert_layer("", {}).items() if name.startswith("attention.")}
+    for name in (
+        "attention.self.layer_norm_q",
+        "attention.self.layer_norm_k",
+        "layer_norm_1",
+        "layer_norm_2",
+    ):
+        layer |= norm(name)
+    layer |= {"mlp.up_gated_layer.weight": (2 * FFN, DIM), **linear("mlp.down_layer", DIM, FFN)}
+    return _with_body(folder, "bert.", layer, JINA_CODE, types=True)
 
 
 # Modules of the heads that predict masked tokens: a layer, its norm, and the output.
@@ -217,43 +149,47 @@ DISTILBERT_HEAD = ("vocab_transform", "vocab_layer_norm", "vocab_projector")
 GTE_HEAD = ("lm_head.dense", "lm_head.norm", "lm_head.decoder")
 
 
-def masked_head(folder: Folder, names: tuple[str, str, str] = DISTILBERT_HEAD) -> None:
+def _with_masked_head(folder: Folder, names: tuple[str, str, str]) -> Folder:
     """Add the head that predicts masked tokens, and the modules of SPLADE."""
-    vocab = folder.config["vocab_size"]
     dense, middle, output = names
-    shapes = linear(dense) | norm(middle)
-    folder.tensors |= {name: 3 * values(shape, 8) for name, shape in shapes.items()}
-    folder.tensors[f"{output}.bias"] = 3 * values((vocab,), 9)
-    splade_modules(folder)
+    for name, shape in (linear(dense) | norm(middle)).items():
+        folder.add({name: shape}, 8, size=3)
+    folder.add({f"{output}.bias": (folder.config["vocab_size"],)}, 9, size=3)
+    return splade_modules(folder)
 
 
-def splade_modules(folder: Folder) -> None:
+_SPARSE = "sentence_transformers.sparse_encoder.models."
+
+
+def splade_modules(folder: Folder) -> Folder:
     """Add the modules of SPLADE."""
-    package = "sentence_transformers.sparse_encoder.models"
-    kinds = {"": "MLMTransformer", "1_SpladePooling": "SpladePooling"}
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"}
-        for i, (path, kind) in enumerate(kinds.items())
-    ]
-    folder.json("modules.json", modules)
     folder.json("1_SpladePooling/config.json", {"pooling_strategy": "max", "activation_function": "relu"})
+    return folder.modules({"": "MLMTransformer", "1_SpladePooling": "SpladePooling"}, _SPARSE)
+
+
+def distilbert_masked(path: Path) -> Folder:
+    """Make a SPLADE folder of DistilBERT."""
+    return _with_masked_head(distilbert(path, "DistilBertForMaskedLM"), DISTILBERT_HEAD)
+
+
+def gte_masked(path: Path) -> Folder:
+    """Make a SPLADE folder of the class of gte-multilingual-mlm-base."""
+    folder = _with_masked_head(gte(path, prefix="new."), GTE_HEAD)
+    folder.config["architectures"] = ["NewForMaskedLM"]
+    return folder
 
 
 def routed(path: Path) -> Folder:
     """Make a SPLADE folder whose queries are weights of their tokens."""
-    folder = distilbert(path, "DistilBertForMaskedLM")
-    masked_head(folder)
+    folder = distilbert_masked(path)
     folder.config["pad_token_id"] = 0
-    package = "sentence_transformers.sparse_encoder.models"
     query, pooling = "query_0_SparseStaticEmbedding", "document_1_SpladePooling"
     kinds = {query: "SparseStaticEmbedding", "": "MLMTransformer", pooling: "SpladePooling"}
-    folder.json(
-        "modules.json", [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Router"}]
-    )
+    folder.modules({"": "Router"})
     folder.json(
         "router_config.json",
         {
-            "types": {name: f"{package}.{kind}.{kind}" for name, kind in kinds.items()},
+            "types": {name: f"{_SPARSE}{kind}.{kind}" for name, kind in kinds.items()},
             "structure": {"query": [query], "document": ["", pooling]},
             "parameters": {"default_route": "document", "allow_empty_key": True},
         },
@@ -268,25 +204,13 @@ def routed(path: Path) -> Folder:
     return folder
 
 
-def gte_masked(path: Path) -> Folder:
-    """Make a SPLADE folder of the class of gte-multilingual-mlm-base."""
-    folder = gte(path)
-    folder.config["architectures"] = ["NewForMaskedLM"]
-    folder.tensors = {f"new.{name}": tensor for name, tensor in folder.tensors.items()}
-    masked_head(folder, GTE_HEAD)
-    return folder
-
-
 def vocabulary_vector(folder: Folder, ids: npt.NDArray[np.int64]) -> Array:
     """Return the vector of SPLADE (arXiv:2109.10086) of a text, ``[vocab]``."""
     t = FolderTensors(folder.tensors)
-    if folder.config["model_type"] == "gte":
-        prefix, (dense, norm, output) = "new.", GTE_HEAD
-        hidden = gte_states(folder, ids, prefix)
-    else:
-        prefix, (dense, norm, output) = "distilbert.", DISTILBERT_HEAD
-        hidden = states(folder, ids, prefix, DISTILBERT)
-    hidden = t.normed(norm, gelu(t.linear(dense, hidden)))
+    is_gte = folder.config["model_type"] == "gte"
+    prefix, names, head = ("new.", GTE, GTE_HEAD) if is_gte else ("distilbert.", DISTILBERT, DISTILBERT_HEAD)
+    dense, middle, output = head
+    hidden = t.normed(middle, gelu(t.linear(dense, states(folder, ids, prefix, names))))
     logits = hidden @ t[f"{prefix}embeddings.word_embeddings.weight"].T + t[f"{output}.bias"]
     vector: Array = np.log1p(np.maximum(logits, 0)).max(axis=0)
     return vector

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.decoder_folders import ministral3, qwen
-from support.model_folders import DIM, Folder, llama, values
+from support.decoder_folders import ministral3, qwen, sized
+from support.model_folders import DIM, Folder, llama
 from support.places import DATA
 
 RECORD = DATA / "transformers_bidirectional.npz"
@@ -14,23 +14,12 @@ PROJECTED = 48  # values of a projected vector
 _CONTEXT = {"max_position_embeddings": 200, "use_sliding_window": False}
 
 
-def _sized(folder: Folder) -> Folder:
-    """Scale norms and matrices, so that attention has an effect."""
-    for name, tensor in folder.tensors.items():
-        folder.tensors[name] = tensor + 1 if name.endswith("norm.weight") else tensor * 3
-    return folder
-
-
 def _body(folder: Folder, name: str, **config: Any) -> Folder:
     """Name a class without a head, whose tensors have no prefix, and pool its states by their mean."""
     folder.config |= {"architectures": [name], **_CONTEXT, **config}
-    folder.tensors = {
-        name.removeprefix("model."): tensor
-        for name, tensor in folder.tensors.items()
-        if name != "lm_head.weight"
-    }
-    folder.pool("mean_tokens")
-    return _sized(folder)
+    del folder.tensors["lm_head.weight"]
+    folder.tensors = {name.removeprefix("model."): tensor for name, tensor in folder.tensors.items()}
+    return sized(folder.pool("mean_tokens"))
 
 
 def nemotron(path: Path) -> Folder:
@@ -48,15 +37,14 @@ def voyage(path: Path) -> Folder:
     """Make a folder as voyage-4-nano has it: states are projected before they are pooled."""
     folder = qwen(path, "Qwen3", tie_word_embeddings=True)
     del folder.tensors["lm_head.weight"]
-    folder.tensors["linear.weight"] = values((PROJECTED, DIM))
+    folder.add({"linear.weight": (PROJECTED, DIM)})
     folder.config |= {
         "architectures": ["Qwen3BidirectionalModel"],
         "use_bidirectional_attention": True,
         "num_labels": PROJECTED,
         **_CONTEXT,
     }
-    folder.pool("mean_tokens")
-    return _sized(folder)
+    return sized(folder.pool("mean_tokens"))
 
 
 def pplx(path: Path) -> Folder:
@@ -73,8 +61,7 @@ def gte_qwen2(path: Path) -> Folder:
     """Make a folder as gte-Qwen2 has it: its class predicts text, but its attention is not causal."""
     folder = qwen(path, "Qwen2", is_causal=False)
     folder.config |= _CONTEXT
-    folder.pool("lasttoken")
-    return _sized(folder)
+    return sized(folder.pool("lasttoken"))
 
 
 RECORDED: dict[str, Callable[[Path], Folder]] = {

@@ -1,42 +1,79 @@
-"""Small folders of decoders that differ from Llama in a few steps, with random weights."""
+"""Small folders of decoders with random weights, whose logits are recorded with transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from support.model_folders import CONTEXT, DIM, HEADS, KV, LAYERS, Folder, llama, values
+from support import recurrent_folders
+from support.model_folders import (
+    CONTEXT,
+    DIM,
+    FFN,
+    GATED,
+    GROUPED,
+    HEADS,
+    KV,
+    LAYERS,
+    SIZES,
+    VOCAB,
+    Folder,
+    Shapes,
+    linear,
+    llama,
+    norm,
+    tokenized,
+    weights,
+)
+from support.places import DATA
+
+RECORD = DATA / "transformers_folders.npz"
+IDS = np.random.default_rng(7).integers(2, 300, 37).astype(np.int32)  # a prompt
+ROWS = [0, 1, 7, 36]  # its tokens after which logits are recorded
 
 HEAD = DIM // HEADS
+_DENSE = tuple(f"{name}_proj" for name in GATED)
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.25,
+    "logits_scaling": 8.0,
+    "attention_multiplier": 0.3,
+}
+
+
+def _llama(path: Path, name: str, config: dict[str, Any], **usual: Any) -> Folder:
+    """Make a folder with Llama's tensors of another class, and its usual settings."""
+    return llama(path, f"{name}ForCausalLM", **{**usual, **config})
+
+
+def _of_layers(folder: Folder, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
+    layers = folder.config["num_hidden_layers"]
+    return {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in shapes.items()}
+
+
+def sized(folder: Folder) -> Folder:
+    """Scale norms and matrices, so that attention has an effect."""
+    for name, tensor in folder.tensors.items():
+        folder.tensors[name] = tensor + 1 if name.endswith("norm.weight") else tensor * 3
+    return folder
 
 
 def smollm3(path: Path, **config: Any) -> Folder:
     """Make a folder of SmolLM3: the fourth of five layers does not rotate."""
-    return llama(
-        path, "SmolLM3ForCausalLM", model_type="smollm3", pad_token_id=0, **{"num_hidden_layers": 5, **config}
-    )
+    return _llama(path, "SmolLM3", config, model_type="smollm3", pad_token_id=0, num_hidden_layers=5)
 
 
 def granite(path: Path, **config: Any) -> Folder:
     """Make a folder of Granite 3, with factors of embeddings, additions, logits and scores."""
-    factors = {
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.25,
-        "logits_scaling": 8.0,
-        "attention_multiplier": 0.3,
-    }
-    return llama(path, "GraniteForCausalLM", model_type="granite", **{**factors, **config})
+    return _llama(path, "Granite", config, model_type="granite", **_GRANITE)
 
 
-def with_head_norms(folder: Folder, q: tuple[str, int], k: tuple[str, int]) -> Folder:
-    """Add norms of q and of k, by name and width."""
-    for layer in range(folder.config["num_hidden_layers"]):
-        for i, (name, width) in enumerate((q, k)):
-            norm = f"model.layers.{layer}.self_attn.{name}.weight"
-            folder.tensors[norm] = values((width,), 100 + 2 * layer + i)
-    return folder
+def _with_head_norms(folder: Folder, q: int, k: int, names: tuple[str, str] = ("q_norm", "k_norm")) -> Folder:
+    """Add norms of q and of k with these widths."""
+    norms = weights("self_attn.", dict(zip(names, ((q,), (k,)), strict=True)))
+    return folder.add(_of_layers(folder, norms), 100)
 
 
 def _with_norms_of_outputs(folder: Folder) -> Folder:
@@ -49,86 +86,64 @@ def _with_norms_of_outputs(folder: Folder) -> Folder:
 
 def olmo2(path: Path, **config: Any) -> Folder:
     """Make a folder of OLMo 2, which norms outputs of blocks, and q and k of all heads together."""
-    folder = llama(path, "Olmo2ForCausalLM", model_type="olmo2", pad_token_id=0, **config)
-    return with_head_norms(_with_norms_of_outputs(folder), ("q_norm", DIM), ("k_norm", KV))
+    folder = _llama(path, "Olmo2", config, model_type="olmo2", pad_token_id=0)
+    return _with_head_norms(_with_norms_of_outputs(folder), DIM, KV)
 
 
 def olmo3(path: Path, **config: Any) -> Folder:
     """Make a folder of OLMo 3, whose layers with a window are not scaled."""
-    yarn = {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": CONTEXT // 4,
-        "rope_theta": 5e5,
-    }
-    settings = {
-        "num_hidden_layers": 5,
-        "sliding_window": 9,
-        "rope_parameters": {
-            "full_attention": yarn,
-            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
-        },
-        **config,
-    }
-    folder = llama(path, "Olmo3ForCausalLM", model_type="olmo3", pad_token_id=0, **settings)
-    return with_head_norms(_with_norms_of_outputs(folder), ("q_norm", DIM), ("k_norm", KV))
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT // 4}
+    rope = {"full_attention": {**plain, **yarn}, "sliding_attention": plain}
+    settings = {"pad_token_id": 0, "num_hidden_layers": 5, "sliding_window": 9, "rope_parameters": rope}
+    folder = _llama(path, "Olmo3", config, model_type="olmo3", **settings)
+    return _with_head_norms(_with_norms_of_outputs(folder), DIM, KV)
 
 
 def exaone4(path: Path, **config: Any) -> Folder:
     """Make a folder of EXAONE 4, which norms outputs of blocks, and each head of q and k."""
     kinds = None if config.get("sliding_window") else ["full_attention"] * LAYERS
-    settings = {"pad_token_id": 0, "sliding_window": None, "layer_types": kinds, **config}
-    folder = llama(path, "Exaone4ForCausalLM", model_type="exaone4", **settings)
-    return with_head_norms(_with_norms_of_outputs(folder), ("q_norm", HEAD), ("k_norm", HEAD))
+    settings = {"pad_token_id": 0, "sliding_window": None, "layer_types": kinds}
+    folder = _llama(path, "Exaone4", config, model_type="exaone4", **settings)
+    return _with_head_norms(_with_norms_of_outputs(folder), HEAD, HEAD)
 
 
 def gemma2(path: Path, **config: Any) -> Folder:
     """Make a folder of Gemma 2, which norms inputs and outputs of blocks, and limits scores and logits."""
+    width = 16
     settings = {
+        "model_type": "gemma2",
         "num_hidden_layers": 3,
         "sliding_window": 9,
-        "head_dim": 16,
+        "head_dim": width,
         "query_pre_attn_scalar": 9,
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 1.5,
         "hidden_activation": "gelu_pytorch_tanh",
         "pad_token_id": 0,
-        **config,
     }
-    folder = llama(path, "Gemma2ForCausalLM", model_type="gemma2", **settings)
+    folder = _llama(path, "Gemma2", config, **settings)
     del folder.tensors["lm_head.weight"]
-    for layer in range(folder.config["num_hidden_layers"]):
-        for i, (part, shape) in enumerate(
-            {
-                "self_attn.q_proj": (HEADS * 16, DIM),
-                **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (HEADS // 2 * 16, DIM)),
-                "self_attn.o_proj": (DIM, HEADS * 16),
-                **dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), (DIM,)),
-            }.items()
-        ):
-            folder.tensors[f"model.layers.{layer}.{part}.weight"] = values(shape, 100 + 6 * layer + i)
-    return folder
+    norms = dict.fromkeys(("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"), (DIM,))
+    return folder.add(_of_layers(folder, recurrent_folders.attention(width) | norms), 100)
 
 
 def hunyuan(path: Path, **config: Any) -> Folder:
     """Make a folder of Hunyuan, which norms each head of q and k after its rotation."""
     rope = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
-    settings = {"pad_token_id": 0, "head_dim": HEAD, "rope_scaling": rope, **config}
-    folder = llama(path, "HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense", **settings)
-    return with_head_norms(folder, ("query_layernorm", HEAD), ("key_layernorm", HEAD))
+    settings = {"pad_token_id": 0, "head_dim": HEAD, "rope_scaling": rope}
+    folder = _llama(path, "HunYuanDenseV1", config, model_type="hunyuan_v1_dense", **settings)
+    return _with_head_norms(folder, HEAD, HEAD, ("query_layernorm", "key_layernorm"))
 
 
 def phi3(path: Path, **config: Any) -> Folder:
     """Make a folder of Phi-3: q, k and v are rows of one matrix, gate and up those of another."""
-    folder = llama(path, "Phi3ForCausalLM", model_type="phi3", pad_token_id=0, **config)
+    folder = _llama(path, "Phi3", config, model_type="phi3", pad_token_id=0)
     for layer in range(LAYERS):
-        name = f"model.layers.{layer}"
-        for whole, parts in {
-            "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-        }.items():
-            rows = [folder.tensors.pop(f"{name}.{part}.weight") for part in parts]
-            folder.tensors[f"{name}.{whole}.weight"] = np.concatenate(rows)
+        for whole, parts in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+            name = f"model.layers.{layer}.{whole.partition('.')[0]}."
+            rows = [folder.tensors.pop(f"{name}{part}_proj.weight") for part in parts]
+            folder.tensors[f"model.layers.{layer}.{whole}_proj.weight"] = np.concatenate(rows)
     return folder
 
 
@@ -147,27 +162,24 @@ def long_rope(dims: int) -> dict[str, Any]:
 
 def ernie(path: Path, **config: Any) -> Folder:
     """Make a folder of ERNIE 4.5, whose rotated pairs are next to each other."""
-    return llama(
-        path, "Ernie4_5ForCausalLM", model_type="ernie4_5", **{"head_dim": HEAD, "use_bias": False, **config}
-    )
+    return _llama(path, "Ernie4_5", config, model_type="ernie4_5", head_dim=HEAD, use_bias=False)
 
 
 def qwen(path: Path, name: str, **config: Any) -> Folder:
     """Make a folder of Qwen2 or Qwen3, whose upper layers have a window."""
-    settings = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, **config}
-    folder = llama(path, f"{name}ForCausalLM", model_type=name.lower(), head_dim=HEAD, **settings)
+    settings = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    folder = _llama(path, name, config, model_type=name.lower(), head_dim=HEAD, **settings)
     if name == "Qwen3":
-        return with_head_norms(folder, ("q_norm", HEAD), ("k_norm", HEAD))
-    for layer in range(LAYERS):
-        for i, (part, width) in enumerate((("q", DIM), ("k", KV), ("v", KV))):
-            bias = f"model.layers.{layer}.self_attn.{part}_proj.bias"
-            folder.tensors[bias] = values((width,), 100 + 3 * layer + i)
-    return folder
+        return _with_head_norms(folder, HEAD, HEAD)
+    biases = {
+        f"self_attn.{part}_proj.bias": (width,) for part, width in zip("qkv", (DIM, KV, KV), strict=True)
+    }
+    return folder.add(_of_layers(folder, biases), 100)
 
 
 def mistral(path: Path, **config: Any) -> Folder:
     """Make a folder of Mistral, all of whose layers have a window."""
-    return llama(path, "MistralForCausalLM", model_type="mistral", head_dim=HEAD, **config)
+    return _llama(path, "Mistral", config, model_type="mistral", head_dim=HEAD)
 
 
 def with_text_part(folder: Folder, **config: Any) -> Folder:
@@ -183,17 +195,11 @@ def with_text_part(folder: Folder, **config: Any) -> Folder:
 def qwen3_vl(path: Path, **config: Any) -> Folder:
     """Make a folder of Qwen3-VL, whose rotated pairs have sections for positions in an image."""
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
-    settings = {"model_type": "qwen3_vl_text", "head_dim": HEAD, "pad_token_id": 0, **config}
-    folder = llama(path, "Qwen3VLForConditionalGeneration", rope_parameters=rope, **settings)
-    with_head_norms(folder, ("q_norm", HEAD), ("k_norm", HEAD))
-    folder.tensors["lm_head.weight"] = values((304, DIM), 99)
-    vision: dict[str, Any] = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": DIM,
-    }
+    settings = {"model_type": "qwen3_vl_text", "head_dim": HEAD, "pad_token_id": 0, "rope_parameters": rope}
+    folder = llama(path, "Qwen3VLForConditionalGeneration", **{**settings, **config})
+    _with_head_norms(folder, HEAD, HEAD).add({"lm_head.weight": (VOCAB, DIM)}, 99)
+    vision: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size"), 16)
+    vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": DIM}
     vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 4}
     return with_text_part(folder, model_type="qwen3_vl", vision_config=vision, tie_word_embeddings=False)
 
@@ -211,17 +217,318 @@ def ministral3(path: Path, **config: Any) -> Folder:
         "mscale_all_dim": 1.0,
         "llama_4_scaling_beta": 0.1,
     }
-    settings = {"head_dim": HEAD, "pad_token_id": 0, "max_position_embeddings": 4 * CONTEXT, **config}
-    return llama(path, "Ministral3ForCausalLM", model_type="ministral3", rope_parameters=rope, **settings)
+    settings = {"head_dim": HEAD, "pad_token_id": 0, "max_position_embeddings": 4 * CONTEXT}
+    return _llama(path, "Ministral3", config, model_type="ministral3", rope_parameters=rope, **settings)
 
 
 def minicpm(path: Path, **config: Any) -> Folder:
     """Make a folder of MiniCPM, with factors of embeddings, additions and logits."""
     factors = {"scale_emb": 12.0, "scale_depth": 0.5, "dim_model_base": 8}
-    return llama(path, "MiniCPMForCausalLM", model_type="minicpm", **{**factors, **config})
+    return _llama(path, "MiniCPM", config, model_type="minicpm", **factors)
 
 
+# Decoders with LayerNorm.
+
+
+def _columns(name: str, columns: int = DIM, rows: int = DIM) -> Shapes:
+    """Return the shapes of a matrix whose rows are the inputs, and its bias."""
+    return {f"{name}.weight": (columns, rows), f"{name}.bias": (rows,)}
+
+
+def gpt2(path: Path, **config: Any) -> Folder:
+    """Make a folder of GPT-2, whose tensors have the names that its class adds a prefix to."""
+    settings = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": VOCAB,
+        "n_embd": DIM,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "n_positions": CONTEXT,
+        "n_inner": FFN,
+        **config,
+    }
+    shapes: Shapes = {"wte.weight": (VOCAB, DIM), "wpe.weight": (CONTEXT, DIM), **norm("ln_f")}
+    width = settings["n_inner"] or 4 * DIM
+    for layer in range(LAYERS):
+        name = f"h.{layer}."
+        shapes |= norm(f"{name}ln_1") | norm(f"{name}ln_2")
+        shapes |= _columns(f"{name}attn.c_attn", rows=3 * DIM) | _columns(f"{name}attn.c_proj")
+        shapes |= _columns(f"{name}mlp.c_fc", rows=width) | _columns(f"{name}mlp.c_proj", columns=width)
+    return tokenized(path, settings, shapes)
+
+
+def gpt_neox(path: Path, **config: Any) -> Folder:
+    """Make a folder of GPT-NeoX, in which a quarter of a head rotates."""
+    settings = {**SIZES, "architectures": ["GPTNeoXForCausalLM"], "vocab_size": VOCAB, "rotary_pct": 0.25}
+    shapes: Shapes = {"gpt_neox.embed_in.weight": (VOCAB, DIM), "embed_out.weight": (VOCAB, DIM)}
+    shapes |= norm("gpt_neox.final_layer_norm")
+    for layer in range(LAYERS):
+        name = f"gpt_neox.layers.{layer}."
+        shapes |= norm(f"{name}input_layernorm") | norm(f"{name}post_attention_layernorm")
+        shapes |= linear(f"{name}attention.query_key_value", 3 * DIM) | linear(f"{name}attention.dense")
+        shapes |= linear(f"{name}mlp.dense_h_to_4h", FFN) | linear(f"{name}mlp.dense_4h_to_h", DIM, FFN)
+    return tokenized(path, {**settings, "model_type": "gpt_neox", **config}, shapes)
+
+
+def _with_layer_norm(
+    path: Path, name: str, config: dict[str, Any], layer: Shapes, last: Shapes, **usual: Any
+) -> Folder:
+    """Make a folder whose modules are named as in Llama, from the shapes of a layer and of the last norm."""
+    settings = {**GROUPED, "architectures": [f"{name}ForCausalLM"], "pad_token_id": 0, **usual, **config}
+    shapes: Shapes = {"model.embed_tokens.weight": (VOCAB, DIM), "lm_head.weight": (VOCAB, DIM)}
+    for i in range(settings["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    folder = tokenized(path, settings, shapes)
+    for tensor, shape in last.items():
+        folder.add({tensor: shape})
+    return folder
+
+
+def _attention(output: str) -> Shapes:
+    """Return the shapes of attention with two key-value heads for four heads."""
+    attention = linear("self_attn.q_proj") | linear(f"self_attn.{output}")
+    return attention | linear("self_attn.k_proj", KV) | linear("self_attn.v_proj", KV)
+
+
+def _without_biases(shapes: Shapes, names: str = "") -> Shapes:
+    return {name: shape for name, shape in shapes.items() if not name.endswith(f"{names}.bias")}
+
+
+_NORMS = norm("input_layernorm") | norm("post_attention_layernorm")
+_GATED = weights("mlp.", {f"{name}_proj": GATED[name] for name in ("gate", "up", "down")})
+
+
+def starcoder2(path: Path, **config: Any) -> Folder:
+    """Make a folder of StarCoder2, whose feed-forward has no gate."""
+    layer = _NORMS | _attention("o_proj") | linear("mlp.c_fc", FFN) | linear("mlp.c_proj", DIM, FFN)
+    settings = {"model_type": "starcoder2", "tie_word_embeddings": False}
+    return _with_layer_norm(path, "Starcoder2", config, layer, norm("model.norm"), **settings)
+
+
+def phi(path: Path, **config: Any) -> Folder:
+    """Make a folder of Phi-2, whose attention and feed-forward have the same input."""
+    layer = norm("input_layernorm") | _attention("dense")
+    layer |= linear("mlp.fc1", FFN) | linear("mlp.fc2", DIM, FFN)
+    last: Shapes = {**norm("model.final_layernorm"), "lm_head.bias": (VOCAB,)}
+    return _with_layer_norm(path, "Phi", config, layer, last, model_type="phi")
+
+
+def stablelm(path: Path, use_qkv_bias: bool = True, **config: Any) -> Folder:
+    """Make a folder of StableLM, in which biases of q, k and v are optional."""
+    layer = _NORMS | _without_biases(_attention("o_proj"), "o_proj" if use_qkv_bias else "") | _GATED
+    settings = {"model_type": "stablelm", "use_qkv_bias": use_qkv_bias}
+    return _with_layer_norm(path, "StableLm", config, layer, norm("model.norm"), **settings)
+
+
+def cohere2(path: Path, **config: Any) -> Folder:
+    """Make a folder of Cohere 2: no layer has biases, and those without a window do not rotate."""
+    layer = _without_biases(norm("input_layernorm") | _attention("o_proj")) | _GATED
+    settings = {
+        "model_type": "cohere2",
+        "num_hidden_layers": 5,
+        "sliding_window": 9,
+        "logit_scale": 0.25,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    folder = _with_layer_norm(path, "Cohere2", config, layer, {"model.norm.weight": (DIM,)}, **settings)
+    del folder.tensors["lm_head.weight"]
+    return folder
+
+
+# Decoders with experts.
+WIDTH = 24  # of an expert
+_SIZE = 4  # of weights of experts, relative to others: so that they matter
+
+
+def _add_experts(folder: Folder, layer: str, count: int, names: tuple[str, ...] = _DENSE) -> None:
+    """Add a router whose products differ between tokens, and matrices of each expert."""
+    folder.add({f"{layer}.gate.weight": (count, DIM)}, 500, size=10)
+    matrices = dict(zip(names, ((WIDTH, DIM), (WIDTH, DIM), (DIM, WIDTH)), strict=True))
+    shapes: Shapes = {}
+    for expert in range(count):
+        shapes |= weights(f"{layer}.experts.{expert}.", matrices)
+    folder.add(shapes, 600, size=_SIZE)
+
+
+def _without_dense(folder: Folder) -> Folder:
+    for name in _of_layers(folder, _GATED):
+        del folder.tensors[name]
+    return folder
+
+
+def _with_experts(folder: Folder, count: int) -> Folder:
+    """Give all layers experts in place of their dense feed-forward."""
+    for layer in range(folder.config["num_hidden_layers"]):
+        _add_experts(_without_dense(folder) if layer == 0 else folder, f"model.layers.{layer}.mlp", count)
+    return folder
+
+
+def qwen3_moe(path: Path, count: int = 8, used: int = 3, **config: Any) -> Folder:
+    """Make a folder of Qwen3 with experts."""
+    settings = {
+        "model_type": "qwen3_moe",
+        "num_experts": count,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": WIDTH,
+        "norm_topk_prob": True,
+        "head_dim": HEAD,
+        "pad_token_id": 0,
+    }
+    return _with_experts(_with_head_norms(_llama(path, "Qwen3Moe", config, **settings), HEAD, HEAD), count)
+
+
+def olmoe(path: Path, count: int = 64, used: int = 8, **config: Any) -> Folder:
+    """Make a folder of OLMoE, whose factors are not divided by their sum."""
+    settings = {"num_experts": count, "num_experts_per_tok": used, "intermediate_size": WIDTH}
+    folder = _llama(path, "Olmoe", config, model_type="olmoe", pad_token_id=0, **settings)
+    return _with_experts(_with_head_norms(folder, DIM, KV), count)
+
+
+def _with_granite_experts(folder: Folder, count: int) -> Folder:
+    """Add experts of which gate and up are one matrix."""
+    shapes = {"input_linear": (count, 2 * WIDTH, DIM), "output_linear": (count, DIM, WIDTH)}
+    for first, (name, shape) in zip((700, 800), shapes.items(), strict=True):
+        folder.add(_of_layers(folder, weights("block_sparse_moe.", {name: shape})), first, size=_SIZE)
+    router = weights("block_sparse_moe.router.", {"layer": (count, DIM)})
+    return folder.add(_of_layers(folder, router), 900, size=10)
+
+
+def granite_moe(path: Path, count: int = 5, used: int = 2, shared: int = 0, **config: Any) -> Folder:
+    """Make a folder of Granite 3 with experts; `shared` is the width of one for all tokens."""
+    family = "Shared" if shared else ""
+    settings = {
+        "model_type": f"granitemoe{family.lower()}",
+        "num_local_experts": count,
+        "num_experts_per_tok": used,
+        "intermediate_size": WIDTH,
+        **_GRANITE,
+        **({"shared_intermediate_size": shared} if shared else {}),
+    }
+    folder = _without_dense(_llama(path, f"GraniteMoe{family}", config, **settings))
+    for name, shape in {"input": (2 * shared, DIM), "output": (DIM, shared)}.items() if shared else ():
+        folder.add(_of_layers(folder, weights("shared_mlp.", {f"{name}_linear": shape})), size=_SIZE)
+    return _with_granite_experts(folder, count)
+
+
+def granite_hybrid_experts(path: Path, count: int = 6, used: int = 2, **config: Any) -> Folder:
+    """Make a folder of Granite 4 with experts, and one for all tokens."""
+    settings = {"num_local_experts": count, "num_experts_per_tok": used, "intermediate_size": WIDTH}
+    folder = recurrent_folders.granite_hybrid(path, tie_word_embeddings=True, **settings, **config)
+    return _with_granite_experts(folder, count)
+
+
+def lfm2_moe(path: Path, count: int = 4, used: int = 2, **config: Any) -> Folder:
+    """Make a folder of LFM2: a dense layer, then one with experts, which a bias helps to choose."""
+    settings = {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "model_type": "lfm2_moe",
+        "intermediate_size": 96,
+        "moe_intermediate_size": WIDTH,
+        "num_dense_layers": 1,
+        "num_experts": count,
+        "num_experts_per_tok": used,
+        "routed_scaling_factor": 1.5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    folder, at = recurrent_folders.lfm2(path, **{**settings, **config}), "model.layers.1.feed_forward"
+    for name in ("w1", "w2", "w3"):
+        del folder.tensors[f"{at}.{name}.weight"]
+    _add_experts(folder, at, count, ("w1", "w3", "w2"))
+    folder.tensors[f"{at}.expert_bias"] = np.linspace(-0.5, 0.5, count, dtype=np.float32)
+    return folder
+
+
+# Gemma 4, whose layers have different heads and feed-forwards.
+WINDOW_HEAD, FULL_HEAD, INPUT = 12, 24, 20
+KINDS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+
+
+def gemma4(path: Path, **config: Any) -> Folder:
+    """Make a folder of Gemma 4, whose last layers attend to keys and values of earlier ones."""
+    usual = {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": len(KINDS),
+        "layer_types": KINDS,
+        "sliding_window": 9,
+        "head_dim": WINDOW_HEAD,
+        "global_head_dim": FULL_HEAD,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": INPUT,
+        "vocab_size_per_layer_input": VOCAB,
+        "final_logit_softcapping": 1.5,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "pad_token_id": 0,
+    }
+    settings: dict[str, Any] = {**usual, **config}
+    folder = _llama(path, "Gemma4", settings)
+    del folder.tensors["lm_head.weight"]
+    layers, inputs = len(settings["layer_types"]), settings["hidden_size_per_layer_input"]
+    shapes: Shapes = {}
+    if inputs:
+        shapes = {
+            "model.embed_tokens_per_layer.weight": (VOCAB, layers * inputs),
+            "model.per_layer_model_projection.weight": (layers * inputs, DIM),
+            "model.per_layer_projection_norm.weight": (inputs,),
+        }
+    for layer, kind in enumerate(settings["layer_types"]):
+        head = settings["head_dim"] if kind == "sliding_attention" else settings["global_head_dim"]
+        kv = HEADS // 2 * head
+        shared = layer >= layers - settings["num_kv_shared_layers"]
+        width = FFN * (2 if shared and settings["use_double_wide_mlp"] else 1)
+        of_layer: Shapes = {
+            "self_attn.q_proj": (HEADS * head, DIM),
+            "self_attn.q_norm": (head,),
+            "self_attn.o_proj": (DIM, HEADS * head),
+            "mlp.gate_proj": (width, DIM),
+            "mlp.up_proj": (width, DIM),
+            "mlp.down_proj": (DIM, width),
+            "pre_feedforward_layernorm": (DIM,),
+            "post_feedforward_layernorm": (DIM,),
+        }
+        # Published folders have keys and values in all layers.
+        of_keys: Shapes = {
+            "self_attn.k_proj": (kv, DIM),
+            "self_attn.k_norm": (head,),
+            "self_attn.v_proj": (kv, DIM),
+        }
+        of_inputs: Shapes = {
+            "per_layer_input_gate": (inputs, DIM),
+            "per_layer_projection": (DIM, inputs),
+            "post_per_layer_input_norm": (DIM,),
+        }
+        at = f"model.layers.{layer}."
+        shapes |= {**weights(at, of_layer), f"{at}layer_scalar": (1,), **weights(at, of_keys)}
+        shapes |= weights(at, of_inputs) if inputs else {}
+    folder.add(shapes, 100)
+    for name in shapes:
+        if name.endswith(("norm.weight", "layer_scalar")):
+            folder.tensors[name] += 1
+    return folder
+
+
+def gemma4_with_images(path: Path) -> Folder:
+    """Make a folder of Gemma 4 with parts for images and sounds, which are left out."""
+    folder = with_text_part(gemma4(path), model_type="gemma4", tie_word_embeddings=True)
+    folder.config["architectures"] = ["Gemma4ForConditionalGeneration"]
+    others: Shapes = {"vision_tower.std_bias": (4,), "embed_audio.embedding_projection.weight": (DIM, 4)}
+    return folder.add({f"model.{name}": shape for name, shape in others.items()}, 1)
+
+
+_ROTATED: dict[str, Any] = {"layer_types": ["attention", "attention"], "position_embedding_type": "rope"}
 RECORDED: dict[str, Callable[[Path], Folder]] = {
+    "lfm2": partial(recurrent_folders.lfm2, tie_word_embeddings=True, bos_token_id=0, pad_token_id=0),
+    "qwen35": partial(recurrent_folders.qwen35, tie_word_embeddings=True),
+    "granite_hybrid": partial(recurrent_folders.granite_hybrid, tie_word_embeddings=True),
+    "granite_hybrid, attention with rotation": partial(
+        recurrent_folders.granite_hybrid, tie_word_embeddings=True, **_ROTATED
+    ),
+    "mamba2": partial(recurrent_folders.mamba2, tie_word_embeddings=True),
+    "falcon_h1": recurrent_folders.falcon_h1,
     "smollm3": smollm3,
     "granite": granite,
     "olmo2": olmo2,
@@ -252,5 +559,35 @@ RECORDED: dict[str, Callable[[Path], Folder]] = {
         sliding_window=None,
         original_max_position_embeddings=CONTEXT // 4,
         rope_scaling={"rope_type": "yarn", "factor": 4.0},
+    ),
+    "gpt2": gpt2,
+    "gpt2, exact GELU, usual width": partial(gpt2, activation_function="gelu", n_inner=None),
+    "gpt_neox": gpt_neox,
+    "gpt_neox, blocks in sequence": partial(
+        gpt_neox, use_parallel_residual=False, hidden_act="gelu_fast", rotary_pct=1.0, rotary_emb_base=500
+    ),
+    "starcoder2": starcoder2,
+    "starcoder2, window": partial(starcoder2, sliding_window=9),
+    "phi": phi,
+    "stablelm": stablelm,
+    "stablelm, no biases": partial(stablelm, use_qkv_bias=False, partial_rotary_factor=0.5),
+    "cohere2": cohere2,
+    "cohere2, other layers": partial(
+        cohere2, layer_types=["full_attention", *["sliding_attention"] * 3, "full_attention"]
+    ),
+    "qwen3_moe": qwen3_moe,
+    "qwen3_moe, one of three": partial(qwen3_moe, count=3, used=1, norm_topk_prob=False),
+    "olmoe": olmoe,
+    "granite_moe": granite_moe,
+    "granite_moe, shared": partial(granite_moe, shared=40),
+    "granite_hybrid, experts": granite_hybrid_experts,
+    "granite_hybrid, experts, attention with rotation": partial(granite_hybrid_experts, **_ROTATED),
+    "lfm2_moe": lfm2_moe,
+    "gemma4": gemma4,
+    "gemma4, equal feed-forwards, no limit": partial(
+        gemma4, use_double_wide_mlp=False, final_logit_softcapping=None, num_kv_shared_layers=1
+    ),
+    "gemma4, nothing shared, no inputs": partial(
+        gemma4, num_kv_shared_layers=0, hidden_size_per_layer_input=0, global_head_dim=WINDOW_HEAD
     ),
 }

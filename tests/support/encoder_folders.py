@@ -16,6 +16,7 @@ from support import model_folders
 from support.bert_relatives import splade_modules
 from support.model_folders import Folder, Shapes, norm
 from support.places import DATA
+from support.tokenizer_folders import GPT_4O_PATTERN
 
 RECORD = DATA / "transformers_encoder_folders.npz"
 CONTEXT = 330
@@ -271,13 +272,6 @@ def nomic_moe(
     return _filled(folder, "", shapes, seed)
 
 
-# The pattern of o200k_base as published.
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-O200K_PATTERN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_END}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_END}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # Labels of OpenAI Privacy Filter with two kinds of parts.
 PRIVACY_TAGS = ("O", *(f"{tag}-{label}" for label in ("private_person", "secret") for tag in "BIES"))
 
@@ -303,7 +297,7 @@ def privacy_filter(
     Sinks and the limits of experts have effects: sinks are as large as scores, and some gates exceed 7.
     """
     path.mkdir(parents=True, exist_ok=True)
-    model_folders.byte_level_tokenizer(path, pattern=O200K_PATTERN)
+    model_folders.byte_level_tokenizer(path, pattern=GPT_4O_PATTERN)
     tokenizer = json.loads((path / "tokenizer.json").read_bytes())
     (path / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": None}))
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 256}

@@ -162,9 +162,7 @@ def entities(
 
 
 def _modern(path: Path) -> Folder:
-    folder = task_folders._modern(path, "ModernBertModel", ("x",), max_position_embeddings=300)
-    prefix = "model."
-    folder.tensors = {n.removeprefix(prefix): t for n, t in folder.tensors.items() if n.startswith(prefix)}
+    folder = task_folders.modern_body(path, max_position_embeddings=300)
     settings = json.loads((path / "tokenizer_config.json").read_bytes())
     folder.json("tokenizer_config.json", {**settings, "model_max_length": 300})
     return folder

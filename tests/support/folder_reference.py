@@ -1,4 +1,4 @@
-"""Steps of encoders in float64, on the tensors of a model folder by the names of transformers."""
+"""Forward passes of encoders in float64, on the tensors of a model folder by the names of transformers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from support.model_folders import LAYERS, Folder
+from support.reference import position_bucket
+
 Array = npt.NDArray[np.float64]
+LAYER = "encoder.layer.{}."
+BIAS = "encoder.relative_attention_bias.weight"
 
 
 class FolderTensors:
@@ -20,6 +25,9 @@ class FolderTensors:
 
     def __getitem__(self, name: str) -> Array:
         return self._tensors[self._prefix + name]
+
+    def __contains__(self, name: str) -> bool:
+        return self._prefix + name in self._tensors
 
     def linear(self, name: str, x: Array) -> Array:
         """Multiply by a matrix, and add its bias if it has one."""
@@ -64,10 +72,14 @@ def gelu(x: Array) -> Array:
     return exact
 
 
-def rotated(x: Array, heads: int, base: float) -> Array:
-    """Rotate the pairs of each head, which are half a head apart, by their positions."""
+def rotated(x: Array, heads: int, base: float, factor: float = 1.0) -> Array:
+    """Rotate the pairs of each head, which are half a head apart, by their positions.
+
+    With a factor (https://kexue.fm/archives/9706) the base is larger, and all frequencies are lower.
+    """
     width = x.shape[1] // heads
-    angles = np.arange(len(x))[:, None, None] * base ** (-np.arange(0, width, 2) / width)
+    frequencies = (base * factor) ** (-np.arange(0, width, 2) / width) / factor ** (2 / width)
+    angles = np.arange(len(x))[:, None, None] * frequencies
     first, second = np.split(x.reshape(len(x), heads, width), 2, axis=2)
     turned = [
         first * np.cos(angles) - second * np.sin(angles),
@@ -75,6 +87,59 @@ def rotated(x: Array, heads: int, base: float) -> Array:
     ]
     joined: Array = np.concatenate(turned, axis=2).reshape(x.shape)
     return joined
+
+
+def states(
+    folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: Mapping[str, str], seen: int | None = None
+) -> Array:
+    """Return the states of BERT or a relative after the last layer; tokens attend to the first `seen`.
+
+    `names` are those of BERT's modules in the class. Its tensors and settings tell what a layer does.
+    """
+    config = folder.config
+    t = FolderTensors(folder.tensors, prefix, config.get("layer_norm_eps", 1e-12))
+    heads, n = config.get("num_attention_heads") or config["n_heads"], len(ids)
+    x = t["embeddings.word_embeddings.weight"][ids]
+    if "embeddings.token_type_embeddings.weight" in t:
+        x = x + t["embeddings.token_type_embeddings.weight"][0]
+    if "embeddings.position_embeddings.weight" in t:
+        offset = config["pad_token_id"] + 1 if config.get("model_type") == "mpnet" else 0
+        x = x + t["embeddings.position_embeddings.weight"][offset : offset + n]
+    x = t.normed("embeddings.LayerNorm", x)
+    bias, slopes = None, []
+    if BIAS in t:
+        place = np.arange(n)
+        buckets = np.vectorize(position_bucket)(place[None, :] - place[:, None])
+        bias = t[BIAS][buckets].transpose(2, 0, 1)
+    if config.get("position_embedding_type") == "alibi":
+        slopes = [2.0 ** (-8 * (head + 1) / heads) for head in range(heads)]
+    for layer in range(LAYERS):
+        at = names.get(LAYER, LAYER).format(layer)
+
+        def of(name: str, at: str = at) -> str:
+            return at + names.get(name, name)
+
+        if f"{of('attention.self.query_key_value')}.weight" in t:
+            q, k, v = np.split(t.linear(of("attention.self.query_key_value"), x), 3, axis=1)
+        else:
+            q, k, v = (t.linear(of(f"attention.self.{name}"), x) for name in ("query", "key", "value"))
+        if f"{at}attention.self.layer_norm_q.weight" in t:
+            q, k = (t.normed(f"{at}attention.self.layer_norm_{name}", y) for name, y in (("q", q), ("k", k)))
+        if config.get("position_embedding_type") == "rope":
+            factor = (config["rope_scaling"] or {"factor": 1.0})["factor"]
+            q, k = (rotated(y, heads, config["rope_theta"], factor) for y in (q, k))
+        read = t.linear(
+            of("attention.output.dense"), attended(q, k, v, heads, seen=seen, slopes=slopes, bias=bias)
+        )
+        block = t.normed(of("attention.output.LayerNorm"), x + read)
+        x = t.normed(f"{at}layer_norm_1", x + block) if f"{at}layer_norm_1.weight" in t else block
+        if f"{of('intermediate.gated')}.weight" in t:
+            up, gate = np.split(t.linear(of("intermediate.gated"), x), 2, axis=1)
+            inner = gelu(gate) * up
+        else:
+            inner = gelu(t.linear(of("intermediate.dense"), x))
+        x = t.normed(of("output.LayerNorm"), x + t.linear(of("output.dense"), inner))
+    return x
 
 
 def nomic_moe_states(

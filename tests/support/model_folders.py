@@ -1,18 +1,19 @@
 """Small model folders as transformers and sentence-transformers write them, with random weights."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from gguf import quants
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
 
-from metal_prefill.conversion import convert
 from metal_prefill.text._vocabulary import PRE_TOKENIZERS
 from support import encoder_tokenizers
 from support.comparison import VERSE
@@ -57,6 +58,33 @@ class Folder:
         self.config = config  # contents of ``config.json``
         self.tensors = tensors  # contents of ``model.safetensors``
 
+    def add(self, shapes: Shapes, first: int = 0, size: float = 1, prefix: str = "") -> Folder:
+        """Add tensors with random values of seeds from the first on."""
+        for seed, (name, shape) in enumerate(shapes.items(), first):
+            self.tensors[prefix + name] = size * values(shape, seed)
+        return self
+
+    def modules(self, places: Mapping[str, str], package: str = "sentence_transformers.models.") -> Folder:
+        """List modules of sentence-transformers: the kind of each, by its place."""
+        listed = [
+            {"idx": i, "name": str(i), "path": place, "type": package + kind}
+            for i, (place, kind) in enumerate(places.items())
+        ]
+        self.json("modules.json", listed)
+        return self
+
+    def dense(self, place: str, rows: int, columns: int, size: float = 1, **settings: Any) -> Folder:
+        """Add a dense layer of sentence-transformers, by default without bias and activation."""
+        stated = {
+            "in_features": columns,
+            "out_features": rows,
+            "bias": False,
+            "activation_function": IDENTITY,
+        }
+        self.json(f"{place}/config.json", {**stated, **settings})
+        save_file({"linear.weight": size * values((rows, columns))}, self.path / place / "model.safetensors")
+        return self
+
     def write(self, shards: int = 1) -> Path:
         """Write configuration and weights, in one file or several with an index."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -75,30 +103,15 @@ class Folder:
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         (self.path / name).write_text(json.dumps(content))
 
-    def pool(self, mode: str = "mean_tokens", dense: int = 0, normalize: bool = True) -> None:
+    def pool(self, mode: str = "mean_tokens", dense: int = 0, normalize: bool = True) -> Folder:
         """Add the modules of sentence-transformers."""
-        kinds = [("Transformer", ""), ("Pooling", "1_Pooling")]
-        kinds += [("Dense", "2_Dense"), ("Dense", "3_Dense")] if dense else []
-        kinds += [("Normalize", "4_Normalize")] if normalize else []
-        modules = [
-            {"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
-            for i, (kind, path) in enumerate(kinds)
-        ]
-        self.json("modules.json", modules)
+        places = {"": "Transformer", "1_Pooling": "Pooling"}
+        places |= {"2_Dense": "Dense", "3_Dense": "Dense"} if dense else {}
+        self.modules(places | ({"4_Normalize": "Normalize"} if normalize else {}))
         modes = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
         pooling = {f"pooling_mode_{name}": name == mode for name in modes}
         self.json("1_Pooling/config.json", {"word_embedding_dimension": DIM, **pooling})
-        for name, shape in (("2_Dense", (dense, DIM)), ("3_Dense", (DIM, dense))) if dense else ():
-            settings = {"in_features": shape[1], "out_features": shape[0], "bias": False}
-            self.json(f"{name}/config.json", {**settings, "activation_function": IDENTITY})
-            save_file({"linear.weight": values(shape)}, self.path / name / "model.safetensors")
-
-
-def check_refused(folder: Folder, changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    """Check that a folder does not convert after these changes of its configuration."""
-    folder.config |= changes
-    with pytest.raises(error, match=message):
-        convert(folder.write(), folder.path.parent / "m.gguf")
+        return self.dense("2_Dense", dense, DIM).dense("3_Dense", DIM, dense) if dense else self
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -140,15 +153,11 @@ def weights(at: str, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
     return {f"{at}{name}.weight": shape for name, shape in shapes.items()}
 
 
-def drawn(shapes: Shapes, prefix: str = "", size: float = 1) -> dict[str, Values]:
-    return {prefix + name: size * values(shape, i) for i, (name, shape) in enumerate(shapes.items())}
-
-
 def tokenized(path: Path, config: dict[str, Any], shapes: Shapes, pattern: str | None = None) -> Folder:
     """Make a folder with a byte-level tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
     byte_level_tokenizer(path, pattern=pattern)
-    return Folder(path, config, drawn(shapes))
+    return Folder(path, config, {}).add(shapes)
 
 
 def bert_layer(at: str, names: Mapping[str, str]) -> Shapes:
@@ -184,13 +193,7 @@ def bert(path: Path, architecture: str = "BertModel", variant: str = "uncased", 
     shapes |= norm("embeddings.LayerNorm")
     for layer in range(LAYERS):
         shapes |= bert_layer(f"encoder.layer.{layer}.", {})
-    return Folder(path, settings, drawn(shapes, prefix))
-
-
-def with_head(folder: Folder, shapes: dict[str, tuple[int, ...]]) -> Folder:
-    for i, (name, shape) in enumerate(shapes.items()):
-        folder.tensors[name] = values(shape, 1000 + i)
-    return folder
+    return Folder(path, settings, {}).add(shapes, prefix=prefix)
 
 
 # The pattern of Qwen3.5 as published.
@@ -202,6 +205,13 @@ QWEN35_PATTERN = (
 
 def byte_level_tokenizer(path: Path, size: int = 300, pattern: str | None = None) -> None:
     """Write a byte-level BPE tokenizer with two control tokens, by default with the pattern of Llama 3."""
+    (path / "tokenizer.json").write_text(_byte_level(size, pattern))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@cache
+def _byte_level(size: int, pattern: str | None) -> str:
     split = Regex(pattern or PRE_TOKENIZERS["llama-bpe"].patterns[0])
     tokenizer = Tokenizer(models.BPE(ignore_merges=pattern is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -220,9 +230,8 @@ def byte_level_tokenizer(path: Path, size: int = 300, pattern: str | None = None
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
     )
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    made: str = tokenizer.to_str()
+    return made
 
 
 def llama(path: Path, architecture: str = "LlamaForCausalLM", **config: Any) -> Folder:

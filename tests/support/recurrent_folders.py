@@ -1,12 +1,7 @@
-"""Small model folders with recurrent layers, and what transformers computes with them."""
+"""Small folders of decoders with recurrent layers and random weights."""
 
-import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from support.model_folders import (
     DIM,
@@ -20,15 +15,9 @@ from support.model_folders import (
     VOCAB,
     Folder,
     Shapes,
-    Values,
     tokenized,
     weights,
 )
-from support.places import DATA
-
-RECORD = DATA / "transformers_folders.npz"
-IDS = np.random.default_rng(7).integers(2, 300, 37).astype(np.int32)  # a prompt
-ROWS = [0, 1, 7, 36]  # its tokens after which logits are recorded
 
 
 def lfm2(path: Path, **config: Any) -> Folder:
@@ -50,14 +39,14 @@ def lfm2(path: Path, **config: Any) -> Folder:
     shapes = weights("model.", {"embed_tokens": (VOCAB, DIM), "embedding_norm": (DIM,)})
     conv = {"conv": (DIM, 1, taps), "in_proj": (3 * DIM, DIM), "out_proj": (DIM, DIM)}
     shapes |= weights("model.layers.0.conv.", conv)
-    attention: Shapes = {
+    projections: Shapes = {
         "q_proj": (DIM, DIM),
         "k_proj": (KV, DIM),
         "v_proj": (KV, DIM),
         "out_proj": (DIM, DIM),
     }
-    attention |= {f"{name}_layernorm": (DIM // HEADS,) for name in "qk"}
-    shapes |= weights("model.layers.1.self_attn.", attention)
+    projections |= {f"{name}_layernorm": (DIM // HEADS,) for name in "qk"}
+    shapes |= weights("model.layers.1.self_attn.", projections)
     gated: Shapes = {"w1": (width, DIM), "w2": (DIM, width), "w3": (width, DIM)}
     for layer in range(LAYERS):
         shapes |= weights(f"model.layers.{layer}.", {"operator_norm": (DIM,), "ffn_norm": (DIM,)})
@@ -98,9 +87,9 @@ def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", width: int = 6,
     shapes |= weights(at, {f"in_proj_{name}": (rows, DIM) for name, rows in inputs.items()})
     shapes |= {f"{at}conv1d.weight": (channels, 1, 4), f"{at}A_log": (heads,), f"{at}dt_bias": (heads,)}
     shapes |= weights(at, {"norm": (width,), "out_proj": (DIM, heads * width)})
-    attention = {f"layers.1.{name}": shape for name, shape in _attention(head_dim).items()}
-    attention["layers.1.self_attn.q_proj.weight"] = (2 * HEADS * head_dim, DIM)  # and its gate
-    shapes |= attention | weights("layers.1.self_attn.", {"q_norm": (head_dim,), "k_norm": (head_dim,)})
+    shapes |= {f"layers.1.{name}": shape for name, shape in attention(head_dim).items()}
+    shapes["layers.1.self_attn.q_proj.weight"] = (2 * HEADS * head_dim, DIM)  # and its gate
+    shapes |= weights("layers.1.self_attn.", {"q_norm": (head_dim,), "k_norm": (head_dim,)})
     for layer in range(LAYERS):
         norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (DIM,))
         gated = {f"mlp.{name}_proj": shape for name, shape in GATED.items()}
@@ -133,7 +122,8 @@ def _scan(heads: int, width: int, state: int, groups: int, name: str) -> Shapes:
     }
 
 
-def _attention(head_dim: int) -> Shapes:
+def attention(head_dim: int) -> Shapes:
+    """Return the shapes of attention with two key-value heads for four heads."""
     q, kv = HEADS * head_dim, HEADS // 2 * head_dim
     shapes = {"q": (q, DIM), "k": (kv, DIM), "v": (kv, DIM), "o": (DIM, q)}
     return weights("self_attn.", {f"{name}_proj": shape for name, shape in shapes.items()})
@@ -170,7 +160,7 @@ def granite_hybrid(path: Path, **config: Any) -> Folder:
         "mamba_expand": 2,
         **config,
     }
-    mixers = [_scan(4, 16, 8, 1, "mamba"), _attention(DIM // HEADS)]
+    mixers = [_scan(4, 16, 8, 1, "mamba"), attention(DIM // HEADS)]
     if settings["layer_types"] == ["attention", "attention"]:
         mixers[0] = mixers[1]
     shapes = {"model.embed_tokens.weight": (VOCAB, DIM), "model.norm.weight": (DIM,)}
@@ -241,38 +231,10 @@ def falcon_h1(path: Path, **config: Any) -> Folder:
         "feed_forward.gate_proj.weight": (FFN, DIM),
         "feed_forward.up_proj.weight": (FFN, DIM),
         "feed_forward.down_proj.weight": (DIM, FFN),
-        **_attention(16),
+        **attention(16),
         **_scan(4, 12, 8, 2, "mamba"),
     }
     shapes = {"model.embed_tokens.weight": (VOCAB, DIM), "model.final_layernorm.weight": (DIM,)}
     shapes |= {f"model.{name}": shape for name, shape in _layers(LAYERS, layer).items()}
     shapes["lm_head.weight"] = (VOCAB, DIM)
     return _made(path, settings, shapes)
-
-
-RECORDED: dict[str, Callable[[Path], Folder]] = {
-    "lfm2": partial(lfm2, tie_word_embeddings=True, bos_token_id=0, pad_token_id=0),
-    "qwen35": partial(qwen35, tie_word_embeddings=True),
-    "granite_hybrid": partial(granite_hybrid, tie_word_embeddings=True),
-    "granite_hybrid, attention with rotation": partial(
-        granite_hybrid,
-        tie_word_embeddings=True,
-        layer_types=["attention", "attention"],
-        position_embedding_type="rope",
-    ),
-    "mamba2": partial(mamba2, tie_word_embeddings=True),
-    "falcon_h1": falcon_h1,
-}
-
-
-def logits_of_transformers(folder: Path) -> Values:
-    """Return the logits of transformers after some tokens of a prompt, ``[len(ROWS), vocab]``."""
-    import torch
-    import transformers
-
-    name = json.loads((folder / "config.json").read_text())["architectures"][0]
-    made = getattr(transformers, name).from_pretrained(folder, attn_implementation="eager")
-    model = made.float().eval()
-    with torch.no_grad():
-        logits: Values = model(torch.tensor(IDS[None].astype(np.int64))).logits[0, ROWS].numpy()
-    return logits

@@ -5,18 +5,31 @@ share these definitions.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from metal_prefill.synth._tokenizer import gpt2_vocabulary
-from support import encoder_folders, model_folders
+from support import encoder_folders
 from support.bert_relatives import gte
-from support.model_folders import CONTEXT, DIM, FFN, HEADS, IDENTITY, Folder, values
+from support.model_folders import (
+    CONTEXT,
+    DIM,
+    FFN,
+    HEADS,
+    IDENTITY,
+    Folder,
+    Shapes,
+    bert,
+    linear,
+    values,
+    weights,
+)
 from support.places import DATA
 
 RECORD = DATA / "transformers_tasks.json"
@@ -51,102 +64,53 @@ def _sized(folder: Folder) -> Folder:
     return folder
 
 
-def _with_head(folder: Folder, shapes: Mapping[str, tuple[int, ...]]) -> Folder:
-    for i, (name, shape) in enumerate(shapes.items()):
-        folder.tensors[name] = values(shape, 1000 + i)
-    return _sized(folder)
+def _headed(
+    folder: Folder, *layers: str, output: str = "classifier", labels: tuple[str, ...] = ("x",)
+) -> Folder:
+    """Add a head: layers as wide as the states, and an output for each label."""
+    shapes: Shapes = {}
+    for layer in layers:
+        shapes |= linear(layer)
+    folder.config["id2label"] = _labels(labels)
+    return _sized(folder.add(shapes | linear(output, len(labels)), 1000))
 
 
-def _bert_pairs(path: Path) -> Folder:
-    folder = model_folders.bert(
-        path, "BertForSequenceClassification", model_type="bert", id2label=_labels(("x",))
-    )
-    head = {"bert.pooler.dense.weight": (DIM, DIM), "bert.pooler.dense.bias": (DIM,)}
-    return _with_head(folder, {**head, "classifier.weight": (1, DIM), "classifier.bias": (1,)})
+def _bert(path: Path, name: str = "Model", variant: str = "uncased") -> Folder:
+    return bert(path, f"Bert{name}", variant, model_type="bert")
+
+
+def _bert_texts(path: Path, labels: tuple[str, ...] = ("x",), **config: Any) -> Folder:
+    folder = _headed(_bert(path, "ForSequenceClassification"), "bert.pooler.dense", labels=labels)
+    folder.config |= config
+    return folder
 
 
 def _electra_pairs(path: Path) -> Folder:
-    folder = model_folders.bert(
-        path, "ElectraForSequenceClassification", model_type="electra", id2label=_labels(("x",))
-    )
-    folder.config["embedding_size"] = DIM
+    folder = bert(path, "ElectraForSequenceClassification", model_type="electra", embedding_size=DIM)
     folder.tensors = {name.replace("bert.", "electra.", 1): tensor for name, tensor in folder.tensors.items()}
-    head = {"classifier.dense.weight": (DIM, DIM), "classifier.dense.bias": (DIM,)}
-    return _with_head(
-        folder, {**head, "classifier.out_proj.weight": (1, DIM), "classifier.out_proj.bias": (1,)}
-    )
+    return _headed(folder, "classifier.dense", output="classifier.out_proj")
 
 
 def _electra_tags(path: Path) -> Folder:
     folder = _electra_pairs(path)
     folder.config |= {"architectures": ["ElectraForTokenClassification"], "id2label": _labels(TAGS)}
     folder.tensors = {name: t for name, t in folder.tensors.items() if not name.startswith("classifier.")}
-    head = {"classifier.weight": (len(TAGS), DIM), "classifier.bias": (len(TAGS),)}
-    folder.tensors |= {name: values(shape, 9) * 3 for name, shape in head.items()}
+    for name, shape in linear("classifier", len(TAGS)).items():
+        folder.add({name: shape}, 9, size=3)
     return folder
 
 
 def _gte_pairs(path: Path) -> Folder:
-    folder = gte(path)
+    folder = gte(path, prefix="new.")
     folder.config |= {
         "architectures": ["NewForSequenceClassification"],
         "max_position_embeddings": CONTEXT,
-        "id2label": _labels(("x",)),
     }
-    folder.tensors = {f"new.{name}": tensor for name, tensor in folder.tensors.items()}
-    head = {"new.pooler.dense.weight": (DIM, DIM), "new.pooler.dense.bias": (DIM,)}
-    return _with_head(folder, {**head, "classifier.weight": (1, DIM), "classifier.bias": (1,)})
+    return _headed(folder, "new.pooler.dense")
 
 
-def _bert_logits(path: Path) -> Folder:
-    """Return the same with an unchanged output."""
-    folder = _bert_pairs(path)
-    folder.config["sentence_transformers"] = {"activation_fn": IDENTITY}
-    return folder
-
-
-def _bert_classes(path: Path) -> Folder:
-    names = ("contradiction", "entailment", "neutral")
-    folder = model_folders.bert(
-        path, "BertForSequenceClassification", model_type="bert", id2label=_labels(names)
-    )
-    head = {"bert.pooler.dense.weight": (DIM, DIM), "bert.pooler.dense.bias": (DIM,)}
-    return _with_head(folder, {**head, "classifier.weight": (3, DIM), "classifier.bias": (3,)})
-
-
-def _bert_topics(path: Path) -> Folder:
-    """Return the same with independent labels."""
-    folder = _bert_classes(path)
-    folder.config["problem_type"] = "multi_label_classification"
-    return folder
-
-
-def _bert_tags(path: Path) -> Folder:
-    folder = model_folders.bert(
-        path, "BertForTokenClassification", "cased", model_type="bert", id2label=_labels(TAGS)
-    )
-    return _with_head(folder, {"classifier.weight": (len(TAGS), DIM), "classifier.bias": (len(TAGS),)})
-
-
-def _roberta_pairs(path: Path) -> Folder:
-    folder = model_folders.bert(
-        path,
-        "XLMRobertaForSequenceClassification",
-        "unigram",
-        model_type="xlm-roberta",
-        id2label=_labels(("x",)),
-    )
-    head = {"classifier.dense.weight": (DIM, DIM), "classifier.dense.bias": (DIM,)}
-    return _with_head(
-        folder, {**head, "classifier.out_proj.weight": (1, DIM), "classifier.out_proj.bias": (1,)}
-    )
-
-
-def _roberta_tags(path: Path) -> Folder:
-    folder = model_folders.bert(
-        path, "XLMRobertaForTokenClassification", "unigram", model_type="xlm-roberta", id2label=_labels(TAGS)
-    )
-    return _with_head(folder, {"classifier.weight": (len(TAGS), DIM), "classifier.bias": (len(TAGS),)})
+def _roberta(path: Path, task: str) -> Folder:
+    return bert(path, f"XLMRobertaFor{task}Classification", "unigram", model_type="xlm-roberta")
 
 
 def _modern(path: Path, name: str, labels: tuple[str, ...], **config: Any) -> Folder:
@@ -171,30 +135,23 @@ def _modern(path: Path, name: str, labels: tuple[str, ...], **config: Any) -> Fo
         "id2label": _labels(labels),
         **config,
     }
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embeddings.tok_embeddings.weight": (MODERN_VOCAB, DIM),
-        "model.embeddings.norm.weight": (DIM,),
-        "model.final_norm.weight": (DIM,),
-    }
-    for layer in range(4):
-        prefix = f"model.layers.{layer}."
-        if layer:
-            shapes[prefix + "attn_norm.weight"] = (DIM,)
-        shapes |= {
-            prefix + "attn.Wqkv.weight": (3 * DIM, DIM),
-            prefix + "attn.Wo.weight": (DIM, DIM),
-            prefix + "mlp_norm.weight": (DIM,),
-            prefix + "mlp.Wi.weight": (2 * FFN, DIM),
-            prefix + "mlp.Wo.weight": (DIM, FFN),
-        }
-    tensors = {key: values(shape, i) for i, (key, shape) in enumerate(shapes.items())}
-    head = {
-        "head.dense.weight": (DIM, DIM),
-        "head.norm.weight": (DIM,),
-        "classifier.weight": (len(labels), DIM),
-        "classifier.bias": (len(labels),),
-    }
-    return _with_head(Folder(path, settings, tensors), head)
+    outside: Shapes = {"embeddings.tok_embeddings": (MODERN_VOCAB, DIM), "embeddings.norm": (DIM,)}
+    shapes = weights("model.", {**outside, "final_norm": (DIM,)})
+    layer: Shapes = {"attn.Wqkv": (3 * DIM, DIM), "attn.Wo": (DIM, DIM), "mlp_norm": (DIM,)}
+    layer |= {"mlp.Wi": (2 * FFN, DIM), "mlp.Wo": (DIM, FFN)}
+    for i in range(4):
+        shapes |= weights(f"model.layers.{i}.", {"attn_norm": (DIM,), **layer} if i else layer)
+    head: Shapes = {"head.dense.weight": (DIM, DIM), "head.norm.weight": (DIM,)}
+    folder = Folder(path, settings, {}).add(shapes).add(head | linear("classifier", len(labels)), 1000)
+    return _sized(folder)
+
+
+def modern_body(path: Path, **config: Any) -> Folder:
+    """Make a folder of a ModernBERT without a head."""
+    folder, prefix = _modern(path, "ModernBertModel", ("x",), **config), "model."
+    del folder.config["id2label"]
+    folder.tensors = {n.removeprefix(prefix): t for n, t in folder.tensors.items() if n.startswith(prefix)}
+    return folder
 
 
 def _write_byte_level(path: Path) -> None:
@@ -206,52 +163,17 @@ def _write_byte_level(path: Path) -> None:
     merges = vocabulary.merges[: MODERN_VOCAB - len(MODERN_SPECIAL) - len(kept)]
     tokens = [*MODERN_SPECIAL, *kept, *(merge.replace(" ", "") for merge in merges)]
     ids = {token: i for i, token in enumerate(tokens)}
-    special = [
-        {
-            "id": ids[token],
-            "content": token,
-            "special": True,
-            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-        }
-        for token in MODERN_SPECIAL
-    ]
-    first, last = ({"SpecialToken": {"id": token, "type_id": 0}} for token in MODERN_SPECIAL[:2])
-    a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": special,
-        "normalizer": {"type": "NFC"},
-        "pre_tokenizer": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [first, a, last],
-            "pair": [first, a, last, b, last],
-            "special_tokens": {
-                token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in MODERN_SPECIAL[:2]
-            },
-        },
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": ids,
-            "merges": [merge.split(" ") for merge in merges],
-        },
-    }
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokenizer = Tokenizer(models.BPE(ids, [(left, right) for left, right in map(str.split, merges)]))
+    tokenizer.add_special_tokens(list(MODERN_SPECIAL))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:0 [SEP]:0",
+        special_tokens=[("[CLS]", 0), ("[SEP]", 1)],
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
     names = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]", "unk": "[UNK]"}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -264,37 +186,24 @@ def _write_byte_level(path: Path) -> None:
 
 def late_interaction(path: Path) -> Folder:
     """Make a folder with token projection, prompts and tokens that are not compared."""
-    return _projecting(_sized(model_folders.bert(path, model_type="bert")))
+    return _projecting(_sized(_bert(path)))
 
 
 def _projecting(folder: Folder) -> Folder:
-    kinds = (
-        ("sentence_transformers.base.modules.transformer.Transformer", ""),
-        ("sentence_transformers.base.modules.dense.Dense", "1_Dense"),
-        (
-            "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask",
-            "2_MultiVectorMask",
-        ),
-        ("sentence_transformers.sentence_transformer.modules.normalize.Normalize", "3_Normalize"),
-    )
-    folder.json(
-        "modules.json",
-        [{"idx": i, "name": str(i), "path": place, "type": kind} for i, (kind, place) in enumerate(kinds)],
-    )
-    dense = {"in_features": DIM, "out_features": 16, "bias": False, "activation_function": IDENTITY}
-    folder.json(
-        "1_Dense/config.json",
-        {**dense, "module_input_name": "token_embeddings", "module_output_name": "token_embeddings"},
-    )
-    save_file({"linear.weight": values((16, DIM))}, folder.path / "1_Dense" / "model.safetensors")
-    folder.json(
-        "2_MultiVectorMask/config.json", {"skiplist_words": list(".,!?"), "skiplist_tasks": ["document"]}
-    )
-    folder.json("3_Normalize/config.json", {"module_input_name": "token_embeddings"})
-    folder.json(
-        "config_sentence_transformers.json",
-        {"model_type": "MultiVectorEncoder", "prompts": {"query": "query: ", "document": "passage: "}},
-    )
+    places = {
+        "": "base.modules.transformer.Transformer",
+        "1_Dense": "base.modules.dense.Dense",
+        "2_MultiVectorMask": "multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask",
+        "3_Normalize": "sentence_transformer.modules.normalize.Normalize",
+    }
+    tokens: dict[str, Any] = {"module_input_name": "token_embeddings"}
+    folder.modules(places, "sentence_transformers.")
+    folder.dense("1_Dense", 16, DIM, **tokens, module_output_name="token_embeddings")
+    skipped = {"skiplist_words": list(".,!?"), "skiplist_tasks": ["document"]}
+    folder.json("2_MultiVectorMask/config.json", skipped)
+    folder.json("3_Normalize/config.json", tokens)
+    prompts = {"query": "query: ", "document": "passage: "}
+    folder.json("config_sentence_transformers.json", {"model_type": "MultiVectorEncoder", "prompts": prompts})
     return folder
 
 
@@ -305,10 +214,8 @@ def _expanded(folder: Folder, **expansion: Any) -> Folder:
 
 def _pylate(path: Path) -> Folder:
     folder = late_interaction(path)
-    kinds = (("sentence_transformers.models.Transformer", ""), ("pylate.models.Dense.Dense", "1_Dense"))
-    folder.json(
-        "modules.json",
-        [{"idx": i, "name": str(i), "path": place, "type": kind} for i, (kind, place) in enumerate(kinds)],
+    folder.modules(
+        {"": "sentence_transformers.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}, ""
     )
     folder.json(
         "config_sentence_transformers.json",
@@ -328,7 +235,7 @@ def _pylate(path: Path) -> Folder:
 
 def stanford(path: Path, **settings: Any) -> Folder:
     """Make a checkpoint of Stanford's ColBERT: the projection is a tensor of the model."""
-    folder = _sized(model_folders.bert(path, model_type="bert"))
+    folder = _sized(_bert(path))
     tokenizer = json.loads((path / "tokenizer.json").read_bytes())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary |= {f"[unused{i}]": len(vocabulary) + i for i in range(2)}
@@ -337,11 +244,8 @@ def stanford(path: Path, **settings: Any) -> Folder:
     folder.tensors = {f"bert.{name}": tensor for name, tensor in folder.tensors.items()}
     words = "bert.embeddings.word_embeddings.weight"
     folder.tensors[words] = values((len(vocabulary), DIM), 7) * 8
-    folder.tensors |= {
-        "bert.pooler.dense.weight": values((DIM, DIM)),
-        "bert.pooler.dense.bias": values((DIM,)),
-        "linear.weight": values((16, DIM)),
-    }
+    for name, shape in {**linear("bert.pooler.dense"), "linear.weight": (16, DIM)}.items():
+        folder.add({name: shape})
     folder.json(
         "artifact.metadata",
         {
@@ -364,32 +268,16 @@ def stanford(path: Path, **settings: Any) -> Folder:
 
 def _modern_late(path: Path) -> Folder:
     """Make a ModernBERT folder whose window does not reach from the end of an expanded query to the text."""
-    folder = _modern(path, "ModernBertModel", ("x",))
-    del folder.config["id2label"]
-    prefix = "model."
-    folder.tensors = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in folder.tensors.items()
-        if name.startswith(prefix)
-    }
-    return _expanded(_projecting(folder), strategy="min", attend=False, length=34)
+    return _expanded(_projecting(modern_body(path)), strategy="min", attend=False, length=34)
 
 
 def _listed(folder: Folder, *kinds: str) -> Folder:
     """List modules of sentence-transformers, the first of which is in the folder itself."""
-    package = "sentence_transformers.models"
-    folder.json(
-        "modules.json",
-        [
-            {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"{package}.{kind}"}
-            for i, kind in enumerate(kinds)
-        ],
-    )
-    return folder
+    return folder.modules({f"{i}_{kind}" if i else "": kind for i, kind in enumerate(kinds)})
 
 
 def _pooling(path: Path, mode: str, *after: str, **config: Any) -> Folder:
-    folder = _listed(_sized(model_folders.bert(path, model_type="bert")), "Transformer", "Pooling", *after)
+    folder = _listed(_sized(_bert(path)), "Transformer", "Pooling", *after)
     folder.json(
         "1_Pooling/config.json", {"word_embedding_dimension": DIM, f"pooling_mode_{mode}": True, **config}
     )
@@ -398,24 +286,14 @@ def _pooling(path: Path, mode: str, *after: str, **config: Any) -> Folder:
 
 def _chained(path: Path) -> Folder:
     """Make a folder whose vectors are normalized before and after a LayerNorm between dense layers."""
-    width = 24
+    width, tanh = 24, "torch.nn.Tanh"
     folder = _pooling(path, "mean_tokens", "Normalize", "Dense", "LayerNorm", "Dropout", "Dense", "Normalize")
     folder.json("4_LayerNorm/config.json", {"dimension": width})
     norm = {"norm.weight": values((width,), 2) + 1, "norm.bias": values((width,), 3)}
     save_file(norm, folder.path / "4_LayerNorm" / "model.safetensors")
     folder.json("5_Dropout/config.json", {"dropout": 0.5})
-    for i, (rows, columns) in ((3, (width, DIM)), (6, (12, width))):
-        dense = {
-            "in_features": columns,
-            "out_features": rows,
-            "bias": False,
-            "activation_function": "torch.nn.Tanh",
-        }
-        folder.json(f"{i}_Dense/config.json", dense)
-        save_file(
-            {"linear.weight": values((rows, columns)) * 10}, folder.path / f"{i}_Dense/model.safetensors"
-        )
-    return folder
+    folder.dense("3_Dense", width, DIM, size=10, activation_function=tanh)
+    return folder.dense("6_Dense", 12, width, size=10, activation_function=tanh)
 
 
 def _without_prompt(path: Path) -> Folder:
@@ -428,7 +306,7 @@ def _without_prompt(path: Path) -> Folder:
 
 def static(path: Path, variant: str = "uncased") -> Folder:
     """Make a folder without layers: StaticEmbedding."""
-    folder = _listed(model_folders.bert(path, variant=variant), "StaticEmbedding", "Normalize")
+    folder = _listed(bert(path, variant=variant), "StaticEmbedding", "Normalize")
     name = "embeddings.word_embeddings.weight"
     return Folder(path, {"model_type": "model2vec"}, {"embedding.weight": folder.tensors[name]})
 
@@ -460,33 +338,35 @@ MODULES: dict[str, Callable[[Path], Folder]] = {
     "model2vec": _model2vec,
 }
 # Cross-encoders with a single output, classifiers of texts or pairs, and labels of tokens.
+_MODERN = partial(_modern, name="ModernBertForSequenceClassification", labels=("x",))
+_CLASSES = ("contradiction", "entailment", "neutral")
 RANKERS: dict[str, Callable[[Path], Folder]] = {
-    "bert": _bert_pairs,
-    "bert, output as it is": _bert_logits,
+    "bert": _bert_texts,
+    "bert, output as it is": partial(_bert_texts, sentence_transformers={"activation_fn": IDENTITY}),
     "electra": _electra_pairs,
     "gte": _gte_pairs,
     "albert": partial(encoder_folders.pairs, name="albert"),
     "electra, projected": partial(encoder_folders.pairs, name="electra"),
     "deberta": partial(encoder_folders.pairs, name="deberta"),
-    "xlm-roberta": _roberta_pairs,
-    "modernbert": lambda path: _modern(
-        path, "ModernBertForSequenceClassification", ("x",), classifier_pooling="mean"
+    "xlm-roberta": lambda path: _headed(
+        _roberta(path, "Sequence"), "classifier.dense", output="classifier.out_proj"
     ),
-    "modernbert, first token": lambda path: _modern(path, "ModernBertForSequenceClassification", ("x",)),
+    "modernbert": partial(_MODERN, classifier_pooling="mean"),
+    "modernbert, first token": _MODERN,
 }
 CLASSIFIERS: dict[str, Callable[[Path], Folder]] = {
-    "bert": _bert_classes,
-    "bert, independent labels": _bert_topics,
-    "modernbert": lambda path: _modern(
-        path, "ModernBertForSequenceClassification", ("low", "middle", "high"), classifier_pooling="mean"
+    "bert": partial(_bert_texts, labels=_CLASSES),
+    "bert, independent labels": partial(
+        _bert_texts, labels=_CLASSES, problem_type="multi_label_classification"
     ),
+    "modernbert": partial(_MODERN, labels=("low", "middle", "high"), classifier_pooling="mean"),
 }
 TAGGERS: dict[str, Callable[[Path], Folder]] = {
-    "bert": _bert_tags,
+    "bert": lambda path: _headed(_bert(path, "ForTokenClassification", "cased"), labels=TAGS),
     "electra": _electra_tags,
     "deberta": partial(encoder_folders.tags, labels=TAGS),
-    "xlm-roberta": _roberta_tags,
-    "modernbert": lambda path: _modern(path, "ModernBertForTokenClassification", TAGS),
+    "xlm-roberta": lambda path: _headed(_roberta(path, "Token"), labels=TAGS),
+    "modernbert": partial(_modern, name="ModernBertForTokenClassification", labels=TAGS),
 }
 # Late interaction, by how queries are expanded.
 LATE: dict[str, Callable[[Path], Folder]] = {

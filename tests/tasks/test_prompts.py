@@ -8,7 +8,7 @@ import pytest
 from support import model_folders, task_folders
 from support.model_folders import Folder
 
-from metal_prefill import GGUFError, Model
+from metal_prefill import Model
 from metal_prefill.conversion import convert
 from metal_prefill.tasks import prompt_names
 from metal_prefill.tasks._prompts import PromptRules, prompt_form
@@ -130,27 +130,6 @@ def test_prefixes_of_pylate_are_prompts(tmp_path: Path) -> None:
         skipped = metadata["metal_prefill.skipped_tokens"]
         assert isinstance(skipped, np.ndarray)
         assert {model.tokenizer.token(int(i)) for i in skipped} >= {"▁.", "▁,", "▁!"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"prompts": {"query": 3}},
-            r"config_sentence_transformers\.json: prompts\.query is int, expected a string",
-        ),
-        ({"prompts": []}, "prompts is list, expected an object"),
-        ({"query_prefix": 1}, "query_prefix is int, expected a string"),
-        ({"skiplist_words": [1]}, "skiplist_words must contain strings"),
-        ({"prompts": {"a": "b"}, "default_prompt_name": "q"}, "default_prompt_name is 'q'; prompts are 'a'"),
-    ],
-)
-def test_prompts_of_the_wrong_type_are_rejected(
-    tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
-    folder = stated(tmp_path, **settings)
-    with pytest.raises(GGUFError, match=message):
-        convert(folder.write(), tmp_path / "m.gguf")
 
 
 def test_late_interaction_uses_the_prompts_of_the_file(tmp_path: Path) -> None:

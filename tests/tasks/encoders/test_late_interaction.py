@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import encoder_tokenizers, gguf_bytes, model_folders, task_folders, tokenizer_folders
-from support.bert_relatives import states
 from support.encoder_tasks import NEAR, FileOf, opened, scores_of
-from support.folder_reference import Array
+from support.folder_reference import Array, states
 from support.gguf_mutator import take_apart
 from support.model_folders import Folder
 from support.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS
@@ -347,30 +346,6 @@ def test_a_folder_opens_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with Model(folder.path, device="cpu", compute="f32") as model:
             lengths.append(len(model.embed(["who"], instruction="query")[0]))
     assert lengths == [32, 20]
-
-
-@pytest.mark.parametrize(
-    ("settings", "config", "error", "message"),
-    [
-        ({"similarity": "l2"}, {}, UnsupportedModelError, "similarity is 'l2'; supported: 'cosine'"),
-        ({"dim": 8}, {}, GGUFError, r"dense_2.weight has shape \(16, 32\), but dense_2_feat_out is 8"),
-        ({"dim": "16"}, {}, GGUFError, "dim is str, expected an integer"),
-        (
-            {"query_token_id": "[Q]"},
-            {},
-            GGUFError,
-            r"query_token_id is '\[Q\]', which the vocabulary does not",
-        ),
-        ({}, {"model_type": "electra"}, UnsupportedModelError, "model_type is 'electra'; supported: 'bert'"),
-    ],
-)
-def test_wrong_settings_are_rejected(
-    tmp_path: Path, settings: dict[str, Any], config: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    folder = task_folders.stanford(tmp_path / "folder", **settings)
-    folder.config |= config
-    with pytest.raises(error, match=message):
-        convert(folder.write(), tmp_path / "m.gguf")
 
 
 def test_missing_settings_are_those_of_the_library(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import model_folders
-from support.bert_relatives import distilbert, gte_masked, masked_head, routed, vocabulary_vector
+from support.bert_relatives import distilbert_masked, gte_masked, routed, vocabulary_vector
 from support.encoder_tasks import NEAR, opened
 from support.folder_reference import Array, FolderTensors
 from support.model_folders import DIM, Folder, values
@@ -21,12 +21,6 @@ from metal_prefill.conversion import convert
 from metal_prefill.sentence_transformers import SparseEncoder
 
 TEXTS = ["a rose by any name", "", "would smell as sweet would smell as sweet"]
-
-
-def distilbert_masked(path: Path) -> Folder:
-    folder = distilbert(path, "DistilBertForMaskedLM")
-    masked_head(folder)
-    return folder
 
 
 @pytest.fixture
