@@ -387,22 +387,6 @@ def test_a_result_is_written_when_those_before_it_are_done() -> None:
         assert next(results, None) is None
 
 
-def test_few_results_wait_for_a_slow_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_many, "MOST_WAITING", 6)
-    read = 0
-
-    def prompts() -> Iterator[Prompt]:
-        nonlocal read
-        for i in range(40):
-            read += 1
-            yield Prompt(SPEAKERS[0], {"max_tokens": 60 if i == 0 else 1})
-
-    with Model(device="cpu") as model:
-        for given, _ in enumerate(in_order(Scheduler(model, max_streams=3), prompts(), {})):
-            assert read - given <= 6
-    assert given == 39
-
-
 def test_a_terminal_shows_progress_separately_from_results(uneven: Path) -> None:
     terminal, end = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}

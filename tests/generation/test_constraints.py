@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.native_requests import rows_of_texts
+from support.native_requests import passes_of_texts
 from support.sampling_reference import Drawn, sample
 
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
@@ -19,7 +19,6 @@ from metal_prefill.generation._constraint import Constraint
 from metal_prefill.generation._constraint_worker import _prepare, _Spelling, _Texts
 from metal_prefill.generation._sampling import MOST_FORCED, REPEAT_WINDOW
 from metal_prefill.generation._speculation import MOST_DRAFTS
-from metal_prefill.generation._text_generation import Continuation
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
 pytest.importorskip("jsonschema", reason="checks texts with jsonschema")
@@ -80,11 +79,11 @@ def test_tokens_match_those_of_masks_alone(model: Model, options: dict[str, Any]
 
 
 def test_forced_tokens_are_computed_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = rows_of_texts(monkeypatch)
+    passes = passes_of_texts(monkeypatch)
     with model.session() as session:
         pieces = list(session.stream(PROMPT, 200, json_schema=PERSON))
-    assert sum(calls) >= len(pieces) - 2
-    assert len(calls) < 0.7 * len(pieces)
+    assert sum(rows for rows, _ in passes) >= len(pieces) - 2
+    assert len(passes) < 0.7 * len(pieces)
 
 
 @pytest.fixture
@@ -154,16 +153,8 @@ def test_speculation_does_not_change_constrained_text(
 
 def test_speculation_saves_passes_under_a_constraint(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)
-    ids, calls = model.tokenizer.encode(PROMPT), 0
+    ids, passes = model.tokenizer.encode(PROMPT), passes_of_texts(monkeypatch)
     tokens: list[int] = []
-    real = Continuation.next_tokens
-
-    def counted(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(Continuation, "next_tokens", counted)
 
     def right(so_far: list[int]) -> list[int]:
         return tokens[len(so_far) - len(ids) :]
@@ -171,8 +162,9 @@ def test_speculation_saves_passes_under_a_constraint(model: Model, monkeypatch: 
     for speculate in ("off", right):
         # With log probabilities nothing is forced, so each token needs a row.
         pieces = list(model.session().stream(ids, 60, json_schema=PERSON, logprobs=0, speculate=speculate))
-        tokens, passes, calls = [piece.token for piece in pieces], calls, 0
-    assert passes == -(-(len(tokens) - 1) // (MOST_DRAFTS + 1))
+        tokens, count = [piece.token for piece in pieces], len(passes)
+        passes.clear()
+    assert count == -(-(len(tokens) - 1) // (MOST_DRAFTS + 1))
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -181,17 +173,9 @@ def test_forced_tokens_do_not_lower_the_estimated_cost_of_drafts(
 ) -> None:
     """Their rows have no output, so a pass with them is no measure of one with as many drafts."""
     noted: list[int] = []
-    passes: list[tuple[int, int]] = []
-    real = Continuation.next_tokens
-
-    def counted(*arguments: Any, **named: Any) -> Any:
-        tokens = real(*arguments, **named)
-        passes.append((len(tokens.ids), tokens.drafts))
-        return tokens
-
+    passes = passes_of_texts(monkeypatch)
     monkeypatch.setattr(RowCost, "note", lambda self, rows, seconds: noted.append(rows))
     monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many drafts as allowed
-    monkeypatch.setattr(Continuation, "next_tokens", counted)
     options: dict[str, Any] = {"json_schema": PERSON, "speculate": lambda so_far: [5] * 3}
     ids = model.tokenizer.encode(PROMPT)
     if many:
@@ -207,24 +191,14 @@ def test_forced_tokens_do_not_lower_the_estimated_cost_of_drafts(
 def test_drafts_with_forced_tokens_stay_within_exact_rows(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids, passes, tokens = model.tokenizer.encode(PROMPT), list[tuple[int, int]](), list[int]()
-    real = Continuation.next_tokens
-
-    def counted(*arguments: Any, **named: Any) -> Any:
-        found = real(*arguments, **named)
-        passes.append((len(found.ids), found.drafts))
-        return found
-
     monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)
     monkeypatch.setattr(model.engine, "exact_rows", 12)
-    tokens += [piece.token for piece in model.session().stream(ids, 60, json_schema=PERSON, speculate="off")]
-    monkeypatch.setattr(Continuation, "next_tokens", counted)
-    right = list(
-        model.session().stream(
-            ids, 60, json_schema=PERSON, speculate=lambda so_far: tokens[len(so_far) - len(ids) :]
-        )
-    )
-    assert [piece.token for piece in right] == tokens
+    ids = model.tokenizer.encode(PROMPT)
+    options: dict[str, Any] = {"json_schema": PERSON}
+    tokens = [piece.token for piece in model.session().stream(ids, 60, speculate="off", **options)]
+    passes = passes_of_texts(monkeypatch)
+    options["speculate"] = lambda so_far: tokens[len(so_far) - len(ids) :]
+    assert [piece.token for piece in model.session().stream(ids, 60, **options)] == tokens
     assert any(drafts and rows > drafts + 1 for rows, drafts in passes)
     assert all(rows <= 12 for rows, drafts in passes if drafts)
 

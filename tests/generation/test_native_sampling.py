@@ -65,15 +65,6 @@ def test_choices_match_the_reference() -> None:
             assert sampler(logits, allowed=allowed) == expected, (options, recent)
 
 
-def test_the_repeat_penalty_makes_recent_tokens_less_probable_whatever_their_sign() -> None:
-    for higher, lower in [(2.0, 1.5), (-1.0, -1.5), (0.5, 0.1)]:
-        logits = np.array([higher, lower], np.float32)
-        for recent, expected in (([], 0), ([1], 0), ([0], 1)):
-            sampler = Sampler(Options(repeat_penalty=20.0), recent=recent)
-            assert sampler(logits) == expected
-            assert sample(logits, repeat_penalty=20.0, recent=recent) == expected
-
-
 def test_each_seed_position_and_answer_has_its_own_random_number() -> None:
     logits = np.zeros(1 << 20, np.float32)  # the token identifies the number
 

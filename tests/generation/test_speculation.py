@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.native_requests import rows_of_texts
+from support.native_requests import passes_of_texts
 from support.small_models import MODELS, write
 
 from metal_prefill import Conversation, Model, SessionBusyError, _core
@@ -154,9 +154,9 @@ def test_drafts_of_the_same_model_are_all_accepted(
 ) -> None:
     """Every computed row yields a token."""
     with Model(demo_path, device="cpu", threads=1) as other, shakespeare.session() as session:
-        rows = rows_of_texts(monkeypatch)
+        passes = passes_of_texts(monkeypatch)
         text = "".join(session.generate("JULIET:\n", 60, speculate=other))
-    assert len(rows) < sum(rows) == 59
+    assert len(passes) < sum(rows for rows, _ in passes) == 59
     assert text == "".join(shakespeare.generate("JULIET:\n", 60, speculate="off"))
 
 

@@ -27,15 +27,15 @@ def choose(
     return chosen
 
 
-def rows_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the number of rows of each request for a text after its prompt."""
-    rows: list[int] = []
+def passes_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return a list that gets the rows and drafts of each request for a text after its prompt."""
+    passes: list[tuple[int, int]] = []
     request = Continuation.request
 
     def noting(text: Continuation, session: _core.Session, tokens: NextTokens, **options: Any) -> Any:
         if not options.get("reuse"):
-            rows.append(len(tokens.ids))
+            passes.append((len(tokens.ids), tokens.drafts))
         return request(text, session, tokens, **options)
 
     monkeypatch.setattr(Continuation, "request", noting)
-    return rows
+    return passes

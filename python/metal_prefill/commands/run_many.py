@@ -1,6 +1,7 @@
 """``metal-prefill run`` with many prompts: continuous batches, results in the order of the prompts."""
 
 import argparse
+import itertools
 import sys
 import time
 from collections import deque
@@ -13,13 +14,10 @@ from typing import IO, Any
 from metal_prefill.commands import common
 from metal_prefill.commands.result_lines import Prompt, continued, read_prompts
 from metal_prefill.errors import MetalPrefillError
+from metal_prefill.generation._many import pieces_of
 from metal_prefill.generation._sampling import Options, core_sampler
 from metal_prefill.generation._scheduler import Scheduler
-from metal_prefill.generation._stream import REFUSALS, Stream
 from metal_prefill.generation._text_generation import split_stops
-
-# Results that may wait for a slower earlier prompt, which limits their memory.
-MOST_WAITING = 1024
 
 
 @dataclass
@@ -27,7 +25,9 @@ class Answer:
     """A continuation of a prompt."""
 
     pieces: list[str] = field(default_factory=list)
-    finish_reason: str = ""  # see :class:`metal_prefill.Stream`; empty while the text is in progress
+    finish_reason: str = (
+        ""  # see :class:`metal_prefill.generation.Stream`; empty while the text is in progress
+    )
 
     def entry(self) -> dict[str, str]:
         """Return the answer as a JSON object."""
@@ -39,8 +39,8 @@ class Result:
     """Result of a prompt."""
 
     prompt: Prompt
-    answers: list[Answer] = field(default_factory=list)  # empty before the prompt is submitted
-    error: str = ""  # empty on success
+    answers: list[Answer]
+    error: str  # empty on success
 
     @property
     def done(self) -> bool:
@@ -64,38 +64,29 @@ def in_order(
     Prompts are read when there is room for them; their options override the common ones.
     """
     waiting: deque[Result] = deque()
-    under_way: dict[Stream, tuple[Result, Answer]] = {}
-    more = True
-    while more or waiting:
-        # Submit one prompt more than there is room for, so that it starts in the pass after one has ended.
-        while more and scheduler.streams <= scheduler.max_streams and len(waiting) < MOST_WAITING:
-            prompt = next(prompts, None)
-            if prompt is None:
-                more = False
-                break
-            result = Result(prompt)
+    under_way: dict[int, tuple[Result, Answer]] = {}
+    begun = itertools.count()
+
+    def submitted() -> Iterator[tuple[str | list[int], dict[str, Any]]]:
+        for prompt in prompts:
+            result = Result(prompt, [Answer() for _ in range(answers)], prompt.error)
             waiting.append(result)
-            try:
-                for stream in _submit(scheduler, prompt, answers, options):
-                    result.answers.append(Answer())
-                    under_way[stream] = result, result.answers[-1]
-            except REFUSALS as error:
-                result.error = str(error)
-        for stream, piece in scheduler.step():
-            under_way[stream][1].pieces.append(piece)
-        for stream in [s for s in under_way if s.finish_reason is not None]:
-            result, answer = under_way.pop(stream)
-            answer.finish_reason = stream.finish_reason or ""
-            if stream.error is not None:
-                result.error = str(stream.error) or type(stream.error).__name__
+            if prompt.text is not None and not prompt.error:
+                under_way.update((next(begun), (result, answer)) for answer in result.answers)
+                yield prompt.text, prompt.options
+
+    for index, piece in pieces_of(scheduler, submitted(), answers, options):
+        result, answer = under_way[index]
+        if isinstance(piece, Exception):
+            result.error = str(piece) or type(piece).__name__
+        else:
+            answer.pieces.append(piece.text)
+            answer.finish_reason = piece.finish_reason or ""
+        if answer.finish_reason or isinstance(piece, Exception):
+            del under_way[index]
         while waiting and waiting[0].done:
             yield waiting.popleft()
-
-
-def _submit(scheduler: Scheduler, prompt: Prompt, answers: int, options: Mapping[str, Any]) -> list[Stream]:
-    if prompt.text is None or prompt.error:
-        raise ValueError(prompt.error)
-    return scheduler.submit_answers(prompt.text, answers, **{**options, **prompt.options})
+    yield from waiting
 
 
 def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:

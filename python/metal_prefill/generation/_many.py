@@ -86,17 +86,34 @@ def stream_many(
         raise TypeError(f"prompts must be a sequence of prompts, got one {type(prompts).__name__}")
     n = integer("n", n, 1, MOST_ANSWERS)
     scheduler = Scheduler(model, max_streams=max_streams)
-    return _stream_many(scheduler, iter(prompts), n, {"max_tokens": max_tokens, **options}, errors, progress)
+    results = pieces_of(scheduler, iter(prompts), n, {"max_tokens": max_tokens, **options}, progress)
+    return _named(results, n, errors)
 
 
-def _stream_many(
+def _named(
+    results: Iterator[tuple[int, Piece | Exception]], n: int, errors: str
+) -> Iterator[tuple[int, Piece | Exception]]:
+    """Raise the first error, or yield errors, with the index of the prompt."""
+    for index, result in results:
+        if isinstance(result, Exception):
+            named = type(result)(f"prompt {index // n}: {result}")
+            if errors == "raise":
+                raise named from result
+            result = named
+        yield index, result
+
+
+def pieces_of(
     scheduler: Scheduler,
     prompts: Iterator[Any],
     n: int,
-    common: dict[str, Any],
-    errors: str,
-    progress: Progress | None,
+    common: Mapping[str, Any],
+    progress: Progress | None = None,
 ) -> Iterator[tuple[int, Piece | Exception]]:
+    """Continue prompts, which are read when there is room for them, and yield tokens and errors by text.
+
+    The last result of a text has a `finish_reason` or is an error.
+    """
     indices: dict[Stream, int] = {}
     begun = ended = 0
     more = True
@@ -111,16 +128,14 @@ def _stream_many(
             own: Mapping[str, Any] = {}
             if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
                 prompt, own = prompt
+            first, begun = begun, begun + n
             try:
                 streams = scheduler.submit_answers(prompt, n, **{**common, **own})
-                indices.update(zip(streams, range(begun, begun + n), strict=True))
+                indices.update(zip(streams, range(first, begun), strict=True))
             except REFUSALS as error:
-                named = type(error)(f"prompt {begun // n}: {error}")
-                if errors == "raise":
-                    raise named from None
                 ended += n
-                yield from ((index, named) for index in range(begun, begun + n))
-            begun += n
+                for index in range(first, begun):
+                    yield index, error
         if not scheduler.streams:
             return
         for stream, piece in scheduler.step_pieces():
@@ -129,9 +144,6 @@ def _stream_many(
             index = indices.pop(stream)
             ended += 1
             if stream.error is not None:
-                failure = type(stream.error)(f"prompt {index // n}: {stream.error}")
-                if errors == "raise":
-                    raise failure from stream.error
-                yield index, failure
+                yield index, stream.error
             if progress is not None:
                 progress(ended, begun)

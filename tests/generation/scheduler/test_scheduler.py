@@ -211,31 +211,18 @@ class CountingEngine:
         self.rows += sum(request.computed for request in requests) - before
 
 
-def test_answers_share_one_prefill_on_each_device(demo: Model) -> None:
-    ids = np.random.default_rng(0).integers(1, 900, 24 if demo.backend == "metal" else 200)
-    scheduler = Scheduler(demo)
-    engine: Any = CountingEngine(scheduler._core)
-    scheduler._core = engine
-    streams = scheduler.submit_answers(ids, 4, 3, temperature=1.0, seed=1)
-    while scheduler.streams:
-        scheduler.step()
-    assert {s.finish_reason for s in streams} == {"length"}
-    # The prompt once, its last token for each other answer, and of each the tokens but the last.
-    assert engine.rows == len(ids) + 3 + 4 * 2
-
-
-def test_answers_to_a_prompt_share_one_prefill(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = np.random.default_rng(5).integers(1, 900, 300)
-    engine: Any = CountingEngine(cpu.engine.core)
-    monkeypatch.setattr(cpu.engine, "_core", engine)
+def test_answers_to_a_prompt_share_one_prefill(demo: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = np.random.default_rng(5).integers(1, 900, 24 if demo.backend == "metal" else 300)
+    engine: Any = CountingEngine(demo.engine.core)
+    monkeypatch.setattr(demo.engine, "_core", engine)
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "speculate": "off"}
-    position = cpu.position
-    texts = texts_of(cpu.generate_many([ids], 5, n=3, min_tokens=5, **options), 3)
+    position = demo.position
+    texts = texts_of(demo.generate_many([ids], 5, n=3, min_tokens=5, **options), 3)
     assert engine.rows == len(ids) + 2 + 3 * 4  # the last token once more for each other answer
-    assert cpu.position == position
-    assert texts[0] == alone(cpu, ids, 5, min_tokens=5, **options)
+    assert demo.position == position
+    assert texts[0] == alone(demo, ids, 5, min_tokens=5, **options)
     assert len(set(texts)) == 3
-    pieces = list(cpu.stream_many([ids], 5, n=3, logprobs=1, min_tokens=5, **options))
+    pieces = list(demo.stream_many([ids], 5, n=3, logprobs=1, min_tokens=5, **options))
     for i, text in enumerate(texts):
         own = [piece for answer, piece in pieces if answer == i and isinstance(piece, Piece)]
         assert "".join(piece.text for piece in own) == text
