@@ -79,6 +79,7 @@ def test_the_first_token_loads_no_unneeded_library() -> None:
             "zipfile",
         ),
     )
+    Model(device="cpu").close()  # the first one measures the processor and stores the result
     code = "from metal_prefill import Model; next(Model(device='cpu', threads=1).generate('ROMEO:', 1))"
     assert imported_by(code, late) == "[]"
 
@@ -104,7 +105,8 @@ def test_options_of_the_engine_reach_the_model(demo_path: Path, monkeypatch: pyt
 
 def test_sampling_options_default_to_those_of_the_library() -> None:
     given = common.sampling_options(cli.make_parser("run").parse_args(["run", "-p", "a"]))
-    assert {**given, "logit_bias": {}} == {**asdict(Options()), "min_tokens": 0, "seed": None}
+    assert given.pop("seed") is None
+    assert given.items() <= asdict(Options()).items()
 
 
 def test_run_reads_the_file_without_mapping_on_request(

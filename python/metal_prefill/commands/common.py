@@ -95,8 +95,9 @@ def add_number(
     metavar: str = "N",
 ) -> None:
     """Add an option with a number, whose help ends with the default if there is one."""
-    shown = "" if default is None else f" (default: {default:g})"
-    parser.add_argument(*names, type=type, default=default, metavar=metavar, help=help + shown)
+    if default is not None:
+        help += f" (default: {default:,})" if isinstance(default, int) else f" (default: {default:g})"
+    parser.add_argument(*names, type=type, default=default, metavar=metavar, help=help)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,16 +131,11 @@ _SAMPLING: Mapping[str, tuple[Callable[[str], float], float | None, str, str]] =
     "top_p": (float, 1.0, "P", "keep the most probable tokens whose probabilities add up to P"),
     "min_p": (float, 0.0, "P", "keep tokens of at least P times the highest probability"),
     "repeat_penalty": (float, 1.0, "X", "penalty on recent tokens; 1 disables it"),
-    "typical_p": (
-        *(float, 1.0, "P"),
-        "keep the tokens closest to the expected information content, up to total probability P",
-    ),
     "frequency_penalty": (
         *(float, 0.0, "X"),
         "subtracted from the logit of a recent token once per occurrence",
     ),
     "presence_penalty": (float, 0.0, "X", "subtracted from the logit of a recent token"),
-    "min_tokens": (not_negative, 0, "N", "minimum number of tokens before the text may end"),
     "seed": (int, None, "N", "seed of the random numbers (default: a new one each time)"),
 }
 

@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the task; or a template with {text} (default: the model's default prompt, if it has one)",
     )
     add_prompt_arguments(parser, "texts")
-    parser.add_argument("--no-normalize", action="store_true", help="do not normalize vectors to length 1")
     common.add_model_arguments(parser)
     common.add_engine_arguments(parser)
 
@@ -73,7 +72,6 @@ def execute(arguments: argparse.Namespace) -> None:
     options: dict[str, Any] = {
         "dimensions": arguments.dimensions,
         "pooling": arguments.pooling,
-        "normalize": not arguments.no_normalize,
     }
     with common.open_model(arguments) as model:
         # Encode all texts first, so that errors are raised early and number the texts as in the file.

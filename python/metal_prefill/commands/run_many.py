@@ -94,7 +94,7 @@ def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.max_tokens < 1:
         raise common.UsageError("several prompts require -n of at least 1")
     options = common.sampling_options(arguments)
-    choosing = {name: value for name, value in options.items() if name not in ("seed", "min_tokens")}
+    choosing = {name: value for name, value in options.items() if name != "seed"}
     core_sampler(Options(**choosing), options["seed"], [])
     return {
         **options,

@@ -80,33 +80,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("header_seconds", float, "X", "time limit in seconds for receiving the headers of a request"),
         ("body_seconds", float, "X", "time limit in seconds for receiving the body of a request"),
         ("send_seconds", float, "X", "time limit in seconds for sending a piece of an answer"),
+        ("max_body", positive, "BYTES", "maximum size of a request"),
+        ("prefix_store_bytes", not_negative, "BYTES", "maximum size of the prefix store"),
     ):
-        limits.add_argument(
-            f"--{option.replace('_', '-')}",
-            type=kind,
-            default=getattr(Settings, option),
-            metavar=metavar,
-            help=f"{what} (default: %(default)g)",
-        )
-    limits.add_argument(
-        "--max-body",
-        type=common.positive,
-        default=Settings.max_body,
-        metavar="BYTES",
-        help="maximum size of a request (default: 8 MiB)",
-    )
-    limits.add_argument(
+        default = getattr(Settings, option)
+        flag = f"--{option.replace('_', '-')}"
+        common.add_number(limits, flag, type=kind, default=default, metavar=metavar, help=what)
+    common.add_number(
+        limits,
         "--kv-memory",
-        type=common.positive,
         metavar="BYTES",
         help="memory limit of the KV caches of all texts (default: half of the machine's memory)",
     )
-    limits.add_argument(
+    common.add_number(
+        limits,
         "--prefix-memory",
-        type=common.not_negative,
+        type=not_negative,
         default=1 << 30,
         metavar="BYTES",
-        help="memory limit of the prefix cache, which gives way to texts (default: 1 GiB)",
+        help="memory limit of the prefix cache, which gives way to texts",
     )
     common.add_number(
         limits,
@@ -119,13 +111,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="folder that keeps shared prefixes, such as system messages, and conversations across restarts",
-    )
-    parser.add_argument(
-        "--prefix-store-bytes",
-        type=common.not_negative,
-        default=Settings.prefix_store_bytes,
-        metavar="BYTES",
-        help="maximum size of the prefix store (default: 1 GiB)",
     )
     parser.add_argument(
         "--share-prefixes",

@@ -52,19 +52,13 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         choices=("NFC",),
         help="normalize texts first, as transformers does for qwen2 and qwen3 (default: do not)",
     )
-    parser.add_argument(
-        "--split-special-tokens",
-        action="store_true",
-        default=None,
-        help="encode special tokens that texts spell, such as [SEP], as text; generative models always do",
-    )
 
 
 def prompt_rules(arguments: argparse.Namespace) -> PromptRules:
     """Return the rules that the options of `add_prompt_arguments` set."""
     from metal_prefill.tasks._prompts import PromptRules  # imports tokenizers
 
-    return PromptRules(arguments.truncate, arguments.unicode, arguments.split_special_tokens)
+    return PromptRules(arguments.truncate, arguments.unicode)
 
 
 def given_texts(arguments: argparse.Namespace) -> list[str]:
