@@ -173,7 +173,7 @@ def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callab
         ("expert_used_count", u32(7), r"expert_used_count is 7, must be at most .*expert_count 6"),
         ("expert_feed_forward_length", u32(32), r"has shape \(6, 64, 128\), .*\(6, 32, 128\)"),
         ("expert_shared_feed_forward_length", u32(64), r"blk\.2\.ffn_gate_shexp\.weight is missing"),
-        ("leading_dense_block_count", u32(5), r"leading_dense_block_count is 5, must be 0 to 4"),
+        ("leading_dense_block_count", u32(5), r"leading_dense_block_count is 5, must be between 0 and 4"),
         ("leading_dense_block_count", u32(1), r"tensor blk\.1\.ffn_gate_inp\.weight is missing"),
         ("expert_group_count", u32(2), r"groups of experts are not supported"),
         ("expert_gating_func", u32(3), r"expert_gating_func is 3; supported: 1 \(softmax\), 2 \(sigmoid\)"),

@@ -50,27 +50,26 @@ class EntityHead:
         return (*projection, *(RECURRENCE if self.recurrent else ()), *LAYERS[self.mode])
 
 
-def read_entity_head(keys: Keys, dim: int) -> EntityHead | None:
-    """Read and check the head; None if a file has none."""
+def read_entity_head(keys: Keys, dim: int) -> EntityHead:
+    """Read and check the head of a file that has one."""
     tensors, metadata = keys.gguf.tensors, keys.gguf.metadata
     key = f"{ENTITY_KEYS}mode"
-    if key not in metadata:
-        left = next((n for n in tensors if n in ENTITY_TENSORS or n.startswith(LABEL_ENCODER)), None)
-        if left is not None:
-            raise keys.error(f"tensor {left} requires {key}, which is missing")
-        return None
     mode = next((known for known in MODES if known == metadata[key]), None)
     if mode is None:
         raise keys.unsupported(f"{key} is {metadata[key]!r}; supported: {', '.join(MODES)}")
     projection, table = (tensors.get(f"{name}.weight") for name in (PROJECTION, "token_embd"))
     last = (MAX_INT if table is None else table.shape[0]) - 1
     separate = any(name.startswith(LABEL_ENCODER) for name in tensors)
+
+    def token(name: str) -> int:
+        return int(metadata.integer(f"{ENTITY_KEYS}{name}", 0, last))
+
     head = EntityHead(
         mode,
         dim if projection is None else projection.shape[0],
-        _integer(keys, "most_words", 1, MAX_INT),
-        _integer(keys, "span_words", 1, MAX_INT) if mode == "spans" else 0,
-        None if separate else (_integer(keys, "label_token", 0, last), _integer(keys, "separator", 0, last)),
+        metadata.integer(f"{ENTITY_KEYS}most_words", 1, MAX_INT),
+        metadata.integer(f"{ENTITY_KEYS}span_words", 1, MAX_INT) if mode == "spans" else 0,
+        None if separate else (token("label_token"), token("separator")),
         bool(metadata.get(f"{ENTITY_KEYS}reads_names", False)),
         projection is not None,
         f"{RECURRENCE[0]}.weight" in tensors,
@@ -103,11 +102,3 @@ def _shapes(head: EntityHead, dim: int) -> Iterator[tuple[str, tuple[int, ...]]]
     for name in head.layers():
         yield f"{name}.weight", sizes[name]
         yield f"{name}.bias", sizes[name][:1]
-
-
-def _integer(keys: Keys, name: str, least: int, most: int) -> int:
-    key = f"{ENTITY_KEYS}{name}"
-    value = keys.gguf.metadata.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise keys.error(f"{key} is {value!r}, must be an integer from {least} to {most}")
-    return value

@@ -267,6 +267,13 @@ class Metadata(Mapping[str, MetadataValue]):
             raise GGUFError(shortened(f"{self._path}: {key} has type {stated}, expected {expected}"))
         return self[key]
 
+    def integer(self, key: str, least: int, most: int, default: Any = ...) -> Any:
+        """Return an integer of any width in a range, or the default; errors are those of `typed`."""
+        value = self.typed(key, "integer", default=default)
+        if value is not None and not least <= value <= most:
+            raise GGUFError(f"{self._path}: {key} is {value}, must be between {least} and {most}")
+        return value
+
     def type_name(self, key: str) -> str:
         """Return the type declared for a value: ``"uint32"``, ``"string"``, ``"array[float32]"``, ..."""
         return self._types[key]

@@ -1,9 +1,18 @@
-"""The writer of the gguf package, which packs lists such as vocabularies faster."""
+"""Writer of GGUF files: that of the gguf package, which packs lists faster, and a check of its headers."""
 
+import os
 import struct
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import gguf
+
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._metadata_keys import LABEL_ENCODER
+from metal_prefill.files._model_tensors import collect_tensors
+from metal_prefill.files._task_config import read_head
 
 _FORMATS = {int: "i", float: "f"}
 
@@ -11,10 +20,30 @@ _FORMATS = {int: "i", float: "f"}
 class GGUFWriter(gguf.GGUFWriter):  # type: ignore[misc]
     """Writes what the gguf package writes, which packs the items of a list one by one."""
 
+    def write_header(self, path: str | os.PathLike[str], sizes: Iterable[int]) -> None:
+        """Write all but the values of tensors of these sizes, for which the file has room."""
+        self.write_header_to_file(Path(path))
+        self.write_kv_data_to_file()
+        self.write_ti_data_to_file()
+        assert self.fout is not None
+        self.flush()
+        aligned = (-(-size // self.data_alignment) for size in (self.fout[0].tell(), *sizes))
+        os.truncate(path, sum(aligned) * self.data_alignment)
+
     def _pack_val(self, val: Any, vtype: gguf.GGUFValueType, add_vtype: bool, **more: Any) -> bytes:
         if vtype is gguf.GGUFValueType.ARRAY and set(more.values()) <= {None} and (packed := _packed(val)):
             return (struct.pack("<I", vtype) if add_vtype else b"") + packed
         return bytes(super()._pack_val(val, vtype, add_vtype, **more))
+
+
+def check_header(path: Path) -> None:
+    """Read a header as that of a model to open, and raise its errors before the values are written."""
+    with GGUFFile(path) as opened:
+        labels = opened.inner(LABEL_ENCODER)
+        for model in (labels, opened) if labels.tensors else (opened,):
+            config = read_config(model)
+            collect_tensors(model, config)
+            read_head(model, config.architecture, config.dim)
 
 
 def _packed(values: Any) -> bytes | None:

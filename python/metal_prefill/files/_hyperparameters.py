@@ -91,6 +91,8 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         raise keys.error(
             f"{name}.rope.dimension_count is {rope_dim}, must be even and at most the head width {key_dim}"
         )
+    if "short_conv" in kinds and dim > MAX_INT // 3:
+        raise keys.error(f"{name}.embedding_length {dim} is more than {MAX_INT // 3}")
     feed_forwards = _feed_forwards(keys, traits, n_layers)
     default = None if traits.scales == "required" else 1.0
     scales = {suffix: keys.positive_float(suffix, default=default) for suffix in SCALE_KEYS}
@@ -113,12 +115,17 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         rope_base=keys.positive_float("rope.freq_base", default=10000.0),
         rope_style=traits.rope_style,
         activation=_activation(keys, traits),
-        parallel=_is_parallel(keys, traits),
+        parallel=keys.boolean("use_parallel_residual", default=True)
+        if traits.parallel == "optional"
+        else traits.parallel == "required",
         causal=keys.boolean("attention.causal", default=traits.causal),
         has_head=traits.head != "absent",
         token_types=_token_types(keys, traits),
         max_alibi_bias=keys.number(f"{name}.attention.max_alibi_bias", default=traits.max_alibi_bias),
-        separator_id=_separator_id(keys) if traits.token_types != "absent" else -1,
+        # The format's spelling.
+        separator_id=gguf.metadata.integer("tokenizer.ggml.seperator_token_id", -1, MAX_INT, default=-1)
+        if traits.token_types != "absent"
+        else -1,
         embedding_scale=math.sqrt(dim) if traits.scale_embedding else scales["embedding_scale"],
         residual_scale=scales["residual_scale"],
         logit_scale=scales["logit_scale"] if traits.multiplies_logits else 1 / scales["logit_scale"],
@@ -129,7 +136,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         relative_rows=_relative_rows(keys, traits),
         layer_kinds=kinds,
         layer_feed_forwards=feed_forwards if "experts" in feed_forwards else (),
-        conv_taps=_conv_taps(keys, dim) if "short_conv" in kinds else 0,
+        conv_taps=keys.integer("shortconv.l_cache", 2) if "short_conv" in kinds else 0,
         query_gate=traits.query_gate,
         value_norm=traits.value_norm,
     )
@@ -153,27 +160,25 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
 
 
 def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
+    absent = {
+        "attention.sliding_window": traits.window == "absent",
+        "expert_count": traits.experts == "absent",
+        "attention.max_alibi_bias": not traits.max_alibi_bias,
+        "attn_logit_softcapping": traits.score_cap is None,
+        "final_logit_softcapping": traits.logit_cap is None,
+    }
     unscaled = dict.fromkeys(SCALE_KEYS, 1.0) if traits.scales == "absent" else {}
-    refused = _UNSUPPORTED_KEYS | unscaled
+    refused = _UNSUPPORTED_KEYS | unscaled | {suffix: 0 for suffix, is_absent in absent.items() if is_absent}
     for suffix, neutral in refused.items():
         key = f"{keys.architecture}.{suffix}"
         value = keys.number(key, default=neutral)
         if value != neutral:
             raise keys.unsupported(f"{key} = {value} is not supported")
-    if not traits.max_alibi_bias and keys.number(f"{keys.architecture}.attention.max_alibi_bias", default=0):
-        raise keys.unsupported(f"attention.max_alibi_bias is not supported for {keys.architecture}")
-    if traits.window == "absent" and keys.number(f"{keys.architecture}.attention.sliding_window", default=0):
-        raise keys.unsupported(f"attention.sliding_window is not supported for {keys.architecture}")
-    if traits.experts == "absent" and (count := keys.number(f"{keys.architecture}.expert_count", default=0)):
-        raise keys.unsupported(f"{keys.architecture}.expert_count = {count} is not supported")
 
 
 def _soft_cap(keys: Keys, suffix: str, default: float | None) -> float:
     """Return a soft limit; 0 in the metadata means that there is none."""
-    key = f"{keys.architecture}.{suffix}"
-    stated = keys.number(key, default=default or 0.0)
-    if stated and default is None:
-        raise keys.unsupported(f"{key} = {stated} is not supported")
+    stated = keys.number(f"{keys.architecture}.{suffix}", default=default or 0.0)
     return keys.positive_float(suffix, default=stated) if stated else 0.0
 
 
@@ -188,21 +193,11 @@ def _ffn_dim(keys: Keys, traits: Architecture, n_layers: int) -> int:
 
 
 def _per_layer_dim(keys: Keys, n_layers: int) -> int:
-    key = "embedding_length_per_layer_input"
-    if not keys.number(f"{keys.architecture}.{key}", default=0):
-        return 0
-    dim = keys.positive(key)
-    if dim * n_layers > MAX_INT:
-        raise keys.error(f"{keys.architecture}.{key} is {dim}: {n_layers} layers have more than {MAX_INT}")
-    return dim
+    return keys.integer("embedding_length_per_layer_input", 0, MAX_INT // n_layers, default=0)
 
 
 def _distinct_layers(keys: Keys, n_layers: int) -> int:
-    distinct = keys.positive("distinct_block_count", default=n_layers) if n_layers else 0
-    if distinct > n_layers:
-        raise keys.error(
-            f"{keys.architecture}.distinct_block_count is {distinct}, must be at most block_count {n_layers}"
-        )
+    distinct = keys.integer("distinct_block_count", 1, n_layers, default=n_layers) if n_layers else 0
     return distinct if distinct < n_layers else 0
 
 
@@ -234,22 +229,9 @@ def _activation(keys: Keys, traits: Architecture) -> Activation:
     return traits.activations[name]
 
 
-def _is_parallel(keys: Keys, traits: Architecture) -> bool:
-    if traits.parallel == "optional":
-        return keys.boolean("use_parallel_residual", default=True)
-    return traits.parallel == "required"
-
-
 def _prediction_layers(keys: Keys, traits: Architecture, n_blocks: int) -> int:
     """Return the number of blocks after the layers, which predict several tokens and are ignored."""
-    if not traits.ignored or not keys.has("nextn_predict_layers"):
-        return 0
-    stated = int(keys.number(f"{keys.architecture}.nextn_predict_layers", default=0))
-    if not 0 <= stated < n_blocks:
-        raise keys.error(
-            f"{keys.architecture}.nextn_predict_layers is {stated}, must be below block_count {n_blocks}"
-        )
-    return stated
+    return keys.integer("nextn_predict_layers", 0, n_blocks - 1, default=0) if traits.ignored else 0
 
 
 def _head_dim(keys: Keys, suffix: str, dim: int, n_heads: int) -> int:
@@ -333,10 +315,9 @@ def _with_scan(config: ModelConfig, keys: Keys) -> ModelConfig:
             f"{name}.ssm.inner_size {inner}, ssm.state_size {state} and ssm.group_count {groups}: their "
             f"projections have more than {MAX_INT} rows"
         )
-    taps = _taps(keys, "ssm.conv_kernel")
     return replace(
         config,
-        conv_taps=taps,
+        conv_taps=keys.integer("ssm.conv_kernel", 2),
         scan_heads=heads,
         scan_groups=groups,
         scan_key_dim=state,
@@ -351,10 +332,7 @@ def _feed_forwards(keys: Keys, traits: Architecture, n_layers: int) -> tuple[Fee
     key = f"{keys.architecture}.expert_count"
     if traits.experts == "absent" or (traits.experts == "optional" and keys.number(key, default=0) == 0):
         return leading_dense(n_layers, n_layers)
-    dense = keys.number(f"{keys.architecture}.leading_dense_block_count", default=0)
-    if not 0 <= dense <= n_layers:
-        raise keys.error(f"{keys.architecture}.leading_dense_block_count is {dense}, must be 0 to {n_layers}")
-    kinds = leading_dense(n_layers, int(dense))
+    kinds = leading_dense(n_layers, keys.integer("leading_dense_block_count", 0, n_layers, default=0))
     if keys.has("moe_every_n_layers"):
         every = keys.positive("moe_every_n_layers")
         return tuple(kind if layer % every == 1 else "dense" for layer, kind in enumerate(kinds))
@@ -372,8 +350,6 @@ def _with_experts(config: ModelConfig, keys: Keys, traits: Architecture) -> Mode
     width = keys.positive(width_key if keys.has(width_key) else "feed_forward_length")
     if count * max(width, config.dim) > MAX_INT:
         raise keys.error(f"{count} experts of {max(width, config.dim)} rows have more than {MAX_INT}")
-    shared_key = f"{name}.expert_shared_feed_forward_length"
-    shared = keys.positive("expert_shared_feed_forward_length") if keys.number(shared_key, default=0) else 0
     if keys.number(f"{name}.expert_group_count", default=1) > 1:
         raise keys.unsupported(f"{name}.expert_group_count: groups of experts are not supported")
     score = keys.number(f"{name}.expert_gating_func", default=0)
@@ -386,25 +362,11 @@ def _with_experts(config: ModelConfig, keys: Keys, traits: Architecture) -> Mode
         n_experts=count,
         experts_used=used,
         expert_dim=width,
-        shared_dim=shared,
+        shared_dim=keys.integer("expert_shared_feed_forward_length", 0, default=0),
         router_score=_ROUTER_SCORES.get(int(score), traits.router_score),
         normalize_routes=keys.boolean("expert_weights_norm", default=traits.normalize_routes),
         route_scale=keys.positive_float("expert_weights_scale") if keys.number(scale_key, default=0) else 1.0,
     )
-
-
-def _conv_taps(keys: Keys, dim: int) -> int:
-    taps = _taps(keys, "shortconv.l_cache")
-    if dim > MAX_INT // 3:
-        raise keys.error(f"{keys.architecture}.embedding_length {dim} is more than {MAX_INT // 3}")
-    return taps
-
-
-def _taps(keys: Keys, suffix: str) -> int:
-    taps = keys.positive(suffix)
-    if taps < 2:
-        raise keys.error(f"{keys.architecture}.{suffix} is {taps}, must be at least 2")
-    return taps
 
 
 def _vocab_size(keys: Keys) -> int:
@@ -429,11 +391,3 @@ def _token_types(keys: Keys, traits: Architecture) -> int:
     if stated != rows:
         raise keys.error(f"{key} is {stated}, but token_types.weight has {rows} rows")
     return rows
-
-
-def _separator_id(keys: Keys) -> int:
-    key = "tokenizer.ggml.seperator_token_id"  # the format's spelling
-    value = keys.number(key, default=-1)
-    if not -1 <= value <= MAX_INT:
-        raise keys.error(f"{key} is {value}, must be between 0 and {MAX_INT}")
-    return int(value)

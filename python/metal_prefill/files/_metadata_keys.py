@@ -64,12 +64,15 @@ class Keys:
     def has(self, suffix: str) -> bool:
         return self._key(suffix) in self.gguf.metadata
 
-    def positive(self, suffix: str, default: int | None = None) -> int:
-        """Read an integer from 1 to `MAX_INT`, stored in any integer type."""
+    def integer(self, suffix: str, least: int, most: int = MAX_INT, default: int | None = None) -> int:
+        """Read an integer from `least` to `most`, stored in any integer type."""
         if default is not None and not self.has(suffix):
             return default
-        key = self._key(suffix)
-        return self._positive(key, self.gguf.metadata.typed(key, "integer"))
+        return int(self.gguf.metadata.integer(self._key(suffix), least, most))
+
+    def positive(self, suffix: str, default: int | None = None) -> int:
+        """Read an integer from 1 to `MAX_INT`."""
+        return self.integer(suffix, 1, default=default)
 
     def positive_each_layer(self, suffix: str, n_layers: int, default: int | None = None) -> int:
         """Read a positive integer, stored once or per layer with the same value in every layer."""

@@ -210,11 +210,10 @@ def _shared_caches(keys: Keys, windowed: list[bool], kv_heads: tuple[int, ...]) 
     The last layers attend to those of the last layer before them with, or without, a window as they have.
     """
     key = f"{keys.architecture}.attention.shared_kv_layers"
-    n, shared = len(windowed), int(keys.number(key, default=0))
+    n = len(windowed)
+    shared = keys.integer("attention.shared_kv_layers", 0, n - 1, default=0)
     if shared == 0:
         return ()
-    if not 0 < shared < n:
-        raise keys.error(f"{key} is {shared}, must be below block_count {n}")
     last: dict[bool, int] = {windowed[layer]: layer for layer in range(n - shared)}
     for layer in range(n - shared, n):
         other = last.get(windowed[layer])

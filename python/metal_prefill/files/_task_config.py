@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from metal_prefill import _core
-from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.errors import UnsupportedModelError
 from metal_prefill.files._entity_head import ENTITY_TENSORS, EntityHead, read_entity_head
 from metal_prefill.files._gguf_file import FloatArray, GGUFFile, dequantized
 from metal_prefill.files._metadata_keys import (
     DEFAULT_PROMPT_KEY,
+    ENTITY_KEYS,
     LABEL_ENCODER,
     LENGTH_KEYS,
     MAX_INT,
@@ -182,13 +183,26 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
     UnsupportedModelError
         The pooling or the type of a tensor is not supported.
     """
-    keys = Keys(gguf)
-    pooling = _read_pooling(keys) if POOLING_KEY not in gguf.metadata else _own_pooling(keys)
+    keys, metadata = Keys(gguf), gguf.metadata
+    own = POOLING_KEY in metadata
+    pooling = _one_of(keys, POOLING_KEY, POOLINGS, "") if own else _read_pooling(keys, "pooling_type")
     steps, width = _read_steps(keys, dim)
-    activations = {name: _one_of(keys, f"{name}_activation", DENSE_ACTIVATIONS, "none") for name in DENSE}
+    prefix = keys.architecture
+    activations = {
+        name: _one_of(keys, f"{prefix}.{name}_activation", DENSE_ACTIVATIONS, "none") for name in DENSE
+    }
     traits = HEADS.get(architecture, HeadTraits())
     labels = _read_labels(keys, dim)
-    _check_token_heads(keys, dim)
+    for name in (TOKEN_WEIGHTS, TOKEN_VECTORS):
+        rows = _layer(keys, name, dim)
+        if name == TOKEN_WEIGHTS and rows > 1:
+            raise keys.error(f"tensor {name}.weight has {rows} rows, expected 1")
+    state = _read_pooling(keys, "classifier.pooling_type") or traits.state
+    if state in ("none", "rank"):
+        raise keys.error(
+            f"{prefix}.classifier.pooling_type is {state}, must be the pooling whose result the head reads"
+        )
+    scores = "softmax" if len(labels) > 1 else traits.one_score
     if pooling == "rank" and "cls.output.weight" not in gguf.tensors:
         raise keys.error(f"{architecture}.pooling_type is rank, but tensor cls.output.weight is missing")
     return PooledHead(
@@ -197,16 +211,16 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         pooling,
         steps,
         activations,
-        _read_pools_prompt(keys),
+        metadata.typed(POOLS_PROMPT_KEY, "bool", default=True),
         labels,
         width,
-        _read_dimensions(keys, width),
-        _read_state(keys, traits),
-        _read_activation(keys, traits),
-        _read_scores(keys, traits, len(labels)),
+        metadata.integer(TRUNCATE_KEY, 1, width, default=width),
+        state,
+        _one_of(keys, f"{prefix}.classifier.hidden_activation", HEAD_ACTIVATIONS, traits.activation),
+        _one_of(keys, f"{prefix}.classifier.activation", SCORES, scores),
         keys.positive_float("attention.layer_norm_epsilon", default=1e-5),
         _read_vocabulary_pooling(keys, dim),
-        _one_of(keys, "vocabulary_activation", HEAD_ACTIVATIONS, "gelu_erf"),
+        _one_of(keys, f"{prefix}.vocabulary_activation", HEAD_ACTIVATIONS, "gelu_erf"),
         keys.positive("vocabulary_logarithms", default=1),
         _read_entities(keys, dim),
         _read_transitions(keys),
@@ -214,8 +228,13 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
 
 
 def _read_entities(keys: Keys, dim: int) -> EntityHead | None:
+    if (key := f"{ENTITY_KEYS}mode") not in keys.gguf.metadata:
+        names = (n for n in keys.gguf.tensors if n in ENTITY_TENSORS or n.startswith(LABEL_ENCODER))
+        if (left := next(names, None)) is not None:
+            raise keys.error(f"tensor {left} requires {key}, which is missing")
+        return None
     entities = read_entity_head(keys, dim)
-    if entities is not None and entities.label_tokens is None:
+    if entities.label_tokens is None:
         labels = Keys(keys.gguf.inner(LABEL_ENCODER))
         width = read_head(labels.gguf, labels.architecture, labels.positive("embedding_length")).width
         if width != entities.width:
@@ -227,21 +246,6 @@ def _read_transitions(keys: Keys) -> TransitionBiases:
     names = TransitionBiases._fields
     stated = (f"{keys.architecture}.{TRANSITION_KEYS}{name}" for name in names)
     return TransitionBiases(*(float(keys.number(key, default=0.0)) for key in stated))
-
-
-def _check_token_heads(keys: Keys, dim: int) -> None:
-    for name, most in ((TOKEN_WEIGHTS, 1), (TOKEN_VECTORS, MAX_INT)):
-        if f"{name}.weight" not in keys.gguf.tensors:
-            if f"{name}.bias" in keys.gguf.tensors:
-                raise keys.error(f"tensor {name}.bias requires {name}.weight, which is missing")
-            continue
-        rows, columns = _matrix_shape(keys, f"{name}.weight")
-        if columns != dim or rows > most:
-            raise keys.error(
-                f"tensor {name}.weight has {rows} rows of {columns} values, expected {min(rows, most)} of "
-                f"{dim}"
-            )
-        _check_vector(keys, f"{name}.bias", rows)
 
 
 def _read_vocabulary_pooling(keys: Keys, dim: int) -> VocabularyPooling | None:
@@ -262,62 +266,18 @@ def _read_vocabulary_pooling(keys: Keys, dim: int) -> VocabularyPooling | None:
         _check_vector(keys, name, width)
     for name in ("mlm.output.bias", QUERY_WEIGHTS):
         _check_vector(keys, name, vocabulary)
-    return _one_of(keys, suffix, VOCABULARY_POOLINGS, "")
+    return _one_of(keys, f"{keys.architecture}.{suffix}", VOCABULARY_POOLINGS, "")
 
 
-def _read_state(keys: Keys, traits: HeadTraits) -> Pooling:
-    suffix = "classifier.pooling_type"
-    state = _read_pooling(keys, suffix) or traits.state
-    if state in ("none", "rank"):
-        raise keys.error(
-            f"{keys.architecture}.{suffix} is {state}, must be the pooling whose result the head reads"
-        )
-    return state
-
-
-def _read_activation(keys: Keys, traits: HeadTraits) -> HeadActivation:
-    return _one_of(keys, "classifier.hidden_activation", HEAD_ACTIVATIONS, traits.activation)
-
-
-def _read_scores(keys: Keys, traits: HeadTraits, labels: int) -> Scores:
-    suffix = "classifier.activation"
-    if not keys.has(suffix):
-        return "softmax" if labels > 1 else traits.one_score
-    return _one_of(keys, suffix, SCORES, "")
-
-
-def _one_of(keys: Keys, suffix: str, known: Sequence[_Name], default: str) -> _Name:
-    stated = keys.string(suffix, default=default)
+def _one_of(keys: Keys, key: str, known: Sequence[_Name], default: str) -> _Name:
+    stated = keys.gguf.metadata.typed(key, "string", default=default)
     name = next((name for name in known if name == stated), None)
     if name is None:
-        raise keys.unsupported(
-            f"{keys.architecture}.{suffix} {stated!r} is not supported; supported are {', '.join(known)}"
-        )
+        raise keys.unsupported(f"{key} {stated!r} is not supported; supported are {', '.join(known)}")
     return name
 
 
-def _read_dimensions(keys: Keys, width: int) -> int:
-    stated = keys.gguf.metadata.get(TRUNCATE_KEY, width)
-    if isinstance(stated, bool) or not isinstance(stated, int) or not 1 <= stated <= width:
-        raise keys.error(f"{TRUNCATE_KEY} is {stated!r}, must be an integer from 1 to {width}")
-    return stated
-
-
-def _read_pools_prompt(keys: Keys) -> bool:
-    return bool(keys.gguf.metadata.typed(POOLS_PROMPT_KEY, "bool", default=True))
-
-
-def _own_pooling(keys: Keys) -> Pooling:
-    stated = keys.gguf.metadata[POOLING_KEY]
-    kind = next((known for known in POOLINGS if known == stated), None)
-    if kind is None:
-        raise keys.unsupported(
-            f"{POOLING_KEY} {stated!r} is not supported; supported are {', '.join(POOLINGS)}"
-        )
-    return kind
-
-
-def _read_pooling(keys: Keys, suffix: str = "pooling_type") -> Pooling | None:
+def _read_pooling(keys: Keys, suffix: str) -> Pooling | None:
     key = f"{keys.architecture}.{suffix}"
     value = keys.number(key, default=-1)
     if value == -1:
@@ -370,44 +330,46 @@ def _check_presence(keys: Keys, name: str, *, listed: bool) -> None:
 
 def _dense_width(keys: Keys, name: str, width: int) -> int:
     """Return the number of outputs of a dense layer with `width` inputs."""
-    rows, columns = _matrix_shape(keys, f"{name}.weight")
-    if columns != width:
-        raise keys.error(f"tensor {name}.weight has rows of {columns} values, its input has {width}")
-    for end, actual in (("out", rows), ("in", columns)):
+    rows = _layer(keys, name, width)
+    for end, actual in (("out", rows), ("in", width)):
         stated = keys.positive(f"{name}_feat_{end}", default=actual)
         if stated != actual:
             raise keys.error(
-                f"tensor {name}.weight has shape ({rows}, {columns}), but {name}_feat_{end} is {stated}"
+                f"tensor {name}.weight has shape ({rows}, {width}), but {name}_feat_{end} is {stated}"
             )
+    return rows
+
+
+def _layer(keys: Keys, name: str, width: int) -> int:
+    """Return the number of outputs of a layer with `width` inputs; 0 if the file does not have it."""
+    tensors = keys.gguf.tensors
+    if f"{name}.weight" not in tensors:
+        if f"{name}.bias" in tensors:
+            raise keys.error(f"tensor {name}.bias requires {name}.weight, which is missing")
+        return 0
+    rows, columns = _matrix_shape(keys, f"{name}.weight")
+    if columns != width:
+        raise keys.error(f"tensor {name}.weight has rows of {columns} values, its input has {width}")
     _check_vector(keys, f"{name}.bias", rows)
     return rows
 
 
 def _read_labels(keys: Keys, dim: int) -> tuple[str, ...]:
-    key = f"{keys.architecture}.classifier.output_labels"
-    stated: list[str] | None = keys.gguf.metadata.typed(key, "array[string]", default=None)
-    if "cls.output.weight" not in keys.gguf.tensors:
-        left = next((name for name in CLASSIFIER if name in keys.gguf.tensors), None)
+    key, tensors = f"{keys.architecture}.classifier.output_labels", keys.gguf.tensors
+    stated: list[str] = keys.gguf.metadata.typed(key, "array[string]", default=[])
+    width = _layer(keys, "cls", dim) or dim
+    for end in ("weight", "bias"):
+        _check_vector(keys, f"cls.norm.{end}", width)
+    if "cls.norm.bias" in tensors and "cls.norm.weight" not in tensors:
+        raise keys.error("tensor cls.norm.bias requires cls.norm.weight, which is missing")
+    count = _layer(keys, "cls.output", width)
+    if count == 0:
+        left = next((name for name in CLASSIFIER if name in tensors), None)
         if left is not None:
             raise keys.error(f"tensor {left} requires cls.output.weight, which is missing")
         if stated:
             raise keys.error(f"{key} names {len(stated)} labels, but tensor cls.output.weight is missing")
         return ()
-    width = dim
-    if "cls.weight" in keys.gguf.tensors:
-        width, columns = _matrix_shape(keys, "cls.weight")
-        if columns != dim:
-            raise keys.error(f"tensor cls.weight has rows of {columns} values, its input has {dim}")
-        _check_vector(keys, "cls.bias", width)
-    _check_vector(keys, "cls.norm.weight", width)
-    _check_vector(keys, "cls.norm.bias", width)
-    for name, needed in (("cls.bias", "cls.weight"), ("cls.norm.bias", "cls.norm.weight")):
-        if name in keys.gguf.tensors and needed not in keys.gguf.tensors:
-            raise keys.error(f"tensor {name} requires {needed}, which is missing")
-    count, columns = _matrix_shape(keys, "cls.output.weight")
-    if columns != width:
-        raise keys.error(f"tensor cls.output.weight has rows of {columns} values, its input has {width}")
-    _check_vector(keys, "cls.output.bias", count)
     if stated and len(stated) != count:
         raise keys.error(f"{key} names {len(stated)} labels, but cls.output.weight has {count} rows")
     return tuple(stated) if stated else tuple(map(str, range(count)))
@@ -465,17 +427,11 @@ class TextLengths(NamedTuple):
     @classmethod
     def read(cls, gguf: GGUFFile) -> TextLengths:
         """Read the lengths that a file states; raise GGUFError if one is not a positive integer."""
-        return cls(*(_length(gguf, f"{LENGTH_KEYS}{name}") for name in cls._fields))
+        keys = (f"{LENGTH_KEYS}{name}" for name in cls._fields)
+        return cls(*(gguf.metadata.integer(key, 1, MAX_INT, default=None) for key in keys))
 
     def longest(self, context: int) -> int:
         """Return the most tokens of any text in a context."""
         if self.text is None:
             return context
         return min(context, max(length for length in self if length is not None))
-
-
-def _length(gguf: GGUFFile, key: str) -> int | None:
-    value: int | None = gguf.metadata.typed(key, "integer", default=None)
-    if value is not None and not 1 <= value <= MAX_INT:
-        raise GGUFError(f"{gguf.path}: {key} is {value}, must be between 1 and {MAX_INT}")
-    return value

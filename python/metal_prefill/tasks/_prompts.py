@@ -262,25 +262,18 @@ def query_expansion(engine: Engine) -> QueryExpansion | None:
     """Return how a model expands queries; None if it does not."""
     if f"{EXPANSION_KEYS}length" not in engine.gguf.metadata:
         return None
+    metadata = engine.gguf.metadata
     found = QueryExpansion(
-        _integer(engine, "length", 1, MAX_INT),
-        _integer(engine, "token", 0, engine.config.vocab_size - 1),
-        engine.gguf.metadata.typed(f"{EXPANSION_KEYS}seen", "bool"),
-        engine.gguf.metadata.typed(f"{EXPANSION_KEYS}fixed", "bool"),
+        metadata.integer(f"{EXPANSION_KEYS}length", 1, MAX_INT),
+        metadata.integer(f"{EXPANSION_KEYS}token", 0, engine.config.vocab_size - 1),
+        metadata.typed(f"{EXPANSION_KEYS}seen", "bool"),
+        metadata.typed(f"{EXPANSION_KEYS}fixed", "bool"),
     )
     if engine.config.causal and not found.seen:
         raise UnsupportedModelError(
             f"{engine.path}: {EXPANSION_KEYS}seen is false, which is not supported if attention is causal"
         )
     return found
-
-
-def _integer(engine: Engine, name: str, least: int, most: int) -> int:
-    key = f"{EXPANSION_KEYS}{name}"
-    value: int = engine.gguf.metadata.typed(key, "integer")
-    if not least <= value <= most:
-        raise GGUFError(f"{engine.path}: {key} is {value}, must be between {least} and {most}")
-    return value
 
 
 class TextRole(NamedTuple):

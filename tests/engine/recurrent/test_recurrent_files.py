@@ -28,8 +28,8 @@ def heads_of_layers(*counts: int) -> bytes:
 
 LFM2_ERRORS: list[tuple[str, int, bytes, type[Exception], str]] = [
     ("shortconv.l_cache", U32, b"", GGUFError, r"metadata lfm2\.shortconv\.l_cache is missing"),
-    ("shortconv.l_cache", U32, u32(0), GGUFError, r"l_cache is 0, must be between 1 and"),
-    ("shortconv.l_cache", U32, u32(1), GGUFError, r"l_cache is 1, must be at least 2"),
+    ("shortconv.l_cache", U32, u32(0), GGUFError, r"l_cache is 0, must be between 2 and"),
+    ("shortconv.l_cache", U32, u32(1), GGUFError, r"l_cache is 1, must be between 2 and"),
     (
         "shortconv.l_cache",
         U32,
@@ -59,7 +59,7 @@ LFM2_ERRORS: list[tuple[str, int, bytes, type[Exception], str]] = [
 ]
 QWEN35_ERRORS: list[tuple[str, int, bytes, type[Exception], str]] = [
     ("ssm.conv_kernel", U32, b"", GGUFError, r"metadata qwen35\.ssm\.conv_kernel is missing"),
-    ("ssm.conv_kernel", U32, u32(1), GGUFError, r"conv_kernel is 1, must be at least 2"),
+    ("ssm.conv_kernel", U32, u32(1), GGUFError, r"conv_kernel is 1, must be between 2 and"),
     ("ssm.inner_size", U32, u32(0), GGUFError, "inner_size is 0, must be between 1 and"),
     ("ssm.time_step_rank", U32, u32(0), GGUFError, "time_step_rank is 0, must be between 1"),
     ("ssm.time_step_rank", U32, u32(3), GGUFError, "inner_size 64 is not a multiple of .*time_step_rank 3"),
@@ -141,14 +141,20 @@ def test_layers_with_attention_may_be_listed(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("count", [math.nan, math.inf])
-def test_a_count_of_ignored_layers_must_be_finite(
-    tmp_path: Path, model_path: Callable[[str], Path], count: float
+@pytest.mark.parametrize(
+    ("kind", "count", "message"),
+    [
+        (F32, struct.pack("<f", math.nan), "has type float32, expected an integer"),
+        (U32, u32(9), "is 9, must"),
+    ],
+)
+def test_a_count_of_ignored_layers_must_be_below_that_of_blocks(
+    tmp_path: Path, model_path: Callable[[str], Path], kind: int, count: bytes, message: str
 ) -> None:
     parts = take_apart(model_path("qwen35"))
-    parts.metadata.append((b"qwen35.nextn_predict_layers", F32, struct.pack("<f", count)))
+    parts.metadata.append((b"qwen35.nextn_predict_layers", kind, count))
     (tmp_path / "m.gguf").write_bytes(parts.assemble())
-    with GGUFFile(tmp_path / "m.gguf") as gguf, pytest.raises(GGUFError, match=f"is {count}, must be finite"):
+    with GGUFFile(tmp_path / "m.gguf") as gguf, pytest.raises(GGUFError, match=message):
         read_config(gguf)
 
 

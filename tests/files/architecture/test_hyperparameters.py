@@ -226,7 +226,7 @@ def test_a_window_may_be_that_of_some_layers(open_model: Open) -> None:
     assert read_config(open_model(window)).layer_window == (64,) * LAYERS
     pattern = {"llama.attention.sliding_window_pattern": per_layer(BOOL, True, False)}
     assert read_config(open_model(window | pattern)).layer_window == (64, 0)
-    with pytest.raises(UnsupportedModelError, match="sliding_window is not supported for granite"):
+    with pytest.raises(UnsupportedModelError, match="sliding_window = 64 is not supported"):
         read_config(open_model({"granite.attention.sliding_window": integer(64)}, architecture="granite"))
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._text_settings import colbert_metadata
 from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.files._metadata_keys import PROMPT_KEYS

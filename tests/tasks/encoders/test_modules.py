@@ -123,7 +123,7 @@ def test_a_saved_length_of_vectors_is_the_default(tmp_path: Path) -> None:
         assert model.embed(TEXTS[:1], pooling="none")[0].shape[1] == DIM
     for value, message in (
         (0, "truncate_dim is 0"),
-        (DIM + 1, f"truncate_dim is {DIM + 1}, must be .* to {DIM}"),
+        (DIM + 1, f"truncate_dim is {DIM + 1}, must be .* and {DIM}"),
     ):
         folder.json("config_sentence_transformers.json", {"truncate_dim": value})
         with pytest.raises(GGUFError, match=message):
