@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from metal_prefill.files._gguf_writer import check_header
 from metal_prefill.synth._blocks import TENSOR_TYPES, random_norm, random_tensor
 from metal_prefill.synth._file import write, write_outline
 from metal_prefill.synth._layers import ExpertShape, LayerShape, ScanShape, random_decay, random_step
@@ -225,8 +226,8 @@ def synthesize(
     Raises
     ------
     ValueError
-        If the shape is inconsistent or a type does not fit it; the message names the field or tensor, and
-        nothing is written.
+        If the shape is inconsistent or a type does not fit it; the message names the field, the key of the
+        metadata or the tensor, and nothing is written.
     OSError
         If the file cannot be written.
     """
@@ -264,5 +265,6 @@ def synthesize(
         if progress:
             progress(done, total)
 
-    write(path, f"Synthetic {preset}", shape, tensor_type, listed, _Weights(shape, listed, seed), written)
+    weights = _Weights(shape, listed, seed)
+    write(path, f"Synthetic {preset}", shape, tensor_type, listed, weights, written, check_header)
     return Path(path)

@@ -18,6 +18,7 @@ from gguf import (
 from numpy.typing import NDArray
 
 from metal_prefill._support.atomic_write import replacing
+from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_writer import GGUFWriter
 from metal_prefill.files._hyperparameters import SCALE_KEYS
 from metal_prefill.files._model_config import has_attention
@@ -175,6 +176,7 @@ def write(
     # at a time.
     values: Callable[[Tensor], NDArray[Any]],
     written: Callable[[Tensor], object] = lambda tensor: None,  # function called after each tensor
+    check: Callable[[Path], None] = lambda path: None,  # function called when the header is written
 ) -> None:
     """Write a model atomically."""
     vocabulary = VOCABULARIES[shape.tokenizer](shape.vocab)
@@ -186,7 +188,11 @@ def write(
     writer.add_add_space_prefix(vocabulary.model == "llama")
     with replacing(path) as part:
         try:
-            _write_header(writer, part)
+            writer.write_header(part, [tensor.size for tensor in tensors])
+            try:
+                check(part)
+            except (GGUFError, UnsupportedModelError) as error:
+                raise ValueError(str(error).removeprefix(f"{part}: ")) from None
             for tensor in tensors:
                 writer.write_tensor_data(values(tensor))
                 written(tensor)
@@ -203,12 +209,7 @@ def write_outline(
     """
     writer = _writer("outline", shape, tensor_type, tensors)
     try:
-        _write_header(writer, path)
-        assert writer.fout is not None
-        writer.flush()
-        alignment = writer.data_alignment
-        sizes = [writer.fout[0].tell(), *(tensor.size for tensor in tensors)]
-        os.truncate(path, sum(-(-size // alignment) * alignment for size in sizes))
+        writer.write_header(path, [tensor.size for tensor in tensors])
     finally:
         writer.close()
 
@@ -220,9 +221,3 @@ def _writer(name: str, shape: ModelShape, tensor_type: str, tensors: Sequence[Te
         kind = GGMLQuantizationType[tensor.kind]
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)
     return writer
-
-
-def _write_header(writer: GGUFWriter, path: str | os.PathLike[str]) -> None:
-    writer.write_header_to_file(Path(path))
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from metal_prefill.files._metadata_keys import MAX_INT
-
 _UNROTATED = 1e30  # a divisor of frequencies that leaves none
 
 
@@ -49,7 +47,7 @@ class LayerShape:
         """Return the layer whose keys and values each layer attends to."""
         windowed, own = self.windowed(layers), layers - self.shared
         last = {windowed[layer]: layer for layer in range(own)}
-        return [layer if layer < own else last[windowed[layer]] for layer in range(layers)]
+        return [layer if layer < own else last.get(windowed[layer], layer) for layer in range(layers)]
 
     def factors(self, count: int) -> NDArray[np.float32]:
         """Return divisors of the frequencies of pairs that leave only the first of them rotated.
@@ -60,29 +58,6 @@ class LayerShape:
         """
         rotated = np.arange(count) < int(self.rotated * count)
         return np.where(rotated, np.float32(1), np.float32(_UNROTATED)).astype(np.float32)
-
-
-def check_layers(layered: LayerShape, layers: int, heads: int, head_dim: int) -> None:
-    """Raise ValueError if a shape is inconsistent; the message names the field."""
-    limits = {
-        "window_period": (1, MAX_INT),
-        "window_head_dim": (2, head_dim),
-        "window_kv_heads": (1, heads),
-        "inputs": (0, MAX_INT),
-        "shared": (0, layers - 1),
-        "shared_ffn": (1 if layered.shared else 0, MAX_INT),
-    }
-    for name, (least, most) in limits.items():
-        if not least <= getattr(layered, name) <= most:
-            raise ValueError(f"layered {name} {getattr(layered, name)}: must be in {least}..{most}")
-    if layered.window_head_dim % 2:
-        raise ValueError(f"layered window_head_dim {layered.window_head_dim}: must be even")
-    if heads % layered.window_kv_heads:
-        raise ValueError(f"layered window_kv_heads {layered.window_kv_heads}: must divide the {heads} heads")
-    windowed, own = layered.windowed(layers), layers - layered.shared
-    if missing := set(windowed[own:]) - set(windowed[:own]):
-        kind = "with" if True in missing else "without"
-        raise ValueError(f"layered shared {layered.shared}: no layer {kind} a window has keys of its own")
 
 
 @dataclass(frozen=True)
@@ -108,15 +83,6 @@ class ExpertShape:
     ffn: int
     shared: int = 0
     dense_layers: int = 0
-
-
-def check_experts(experts: ExpertShape) -> None:
-    """Raise ValueError if a shape is inconsistent; the message names the field."""
-    for name, least in (("count", 1), ("used", 1), ("ffn", 1), ("shared", 0), ("dense_layers", 0)):
-        if not least <= getattr(experts, name) <= MAX_INT:
-            raise ValueError(f"experts {name} {getattr(experts, name)}: must be in {least}..{MAX_INT}")
-    if experts.used > experts.count:
-        raise ValueError(f"experts used {experts.used}: must be at most count {experts.count}")
 
 
 _STEPS = (0.01, 0.3)  # range of the steps that the biases select
@@ -151,23 +117,6 @@ class ScanShape:
     taps: int = 4
     layers: tuple[int, ...] | None = None
     norm: bool = True
-
-
-def check_scan(scan: ScanShape, layers: int) -> None:
-    """Raise ValueError if a shape is inconsistent; the message names the field."""
-    for name in ("inner", "state", "heads", "groups"):
-        if getattr(scan, name) < 1:
-            raise ValueError(f"scan {name} {getattr(scan, name)}: must be at least 1")
-    if scan.inner % scan.heads:
-        raise ValueError(f"scan inner {scan.inner}: must be a multiple of heads {scan.heads}")
-    if scan.heads % scan.groups:
-        raise ValueError(f"scan heads {scan.heads}: must be a multiple of groups {scan.groups}")
-    if scan.taps < 2:
-        raise ValueError(f"scan taps {scan.taps}: must be at least 2")
-    if not all(0 <= layer < layers for layer in scan.layers or ()):
-        raise ValueError(f"scan layers {scan.layers}: must be below {layers}")
-    if scan.layers is not None and len(set(scan.layers)) == layers:
-        raise ValueError(f"scan layers {scan.layers}: must leave one of {layers} layers with attention")
 
 
 def random_decay(rng: np.random.Generator, count: int) -> NDArray[np.uint8]:

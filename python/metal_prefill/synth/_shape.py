@@ -7,14 +7,7 @@ from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.files._model_config import LayerKind, has_attention, has_matrix_state
 from metal_prefill.files._task_config import NUMBERED_POOLINGS
-from metal_prefill.synth._layers import (
-    ExpertShape,
-    LayerShape,
-    ScanShape,
-    check_experts,
-    check_layers,
-    check_scan,
-)
+from metal_prefill.synth._layers import ExpertShape, LayerShape, ScanShape
 from metal_prefill.synth._tokenizer import VOCABULARIES
 
 TIED = "tied"  # output type without an output tensor: the embedding is the head
@@ -170,76 +163,42 @@ class ModelShape:
         return self.original_context or max(1, int(self.context / self.rope_factor))
 
 
+# Numbers that may be 0; others are at least 1.
+_OPTIONAL = {"embedding_dim", "relative_rows", "inputs", "shared", "shared_ffn", "dense_layers"}
+
+
 def check(shape: ModelShape) -> None:
-    """Raise ValueError if a shape is inconsistent; the message names the field."""
-    whole = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
-    for name in whole:  # first, since what follows takes time for each layer
-        if getattr(shape, name) > MAX_INT:
-            raise ValueError(f"{name} {getattr(shape, name)}: must be at most {MAX_INT}")
+    """Raise ValueError for a value that no file can have; the message names the field.
+
+    Other contradictions are found in the header of the file.
+    """
     traits, attends = shape.traits, any(has_attention(kind) for kind in shape.kinds)
-    unused = {*(("heads", "kv_heads", "head_dim") if not attends else ())}
-    unused |= {"ffn"} if traits.ffn == "absent" else set()
-    for name in whole:
-        if getattr(shape, name) < (0 if name in unused else 1):
-            raise ValueError(f"{name} {getattr(shape, name)}: must be at least 1")
-    if shape.pooling not in (None, *NUMBERED_POOLINGS):
-        raise ValueError(f"pooling {shape.pooling!r}: must be one of {', '.join(NUMBERED_POOLINGS)}")
-    for name in ("value_dim", "window", "original_context", "dense"):
-        given = getattr(shape, name)
-        if given is not None and given < 1:
-            raise ValueError(f"{name} {given}: must be at least 1")
-    if attends and shape.heads % shape.kv_heads:
-        raise ValueError(f"heads {shape.heads}: must be a multiple of kv_heads {shape.kv_heads}")
-    rope_dims = shape.head_dim if shape.rope_dims is None else shape.rope_dims
-    if attends and (rope_dims % 2 or not 0 < rope_dims <= shape.head_dim):
-        raise ValueError(f"rope_dims {rope_dims}: must be even, and in 2..head_dim {shape.head_dim}")
-    if shape.rope_scaling not in ROPE_SCALINGS:
-        raise ValueError(f"rope_scaling {shape.rope_scaling!r}: must be one of {', '.join(ROPE_SCALINGS)}")
-    if (shape.relative_rows > 0) != (traits.relative_positions == "required") or shape.relative_rows < 0:
-        has = "has no" if traits.relative_positions == "absent" else "has"
-        raise ValueError(
-            f"relative_rows {shape.relative_rows}: architecture {shape.architecture} {has} relative positions"
-        )
-    if shape.embedding_dim < 0 or (shape.embedding_dim and traits.embedding_projection == "absent"):
-        raise ValueError(f"embedding_dim {shape.embedding_dim}: {shape.architecture} has no such projection")
-    for name in ("rope_base", "rope_factor", "norm_eps"):
-        if not (math.isfinite(getattr(shape, name)) and getattr(shape, name) > 0):
-            raise ValueError(f"{name} {getattr(shape, name)}: must be finite and above 0")
-    if shape.rope_scaling == "longrope" and (traits.long_rope == "absent" or shape.context_before < 2):
-        raise ValueError(
-            f"rope_scaling 'longrope': architecture {shape.architecture} with an original context of "
-            f"{shape.context_before}; must be phi3, with at least 2"
-        )
+    unused = {"heads", "kv_heads", "head_dim"} if not attends else set()
+    unused |= _OPTIONAL | ({"ffn"} if traits.ffn == "absent" else set())
+    if shape.layered is not None and shape.layered.shared:
+        unused.remove("shared_ffn")
+    for part in (shape, shape.scan, shape.experts, shape.layered):
+        for name, value in vars(part).items() if part is not None else ():
+            least = 0 if name in unused else 1
+            if type(value) is int and not least <= value <= MAX_INT:
+                raise ValueError(f"{name} {value}: must be at least {least} and at most {MAX_INT}")
+            if type(value) is float and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} {value}: must be finite and above 0")
+    names = {"pooling": (None, *NUMBERED_POOLINGS), "rope_scaling": ROPE_SCALINGS, "tokenizer": VOCABULARIES}
+    for name, known in names.items():
+        if (stated := getattr(shape, name)) not in known:
+            raise ValueError(f"{name} {stated!r}: must be one of {', '.join(map(str, known))}")
     if shape.conv_layers and traits.recurrent != "short_conv":
         raise ValueError(f"conv_layers {shape.conv_layers}: {shape.architecture} has no short convolutions")
-    if not all(0 <= layer < shape.layers for layer in shape.conv_layers) or (
-        shape.conv_layers and not attends
-    ):
-        raise ValueError(
-            f"conv_layers {shape.conv_layers}: must be layers, and leave one of {shape.layers} with attention"
-        )
-    if shape.conv_taps < 2:
-        raise ValueError(f"conv_taps {shape.conv_taps}: must be at least 2")
-    if shape.tokenizer not in VOCABULARIES:
-        raise ValueError(f"tokenizer {shape.tokenizer!r}: must be one of {', '.join(VOCABULARIES)}")
-    has_layers = any(has_matrix_state(kind) for kind in (traits.mixer, traits.recurrent))
-    if (shape.scan is not None) != has_layers:
-        raise ValueError(
-            f"architecture {shape.architecture}: {'has' if has_layers else 'has no'} layers with a state, "
-            f"unlike the preset; choose a preset of {shape.architecture}{', or set scan' * has_layers}"
-        )
-    if shape.scan is not None:
-        check_scan(shape.scan, shape.layers)
-    if traits.experts != "optional" and (shape.experts is None) != (traits.experts == "absent"):
-        has = "has no" if traits.experts == "absent" else "has"
-        raise ValueError(f"architecture {shape.architecture}: {has} experts, unlike the shape; set experts")
-    if shape.experts is not None:
-        check_experts(shape.experts)
-    if (shape.layered is not None) != traits.layers_differ:
-        has = "has" if traits.layers_differ else "has no"
-        raise ValueError(
-            f"architecture {shape.architecture}: {has} layers of different dimensions, unlike the preset; "
-            f"choose a preset of {shape.architecture}{', or set layered' * traits.layers_differ}"
-        )
-    if shape.layered is not None:
-        check_layers(shape.layered, shape.layers, shape.heads, shape.head_dim)
+    may_have = traits.experts == "optional" and shape.experts is not None
+    parts = {
+        "scan": any(has_matrix_state(kind) for kind in (traits.mixer, traits.recurrent)),
+        "experts": traits.experts == "required" or may_have,
+        "layered": traits.layers_differ,
+    }
+    for name, has in parts.items():
+        if (getattr(shape, name) is not None) != has:
+            raise ValueError(
+                f"{name}: architecture {shape.architecture} {'has' if has else 'has no'} such layers; choose "
+                f"a preset of {shape.architecture}{f', or set {name}' * has}"
+            )

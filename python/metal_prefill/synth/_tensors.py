@@ -37,10 +37,14 @@ class Role(Enum):
 
 # Presences of norms that only some models of an architecture have.
 _OPTIONAL_NORMS = ("qk_norm", "qk_norm_bias", "second_residual_norm")
-_SCAN_ROLES = {
+# By the role of a row of the table, or by its kind.
+_ROLES = {
+    **dict.fromkeys(_FACTORS, Role.FACTORS),
     **dict.fromkeys(("scan_rates", "delta_decay"), Role.DECAY),
+    **dict.fromkeys(("scan_skip", "layer_scale", "norm"), Role.NORM),
     "scan_step": Role.STEP,
-    "scan_skip": Role.NORM,
+    "output_norm": Role.OUTPUT_NORM,
+    "relative_row_of": Role.ROWS,
 }
 
 
@@ -98,18 +102,10 @@ def tensors(
 
     def tensor(spec: _core.TensorSpec, layer: int = -1) -> Tensor:
         name = tensor_name(traits, spec, layer)
-        if spec.role in _FACTORS:
-            return Tensor(name, spec.shape, "F32", Role.FACTORS)
-        if spec.role == "output_norm":
-            return Tensor(name, spec.shape, "F32", Role.OUTPUT_NORM)
-        if spec.role == "relative_row_of":
-            return Tensor(name, spec.shape, "F32", Role.ROWS)
-        if spec.role in _SCAN_ROLES:
-            return Tensor(name, spec.shape, "F32", _SCAN_ROLES[spec.role])
-        if traits.value_norm and spec.role in ("q_norm", "k_norm"):
-            return Tensor(name, spec.shape, "F32", Role.SMALL_NORM)
-        if spec.kind == "norm" or spec.role == "layer_scale":
-            return Tensor(name, spec.shape, "F32", Role.NORM)
+        small = traits.value_norm and spec.role in ("q_norm", "k_norm")
+        role = Role.SMALL_NORM if small else _ROLES.get(spec.role, _ROLES.get(spec.kind))
+        if role is not None:
+            return Tensor(name, spec.shape, "F32", role)
         if spec.kind == "vector":
             return Tensor(name, spec.shape, "F32", Role.BIAS, 0.5)
         if spec.role == "per_layer_embedding":  # which is scaled by the root of the width
