@@ -6,10 +6,11 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,19 +54,6 @@ class TracedSession(Protocol):
         """Process a prompt and return the next token and the times of its dispatches."""
 
 
-class DispatchCounter(Protocol):
-    """Context manager that counts the bytes that dispatches read and write: see `_core.dispatch_counter`."""
-
-    def __enter__(self) -> DispatchCounter: ...
-    def __exit__(self, *reason: object) -> None: ...
-
-    def expect(self, command_buffers: int) -> None:
-        """Reset all counts, and record the next command buffers, at most this many."""
-
-    def counted(self) -> Sequence[Any]:
-        """Return the counts of each dispatch, in order."""
-
-
 def runs_on_host(device_name: str) -> bool:
     """Return whether dispatches run on the emulator's CPU executor."""
     return _core.has_emulator and "(CPU)" in device_name
@@ -76,12 +64,13 @@ def counts_work(device_name: str) -> bool:
     return _counter_of(device_name) is not None
 
 
-def _counter_of(device_name: str) -> DispatchCounter | None:
-    return cast(DispatchCounter | None, _core.dispatch_counter()) if runs_on_host(device_name) else None
+def _counter_of(device_name: str) -> Any:
+    """Return `_core.dispatch_counter`, which counts what dispatches read and write; None if none does."""
+    return _core.dispatch_counter() if runs_on_host(device_name) else None
 
 
 def _run(
-    session: TracedSession, tokens: TokenIds, counter: DispatchCounter | None, progress: Progress | None
+    session: TracedSession, tokens: TokenIds, counter: Any, progress: Progress | None
 ) -> tuple[int, Step]:
     n = len(tokens)
     if counter is None:
@@ -95,22 +84,15 @@ def _run(
     return token, Step(n, dispatches, [_counted(record) for record in records])
 
 
+_BYTES = ("bytes_read", "bytes_written", "unique_bytes_read", "unique_bytes_written")
+
+
 def _counted(record: Any) -> dict[str, Any]:
-    return {
-        "threads": record.threads,
-        "barriers": record.barriers,
-        "bindings": [
-            {
-                "name": b.name,
-                "buffer": b.label,
-                "bytes_read": b.bytes_read,
-                "bytes_written": b.bytes_written,
-                "unique_bytes_read": b.unique_bytes_read,
-                "unique_bytes_written": b.unique_bytes_written,
-            }
-            for b in record.bindings
-        ],
-    }
+    bindings = [
+        {"name": b.name, "buffer": b.label, **{name: getattr(b, name) for name in _BYTES}}
+        for b in record.bindings
+    ]
+    return {"threads": record.threads, "barriers": record.barriers, "bindings": bindings}
 
 
 def trace_session(
@@ -122,38 +104,25 @@ def trace_session(
     ContextOverflowError, before anything runs, if the tokens exceed the context; DeviceError if the engine
     does not use dispatches.
     """
-    n, total = len(tokens), len(tokens) + decode
+    total = len(tokens) + decode
     if session.position + total > session.max_context:
         raise ContextOverflowError(
             f"position {session.position} + {total} tokens exceeds the context of {session.max_context}"
         )
     session.plan(1)  # raises for an engine without dispatches, before anything is set up
 
-    def chunk_done(done: int, _: int) -> None:
+    def report(done: int, _: int = 0) -> None:
         if progress is not None:
             progress(done, total)
 
     counter = _counter_of(device_name)
-    if counter is None:
-        return _steps(session, tokens, decode, None, chunk_done, n)
-    with counter:
-        return _steps(session, tokens, decode, counter, chunk_done, n)
-
-
-def _steps(
-    session: TracedSession,
-    tokens: TokenIds,
-    decode: int,
-    counter: DispatchCounter | None,
-    progress: Progress,
-    n: int,
-) -> list[Step]:
-    token, step = _run(session, tokens, counter, progress)
-    steps = [step]
-    for i in range(decode):
-        token, step = _run(session, [token], counter, None)
-        steps.append(step)
-        progress(n + i + 1, n + decode)
+    with nullcontext() if counter is None else counter:
+        token, step = _run(session, tokens, counter, report)
+        steps = [step]
+        for i in range(decode):
+            token, step = _run(session, [token], counter, None)
+            steps.append(step)
+            report(len(tokens) + i + 1)
     return steps
 
 
@@ -170,18 +139,8 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
     ]
     for number, step in enumerate(steps):
         for i, d in enumerate(step.dispatches):
-            args: dict[str, Any] = {
-                "step": number,
-                "tokens": step.tokens,
-                "layer": d.layer,
-                "grid": list(d.grid),
-                "threads": d.threads,
-                "threadgroup_bytes": d.threadgroup_bytes,
-                "after_barrier": d.after_barrier,
-                "buffers": list(d.buffers),
-                "arguments": d.args,
-                "runs": [list(run) for run in d.runs],
-            }
+            args = {"step": number, "tokens": step.tokens, "arguments": d.args}
+            args |= {name: getattr(d, name) for name in _WRITTEN}
             if step.counted:
                 args["counted"] = step.counted[i]
             events.append(
@@ -208,20 +167,12 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[list[Step], dict[str, Any]
             if event["ph"] != "X":
                 continue
             a = event["args"]
-            start = event["ts"] / 1e6
-            dispatch = Dispatch(
-                event["name"],
-                a["layer"],
-                (a["grid"][0], a["grid"][1], a["grid"][2]),
-                a["threads"],
-                a["threadgroup_bytes"],
-                a["after_barrier"],
-                a["arguments"],
-                tuple(a["buffers"]),
-                tuple((position, rows) for position, rows in a["runs"]),
-                start,
-                start + event["dur"] / 1e6,
-            )
+            x, y, z = a["grid"]
+            runs = tuple((position, rows) for position, rows in a["runs"])
+            fields = {**{name: a[name] for name in _WRITTEN}, "grid": (x, y, z), "runs": runs}
+            fields |= {"buffers": tuple(a["buffers"]), "args": a["arguments"]}
+            start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+            dispatch = Dispatch(event["name"], **fields, start=start, end=start + seconds)
             before = steps.get(a["step"], Step(a["tokens"], [], []))
             counted = [*before.counted, a["counted"]] if "counted" in a else before.counted
             steps[a["step"]] = Step(a["tokens"], [*before.dispatches, dispatch], counted)
@@ -230,6 +181,8 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[list[Step], dict[str, Any]
         raise ValueError(f"{os.fspath(path)} is not a metal-prefill trace: {error!r}") from error
 
 
+# Fields of a dispatch that a trace has under the same names.
+_WRITTEN = ("layer", "grid", "threads", "threadgroup_bytes", "after_barrier", "buffers", "runs")
 _CODES = {"u32_t": "I", "u64_t": "Q", "float": "f"}
 
 

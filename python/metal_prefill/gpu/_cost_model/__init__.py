@@ -25,22 +25,9 @@ from metal_prefill.gpu._cost_model.shapes import Shape, plan, shape_of
 from metal_prefill.gpu._trace import Dispatch
 
 __all__ = [
-    "CHIPS",
-    "SPREAD",
-    "Chip",
-    "Ops",
-    "Prediction",
-    "Shape",
-    "Time",
-    "UnknownKernelError",
-    "Work",
-    "find_chip",
-    "plan",
-    "predict",
-    "shape_of",
-    "time_of",
-    "work_of",
-]
+    "CHIPS", "SPREAD", "Chip", "Ops", "Prediction", "Shape", "Time", "UnknownKernelError", "Work",
+    "find_chip", "plan", "predict", "shape_of", "time_of", "work_of",
+]  # fmt: skip
 
 SCHEDULERS = 4  # of a core
 
