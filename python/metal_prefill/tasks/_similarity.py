@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from functools import wraps
 from heapq import nlargest
 from typing import Any, TypeAlias
 
@@ -29,72 +28,44 @@ def _floats(value: Any) -> Array:
     return array if array.dtype.kind == "f" else array.astype(np.float32)
 
 
-def _of_pairs(compare: Similarity) -> Similarity:
-    """Return a function of arrays or tensors, given the one of arrays."""
+def _of_inputs(name: str, of_rows: Similarity, of_pairs: Similarity) -> tuple[Similarity, Similarity]:
+    """Return two functions of arrays or tensors, given those of arrays; vectors are matrices of one row.
 
-    @wraps(compare)
-    def of_inputs(a: Any, b: Any) -> Any:
-        return like(compare(_floats(a), _floats(b)), a, b)
+    By their names, other processes find them.
+    """
 
-    return of_inputs
+    def similarity(a: Any, b: Any) -> Any:
+        """Compare each vector of `a` with each of `b`, ``[a, b]``."""
+        return like(of_rows(np.atleast_2d(_floats(a)), np.atleast_2d(_floats(b))), a, b)
 
+    def pairwise_similarity(a: Any, b: Any) -> Any:
+        """Compare vectors in the same place, ``[a]``."""
+        return like(of_pairs(_floats(a), _floats(b)), a, b)
 
-def _of_rows(compare: Similarity) -> Similarity:
-    """Return a function of arrays or tensors, given the one of matrices; vectors are matrices of one row."""
-    return _of_pairs(wraps(compare)(lambda a, b: compare(np.atleast_2d(a), np.atleast_2d(b))))
-
-
-def _distances(a: Array, b: Array, order: int) -> Array:
-    rows = [-np.linalg.norm(b - row, order, axis=1) for row in a]
-    return np.array(rows, b.dtype).reshape(len(a), len(b))
+    similarity.__qualname__, pairwise_similarity.__qualname__ = name, f"pairwise_{name}"
+    return similarity, pairwise_similarity
 
 
-@_of_rows
-def cos_sim(a: Any, b: Any) -> Any:
-    """Return the cosine of each vector of `a` with each of `b`, ``[a, b]``."""
-    return normalized(a) @ normalized(b).T
+def _distances(name: str, order: int) -> tuple[Similarity, Similarity]:
+    """Return the functions of negative distances: Manhattan of order 1, Euclidean of order 2."""
+
+    def of_rows(a: Array, b: Array) -> Array:
+        rows = [-np.linalg.norm(b - row, order, axis=1) for row in a]
+        return np.array(rows, b.dtype).reshape(len(a), len(b))
+
+    return _of_inputs(name, of_rows, lambda a, b: -np.linalg.norm(a - b, order, axis=-1))
 
 
-@_of_rows
-def dot_score(a: Any, b: Any) -> Any:
-    """Return the inner product of each vector of `a` with each of `b`, ``[a, b]``."""
-    return a @ b.T
-
-
-@_of_rows
-def euclidean_sim(a: Any, b: Any) -> Any:
-    """Return the negative Euclidean distance of each vector of `a` to each of `b`, ``[a, b]``."""
-    return _distances(a, b, 2)
-
-
-@_of_rows
-def manhattan_sim(a: Any, b: Any) -> Any:
-    """Return the negative Manhattan distance of each vector of `a` to each of `b`, ``[a, b]``."""
-    return _distances(a, b, 1)
-
-
-@_of_pairs
-def pairwise_cos_sim(a: Any, b: Any) -> Any:
-    """Return the cosine of vectors in the same place, ``[a]``."""
-    return (normalized(a) * normalized(b)).sum(axis=-1)
-
-
-@_of_pairs
-def pairwise_dot_score(a: Any, b: Any) -> Any:
-    """Return the inner product of vectors in the same place, ``[a]``."""
-    return (a * b).sum(axis=-1)
-
-
-@_of_pairs
-def pairwise_euclidean_sim(a: Any, b: Any) -> Any:
-    """Return the negative Euclidean distance of vectors in the same place, ``[a]``."""
-    return -np.linalg.norm(a - b, axis=-1)
-
-
-@_of_pairs
-def pairwise_manhattan_sim(a: Any, b: Any) -> Any:
-    """Return the negative Manhattan distance of vectors in the same place, ``[a]``."""
-    return -np.linalg.norm(a - b, 1, axis=-1)
+cos_sim, pairwise_cos_sim = _of_inputs(
+    "cos_sim",
+    lambda a, b: normalized(a) @ normalized(b).T,
+    lambda a, b: (normalized(a) * normalized(b)).sum(axis=-1),
+)
+dot_score, pairwise_dot_score = _of_inputs(
+    "dot_score", lambda a, b: a @ b.T, lambda a, b: (a * b).sum(axis=-1)
+)
+euclidean_sim, pairwise_euclidean_sim = _distances("euclidean_sim", 2)
+manhattan_sim, pairwise_manhattan_sim = _distances("manhattan_sim", 1)
 
 
 class SimilarityFunction(Enum):
