@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from metal_prefill.chat import Conversation
     from metal_prefill.generation._scheduler import Scheduler
-    from metal_prefill.hub._download import default_model_path
+    from metal_prefill.hub._local_file import default_model_path
     from metal_prefill.model import Model
     from metal_prefill.session import Piece, Session
 
@@ -56,7 +56,7 @@ _HOMES = {
     "Piece": "metal_prefill.session",
     "Scheduler": "metal_prefill.generation._scheduler",
     "Session": "metal_prefill.session",
-    "default_model_path": "metal_prefill.hub._download",
+    "default_model_path": "metal_prefill.hub._local_file",
 }
 
 

@@ -22,9 +22,10 @@ from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.cli import main
 from metal_prefill.commands.convert import TYPES
 from metal_prefill.conversion import TENSOR_TYPES, _writing, convert
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._settings import gemma3, lfm2, mistral, qwen, rope_scaling
-from metal_prefill.conversion._sources import SOURCES, find_source, gguf_name, metadata_of
+from metal_prefill.conversion._source import find_source
+from metal_prefill.conversion._writing import SOURCES
 from metal_prefill.hub import _local_file
 from metal_prefill.hub._local_file import local_file
 
@@ -348,7 +349,7 @@ def test_missing_fields_have_the_defaults_of_transformers(
         "max_position_embeddings": 64,
     }
     config = Fields(tmp_path / "config.json", {**shape, "num_hidden_layers": 2, **fields})
-    assert metadata_of(SOURCES[name], config)[key] == value
+    assert SOURCES[name].metadata(config)[key] == value
 
 
 @pytest.mark.parametrize(
@@ -518,10 +519,10 @@ NAMES: dict[str, dict[str, str | None]] = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_published_names_are_mapped_to_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
-    source, task = find_source(Fields(tmp_path, {"architectures": [name]}))
+    source, task = find_source(SOURCES, Fields(tmp_path, {"architectures": [name]}))
     (architecture,) = (a for a, known in MODEL_ARCH_NAMES.items() if known == source.architecture)
     names = get_tensor_name_map(architecture, 2)
-    assert {theirs: gguf_name(source, task, names, theirs) for theirs in NAMES[name]} == NAMES[name]
+    assert {theirs: source.gguf_name(task, names, theirs) for theirs in NAMES[name]} == NAMES[name]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from support import model_folders
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill._support.messages import MOST_CHARACTERS
 from metal_prefill.conversion import convert
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._settings import long_rope_factors
 
 LOST = "model.layers.1.mlp.down_proj.weight"

@@ -29,8 +29,9 @@ from support.small_models import with_tensor
 
 from metal_prefill import GGUFError, Model
 from metal_prefill.conversion import convert
-from metal_prefill.conversion._fields import Fields
-from metal_prefill.conversion._sources import find_source
+from metal_prefill.conversion._folder import Fields
+from metal_prefill.conversion._source import find_source
+from metal_prefill.conversion._writing import SOURCES
 from metal_prefill.sentence_transformers import SentenceTransformer
 
 NMSE = {"cpu": 1e-9, "metal": 5e-6}
@@ -268,5 +269,5 @@ def test_a_head_reads_the_state_that_the_configuration_names(tmp_path: Path) -> 
 def test_a_folder_states_whether_its_attention_is_causal(
     tmp_path: Path, name: str, fields: dict[str, Any], architecture: str
 ) -> None:
-    source, _ = find_source(Fields(tmp_path, {"architectures": [name], **fields}))
+    source, _ = find_source(SOURCES, Fields(tmp_path, {"architectures": [name], **fields}))
     assert source.architecture == architecture

@@ -33,7 +33,7 @@ def test_the_encoder_may_have_a_configuration_of_its_own(tmp_path: Path) -> None
     ("key", "message"),
     [
         ("mode", r"tensor entities\..* requires metal_prefill.entities.mode"),
-        ("span_words", r"entities\.span_words is None, must be an integer"),
+        ("span_words", r"metadata .*entities\.span_words is missing"),
     ],
 )
 @pytest.mark.parametrize("name", ["bert", "modernbert and bert"])

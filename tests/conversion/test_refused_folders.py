@@ -188,7 +188,7 @@ DECODERS: list[tuple[str, Change, Error, str]] = [
     ("olmoe", settings(num_experts_per_tok=65), BAD, "expert_used_count is 65, must be at most"),
     ("granite_moe", settings(num_local_experts=4), BAD, r"has shape \(5, 32\), .*\(4, 32\)"),
     ("lfm2_moe", settings(use_expert_bias=False), NOT, "use_expert_bias is False"),
-    ("lfm2_moe", settings(num_dense_layers=3), BAD, "leading_dense_block_count is 3, must be 0 to 2"),
+    ("lfm2_moe", settings(num_dense_layers=3), BAD, "leading_dense_block_count is 3, must be between 0 and 2"),
     ("granite_hybrid, experts", settings(num_local_experts=-1), BAD, "num_local_experts is -1"),
     ("lfm2", settings(conv_bias=True), NOT, "conv_bias is True; supported: False"),
     ("lfm2", attends("conv", "other"), NOT, "must have full_attention or conv for each of the 2 layers"),
@@ -247,7 +247,7 @@ REL = "encoder.rel_embeddings.weight"
 EXPERTS = "layers.1.mlp.experts."
 ENCODERS: list[tuple[str, Change, Error, str]] = [
     ("albert", settings(num_hidden_groups=2), NOT, "num_hidden_groups is 2"),
-    ("albert", settings(hidden_act="swish"), NOT, "hidden_act is 'swish'; supported: gelu"),
+    ("albert", settings(hidden_act="swish"), NOT, "hidden_act is 'swish'; supported: 'gelu'"),
     ("t5", settings(feed_forward_proj="gated-tanh"), NOT, "feed_forward_proj is 'gated-tanh'"),
     ("t5", settings(relative_attention_max_distance=64), NOT, "relative_attention_max_distance is 64"),
     ("deberta", settings(pos_att_type="c2p"), NOT, r"pos_att_type is \['c2p'\]; supported is c2p\|p2c"),
@@ -288,7 +288,7 @@ ENTITIES: list[tuple[str, Change, Error, str]] = [
     ("bert", settings(class_token_index=7), BAD, "class_token_index is 7, but the token <<ENT>> is 1518"),
     ("bert", settings(encoder_config=None), BAD, "encoder_config is missing: name a folder with config.json"),
     ("bert", settings(max_width=0), BAD, "max_width is 0, must be between 1"),
-    ("bert", encoder(model_type="llama"), NOT, "encoder_config.model_type is 'llama'; supported: albert, b"),
+    ("bert", encoder(model_type="llama"), NOT, "encoder_config.model_type is 'llama'; supported: 'albert', 'b"),
     ("bert", encoder(hidden_act="swish"), NOT, "hidden_act is 'swish'"),
     ("bert", lose("rnn.lstm.bias_hh_l0"), BAD, "num_rnn_layers is 1, but the weights lack"),
     ("bert", lose("prompt_rep_layer.3.bias"), BAD, "tensor entities.label.1.bias is missing"),

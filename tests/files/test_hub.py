@@ -15,7 +15,7 @@ from support.entity_folders import RECORDED
 from support.hub_server import Hub, Repo, serve
 from support.programs import finished
 
-from metal_prefill import HubError, Model
+from metal_prefill import HubError, Model, hub
 from metal_prefill.hub import _download
 from metal_prefill.hub._answers import safe_answers, within
 
@@ -115,7 +115,7 @@ def test_a_repository_without_a_model_folder_names_its_files(client: Client, tmp
         "tiny/absent": "repository tiny/absent does not exist on the Hub, or is private",
     }
     assert [answer.get("error") for answer in client.ask(*messages)] == list(messages.values())
-    assert _download.resolve_model(tmp_path / "none.gguf") == tmp_path / "none.gguf"
+    assert hub.resolve_model(tmp_path / "none.gguf") == tmp_path / "none.gguf"
 
 
 @pytest.mark.parametrize("name", ["q-00001-of-00003.gguf", "parts/q-00001-*", "parts/*"])
@@ -329,14 +329,14 @@ def test_a_model_is_opened_from_the_hub(tmp_path: Path, demo_path: Path) -> None
 
 @pytest.mark.parametrize("spec", ["model.gguf", "dir/model.gguf", "/tmp/x:y.gguf", "a/b/c:d.gguf", "a/b:"])
 def test_other_names_are_paths(spec: str) -> None:
-    assert _download.resolve_model(spec) == Path(spec)
+    assert hub.resolve_model(spec) == Path(spec)
 
 
 def test_a_local_file_takes_precedence_over_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "model:a.gguf").write_bytes(b"local")
-    assert _download.resolve_model("tiny/model:a.gguf").read_bytes() == b"local"
+    assert hub.resolve_model("tiny/model:a.gguf").read_bytes() == b"local"
 
 
 ODD_LISTINGS = {
@@ -438,8 +438,7 @@ def test_headers_that_change_between_requests_are_rejected(server: Hub, tmp_path
     server.repos["tiny/hostile"] = Repo({"a.gguf": b"a"}, headers={"ETag": '"../../outside"'})
 
     def hooks() -> list[Any]:
-        session = library.utils.get_session()
-        return list((session.event_hooks if hasattr(session, "event_hooks") else session.hooks)["response"])
+        return list(library.utils.get_session().event_hooks["response"])
 
     before = hooks()
     with (

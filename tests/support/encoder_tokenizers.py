@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.conversion._writing import add_vocabulary
 from metal_prefill.files import GGUFFile

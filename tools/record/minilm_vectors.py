@@ -10,7 +10,7 @@ import transformers
 from sentence_transformers import SentenceTransformer
 from support.minilm_texts import TEXTS, VECTORS
 
-from metal_prefill.hub._download import packaged_model
+from metal_prefill.hub._local_file import packaged_model
 
 
 def main() -> None:

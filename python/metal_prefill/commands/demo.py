@@ -64,7 +64,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
 def _model(name: str | None) -> tuple[str | None, str]:
     """Return the model to chat with, None for the bundled one, and a note on what is missing."""
-    from metal_prefill.hub._download import resolve_model
+    from metal_prefill.hub._local_file import resolve_model
 
     if name is not None:
         path = resolve_model(name)

@@ -44,7 +44,8 @@ def execute(arguments: argparse.Namespace) -> None:
 def _models() -> Iterator[tuple[str, Path, int]]:
     """Yield name, path and size: the bundled model, those of packages, then those in the Hub's cache."""
     from metal_prefill.errors import MissingExtraError
-    from metal_prefill.hub._download import PACKAGED, cached_models, default_model_path, packaged_model
+    from metal_prefill.hub._download import cached_models
+    from metal_prefill.hub._local_file import PACKAGED, default_model_path, packaged_model
 
     path: Path | None = default_model_path()
     assert path is not None
@@ -84,11 +85,11 @@ def _task_of_file(path: Path) -> str:
 
 
 def _task_of_folder(path: Path) -> str:
-    from metal_prefill.conversion._body import body_folder
-    from metal_prefill.conversion._fields import Fields
-    from metal_prefill.conversion._sources import find_source
+    from metal_prefill.conversion._folder import Fields, body_folder
+    from metal_prefill.conversion._source import find_source
+    from metal_prefill.conversion._writing import SOURCES
 
-    _, task = find_source(Fields.read(body_folder(path) / "config.json"))
+    _, task = find_source(SOURCES, Fields.read(body_folder(path) / "config.json"))
     if (path / "modules.json").exists() or task == "late":
         return "vectors"
     if task == "causal":

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from metal_prefill.conversion._body import ADAPTER, adapters_of
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._folder import ADAPTER, Fields, adapters_of
 from metal_prefill.conversion._weights import FloatArray, Index, Weight, listed_tensors
 from metal_prefill.errors import GGUFError
 
@@ -55,9 +54,8 @@ def _with_own(
         match = _OWN.fullmatch(name)
         if match is not None:
             if len(weight.shape) != 3 or weight.shape[0] != count:
-                raise GGUFError(
-                    f"{weight.file}: tensor {name} has shape {weight.shape}, expected {count} matrices, one "
-                    "for each adapter"
+                raise weight.error(
+                    f"has shape {weight.shape}, expected {count} matrices, one for each adapter"
                 )
             pairs.setdefault(match["module"], {})[match["part"]] = weight
         else:

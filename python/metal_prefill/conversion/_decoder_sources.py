@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from metal_prefill.conversion import _gemma4, _scan_settings, _settings
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._encoder_sources import ENCODERS
+from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._source import (
     DECODER,
     LARGER_EPSILON,
@@ -46,8 +47,7 @@ _GPT2 = Source(
     },
     heads=_OF_DECODERS,
     unused=(*UNUSED, *_MASKS),
-    changes={_settings.TRANSPOSED: _settings.transposed},
-    shapes={_settings.TRANSPOSED: lambda config, name, shape: shape[::-1]},
+    changes={r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight": _settings.transposed},
     more=_settings.gpt2,
 )
 _GPT_NEOX = Source(
@@ -133,8 +133,12 @@ _GEMMA3 = replace(
     changes={r".*norm\.weight": _settings.plus_one},
     more=_settings.gemma3,
 )
-# Shapes of the vectors of a state-space layer.
-_SCAN_SHAPES = {r".*\.ssm_[ad]": _scan_settings.columns, r".*\.ssm_norm\.weight": _scan_settings.groups}
+# Of a state-space layer.
+_SCAN_CHANGES = {
+    r".*\.ssm_a": _settings.rates_of_decay,
+    r".*\.ssm_[ad]": _scan_settings.column,
+    r".*\.ssm_norm\.weight": _scan_settings.groups,
+}
 _MAMBA = {
     "ssm.conv_kernel": stated("mamba_d_conv", default=4),
     "ssm.state_size": stated("mamba_d_state", default=256),
@@ -159,11 +163,10 @@ _GRANITE_HYBRID = Source(
         "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
         "shared_mlp.output_linear": ("mlp.down_proj",),
     },
-    changes={**_INTERLEAVED, r".*\.ssm_a": _settings.rates_of_decay},
-    shapes=_SCAN_SHAPES,
+    changes={**_INTERLEAVED, **_SCAN_CHANGES},
     more=_scan_settings.granite_hybrid,
 )
-GRANITE_HYBRID_EXPERTS = replace(
+_GRANITE_HYBRID_EXPERTS = replace(
     _GRANITE_HYBRID,
     keys={
         **_GRANITE_HYBRID.keys,
@@ -173,6 +176,17 @@ GRANITE_HYBRID_EXPERTS = replace(
     },
     parts=_GRANITE_EXPERTS,
 )
+
+
+def _granite_hybrid(config: Fields) -> Source | None:
+    """Return the row for a folder with experts, or without state-space layers."""
+    has_experts = config.integer("num_local_experts", default=8, least=0) > 0
+    source = _GRANITE_HYBRID_EXPERTS if has_experts else _GRANITE_HYBRID
+    if not _scan_settings.only_rotated_attention(config):
+        return source
+    return replace(source, architecture="granitemoe" if has_experts else "granite")
+
+
 _GRANITE_MOE = _llama_like(
     "granitemoe",
     _settings.granite_moe,
@@ -241,7 +255,11 @@ DECODERS: dict[str, Source] = {
     "Mistral": replace(_LLAMA, more=_settings.mistral),
     "Qwen2": replace(_QWEN, architecture="qwen2", biases={}),  # always some in attention
     "Qwen3": replace(_QWEN, architecture="qwen3"),
-    JINA_V5: replace(_QWEN, architecture="qwen3"),  # unless it states that it is an encoder
+    JINA_V5: replace(
+        _QWEN,
+        architecture="qwen3",
+        variant=lambda config: (None if config.boolean("is_decoder", default=True) else ENCODERS["EuroBert"]),
+    ),
     "PPLXQwen3": replace(_QWEN, architecture="qwen3", constants={"attention.causal": False}),
     "Qwen3Moe": _llama_like(
         "qwen3moe",
@@ -372,7 +390,7 @@ DECODERS: dict[str, Source] = {
         more=_settings.qwen35,
         text_part="text_config",
     ),
-    "GraniteMoeHybrid": _GRANITE_HYBRID,
+    "GraniteMoeHybrid": replace(_GRANITE_HYBRID, variant=_granite_hybrid),
     "Mamba2": Source(
         "mamba2",
         added_prefix="backbone.",
@@ -388,8 +406,7 @@ DECODERS: dict[str, Source] = {
         constants={"context_length": 1 << 20, "feed_forward_length": 0, "attention.head_count": 0},
         accepted={"hidden_act": ("silu",), "use_bias": (False,)},
         heads={"causal": {"lm_head": "output"}},
-        changes={r".*\.ssm_a": _settings.rates_of_decay},
-        shapes=_SCAN_SHAPES,
+        changes=_SCAN_CHANGES,
         more=_scan_settings.mamba2,
     ),
     "FalconH1": Source(
@@ -404,8 +421,7 @@ DECODERS: dict[str, Source] = {
             "mamba_proj_bias": (False,),
         },
         heads={"causal": {"lm_head": "output"}},
-        changes={r".*\.ssm_a": _settings.rates_of_decay, r".*\.weight": _scan_settings.multiplied},
-        shapes=_SCAN_SHAPES,
+        changes={**_SCAN_CHANGES, r".*\.weight": _scan_settings.multiplied},
         more=_scan_settings.falcon_h1,
     ),
 }

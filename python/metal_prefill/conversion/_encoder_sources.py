@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from metal_prefill.conversion import _deberta, _experts, _settings, _static
-from metal_prefill.conversion._fields import MAX_LAYERS
+from metal_prefill.conversion import _combined, _settings
+from metal_prefill.conversion._folder import MAX_LAYERS, Fields
 from metal_prefill.conversion._source import (
     DECODER,
     LARGER_EPSILON,
@@ -20,6 +20,14 @@ from metal_prefill.files._architecture import ARCHITECTURES
 _CLASSIFIER = {"classifier": "cls.output"}
 _PROJECTION = {"linear": "dense_2"}  # of tokens, in Stanford's ColBERT
 _QKV = ("query", "key", "value")
+
+
+def _of_positions(config: Fields) -> Source | None:
+    """Return the row for a folder with positions that its class, such as BertModel, does not have."""
+    families = {"alibi": "JinaBert", "rotary": "JinaEmbeddingsV3"}
+    family = families.get(config.string("position_embedding_type", default=""))
+    return ENCODERS[family] if family else None
+
 
 _BERT = Source(
     "bert",
@@ -41,11 +49,12 @@ _BERT = Source(
             "cls.predictions": "mlm.output",
         },
     },
+    variant=_of_positions,
 )
 _ROBERTA = replace(
     _BERT,
     prefixes=("roberta.",),
-    more=_settings.activation,
+    more=_settings.roberta,
     heads={
         "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
         "tokens": _CLASSIFIER,
@@ -53,7 +62,6 @@ _ROBERTA = replace(
         "masked": {"lm_head.dense": "mlm", "lm_head.layer_norm": "mlm.norm", "lm_head": "mlm.output"},
     },
     changes={r"position_embd\.weight": _settings.without_padding_positions},
-    position_offset=True,
 )
 _MPNET = replace(
     _ROBERTA,
@@ -169,8 +177,9 @@ _DEBERTA = replace(
     parts={f"attention.self.{name}_proj": (f"attention.self.{name}",) for name in _QKV},
     unused=(*UNUSED, r"(lm_predictions|mask_predictions)\..*", r"encoder\.(rel_embeddings|LayerNorm)\..*"),
     more=_settings.deberta,
-    combined=_deberta.with_relative_positions,
-    made=_deberta.MADE,
+    combined=_combined.with_relative_positions,
+    made=_combined.RELATIVE,
+    variant=lambda config: None,
 )
 _T5 = Source(
     "t5encoder",
@@ -188,7 +197,7 @@ _T5 = Source(
     accepted={"relative_attention_num_buckets": (32,), "relative_attention_max_distance": (128,)},
     unused=(*UNUSED, r"decoder\..*", r"encoder\.embed_tokens\.weight"),
     more=_settings.t5,
-    combined=_settings.with_shared_embedding,
+    combined=_combined.with_shared_embedding,
 )
 # The model that Alibaba's repositories define, as "new", and later versions of transformers.
 _GTE = Source(
@@ -225,7 +234,6 @@ _JINA_V3 = replace(
     accepted={"use_reg_tokens": (False,)},
     more=_settings.jina_v3,
     changes={},
-    position_offset=False,
 )
 _NOMIC_BERT = Source(
     "nomic-bert",
@@ -245,7 +253,7 @@ _NOMIC_BERT = Source(
     },
     more=_settings.nomic_bert,
 )
-NOMIC_BERT_MOE = replace(
+_NOMIC_BERT_MOE = replace(
     _NOMIC_BERT,
     architecture="nomic-bert-moe",
     keys={
@@ -263,8 +271,8 @@ NOMIC_BERT_MOE = replace(
         "expert_choice_router": (False,),
         "num_shared_experts": (0,),
     },
-    combined=_experts.with_divided,
-    made=_experts.BIAS,
+    combined=_combined.with_divided,
+    made=_combined.EXPERTS_BIAS,
 )
 
 ENCODERS: dict[str, Source] = {
@@ -280,7 +288,12 @@ ENCODERS: dict[str, Source] = {
     "T5": _T5,
     "New": _GTE,
     "Gte": _GTE,
-    "NomicBert": _NOMIC_BERT,
+    "NomicBert": replace(
+        _NOMIC_BERT,
+        variant=lambda config: (
+            _NOMIC_BERT_MOE if config.integer("moe_every_n_layers", default=0, least=0) else None
+        ),
+    ),
     "JinaEmbeddingsV3": _JINA_V3,
     "ModernBert": Source(
         "modern-bert",
@@ -331,7 +344,7 @@ ENCODERS: dict[str, Source] = {
         heads={"tokens": {"score": "cls.output"}},
         more=_settings.privacy_filter,
         computed=_settings.yarn_factors,
-        combined=_experts.with_matrices,
+        combined=_combined.with_matrices,
     ),
     "Static": Source(
         "static",
@@ -342,7 +355,7 @@ ENCODERS: dict[str, Source] = {
             "attention.layer_norm_rms_epsilon": 1e-6,
         },
         heads={"body": {"embedding": "token_embd"}},
-        combined=lambda config, weights: _static.table(weights),
+        combined=_combined.static_table,
         frames=False,
     ),
 }

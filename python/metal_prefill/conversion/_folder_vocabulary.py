@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._folder import Fields
 from metal_prefill.text._encoder_vocabulary import SPACE
 from metal_prefill.text._special_tokens import TYPES_KEY
 from metal_prefill.text._tokenizer import END_TOKENS

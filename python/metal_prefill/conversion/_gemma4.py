@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._settings import MAX_HEAD, Values, check_kinds
 from metal_prefill.conversion._weights import Weight
 

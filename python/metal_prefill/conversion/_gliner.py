@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from metal_prefill.conversion._body import GLINER, LABELS_TOKENIZER
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._folder import GLINER, LABELS_TOKENIZER, Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._modules import Modules
 from metal_prefill.conversion._torch_file import read_torch_file
 from metal_prefill.conversion._vocabulary import TOKENIZER_FILES
 from metal_prefill.conversion._weights import Weight, listed_tensors, source_files
-from metal_prefill.errors import GGUFError
 from metal_prefill.files._entity_head import DIRECTIONS, PROJECTION, RECURRENCE, EntityMode
 from metal_prefill.files._metadata_keys import ENTITY_KEYS
 from metal_prefill.files._task_config import DENSE
@@ -74,8 +72,9 @@ class Encoder:
 
     config: Fields
     place: Path  # folder with its tokenizer
-    weights: dict[str, Weight]  # its own tensors
-    modules: Modules  # tensors and metadata of what follows it
+    # In a folder of GLiNER, its own tensors, and the tensors and metadata of what follows it.
+    weights: dict[str, Weight] | None = None
+    modules: Modules | None = None
 
 
 @dataclass
@@ -178,9 +177,7 @@ def read_gliner(folder: Path, encoders: Mapping[str, Path]) -> EntityFolder:
         elif not (separate and module == "rnn.lstm"):
             role = _role(mode, weight.name)
             if role is None or (role in _OF_RECURRENCE and not recurrent):
-                raise GGUFError(
-                    f"{weight.file}: tensor {weight.name} is not part of a model of {settings.path}"
-                )
+                raise weight.error(f"is not part of a model of {settings.path}")
             found.tensors[role] = weight
     if recurrent and (missing := next((role for role in _OF_RECURRENCE if role not in found.tensors), None)):
         raise settings.error(f"num_rnn_layers is 1, but the weights lack that of {missing} (rnn.lstm)")
@@ -239,9 +236,7 @@ def _encoder(
             f"encoders[{key!r}], or save the model by "
             "gliner.GLiNER.from_pretrained(...).save_pretrained(folder)"
         )
-    kind = config.string("model_type", default="deberta-v2")
-    if kind not in _CLASSES:
-        raise config.unsupported(f"{config.name('model_type')} is {kind!r}; supported: {', '.join(_CLASSES)}")
+    kind = config.choice("model_type", known=_CLASSES, default="deberta-v2")
     table = next((weight for name, weight in weights.items() if name.endswith(_EMBEDDINGS)), None)
     if table is None or len(table.shape) != 2:
         raise settings.error(f"the weights lack the embedding of tokens ({names.body}...)")

@@ -5,18 +5,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from metal_prefill.conversion._body import (
+from metal_prefill.conversion._decoder_sources import JINA_V5
+from metal_prefill.conversion._folder import (
     STATIC,
+    STATIC_CLASS,
+    Fields,
     body_folder,
+    is_number,
     modules_of,
     place_of,
     query_modules,
     token_heads,
 )
-from metal_prefill.conversion._decoder_sources import JINA_V5
-from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._source import Task
-from metal_prefill.conversion._static import CLASS
 from metal_prefill.conversion._torch_file import read_torch_file
 from metal_prefill.conversion._weights import Weight, read_module
 from metal_prefill.errors import GGUFError
@@ -125,7 +126,7 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
     if task in ("sequence", "tokens"):
         _add_labels(found, folder, config, task)
         return found
-    static = config.values.get("architectures") == [CLASS]
+    static = config.values.get("architectures") == [STATIC_CLASS]
     if static:
         found.set_pooling("mean")
     path = folder / "modules.json"
@@ -213,13 +214,8 @@ def _add_vocabulary_pooling(
     for module in query_modules(folder):
         _add_query_weights(found, folder / place_of(module))
     settings = Fields.read(folder / place_of(modules[1]) / "config.json")
-    pooling = settings.string("pooling_strategy", default="max")
-    activation = settings.string("activation_function", default="relu")
-    if pooling not in VOCABULARY_POOLINGS or activation not in _LOGARITHMS:
-        raise settings.unsupported(
-            f"pooling_strategy {pooling!r} with activation_function {activation!r} is not supported; "
-            f"supported are {', '.join(VOCABULARY_POOLINGS)} with {', '.join(_LOGARITHMS)}"
-        )
+    pooling = settings.choice("pooling_strategy", known=VOCABULARY_POOLINGS, default="max")
+    activation = settings.choice("activation_function", known=_LOGARITHMS, default="relu")
     found.masked = True
     found.metadata |= {"vocabulary_pooling": pooling, "vocabulary_logarithms": _LOGARITHMS[activation]}
 
@@ -314,12 +310,7 @@ def _add_pooling(found: Modules, config: Fields) -> None:
 
 def _pooling_of(config: Fields) -> Pooling:
     if config.has("pooling_mode"):
-        mode = config.string("pooling_mode")
-        if mode not in _MODE_NAMES:
-            raise config.unsupported(
-                f"pooling_mode is {mode!r}; supported: {', '.join(map(repr, _MODE_NAMES))}"
-            )
-        return _MODE_NAMES[mode]
+        return _MODE_NAMES[config.choice("pooling_mode", known=_MODE_NAMES)]
     chosen = [name for name in config.values if name.startswith("pooling_mode_") and config.boolean(name)]
     if len(chosen) != 1 or chosen[0] not in _MODES:
         raise config.unsupported(
@@ -363,8 +354,7 @@ def _add_dense(found: Modules, place: Path, module: Fields, feature: str) -> str
         raise settings.error(f"its layer has the tensors {stated}; bias requires {needed}")
     weight = tensors["linear.weight"]
     shape = (settings.integer("out_features"), settings.integer("in_features"))
-    if weight.shape != shape:
-        raise GGUFError(f"{weight.file}: tensor {weight.name} has shape {weight.shape}, expected {shape}")
+    weight.check_shape(shape)
     name = DENSE[index]
     found.tensors[f"{name}.weight"] = weight
     if "linear.bias" in tensors:
@@ -407,9 +397,7 @@ def _add_transitions(found: Modules, calibration: Fields) -> None:
 def _add_scores(found: Modules, folder: Path, config: Fields) -> None:
     """Add the state that a head for whole texts reads, and the function of its outputs."""
     if config.string("model_type", default="") == "modernbert":
-        pooling = config.string("classifier_pooling", default="cls")
-        if pooling not in ("cls", "mean"):
-            raise config.unsupported(f"classifier_pooling is {pooling!r}; supported: 'cls', 'mean'")
+        pooling = config.choice("classifier_pooling", known=("cls", "mean"), default="cls")
         found.metadata["classifier.pooling_type"] = NUMBERED_POOLINGS.index(
             "cls" if pooling == "cls" else "mean"
         )

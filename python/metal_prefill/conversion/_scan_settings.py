@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from metal_prefill.conversion._fields import Fields, is_number
+from metal_prefill.conversion._folder import Fields, is_number
 from metal_prefill.conversion._settings import Values, check_kinds, rope_scaling
 from metal_prefill.conversion._weights import Weight
 
@@ -14,17 +14,18 @@ _ATTENTION, _STATE_SPACE = {"attention", "full_attention"}, {"mamba", "linear_at
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 
-def columns(config: Fields, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a vector as a matrix with one column."""
-    return (*shape, 1)
+def column(config: Fields, name: str, weight: Weight) -> Weight:
+    """Return a vector as a matrix with one column."""
+    return weight.computed(lambda index: weight.rows(index)[:, None], shape=(*weight.shape, 1))
 
 
-def groups(config: Fields, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the factors of a norm as a matrix with a row for each group of heads."""
+def groups(config: Fields, name: str, weight: Weight) -> Weight:
+    """Return the factors of a norm as a matrix with a row for each group of heads."""
     count = config.integer("mamba_n_groups", "n_groups", default=8 if config.has("state_size") else 1)
-    if len(shape) != 1 or shape[0] % count:
-        raise config.error(f"{name} has shape {shape}, which {count} groups do not divide")
-    return (count, shape[0] // count)
+    if len(weight.shape) != 1 or weight.shape[0] % count:
+        raise config.error(f"{name} has shape {weight.shape}, which {count} groups do not divide")
+    shape = (count, weight.shape[0] // count)
+    return weight.computed(lambda index: weight.rows().reshape(shape)[index], shape=shape)
 
 
 def _check_steps(config: Fields) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from metal_prefill.conversion._fields import MAX_TEXT, Fields, is_number
+from metal_prefill.conversion._folder import MAX_TEXT, Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, ListedTokens, listed_tokens, steps
 from metal_prefill.errors import GGUFError
 from metal_prefill.text._encoder_vocabulary import CHARSMAP, SPACE, SPACE_STEPS, STEPS_KEY
@@ -201,10 +201,7 @@ def _prepend_scheme(step: Fields, listed: ListedTokens, *, splits: bool) -> str:
     ):
         step.require("split", (splits,), True)
     default = "always" if step.boolean("add_prefix_space", default=True) else "never"
-    scheme = step.string("prepend_scheme", default=default)
-    if scheme not in PREPEND_SCHEMES:
-        raise step.error(f"{step.name('prepend_scheme')} is {scheme!r}")
-    return scheme
+    return step.choice("prepend_scheme", known=PREPEND_SCHEMES, default=default)
 
 
 def _follow_from_scores(listed: ListedTokens, merges: Sequence[tuple[str, str]]) -> bool:

@@ -1,14 +1,14 @@
 """Metadata and weights that depend on several fields of ``config.json``."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.conversion._fields import MAX_FLOAT, Fields, is_number
+from metal_prefill.conversion._folder import MAX_FLOAT, Fields, is_number
 from metal_prefill.conversion._weights import Weight
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._metadata_keys import MAX_INT
@@ -22,10 +22,8 @@ MAX_HEAD = 1 << 16  # dimensions, for which frequencies are computed before the 
 
 def activation(config: Fields) -> dict[str, Any]:
     """Return the activation of the feed-forward, unless it is the exact GELU."""
-    name = config.string("hidden_act", "activation", default="gelu")
     known = ARCHITECTURES["bert"].activations
-    if name not in known:
-        raise config.unsupported(f"hidden_act is {name!r}; supported: {', '.join(known)}")
+    name = config.choice("hidden_act", "activation", known=known, default="gelu")
     return {} if name == "gelu" else {"hidden_activation": name}
 
 
@@ -56,48 +54,53 @@ def t5(config: Fields) -> dict[str, Any]:
     return {"hidden_activation": name}
 
 
-def with_shared_embedding(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
-    """Name the embedding of an encoder and a decoder, of which a folder may have only the encoder's."""
-    own = weights.get("encoder.embed_tokens.weight")
-    return weights if own is None or "shared.weight" in weights else {**weights, "shared.weight": own}
-
-
 def without_padding_positions(config: Fields, name: str, weight: Weight) -> Weight:
     """Return the positions of tokens, which follow those of padding."""
-    return weight.reordered(np.arange(position_offset(config), weight.shape[0]))
+    if weight.shape[0] <= (first := _first_position(config)):
+        raise weight.error(f"has {weight.shape[0]} positions, of which the first {first} are not used")
+    return weight.reordered(np.arange(first, weight.shape[0]))
 
 
-def position_offset(config: Fields) -> int:
-    """Return the position of the first token in models of the RoBERTa family."""
+def roberta(config: Fields) -> dict[str, Any]:
+    """Return the activation, and the number of positions of tokens, which follow those of padding."""
+    positions, first = config.integer("max_position_embeddings"), _first_position(config)
+    if positions <= first:
+        raise config.error(
+            f"max_position_embeddings is {positions}, must be more than {first}, the first position"
+        )
+    return {**activation(config), "context_length": positions - first}
+
+
+def _first_position(config: Fields) -> int:
     return config.integer("pad_token_id", default=1, least=0) + 1
 
 
+# The following functions return a tensor as it is if its rows contradict the configuration, which the header
+# of the file then shows.
 def interleaved(config: Fields, name: str, weight: Weight) -> Weight:
     """Reorder the rows of q or k, so that the two values of a rotated pair are next to each other."""
     heads = config.integer("num_attention_heads")
     if "attn_k" in name:
         heads = config.integer("num_key_value_heads", default=heads)
+    return _swapped(weight, (heads, 2), (1, 2))
+
+
+def heads_last(config: Fields, name: str, weight: Weight) -> Weight:
+    """Reorder the rows of q, k and v, of which a folder has those of each head together."""
+    return _swapped(weight, (config.integer("num_attention_heads"), 3), (0, 1))
+
+
+def _swapped(weight: Weight, sizes: tuple[int, int], axes: tuple[int, int]) -> Weight:
+    """Reorder rows in three nested groups, the first two of these sizes, by swapping two of the axes."""
     rows = weight.shape[0]
-    if rows % (2 * heads):
-        raise config.error(f"{name} has {rows} rows, which {heads} heads do not divide")
-    return weight.reordered(np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).ravel())
-
-
-TRANSPOSED = r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight"  # in GPT-2
+    if rows % math.prod(sizes):
+        return weight
+    return weight.reordered(np.arange(rows).reshape(*sizes, -1).swapaxes(*axes).ravel())
 
 
 def transposed(config: Fields, name: str, weight: Weight) -> Weight:
     """Return a matrix with the columns as rows."""
     return weight.transposed()
-
-
-def heads_last(config: Fields, name: str, weight: Weight) -> Weight:
-    """Reorder the rows of q, k and v, of which a folder has those of each head together."""
-    heads = config.integer("num_attention_heads")
-    rows = weight.shape[0]
-    if rows % (3 * heads):
-        raise config.error(f"{name} has {rows} rows, which {heads} heads of q, k and v do not divide")
-    return weight.reordered(np.arange(rows).reshape(heads, 3, -1).swapaxes(0, 1).ravel())
 
 
 def plus_one(config: Fields, name: str, weight: Weight) -> Weight:
@@ -117,10 +120,7 @@ def rope_scaling(config: Fields, kinds: tuple[str, ...] = _KINDS) -> dict[str, A
     found: dict[str, Any] = {}
     if rope.has("rope_theta"):
         found["rope.freq_base"] = rope.number("rope_theta")
-    kind = rope.string("rope_type", "type", default="default")
-    if kind not in kinds:
-        known = ", ".join(map(repr, kinds))
-        raise rope.unsupported(f"{rope.name('rope_type')} is {kind!r}; supported: {known}")
+    kind = rope.choice("rope_type", "type", known=kinds, default="default")
     if kind in ("linear", "yarn"):
         found["rope.scaling.type"] = kind
         found["rope.scaling.factor"] = rope.number("factor")
@@ -528,20 +528,16 @@ def value_heads_by_turns(config: Fields, name: str, weight: Weight) -> Weight:
     width = config.integer("linear_value_head_dim", default=128)
     keys = 2 * groups * config.integer("linear_key_head_dim", default=128)
 
-    def by_turns(width: int) -> npt.NDArray[np.intp]:
-        rows = np.arange(heads * width).reshape(groups, heads // groups, width)
-        order: npt.NDArray[np.intp] = rows.swapaxes(0, 1).ravel()
-        return order
-
     part = name.split(".")[2]
-    if part in ("attn_qkv", "ssm_conv1d"):
-        return weight.reordered(np.concatenate([np.arange(keys), keys + by_turns(width)]))
-    if part == "ssm_out":
-        order = by_turns(width)
-        return weight.computed(lambda index: weight.rows(index)[:, order])
-    if part == "ssm_norm":
+    if part == "ssm_norm" or heads % groups:
         return weight
-    return weight.reordered(by_turns(width if part == "attn_gate" else 1))
+    width = width if part in ("attn_qkv", "ssm_conv1d", "ssm_out", "attn_gate") else 1
+    order = np.arange(heads * width).reshape(groups, heads // groups, width).swapaxes(0, 1).ravel()
+    if part == "ssm_out":
+        return weight.computed(lambda index: weight.rows(index)[:, order])
+    if part in ("attn_qkv", "ssm_conv1d"):
+        order = np.concatenate([np.arange(keys), keys + order])
+    return weight.reordered(order) if len(order) == weight.shape[0] else weight
 
 
 def _layers_with_window(config: Fields, usual_period: int) -> dict[str, Any]:
@@ -681,9 +677,7 @@ def gemma3(config: Fields) -> dict[str, Any]:
     rope = config.object("rope_parameters")
     full, local = rope.object("full_attention"), rope.object("sliding_attention")
     local.require("rope_type", ("default",), "default")
-    kind = full.string("rope_type", default="default")
-    if kind not in ("default", "linear"):
-        raise full.unsupported(f"{full.name('rope_type')} is {kind!r}; supported: 'default', 'linear'")
+    kind = full.choice("rope_type", known=("default", "linear"), default="default")
     scaling = config.object("rope_scaling")
     factor = full.number("factor", default=1.0) if kind == "linear" else scaling.number("factor", default=1.0)
     found: dict[str, Any] = {

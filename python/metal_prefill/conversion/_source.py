@@ -1,18 +1,27 @@
-"""Row of a model class of transformers: how it becomes an architecture of GGUF."""
+"""Row of a model class of transformers: how it becomes an architecture of GGUF.
 
+Names of tensors in the body of a model are those of `gguf.TensorNameMap`; rows add prefixes to remove and the
+names of heads.
+"""
+
+from __future__ import annotations
+
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from metal_prefill.conversion._fields import MAX_LAYERS, Fields
-from metal_prefill.conversion._settings import Values
-from metal_prefill.conversion._weights import Weight
+import gguf
+
+from metal_prefill.conversion._folder import MAX_LAYERS, Fields
+from metal_prefill.conversion._weights import FloatArray, Weight
+from metal_prefill.errors import UnsupportedModelError
+from metal_prefill.files._architecture import ARCHITECTURES, MISSING_STEPS
 from metal_prefill.files._metadata_keys import MAX_INT
+from metal_prefill.files._task_config import DENSE
 
 Task: TypeAlias = Literal["body", "causal", "sequence", "tokens", "late", "masked"]
 Change: TypeAlias = Callable[[Fields, str, Weight], Weight]
-Shape: TypeAlias = tuple[int, ...]
-Combined: TypeAlias = Callable[[Fields, Mapping[str, Weight]], Mapping[str, Weight]]
 
 
 class Key(NamedTuple):
@@ -92,18 +101,137 @@ class Source:
     # Functions of configuration, name in the GGUF file and tensor that return the tensor to write, by a
     # pattern of the name.
     changes: Mapping[str, Change] = field(default_factory=dict)
-    # Functions of configuration, name in the GGUF file and shape that return the shape to write, by a pattern
-    # of the name.
-    shapes: Mapping[str, Callable[[Fields, str, Shape], Shape]] = field(default_factory=dict)
     # Function of the configuration that returns more metadata.
     more: Callable[[Fields], Mapping[str, Any]] = lambda config: {}
     # Function of the configuration that returns tensors that the folder does not contain.
-    computed: Callable[[Fields], Mapping[str, Values]] = lambda config: {}
+    computed: Callable[[Fields], Mapping[str, FloatArray]] = lambda config: {}
     # Function of the configuration and the tensors of a folder by name that returns those to write, by the
     # same kind of names.
-    combined: Combined = lambda config, weights: weights
+    combined: Callable[[Fields, Mapping[str, Weight]], Mapping[str, Weight]] = lambda config, weights: weights
     made: str = "(?!)"  # pattern of the names of tensors that `combined` adds, which are those in a GGUF file
-    position_offset: bool = False  # whether positions start after the id of the padding token
     # Object of the configuration that describes the text model, if the class has other parts, too.
     text_part: str = ""
     frames: bool = True  # whether texts have the tokens that the tokenizer adds at their ends
+    # Function of the configuration that returns the row for a folder that differs from others of its class.
+    variant: Callable[[Fields], Source | None] = lambda config: None
+
+    def text_fields(self, config: Fields) -> Fields:
+        """Return the part of a configuration that describes the text model."""
+        part = self.text_part
+        return config.object(part) if part and config.has(part) else config
+
+    def metadata(self, config: Fields) -> dict[str, Any]:
+        """Return the metadata of the architecture, without its prefix."""
+        for name, accepted in self.accepted.items():
+            config.require(name, accepted, accepted[0])
+        is_causal = ARCHITECTURES[self.architecture].causal
+        found: dict[str, Any] = ({} if is_causal else {"attention.causal": False}) | dict(self.constants)
+        for suffix, key in self.keys.items():
+            default: dict[str, Any] = {} if key.default is None else {"default": key.default}
+            if key.default == 0 and not any(map(config.has, key.names)):
+                continue
+            if isinstance(key.default, float):
+                found[suffix] = config.number(*key.names, default=key.default)
+            else:
+                found[suffix] = config.integer(*key.names, **default, most=key.most)
+        return {**found, **self.more(config)}
+
+    def gguf_name(self, task: Task, names: gguf.TensorNameMap, name: str) -> str | None:
+        """Return the name of a tensor in a GGUF file, or None for a tensor that is left out."""
+        if re.fullmatch(self.made, name):
+            return name
+        bare = next((name.removeprefix(start) for start in self.prefixes if name.startswith(start)), name)
+        stem, _, suffix = bare.rpartition(".")
+        suffix = {"gamma": "weight", "beta": "bias"}.get(suffix, suffix)
+        head = self.heads.get(task, {}).get(stem)
+        if head is not None:
+            return f"{head}.{suffix}"
+        if any(re.fullmatch(pattern, bare) for pattern in self.unused):
+            return None
+        if suffix in _PARAMETERS:
+            module, suffix = _PARAMETERS[suffix]
+            stem = f"{stem}.{module}"
+        if self.added_prefix and not bare.startswith(self.added_prefix):
+            stem = self.added_prefix + stem
+        whole: str | None = names.get_name(f"{stem}.{suffix}")  # of a parameter without a suffix
+        if whole is not None:
+            return whole
+        found: str | None = names.get_name(stem)
+        if found is None or suffix not in ("weight", "bias"):
+            raise UnsupportedModelError(f"tensor {name} is not part of a {self.architecture} model")
+        return f"{found}.{suffix}"
+
+    def bidirectional(self) -> Source:
+        """Return the row for a decoder whose tokens see those after them, and may be projected."""
+        if self.architecture == "gemma3":
+            return replace(self, architecture="gemma-embedding")
+        return replace(
+            self,
+            architecture="llama-embed" if self.architecture == "llama" else self.architecture,
+            constants={**self.constants, "attention.causal": False},
+            heads={**self.heads, "body": {"linear": DENSE[0]}},
+        )
+
+    def states_bidirectional(self, config: Fields) -> bool:
+        """Return whether a folder states that tokens see those after them, where a row lists no values."""
+        fields = {"use_bidirectional_attention": True, "is_causal": False}
+        return any(
+            config.boolean(name, default=not value) == value
+            for name, value in fields.items()
+            if name not in self.accepted
+        )
+
+
+# Parameters that are no weight or bias: the modules and suffixes by which `gguf.TensorNameMap` knows them.
+_PARAMETERS = {
+    "dt_bias": ("dt_proj", "bias"),
+    "layer_scalar": ("layer_scalar", "weight"),
+    "expert_bias": ("expert_bias", "bias"),
+}
+# Suffixes of model classes, with the purpose of their heads.
+_TASKS: dict[str, Task] = {
+    "ForSequenceClassification": "sequence",
+    "ForTokenClassification": "tokens",
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForConditionalGeneration": "causal",
+    "ForMaskedLM": "body",
+    "ForPreTraining": "body",
+    "TextModel": "body",
+    "EncoderModel": "body",
+    "Model": "body",
+}
+# Stanford's ColBERT: the name of its class, and families by the type of its body.
+_COLBERT = "HF_ColBERT"
+_BODIES = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta"}
+_BIDIRECTIONAL = "Bidirectional"  # ends the names of decoders whose tokens see those after them
+
+
+def find_source(rows: Mapping[str, Source], config: Fields) -> tuple[Source, Task]:
+    """Return the row for a folder's model class, and the task of its head."""
+    classes = config.sequence("architectures")
+    name = classes[0] if classes and isinstance(classes[0], str) else None
+    if name is None:
+        raise config.error("architectures must name the class of the model, such as BertModel")
+    if name == _COLBERT:
+        source = rows[_BODIES[config.choice("model_type", known=_BODIES, default="")]]
+        return source.variant(config) or source, "late"
+    match = re.fullmatch(rf"(.+?)({'|'.join(_TASKS)})", name)
+    family = match[1].removesuffix(_BIDIRECTIONAL) if match else ""
+    if family.lower() in MISSING_STEPS:
+        raise config.unsupported(
+            f"model class {name} is not supported; it needs {MISSING_STEPS[family.lower()]}"
+        )
+    if match is None or family not in rows:
+        known = ", ".join((*rows, _COLBERT))
+        raise config.unsupported(f"model class {name} is not supported; supported families are {known}")
+    source, task = rows[family], _TASKS[match[2]]
+    source = source.variant(config) or source
+    if ARCHITECTURES[source.architecture].causal and (
+        family != match[1] or source.states_bidirectional(config)
+    ):
+        source, task = source.bidirectional(), "body" if task == "causal" else task
+    has_other_parts = match[2] == "ForConditionalGeneration"
+    if task not in ("body", *source.heads) or (has_other_parts and not source.text_part):
+        raise config.unsupported(f"the head of {name} is not supported")
+    return source, task

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from metal_prefill.conversion._body import body_folder
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._folder import Fields, body_folder
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._modules import Modules, transformer_settings, words_of
 from metal_prefill.errors import ChatTemplateError
@@ -252,3 +251,9 @@ def _number(fields: Fields, key: str, context: int) -> int:
     value = fields.values[key]
     # Tokenizers without a limit state a huge number.
     return context if isinstance(value, (int, float)) and value >= context else fields.integer(key)
+
+
+def static_lengths(body: Path) -> dict[str, int]:
+    """Return the most tokens of a text by its full key: those after which the tokenizer itself cuts texts."""
+    truncation = Fields.read(body / "tokenizer.json").object("truncation")
+    return {f"{LENGTH_KEYS}text": truncation.integer("max_length")} if truncation.values else {}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from metal_prefill._support.messages import shortened
-from metal_prefill.conversion._fields import Fields, read_text
+from metal_prefill.conversion._folder import Fields, read_text
 from metal_prefill.conversion._folder_vocabulary import (
     FolderVocabulary,
     fill,
@@ -55,11 +55,8 @@ def read_vocabulary(
     if added:
         json = _with_tokens(json, added)
     model = json.object("model")
-    kind = model.string("type", default="")
     readers = {"WordPiece": _word_piece, "Unigram": unigram, "BPE": _bpe}
-    if kind not in readers:
-        raise json.unsupported(f"{model.name('type')} is {kind!r}; supported: {', '.join(readers)}")
-    found = readers[kind](json, model, settings)
+    found = readers[model.choice("type", known=readers, default="")](json, model, settings)
     set_special_tokens(found, json, settings, config, folder)
     set_frame(found, json, settings, config)
     fill(found, config)

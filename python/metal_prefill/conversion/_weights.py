@@ -19,8 +19,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from metal_prefill._support.messages import shortened
-from metal_prefill.conversion._body import GLINER
-from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields
+from metal_prefill.conversion._folder import GLINER, MAX_FILE_NAME, Fields
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._other_formats import RECOGNIZED_BYTES, in_place_of_file
 
@@ -53,13 +52,19 @@ class Weight:
     start: int
     end: int
 
+    def error(self, message: str) -> GGUFError:
+        """Return, without raising it, an error that names the file and the tensor."""
+        return GGUFError(f"{self.file}: tensor {self.name} {message}")
+
+    def check_shape(self, expected: tuple[int, ...]) -> None:
+        if self.shape != expected:
+            raise self.error(f"has shape {self.shape}, expected {expected}")
+
     def parts(self, names: tuple[str, ...]) -> list[Weight]:
         """Divide the rows into equal parts, and name these."""
         rows = self.shape[0] if self.shape else 1
         if rows % len(names):
-            raise GGUFError(
-                f"{self.file}: tensor {self.name} has {rows} rows, which {len(names)} parts do not divide"
-            )
+            raise self.error(f"has {rows} rows, which {len(names)} parts do not divide")
         shape = (rows // len(names), *self.shape[1:])
         size = (self.end - self.start) // len(names)
         return [self._part(i, name, shape, size) for i, name in enumerate(names)]
@@ -67,6 +72,10 @@ class Weight:
     def _part(self, i: int, name: str, shape: tuple[int, ...], size: int) -> Weight:
         start = self.start + i * size
         return replace(self, name=name, shape=shape, start=start, end=start + size)
+
+    def named(self, name: str) -> Computed:
+        """Return the same tensor with another name."""
+        return self.computed(self.rows, name=name)
 
     def computed(
         self, compute: Compute, *, name: str | None = None, shape: tuple[int, ...] | None = None
@@ -117,7 +126,7 @@ class Weight:
 
     def _finite(self, values: FloatArray) -> FloatArray:
         if not np.isfinite(values).all():
-            raise GGUFError(f"{self.file}: tensor {self.name} contains a value that is not finite")
+            raise self.error("contains a value that is not finite")
         return values
 
     def _floats(self, raw: npt.NDArray[Any]) -> FloatArray:
@@ -137,8 +146,7 @@ class Weight:
         try:
             raw = np.fromfile(self.file, dtype, math.prod(shape), offset=offset)
         except MemoryError:
-            where = f"{self.file}: tensor {self.name}"
-            raise GGUFError(f"{where} has {self.end - self.start} bytes, which cannot be allocated") from None
+            raise self.error(f"has {self.end - self.start} bytes, which cannot be allocated") from None
         if raw.size != math.prod(shape):
             raise GGUFError(f"{self.file}: was truncated; tensor {self.name} ends at byte {self.end}")
         return raw.reshape(shape)
@@ -228,10 +236,7 @@ def _stacked(weights: Mapping[str, Weight]) -> Iterator[Weight | Stack]:
                 missing = next(i for i in range(len(matrices)) if i not in matrices)
                 raise GGUFError(f"{matrix.file}: has tensor {matrix.name}, but none of expert {missing}")
             if matrix.shape != first.shape:
-                raise GGUFError(
-                    f"{matrix.file}: tensor {matrix.name} has shape {matrix.shape}, but {first.name} "
-                    f"has {first.shape}"
-                )
+                raise matrix.error(f"has shape {matrix.shape}, but {first.name} has {first.shape}")
         yield Stack(name, tuple(matrices[i] for i in range(len(matrices))))
 
 

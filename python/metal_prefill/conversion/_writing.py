@@ -4,7 +4,7 @@ import importlib.metadata
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -20,33 +20,38 @@ from metal_prefill._support.atomic_write import replacing
 from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill._support.messages import shortened
 from metal_prefill.conversion._adapter import adapted
-from metal_prefill.conversion._body import GLINER, adapter_folder, body_folder
-from metal_prefill.conversion._fields import Fields, is_number
+from metal_prefill.conversion._combined import STATIC_TABLE, static_table
+from metal_prefill.conversion._decoder_sources import DECODERS
+from metal_prefill.conversion._encoder_sources import ENCODERS
+from metal_prefill.conversion._folder import (
+    GLINER,
+    STATIC,
+    STATIC_CLASS,
+    Fields,
+    adapter_folder,
+    body_folder,
+    is_number,
+    modules_of,
+)
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._gliner import Encoder, read_gliner
 from metal_prefill.conversion._modules import Modules, read_modules
-from metal_prefill.conversion._settings import position_offset
-from metal_prefill.conversion._source import Source, Task
-from metal_prefill.conversion._sources import find_source, gguf_name, metadata_of, text_fields
-from metal_prefill.conversion._static import static_configuration, static_lengths
+from metal_prefill.conversion._source import Source, Task, find_source
 from metal_prefill.conversion._text_settings import (
     colbert_heads,
     colbert_metadata,
     max_tokens,
     prompt_metadata,
     rerank_metadata,
+    static_lengths,
 )
 from metal_prefill.conversion._vocabulary import read_vocabulary
-from metal_prefill.conversion._weights import Stack, Weight, divided, ignored_index, read_weights
+from metal_prefill.conversion._weights import FILE, Stack, Weight, divided, ignored_index, read_weights
 from metal_prefill.errors import GGUFError, UnsupportedModelError
-from metal_prefill.files._architecture import ARCHITECTURES
-from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._gguf_writer import GGUFWriter
-from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._gguf_writer import GGUFWriter, check_header
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, LABEL_ENCODER, MAX_INT
-from metal_prefill.files._model_tensors import collect_tensors
-from metal_prefill.files._task_config import read_head
 
+SOURCES = ENCODERS | DECODERS  # a row for each family of model classes
 AUTO = "auto"
 # Types that the gguf package can write; the last ones are for models that were trained for them.
 TENSOR_TYPES = (AUTO, "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "TQ1_0", "TQ2_0")
@@ -136,61 +141,118 @@ def convert(
         problem = "is a file, not a model folder" if folder.exists() else "no such folder"
         raise GGUFError(f"{folder}: {problem}")
     adapter = adapter_folder(folder, None if adapter is None else Path(adapter))
-    body = body_folder(folder)
     entities = None
     if (folder / GLINER).is_file():
         entities = read_gliner(folder, {key: Path(place) for key, place in encoders.items()})
-    whole = static_configuration(folder, body) if entities is None else entities.texts.config
-    whole = whole or Fields.read(body / "config.json")
-    _refuse_quantized(whole)
-    source, task = find_source(whole)
-    config = text_fields(source, whole)
-    metadata = metadata_of(source, config)
-    late = task == "late"
-    if entities is not None:
-        modules = entities.texts.modules
-    else:
-        modules = Modules(colbert_heads(folder, config)) if late else read_modules(folder, config, task)
-    metadata |= modules.metadata
-    task = "masked" if modules.masked else task
-    weights: Mapping[str, Weight] = read_weights(body) if entities is None else entities.texts.weights
-    weights = adapted(whole, weights, adapter, (*source.prefixes, source.added_prefix))
-    weights = source.combined(config, weights)
-    found = _by_role(source, config, task, metadata, weights, modules)
-    tied = whole if whole.has("tie_word_embeddings") else config
-    if (
-        task == "causal"
-        and "output.weight" not in found
-        and not tied.boolean("tie_word_embeddings", default=True)
-    ):
-        raise tied.error(f"{tied.name('tie_word_embeddings')} is false, but the weights lack lm_head.weight")
     if entities is None:
-        vocabulary = read_vocabulary(body, config, frames=source.frames)
+        model = _Model(folder, _encoder(folder), adapter)
     else:
-        vocabulary = read_vocabulary(entities.texts.place, config, added=entities.added_tokens)
-    tensors = _planned_all(source, config, found, tensor_type)
-    writer = GGUFWriter(None, source.architecture)
+        model = _Model(folder, entities.texts, adapter, entities.added_tokens)
+    tensors = model.planned(tensor_type)
+    writer = GGUFWriter(None, model.source.architecture)
     writer.add_name(os.fsencode(name or folder.resolve().name).decode("utf-8", "replace"))
-    writer.add_file_type(_file_type(_type_of(weights) if tensor_type == AUTO else tensor_type))
+    writer.add_file_type(_file_type(_type_of(model.weights) if tensor_type == AUTO else tensor_type))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for suffix, value in metadata.items():
-        _add(writer, folder, f"{source.architecture}.{suffix}", value)
-    prompts = colbert_metadata(folder, vocabulary) if late else prompt_metadata(folder, modules, vocabulary)
-    if modules.logit_score is not None:
-        prompts |= rerank_metadata(folder, modules.logit_score, vocabulary)
+    extras = model.modules.own | model.settings()
     if entities is not None:
-        prompts |= entities.tokens_of(vocabulary)
-    elif "block_count" not in metadata:
-        prompts |= static_lengths(body)
-    elif task != "causal" or (folder / "modules.json").is_file():
-        prompts |= max_tokens(folder, metadata["context_length"], prompts.get(f"{EXPANSION_KEYS}length", 0))
-    for key, value in (modules.own | prompts).items():
+        extras |= entities.tokens_of(model.vocabulary)
+    model.add_metadata(writer)
+    for key, value in extras.items():
         _add(writer, folder, key, value)
-    add_vocabulary(writer, vocabulary, config)
+    add_vocabulary(writer, model.vocabulary, model.config)
     if entities is not None and entities.labels is not None:
-        tensors += _add_label_encoder(writer, folder, entities.labels, tensor_type)
+        labels = _Model(folder, entities.labels)
+        inner = GGUFWriter(None, labels.source.architecture)
+        labels.add_metadata(inner)
+        add_vocabulary(inner, labels.vocabulary, labels.config)
+        writer.kv_data[0] |= {f"{LABEL_ENCODER}{key}": value for key, value in inner.kv_data[0].items()}
+        tensors += [t._replace(name=f"{LABEL_ENCODER}{t.name}") for t in labels.planned(tensor_type)]
     _write(Path(path), folder, writer, tensors, progress)
     return Path(path)
+
+
+def _encoder(folder: Path) -> Encoder:
+    """Return the only model of a folder, which may be a table without layers (StaticEmbedding, model2vec)."""
+    body = body_folder(folder)
+    path = body / "config.json"
+    listed = modules_of(folder) if (folder / "modules.json").is_file() else []
+    kinds = [module.string("type").rpartition(".")[2] for module in listed]
+    stated = Fields.read_if_present(path)
+    if kinds[:1] != [STATIC] and (kinds or stated.values.get("model_type") != "model2vec"):
+        return Encoder(Fields.read(path), body)
+    table = static_table(stated, read_weights(body))[STATIC_TABLE]
+    if len(table.shape) != 2:
+        raise table.error(f"has shape {table.shape}, expected a matrix")
+    values = {"architectures": [STATIC_CLASS], "vocab_size": table.shape[0], "hidden_size": table.shape[1]}
+    normalize = not kinds and stated.boolean("normalize", default=False)
+    return Encoder(Fields(body / FILE, {**values, "normalize": normalize}), body)
+
+
+class _Model:
+    """A model of a folder: its row, its tensors by their names in a GGUF file, and what describes them."""
+
+    def __init__(
+        self, folder: Path, encoder: Encoder, adapter: Path | None = None, added: Sequence[str] = ()
+    ) -> None:
+        whole = encoder.config
+        _refuse_quantized(whole)
+        self.source, task = find_source(SOURCES, whole)
+        self.config = config = self.source.text_fields(whole)
+        self.metadata = self.source.metadata(config)  # without the prefix of the architecture
+        modules, self.is_late = encoder.modules, task == "late"
+        if modules is None and self.is_late:
+            modules = Modules(colbert_heads(folder, config))
+        self.modules = read_modules(folder, config, task) if modules is None else modules
+        self.metadata |= self.modules.metadata
+        self.task: Task = "masked" if self.modules.masked else task
+        weights: Mapping[str, Weight]
+        weights = read_weights(encoder.place) if encoder.weights is None else encoder.weights
+        if adapter is not None or whole.has("lora_adaptations"):
+            prefixes = (*self.source.prefixes, self.source.added_prefix)
+            weights = adapted(whole, weights, adapter, prefixes)
+        self.weights = self.source.combined(config, weights)
+        self.tensors = _by_role(self.source, config, self.task, self.metadata, self.weights, self.modules)
+        tied = whole if whole.has("tie_word_embeddings") else config
+        if (
+            self.task == "causal"
+            and "output.weight" not in self.tensors
+            and not tied.boolean("tie_word_embeddings", default=True)
+        ):
+            name = tied.name("tie_word_embeddings")
+            raise tied.error(f"{name} is false, but the weights lack lm_head.weight")
+        self.vocabulary = read_vocabulary(encoder.place, config, frames=self.source.frames, added=added)
+        self._folder, self._place, self._is_alone = folder, encoder.place, encoder.modules is None
+
+    def settings(self) -> dict[str, Any]:
+        """Return prompts, lengths and the expansion of queries, by their full keys."""
+        folder, vocabulary = self._folder, self.vocabulary
+        if self.is_late:
+            found = colbert_metadata(folder, vocabulary)
+        else:
+            found = prompt_metadata(folder, self.modules, vocabulary)
+        if self.modules.logit_score is not None:
+            found |= rerank_metadata(folder, self.modules.logit_score, vocabulary)
+        if not self._is_alone:
+            return found
+        if "block_count" not in self.metadata:
+            return found | static_lengths(self._place)
+        if self.task != "causal" or (folder / "modules.json").is_file():
+            expanded = found.get(f"{EXPANSION_KEYS}length", 0)
+            found |= max_tokens(folder, self.metadata["context_length"], expanded)
+        return found
+
+    def planned(self, chosen: str) -> list[_Tensor]:
+        """Return the tensors to write, with matrices of a type."""
+        made = [_planned(self.source, self.config, *item, chosen) for item in self.tensors.items()]
+        return made + [
+            _Tensor(role, values.shape, GGMLQuantizationType.F32, partial(iter, [values]))
+            for role, values in self.source.computed(self.config).items()
+        ]
+
+    def add_metadata(self, writer: GGUFWriter) -> None:
+        """Add the metadata of the architecture."""
+        for suffix, value in self.metadata.items():
+            _add(writer, self._folder, f"{self.source.architecture}.{suffix}", value)
 
 
 def _by_role(
@@ -206,7 +268,7 @@ def _by_role(
     found: dict[str, Weight | Stack] = dict(modules.tensors)
     for weight in divided(weights, source.parts):
         try:
-            role = gguf_name(source, task, names, weight.name)
+            role = source.gguf_name(task, names, weight.name)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{weight.file}: {error}") from None
         if role is None:
@@ -216,22 +278,6 @@ def _by_role(
         _check_bias(source, config, role, weight)
         found[role] = weight
     return found
-
-
-def _add_label_encoder(writer: GGUFWriter, folder: Path, encoder: Encoder, tensor_type: str) -> list[_Tensor]:
-    """Add the metadata of a second encoder, and return its tensors, with the prefix of both."""
-    source, task = find_source(encoder.config)
-    config = text_fields(source, encoder.config)
-    metadata = metadata_of(source, config)
-    weights = source.combined(config, encoder.weights)
-    found = _by_role(source, config, task, metadata, weights, encoder.modules)
-    inner = GGUFWriter(None, source.architecture)
-    for suffix, value in (metadata | encoder.modules.metadata).items():
-        _add(inner, folder, f"{source.architecture}.{suffix}", value)
-    add_vocabulary(inner, read_vocabulary(encoder.place, config, frames=source.frames), config)
-    writer.kv_data[0] |= {f"{LABEL_ENCODER}{key}": value for key, value in inner.kv_data[0].items()}
-    tensors = _planned_all(source, config, found, tensor_type)
-    return [tensor._replace(name=f"{LABEL_ENCODER}{tensor.name}") for tensor in tensors]
 
 
 def _check_bias(source: Source, config: Fields, role: str, weight: Weight | Stack) -> None:
@@ -273,16 +319,6 @@ def _type_of(weights: Mapping[str, Weight]) -> str:
     return _OF_WEIGHTS.get(max(counts, key=lambda dtype: counts[dtype], default="F32"), "F32")
 
 
-def _planned_all(
-    source: Source, config: Fields, found: Mapping[str, Weight | Stack], chosen: str
-) -> list[_Tensor]:
-    tensors = [_planned(source, config, role, weight, chosen) for role, weight in found.items()]
-    return tensors + [
-        _Tensor(role, values.shape, GGMLQuantizationType.F32, partial(iter, [values]))
-        for role, values in source.computed(config).items()
-    ]
-
-
 def _planned(source: Source, config: Fields, name: str, weight: Weight | Stack, chosen: str) -> _Tensor:
     shape = weight.shape
     is_filter = name.endswith(_FILTERS)
@@ -291,34 +327,21 @@ def _planned(source: Source, config: Fields, name: str, weight: Weight | Stack, 
     expected = (3,) if isinstance(weight, Stack) else (1, 2)
     if len(shape) not in expected or 0 in shape:
         where, dimensions = f"{weight.file}: tensor {weight.name}", " or ".join(map(str, expected))
-        raise GGUFError(f"{where} has shape {shape}, expected {dimensions} dimensions, none of them 0")
-    for pattern, shape_of in source.shapes.items():
-        if re.fullmatch(pattern, name):
-            shape = shape_of(config, name, shape)
-    if source.position_offset and name == "position_embd.weight":
-        if shape[0] <= (first := position_offset(config)):
-            where = f"{weight.file}: tensor {weight.name}"
-            raise GGUFError(f"{where} has {shape[0]} positions, of which the first {first} are not used")
-        shape = (shape[0] - first, *shape[1:])
+        raise GGUFError(f"{where} has shape {weight.shape}, expected {dimensions} dimensions, none of them 0")
     exact = (
         *(len(weight.shape) == 1, is_filter, name in _EXACT),
         *(name.startswith(_EXACT_PREFIXES), name.endswith(_EXACT_ENDS)),
     )
-    chosen = _OF_WEIGHTS.get(weight.dtype, "F32") if chosen == AUTO else chosen
-    kind = GGMLQuantizationType["F32" if any(exact) else chosen]
-    if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
-        kind = GGMLQuantizationType[_FALLBACK]
-    return _Tensor(name, shape, kind, partial(_blocks, source, config, name, weight))
-
-
-def _blocks(
-    source: Source, config: Fields, name: str, weight: Weight | Stack
-) -> Iterable[npt.NDArray[np.float32]]:
     for pattern, change in source.changes.items():
         if re.fullmatch(pattern, name):
             assert isinstance(weight, Weight), f"{name}: no change applies to matrices of experts"
             weight = change(config, name, weight)
-    return weight.blocks()
+            shape = shape if is_filter else weight.shape
+    chosen = _OF_WEIGHTS.get(weight.dtype, "F32") if chosen == AUTO else chosen
+    kind = GGMLQuantizationType["F32" if any(exact) else chosen]
+    if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+        kind = GGMLQuantizationType[_FALLBACK]
+    return _Tensor(name, shape, kind, weight.blocks)
 
 
 def _write(
@@ -331,10 +354,12 @@ def _write(
     total, done = sum(tensor.nbytes for tensor in tensors), 0
     with replacing(path) as part:
         try:
-            writer.write_header_to_file(part)
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            _check(writer, part, folder, tensors)
+            writer.write_header(part, [tensor.nbytes for tensor in tensors])
+            try:
+                check_header(part)
+            except (GGUFError, UnsupportedModelError) as error:
+                message = str(error).removeprefix(f"{part}: ")
+                raise type(error)(f"{folder}: {message}{ignored_index(folder)}") from None
             assert writer.fout is not None
             out = writer.fout[0]
             for tensor in tensors:
@@ -350,28 +375,6 @@ def _write(
                 writer.write_padding(out, tensor.nbytes)
         finally:
             writer.close()
-
-
-def _check(writer: GGUFWriter, part: Path, folder: Path, tensors: list[_Tensor]) -> None:
-    """Read the header as if the tensors were there, so that an error comes before the work."""
-    if writer.arch not in ARCHITECTURES:
-        return
-    assert writer.fout is not None
-    writer.flush()
-    alignment = writer.data_alignment
-    end = -(-writer.fout[0].tell() // alignment) * alignment
-    end += sum(-(-tensor.nbytes // alignment) * alignment for tensor in tensors)
-    os.truncate(part, end)
-    try:
-        with GGUFFile(part) as opened:
-            labels = opened.inner(LABEL_ENCODER)
-            for model in (labels, opened) if labels.tensors else (opened,):
-                config = read_config(model)
-                collect_tensors(model, config)
-                read_head(model, config.architecture, config.dim)
-    except (GGUFError, UnsupportedModelError) as error:
-        message = str(error).removeprefix(f"{part}: ")
-        raise type(error)(f"{folder}: {message}{ignored_index(folder)}") from None
 
 
 def _add(writer: GGUFWriter, folder: Path, key: str, value: Any) -> None:

@@ -64,14 +64,17 @@ def check_file(
 @contextmanager
 def safe_answers(hub: ModuleType) -> Iterator[None]:
     """Reject, while the block runs, responses whose headers are unsafe as file names."""
-    client = hub.utils.get_session()  # of `requests` or `httpx`, depending on the version of the library
+    client = hub.utils.get_session()
     with _hooks:
-        _response_hooks(client, lambda hooks: [*hooks, _check_headers])
+        hooks = client.event_hooks
+        client.event_hooks = {**hooks, "response": [*hooks["response"], _check_headers]}
     try:
         yield
     finally:
         with _hooks:
-            _response_hooks(client, _without_ours)
+            hooks = client.event_hooks
+            hooks["response"].remove(_check_headers)  # the first one: other calls in flight have theirs
+            client.event_hooks = hooks
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
@@ -97,11 +100,8 @@ def _get(hub: ModuleType, url: str, token: str | bool | None) -> tuple[int, Any,
     client, patience = hub.utils.get_session(), _patience(hub)
     headers = hub.utils.build_hf_headers(token=token)
     end = time.monotonic() + TIME_LIMIT
-    if callable(getattr(client, "stream", None)):
-        with client.stream("GET", url, headers=headers, timeout=patience, follow_redirects=True) as answer:
-            return answer.status_code, answer.headers, _read(answer.iter_bytes(1 << 16), end)
-    with client.get(url, headers=headers, timeout=patience, stream=True) as answer:
-        return answer.status_code, answer.headers, _read(answer.iter_content(1 << 16), end)
+    with client.stream("GET", url, headers=headers, timeout=patience, follow_redirects=True) as answer:
+        return answer.status_code, answer.headers, _read(answer.iter_bytes(1 << 16), end)
 
 
 def _read(chunks: Iterator[bytes], end: float) -> bytes:
@@ -146,15 +146,3 @@ def _check_headers(response: Any, *_: Any, **__: Any) -> None:
         name = value.removeprefix("W/").strip('"')
         if not _SAFE_NAME.fullmatch(name) or not name.strip("."):
             raise HubError(f"its {header} {value[:80]!r} is not a valid file name")
-
-
-def _response_hooks(client: Any, change: Callable[[list[Any]], list[Any]]) -> None:
-    hooks = client.event_hooks if hasattr(client, "event_hooks") else client.hooks
-    hooks["response"] = change(list(hooks["response"]))
-    if hasattr(client, "event_hooks"):
-        client.event_hooks = hooks
-
-
-def _without_ours(hooks: list[Any]) -> list[Any]:
-    hooks.remove(_check_headers)  # the first one: other calls in flight have theirs
-    return hooks

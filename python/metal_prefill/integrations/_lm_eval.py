@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from metal_prefill.errors import MissingExtraError
-from metal_prefill.hub._download import resolve_model
+from metal_prefill.hub._local_file import resolve_model
 from metal_prefill.integrations import _evaluation
 from metal_prefill.model import Model
 

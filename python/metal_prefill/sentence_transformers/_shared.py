@@ -13,7 +13,8 @@ from metal_prefill._support.arguments import integer, items_of, one_of
 from metal_prefill._support.tensors import as_tensor
 from metal_prefill.engine import Engine
 from metal_prefill.errors import MissingExtraError
-from metal_prefill.hub._download import PACKAGED, REPOSITORY, fetch_folder, packaged_model
+from metal_prefill.hub._download import fetch_folder
+from metal_prefill.hub._local_file import PACKAGED, REPOSITORY, packaged_model
 from metal_prefill.model import Model
 from metal_prefill.sentence_transformers.util import UnsupportedName
 from metal_prefill.tasks._embedding import EncodedTexts, encode_texts

@@ -24,9 +24,14 @@ import numpy.typing as npt
 from metal_prefill import _core
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.storage._cache_folder import beyond_limit, cache_folder, version
-from metal_prefill.storage._kernel_set import kernel_set
-from metal_prefill.storage._session_file import fingerprint, sample_starts
+from metal_prefill.storage._cache_folder import (
+    beyond_limit,
+    cache_folder,
+    kernel_set,
+    sample_starts,
+    version,
+)
+from metal_prefill.storage._session_file import fingerprint
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 

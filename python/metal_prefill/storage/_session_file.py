@@ -50,6 +50,7 @@ from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import MetalPrefillError, StateError
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._model_config import ModelConfig, core_config, layer_kind
+from metal_prefill.storage._cache_folder import sample_starts
 
 FORMAT = "metal_prefill.session"
 VERSION = "1"
@@ -76,12 +77,6 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _SAMPLES, _SAMPLE_BYTES = 4, 1024  # per tensor, for the fingerprint
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-
-
-def sample_starts(nbytes: int, count: int, size: int) -> list[int]:
-    """Return the starts of at most `count` samples of `size` bytes, from the first byte to the last."""
-    last = max(nbytes - size, 0)
-    return sorted({last * i // (count - 1) for i in range(count)})
 
 
 def fingerprint(gguf: GGUFFile, variant: str = "") -> str:

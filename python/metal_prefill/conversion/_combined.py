@@ -1,0 +1,224 @@
+"""Tensors of a file that follow from several of a folder, or are parts of one: see `Source.combined`."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from metal_prefill.conversion._folder import Fields
+from metal_prefill.conversion._weights import FloatArray, Index, Stack, Weight
+from metal_prefill.errors import GGUFError
+
+
+def with_shared_embedding(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """Name the embedding of an encoder and a decoder, of which a folder may have only the encoder's."""
+    own = weights.get("encoder.embed_tokens.weight")
+    return weights if own is None or "shared.weight" in weights else {**weights, "shared.weight": own}
+
+
+# Relative positions of DeBERTa (arXiv:2006.03654, arXiv:2111.09543): their keys and queries in each layer
+# follow from an embedding of relative positions and the projections of keys and queries, which the content
+# shares.
+RELATIVE = r"attn_rel_row\.weight|blk\.\d+\.attn_rel_[kq]\.weight"  # names of the tensors made here
+_PROJECTION = re.compile(r"(?:.*\.)?encoder\.layer\.(\d{1,9})\.attention\.self\.(query|key)_proj\.weight")
+_MOST_POSITIONS = 1 << 20
+
+
+def with_relative_positions(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """Add the keys and queries of relative positions, and which of them each distance has."""
+    found = _without_unused(config, weights)
+    name = next((name for name in weights if name.endswith("encoder.rel_embeddings.weight")), None)
+    if name is None:
+        raise config.error("relative_attention is true, but the weights lack encoder.rel_embeddings.weight")
+    table, width = weights[name], config.integer("hidden_size")
+    span = _buckets(config) or _furthest(config)
+    table.check_shape((2 * span, width))
+    norms = [
+        weights.get(name.replace("rel_embeddings.weight", f"LayerNorm.{end}")) for end in ("weight", "bias")
+    ]
+    normed = "layer_norm" in config.string("norm_rel_ebd", default="none")
+    if normed and None in norms:
+        raise GGUFError(f"{table.file}: norm_rel_ebd is layer_norm, but encoder.LayerNorm is missing")
+    norm = [tensor for tensor in norms if tensor is not None] if normed else []
+    eps = config.number("layer_norm_eps", default=1e-7)
+    for own, weight in weights.items():
+        match = _PROJECTION.fullmatch(own)
+        if match is None or weight.shape != (width, width):  # which the shapes of tensors tell later
+            continue
+        bias = weights.get(own.removesuffix("weight") + "bias")
+        if bias is not None:
+            bias.check_shape((width,))
+        role = f"blk.{int(match[1])}.attn_rel_{match[2][0]}.weight"
+        values = partial(_projected, table, norm, eps, weight, bias)
+        found[role] = table.computed(values, name=role)
+    context = config.integer("max_position_embeddings", default=512, most=_MOST_POSITIONS)
+    row_of = partial(_rows, context, _buckets(config), _furthest(config), span)
+    row = "attn_rel_row.weight"
+    found[row] = table.computed(row_of, name=row, shape=(2 * context,))
+    return found
+
+
+def _without_unused(config: Fields, weights: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Leave out embeddings that the configuration excludes, and which transformers ignores."""
+    end = "embeddings.position_embeddings.weight"
+    biased = config.boolean("position_biased_input", default=True)
+    if biased and not any(name.endswith(end) for name in weights):
+        raise config.error(f"position_biased_input is true, but the weights lack {end}")
+    typed = config.integer("type_vocab_size", default=0, least=0) > 0
+    excluded = (*(() if biased else (end,)), *(() if typed else ("embeddings.token_type_embeddings.weight",)))
+    return {name: weight for name, weight in weights.items() if not name.endswith(excluded)}
+
+
+def _buckets(config: Fields) -> int:
+    stated = config.values.get("position_buckets", -1)
+    if stated == -1:
+        return 0
+    buckets, furthest = config.integer("position_buckets", least=2, most=_MOST_POSITIONS), _furthest(config)
+    if furthest - 1 <= buckets // 2:
+        raise config.error(f"position_buckets is {buckets}, must be less than {2 * (furthest - 1)}")
+    return buckets
+
+
+def _furthest(config: Fields) -> int:
+    stated = config.values.get("max_relative_positions", -1)
+    name = "max_position_embeddings" if stated == -1 else "max_relative_positions"
+    return config.integer(name, default=512, most=_MOST_POSITIONS)
+
+
+def _projected(
+    table: Weight, norm: list[Weight], eps: float, weight: Weight, bias: Weight | None, index: Index
+) -> FloatArray:
+    rows = table.rows(index).astype(np.float64)
+    if norm:
+        rows -= rows.mean(axis=1, keepdims=True)
+        rows /= np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + eps)
+        rows = rows * norm[0].rows() + norm[1].rows()
+    rows = rows @ weight.rows().T.astype(np.float64)
+    projected: FloatArray = (rows if bias is None else rows + bias.rows()).astype(np.float32)
+    return projected
+
+
+def _rows(context: int, buckets: int, furthest: int, span: int, index: Index) -> FloatArray:
+    """Return the row of each distance of a query from a key, from ``-context`` on."""
+    distance = np.arange(-context, context)[index]
+    if buckets:  # single distances up to half of the buckets, then steps of equal ratios
+        middle = buckets // 2
+        size = np.maximum(np.abs(distance), middle).astype(np.float32)
+        # As transformers computes it, in float32.
+        ratio = np.log(size / np.float32(middle)) / np.float32(np.log((furthest - 1) / middle))
+        steps = np.ceil(ratio * np.float32(middle - 1)).astype(np.int64) + middle
+        distance = np.where(np.abs(distance) <= middle, distance, steps * np.sign(distance))
+    rows: FloatArray = np.clip(distance + span, 0, 2 * span - 1).astype(np.float32)
+    return rows
+
+
+# Tensors with the matrices of all experts. gpt-oss and related models store ``[experts, inputs, outputs]``,
+# with the gates before the ups. In nomic-embed-text-v2-moe, the rows of all experts follow one another, and
+# the second matrix of each is transposed.
+_TENSOR = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
+_SINKS = ".self_attn.sinks"
+_ROWS = re.compile(r"(.+\.mlp\.experts)\.mlp\.(w1|w2)")
+_BIAS_OF_SUM = re.compile(r".*\.layers\.(\d+)\.mlp\.experts\.bias")
+EXPERTS_BIAS = r"blk\.\d+\.ffn_exps\.bias"  # of the sum of the experts, in a file
+
+
+def with_matrices(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """Divide the tensors of experts into matrices with inputs as columns, and name sinks as weights."""
+    found: dict[str, Weight] = {}
+    for name, weight in weights.items():
+        match = _TENSOR.fullmatch(name)
+        if match is not None:
+            parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
+            tensors = _biases if match[3] else _matrices
+            found |= {made.name: made for made in tensors(weight, match[1], parts)}
+        elif name.endswith(_SINKS):
+            found[f"{name}.weight"] = weight.named(f"{name}.weight")
+        else:
+            found[name] = weight
+    return found
+
+
+def _width(weight: Weight, dimensions: int, parts: int) -> int:
+    """Return the number of outputs of each part."""
+    if len(weight.shape) != dimensions or weight.shape[-1] % parts or 0 in weight.shape:
+        raise weight.error(
+            f"has shape {weight.shape}, expected {dimensions} dimensions, none of them 0 and the last a "
+            f"multiple of {parts}"
+        )
+    return weight.shape[-1] // parts
+
+
+def _matrices(weight: Weight, stem: str, parts: tuple[str, ...]) -> Iterator[Weight]:
+    width = _width(weight, 3, len(parts))
+    for expert, matrix in enumerate(Stack.of(weight).matrices):
+        for i, part in enumerate(parts):
+            name, columns = f"{stem}.{expert}.{part}_proj.weight", slice(i * width, (i + 1) * width)
+            order = np.arange(weight.shape[2])[columns]
+            yield replace(matrix.transposed().reordered(order), name=name)
+
+
+def _biases(weight: Weight, stem: str, parts: tuple[str, ...]) -> Iterator[Weight]:
+    width = _width(weight, 2, len(parts))
+    for i, part in enumerate(parts):
+        shape, columns = (weight.shape[0], width), slice(i * width, (i + 1) * width)
+        name = f"{stem}.{part}_proj.bias"
+        yield weight.computed(partial(_columns, weight, columns), name=name, shape=shape)
+
+
+def _columns(weight: Weight, columns: slice, index: Index) -> FloatArray:
+    return weight.rows(index)[:, columns]
+
+
+def with_divided(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """Divide the rows of the tensors of experts into matrices, and name the biases of their sums."""
+    found: dict[str, Weight] = {}
+    count = config.integer("num_experts")
+    for name, weight in weights.items():
+        rows, bias = _ROWS.fullmatch(name), _BIAS_OF_SUM.fullmatch(name)
+        if rows is not None:
+            if len(weight.shape) != 2:
+                raise weight.error(f"has shape {weight.shape}, expected a matrix")
+            for expert, matrix in enumerate(weight.parts((name,) * count)):
+                made = matrix.transposed() if rows[2] == "w2" else matrix
+                own = f"{rows[1]}.{expert}.mlp.{rows[2]}.weight"
+                found[own] = made.named(own)
+        elif bias is not None:
+            own = f"blk.{bias[1]}.ffn_exps.bias"
+            found[own] = weight.named(own)
+        else:
+            found[name] = weight
+    return found
+
+
+STATIC_TABLE = "embedding.weight"
+
+
+def static_table(config: Fields, weights: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Return the table of a folder, a row for each token.
+
+    Tokens of model2vec may share rows (``mapping``), which a factor of each token multiplies (``weights``).
+    """
+    if "embeddings" not in weights:
+        return dict(weights)
+    rows, mapping, factors = (weights.get(name) for name in ("embeddings", "mapping", "weights"))
+    assert rows is not None
+    tokens = next((weight.shape[0] for weight in (mapping, factors) if weight is not None), rows.shape[0])
+    for weight in (mapping, factors):
+        if weight is not None:
+            weight.check_shape((tokens,))
+    shape = (tokens, *rows.shape[1:])
+    values = partial(_values, rows, mapping, factors)
+    return {STATIC_TABLE: rows.computed(values, name=STATIC_TABLE, shape=shape)}
+
+
+def _values(rows: Weight, mapping: Weight | None, factors: Weight | None, index: Index) -> FloatArray:
+    chosen = index
+    if mapping is not None:
+        all_rows = mapping.integers()
+        if all_rows.min() < 0 or all_rows.max() >= rows.shape[0]:
+            raise mapping.error(f"has rows {all_rows.min()} to {all_rows.max()}, of {rows.shape[0]}")
+        chosen = all_rows[index]
+    values = rows.rows(chosen)
+    return values if factors is None else values * factors.rows(index)[:, None]
