@@ -62,7 +62,7 @@ class CpuEngine final : public Engine {
   PrefixTree* prefixes() override { return &memory_.prefixes(); }
   void check_fits(int positions) const override { memory_.pages().check_fits(positions); }
   int pass_rows() const override {
-    return config().causal ? std::min(options().chunk_tokens, forward_.max_rows()) : config().context_length;
+    return config().causal ? std::min(options().chunk_tokens, forward_.max_rows()) : forward_.max_rows();
   }
   int exact_rows() const override { return pass_rows(); }
   void forward(std::span<Chunk> chunks, CallCounters& counters) override;

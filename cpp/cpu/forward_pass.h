@@ -25,8 +25,13 @@ class ForwardPass {
 
   // Rows that pass through the layers together. With this number a step's output is still cached for the next
   // step, which saves more than reading the weights again for further rows costs. More threads have larger
-  // caches, and more rows leave fewer threads idle. Widening weights takes as long as many rows.
-  int max_rows() const { return std::clamp(64 * team_.size(), weights_.widens ? 512 : 256, 1024); }
+  // caches, and more rows leave fewer threads idle. Widening weights takes as long as many rows. A text whose
+  // tokens see later ones is not divided.
+  int max_rows() const {
+    const int threads = team_.size();
+    if (!config_.causal) return std::max(config_.context_length, std::min(128 * threads, 2048));
+    return std::clamp(64 * threads, weights_.widens ? 512 : 256, 1024);
+  }
 
   // Computes the chunks' rows on top of what their pages hold and delivers their outputs. One call at a time.
   // Throws before anything is written. Returns how many multiply-adds products and attention took.

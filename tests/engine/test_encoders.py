@@ -55,6 +55,24 @@ def test_layers_take_turns_in_the_memory_of_k_and_v(device: str, tmp_path: Path)
     assert pages[1] == pages[3]
 
 
+def test_more_threads_take_more_texts_at_a_time(tmp_path: Path) -> None:
+    """A pass has room for the longest text, and for 128 tokens of each thread."""
+    path = write(tmp_path / "model.gguf", replace(ENCODERS["bert"], context=80))
+    texts = [ids_of(ENCODERS["bert"], 40, seed) for seed in range(20)]
+    passes, vectors = [], []
+    for threads in (1, 8):
+        with Model(path, device="cpu", threads=threads) as model:
+            done: list[int] = []
+            sessions = [model.session() for _ in texts]
+            states = model.forward_batch(
+                sessions, texts, output="hidden", progress=lambda *n, done=done: done.append(n[0])
+            )
+            passes.append(len(done))
+            vectors.append(np.stack(states))
+    assert passes == [7, 1]  # of 3 texts, and of all
+    np.testing.assert_array_equal(*vectors)
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_hidden_states_match_the_reference(device: str, tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS[name])
