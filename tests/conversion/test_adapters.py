@@ -98,16 +98,6 @@ def test_an_adapter_of_several_projections_in_one_matrix_is_divided_with_it(tmp_
         np.testing.assert_allclose(found[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_another_adapter_makes_another_conversion(tmp_path: Path) -> None:
-    folder = bert(tmp_path / "m").write()
-    vectors = []
-    for alpha in (8, 80):
-        added = adapter(tmp_path / "adapter", {QUERY: (DIM, DIM)}, lora_alpha=alpha)
-        with Model(folder, adapter=added, device="cpu") as model:
-            vectors.append(model.embed(TEXTS))
-    assert not np.array_equal(*vectors)
-
-
 def test_the_commands_have_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = bert(tmp_path / "m").write()
     added = str(adapter(tmp_path / "adapter", {QUERY: (DIM, DIM)}))

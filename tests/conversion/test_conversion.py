@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-from support import comparison, entity_folders, model_folders
+from support import bert_relatives, comparison, entity_folders, model_folders, task_folders
+from support.adapter_folders import QUERY, adapter
 from support.gguf_reader import GGUFReader
 from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, read
 from tokenizers import Tokenizer as HubTokenizer
@@ -255,31 +256,47 @@ def _record_opened_files() -> None:
     sys.addaudithook(lambda event, args: _opened.add(str(args[0])) if event == "open" else None)
 
 
-def check_key(path: Path, output: Path) -> set[str]:
-    """Require the key of a conversion to cover each file that the conversion reads, and return these."""
-    _record_opened_files()
-    _opened.clear()
-    convert(path, output)
-    read_files = {name for name in _opened if name.startswith(str(path))}
-    _opened.clear()
-    _local_file._key(path, None, {})
-    assert read_files <= _opened
-    return read_files
-
-
-def test_the_key_of_a_conversion_covers_every_file_that_is_read(tmp_path: Path, own_cache: Path) -> None:
-    folder = model_folders.bert(tmp_path / "m")
-    folder.pool(dense=16)
-    path = folder.write()
+def _in_another_folder(path: Path) -> Folder:
+    folder = model_folders.bert(path).pool(dense=16)
+    folder.modules(
+        {"": "Transformer", "1_Pooling": "Pooling", "modules/2_Dense": "Dense", "3_Dense": "Dense"}
+    )
     (path / "modules").mkdir()
     (path / "2_Dense").rename(path / "modules" / "2_Dense")
-    listing = json.loads((path / "modules.json").read_text())
-    for module in listing:
-        module["path"] = module["path"].replace("2_Dense", "modules/2_Dense")
-    (path / "modules.json").write_text(json.dumps(listing))
-    assert any("modules/2_Dense" in name for name in check_key(path, tmp_path / "m.gguf"))
-    path = entity_folders.RECORDED["modernbert and bert"](tmp_path / "entities").write()
-    assert any("labels_tokenizer" in name for name in check_key(path, tmp_path / "entities.gguf"))
+    return folder
+
+
+def _with_adapter(path: Path) -> Folder:
+    adapter(path.parent / "adapter", {QUERY: (DIM, DIM)})
+    return model_folders.bert(path).pool()
+
+
+# Folders, and a file that their conversions read.
+READ: dict[str, tuple[Callable[[Path], Folder], str]] = {
+    "modules": (_in_another_folder, "modules/2_Dense/model.safetensors"),
+    "entities": (entity_folders.RECORDED["modernbert and bert"], "labels_tokenizer/tokenizer.json"),
+    "weights of tokens": (task_folders.hybrid, "sparse_linear.pt"),
+    "queries of a router": (bert_relatives.routed, "query_0_SparseStaticEmbedding/model.safetensors"),
+    "ColBERT": (task_folders.stanford, "artifact.metadata"),
+    "adapter": (_with_adapter, "adapter/adapter_model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_key_of_a_conversion_covers_every_file_that_is_read(
+    tmp_path: Path, own_cache: Path, name: str
+) -> None:
+    make, known = READ[name]
+    folder = make(tmp_path / "models" / "m").write()
+    added = folder.parent / "adapter" if name == "adapter" else None
+    _record_opened_files()
+    _opened.clear()
+    convert(folder, tmp_path / "m.gguf", adapter=added)
+    read_files = {name for name in _opened if name.startswith(str(folder.parent))}
+    assert any(name.endswith(known) for name in read_files)
+    _opened.clear()
+    _local_file._key(folder, added, {})
+    assert read_files <= _opened
 
 
 def test_weights_that_change_while_they_are_converted_are_not_cached(

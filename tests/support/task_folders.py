@@ -31,6 +31,7 @@ from support.model_folders import (
     weights,
 )
 from support.places import DATA
+from support.torch_files import write_torch_file
 
 RECORD = DATA / "transformers_tasks.json"
 
@@ -204,6 +205,19 @@ def _projecting(folder: Folder) -> Folder:
     folder.json("3_Normalize/config.json", tokens)
     prompts = {"query": "query: ", "document": "passage: "}
     folder.json("config_sentence_transformers.json", {"model_type": "MultiVectorEncoder", "prompts": prompts})
+    return folder
+
+
+# Heads for weights and for vectors of tokens.
+SPARSE = {"weight": values((1, DIM), 1) * 5, "bias": values((1,), 2) + 1}
+COLBERT = {"weight": values((24, DIM), 3), "bias": values((24,), 4)}
+
+
+def hybrid(path: Path) -> Folder:
+    """Make a folder as bge-m3 has it, with heads that torch saved."""
+    folder = bert(path, "XLMRobertaModel", "unigram").pool("cls_token")
+    write_torch_file(path / "sparse_linear.pt", SPARSE)
+    write_torch_file(path / "colbert_linear.pt", COLBERT)
     return folder
 
 

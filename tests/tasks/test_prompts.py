@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders, task_folders
+from support import model_folders
 from support.model_folders import Folder
 
 from metal_prefill import Model
@@ -130,12 +130,3 @@ def test_prefixes_of_pylate_are_prompts(tmp_path: Path) -> None:
         skipped = metadata["metal_prefill.skipped_tokens"]
         assert isinstance(skipped, np.ndarray)
         assert {model.tokenizer.token(int(i)) for i in skipped} >= {"▁.", "▁,", "▁!"}
-
-
-def test_late_interaction_uses_the_prompts_of_the_file(tmp_path: Path) -> None:
-    path = convert(task_folders.late_interaction(tmp_path / "m").write(), tmp_path / "m.gguf")
-    with Model(path, device="cpu") as model:
-        (query,) = model.embed(["who?"], instruction="query")
-        (document,) = model.embed(["a king"], instruction="document")
-        score = model.rerank("who?", ["a king"])[0].score
-        assert score == pytest.approx(float((query @ document.T).max(axis=1).sum()), rel=1e-6)

@@ -231,9 +231,6 @@ def test_a_command_ranks_by_late_interaction(
     assert "has a vector for each token" in capsys.readouterr().err
 
 
-QUERY_TOKENS = 32
-
-
 class ColBert:
     """The model of a folder, as its paper and library describe it.
 
@@ -248,13 +245,13 @@ class ColBert:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
 
-    def query(self, text: str, *, attend: bool = False) -> Array:
+    def query(self, text: str, *, attend: bool = False, length: int = 32) -> Array:
         ids = self._marked(text, "[unused0]")
         end = [self._id("[SEP]")]
-        ids = ids if len(ids) <= QUERY_TOKENS else ids[: QUERY_TOKENS - 1] + end
+        ids = ids if len(ids) <= length else ids[: length - 1] + end
         seen = len(ids)
-        ids += [self._id("[MASK]")] * (QUERY_TOKENS - len(ids))
-        return self._vectors(ids, QUERY_TOKENS if attend else seen)
+        ids += [self._id("[MASK]")] * (length - len(ids))
+        return self._vectors(ids, length if attend else seen)
 
     def document(self, text: str) -> Array:
         ids = self._marked(text, "[unused1]")
@@ -314,10 +311,12 @@ def test_texts_follow_their_markers_as_they_follow_a_full_stop(tmp_path: Path) -
 
 
 def test_tokens_attend_to_masks_on_request(tmp_path: Path) -> None:
-    folder = task_folders.stanford(tmp_path / "folder", attend_to_mask_tokens=True)
+    folder = task_folders.stanford(tmp_path / "folder", attend_to_mask_tokens=True, query_maxlen=20)
     with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
         vectors = model.embed([QUERY], instruction="query")[0]
-    np.testing.assert_allclose(vectors, ColBert(folder).query(QUERY, attend=True), atol=4 * NEAR["cpu"])
+    np.testing.assert_allclose(
+        vectors, ColBert(folder).query(QUERY, attend=True, length=20), atol=4 * NEAR["cpu"]
+    )
 
 
 def test_punctuation_is_compared_on_request(tmp_path: Path, file_of: FileOf, expected: ColBert) -> None:
@@ -333,19 +332,6 @@ def test_punctuation_is_compared_on_request(tmp_path: Path, file_of: FileOf, exp
         added = (scores - scores_of(usual, documents)) / scores
         assert np.all(added > -2e-6)  # products of other sizes round differently
         assert np.any(added > 1e-3)
-
-
-def test_a_folder_opens_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: ColBert) -> None:
-    """A changed setting makes another conversion, although no other file changes."""
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
-    folder = task_folders.stanford(tmp_path / "folder")
-    folder.write()
-    lengths = []
-    for length in (32, 20):
-        task_folders.stanford(tmp_path / "folder", query_maxlen=length)
-        with Model(folder.path, device="cpu", compute="f32") as model:
-            lengths.append(len(model.embed(["who"], instruction="query")[0]))
-    assert lengths == [32, 20]
 
 
 def test_missing_settings_are_those_of_the_library(tmp_path: Path) -> None:

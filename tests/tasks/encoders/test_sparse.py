@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
-from support import model_folders
+from support import model_folders, task_folders
 from support.bert_relatives import distilbert_masked, gte_masked, routed, vocabulary_vector
 from support.encoder_tasks import NEAR, opened
 from support.folder_reference import Array, FolderTensors
-from support.model_folders import DIM, Folder, values
-from support.task_folders import ACTIVE, recorded
+from support.model_folders import DIM, Folder
+from support.task_folders import ACTIVE, COLBERT, SPARSE, recorded
 from support.task_folders import TEXTS as SOME
 from support.torch_files import ORDERED, pickled, write_torch_file
 
@@ -130,18 +129,6 @@ def test_queries_of_a_router_match_sentence_transformers(tmp_path: Path, device:
             model.embed_sparse([long], instruction="query", truncate="end")
 
 
-def test_other_weights_of_queries_make_another_conversion(tmp_path: Path) -> None:
-    folder = routed(tmp_path / "folder")
-    with Model(folder.write(), device="cpu") as model:
-        before = model.embed_sparse(SOME, instruction="query")
-    weights = np.ones(folder.config["vocab_size"], np.float32)
-    save_file({"weight": weights}, folder.path / "query_0_SparseStaticEmbedding" / "model.safetensors")
-    with Model(folder.path, device="cpu") as model:
-        after = model.embed_sparse(SOME, instruction="query")
-    assert (after[0].weights == 1).all()
-    assert not np.array_equal(after[0].weights, before[0].weights)
-
-
 def test_other_routes_are_refused_by_name(tmp_path: Path) -> None:
     folder = routed(tmp_path / "folder")
     config = json.loads((folder.path / "router_config.json").read_text())
@@ -173,19 +160,11 @@ def test_other_models_have_no_such_vectors(demo_path: Path) -> None:
         model.embed_sparse(["a"])
 
 
-WIDTH = 24  # of the vectors of tokens
-SPARSE = {"weight": values((1, DIM), 1) * 5, "bias": values((1,), 2) + 1}
-COLBERT = {"weight": values((WIDTH, DIM), 3), "bias": values((WIDTH,), 4)}
-
-
 @pytest.fixture
 def hybrid(tmp_path: Path) -> Folder:
-    hybrid = model_folders.bert(tmp_path / "m", "XLMRobertaModel", "unigram")
-    hybrid.pool("cls_token")
-    hybrid.write()
-    write_torch_file(hybrid.path / "sparse_linear.pt", SPARSE)
-    write_torch_file(hybrid.path / "colbert_linear.pt", COLBERT)
-    return hybrid
+    folder = task_folders.hybrid(tmp_path / "m")
+    folder.write()
+    return folder
 
 
 def unit(rows: np.typing.NDArray[np.float64]) -> np.typing.NDArray[np.float64]:
@@ -234,14 +213,6 @@ def test_each_kind_is_that_of_its_own_call_and_the_same_alone(hybrid: Folder) ->
             np.testing.assert_array_equal(alone.tokens[0], found.tokens[i])
             np.testing.assert_array_equal(alone.sparse[0].weights, found.sparse[i].weights)
         assert len(model.embed_sparse(SOME[:1], max_active=2)[0].ids) == 2
-
-
-def test_other_heads_make_another_conversion(hybrid: Folder) -> None:
-    with Model(hybrid.path, device="cpu") as model:
-        before = model.embed_hybrid(SOME)
-    write_torch_file(hybrid.path / "colbert_linear.pt", {**COLBERT, "bias": COLBERT["bias"] + 1})
-    with Model(hybrid.path, device="cpu") as model:
-        assert not np.array_equal(model.embed_hybrid(SOME).tokens[0], before.tokens[0])
 
 
 def test_a_model_without_the_heads_is_refused(tmp_path: Path) -> None:
