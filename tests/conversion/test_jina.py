@@ -97,7 +97,7 @@ def test_each_adapter_has_its_own_conversion(tmp_path: Path) -> None:
         with Model(folder, adapter=name, **EXACT) as model:
             found.append(model.embed(TEXTS))
     assert np.abs(found[0] - found[1]).max() > 0.01
-    keys = {_local_file._key(folder, name and Path(name), {}) for name in (None, *ADAPTERS)}
+    keys = {_local_file._key(folder, Path(name) if name else None, {}) for name in (None, *ADAPTERS)}
     assert len(keys) == 4
 
 

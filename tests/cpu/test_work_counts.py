@@ -28,14 +28,14 @@ def expected(model: SmallModel, positions: Iterable[int], wanted: Iterable[int])
     The last layer stores K and V of every row, and computes the rest only for the wanted rows.
     """
     positions, wanted = list(positions), list(wanted)
-    keys_and_values = model.dim * model.kv_heads * (model.key_dim + model.v_dim)
-    others = model.dim * model.heads * (model.key_dim + model.v_dim) + 3 * model.dim * model.ffn
+    keys_and_values = model.dim * model.kv_heads * (model.head_dim + model.value_width)
+    others = model.dim * model.heads * (model.head_dim + model.value_width) + 3 * model.dim * model.ffn
     total = len(wanted) * model.dim * model.vocab
     for layer, window in enumerate(windows(model)):
         rows = positions if layer + 1 < model.layers else wanted
         seen = sum(position + 1 if window is None else min(position + 1, window) for position in rows)
         total += len(positions) * keys_and_values + len(rows) * others
-        total += seen * model.heads * (model.key_dim + model.v_dim)
+        total += seen * model.heads * (model.head_dim + model.value_width)
     return total
 
 

@@ -215,7 +215,9 @@ def test_a_nan_sequence_does_not_affect_others(
     device: str, tmp_path: Path, lengths: tuple[int, ...], output: Any
 ) -> None:
     """The rows of all sequences go through products together, in tiles with rows of several sequences."""
-    small = SmallModel(dim=256, key_dim=64, ffn=256, embedding="F32", output="Q8_0", types={"*": "Q4_0"})
+    small = SmallModel(
+        dim=256, head_dim=64, ffn=256, embedding="F32", output_type="Q8_0", types={"*": "Q4_0"}
+    )
 
     def damage(values: Any) -> None:
         values.reshape(small.vocab, -1)[7, 0] = np.nan

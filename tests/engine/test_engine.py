@@ -450,7 +450,7 @@ def test_nan_logits_are_an_error_and_change_nothing(device: str, tmp_path: Path)
 
 def test_only_metal_rejects_normed_heads_that_need_padding(metal: None, tmp_path: Path) -> None:
     """The mean square of a padded head would be taken over dimensions that the model does not have."""
-    model = SmallModel("qwen3", key_dim=12, embedding="F32", types={"*": "F32"})
+    model = SmallModel(architecture="qwen3", head_dim=12, embedding="F32", types={"*": "F32"})
     path = write(tmp_path / "m.gguf", model)
     with pytest.raises(UnsupportedModelError, match="normalized or differing heads of 12 dimensions"):
         Model(path, device="metal")

@@ -14,6 +14,7 @@ from support.reference import ReferenceModel
 from support.small_models import ENCODERS, MODELS, SmallModel, write
 
 from metal_prefill import Model, Session, UnsupportedModelError
+from metal_prefill.synth import TIED
 
 NAMES = [name for name, model in MODELS.items() if model.layered is not None]
 
@@ -84,7 +85,7 @@ def test_a_page_has_room_for_layers_with_keys_of_their_own(
         page = model.stats()["kv_page_bytes"]
     own = layered.windowed(shape.layers)[: shape.layers - layered.shared]
     values = sum(
-        layered.window_kv_heads * layered.window_head_dim if w else shape.kv_heads * shape.key_dim
+        layered.window_kv_heads * layered.window_head_dim if w else shape.kv_heads * shape.head_dim
         for w in own
     )
     exact = 2 * 64 * 2 * values
@@ -146,7 +147,7 @@ NMSE, LOWEST_COSINE = {"cpu": 1e-9, "metal": 5e-6}, 0.9995  # as in test_encoder
 def odd(model: SmallModel) -> SmallModel:
     """Return the model with heads of 26 dimensions, as the smallest encoders of BERT's kind have."""
     return replace(
-        model, dim=78, heads=3, kv_heads=3, key_dim=26, ffn=100, types={"*": "F32"}, embedding="F16"
+        model, dim=78, heads=3, kv_heads=3, head_dim=26, ffn=100, types={"*": "F32"}, embedding="F16"
     )
 
 
@@ -167,7 +168,7 @@ def test_states_of_encoders_match_the_reference(device: str, tmp_path: Path, nam
 def test_fewer_bits_stay_near_the_reference_in_any_batch(tmp_path: Path, key_dim: int) -> None:
     """Heads begin within the groups of rows of a product, or within a pair of dimensions."""
     heads = 78 // key_dim
-    shape = replace(odd(ENCODERS["bert"]), heads=heads, kv_heads=heads, key_dim=key_dim)
+    shape = replace(odd(ENCODERS["bert"]), heads=heads, kv_heads=heads, head_dim=key_dim)
     # Rotation, which this model has not, would be of an even number of dimensions.
     path = with_key(
         tmp_path / "m.gguf", write(tmp_path / "plain.gguf", shape), "rope.dimension_count", U32, u32(12)
@@ -186,7 +187,7 @@ def test_fewer_bits_stay_near_the_reference_in_any_batch(tmp_path: Path, key_dim
 
 @pytest.mark.parametrize("name", ["gpt2", "phi2"])
 def test_logits_of_decoders_match_the_reference(device: str, tmp_path: Path, name: str) -> None:
-    path = write(tmp_path / "m.gguf", odd(replace(MODELS[name], output=None)))
+    path = write(tmp_path / "m.gguf", odd(replace(MODELS[name], output_type=TIED)))
     ids = np.random.default_rng(1).integers(5, 300, 45)
     expected = ReferenceModel(path).forward(ids).logits
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model, model.session() as session:

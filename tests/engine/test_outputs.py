@@ -167,7 +167,9 @@ def test_a_wrong_draft_with_nan_is_not_an_error(
     device: str, tmp_path: Path, right: int, sampled: bool
 ) -> None:
     """In a tile of attention 0 * NaN reaches earlier rows. Correct drafts may then be lost as well."""
-    small = SmallModel(dim=256, key_dim=64, ffn=256, embedding="F32", output="Q8_0", types={"*": "Q4_0"})
+    small = SmallModel(
+        dim=256, head_dim=64, ffn=256, embedding="F32", output_type="Q8_0", types={"*": "Q4_0"}
+    )
 
     def damage(values: Any) -> None:
         values.reshape(small.vocab, -1)[7, 0] = np.nan

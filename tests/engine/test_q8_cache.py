@@ -89,7 +89,7 @@ def test_logits_are_exact_if_codes_are_widened_to_float32(
 @pytest.mark.parametrize("head_dim", [32, 256])
 def test_the_cache_holds_the_blocks_that_the_format_defines(tmp_path: Path, head_dim: int) -> None:
     """K and V of the first layer depend on no cache: they are the rounded float32 values."""
-    path = write(tmp_path / "m.gguf", SmallModel(layers=1, key_dim=head_dim))
+    path = write(tmp_path / "m.gguf", SmallModel(layers=1, head_dim=head_dim))
     ids = prompt(70)
     with opened(path) as model, Model(path, device="cpu", kv_dtype="f32") as exact:
         sessions = [model.session(), exact.session()]
@@ -231,7 +231,7 @@ def test_it_takes_17_bytes_instead_of_32(model_path: Callable[[str], Path]) -> N
 def test_heads_that_are_not_whole_blocks_are_rejected_by_name(
     tmp_path: Path, key_dim: int, value_dim: int, wrong: int
 ) -> None:
-    path = write(tmp_path / "m.gguf", SmallModel(types={"*": "F32"}, key_dim=key_dim, value_dim=value_dim))
+    path = write(tmp_path / "m.gguf", SmallModel(types={"*": "F32"}, head_dim=key_dim, value_dim=value_dim))
     with pytest.raises(UnsupportedModelError, match=f"blocks of 32 dimensions, which heads of {wrong}"):
         opened(path)
 

@@ -116,7 +116,7 @@ def test_too_many_layers_are_a_file_error(tmp_path: Path) -> None:
 
 
 def test_a_nan_logit_is_an_error_and_changes_nothing(device: str, tmp_path: Path) -> None:
-    whole = write(tmp_path / "plain.gguf", replace(MODELS["gqa 1"], output="F32"))
+    whole = write(tmp_path / "plain.gguf", replace(MODELS["gqa 1"], output_type="F32"))
 
     def damage(values: Any) -> None:
         values.reshape(MODELS["gqa 1"].vocab, -1)[7] = np.nan

@@ -437,13 +437,16 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
     return found
 
 
-_WIDE = small_models.SmallModel(dim=256, key_dim=64, ffn=768, output="Q8_0")
+_WIDE = small_models.SmallModel(dim=256, head_dim=64, ffn=768, output_type="Q8_0")
 # Models whose context is short enough to plan each of their passes. The narrow one has tiles of another size
 # between those of the shortest and of the longest prompts; the encoder has no head.
 SHORT = {
     "Q4_0": replace(_WIDE, context=300),
     "K-quants": replace(
-        _WIDE, context=300, types={"*": "Q4_K", "*.attn_v.*": "Q6_K", "*.ffn_up.*": "Q5_K"}, output="Q8_0"
+        _WIDE,
+        context=300,
+        types={"*": "Q4_K", "*.attn_v.*": "Q6_K", "*.ffn_up.*": "Q5_K"},
+        output_type="Q8_0",
     ),
     "narrow": replace(small_models.MODELS["gqa 1"], context=300),
     "encoder": replace(small_models.ENCODERS["bert"], context=300),

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.files._gguf_writer import GGUFWriter
+from metal_prefill.synth import TIED
 from metal_prefill.text import Tokenizer
 from support.places import DATA
 from support.small_models import ENCODERS, MODELS, SmallModel
@@ -181,11 +182,13 @@ def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
         if name in _ALIKE:
             continue
         # llama.cpp and transformers require heads of one width, most of them rotated completely.
-        if (model.rope_dim and model.architecture not in PARTLY_ROTATED) or model.v_dim != model.key_dim:
+        if (
+            model.rope_dims and model.architecture not in PARTLY_ROTATED
+        ) or model.value_width != model.head_dim:
             continue
         if not name.startswith(("type ", "mixed ")):
-            output = "F32" if model.output else None
-            model = replace(model, types={"*": "F32"}, embedding="F32", output=output)
+            output = TIED if model.output_type == TIED else "F32"
+            model = replace(model, types={"*": "F32"}, embedding="F32", output_type=output)
         yield name, model
 
 
@@ -202,7 +205,7 @@ def compared_models() -> Iterator[tuple[str, SmallModel]]:
             continue
         if model.layered is not None:
             continue
-        if model.architecture in ("lfm2", "lfm2moe") and model.heads * model.key_dim != model.dim:
+        if model.architecture in ("lfm2", "lfm2moe") and model.heads * model.head_dim != model.dim:
             continue
         if (
             model.architecture == "qwen35"

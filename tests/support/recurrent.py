@@ -25,7 +25,7 @@ NAMES = (
 PAGEWISE = ("lfm2", "qwen35")  # states take at most the memory of a page, so that each has a snapshot
 # The state of a layer takes the memory of several pages, and none is written after a draft: 1,100 tokens of
 # 64 channels, or four matrices of 128 by 128.
-_FEW: dict[str, Any] = {"dim": 64, "ffn": 64, "layers": 2, "heads": 4, "kv_heads": 4, "key_dim": 64}
+_FEW: dict[str, Any] = {"dim": 64, "ffn": 64, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 64}
 _SCAN = ScanShape(inner=512, state=128, heads=4, groups=2, layers=(0,))
 LARGE = {
     "lfm2": replace(MODELS["lfm2"], **_FEW, conv_layers=(0,), conv_taps=1101),

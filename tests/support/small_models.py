@@ -6,7 +6,7 @@ Weights are random, scaled so that attention spreads over earlier tokens and act
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.files._architecture import ARCHITECTURES
-from metal_prefill.synth import TIED, ExpertShape, LayerShape, ModelShape, ScanShape, _file, _tensors
+from metal_prefill.synth import ExpertShape, LayerShape, ModelShape, ScanShape, _file, _tensors
 from metal_prefill.synth._blocks import BLOCK_FORMATS, random_norm, random_tensor
 from metal_prefill.synth._layers import random_decay, random_step
 from metal_prefill.synth._tensors import Role, Tensor
@@ -43,58 +43,24 @@ def half_fields(kind: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class SmallModel:
+class SmallModel(ModelShape):
     """Properties of a model that `write` makes."""
 
-    architecture: str = "llama"
     layers: int = 2
     dim: int = 64
     heads: int = 4
     kv_heads: int = 2
-    key_dim: int = 32
-    value_dim: int | None = None  # None selects `key_dim`
+    head_dim: int = 32
     ffn: int = 96
     vocab: int = 320
     context: int = 1024
+    rope_factor: float = 4.0
+    original_context: int | None = 256
     embedding: str = "Q8_0"
-    output: str | None = None  # tensor type of a separate output projection; None ties it to the embedding
     # Patterns of tensor names and their types; the last match wins.
     types: Mapping[str, str] = field(default_factory=lambda: {"*": "Q4_0"})
-    tokenizer: str = "gpt2"
-    rope_dim: int | None = None
-    rope_base: float = 10000.0
-    # "none", "linear", "yarn", "freqs" for a tensor that divides the frequencies, as Llama 3 has, or
-    # "longrope" for a tensor for long and one for short contexts, as Phi 3 has.
-    rope_scaling: str = "none"
-    rope_factor: float = 4.0
-    original_context: int = 256
-    window: int | None = None
-    qkv_bias: bool = False  # biases of q, k and v, if optional in the architecture
-    all_biases: bool = False  # biases of all projections, if optional in the architecture
-    # Whether attention and feed-forward read the same input, if optional in the architecture.
-    parallel: bool = True
-    all_norms: bool = False  # norms of q and k, and further norms, if optional in the architecture
-    position_bias: bool = False
-    embedding_dim: int = 0
-    relative_rows: int = 0
     fused: bool = True  # whether matrices are stacked, if files of the architecture may have them so
-    norm_eps: float = 1e-5
-    pooling: str | None = None
-    dense: int | None = None
-    labels: tuple[str, ...] = ()
-    # Keys of the metadata, after the architecture, and their values.
-    scales: tuple[tuple[str, float], ...] = ()
-    conv_layers: tuple[int, ...] = ()
-    conv_taps: int = 3
-    scan: ScanShape | None = None
-    experts: ExpertShape | None = None
-    layered: LayerShape | None = None
     seed: int = 1
-
-    @property
-    def v_dim(self) -> int:
-        """Width of a value head."""
-        return self.key_dim if self.value_dim is None else self.value_dim
 
 
 # Heads and feed-forwards of several widths, and layers that share keys and values.
@@ -102,7 +68,7 @@ _GEMMA4 = SmallModel(
     architecture="gemma4",
     layers=6,
     kv_heads=1,
-    key_dim=64,
+    head_dim=64,
     rope_base=1e6,
     window=16,
     scales=(("final_logit_softcapping", 12.0),),
@@ -129,10 +95,10 @@ def _of_type(kind: str) -> SmallModel:
         dim=256,
         heads=4,
         kv_heads=2,
-        key_dim=64,
+        head_dim=64,
         ffn=256,
         embedding=kind,
-        output=kind,
+        output_type=kind,
         types={"*": kind},
     )
 
@@ -149,20 +115,20 @@ _MAMBA2 = SmallModel(
     dim=64,
     heads=0,
     kv_heads=0,
-    key_dim=0,
+    head_dim=0,
     ffn=0,
     scan=ScanShape(inner=128, state=32, heads=4),
 )
 
 # Dimensions that fit no block.
-_ODD = SmallModel(dim=50, heads=2, kv_heads=1, key_dim=24, ffn=70, embedding="F16", types={"*": "F32"})
+_ODD = SmallModel(dim=50, heads=2, kv_heads=1, head_dim=24, ffn=70, embedding="F16", types={"*": "F32"})
 
 EXPERTS = _named(
     {
         "granitemoe": SmallModel(scales=_GRANITE_SCALES, experts=ExpertShape(5, 2, 96, shared=64)),
         "granitemoe, mixed types": SmallModel(
             dim=256,
-            key_dim=64,
+            head_dim=64,
             ffn=256,
             layers=1,
             scales=_GRANITE_SCALES,
@@ -172,18 +138,18 @@ EXPERTS = _named(
         "granitehybrid, experts": SmallModel(
             layers=3,
             dim=96,
-            key_dim=24,
+            head_dim=24,
             scales=_GRANITE_SCALES,
             scan=ScanShape(inner=192, state=16, heads=4, layers=(0, 1)),
             experts=ExpertShape(4, 4, 96, shared=64),
         ),
-        "qwen3moe": SmallModel(layers=3, key_dim=64, output="Q8_0", experts=ExpertShape(9, 3, 64)),
-        "olmoe": SmallModel(dim=128, kv_heads=4, ffn=32, output="Q8_0", experts=ExpertShape(64, 8, 32)),
+        "qwen3moe": SmallModel(layers=3, head_dim=64, output_type="Q8_0", experts=ExpertShape(9, 3, 64)),
+        "olmoe": SmallModel(dim=128, kv_heads=4, ffn=32, output_type="Q8_0", experts=ExpertShape(64, 8, 32)),
         "granitemoe, one of three experts, odd dimensions": SmallModel(
             dim=60,
             heads=6,
             kv_heads=6,
-            key_dim=10,
+            head_dim=10,
             ffn=70,
             embedding="F16",
             scales=_GRANITE_SCALES,
@@ -204,7 +170,7 @@ _LLAMAS = {
     **{f"type {kind}": _of_type(kind) for kind in TYPES},
     "mixed types": SmallModel(
         dim=256,
-        key_dim=64,
+        head_dim=64,
         ffn=512,
         embedding="Q6_K",
         types={
@@ -217,57 +183,57 @@ _LLAMAS = {
     ),
     "mixed K-quants": SmallModel(
         dim=256,
-        key_dim=64,
+        head_dim=64,
         ffn=512,
         embedding="Q6_K",
         types={"*": "Q4_K", "*.attn_v.*": "Q6_K", "*.ffn_down.*": "Q6_K", "blk.1.attn_k.*": "Q8_0"},
     ),
     "16-bit floats": SmallModel(types={"*": "F16", "*.ffn_down.*": "BF16"}),
     "dimensions that fit no block": SmallModel(
-        dim=50, heads=6, kv_heads=2, key_dim=10, value_dim=14, ffn=70, embedding="F16", types={"*": "F32"}
+        dim=50, heads=6, kv_heads=2, head_dim=10, value_dim=14, ffn=70, embedding="F16", types={"*": "F32"}
     ),
     "gqa 1": SmallModel(heads=3, kv_heads=3, dim=96),
     "gqa 3": SmallModel(heads=9, kv_heads=3, dim=288),
     "gqa 8": SmallModel(heads=8, kv_heads=1, dim=256),
-    **{f"head_dim {n}": SmallModel(heads=4, dim=4 * n, key_dim=n) for n in (32, 64, 80, 128)},
-    "head_dim 16": SmallModel(heads=4, dim=64, key_dim=16),
-    "narrower than its heads": SmallModel(heads=4, dim=96, key_dim=64),
-    "values wider than keys": SmallModel(key_dim=32, value_dim=64),
-    "values narrower than keys": SmallModel(key_dim=64, value_dim=32),
-    "separate output": SmallModel(output="Q6_K", dim=256, key_dim=64),
+    **{f"head_dim {n}": SmallModel(heads=4, dim=4 * n, head_dim=n) for n in (32, 64, 80, 128)},
+    "head_dim 16": SmallModel(heads=4, dim=64, head_dim=16),
+    "narrower than its heads": SmallModel(heads=4, dim=96, head_dim=64),
+    "values wider than keys": SmallModel(head_dim=32, value_dim=64),
+    "values narrower than keys": SmallModel(head_dim=64, value_dim=32),
+    "separate output": SmallModel(output_type="Q6_K", dim=256, head_dim=64),
     "vocabulary of 301": SmallModel(vocab=301),
-    "vocabulary of 1021, separate": SmallModel(vocab=1021, output="Q8_0"),
+    "vocabulary of 1021, separate": SmallModel(vocab=1021, output_type="Q8_0"),
     "sentencepiece": SmallModel(tokenizer="llama", vocab=400),
     "rope base": SmallModel(rope_base=500000.0),
-    "rope of half the head": SmallModel(rope_dim=16),
+    "rope of half the head": SmallModel(rope_dims=16),
     "linear rope scaling": SmallModel(rope_scaling="linear"),
     "yarn rope scaling": SmallModel(rope_scaling="yarn"),
-    "rope frequency factors": SmallModel(rope_scaling="freqs", rope_base=500000.0),
+    "rope frequency factors": SmallModel(rope_scaling="llama3", rope_base=500000.0),
     "large norm epsilon": SmallModel(norm_eps=0.1),
     "biases": SmallModel(qkv_bias=True),
     "all biases": SmallModel(qkv_bias=True, all_biases=True),
     "long context": SmallModel(layers=1, context=4096),
-    "smollm shape": SmallModel(dim=576, heads=9, kv_heads=3, key_dim=64, ffn=1536, vocab=512),
+    "smollm shape": SmallModel(dim=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, vocab=512),
     "wide feed-forward": SmallModel(dim=64, ffn=2048),
 }
 _OTHERS = _named(
     {
         "qwen2": SmallModel(dim=128, qkv_bias=True),
-        "qwen3": SmallModel(key_dim=64),
+        "qwen3": SmallModel(head_dim=64),
         "smollm3": SmallModel(layers=5),
         "granite": SmallModel(
             qkv_bias=True,
             norm_eps=0.01,  # which the scale of the residual stream must not change
             scales=_GRANITE_SCALES,
         ),
-        "hunyuan-dense": SmallModel(key_dim=64),
-        "olmo2": SmallModel(dim=128, output="Q8_0"),
+        "hunyuan-dense": SmallModel(head_dim=64),
+        "olmo2": SmallModel(dim=128, output_type="Q8_0"),
         "olmo2, windows": SmallModel(
-            layers=5, dim=128, output="Q8_0", window=16, rope_scaling="yarn", rope_base=5e5
+            layers=5, dim=128, output_type="Q8_0", window=16, rope_scaling="yarn", rope_base=5e5
         ),
-        "exaone4": SmallModel(dim=128, rope_scaling="freqs", rope_base=1e6),
+        "exaone4": SmallModel(dim=128, rope_scaling="llama3", rope_base=1e6),
         "exaone4, windows": SmallModel(layers=5, dim=128, window=16),
-        "ernie4_5": SmallModel(key_dim=64),
+        "ernie4_5": SmallModel(head_dim=64),
         "phi3": SmallModel(dim=128, kv_heads=4),
         "phi3, long rope": SmallModel(dim=128, kv_heads=4, rope_scaling="longrope", original_context=64),
         "minicpm": SmallModel(scales=_GRANITE_SCALES[:3]),
@@ -275,33 +241,33 @@ _OTHERS = _named(
             scales=_GRANITE_SCALES[:3], rope_scaling="longrope", original_context=64
         ),
         "mistral3": SmallModel(
-            key_dim=64,
+            head_dim=64,
             rope_scaling="yarn",
             context=4096,
             original_context=1024,
             scales=(("attention.temperature_scale", 0.1), ("rope.scaling.yarn_log_multiplier", 1.0)),
         ),
-        "qwen3vl": SmallModel(key_dim=48),
+        "qwen3vl": SmallModel(head_dim=48),
         "gpt2": SmallModel(dim=128, kv_heads=4),
-        "gptneox": SmallModel(dim=128, kv_heads=4, rope_dim=8, output="Q8_0"),
+        "gptneox": SmallModel(dim=128, kv_heads=4, rope_dims=8, output_type="Q8_0"),
         "gptneox, blocks in sequence": SmallModel(
-            layers=3, dim=96, kv_heads=4, key_dim=24, output="Q8_0", parallel=False
+            layers=3, dim=96, kv_heads=4, head_dim=24, output_type="Q8_0", parallel=False
         ),
         "starcoder2": SmallModel(dim=128),
         "starcoder2, windows": SmallModel(dim=128, window=16),
-        "phi2": SmallModel(dim=128, kv_heads=4, rope_dim=12, vocab=323, output="Q8_0"),
-        "stablelm": SmallModel(dim=128, rope_dim=8, output="Q8_0"),
-        "stablelm, biases": SmallModel(dim=128, rope_dim=8, output="Q8_0", qkv_bias=True),
+        "phi2": SmallModel(dim=128, kv_heads=4, rope_dims=12, vocab=323, output_type="Q8_0"),
+        "stablelm": SmallModel(dim=128, rope_dims=8, output_type="Q8_0"),
+        "stablelm, biases": SmallModel(dim=128, rope_dims=8, output_type="Q8_0", qkv_bias=True),
         "cohere2": SmallModel(layers=5, dim=128, window=16, scales=(("logit_scale", 0.25),)),
         "lfm2": SmallModel(layers=4, dim=128, rope_base=1e6, conv_layers=(0, 1, 3)),
-        "lfm2, attention last": SmallModel(layers=3, dim=96, key_dim=24, conv_layers=(0, 1)),
+        "lfm2, attention last": SmallModel(layers=3, dim=96, head_dim=24, conv_layers=(0, 1)),
         "lfm2, four taps, odd dimensions": replace(_ODD, layers=3, conv_layers=(0, 2), conv_taps=4),
         "mamba2": _MAMBA2,
         "mamba2, three groups, odd dimensions": replace(
             _MAMBA2,
             dim=36,
             embedding="F16",
-            output="F32",
+            output_type="F32",
             types={"*": "F32"},
             scan=ScanShape(inner=72, state=20, heads=6, groups=3, taps=3),
         ),
@@ -314,20 +280,20 @@ _OTHERS = _named(
         "granitehybrid, attention last": SmallModel(
             layers=3,
             dim=96,
-            key_dim=24,
+            head_dim=24,
             qkv_bias=True,
             scan=ScanShape(inner=192, state=16, heads=4, groups=2, layers=(0, 1)),
         ),
         "falcon-h1": SmallModel(
             layers=3,
             dim=128,
-            output="Q8_0",
+            output_type="Q8_0",
             rope_base=1e11,
             scan=ScanShape(inner=192, state=32, heads=6, norm=False),
         ),
         "falcon-h1, norms in groups": SmallModel(
             dim=96,
-            output="Q8_0",
+            output_type="Q8_0",
             heads=3,
             kv_heads=1,
             rope_base=1e11,
@@ -336,10 +302,10 @@ _OTHERS = _named(
         "qwen35": SmallModel(
             layers=4,
             dim=96,
-            key_dim=64,
-            rope_dim=16,
+            head_dim=64,
+            rope_dims=16,
             rope_base=1e7,
-            output="Q8_0",
+            output_type="Q8_0",
             scan=ScanShape(inner=64, state=32, heads=2, layers=(0, 1, 2)),
         ),
         "qwen35, recurrence last": SmallModel(
@@ -347,8 +313,8 @@ _OTHERS = _named(
             dim=64,
             heads=2,
             kv_heads=1,
-            key_dim=32,
-            rope_dim=8,
+            head_dim=32,
+            rope_dims=8,
             types={"*": "Q4_0", "*.ssm_alpha.*": "F32", "*.ssm_beta.*": "F32", "*.attn_gate.*": "Q8_0"},
             scan=ScanShape(inner=256, state=64, heads=4, groups=2, taps=3, layers=(0, 2)),
         ),
@@ -357,8 +323,8 @@ _OTHERS = _named(
             dim=50,
             heads=2,
             kv_heads=1,
-            key_dim=24,
-            rope_dim=6,
+            head_dim=24,
+            rope_dims=6,
             ffn=70,
             embedding="F16",
             types={"*": "F32"},
@@ -367,11 +333,11 @@ _OTHERS = _named(
         "gemma2": SmallModel(
             layers=3,
             window=16,
-            key_dim=64,
+            head_dim=64,
             scales=(("attn_logit_softcapping", 2.0), ("final_logit_softcapping", 6.0)),
         ),
         "gemma2, usual limits, odd dimensions": replace(_ODD, window=9),
-        "gemma3": SmallModel(layers=7, rope_base=1e6, window=16, key_dim=64),
+        "gemma3": SmallModel(layers=7, rope_base=1e6, window=16, head_dim=64),
         "gemma3, scaled": SmallModel(layers=7, window=16, rope_scaling="linear"),
         "gemma4": _GEMMA4,
         "gemma4, odd dimensions": SmallModel(
@@ -379,7 +345,7 @@ _OTHERS = _named(
             dim=50,
             heads=6,
             kv_heads=2,
-            key_dim=40,
+            head_dim=40,
             ffn=70,
             embedding="F16",
             types={"*": "F32"},
@@ -399,7 +365,7 @@ _OTHERS = _named(
             _GEMMA4,
             layers=4,
             heads=2,
-            key_dim=512,
+            head_dim=512,
             layered=LayerShape(2, 256, 1, inputs=32, shared=2, shared_ffn=192),
         ),
         **EXPERTS,
@@ -410,12 +376,12 @@ MODELS = {**_LLAMAS, **_OTHERS}
 # Models for embeddings and classes. All matrices are in float32, and the peers take them.
 _IN_FLOAT32 = SmallModel(types={"*": "F32"}, embedding="F32")
 _GEMMA_EMBEDDING = replace(
-    _IN_FLOAT32, architecture="gemma-embedding", layers=7, rope_base=1e6, window=16, key_dim=64
+    _IN_FLOAT32, architecture="gemma-embedding", layers=7, rope_base=1e6, window=16, head_dim=64
 )
 EMBEDDERS = _named(
     {
-        "qwen3, last": replace(_IN_FLOAT32, key_dim=64, pooling="last"),
-        "qwen3, mean": replace(_IN_FLOAT32, key_dim=64, pooling="mean"),
+        "qwen3, last": replace(_IN_FLOAT32, head_dim=64, pooling="last"),
+        "qwen3, mean": replace(_IN_FLOAT32, head_dim=64, pooling="mean"),
         "llama, mean": replace(_IN_FLOAT32, pooling="mean"),
         "gemma-embedding": replace(_GEMMA_EMBEDDING, pooling="mean", dense=96),
         "gemma-embedding, without dense layers": replace(_GEMMA_EMBEDDING, pooling="mean"),
@@ -424,7 +390,7 @@ EMBEDDERS = _named(
 # Models without an output projection, with bidirectional attention.
 _ENCODER = SmallModel(tokenizer="bert", vocab=400, pooling="mean", context=512, dim=96, heads=3, kv_heads=3)
 _MODERN_BERT = replace(_ENCODER, architecture="modern-bert", tokenizer="gpt2", layers=5, window=32)
-_JINA = replace(_ENCODER, architecture="jina-bert-v2", heads=6, kv_heads=6, key_dim=16)
+_JINA = replace(_ENCODER, architecture="jina-bert-v2", heads=6, kv_heads=6, head_dim=16)
 _JINA_CODE = replace(_JINA, tokenizer="gpt2", all_norms=True)
 _PRIVACY_FILTER = replace(
     _ENCODER,
@@ -449,19 +415,19 @@ ENCODERS = _named(
         "jina-bert-v2": _JINA,
         "jina-bert-v2, code": _JINA_CODE,
         "jina-bert-v2, code, separate": replace(
-            _JINA_CODE, fused=False, layers=1, heads=4, kv_heads=4, key_dim=32
+            _JINA_CODE, fused=False, layers=1, heads=4, kv_heads=4, head_dim=32
         ),
         "modern-bert": replace(_MODERN_BERT, rope_base=160000.0),
         "eurobert": replace(_ENCODER, tokenizer="gpt2", kv_heads=1),
         # Each token goes through all experts: with fewer bits, others might be chosen.
         "privacy-filter, all experts": _PRIVACY_FILTER,
         "privacy-filter, rope factors": replace(
-            _PRIVACY_FILTER, rope_scaling="freqs", window=129, kv_heads=3
+            _PRIVACY_FILTER, rope_scaling="llama3", window=129, kv_heads=3
         ),
         "privacy-filter, odd dimensions": replace(
             _PRIVACY_FILTER,
             dim=60,
-            key_dim=10,
+            head_dim=10,
             types={"*": "F32"},
             embedding="F16",
             experts=ExpertShape(3, 3, 44),
@@ -471,10 +437,10 @@ ENCODERS = _named(
 CLASSIFIERS = _named(
     {
         "qwen3, three classes": replace(
-            _IN_FLOAT32, key_dim=64, pooling="rank", labels=("low", "middle", "high")
+            _IN_FLOAT32, head_dim=64, pooling="rank", labels=("low", "middle", "high")
         ),
-        "qwen3, yes and no": replace(_IN_FLOAT32, key_dim=64, pooling="rank", labels=("yes", "no")),
-        "qwen3, one class": replace(_IN_FLOAT32, key_dim=64, pooling="rank", labels=("score",)),
+        "qwen3, yes and no": replace(_IN_FLOAT32, head_dim=64, pooling="rank", labels=("yes", "no")),
+        "qwen3, one class": replace(_IN_FLOAT32, head_dim=64, pooling="rank", labels=("score",)),
     }
 )
 
@@ -496,10 +462,9 @@ _contents: dict[str, bytes] = {}
 
 
 def _content(model: SmallModel) -> bytes:
-    shape = _shape(model)
     # Scores of attention have a deviation of 2; the layers together add as much as the embedding.
     residual = 2 * model.dim**-0.5 * model.layers**-0.5
-    listed = _tensors.tensors(shape, "F32", model.embedding, scores=1.4, residual=residual)
+    listed = _tensors.tensors(model, "F32", model.embedding, scores=1.4, residual=residual)
     tensors = [_typed(tensor, model) for tensor in listed]
     # The recorded results of llama.cpp and transformers are for values drawn from one stream of numbers:
     # first the tensors outside the layers, then each layer's matrices, norms and biases.
@@ -512,7 +477,7 @@ def _content(model: SmallModel) -> bytes:
     tensors = _fused(tensors, data, fused if model.fused else ())
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        _file.write(path, "Small", shape, "F32", tensors, lambda tensor: data[tensor.name])
+        _file.write(path, "Small", model, "F32", tensors, lambda tensor: data[tensor.name])
         return path.read_bytes()
 
 
@@ -547,14 +512,6 @@ def _fused(
             whole = replace(first, name=f"blk.{layer}.{name}.{end}", shape=(rows, *first.shape[1:]))
             found[whole.name], data[whole.name] = whole, values
     return list(found.values())
-
-
-def _shape(model: SmallModel) -> ModelShape:
-    own = {f.name for f in fields(SmallModel)}
-    same = {f.name: getattr(model, f.name) for f in fields(ModelShape) if f.name in own}
-    same["rope_scaling"] = "llama3" if model.rope_scaling == "freqs" else model.rope_scaling
-    output = model.output or TIED
-    return ModelShape(**same, head_dim=model.key_dim, output_type=output, rope_dims=model.rope_dim)
 
 
 def _typed(tensor: Tensor, model: SmallModel) -> Tensor:

@@ -10,7 +10,7 @@ from support.small_models import ENCODERS, EXPERTS, MODELS, SmallModel
 TINY = SmallModel(dim=64, heads=3, kv_heads=1, ffn=64, seed=2)
 
 VOCAB = 280
-_SIZE: dict[str, Any] = {"dim": 32, "key_dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32, "vocab": VOCAB}
+_SIZE: dict[str, Any] = {"dim": 32, "head_dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32, "vocab": VOCAB}
 _ENCODER_SIZE = {**_SIZE, "kv_heads": 2, "context": 64}
 
 TINY_MODELS = {
@@ -40,7 +40,7 @@ TINY_ENCODERS = {
 
 # For tests of how states are kept, which does not depend on dimensions. Two layers have states, with one of
 # attention between them unless all are recurrent.
-_FEW: dict[str, Any] = {"dim": 32, "ffn": 32, "heads": 1, "kv_heads": 1, "key_dim": 32}
+_FEW: dict[str, Any] = {"dim": 32, "ffn": 32, "heads": 1, "kv_heads": 1, "head_dim": 32}
 _SCAN = ScanShape(inner=64, state=16, heads=2)
 _AROUND = (0, 2)
 TINY_RECURRENT = {

@@ -19,7 +19,7 @@ from support import choice_task, comparison, small_models
 from support.recorded_json import dumps
 from support.small_models import SmallModel
 
-from metal_prefill.synth import ScanShape
+from metal_prefill.synth import TIED, ScanShape
 
 MODEL_TYPES = {  # where transformers has another name
     "gemma3": "gemma3_text",
@@ -233,10 +233,10 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
-        "head_dim": model.key_dim,
+        "head_dim": model.head_dim,
         "max_position_embeddings": model.context,
         "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.output is None,
+        "tie_word_embeddings": model.output_type == TIED,
         "rope_parameters": rope,
         "attn_implementation": "eager",
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
@@ -249,7 +249,7 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
         settings["sliding_window"] = model.window
         settings["n_inner"] = model.ffn
         settings["use_parallel_residual"] = model.parallel and model.architecture == "gptneox"
-        rope["partial_rotary_factor"] = (model.rope_dim or model.key_dim) / model.key_dim
+        rope["partial_rotary_factor"] = (model.rope_dims or model.head_dim) / model.head_dim
     if model.rope_scaling == "longrope":
         settings["original_max_position_embeddings"] = model.original_context
     if model.architecture in ("llama", "granite", "granitemoe", "granitehybrid"):
@@ -260,7 +260,7 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
         settings["embedding_multiplier"] = scales.get("embedding_scale", 1.0)
         settings["residual_multiplier"] = scales.get("residual_scale", 1.0)
         settings["logits_scaling"] = scales.get("logit_scale", 1.0)
-        settings["attention_multiplier"] = scales.get("attention.scale", model.key_dim**-0.5)
+        settings["attention_multiplier"] = scales.get("attention.scale", model.head_dim**-0.5)
     if model.architecture == "mistral3":
         rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
     if model.architecture == "exaone4":
@@ -276,8 +276,8 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
             "conv" if i in model.conv_layers else "full_attention" for i in range(model.layers)
         ]
     if model.architecture == "qwen35":
-        pairs = (model.rope_dim or model.key_dim) // 2
-        rope["partial_rotary_factor"] = 2 * pairs / model.key_dim
+        pairs = (model.rope_dims or model.head_dim) // 2
+        rope["partial_rotary_factor"] = 2 * pairs / model.head_dim
         # Of positions in an image; all positions of a text are the same.
         rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
     if model.scan is not None:
@@ -295,7 +295,7 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
         }
     if model.architecture in GEMMA:
         settings["sliding_window"] = model.window
-        settings["query_pre_attn_scalar"] = model.key_dim
+        settings["query_pre_attn_scalar"] = model.head_dim
     if model.architecture == "gemma2":
         settings |= {key: cap for key, cap in model.scales if key.endswith("softcapping")}
     elif model.architecture in GEMMA:  # layers with a window use a separate rope base, unscaled
@@ -306,7 +306,7 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
             "head_dim": layered.window_head_dim,
             "num_key_value_heads": layered.window_kv_heads,
             "per_layer_config": {
-                i: {"head_dim": model.key_dim, "num_key_value_heads": model.kv_heads}
+                i: {"head_dim": model.head_dim, "num_key_value_heads": model.kv_heads}
                 for i, w in enumerate(windowed)
                 if not w
             },
@@ -420,7 +420,7 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
         )
         if part in ("attn_q", "attn_k") and rotates_neighbours:
             # The values of a rotated pair are neighbours in the file, and half a head away in transformers.
-            pairs = data.reshape(-1, model.key_dim // 2, 2, *data.shape[1:])
+            pairs = data.reshape(-1, model.head_dim // 2, 2, *data.shape[1:])
             data = pairs.swapaxes(1, 2).reshape(data.shape)
         if model.architecture == "gpt2" and data.ndim == 2 and layer:
             data = np.ascontiguousarray(data.T)
@@ -460,7 +460,7 @@ def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
     """Create the transformers model of a file; every weight on either side has a counterpart."""
     made = transformers.AutoModelForCausalLM.from_config(config_of(path, model)).float().eval()
     weights = dict(weights_of(path, model))
-    if model.output is None:
+    if model.output_type == TIED:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     for name in [name for name in weights if name.endswith("shared_mlp.input_linear.weight")]:
         gate = name.replace("shared_mlp.input_linear", "mlp.gate_proj")
@@ -479,7 +479,7 @@ def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
         for name in [name for name in weights if name.endswith("self_attn.o_proj.weight")]:
             weights[name.replace(".weight", ".bias")] = torch.zeros(model.dim)
     made.load_state_dict(weights, strict=True)
-    if model.rope_scaling == "freqs":
+    if model.rope_scaling == "llama3":
         made.model.rotary_emb.inv_freq /= torch.from_numpy(tensor(path, "rope_freqs.weight"))
     return made
 

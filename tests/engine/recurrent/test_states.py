@@ -36,7 +36,7 @@ from metal_prefill.files._model_config import core_config
 def test_results_are_bit_identical_for_any_split_and_number_of_threads(
     name: str, kv_dtype: str, model_path: Callable[[str], Path]
 ) -> None:
-    if kv_dtype == "q8_0" and MODELS[name].key_dim % 32:
+    if kv_dtype == "q8_0" and MODELS[name].head_dim % 32:
         pytest.skip("heads that are no blocks")
     outcomes = []
     ids = ids_of(300)
@@ -162,7 +162,7 @@ def test_a_stopped_prompt_keeps_its_chunks(device: str, name: str, tiny_path: Ca
 
 def test_a_failed_prompt_restores_the_state(device: str, name: str, tmp_path: Path) -> None:
     """The second chunk fails: a token's embedding is NaN."""
-    shape = replace(TINY_RECURRENT[name], embedding="F32", output="F32")
+    shape = replace(TINY_RECURRENT[name], embedding="F32", output_type="F32")
     plain = write(tmp_path / "plain.gguf", shape)
 
     def spoil(values: Array) -> None:
