@@ -15,8 +15,8 @@ from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefi
 from metal_prefill.files._gguf_file import TENSOR_TYPES, FloatArray, GGUFFile, as_matrix
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._metadata_keys import LABEL_ENCODER
-from metal_prefill.files._model_config import ModelConfig, core_config
-from metal_prefill.files._model_tensors import collect_tensors
+from metal_prefill.files._model_config import ModelConfig
+from metal_prefill.files._model_tensors import collect_tensors, core_config
 from metal_prefill.files._task_config import PooledHead, Prompts, TextLengths, read_head
 from metal_prefill.hub._local_file import default_model_path, local_file, source_name
 from metal_prefill.storage import _pack_cache, _session_file
@@ -117,7 +117,7 @@ class Engine:
         self.gguf = gguf
         self.config = config
         self.head = head
-        self._generates = config.generates
+        self.prompts = Prompts.read(gguf)
         self.max_context = max_context
         self.compute = compute
         self.kv_dtype = kv_dtype
@@ -163,11 +163,6 @@ class Engine:
         return Tokenizer.from_gguf(self.gguf)
 
     @cached_property
-    def prompts(self) -> Prompts:
-        """Prompts of the file, read on first use."""
-        return Prompts.read(self.gguf)
-
-    @cached_property
     def state_owner(self) -> _session_file.Owner:
         """Identity of the model in saved sessions."""
         variant = "long contexts" if self.config.rope_long else ""
@@ -190,7 +185,7 @@ class Engine:
 
     def check_generates(self) -> None:
         """Raise ValueError if the model does not predict text, as encoders do not."""
-        if not self._generates:
+        if not self.config.generates:
             kind = "an encoder, which does not generate or score text"
             raise ValueError(f"{self.name} is {kind}: use {self.encoder_methods}")
 

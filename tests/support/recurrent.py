@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import Model, Session
-from metal_prefill.files._model_config import core_config, layer_kind
+from metal_prefill.files._model_config import layer_kind
+from metal_prefill.files._model_tensors import core_config
 from metal_prefill.synth import ScanShape
 from support.small_models import MODELS
 

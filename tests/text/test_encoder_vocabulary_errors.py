@@ -141,10 +141,10 @@ def test_text_without_a_token_is_the_unknown_token(tmp_path: Path, base: dict[st
     ("base", "changes", "message"),
     [
         (BERT, {"tokens": strings(), "token_type": None}, f"{KEY}tokens is empty"),
-        (BERT, {"cls_token_id": integer(10)}, f"{KEY}cls_token_id is 10, must be a token id from 0 to 9"),
+        (BERT, {"cls_token_id": integer(10)}, f"{KEY}cls_token_id is 10, must be between 0 and 9"),
         (BERT, {"mask_token_id": (STRING, text("x"))}, f"{KEY}mask_token_id has type string"),
         (BERT, {"normalizer.lowercase": integer(1)}, "normalizer.lowercase has type uint32, expected bool"),
-        (BERT, {"token_type_count": (I32, scalar(I32, -1))}, "token_type_count is -1, must not be negative"),
+        (BERT, {"token_type_count": (I32, scalar(I32, -1))}, "token_type_count is -1, must be between 0"),
         (
             {**BERT, "tokens": strings("a", "b"), "token_type": None, "cls_token_id": None},
             {"unknown_token_id": integer(0), "seperator_token_id": None},

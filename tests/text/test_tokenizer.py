@@ -376,7 +376,7 @@ SPM = {MODEL: entry(MODEL, STRING, text("llama")), MERGES: None}
         ({MERGES: entry(MERGES, ARRAY, strings("b a"))}, "merge 0 .*'b a'"),
         ({MERGES: entry(MERGES, ARRAY, strings("ab"))}, "merge 0 .*'ab'"),
         ({MERGES: entry(MERGES, ARRAY, strings(""))}, "merge 0"),
-        ({BOS: entry(BOS, U32, u32(3))}, f"{BOS} is 3, must be a token id from 0 to 2"),
+        ({BOS: entry(BOS, U32, u32(3))}, f"{BOS} is 3, must be between 0 and 2"),
         ({BOS: entry(BOS, I32, scalar(I32, -1))}, f"{BOS} is -1, must be"),
         ({BOS: entry(BOS, STRING, text("a"))}, f"{BOS} has type string, expected an integer"),
         ({BOS: entry(BOS, BOOL, b"\1")}, f"{BOS} has type bool, expected an integer"),

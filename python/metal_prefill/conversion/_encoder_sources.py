@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from metal_prefill.conversion import _combined, _settings
-from metal_prefill.conversion._folder import MAX_LAYERS, Fields
+from metal_prefill.conversion._folder import MAX_LAYERS
 from metal_prefill.conversion._source import (
     DECODER,
     LARGER_EPSILON,
@@ -20,13 +20,6 @@ from metal_prefill.files._architecture import ARCHITECTURES
 _CLASSIFIER = {"classifier": "cls.output"}
 _PROJECTION = {"linear": "dense_2"}  # of tokens, in Stanford's ColBERT
 _QKV = ("query", "key", "value")
-
-
-def _of_positions(config: Fields) -> Source | None:
-    """Return the row for a folder with positions that its class, such as BertModel, does not have."""
-    families = {"alibi": "JinaBert", "rotary": "JinaEmbeddingsV3"}
-    family = families.get(config.string("position_embedding_type", default=""))
-    return ENCODERS[family] if family else None
 
 
 _BERT = Source(
@@ -49,7 +42,8 @@ _BERT = Source(
             "cls.predictions": "mlm.output",
         },
     },
-    variant=_of_positions,
+    # Folders that name this class, whose positions they do not have.
+    of_positions={"alibi": "JinaBert", "rotary": "JinaEmbeddingsV3"},
 )
 _ROBERTA = replace(
     _BERT,
@@ -179,7 +173,7 @@ _DEBERTA = replace(
     more=_settings.deberta,
     combined=_combined.with_relative_positions,
     made=_combined.RELATIVE,
-    variant=lambda config: None,
+    of_positions={},
 )
 _T5 = Source(
     "t5encoder",

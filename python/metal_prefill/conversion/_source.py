@@ -112,6 +112,7 @@ class Source:
     # Object of the configuration that describes the text model, if the class has other parts, too.
     text_part: str = ""
     frames: bool = True  # whether texts have the tokens that the tokenizer adds at their ends
+    of_positions: Mapping[str, str] = field(default_factory=dict)  # families by `position_embedding_type`
     # Function of the configuration that returns the row for a folder that differs from others of its class.
     variant: Callable[[Fields], Source | None] = lambda config: None
 
@@ -214,8 +215,8 @@ def find_source(rows: Mapping[str, Source], config: Fields) -> tuple[Source, Tas
     if name is None:
         raise config.error("architectures must name the class of the model, such as BertModel")
     if name == _COLBERT:
-        source = rows[_BODIES[config.choice("model_type", known=_BODIES, default="")]]
-        return source.variant(config) or source, "late"
+        family = _BODIES[config.choice("model_type", known=_BODIES, default="")]
+        return _row(rows, family, config), "late"
     match = re.fullmatch(rf"(.+?)({'|'.join(_TASKS)})", name)
     family = match[1].removesuffix(_BIDIRECTIONAL) if match else ""
     if family.lower() in MISSING_STEPS:
@@ -225,8 +226,7 @@ def find_source(rows: Mapping[str, Source], config: Fields) -> tuple[Source, Tas
     if match is None or family not in rows:
         known = ", ".join((*rows, _COLBERT))
         raise config.unsupported(f"model class {name} is not supported; supported families are {known}")
-    source, task = rows[family], _TASKS[match[2]]
-    source = source.variant(config) or source
+    source, task = _row(rows, family, config), _TASKS[match[2]]
     if ARCHITECTURES[source.architecture].causal and (
         family != match[1] or source.states_bidirectional(config)
     ):
@@ -235,3 +235,11 @@ def find_source(rows: Mapping[str, Source], config: Fields) -> tuple[Source, Tas
     if task not in ("body", *source.heads) or (has_other_parts and not source.text_part):
         raise config.unsupported(f"the head of {name} is not supported")
     return source, task
+
+
+def _row(rows: Mapping[str, Source], family: str, config: Fields) -> Source:
+    """Return the row of a family, or of the one that a folder has in its place."""
+    source = rows[family]
+    positions = config.string("position_embedding_type", default="")
+    source = rows[source.of_positions.get(positions, family)]
+    return source.variant(config) or source

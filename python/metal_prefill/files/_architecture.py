@@ -3,14 +3,13 @@
 A row contains the differences from `llama`. `_hyperparameters` and `_model_tensors` read files by it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from metal_prefill.files._model_config import (
     Activation,
     LayerKind,
-    ModelConfig,
     NormKind,
     QkNormPlace,
     RopeStyle,
@@ -19,15 +18,6 @@ from metal_prefill.files._model_config import (
 
 WindowRope: TypeAlias = Literal["same", "own", "only", "unscaled"]
 Presence: TypeAlias = Literal["required", "optional", "absent"]
-
-
-def _nominal_scale_with(n_layers: int) -> Callable[[ModelConfig], float]:
-    """Return the scale of Gemma's 27B models, the only ones with this many layers.
-
-    They scale by the nominal instead of the actual head width, which the metadata of their files do not
-    record.
-    """
-    return lambda config: (config.dim / config.n_heads) ** -0.5 if config.n_layers == n_layers else 0.0
 
 
 @dataclass(frozen=True)
@@ -150,8 +140,10 @@ class Architecture:
     reversed_with: Mapping[str, str] = field(default_factory=dict)
     # Layer tensors that may hold the rows of several tensors in sequence, and the roles of those tensors.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # Returns `ModelConfig.attention_scale` for files that do not set it.
-    attention_scale: Callable[[ModelConfig], float] = lambda _: 0.0
+    attention_scale: float = 0.0  # same as in `ModelConfig`, for files that do not set it
+    # Number of layers of the models of Gemma that scale by the nominal instead of the actual width of a head,
+    # which the metadata of their files do not record.
+    nominal_scale_layers: int = 0
 
 
 _GEMMA2 = Architecture(
@@ -163,7 +155,7 @@ _GEMMA2 = Architecture(
     scale_embedding=True,
     score_cap=50.0,
     logit_cap=30.0,
-    attention_scale=_nominal_scale_with(46),
+    nominal_scale_layers=46,
 )
 _GEMMA3 = replace(
     _GEMMA2,
@@ -172,7 +164,7 @@ _GEMMA3 = replace(
     window_rope="own",
     score_cap=None,
     logit_cap=None,
-    attention_scale=_nominal_scale_with(62),
+    nominal_scale_layers=62,
 )
 
 _QKV = {"attn_qkv.weight": ("wq", "wk", "wv"), "attn_qkv.bias": ("bq", "bk", "bv")}
@@ -371,7 +363,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         per_layer_inputs="required",
         layer_scale="optional",
         layers_differ=True,
-        attention_scale=lambda _: 1.0,
+        attention_scale=1.0,
     ),
     "gemma-embedding": replace(_GEMMA3, causal=False),
     "bert": _BERT,
@@ -436,7 +428,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "output_norm": "enc.output_norm.weight",
             **{role: f"enc.blk.{{layer}}.{name}.weight" for role, name in _T5_NAMES.items()},
         },
-        attention_scale=lambda _: 1.0,
+        attention_scale=1.0,
     ),
     "eurobert": Architecture(rope_style="neox", head="absent", causal=False),
     # The body is that of gpt-oss, whose names its tensors have.

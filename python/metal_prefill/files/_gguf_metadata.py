@@ -274,6 +274,33 @@ class Metadata(Mapping[str, MetadataValue]):
             raise GGUFError(f"{self._path}: {key} is {value}, must be between {least} and {most}")
         return value
 
+    def numbers(self, key: str, kind: str, length: int) -> npt.NDArray[Any]:
+        """Return an array of numbers, one for each token."""
+        values: npt.NDArray[Any] = self.typed(key, f"array[{kind}]")
+        if len(values) != length:
+            raise GGUFError(f"{self._path}: {key} has {len(values)} entries for {length} tokens")
+        return values
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a bool under ``tokenizer.ggml``."""
+        return bool(self.typed(f"tokenizer.ggml.{name}", "bool", default=default))
+
+    def token_id(self, name: str, vocab_size: int) -> int | None:
+        """Return the id of a special token under ``tokenizer.ggml``; None if the file does not define it."""
+        found: int | None = self.integer(f"tokenizer.ggml.{name}_token_id", 0, vocab_size - 1, default=None)
+        return found
+
+    def token_ids(self, name: str, vocab_size: int) -> frozenset[int]:
+        """Return token ids under ``tokenizer.ggml``; a missing array is empty."""
+        key = f"tokenizer.ggml.{name}"
+        ids = frozenset(map(int, self.typed(key, "array[integer]", default=())))
+        for i in ids:
+            if not 0 <= i < vocab_size:
+                raise GGUFError(
+                    f"{self._path}: {key} contains {i}, must be token ids from 0 to {vocab_size - 1}"
+                )
+        return ids
+
     def type_name(self, key: str) -> str:
         """Return the type declared for a value: ``"uint32"``, ``"string"``, ``"array[float32]"``, ..."""
         return self._types[key]

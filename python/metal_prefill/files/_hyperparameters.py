@@ -20,7 +20,6 @@ from metal_prefill.files._model_config import (
     NormKind,
     RouterScore,
     has_matrix_state,
-    leading_dense,
 )
 from metal_prefill.files._positions import with_layer_dimensions, with_positions
 
@@ -96,6 +95,8 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
     feed_forwards = _feed_forwards(keys, traits, n_layers)
     default = None if traits.scales == "required" else 1.0
     scales = {suffix: keys.positive_float(suffix, default=default) for suffix in SCALE_KEYS}
+    nominal = n_layers and n_layers == traits.nominal_scale_layers
+    attention_scale = (dim / n_heads) ** -0.5 if nominal else traits.attention_scale
     config = ModelConfig(
         architecture=name,
         n_layers=n_layers,
@@ -132,7 +133,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         qk_norm_place=traits.qk_norm_place,
         score_cap=_soft_cap(keys, "attn_logit_softcapping", traits.score_cap),
         logit_cap=_soft_cap(keys, "final_logit_softcapping", traits.logit_cap),
-        attention_scale=keys.positive_float("attention.scale", default=0.0),
+        attention_scale=keys.positive_float("attention.scale", default=attention_scale),
         relative_rows=_relative_rows(keys, traits),
         layer_kinds=kinds,
         layer_feed_forwards=feed_forwards if "experts" in feed_forwards else (),
@@ -154,9 +155,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         config = with_layer_dimensions(config, keys)
     if traits.per_layer_inputs != "absent":
         config = replace(config, per_layer_dim=_per_layer_dim(keys, n_layers))
-    return (
-        config if config.attention_scale else replace(config, attention_scale=traits.attention_scale(config))
-    )
+    return config
 
 
 def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
@@ -323,6 +322,13 @@ def _with_scan(config: ModelConfig, keys: Keys) -> ModelConfig:
         scan_key_dim=state,
         scan_value_dim=inner // heads,
     )
+
+
+def leading_dense(n_layers: int, dense_layers: int) -> tuple[FeedForwardKind, ...]:
+    """Return the kinds of the feed-forwards of layers of which all but the first have experts."""
+    dense: FeedForwardKind = "dense"
+    experts: FeedForwardKind = "experts"
+    return tuple(dense if layer < dense_layers else experts for layer in range(n_layers))
 
 
 def _feed_forwards(keys: Keys, traits: Architecture, n_layers: int) -> tuple[FeedForwardKind, ...]:

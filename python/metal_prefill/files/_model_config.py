@@ -1,9 +1,7 @@
 """The hyperparameters of a model, as the package and its engines use them."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
-
-from metal_prefill import _core
 
 RopeStyle: TypeAlias = Literal["interleaved", "neox"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn"]
@@ -236,47 +234,5 @@ def has_matrix_state(kind: LayerKind | None) -> bool:
     return kind in ("state_space", "attention_and_state_space", "gated_delta")
 
 
-def leading_dense(n_layers: int, dense_layers: int) -> tuple[FeedForwardKind, ...]:
-    """Return the kinds of the feed-forwards of layers of which all but the first have experts."""
-    dense: FeedForwardKind = "dense"
-    experts: FeedForwardKind = "experts"
-    return tuple(dense if layer < dense_layers else experts for layer in range(n_layers))
-
-
-def stored_layer(config: ModelConfig, layer: int) -> int:
-    """Return the layer whose weights a layer has; -1 for tensors outside the layers."""
-    return layer % config.distinct_layers if config.distinct_layers and layer >= 0 else layer
-
-
-def layers_differ(config: ModelConfig) -> bool:
-    """Return whether the tensors of a role have other shapes in some layers."""
-    return bool(config.layer_kv_heads or config.layer_head_dim or config.layer_ffn_dim)
-
-
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
     return config.layer_kinds[layer] if config.layer_kinds else "attention"
-
-
-_ENUMS = {
-    "rope_style": _core.RopeStyle,
-    "rope_scaling": _core.RopeScaling,
-    "activation": _core.Activation,
-    "qk_norm_place": _core.QkNormPlace,
-    "norm_kind": _core.NormKind,
-    "layer_kinds": _core.LayerKind,
-    "layer_feed_forwards": _core.FeedForwardKind,
-    "router_score": _core.RouterScore,
-}
-
-
-def core_config(config: ModelConfig) -> _core.Config:
-    """Convert a configuration to the engines' representation."""
-    core = _core.Config()
-    for name in (item.name for item in fields(config)):
-        value = getattr(config, name)
-        if isinstance(value, tuple):
-            value = [_ENUMS[name][item.upper()] if name in _ENUMS else item for item in value]
-        elif name in _ENUMS:
-            value = _ENUMS[name][value.upper()]
-        setattr(core, name, value)
-    return core

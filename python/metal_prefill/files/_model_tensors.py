@@ -1,7 +1,7 @@
-"""Find the tensors of a model in its file, by their roles."""
+"""Hand a model to the engines: its configuration, and its tensors in the file by their roles."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 
 from metal_prefill import _core
@@ -9,11 +9,45 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
 from metal_prefill.files._metadata_keys import LABEL_ENCODER, Keys
-from metal_prefill.files._model_config import ModelConfig, core_config, layers_differ, stored_layer
+from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.files._task_config import HEAD_TENSORS
 
 # Tensor types that are supported for matrices; vectors are F32.
 MATRIX_TYPES = tuple(_core.tensor_types())
+
+_ENUMS = {
+    "rope_style": _core.RopeStyle,
+    "rope_scaling": _core.RopeScaling,
+    "activation": _core.Activation,
+    "qk_norm_place": _core.QkNormPlace,
+    "norm_kind": _core.NormKind,
+    "layer_kinds": _core.LayerKind,
+    "layer_feed_forwards": _core.FeedForwardKind,
+    "router_score": _core.RouterScore,
+}
+
+
+def core_config(config: ModelConfig) -> _core.Config:
+    """Convert a configuration to the engines' representation."""
+    core = _core.Config()
+    for name in (item.name for item in fields(config)):
+        value = getattr(config, name)
+        if isinstance(value, tuple):
+            value = [_ENUMS[name][item.upper()] if name in _ENUMS else item for item in value]
+        elif name in _ENUMS:
+            value = _ENUMS[name][value.upper()]
+        setattr(core, name, value)
+    return core
+
+
+def stored_layer(config: ModelConfig, layer: int) -> int:
+    """Return the layer whose weights a layer has; -1 for tensors outside the layers."""
+    return layer % config.distinct_layers if config.distinct_layers and layer >= 0 else layer
+
+
+def layers_differ(config: ModelConfig) -> bool:
+    """Return whether the tensors of a role have other shapes in some layers."""
+    return bool(config.layer_kv_heads or config.layer_head_dim or config.layer_ffn_dim)
 
 
 def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int, TensorInfo]]:

@@ -49,7 +49,8 @@ from metal_prefill import _core
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import MetalPrefillError, StateError
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._model_config import ModelConfig, core_config, layer_kind
+from metal_prefill.files._model_config import ModelConfig, layer_kind
+from metal_prefill.files._model_tensors import core_config
 from metal_prefill.storage._cache_folder import sample_starts
 
 FORMAT = "metal_prefill.session"

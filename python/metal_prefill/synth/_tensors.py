@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal_prefill import _core
-from metal_prefill.files._model_config import leading_dense
+from metal_prefill.files._hyperparameters import leading_dense
 from metal_prefill.files._model_tensors import presence_of, tensor_name
 from metal_prefill.synth._blocks import TENSOR_TYPES, block_weights, tensor_bytes
 from metal_prefill.synth._shape import TIED, ModelShape

@@ -9,7 +9,6 @@ from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._metadata import flag, numbers, special_id
 
 SPACE = "\u2581"  # begins a token at the beginning of a word
 MAX_WORD_CHARACTERS = 100  # of WordPiece; longer words become the unknown token, as in BERT's tokenizer
@@ -65,11 +64,11 @@ def word_piece(
     segmenter = Segmenter(
         models.WordPiece(vocabulary, unk_token=_NO_WORD, max_input_chars_per_word=MAX_WORD_CHARACTERS)
     )
-    lowercase = flag(gguf, "normalizer.lowercase", default=True)
+    lowercase = gguf.metadata.flag("normalizer.lowercase", default=True)
     segmenter.normalizer = normalizers.BertNormalizer(
-        clean_text=flag(gguf, "normalizer.clean_text", default=True),
-        handle_chinese_chars=flag(gguf, "normalizer.handle_chinese_chars", default=True),
-        strip_accents=flag(gguf, "normalizer.strip_accents", default=lowercase),
+        clean_text=gguf.metadata.flag("normalizer.clean_text", default=True),
+        handle_chinese_chars=gguf.metadata.flag("normalizer.handle_chinese_chars", default=True),
+        strip_accents=gguf.metadata.flag("normalizer.strip_accents", default=lowercase),
         lowercase=lowercase,
     )
     segmenter.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -79,7 +78,7 @@ def word_piece(
 def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_]) -> Segmenter:
     """Build a Unigram segmenter; its parameters are those of `word_piece`."""
     steps = _normalizer_steps(gguf)
-    scores = numbers(gguf, "tokenizer.ggml.scores", "float", len(tokens))
+    scores = gguf.metadata.numbers("tokenizer.ggml.scores", "float", len(tokens))
     if not np.isfinite(scores).all():
         raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
     unknown = _unknown_id(gguf, tokens, "<unk>")
@@ -97,12 +96,12 @@ def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_])
     made = [known[name] for name in steps if name in known]
     if made:
         segmenter.normalizer = normalizers.Sequence(made)
-    prepends = flag(gguf, "add_space_prefix", default=True)
+    prepends = gguf.metadata.flag("add_space_prefix", default=True)
     words: list[pre_tokenizers.PreTokenizer] = [
         pre_tokenizers.Metaspace(SPACE, prepend_scheme="always" if prepends else "never")
     ]
-    if not any(step in SPACE_STEPS for step in steps) and flag(
-        gguf, "remove_extra_whitespaces", default=True
+    if not any(step in SPACE_STEPS for step in steps) and gguf.metadata.flag(
+        "remove_extra_whitespaces", default=True
     ):
         words.insert(0, pre_tokenizers.WhitespaceSplit())
     segmenter.pre_tokenizer = pre_tokenizers.Sequence(words)
@@ -118,7 +117,7 @@ def _normalizer_steps(gguf: GGUFFile) -> list[str]:
 
 
 def _unknown_id(gguf: GGUFFile, tokens: Sequence[str], spelling: str) -> int:
-    stated = special_id(gguf, "unknown", len(tokens))
+    stated = gguf.metadata.token_id("unknown", len(tokens))
     if stated is not None:
         return stated
     if spelling not in tokens:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._metadata import count, flag, special_id
+from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.text._vocabulary import Vocabulary
 
 # Key under tokenizer.ggml of files of folders: whether second texts of pairs have type 1, in Unigram files.
@@ -85,7 +85,7 @@ class SpecialTokens:
         them do. In other files, a pair has the end of the first text, if there is one, and the separator.
         """
         tokens = vocabulary.tokens
-        ids = {name: special_id(gguf, key, len(tokens)) for name, key in _KEYS.items()}
+        ids = {name: gguf.metadata.token_id(key, len(tokens)) for name, key in _KEYS.items()}
         separated = ids["sep"] is not None  # the type of a token is the number of separators before it
         word_piece, unigram = vocabulary.kind == "bert", vocabulary.kind == "t5"
         if word_piece:  # early converters wrote only one of the ids of a token, or none
@@ -94,9 +94,11 @@ class SpecialTokens:
             ids["eos"] = ids["sep"] = _first(ids["sep"], ids["eos"], spelled.get("[SEP]"))
             ids["unk"] = _first(ids["unk"], spelled.get("[UNK]"))
         adds_bos = (vocabulary.kind == "llama" or vocabulary.pre.adds_bos) and ids["bos"] is not None
-        add_bos = flag(gguf, "add_bos_token", default=adds_bos or word_piece)
-        add_eos = flag(gguf, "add_eos_token", default=unigram and ids["eos"] is not None)
-        add_sep = flag(gguf, "add_sep_token", default=word_piece or (unigram and ids["sep"] is not None))
+        add_bos = gguf.metadata.flag("add_bos_token", default=adds_bos or word_piece)
+        add_eos = gguf.metadata.flag("add_eos_token", default=unigram and ids["eos"] is not None)
+        add_sep = gguf.metadata.flag(
+            "add_sep_token", default=word_piece or (unigram and ids["sep"] is not None)
+        )
         ids["sep"] = _first(ids["sep"], ids["eos"])
         if word_piece:
             add_eos, add_sep = add_eos or add_sep, False
@@ -108,10 +110,12 @@ class SpecialTokens:
                     f"but tokenizer.ggml.{key}_token_id is missing"
                 )
         end = _known(ids["eos"] if add_eos else None)
-        second = ids["eos"] if flag(gguf, "double_separator", default=False) else None  # MPNet's pairs
+        second = (
+            ids["eos"] if gguf.metadata.flag("double_separator", default=False) else None
+        )  # MPNet's pairs
         separator = (*end, *_known(second if word_piece else ids["sep"] if add_sep else None))
-        typed = separated if word_piece else flag(gguf, TYPES_KEY, default=False)
-        types = count(gguf, "token_type_count", default=2)
+        typed = separated if word_piece else gguf.metadata.flag(TYPES_KEY, default=False)
+        types = gguf.metadata.integer("tokenizer.ggml.token_type_count", 0, MAX_INT, default=2)
         frame = TokenFrame(_known(ids["bos"] if add_bos else None), separator, end, int(typed and types > 1))
         del ids["cls"]
         return cls(**ids, add_bos=add_bos, add_eos=add_eos, frame=frame)

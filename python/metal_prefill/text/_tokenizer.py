@@ -16,7 +16,6 @@ from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._encoder_vocabulary import SPACE, begins_word
 from metal_prefill.text._file_templates import FileTemplates
-from metal_prefill.text._metadata import flag, special_id
 from metal_prefill.text._normal_text import NormalText
 from metal_prefill.text._reasoning import LAST_TOKENS, Tags, begins_in, tags_in
 from metal_prefill.text._segmentation import SpelledTokens, WordTokens, segmented, segmented_ids
@@ -86,10 +85,11 @@ class Tokenizer:
         self.sep_id, self.mask_id = special.sep, special.mask
         self.add_bos, self.add_eos = special.add_bos, special.add_eos
         self.frame = special.frame
-        self.space_prefix = self._vocabulary.kind == "llama" and flag(gguf, "add_space_prefix", default=True)
+        self.space_prefix = self._vocabulary.kind == "llama" and gguf.metadata.flag(
+            "add_space_prefix", default=True
+        )
         self._prepend_scheme = self._vocabulary.prepend_scheme(gguf)
         self._spelled = SpelledTokens(gguf, self._vocabulary)
-        self._templates = FileTemplates(gguf, self._spelled.special)
         named = {i for i in (self.eos_id, self.eot_id, self.eom_id) if i is not None}
         self.stop_ids = frozenset(
             named | {i for i in self._spelled.special.values() if self.token(i) in END_TOKENS}
@@ -291,7 +291,7 @@ class Tokenizer:
         kind = self._vocabulary.kind
         if kind == "llama":
             return not any(map(_BORDER_IN_TOKEN.search, self._vocabulary.tokens))
-        return kind in ("gpt2", "bert") or flag(self._gguf, "add_space_prefix", default=True)
+        return kind in ("gpt2", "bert") or self._gguf.metadata.flag("add_space_prefix", default=True)
 
     def encode_spans(self, text: str, *, parse_special: bool = False) -> list[TokenSpan]:
         """Convert text to tokens with their places in the text.
@@ -409,6 +409,10 @@ class Tokenizer:
             else f"the vocabulary has no token for {lost!r}, U+{ord(lost):04X}: it lacks some of the bytes "
             f"{lost.encode('utf-8').hex(' ')}"
         )
+
+    @cached_property
+    def _templates(self) -> FileTemplates:
+        return FileTemplates(self._gguf, self._spelled.special)
 
     @property
     def chat_template(self) -> str | None:
@@ -590,7 +594,7 @@ class Tokenizer:
     def fill_tokens(self) -> tuple[int, int, int] | None:
         """Tokens before a prefix, before a suffix, and before the text between them; None without such."""
         keys = ("fim_pre", "fim_suf", "fim_mid")
-        ids = [special_id(self._gguf, key, self.vocab_size) for key in keys]
+        ids = [self._gguf.metadata.token_id(key, self.vocab_size) for key in keys]
         spelled = self._spelled.special | self._spelled.user_defined
         for form in _FILL_FORMS:
             ids = [spelled.get(text) if i is None else i for i, text in zip(ids, form, strict=True)]
@@ -641,7 +645,7 @@ class Tokenizer:
             return None
         return WordTokens(
             self._segmenter,
-            lowercase=flag(self._gguf, "normalizer.lowercase", default=True),
+            lowercase=self._gguf.metadata.flag("normalizer.lowercase", default=True),
             spelled=[*self._spelled.user_defined, *(self._normal.user_defined if self._normal else ())],
         )
 

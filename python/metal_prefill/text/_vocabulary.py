@@ -27,7 +27,6 @@ from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._encoder_vocabulary import SPACE, begins_word, unigram, word_piece
-from metal_prefill.text._metadata import flag, ids_under, numbers, special_id
 
 _log = logging.getLogger("metal_prefill")
 
@@ -175,7 +174,7 @@ class Vocabulary:
                 f"{len(tokens[longest])} characters, more than {MAX_TOKEN_CHARACTERS}"
             )
         if "tokenizer.ggml.token_type" in gguf.metadata:
-            types = numbers(gguf, "tokenizer.ggml.token_type", "integer", len(tokens))
+            types = gguf.metadata.numbers("tokenizer.ggml.token_type", "integer", len(tokens))
             unknown = np.flatnonzero((types < min(TokenType)) | (types > max(TokenType)))
             if unknown.size:
                 raise GGUFError(
@@ -185,11 +184,11 @@ class Vocabulary:
             types = types.astype(np.int32)
         else:
             types = np.full(len(tokens), TokenType.NORMAL, np.int32)
-        marked = ids_under(gguf, MARKED_KEY, len(tokens))
+        marked = gguf.metadata.token_ids(MARKED_KEY, len(tokens))
         tokens = [text.replace(" ", SPACE) if i in marked else text for i, text in enumerate(tokens)]
         if kind in ENCODER_KINDS:
             # Early converters declared the special tokens of encoders as normal ones.
-            named = {special_id(gguf, name, len(tokens)) for name in NAMED} - {None}
+            named = {gguf.metadata.token_id(name, len(tokens)) for name in NAMED} - {None}
             for i in named:
                 if types[i] != TokenType.UNKNOWN:
                     types[i] = TokenType.CONTROL
@@ -201,7 +200,7 @@ class Vocabulary:
         It cannot produce control or unknown tokens from any text.
         """
         special = np.isin(self.types, SPECIAL_TYPES)
-        special[list(ids_under(gguf, SPELLED_KEY, len(self.tokens)))] = True
+        special[list(gguf.metadata.token_ids(SPELLED_KEY, len(self.tokens)))] = True
         plain_or_spelled = ~special & (self.types != TokenType.UNUSED)
         if self.kind == "bert":
             added = map(int, np.flatnonzero(self.types == TokenType.USER_DEFINED))
@@ -222,7 +221,7 @@ class Vocabulary:
         key = SPELLING_KEYS[option]
         name = str(gguf.metadata.get("general.name", ""))
         if option != "rstrip" or f"tokenizer.ggml.{key}" in gguf.metadata or not _PHI3.search(name):
-            return ids_under(gguf, key, len(self.tokens))
+            return gguf.metadata.token_ids(key, len(self.tokens))
         spelled = np.isin(self.types, (*SPECIAL_TYPES, TokenType.USER_DEFINED))
         return frozenset(
             i for i in map(int, np.flatnonzero(spelled)) if self.tokens[i] not in _PHI3_KEEPS_SPACE
@@ -249,7 +248,7 @@ class Vocabulary:
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.pre.patterns]
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         segmenter.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-        if flag(gguf, "normalizer.nfc", default=self.pre.nfc):
+        if gguf.metadata.flag("normalizer.nfc", default=self.pre.nfc):
             segmenter.normalizer = normalizers.NFC()
         return segmenter
 
@@ -269,7 +268,7 @@ class Vocabulary:
         return merges
 
     def _sentencepiece_bpe(self, gguf: GGUFFile, plain: dict[str, int]) -> Segmenter:
-        scores = numbers(gguf, "tokenizer.ggml.scores", "float", len(self.tokens))
+        scores = gguf.metadata.numbers("tokenizer.ggml.scores", "float", len(self.tokens))
         if not np.isfinite(scores).all():
             raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
         if _MERGES_KEY in gguf.metadata:  # and merges do not follow from scores

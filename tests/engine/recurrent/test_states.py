@@ -28,7 +28,7 @@ from support.small_models import MODELS, with_tensor, write
 from support.tiny_models import TINY_RECURRENT
 
 from metal_prefill import Model, NumericalError
-from metal_prefill.files._model_config import core_config
+from metal_prefill.files._model_tensors import core_config
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "q8_0"])

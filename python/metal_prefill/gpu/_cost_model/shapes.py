@@ -6,8 +6,8 @@ from metal_prefill import _core
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.files._gguf_file import GGUFFile, as_matrix
 from metal_prefill.files._hyperparameters import read_config
-from metal_prefill.files._model_config import ModelConfig, core_config
-from metal_prefill.files._model_tensors import collect_tensors
+from metal_prefill.files._model_config import ModelConfig
+from metal_prefill.files._model_tensors import collect_tensors, core_config
 from metal_prefill.gpu._trace import Dispatch, from_core
 
 
