@@ -107,51 +107,31 @@ def test_embeddings_count_as_inputs(vector_model: Model) -> None:
 
 def test_a_key_does_not_see_texts_of_another(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model, running(model, api_keys=KEYS) as server:
+        assert server.get("/activity").status_code == 401
         answer = complete(server, PROMPT, KEYS[0])
+        complete(server, PROMPT, KEYS[1], prompt_cache_key="secret")  # which separates texts, too
         own, other = activity(server, KEYS[0]), activity(server, KEYS[1])
-    assert own["texts"][0]["id"] == answer["id"]
-    assert len(own["prefixes"]) == 1
-    assert answer["id"] not in json.dumps(other)
-    assert (other["texts"], other["prefixes"]) == ([], [])
-    # Only what /metrics shows remains: how busy the others are.
-    assert [rows(done) for done in other["passes"]] == [rows(done) for done in own["passes"]]
-    assert all(done["others"] == rows(done) for done in other["passes"])
-
-
-def test_texts_of_another_key_in_flight_are_only_counted(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, running(model, api_keys=KEYS) as server:
+        assert [text["id"] for text in own["texts"]] == [answer["id"]]
+        assert len(own["prefixes"]) == 1
+        assert (other["texts"], other["prefixes"]) == ([], [])
+        assert answer["id"] not in json.dumps(other)
+        # Only what /metrics shows remains: how busy the others are.
+        assert [rows(done) for done in other["passes"]] == [rows(done) for done in own["passes"]]
+        assert all(done["others"] == rows(done) for done in other["passes"])
         gate = Gate(server.service)
         with ThreadPoolExecutor(1) as threads:
             blocked = threads.submit(complete, server, PROMPT, KEYS[0])
             assert gate.reached.wait(60)
-            other = activity(server, KEYS[1], idle=False)
-            assert (other["texts"], other["other_texts"]) == ([], 1)
-            assert activity(server, KEYS[0], idle=False)["other_texts"] == 0
+            counts = [activity(server, key, idle=False)["other_texts"] for key in KEYS]
             gate.open()
             blocked.result()
-
-
-def test_a_prompt_cache_key_separates_texts_too(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, running(model) as server:
-        complete(server, PROMPT, prompt_cache_key="secret")
-        found = activity(server)
-        assert (found["texts"], found["prefixes"]) == ([], [])
-        assert all(done["others"] == rows(done) for done in found["passes"])
-
-
-def test_keys_that_share_prefixes_see_the_texts_of_each_other(demo_path: Path) -> None:
+    assert counts == [0, 1]
     with (
         Model(demo_path, device="cpu") as model,
         running(model, api_keys=KEYS, share_prefixes=True) as server,
     ):
         answer = complete(server, PROMPT, KEYS[0])
         assert activity(server, KEYS[1])["texts"][0]["id"] == answer["id"]
-
-
-def test_activity_requires_a_key(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, running(model, api_keys=KEYS) as server:
-        assert server.get("/activity").status_code == 401
-        assert server.get("/activity", headers=bearer("wrong")).status_code == 401
 
 
 def test_activity_contains_neither_texts_nor_tokens(cpu_model: Model) -> None:
@@ -196,10 +176,14 @@ def test_the_size_of_activity_is_bounded(cpu_model: Model) -> None:
 @pytest.mark.parametrize(
     "query", ["since=-1", "since=1.5", "since=", f"since={'9' * 19}", "since=x", "after=1"]
 )
-def test_an_invalid_query_is_reported(server: Running, query: str) -> None:
+def test_an_invalid_query_is_reported_and_not_logged(
+    server: Running, query: str, caplog: pytest.LogCaptureFixture
+) -> None:
     answer = server.get(f"/activity?{query}")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == query.partition("=")[0]
+    assert [server.get(path).status_code for path in ("/v1/models/other", "/%00")] == [404, 404]
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_pages_match_the_pool(demo_path: Path) -> None:

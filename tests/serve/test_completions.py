@@ -33,16 +33,6 @@ def test_the_text_equals_that_of_the_prompt_alone(
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt_tokens, 20)
 
 
-def test_a_stream_has_the_same_text(server: Running, cpu_model: Model) -> None:
-    stream = server.client().completions.create(
-        model="demo", prompt=PROMPT, max_tokens=20, temperature=0, stream=True
-    )
-    chunks = list(stream)
-    assert "".join(c.choices[0].text for c in chunks) == alone(cpu_model, PROMPT, 20)
-    assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"]
-    assert len({c.id for c in chunks}) == 1
-
-
 def test_temperature_1_and_16_tokens_are_the_defaults(server: Running, cpu_model: Model) -> None:
     answer = server.client().completions.create(model="demo", prompt=PROMPT, seed=3)
     assert answer.choices[0].text == alone(cpu_model, PROMPT, 16, temperature=1.0, seed=3)
@@ -186,12 +176,20 @@ def test_our_extensions_are_passed_in_extra_body(server: Running, cpu_model: Mod
     assert answer.choices[0].text == expected
 
 
-def test_usage_is_the_last_event_on_request(server: Running) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
-    chunks = events(server.post("/v1/completions", body))
+def test_usage_and_timings_are_the_last_event_on_request(server: Running, cpu_model: Model) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stream": True}
+    chunks = events(server.post("/v1/completions", {**body, "stream_options": {"include_usage": True}}))
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"]["completion_tokens"] == 4
+    assert chunks[-1]["usage"]["completion_tokens"] == 20
+    assert chunks[-1]["timings"].keys() == PARTS
+    plain = events(server.post("/v1/completions", body))
+    for found in (chunks[:-1], plain):
+        assert not any("timings" in chunk for chunk in found)
+        assert "".join(c["choices"][0]["text"] for c in found) == alone(cpu_model, PROMPT, 20)
+        reasons = [c["choices"][0]["finish_reason"] for c in found]
+        assert reasons == [None] * (len(found) - 1) + ["length"]
+        assert len({chunk["id"] for chunk in found}) == 1
 
 
 def test_a_repeated_prompt_counts_as_cached(server: Running, cpu_model: Model) -> None:
@@ -246,25 +244,11 @@ def test_timings_sum_to_at_most_the_request_time(server: Running, path: str, bod
     assert timings["prefill_seconds"] > 0
     assert timings["decode_seconds"] > 0
     assert sum(timings.values()) <= took
-
-
-def test_timings_are_in_the_last_event_with_usage(server: Running) -> None:
-    body = {"prompt": LONG_PROMPT, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
-    chunks = events(server.post("/v1/completions", body))
-    assert chunks[-1]["timings"].keys() == PARTS
-    assert all("timings" not in chunk for chunk in chunks[:-1])
-    plain = events(server.post("/v1/completions", {"prompt": LONG_PROMPT, "max_tokens": 4, "stream": True}))
-    assert all("timings" not in chunk for chunk in plain)
-
-
-def test_one_token_has_no_decode_time(server: Running) -> None:
-    answer = server.post("/v1/completions", {"prompt": LONG_PROMPT, "max_tokens": 1}).json()
-    assert answer["timings"]["decode_seconds"] == 0
-
-
-def test_scored_prompts_have_timings(server: Running) -> None:
-    body = {"prompt": LONG_PROMPT[:20], "max_tokens": 0, "echo": True, "logprobs": 1}
-    assert server.post("/v1/completions", body).json()["timings"]["prefill_seconds"] > 0
+    one = server.post(path, {**body, "max_tokens": 1}).json()["timings"]
+    assert one["decode_seconds"] == 0
+    if path == "/v1/completions":
+        scored = server.post(path, {**body, "max_tokens": 0, "echo": True, "logprobs": 1}).json()["timings"]
+        assert scored["prefill_seconds"] > 0
 
 
 def test_waiting_for_others_is_not_part_of_prefill(cpu_model: Model) -> None:

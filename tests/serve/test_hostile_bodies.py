@@ -152,14 +152,6 @@ def test_invalid_data_after_an_answer_closes_the_connection_silently(
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
-@pytest.mark.parametrize("path", ["/v1/models/other", "/activity?since=-1", "/activity?a=1", "/%00"])
-def test_invalid_paths_and_queries_log_nothing(
-    server: Running, path: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert server.get(path).status_code in (400, 404)
-    assert [record.getMessage() for record in caplog.records] == []
-
-
 def test_long_texts_are_encoded_while_other_threads_run(cpu_model: Model) -> None:
     cpu_model.tokenizer.encode("a")  # builds the segmenter
     done = threading.Event()

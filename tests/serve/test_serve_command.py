@@ -9,12 +9,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 from support.running_server import LOCAL
 
 from metal_prefill import cli
+from metal_prefill.serve._connections import Server
 
 
 @contextmanager
@@ -36,6 +39,7 @@ def test_sigterm_lets_answers_in_flight_finish(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\ufefffirst key\n# second\nsecond-key\n", encoding="utf-8")
     with command("--api-key-file", str(keys), "--alias", "bard") as (process, url):
+        assert "<title>metal_prefill</title>" in httpx.get(f"{url}/", **LOCAL).text
         for key, status in (("first key", 200), ("# second", 401)):
             headers = {"authorization": f"Bearer {key}"}
             assert httpx.get(f"{url}/v1/models", headers=headers, **LOCAL).status_code == status
@@ -62,42 +66,34 @@ def test_sigterm_lets_answers_in_flight_finish(tmp_path: Path) -> None:
 
 
 def test_invalid_usage_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    import socket
-
     keys = tmp_path / "keys"
-    keys.write_text("\n")
-    assert cli.main(["serve", "--api-key-file", str(keys)]) == cli.EXIT_USAGE
-    assert cli.main(["serve", "--api-key-file", str(tmp_path / "none")]) == cli.EXIT_FAILED
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert cli.main(["serve", "--port", str(taken.getsockname()[1])]) == cli.EXIT_FAILED
-    assert cli.main(["serve", "--port", "70000"]) == cli.EXIT_USAGE
-    errors = capfd.readouterr().err.splitlines()
-    assert [line.removesuffix(": No such file or directory") for line in errors[:2]] == [
-        f"error: {keys} contains no API key",
-        f"error: {tmp_path}/none",
-    ]
-    assert "cannot listen on 127.0.0.1" in errors[2]
-    assert "must be at most 65535, got 70000" in errors[-1]
+    for content, message in ((b"\n", "contains no API key"), (b"key\n\xff\n", "is not UTF-8 text: ")):
+        keys.write_bytes(content)
+        assert cli.main(["serve", "--api-key-file", str(keys)]) == cli.EXIT_USAGE
+        assert f"error: {keys} {message}" in capfd.readouterr().err
+    for options, code, message in (
+        (["--api-key-file", f"{tmp_path}/none"], cli.EXIT_FAILED, f"{tmp_path}/none: No such file"),
+        (["--port", "70000"], cli.EXIT_USAGE, "must be at most 65535, got 70000"),
+        # An empty address does not mean every address.
+        (["--host", "", "-m", "no such model"], cli.EXIT_USAGE, "--host: must not be empty"),
+        (["--host", " ", "-m", "no such model"], cli.EXIT_USAGE, "--host: must not be empty"),
+    ):
+        assert cli.main(["serve", *options]) == code
+        assert message in capfd.readouterr().err
 
 
-def test_the_page_is_at_the_printed_address_unless_disabled() -> None:
-    with command() as (_, url):
-        assert "<title>metal_prefill</title>" in httpx.get(f"{url}/", **LOCAL).text
-    with command("--no-page") as (_, url):
-        assert httpx.get(f"{url}/", **LOCAL).status_code == 404
+def test_the_page_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses = []
 
+    def run(server: Server, sockets: Any) -> None:
+        with TestClient(server.config.app, "http://localhost") as client:
+            statuses.append(client.get("/").status_code)
 
-def test_a_file_of_keys_that_is_no_text_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    keys = tmp_path / "keys"
-    keys.write_bytes(b"key\n\xff\n")
-    assert cli.main(["serve", "--api-key-file", str(keys)]) == cli.EXIT_USAGE
-    assert f"error: {keys} is not UTF-8 text: " in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("host", ["", " "])
-def test_an_empty_address_does_not_mean_every_address(host: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "--host", host, "-m", "no such model"]) == cli.EXIT_USAGE
-    assert "--host: must not be empty" in capfd.readouterr().err
+    monkeypatch.setattr(Server, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for options in ([], ["--no-page"]):
+        assert cli.main(["serve", "--port", "0", *options]) == 0
+    assert statuses == [200, 404]
 
 
 def test_a_stream_that_outlasts_the_shutdown_grace_ends_with_an_error() -> None:

@@ -38,25 +38,26 @@ def test_open_webui_chats_embeds_and_ranks(
     body = {"model": "demo", "messages": [{"role": "user", "content": "Who art thou?"}]}
     answer = events(server.post(f"{chat}/chat/completions", {**body, "stream": True}, headers=KEY))
     assert "".join(part["choices"][0]["delta"].get("content") or "" for part in answer)
-    title = server.post(
-        f"{chat}/chat/completions", {**body, "stream": False, "max_completion_tokens": 9}, headers=KEY
-    )
+    asked = {**body, "stream": False, "max_completion_tokens": 9}
+    title = server.post(f"{chat}/chat/completions", asked, headers=KEY)
     assert title.json()["choices"][0]["message"]["content"]
+    rows = embedded(vector_server, path(variables["RAG_OPENAI_API_BASE_URL"], 8081, "/embeddings"))
+    np.testing.assert_allclose(rows, vector_model.embed(DOCUMENTS), atol=1e-6)
+    check_ranks(ranker, path(variables["RAG_EXTERNAL_RERANKER_URL"], 8082), top_n=len(DOCUMENTS))
 
-    embed = path(variables["RAG_OPENAI_API_BASE_URL"], 8081, "/embeddings")
-    name = vector_server.get("/v1/models").json()["data"][0]["id"]
-    made = vector_server.post(embed, {"input": DOCUMENTS, "model": name}, headers=KEY).json()
-    expected = vector_model.embed(DOCUMENTS)
-    np.testing.assert_allclose([row["embedding"] for row in made["data"]], expected, atol=1e-6)
 
-    rank_server, rank_model = ranker
-    rerank = path(variables["RAG_EXTERNAL_RERANKER_URL"], 8082)
-    asked = {"model": "ranks", "query": "king", "documents": DOCUMENTS, "top_n": len(DOCUMENTS)}
-    ranked = rank_server.post(rerank, asked, headers=KEY).json()["results"]
-    scores = [one["relevance_score"] for one in sorted(ranked, key=lambda one: one["index"])]
-    assert scores == [
-        one.score for one in sorted(rank_model.rerank("king", DOCUMENTS), key=lambda one: one.index)
-    ]
+def embedded(server: Running, where: str, **options: Any) -> list[Any]:
+    name = server.get("/v1/models").json()["data"][0]["id"]
+    made = server.post(where, {"input": DOCUMENTS, "model": name, **options}, headers=KEY)
+    return [row["embedding"] for row in made.json()["data"]]
+
+
+def check_ranks(ranker: tuple[Running, Model], where: str, **options: Any) -> None:
+    server, model = ranker
+    asked = {"model": "ranks", "query": "king", "documents": DOCUMENTS, **options}
+    ranked = server.post(where, asked, headers=KEY).json()["results"]
+    expected = {one.index: one.score for one in model.rerank("king", DOCUMENTS)}
+    assert {one["index"]: one["relevance_score"] for one in ranked} == expected
 
 
 def test_continue_chats_completes_embeds_and_ranks(
@@ -68,10 +69,8 @@ def test_continue_chats_completes_embeds_and_ranks(
     assert models["chat"]["provider"] == "openai"
     body = {"model": "demo", "messages": [{"role": "user", "content": content}], **options}
     body["stream_options"] = {"include_usage": True}
-    answer = events(
-        server.post(path(models["chat"]["apiBase"], 8080, "/chat/completions"), body, headers=KEY)
-    )
-    assert answer[-1]["usage"]["completion_tokens"] == 9
+    where = path(models["chat"]["apiBase"], 8080, "/chat/completions")
+    assert events(server.post(where, body, headers=KEY))[-1]["usage"]["completion_tokens"] == 9
 
     assert models["autocomplete"]["useLegacyCompletionsEndpoint"]
     body = {"model": "demo", "prompt": "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>", **options}
@@ -80,21 +79,12 @@ def test_continue_chats_completes_embeds_and_ranks(
     )
     assert "".join(part["choices"][0]["text"] for part in completed)
 
-    name = vector_server.get("/v1/models").json()["data"][0]["id"]
-    embed = path(models["embed"]["apiBase"], 8081, "/embeddings")
-    asked = {"input": DOCUMENTS, "model": name, "encoding_format": "base64"}
-    made = vector_server.post(embed, asked, headers=KEY).json()["data"]
-    vectors = [np.frombuffer(base64.b64decode(row["embedding"]), np.float32) for row in made]
+    where = path(models["embed"]["apiBase"], 8081, "/embeddings")
+    rows = embedded(vector_server, where, encoding_format="base64")
+    vectors = [np.frombuffer(base64.b64decode(row), np.float32) for row in rows]
     np.testing.assert_allclose(vectors, vector_model.embed(DOCUMENTS), atol=1e-6)
-
     assert models["rerank"]["provider"] == "cohere"
-    rank_server, rank_model = ranker
-    rerank = path(models["rerank"]["apiBase"], 8082, "/rerank")
-    ranked = rank_server.post(
-        rerank, {"model": "ranks", "query": "king", "documents": DOCUMENTS}, headers=KEY
-    )
-    scores = {one["index"]: one["relevance_score"] for one in ranked.json()["results"]}
-    assert scores == {one.index: one.score for one in rank_model.rerank("king", DOCUMENTS)}
+    check_ranks(ranker, path(models["rerank"]["apiBase"], 8082, "/rerank"))
 
 
 def test_a_container_reaches_the_server_if_its_name_is_allowed(cpu_model: Model) -> None:

@@ -299,9 +299,6 @@ def test_reasoning_is_separated_from_the_answer(thinking: tuple[Running, Model])
     message = ask_for_reasoning(thinking[0], THINKING).choices[0].message
     assert message.reasoning_content == "a <b"
     assert message.content in ("c d", "c e")
-
-
-def test_streamed_parts_equal_the_whole_answer(thinking: tuple[Running, Model]) -> None:
     reasoning = answer = ""
     for chunk in ask_for_reasoning(thinking[0], THINKING, stream=True):
         delta = chunk.choices[0].delta
@@ -309,7 +306,6 @@ def test_streamed_parts_equal_the_whole_answer(thinking: tuple[Running, Model]) 
         assert not (part and answer)
         reasoning += part or ""
         answer += delta.content or ""
-    message = ask_for_reasoning(thinking[0], THINKING).choices[0].message
     assert (reasoning, answer) == (message.reasoning_content, message.content)
 
 

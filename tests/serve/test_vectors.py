@@ -22,16 +22,36 @@ from metal_prefill.tasks._text_passes import pooled_states
 TEXTS = ["a text", "another one, which is longer", "a text"]
 
 
-@pytest.mark.parametrize("encoding", ["float", "base64"])
-def test_vectors_match_the_library(vector_server: Running, vector_model: Model, encoding: str) -> None:
-    client = vector_server.client()
-    answer = client.embeddings.create(model="vectors", input=TEXTS, encoding_format=encoding)
-    if encoding == "base64":
-        found = [np.frombuffer(base64.b64decode(d.embedding), "<f4") for d in answer.data]
-    else:
-        found = [np.array(d.embedding, np.float32) for d in answer.data]
-    np.testing.assert_array_equal(found, vector_model.embed(TEXTS))
-    assert answer.usage.prompt_tokens == sum(len(vector_model.tokenizer.encode(t)) + 1 for t in TEXTS)
+def vectors(server: Running, **body: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    data = server.post("/v1/embeddings", body).json()["data"]
+    return np.array([item["embedding"] for item in data], np.float32)
+
+
+def ranks(server: Running, path: str = "/v1/rerank", **body: Any) -> list[tuple[int, float]]:
+    """Return index and score of each document, best first."""
+    answer = server.post(path, body)
+    assert answer.status_code == 200, answer.text
+    return [(r["index"], r["relevance_score"]) for r in answer.json()["results"]]
+
+
+def of(ranked: Any) -> list[tuple[int, float]]:
+    return [(item.index, item.score) for item in ranked]
+
+
+def test_vectors_match_the_library(vector_server: Running, vector_model: Model) -> None:
+    client, expected = vector_server.client(), vector_model.embed(TEXTS)
+    answer = client.embeddings.create(model="vectors", input=TEXTS, encoding_format="float")
+    np.testing.assert_array_equal([np.array(d.embedding, np.float32) for d in answer.data], expected)
+    ids = [[*vector_model.tokenizer.encode(text), vector_model.tokenizer.eos_id] for text in TEXTS]
+    assert answer.usage.prompt_tokens == sum(map(len, ids))
+    answer = client.embeddings.create(model="vectors", input=TEXTS, encoding_format="base64")
+    np.testing.assert_array_equal(
+        [np.frombuffer(base64.b64decode(d.embedding), "<f4") for d in answer.data], expected
+    )
+    found = vectors(vector_server, input=ids, dimensions=8)
+    np.testing.assert_array_equal(found, vector_model.embed(TEXTS, dimensions=8))
+    found = vectors(vector_server, input="cafe\u0301", unicode="NFC")
+    np.testing.assert_array_equal(found, vector_model.embed(["caf\u00e9"]))
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -45,19 +65,8 @@ def test_text_embeddings_inference_returns_a_list_of_vectors(
     np.testing.assert_array_equal(
         np.array(one, np.float32), vector_model.embed(TEXTS[:1], normalize=normalize, dimensions=4)
     )
-    answer = vector_server.post("/v1/embeddings", {"input": TEXTS, "normalize": normalize}).json()
-    found = [item["embedding"] for item in answer["data"]]
-    np.testing.assert_array_equal(np.array(found, np.float32), expected)
+    np.testing.assert_array_equal(vectors(vector_server, input=TEXTS, normalize=normalize), expected)
     assert vector_server.post("/embed", {"inputs": "x " * 5000}).status_code == 400
-
-
-def test_inputs_may_be_token_ids_and_vectors_truncated(vector_server: Running, vector_model: Model) -> None:
-    client = vector_server.client()
-    end = vector_model.tokenizer.eos_id
-    ids = [[*vector_model.tokenizer.encode(text), end] for text in TEXTS]
-    answer = client.embeddings.create(model="vectors", input=ids, dimensions=8)
-    found = np.array([d.embedding for d in answer.data], np.float32)
-    np.testing.assert_array_equal(found, vector_model.embed(TEXTS, dimensions=8))
 
 
 def test_an_invalid_input_is_reported(vector_server: Running) -> None:
@@ -104,12 +113,6 @@ def test_truncated_texts_are_counted(vector_server: Running, vector_model: Model
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate")
 
 
-def test_texts_are_normalized_to_nfc(vector_server: Running, vector_model: Model) -> None:
-    answer = vector_server.post("/v1/embeddings", {"input": "cafe\u0301", "unicode": "NFC"}).json()
-    found = np.array([d["embedding"] for d in answer["data"]], np.float32)
-    np.testing.assert_array_equal(found, vector_model.embed(["caf\u00e9"]))
-
-
 def test_texts_without_tokens_have_zero_vectors_and_are_counted(
     vector_server: Running, vector_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,11 +146,9 @@ def test_jina_requests_are_supported(ranker: tuple[Running, Model]) -> None:
         "top_n": 2,
         "return_documents": True,
     }
-    answer = server.post("/v1/rerank", body).json()
     expected = model.rerank(QUERY, DOCUMENTS, top_n=2)
-    assert [(r["index"], r["relevance_score"]) for r in answer["results"]] == [
-        (item.index, item.score) for item in expected
-    ]
+    assert ranks(server, **body) == of(expected)
+    answer = server.post("/v1/rerank", body).json()
     assert [r["document"]["text"] for r in answer["results"]] == [item.document for item in expected]
     assert answer["usage"]["total_tokens"] > 0
 
@@ -170,13 +171,10 @@ def test_fields_of_cohere_requests_have_their_effect(ranker: tuple[Running, Mode
     unset = {"max_tokens_per_doc": None, "max_chunks_per_doc": None, "rank_fields": None, "priority": 0}
 
     def ranked(documents: Any, **fields: Any) -> list[tuple[int, float]]:
-        body = {"query": QUERY, "documents": documents, **unset, **fields}
-        answer = server.post("/rerank", body)
-        assert answer.status_code == 200, answer.text
-        return [(r["index"], r["relevance_score"]) for r in answer.json()["results"]]
+        return ranks(server, "/rerank", query=QUERY, documents=documents, **{**unset, **fields})
 
     def expected(documents: list[str]) -> list[tuple[int, float]]:
-        return [(item.index, item.score) for item in model.rerank(QUERY, documents)]
+        return of(model.rerank(QUERY, documents))
 
     assert ranked(long) == expected(long)
     first = [model.tokenizer.decode(model.tokenizer.encode(text, add_bos=False)[:5]) for text in long]
@@ -195,14 +193,15 @@ def test_fields_of_cohere_requests_have_their_effect(ranker: tuple[Running, Mode
 
 def test_truncated_documents_are_counted(ranker: tuple[Running, Model]) -> None:
     server, model = ranker
-    body = {"query": QUERY, "documents": ["a", "a b " * 2000], "truncate": "end", "unicode": "NFC"}
-    answer = server.post("/v1/rerank", body).json()
+    body: dict[str, Any] = {
+        "query": QUERY,
+        "documents": ["a", "a b " * 2000],
+        "truncate": "end",
+        "unicode": "NFC",
+    }
     with pytest.warns(UserWarning, match="1 of 2 documents"):
-        expected = model.rerank(QUERY, ["a", "a b " * 2000], truncate="end")
-    assert [(r["index"], r["relevance_score"]) for r in answer["results"]] == [
-        (item.index, item.score) for item in expected
-    ]
-    assert answer["usage"]["truncated_texts"] == 1
+        assert ranks(server, **body) == of(model.rerank(QUERY, body["documents"], truncate="end"))
+    assert server.post("/v1/rerank", body).json()["usage"]["truncated_texts"] == 1
     assert server.post("/v1/rerank", {**body, "truncate": None}).status_code == 400
 
 
@@ -276,10 +275,7 @@ def test_a_server_has_the_name_of_its_folder(tmp_path: Path) -> None:
 
 def test_a_cross_encoder_ranks(pair_ranker: tuple[Running, Model]) -> None:
     server, model = pair_ranker
-    answer = server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}).json()
-    assert [(r["index"], r["relevance_score"]) for r in answer["results"]] == [
-        (item.index, item.score) for item in model.rerank(QUERY, DOCUMENTS)
-    ]
+    assert ranks(server, query=QUERY, documents=DOCUMENTS) == of(model.rerank(QUERY, DOCUMENTS))
     for extra, message in (
         ({"how": "late"}, "has a classification head"),
         ({"instruction": "a"}, "instruction is not supported"),
@@ -355,14 +351,12 @@ def test_text_requests_to_an_encoder_name_its_endpoints(pair_ranker: tuple[Runni
 def test_late_interaction_is_served(tmp_path: Path) -> None:
     folder = task_folders.late_interaction(tmp_path / "folder").write()
     with Model(convert(folder, tmp_path / "late.gguf"), device="cpu") as model, running(model) as server:
-        answer = server.post("/v1/rerank", {"query": "who?", "documents": ["a", "b c"], "how": "late"}).json()
-        assert [(r["index"], r["relevance_score"]) for r in answer["results"]] == [
-            (item.index, item.score) for item in model.rerank("who?", ["a", "b c"])
-        ]
-        body = {"input": ["a b"], "instruction": "document", "dimensions": 4}
-        found = server.post("/v1/embeddings", body).json()["data"][0]["embedding"]
+        documents = ["a", "b c"]
+        found = ranks(server, query="who?", documents=documents, how="late")
+        assert found == of(model.rerank("who?", documents))
+        body: dict[str, Any] = {"input": ["a b"], "instruction": "document", "dimensions": 4}
         expected = model.embed(["a b"], instruction="document", dimensions=4)[0]
-        np.testing.assert_array_equal(np.array(found, np.float32), expected)
+        np.testing.assert_array_equal(vectors(server, **body)[0], expected)
         refused = server.post("/v1/embeddings", {**body, "encoding_format": "base64"})
         assert refused.status_code == 400
         assert "a vector for each token" in refused.json()["error"]["message"]
