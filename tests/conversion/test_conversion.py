@@ -24,7 +24,7 @@ from metal_prefill.cli import main
 from metal_prefill.commands.convert import TYPES
 from metal_prefill.conversion import TENSOR_TYPES, _writing, convert
 from metal_prefill.conversion._folder import Fields
-from metal_prefill.conversion._settings import gemma3, lfm2, mistral, qwen, rope_scaling
+from metal_prefill.conversion._settings import gemma3, lfm2, mistral, phi3, qwen, rope_scaling
 from metal_prefill.conversion._source import find_source
 from metal_prefill.conversion._writing import SOURCES
 from metal_prefill.hub import _local_file
@@ -342,70 +342,67 @@ def test_a_missing_output_is_tied_only_on_request(tmp_path: Path) -> None:
         convert(folder.write(), tmp_path / "m.gguf")
 
 
-DEFAULTS: dict[str, tuple[Any, dict[str, Any], str, Any]] = {  # of transformers 5.24
-    "gemma3": (
-        "Gemma3",
-        {"head_dim": 32, "num_key_value_heads": 1, "sliding_window": 4},
-        "attention.scale",
-        1 / 16,
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_UPPER = {"num_hidden_layers": 3, "max_position_embeddings": 8192, "sliding_window": 64}
+_USED = {**_UPPER, "use_sliding_window": True}
+_GEMMA = {"num_hidden_layers": 7, "sliding_window": 512}
+_PHI = {"hidden_size": 32, "num_attention_heads": 4, "partial_rotary_factor": 0.5}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Settings of folders, and the metadata that follow from them; None is absent.
+METADATA: list[tuple[Callable[[Fields], dict[str, Any]], dict[str, Any], dict[str, Any]]] = [
+    (mistral, {"max_position_embeddings": 8192}, {WINDOW: 4096}),
+    (mistral, {"max_position_embeddings": 8192, "sliding_window": None}, {WINDOW: None}),
+    (mistral, {"max_position_embeddings": 8192, "sliding_window": 100}, {WINDOW: 100}),
+    (mistral, {"max_position_embeddings": 8192, "sliding_window": 8192}, {WINDOW: None}),  # the context
+    (qwen, _UPPER, {WINDOW: None, PATTERN: None}),
+    (qwen, {**_UPPER, "use_sliding_window": False, "max_window_layers": 0}, {WINDOW: None, PATTERN: None}),
+    (qwen, _USED, {WINDOW: None, PATTERN: None}),  # 28 layers without one
+    (qwen, {**_USED, "max_window_layers": 2}, {WINDOW: 64, PATTERN: [False, False, True]}),
+    (qwen, {**_USED, "max_window_layers": 0, "sliding_window": None}, {WINDOW: None, PATTERN: None}),
+    (qwen, {**_USED, "layer_types": [_SLIDING, _FULL, _FULL]}, {WINDOW: 64, PATTERN: [True, False, False]}),
+    (gemma3, _GEMMA, {PATTERN: None}),
+    (gemma3, {**_GEMMA, "layer_types": [*[_SLIDING] * 5, _FULL, _SLIDING]}, {PATTERN: None}),
+    (gemma3, {**_GEMMA, "sliding_window_pattern": 2}, {PATTERN: 2}),
+    (
+        gemma3,
+        {**_GEMMA, "layer_types": [_FULL, _SLIDING, *[_FULL] * 5]},
+        {PATTERN: [False, True, *[False] * 5]},
     ),
-    "falcon-h1": ("FalconH1", {}, "attention.layer_norm_rms_epsilon", 1e-5),
-    "eurobert": ("EuroBert", {}, "attention.layer_norm_rms_epsilon", 1e-5),
-    "exaone4": ("Exaone4", {}, "attention.sliding_window", 4096),
+    # A head is as wide as the folder states, or as the hidden state divided by the heads.
+    (phi3, _PHI, {"rope.dimension_count": 4}),
+    (phi3, {**_PHI, "head_dim": 16}, {"rope.dimension_count": 8}),
+]
+
+
+@pytest.mark.parametrize(("settings_of", "settings", "expected"), METADATA)
+def test_settings_of_windows_and_heads_are_those_of_the_folder(
+    tmp_path: Path,
+    settings_of: Callable[[Fields], dict[str, Any]],
+    settings: dict[str, Any],
+    expected: dict[str, Any],
+) -> None:
+    found = settings_of(Fields(tmp_path, settings))
+    assert {key: found.get(key) for key in expected} == expected
+
+
+# Of transformers 5.24.
+DEFAULTS: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "Gemma3": ({"head_dim": 32, "num_key_value_heads": 1, "sliding_window": 4}, "attention.scale", 1 / 16),
+    "FalconH1": ({}, "attention.layer_norm_rms_epsilon", 1e-5),
+    "EuroBert": ({}, "attention.layer_norm_rms_epsilon", 1e-5),
+    "Exaone4": ({}, WINDOW, 4096),
 }
 
 
-@pytest.mark.parametrize(("name", "fields", "key", "value"), DEFAULTS.values(), ids=DEFAULTS.keys())
-def test_missing_fields_have_the_defaults_of_transformers(
-    tmp_path: Path, name: str, fields: dict[str, Any], key: str, value: Any
-) -> None:
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_missing_fields_have_the_defaults_of_transformers(tmp_path: Path, name: str) -> None:
+    fields, key, value = DEFAULTS[name]
     shape = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
+        **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings"), 64),
+        **dict.fromkeys(("num_attention_heads", "num_hidden_layers"), 2),
     }
-    config = Fields(tmp_path / "config.json", {**shape, "num_hidden_layers": 2, **fields})
+    config = Fields(tmp_path / "config.json", {**shape, **fields})
     assert SOURCES[name].metadata(config)[key] == value
-
-
-@pytest.mark.parametrize(
-    ("settings", "window"),
-    [
-        ({}, 4096),
-        ({"sliding_window": None}, None),
-        ({"sliding_window": 100}, 100),
-        ({"sliding_window": 8192}, None),  # as large as the context
-    ],
-)
-def test_all_layers_of_mistral_may_have_a_window(
-    tmp_path: Path, settings: dict[str, Any], window: int | None
-) -> None:
-    config = Fields(tmp_path / "config.json", {"max_position_embeddings": 8192, **settings})
-    assert mistral(config) == ({} if window is None else {"attention.sliding_window": window})
-
-
-@pytest.mark.parametrize(
-    ("settings", "pattern"),
-    [
-        ({}, None),
-        ({"use_sliding_window": False, "max_window_layers": 0}, None),
-        ({"use_sliding_window": True}, None),  # 28 layers without one
-        ({"use_sliding_window": True, "max_window_layers": 2}, [False, False, True]),
-        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, None),
-        (
-            {"use_sliding_window": True, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
-            [True, False, False],
-        ),
-    ],
-)
-def test_upper_layers_of_qwen_may_have_a_window(
-    tmp_path: Path, settings: dict[str, Any], pattern: list[bool] | None
-) -> None:
-    shape = {"num_hidden_layers": 3, "max_position_embeddings": 8192, "sliding_window": 64}
-    found = qwen(Fields(tmp_path / "config.json", {**shape, **settings}))
-    keys = {"attention.sliding_window": 64, "attention.sliding_window_pattern": pattern}
-    assert found == ({} if pattern is None else keys)
 
 
 def test_the_layers_of_lfm2_are_read_in_linear_time(tmp_path: Path) -> None:
@@ -540,25 +537,6 @@ def test_published_names_are_mapped_to_those_of_llama_cpp(tmp_path: Path, name: 
     (architecture,) = (a for a, known in MODEL_ARCH_NAMES.items() if known == source.architecture)
     names = get_tensor_name_map(architecture, 2)
     assert {theirs: source.gguf_name(task, names, theirs) for theirs in NAMES[name]} == NAMES[name]
-
-
-@pytest.mark.parametrize(
-    ("settings", "pattern"),
-    [
-        ({}, None),
-        ({"layer_types": ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"]}, None),
-        ({"sliding_window_pattern": 2}, 2),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"] + ["full_attention"] * 5},
-            [False, True, False, False, False, False, False],
-        ),
-    ],
-)
-def test_layers_of_gemma3_with_a_window_are_those_of_the_folder(
-    tmp_path: Path, settings: dict[str, Any], pattern: Any
-) -> None:
-    config = Fields(tmp_path, {"num_hidden_layers": 7, "sliding_window": 512, **settings})
-    assert gemma3(config).get("attention.sliding_window_pattern") == pattern
 
 
 @pytest.mark.parametrize("kinds", [["conv"] * 2, ["full_attention"], [{}, []]])

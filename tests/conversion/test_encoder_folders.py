@@ -143,7 +143,7 @@ def test_states_of_a_folder_match_float64(device: str, tmp_path: Path, name: str
     folder = make(tmp_path / "folder")
     path = convert(folder.write(), tmp_path / "m.gguf")
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
-        for tokens in (1, 9, 64, 65, 300):
+        for tokens in (1, 9, 40, 64, 65, 300):
             if tokens <= model.max_context:
                 ids = np.random.default_rng(tokens).integers(5, 300, tokens)
                 expected = states(folder, ids, prefix, names)

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ import pytest
 from support import model_folders
 from support.entity_folders import RECORDED
 from support.hub_server import Hub, Repo, serve
-from support.programs import finished
 
 from metal_prefill import HubError, Model, hub
 from metal_prefill.hub import _download
@@ -26,83 +27,104 @@ FILES = {
     "more/tiny.F16.gguf": b"sixteen bits",
 }
 
-# Makes the calls of each line in a process of its own, and prints a path or an error for each call. The
-# Hub's client reads the environment when it is imported; what it imports takes most of the time.
+# Runs the code of each line in a process of its own, and prints what it adds to the answers.
 CALLER = """
 import json, os, sys
-from metal_prefill import HubError, hub
+from metal_prefill import HubError, Model, hub
+from metal_prefill.conversion import _writing
 from metal_prefill.hub import _download
 client = _download.import_hub()
 client.HfApi, client.hf_hub_download, client.snapshot_download  # imports what they need
-for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
-    del sys.modules[name]
+client.utils.get_session()  # reads certificates
 for line in sys.stdin:
     if os.fork():
         if os.wait()[1]:
             print("null", flush=True)
         continue
-    calls, environment = json.loads(line)
-    os.environ.clear()
-    os.environ.update(environment)
+    code, calls, environment = json.loads(line)
+    if environment:  # which the Hub's client reads when it is imported
+        os.environ.update(environment)
+        for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
+            del sys.modules[name]
     answers = []
-    for spec, options in calls:
-        try:
-            path = hub.fetch(*spec.split(":"), **options) if options else hub.resolve_model(spec)
-            answers.append({"path": str(path)})
-        except HubError as error:
-            answers.append({"error": str(error)})
+    exec(code)
     print(json.dumps(answers))
     break
 """
+UNREACHABLE = "http://127.0.0.1:9"
+FETCH = """
+for spec, options in calls:
+    try:
+        path = hub.fetch(*spec.split(":"), **options) if options else hub.resolve_model(spec)
+        answers.append({"path": str(path)})
+    except HubError as error:
+        answers.append({"error": str(error)})
+"""
 
 
+@dataclass
 class Client:
-    """A user of the Hub with a separate home."""
+    """A user of the Hub, in processes of its own."""
 
-    def __init__(self, home: Path, endpoint: str, caller: subprocess.Popen[str] | None = None) -> None:
-        self.caller = caller
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-        self.env |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        self.env |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HF_HUB_DISABLE_XET": "1"}
+    home: Path
+    caller: subprocess.Popen[str]
 
-    def ask(self, *specs: str, env: dict[str, str] | None = None, **options: Any) -> list[dict[str, str]]:
-        assert self.caller is not None
+    def run(self, code: str, calls: Any = (), env: dict[str, str] | None = None) -> Any:
+        """Return the answers that a process adds to its list."""
         assert self.caller.stdin is not None
         assert self.caller.stdout is not None
-        self.caller.stdin.write(json.dumps([[(spec, options) for spec in specs], self.env | (env or {})]))
-        self.caller.stdin.write("\n")
+        self.caller.stdin.write(f"{json.dumps([code, calls, env])}\n")
         self.caller.stdin.flush()
-        answers: list[dict[str, str]] | None = json.loads(self.caller.stdout.readline())
+        answers = json.loads(self.caller.stdout.readline())
         assert answers is not None, "its traceback is in the output"
+        return answers
+
+    def ask(self, *specs: str, env: dict[str, str] | None = None, **options: Any) -> list[dict[str, str]]:
+        answers: list[dict[str, str]] = self.run(FETCH, [(spec, options) for spec in specs], env)
         return answers
 
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
+@pytest.fixture(scope="module")
+def served() -> Iterator[Hub]:
+    with serve({}) as hub_server:
+        yield hub_server
+
+
 @pytest.fixture
-def server() -> Iterator[Hub]:
-    repos = {
+def server(served: Hub) -> Hub:
+    """Return a Hub with these repositories alone."""
+    served.repos = {
         "tiny/model": Repo(dict(FILES), revisions=("main", "v1")),
         "tiny/secret": Repo({"a.gguf": b"hidden"}, token="sesame"),
         "tiny/gated": Repo({"a.gguf": b"behind a gate"}, gated=True),
         "tiny/empty": Repo({"README.md": b"nothing here"}),
         "tiny/adapter": Repo({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}),
     }
-    with serve(repos) as hub_server:
-        yield hub_server
+    served.requests.clear()
+    return served
 
 
 @pytest.fixture(scope="module")
-def caller() -> Iterator[subprocess.Popen[str]]:
+def user(served: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    home = tmp_path_factory.mktemp("home")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    env |= {"HF_HOME": str(home), "HF_ENDPOINT": served.url, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    env |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HF_HUB_DISABLE_XET": "1"}
     command = [sys.executable, "-W", "error::UserWarning", "-c", CALLER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, **pipes) as process:
+        yield Client(home, process)
 
 
 @pytest.fixture
-def client(server: Hub, tmp_path: Path, caller: subprocess.Popen[str]) -> Client:
-    return Client(tmp_path, server.url, caller)
+def client(server: Hub, user: Client) -> Client:
+    """Return the user with an empty home."""
+    shutil.rmtree(user.home)
+    user.home.mkdir()
+    return user
 
 
 def test_a_repository_without_a_model_folder_names_its_files(client: Client, tmp_path: Path) -> None:
@@ -168,25 +190,22 @@ def test_a_folder_of_gliner_is_fetched(client: Client, server: Hub, weights: str
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_model_opens_a_repository_by_its_name(tmp_path: Path) -> None:
+def test_a_model_opens_a_repository_by_its_name(client: Client, server: Hub, tmp_path: Path) -> None:
     folder = model_folders.llama(tmp_path / "made").write()
-    files = {p.name: p.read_bytes() for p in folder.iterdir()}
-    script = (
-        "from metal_prefill import Model\n"
+    server.repos["bard/plays"] = Repo({p.name: p.read_bytes() for p in folder.iterdir()})
+    code = (
         "with Model('bard/plays', device='cpu') as model:\n"
-        "    print(model.path.name.rpartition('-')[0], model.forward_prompt([1, 2, 3]))"
+        "    answers += [model.path.name.rpartition('-')[0], model.forward_prompt([1, 2, 3])]"
     )
-    with serve({"bard/plays": Repo(files)}) as hub_server:
-        client = Client(tmp_path, hub_server.url)
-        child = finished([sys.executable, "-c", script], env=client.env)
-    assert child.returncode == 0, child.stderr
     with Model(folder, device="cpu") as model:
-        assert child.stdout.split() == ["plays", str(model.forward_prompt([1, 2, 3]))]
+        assert client.run(code) == ["plays", model.forward_prompt([1, 2, 3])]
 
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("name", ["bert", "modernbert and bert"])
-def test_a_folder_of_gliner_takes_what_it_lacks_from_its_encoders(tmp_path: Path, name: str) -> None:
+def test_a_folder_of_gliner_takes_what_it_lacks_from_its_encoders(
+    client: Client, server: Hub, tmp_path: Path, name: str
+) -> None:
     folder = RECORDED[name](tmp_path / "made")
     with Model(folder.write(), device="cpu") as model:
         expected = model.find_entities(["Ada was born"], ["person"], threshold=0.0)
@@ -194,25 +213,21 @@ def test_a_folder_of_gliner_takes_what_it_lacks_from_its_encoders(tmp_path: Path
     if "labels_encoder" in folder.config:
         labels = folder.path / "labels_tokenizer"
         places["labels"] = (labels, "labels_encoder", "labels_encoder_config")
-    config, repos = dict(folder.config), {}
+    config = dict(folder.config)
     for repo, (place, key, settings) in places.items():
         encoder = json.dumps(folder.config[settings]).encode()
         tokenizer = {name: (place / name).read_bytes() for name in TOKENIZER}
-        repos[f"bard/{repo}"] = Repo({"config.json": encoder, "pytorch_model.bin": b"x", **tokenizer})
+        server.repos[f"bard/{repo}"] = Repo({"config.json": encoder, "pytorch_model.bin": b"x", **tokenizer})
         config |= {key: f"bard/{repo}", settings: None}
     weights = (folder.path / "model.safetensors").read_bytes()
-    repos["bard/entities"] = Repo(
+    server.repos["bard/entities"] = Repo(
         {"gliner_config.json": json.dumps(config).encode(), "model.safetensors": weights}
     )
-    script = (
-        "from metal_prefill import Model\n"
+    code = (
         "with Model('bard/entities', device='cpu') as model:\n"
-        "    print(model.find_entities(['Ada was born'], ['person'], threshold=0.0))"
+        "    answers += [str(model.find_entities(['Ada was born'], ['person'], threshold=0.0))]"
     )
-    with serve(repos) as hub_server:
-        child = finished([sys.executable, "-c", script], env=Client(tmp_path, hub_server.url).env)
-    assert child.returncode == 0, child.stderr
-    assert child.stdout.strip() == str(expected)
+    assert client.run(code) == [str(expected)]
 
 
 def test_files_are_fetched_by_name_and_by_pattern(client: Client) -> None:
@@ -239,7 +254,7 @@ def test_a_pattern_fetches_a_file_once(client: Client, server: Hub) -> None:
 @pytest.mark.parametrize("gone", ["server down", "told to stay offline"])
 def test_the_cache_is_used_without_the_hub(client: Client, server: Hub, gone: str) -> None:
     first = client.ask("tiny/model:*Q4_0.gguf")
-    offline = {"HF_ENDPOINT": "http://127.0.0.1:9"} if gone == "server down" else {"HF_HUB_OFFLINE": "1"}
+    offline = {"HF_ENDPOINT": UNREACHABLE} if gone == "server down" else {"HF_HUB_OFFLINE": "1"}
     server.requests.clear()
     answers = client.ask(
         "tiny/model:*Q4_0.gguf",
@@ -281,19 +296,17 @@ def test_revisions_and_tokens(client: Client) -> None:
     assert from_environment == secret
 
 
-def test_a_prepared_cache_needs_no_hub(tmp_path: Path, caller: subprocess.Popen[str]) -> None:
+def test_a_prepared_cache_needs_no_hub(client: Client) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
-    repo = tmp_path / "hub" / "models--tiny--model"
+    repo = client.home / "hub" / "models--tiny--model"
     for name, content in FILES.items():
         file = repo / "snapshots" / commit / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
-    client = Client(tmp_path, "http://127.0.0.1:9", caller)
-    answers = client.ask(
-        "tiny/model:tiny.Q8_0.gguf", "tiny/model:*Q4_0*", "tiny/model:more/*", "tiny/model:*.gguf"
-    )
+    names = ("tiny.Q8_0.gguf", "*Q4_0*", "more/*", "*.gguf")
+    answers = client.ask(*(f"tiny/model:{name}" for name in names), env={"HF_ENDPOINT": UNREACHABLE})
     contents = [Path(answer["path"]).read_bytes() for answer in answers[:3]]
     assert contents == [b"eight bits", b"four bits", b"sixteen bits"]
     assert "3 files" in answers[3]["error"]
@@ -313,18 +326,14 @@ def test_a_file_removed_during_a_download_is_reported(client: Client, server: Hu
     assert "cannot download a.gguf from tiny/hasty" in answer["error"]
 
 
-def test_a_model_is_opened_from_the_hub(tmp_path: Path, demo_path: Path) -> None:
-    script = (
-        "from metal_prefill import Model\n"
+def test_a_model_is_opened_from_the_hub(client: Client, server: Hub, demo_path: Path) -> None:
+    server.repos["bard/plays"] = Repo({"bard.Q4_0.gguf": demo_path.read_bytes()})
+    code = (
         "with Model.from_pretrained('bard/plays', '*Q4_0.gguf', device='cpu', max_context=64) as model:\n"
-        "    print(model.max_context, model.forward_prompt([1, 2, 3]))"
+        "    answers += [model.max_context, model.forward_prompt([1, 2, 3])]"
     )
-    with serve({"bard/plays": Repo({"bard.Q4_0.gguf": demo_path.read_bytes()})}) as hub_server:
-        client = Client(tmp_path, hub_server.url)
-        child = finished([sys.executable, "-c", script], env=client.env)
-    assert child.returncode == 0, child.stderr
     with Model(demo_path, device="cpu") as model:
-        assert child.stdout.split() == ["64", str(model.forward_prompt([1, 2, 3]))]
+        assert client.run(code) == [64, model.forward_prompt([1, 2, 3])]
 
 
 @pytest.mark.parametrize("spec", ["model.gguf", "dir/model.gguf", "/tmp/x:y.gguf", "a/b/c:d.gguf", "a/b:"])
@@ -419,7 +428,7 @@ HOSTILE_HEADERS: list[dict[str, str | None]] = [
 ]
 
 
-def test_headers_with_invalid_file_names_are_rejected(client: Client, server: Hub, tmp_path: Path) -> None:
+def test_headers_with_invalid_file_names_are_rejected(client: Client, server: Hub) -> None:
     """Each in a separate repository; one process requests all of them."""
     names = [f"tiny/hostile-{n}" for n in range(len(HOSTILE_HEADERS))]
     for name, headers in zip(names, HOSTILE_HEADERS, strict=True):
@@ -428,7 +437,7 @@ def test_headers_with_invalid_file_names_are_rejected(client: Client, server: Hu
     for name, headers, answer in zip(names, HOSTILE_HEADERS, answers, strict=True):
         assert f"cannot download a.gguf from {name}: its " in answer.get("error", ""), headers
         assert f"GET /{name}/resolve/main/a.gguf" not in server.requests, headers
-    kept = [p for p in tmp_path.rglob("*") if p.is_file() and p.name != "CACHEDIR.TAG"]
+    kept = [p for p in client.home.rglob("*") if p.is_file() and p.name != "CACHEDIR.TAG"]
     assert kept == []
 
 

@@ -51,11 +51,6 @@ def test_double_precision_is_accepted(open_model: Open) -> None:
     assert read_config(open_model({"llama.rope.freq_base": (F64, scalar(F64, 123.5))})).rope_base == 123.5
 
 
-def test_an_adapter_is_named(open_model: Open) -> None:
-    with pytest.raises(UnsupportedModelError, match="is an adapter"):
-        read_config(open_model({"general.type": string("adapter"), "llama.block_count": None}))
-
-
 def test_the_vocabulary_size_may_be_stated_without_tokens(open_model: Open) -> None:
     without = {"tokenizer.ggml.tokens": None}
     assert read_config(open_model({**without, "llama.vocab_size": integer(7)})).vocab_size == 7
@@ -121,39 +116,6 @@ def test_invalid_floats_are_named(open_model: Open, content: tuple[int, bytes], 
             read_config(open_model({f"llama.{key}": content}))
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({"general.architecture": integer(1)}, "general.architecture has type uint32, expected string"),
-        ({"llama.block_count": integer(1000)}, "block_count is 1000, but the file has only 20 tensors"),
-        (
-            {"llama.attention.head_count": integer(3), "llama.attention.head_count_kv": integer(3)},
-            "key_length is missing, and embedding_length 16 is not a multiple of attention.head_count 3",
-        ),
-        (
-            {"llama.attention.head_count_kv": integer(3)},
-            "head_count 4 is not a multiple of llama.attention.head_count_kv 3",
-        ),
-        (
-            {"llama.attention.head_count_kv": integer(8)},
-            "head_count 4 is not a multiple of llama.attention.head_count_kv 8",
-        ),
-        ({"llama.rope.dimension_count": integer(3)}, "is 3, must be even and at most the head width 4"),
-        ({"llama.rope.dimension_count": integer(6)}, "is 6, must be even and at most the head width 4"),
-        ({"llama.attention.key_length": integer(2**30)}, "4 heads of 1073741824 dimensions are more than"),
-        (
-            {"llama.vocab_size": integer(11)},
-            "llama.vocab_size is 11, but tokenizer.ggml.tokens lists 10 tokens",
-        ),
-        ({"tokenizer.ggml.tokens": (ARRAY, array(STRING, []))}, "tokenizer.ggml.tokens lists 0 tokens"),
-        ({"tokenizer.ggml.tokens": string("a")}, "tokenizer.ggml.tokens has type string, expected an array"),
-    ],
-)
-def test_contradictions_are_named(open_model: Open, metadata: dict[str, Any], message: str) -> None:
-    with pytest.raises(GGUFError, match=message):
-        read_config(open_model(metadata))
-
-
 def per_layer(kind: int, *values: int) -> tuple[int, bytes]:
     return ARRAY, array(kind, [scalar(kind, value) for value in values])
 
@@ -174,28 +136,70 @@ def test_values_per_layer_must_be_equal(open_model: Open) -> None:
             read_config(open_model({name: per_layer(U32, 0, 0)}))
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        (
-            {"general.architecture": string("mamba")},
-            "architecture mamba is not supported; .*supported are llama, llama-embed, qwen2",
-        ),
-        (
-            {"general.architecture": string("gemma3n")},
-            r"architecture gemma3n is not supported; it needs .*\(AltUp\).*\(LAuReL\), sparse activations",
-        ),
-        ({"llama.expert_count": integer(8)}, "llama.expert_count = 8 is not supported"),
-        ({"llama.final_logit_softcapping": number(30.0)}, "final_logit_softcapping = 30.0"),
-        ({"llama.logit_scale": number(0.5)}, "llama.logit_scale = 0.5"),
-        ({"llama.rope.scaling.yarn_ext_factor": number(0.0)}, "yarn_ext_factor = 0.0"),
-        ({"llama.rope.scaling.alpha": number(1000.0)}, "rope.scaling.alpha = 1000.0"),
-        ({"llama.rope.scaling.type": string("longrope")}, "rope scaling of type longrope is not supported"),
-    ],
-)
-def test_unsupported_features_are_rejected(open_model: Open, metadata: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        read_config(open_model(metadata))
+BAD, NOT = GGUFError, UnsupportedModelError
+SCALING = "rope.scaling."
+YARN = {SCALING + "type": string("yarn"), SCALING + "factor": number(2.0)}
+WINDOW = {"attention.sliding_window": integer(8)}
+LONG_ROPE = {SCALING + "type": string("longrope")}
+# Architectures, keys that are changed or left out, without the architecture unless they have a prefix of
+# their own, and the errors.
+REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("llama", {"general.architecture": integer(1)}, BAD, "general.architecture has type uint32, expected st"),
+    ("llama", {"block_count": integer(1000)}, BAD, "block_count is 1000, but the file has only 20 tensors"),
+    (
+        "llama", {"attention.head_count": integer(3), "attention.head_count_kv": integer(3)},
+        BAD, "key_length is missing, and embedding_length 16 is not a multiple of attention.head_count 3",
+    ),
+    ("llama", {"attention.head_count_kv": integer(3)}, BAD, "4 is not a multiple of .*head_count_kv 3"),
+    ("llama", {"attention.head_count_kv": integer(8)}, BAD, "4 is not a multiple of .*head_count_kv 8"),
+    ("llama", {"rope.dimension_count": integer(3)}, BAD, "is 3, must be even and at most the head width 4"),
+    ("llama", {"rope.dimension_count": integer(6)}, BAD, "is 6, must be even and at most the head width 4"),
+    ("llama", {"attention.key_length": integer(2**30)}, BAD, "4 heads of 1073741824 dimensions are more"),
+    ("llama", {"vocab_size": integer(11)}, BAD, "vocab_size is 11, but .*tokens lists 10 tokens"),
+    ("llama", {"tokenizer.ggml.tokens": (ARRAY, array(STRING, []))}, BAD, "ggml.tokens lists 0 tokens"),
+    ("llama", {"tokenizer.ggml.tokens": string("a")}, BAD, "tokens has type string, expected an array"),
+    ("llama", {"general.architecture": string("mamba")}, NOT, "mamba is not .* are llama, llama-embed, qwen"),
+    (
+        "llama", {"general.architecture": string("gemma3n")},
+        NOT, r"architecture gemma3n is not supported; it needs .*\(AltUp\).*\(LAuReL\), sparse activations",
+    ),
+    ("llama", {"general.type": string("adapter"), "block_count": None}, NOT, "is an adapter"),
+    ("llama", {"expert_count": integer(8)}, NOT, "llama.expert_count = 8 is not supported"),
+    ("llama", {"final_logit_softcapping": number(30.0)}, NOT, "final_logit_softcapping = 30.0"),
+    ("llama", {"logit_scale": number(0.5)}, NOT, "llama.logit_scale = 0.5"),
+    ("llama", {SCALING + "yarn_ext_factor": number(0.0)}, NOT, "yarn_ext_factor = 0.0"),
+    ("llama", {SCALING + "alpha": number(1000.0)}, NOT, "rope.scaling.alpha = 1000.0"),
+    ("llama", LONG_ROPE, NOT, "rope scaling of type longrope is not supported"),
+    ("llama", {SCALING + "type": string("linear")}, BAD, "metadata llama.rope.scale_linear is missing"),
+    ("llama", YARN, BAD, "scaling.original_context_length is missing"),
+    ("llama", {SCALING + "factor": number(0.0)}, BAD, "scaling.factor is 0.0, must be positive"),
+    ("llama", {SCALING + "factor": number(math.nan)}, BAD, "scaling.factor is nan"),
+    ("llama", {SCALING + "type": integer(1)}, BAD, "scaling.type has type uint32, expected string"),
+    ("llama", {"attention.temperature_scale": number(0.1)}, BAD, "original_context_length is missing"),
+    ("minicpm", {}, BAD, r"minicpm\.embedding_scale is missing"),
+    ("granite", WINDOW, NOT, "granite.attention.sliding_window = 8 is not supported"),
+    ("phi3", LONG_ROPE, BAD, r"tensor rope_factors_long\.weight is missing, which LongRoPE"),
+    ("phi3", {**LONG_ROPE, SCALING + "factor": number(4.0)}, NOT, r"factor 4\.0 together with LongRoPE"),
+    ("gemma3", {}, BAD, r"metadata gemma3\.attention\.sliding_window is missing"),
+    ("gemma3", {**WINDOW, "rope.dimension_count_swa": integer(2)}, NOT, "_swa is 2; supported is 4"),
+    ("gemma3", {**WINDOW, "attention.key_length_swa": integer(8)}, NOT, "key_length_swa is 8; .* is 4"),
+    ("gemma3", {**WINDOW, "attention.value_length_swa": integer(8)}, NOT, "value_.*_swa is 8; .* is 4"),
+    ("gemma3", {**WINDOW, "attention.causal": (BOOL, b"\0")}, NOT, "attention.causal is false, which is not"),
+    (
+        "olmo2", {**WINDOW, SCALING + "attn_factor": number(0.5)},
+        NOT, r"attn_factor is 0.5, which is not supported with",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "metadata", "error", "message"), REFUSED)
+def test_contradictions_and_unsupported_features_are_named(
+    open_model: Open, architecture: str, metadata: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    own = ("general.", "tokenizer.")
+    stated = {key if key.startswith(own) else f"{architecture}.{key}": metadata[key] for key in metadata}
+    with pytest.raises(error, match=message):
+        read_config(open_model(stated, architecture=architecture))
 
 
 def test_neutral_values_of_unsupported_features_are_accepted(open_model: Open) -> None:
@@ -208,11 +212,6 @@ def test_neutral_values_of_unsupported_features_are_accepted(open_model: Open) -
 def test_granite_without_scales_has_none(open_model: Open) -> None:
     plain = read_config(open_model(architecture="granite"))
     assert (plain.embedding_scale, plain.residual_scale, plain.logit_scale) == (1.0, 1.0, 1.0)
-
-
-def test_minicpm_needs_its_scales(open_model: Open) -> None:
-    with pytest.raises(GGUFError, match=r"minicpm\.embedding_scale is missing"):
-        read_config(open_model(architecture="minicpm"))
 
 
 def test_a_scale_whose_square_overflows_float32_is_rejected(tmp_path: Path) -> None:

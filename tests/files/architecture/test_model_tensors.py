@@ -13,86 +13,45 @@ from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_tensors import collect_tensors
 
-
-def collect(open_model: Open, *args: Any, **kwargs: Any) -> None:
-    gguf = open_model(*args, **kwargs)
-    collect_tensors(gguf, read_config(gguf))
-
-
-@pytest.mark.parametrize("name", [name for name in base_tensors() if not name.startswith("blk.0.")])
-def test_missing_tensor_is_named(open_model: Open, name: str) -> None:
-    with pytest.raises(GGUFError, match=f"tensor {name} is missing"):
-        collect(open_model, tensors={name: None})
-
-
-@pytest.mark.parametrize(
-    ("architecture", "name"),
-    [
-        ("qwen2", "blk.0.attn_q.bias"),
-        ("qwen3", "blk.0.attn_q_norm.weight"),
-        ("gemma3", "blk.0.attn_q_norm.weight"),
-        ("hunyuan-dense", "blk.0.attn_q_norm.weight"),
-        ("exaone4", "blk.0.attn_q_norm.weight"),
-    ],
-)
-def test_architectures_require_their_own_tensors(open_model: Open, architecture: str, name: str) -> None:
-    metadata = {"gemma3.attention.sliding_window": integer(8)} if architecture == "gemma3" else {}
-    with pytest.raises(GGUFError, match=f"tensor {name} is missing"):
-        collect(open_model, metadata, architecture=architecture)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("token_embd.weight", (VOCAB + 1, DIM)),
-        ("output_norm.weight", (DIM + 1,)),
-        ("output_norm.weight", (1, DIM)),
-        ("rope_freqs.weight", (HEAD,)),
-        ("blk.0.attn_q.weight", (DIM, DIM, 1)),
-        ("blk.0.ffn_down.weight", (FFN, DIM)),
-        ("blk.0.attn_v.bias", (DIM,)),
-    ],
-)
-def test_contradicting_shape_is_named(open_model: Open, name: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(
-        GGUFError, match=rf"tensor {name} has shape \({shape[0]}.*\), the metadata requires \("
-    ):
-        collect(open_model, tensors={name: (shape, 0)})
+BAD, NOT = GGUFError, UnsupportedModelError
+NORM = "blk.0.attn_q_norm.weight"
+OTHERS = ("blk.2.attn_norm.weight", "blk.0.attn_norm.bias", "blk.0.ffn_gate_inp.weight", NORM, "x")
+# Architectures, their tensors that are changed or left out, and the errors.
+REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    *(
+        ("llama", {name: None}, BAD, f"tensor {name} is missing")
+        for name in base_tensors() if not name.startswith("blk.0.")
+    ),
+    ("qwen2", {}, BAD, "tensor blk.0.attn_q.bias is missing"),
+    *((name, {}, BAD, f"{NORM} is missing") for name in ("qwen3", "gemma3", "hunyuan-dense", "exaone4")),
+    *(
+        ("llama", {name: (shape, 0)}, BAD, rf"tensor {name} has shape \({shape[0]}.*\), .* requires \(")
+        for name, shape in (
+            ("token_embd.weight", (VOCAB + 1, DIM)), ("output_norm.weight", (DIM + 1,)),
+            ("output_norm.weight", (1, DIM)), ("rope_freqs.weight", (HEAD,)),
+            ("blk.0.attn_q.weight", (DIM, DIM, 1)), ("blk.0.ffn_down.weight", (FFN, DIM)),
+            ("blk.0.attn_v.bias", (DIM,)),
+        )
+    ),
+    ("llama", {"output.weight": ((VOCAB, DIM), 26)}, NOT, "has type I32; supported types are F32, F16"),
+    ("llama", {"output.weight": ((VOCAB, DIM), 28)}, NOT, "tensor output.weight has type F64"),
+    ("llama", {"output_norm.weight": ((DIM,), 1)}, NOT, "has type F16; supported types are F32"),
+    ("llama", {"blk.0.attn_q.bias": ((DIM,), 30)}, NOT, "tensor blk.0.attn_q.bias has type BF16"),
+    *(
+        ("llama", {name: ((DIM,), 0)}, NOT, f"tensor {name} is not part of a llama model with 2 layers")
+        for name in OTHERS
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "kind", "message"),
-    [
-        (
-            "output.weight",
-            (VOCAB, DIM),
-            26,
-            "tensor output.weight has type I32; supported types are F32, F16",
-        ),
-        ("output.weight", (VOCAB, DIM), 28, "tensor output.weight has type F64"),
-        ("output_norm.weight", (DIM,), 1, "tensor output_norm.weight has type F16; supported types are F32"),
-        ("blk.0.attn_q.bias", (DIM,), 30, "tensor blk.0.attn_q.bias has type BF16"),
-    ],
-)
-def test_an_unsupported_type_is_named(
-    open_model: Open, name: str, shape: tuple[int, ...], kind: int, message: str
+@pytest.mark.parametrize(("architecture", "tensors", "error", "message"), REFUSED)
+def test_tensors_that_are_missing_or_wrong_are_named(
+    open_model: Open, architecture: str, tensors: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        collect(open_model, tensors={name: (shape, kind)})
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("blk.2.attn_norm.weight", "blk.0.attn_norm.bias", "blk.0.ffn_gate_inp.weight"),
-        *("blk.0.attn_q_norm.weight", "x"),
-    ],
-)
-def test_an_unknown_tensor_is_rejected(open_model: Open, name: str) -> None:
-    with pytest.raises(
-        UnsupportedModelError, match=f"tensor {name} is not part of a llama model with 2 layers"
-    ):
-        collect(open_model, tensors={name: ((DIM,), 0)})
+    metadata = {"gemma3.attention.sliding_window": integer(8)} if architecture == "gemma3" else {}
+    gguf = open_model(metadata, tensors, architecture)
+    with pytest.raises(error, match=message):
+        collect_tensors(gguf, read_config(gguf))
 
 
 @pytest.fixture(scope="module")
