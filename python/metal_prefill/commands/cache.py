@@ -40,5 +40,3 @@ def execute(arguments: argparse.Namespace) -> None:
             count = f"0 of {len(packed)} kept" if arguments.clear and packed else str(len(packed))
             size = f"{kept / MIB:,.1f} MiB of at most {_pack_cache.limit() / MIB:,.0f} MiB"
             console.print(f"entries: {count}; {size}", highlight=False)
-    if arguments.clear:
-        _local_file.forget_deleted()

@@ -1,10 +1,9 @@
 """The GGUF file of a model that a user names: a file, a folder, a repository of the Hub or a package.
 
 A folder is converted once, into the cache folder. The name of the file there is a hash of what the
-conversion depends on: the files of the folder and of its modules, and the version of the package. Since
-reading all weights takes long, a second hash finds that file again: of small files in full, headers and
-samples of the weights, sizes, and modification times, which reveal changes that the samples miss. If only a
-time has changed, the first hash shows that the contents have not.
+conversion depends on: the version of the package, and the files of the folder and of its modules. Small files
+are hashed in full. Of weights, since reading all of them takes long, the hash covers the headers, samples,
+sizes, and modification times, which reveal changes that the samples miss.
 """
 
 import errno
@@ -32,7 +31,6 @@ LAYOUT = 13  # counts changes of what a conversion writes
 
 _KEY_DIGITS = 16
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-_BLOCK_BYTES = 1 << 20
 _WEIGHTS = ("*.safetensors", "*_linear.pt")
 _SMALL = (".json", ".txt", ".jinja", ".metadata", ".model")  # endings of files that are hashed in full
 _SMALL_BYTES = 256 << 20
@@ -178,19 +176,9 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
     """Return the path of a folder's conversion in the cache, writing it if it is not there."""
     encoders = encoder_folders(folder)
     key = _key(folder, adapter, encoders)
-    found = cache_folder() / "converted-from" / f"{_shortened(name)}-{key[:_KEY_DIGITS]}"
-    path = None
-    with suppress(OSError):
-        path = _cache() / found.read_text("utf-8", "replace")
-    if path is None or not path.is_file():
-        content = _key(folder, adapter, encoders, whole=True)
-        path = _cache() / f"{_shortened(name)}-{content[:_KEY_DIGITS]}.gguf"
-        if not path.is_file():
-            _convert(folder, path, name, adapter, encoders, key, progress)
-        with suppress(OSError):  # a read-only file system
-            found.parent.mkdir(exist_ok=True)
-            with replacing(found) as temporary:
-                temporary.write_text(path.name, "utf-8")
+    path = _cache() / f"{_shortened(name)}-{key[:_KEY_DIGITS]}.gguf"
+    if not path.is_file():
+        _convert(folder, path, name, adapter, encoders, key, progress)
     with suppress(OSError):  # a read-only file system cannot record the time of use
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
     return path
@@ -253,8 +241,8 @@ def _cache() -> Path:
     return cache_folder() / "converted"
 
 
-def _key(folder: Path, adapter: Path | None, encoders: Mapping[str, Path], *, whole: bool = False) -> str:
-    """Return a hash of the inputs of a conversion: all bytes, or samples and modification times."""
+def _key(folder: Path, adapter: Path | None, encoders: Mapping[str, Path]) -> str:
+    """Return a hash of the inputs of a conversion."""
     # Imported here, as files need no conversion.
     from metal_prefill.conversion import _folder
 
@@ -274,9 +262,6 @@ def _key(folder: Path, adapter: Path | None, encoders: Mapping[str, Path], *, wh
         with open(path, "rb") as file:
             if not is_weights:
                 digest.update(file.read(_SMALL_BYTES))
-            elif whole:
-                while block := file.read(_BLOCK_BYTES):
-                    digest.update(block)
             else:
                 digest.update(f"{status.st_mtime_ns}\n".encode())
                 digest.update(file.read(_HEADER_BYTES))
@@ -298,12 +283,3 @@ def _evict(keep: Path) -> None:
     others = [entry for entry in _entries() if entry[2] != keep]
     for path in beyond_limit(others, LIMIT - keep.stat().st_size):
         path.unlink(missing_ok=True)
-    forget_deleted()
-
-
-def forget_deleted() -> None:
-    """Delete the records of which folders deleted conversions are from."""
-    for found in (cache_folder() / "converted-from").glob("*"):
-        with suppress(OSError):
-            if not (_cache() / found.read_text()).exists():
-                found.unlink()
