@@ -24,7 +24,8 @@ from metal_prefill.cli import main
 from metal_prefill.commands.convert import TYPES
 from metal_prefill.conversion import TENSOR_TYPES, _writing, convert
 from metal_prefill.conversion._folder import Fields
-from metal_prefill.conversion._settings import gemma3, lfm2, mistral, phi3, qwen, rope_scaling
+from metal_prefill.conversion._rotation import phi3, rope_scaling
+from metal_prefill.conversion._settings import gemma3, lfm2, mistral, qwen
 from metal_prefill.conversion._source import find_source
 from metal_prefill.conversion._writing import SOURCES
 from metal_prefill.hub import _local_file

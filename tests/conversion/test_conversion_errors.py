@@ -15,7 +15,7 @@ from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill._support.messages import MOST_CHARACTERS
 from metal_prefill.conversion import convert
 from metal_prefill.conversion._folder import Fields
-from metal_prefill.conversion._settings import long_rope_factors
+from metal_prefill.conversion._rotation import long_rope_factors
 
 LOST = "model.layers.1.mlp.down_proj.weight"
 LARGEST = float(np.finfo(np.float32).max)

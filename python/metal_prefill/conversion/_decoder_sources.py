@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from metal_prefill.conversion import _gemma4, _scan_settings, _settings
+from metal_prefill.conversion import _gemma4, _rotation, _scan_settings, _settings
 from metal_prefill.conversion._encoder_sources import ENCODERS
 from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._source import (
@@ -61,7 +61,7 @@ _GPT_NEOX = Source(
     accepted={"attention_bias": (True,)},
     heads={**_OF_DECODERS, "causal": {"embed_out": "output", "lm_head": "output"}},
     unused=(*UNUSED, *_MASKS),
-    changes={r".*\.attn_qkv\..*": _settings.heads_last},
+    changes={r".*\.attn_qkv\..*": _rotation.heads_last},
     more=_settings.gpt_neox,
 )
 _ATTENTION_BIAS = {r"blk\.\d+\.attn_(q|k|v|output)": "attention_bias"}
@@ -72,9 +72,9 @@ _LLAMA = Source(
     biases={**_ATTENTION_BIAS, r"blk\.\d+\.ffn_(gate|up|down)": "mlp_bias"},
     accepted={"hidden_act": ("silu",)},
     heads=_OF_DECODERS,
-    changes={r"blk\.\d+\.attn_[qk]\.(weight|bias)": _settings.interleaved},
-    more=_settings.rope_scaling_or_factors,
-    computed=_settings.rope_factors,
+    changes={r"blk\.\d+\.attn_[qk]\.(weight|bias)": _rotation.interleaved},
+    more=_rotation.rope_scaling_or_factors,
+    computed=_rotation.rope_factors,
 )
 _INTERLEAVED = _LLAMA.changes
 
@@ -228,7 +228,7 @@ DECODERS: dict[str, Source] = {
         keys=_ROTATED_WITH_LAYER_NORM,
         accepted={"qk_layernorm": (False,)},
         heads=_OF_DECODERS,
-        more=_settings.phi2,
+        more=_rotation.phi2,
     ),
     "StableLm": Source(
         "stablelm",
@@ -237,7 +237,7 @@ DECODERS: dict[str, Source] = {
         biases={r"blk\.\d+\.attn_(q|k|v)": "use_qkv_bias"},
         accepted={"hidden_act": ("silu",), "qk_layernorm": (False,), "use_parallel_residual": (False,)},
         heads=_OF_DECODERS,
-        more=_settings.stablelm,
+        more=_rotation.stablelm,
     ),
     "Cohere2": Source(
         "cohere2",
@@ -287,33 +287,33 @@ DECODERS: dict[str, Source] = {
     ),
     **dict.fromkeys(("Mistral3", "Ministral3"), _MINISTRAL3),
     "MiniCPM": _llama_like(
-        "minicpm", _settings.minicpm, changes=_INTERLEAVED, computed=_settings.long_rope_factors
+        "minicpm", _settings.minicpm, changes=_INTERLEAVED, computed=_rotation.long_rope_factors
     ),
     "SmolLM3": _llama_like(
         "smollm3",
-        _settings.smollm3,
+        _rotation.smollm3,
         {"rope.freq_base": stated("rope_theta", default=2000000.0)},
         accepted={"hidden_act": ("silu",), "use_sliding_window": (False,)},
         changes=_INTERLEAVED,
     ),
-    "Granite": _llama_like("granite", _settings.rope_scaling, _GRANITE_SCALES, changes=_INTERLEAVED),
+    "Granite": _llama_like("granite", _rotation.rope_scaling, _GRANITE_SCALES, changes=_INTERLEAVED),
     **dict.fromkeys(("GraniteMoe", "GraniteMoeShared"), _GRANITE_MOE),
-    "Olmo2": _llama_like("olmo2", _settings.rope_scaling, LARGER_EPSILON),
+    "Olmo2": _llama_like("olmo2", _rotation.rope_scaling, LARGER_EPSILON),
     "Olmo3": _llama_like("olmo2", _settings.olmo3, LARGER_EPSILON),
     "Phi3": _llama_like(
         "phi3",
-        _settings.phi3,
+        _rotation.phi3,
         {**LARGER_EPSILON, "attention.sliding_window": stated("sliding_window", default=0)},
         biases={},
-        computed=_settings.long_rope_factors,
+        computed=_rotation.long_rope_factors,
     ),
     "Exaone4": _llama_like(
-        "exaone4", _settings.exaone4, LARGER_EPSILON, biases={}, computed=_settings.rope_factors
+        "exaone4", _settings.exaone4, LARGER_EPSILON, biases={}, computed=_rotation.rope_factors
     ),
-    "HunYuanDenseV1": _llama_like("hunyuan-dense", _settings.hunyuan_dense, LARGER_EPSILON),
+    "HunYuanDenseV1": _llama_like("hunyuan-dense", _rotation.hunyuan_dense, LARGER_EPSILON),
     "Ernie4_5": _llama_like(  # the values of its rotated pairs are next to each other
         "ernie4_5",
-        _settings.rope_scaling,
+        _rotation.rope_scaling,
         {
             **LARGER_EPSILON,
             "rope.freq_base": stated("rope_theta", default=500000.0),

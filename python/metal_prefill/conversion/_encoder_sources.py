@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from metal_prefill.conversion import _combined, _settings
+from metal_prefill.conversion import _combined, _rotation, _settings
 from metal_prefill.conversion._folder import MAX_LAYERS
 from metal_prefill.conversion._source import (
     DECODER,
@@ -219,7 +219,7 @@ _GTE = Source(
         "mlp.down_proj": ("output.dense",),
         "mlp_ln": ("output.LayerNorm",),
     },
-    more=_settings.gte,
+    more=_rotation.gte,
 )
 # The body that Jina's repositories define under the name of XLM-R, with rotation instead of positions.
 _JINA_V3 = replace(
@@ -242,10 +242,10 @@ _NOMIC_BERT = Source(
         "mlp_fc1_bias": (False,),
         "mlp_fc2_bias": (False,),
         "rotary_emb_fraction": (1.0,),
-        "rotary_emb_settings.interleaved": (False,),
+        "rotary_emb_rotation.interleaved": (False,),
         "rotary_emb_scale_base": (None,),
     },
-    more=_settings.nomic_bert,
+    more=_rotation.nomic_bert,
 )
 _NOMIC_BERT_MOE = replace(
     _NOMIC_BERT,
@@ -320,7 +320,7 @@ ENCODERS: dict[str, Source] = {
         keys=SHAPE | DECODER | LARGER_EPSILON,
         accepted={"hidden_act": ("silu",)},
         heads={"tokens": _CLASSIFIER},
-        more=_settings.eurobert,
+        more=_rotation.eurobert,
     ),
     "OpenAIPrivacyFilter": Source(
         "privacy-filter",
@@ -331,13 +331,13 @@ ENCODERS: dict[str, Source] = {
             **DECODER,
             **LARGER_EPSILON,
             **experts_of(128, 4),
-            "rope.freq_base": stated("rope_theta", default=_settings.PRIVACY_FILTER_BASE),
+            "rope.freq_base": stated("rope_theta", default=_rotation.PRIVACY_FILTER_BASE),
             "attention.key_length": stated("head_dim", default=64),
             "attention.value_length": stated("head_dim", default=64),
         },
         heads={"tokens": {"score": "cls.output"}},
-        more=_settings.privacy_filter,
-        computed=_settings.yarn_factors,
+        more=_rotation.privacy_filter,
+        computed=_rotation.yarn_factors,
         combined=_combined.with_matrices,
     ),
     "Static": Source(

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from metal_prefill.conversion._folder import Fields
-from metal_prefill.conversion._settings import MAX_HEAD, Values, check_kinds
-from metal_prefill.conversion._weights import Weight
+from metal_prefill.conversion._rotation import MAX_HEAD
+from metal_prefill.conversion._settings import windowed_layers
+from metal_prefill.conversion._weights import FloatArray, Weight
 
 _UNROTATED = 1e30  # divisor of the frequencies of pairs that are not rotated, as in files of llama.cpp
 _OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\.weight")
@@ -48,7 +49,7 @@ def metadata(config: Fields) -> dict[str, Any]:
     return found
 
 
-def rope_factors(config: Fields) -> dict[str, Values]:
+def rope_factors(config: Fields) -> dict[str, FloatArray]:
     """Return divisors of the frequencies of layers without a window, of which only the first pairs rotate."""
     full = config.object("rope_parameters").object("full_attention")
     pairs = _full_head_dim(config) // 2
@@ -72,11 +73,7 @@ def without_unused_keys(config: Fields, weights: Mapping[str, Weight]) -> Mappin
 
 def _windowed(config: Fields) -> list[bool]:
     """Return whether each layer has a window; the last one never has."""
-    layers, kinds = config.layers(), config.sequence("layer_types")
-    if not kinds:
-        return [(layer + 1) % 6 != 0 and layer + 1 < layers for layer in range(layers)]
-    check_kinds(config, kinds, ("full_attention", "sliding_attention"))
-    return [kind == "sliding_attention" for kind in kinds[:-1]] + [False]
+    return [*windowed_layers(config, lambda layer: (layer + 1) % 6 != 0)[:-1], False]
 
 
 def _full_head_dim(config: Fields) -> int:

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from metal_prefill.conversion._folder import Fields, is_number
-from metal_prefill.conversion._settings import Values, check_kinds, rope_scaling
-from metal_prefill.conversion._weights import Weight
+from metal_prefill.conversion._rotation import rope_scaling
+from metal_prefill.conversion._settings import layer_kinds
+from metal_prefill.conversion._weights import FloatArray, Weight
 
 _ATTENTION, _STATE_SPACE = {"attention", "full_attention"}, {"mamba", "linear_attention"}
 # Limits of steps that limit nothing: as JSON has them, and as transformers writes numbers that JSON lacks.
@@ -52,10 +53,9 @@ def only_rotated_attention(config: Fields) -> bool:
 
 def _granite_layers(config: Fields) -> list[Any]:
     """Return the kind of each layer, under any of the names of versions."""
-    layers = config.layers()
-    kinds = config.sequence("layer_types") or config.sequence("layers_block_type") or ["mamba"] * layers
-    check_kinds(config, kinds, ("attention", "mamba", *_ATTENTION, *_STATE_SPACE))
-    return kinds
+    stated = config.sequence("layer_types") or config.sequence("layers_block_type")
+    config = Fields(config.path, {**config.values, "layer_types": stated})
+    return layer_kinds(config, ("attention", "mamba", *_ATTENTION, *_STATE_SPACE), lambda layer: "mamba")
 
 
 def granite_hybrid(config: Fields) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _factors(config: Fields, key: str, count: int) -> list[float]:
     return found
 
 
-def _rows_of_scan(config: Fields, rows: int) -> Values:
+def _rows_of_scan(config: Fields, rows: int) -> FloatArray:
     """Return the factors of the rows: of gates, values, keys, queries and steps."""
     inner = _falcon_inner(config)
     states = config.integer("mamba_n_groups", default=1) * config.integer("mamba_d_state", default=256)

@@ -1,23 +1,24 @@
 """Metadata and weights that depend on several fields of ``config.json``."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import gguf
 import numpy as np
-import numpy.typing as npt
 
-from metal_prefill.conversion._folder import MAX_FLOAT, Fields, is_number
+from metal_prefill.conversion._folder import Fields
+from metal_prefill.conversion._rotation import (
+    head_width,
+    original_context,
+    phi3,
+    rope_of,
+    rope_scaling,
+    rope_scaling_or_factors,
+    rotated_part,
+)
 from metal_prefill.conversion._weights import Weight
 from metal_prefill.files._architecture import ARCHITECTURES
-from metal_prefill.files._metadata_keys import MAX_INT
-
-Values: TypeAlias = npt.NDArray[np.float32]
-
-
-PRIVACY_FILTER_BASE = 150000.0  # of the rotation, in folders that do not state one
-MAX_HEAD = 1 << 16  # dimensions, for which frequencies are computed before the tensors are known
 
 
 def activation(config: Fields) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def deberta(config: Fields) -> dict[str, Any]:
     kinds = kinds.split("|") if isinstance(kinds, str) else kinds
     if not isinstance(kinds, list) or {"c2p", "p2c"} != {str(kind).strip() for kind in kinds}:
         raise config.unsupported(f"pos_att_type is {kinds!r}; supported is c2p|p2c")
-    return {**activation(config), "attention.scale": (3 * _head_width(config)) ** -0.5}
+    return {**activation(config), "attention.scale": (3 * head_width(config)) ** -0.5}
 
 
 def t5(config: Fields) -> dict[str, Any]:
@@ -75,29 +76,6 @@ def _first_position(config: Fields) -> int:
     return config.integer("pad_token_id", default=1, least=0) + 1
 
 
-# The following functions return a tensor as it is if its rows contradict the configuration, which the header
-# of the file then shows.
-def interleaved(config: Fields, name: str, weight: Weight) -> Weight:
-    """Reorder the rows of q or k, so that the two values of a rotated pair are next to each other."""
-    heads = config.integer("num_attention_heads")
-    if "attn_k" in name:
-        heads = config.integer("num_key_value_heads", default=heads)
-    return _swapped(weight, (heads, 2), (1, 2))
-
-
-def heads_last(config: Fields, name: str, weight: Weight) -> Weight:
-    """Reorder the rows of q, k and v, of which a folder has those of each head together."""
-    return _swapped(weight, (config.integer("num_attention_heads"), 3), (0, 1))
-
-
-def _swapped(weight: Weight, sizes: tuple[int, int], axes: tuple[int, int]) -> Weight:
-    """Reorder rows in three nested groups, the first two of these sizes, by swapping two of the axes."""
-    rows = weight.shape[0]
-    if rows % math.prod(sizes):
-        return weight
-    return weight.reordered(np.arange(rows).reshape(*sizes, -1).swapaxes(*axes).ravel())
-
-
 def transposed(config: Fields, name: str, weight: Weight) -> Weight:
     """Return a matrix with the columns as rows."""
     return weight.transposed()
@@ -106,215 +84,6 @@ def transposed(config: Fields, name: str, weight: Weight) -> Weight:
 def plus_one(config: Fields, name: str, weight: Weight) -> Weight:
     """Return the factors of a norm that are stored as their differences from 1."""
     return weight.computed(lambda index: weight.rows(index) + 1)
-
-
-_KINDS = ("default", "dynamic", "linear", "yarn")
-
-
-def rope_scaling(config: Fields, kinds: tuple[str, ...] = _KINDS) -> dict[str, Any]:
-    """Return the metadata of a rotation of one of the given kinds.
-
-    The dynamic kind is the default one up to the context of the folder.
-    """
-    rope = _rope(config)
-    found: dict[str, Any] = {}
-    if rope.has("rope_theta"):
-        found["rope.freq_base"] = rope.number("rope_theta")
-    kind = rope.choice("rope_type", "type", known=kinds, default="default")
-    if kind in ("linear", "yarn"):
-        found["rope.scaling.type"] = kind
-        found["rope.scaling.factor"] = rope.number("factor")
-    return found | (_yarn(config, rope) if kind == "yarn" else {})
-
-
-def rope_scaling_or_factors(config: Fields) -> dict[str, Any]:
-    """Return the metadata of a rotation that may be that of Llama 3, whose factors are a tensor."""
-    return rope_scaling(config, (*_KINDS, "llama3"))
-
-
-def _rope(config: Fields) -> Fields:
-    # Older folders have it in rope_scaling.
-    return config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
-
-
-def gte(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation, which ``ntk`` extends by a larger base and a smaller factor."""
-    rope = _rope(config)
-    if rope.string("rope_type", "type", default="default") != "ntk":
-        return rope_scaling(config)
-    rope.require("mixed_b", (None,), None)
-    factor = rope.number("factor")
-    return {
-        "rope.freq_base": config.number("rope_theta", default=10000.0) * factor,
-        "rope.scaling.type": "linear",
-        "rope.scaling.factor": factor ** (2 / _head_width(config)),
-    }
-
-
-def _original_context(config: Fields, rope: Fields) -> int:
-    """Return the context before a rotation was scaled: that of the folder where it names no other."""
-    name = "original_max_position_embeddings"
-    if config.has(name):
-        return config.integer(name)
-    return rope.integer(name) if rope.has(name) else config.integer("max_position_embeddings")
-
-
-def _yarn(config: Fields, rope: Fields) -> dict[str, Any]:
-    """Return the metadata of YaRN besides its factor.
-
-    Without ``attention_factor``, q.k grows with the logarithm of the factor, or as ``mscale`` and
-    ``mscale_all_dim`` say. Files state its ratio to the usual growth.
-    """
-    rope.require("truncate", (True,), True)
-    factor = rope.number("factor")
-    found: dict[str, Any] = {"rope.scaling.original_context_length": _original_context(config, rope)}
-    for name in ("beta_fast", "beta_slow"):
-        if rope.has(name):
-            found[f"rope.scaling.yarn_{name}"] = rope.number(name)
-    usual, scale = 1.0 + 0.1 * math.log(max(factor, 1.0)), _yarn_magnitude(rope)
-    if scale != usual:
-        found["rope.scaling.attn_factor"] = scale / usual
-    return found
-
-
-def _yarn_magnitude(rope: Fields) -> float:
-    """Return the factor of rotated values."""
-    growth = 0.1 * math.log(max(rope.number("factor"), 1.0))
-    scale = 1.0 + growth
-    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):  # 0 counts as absent
-        scale = (1 + rope.number("mscale") * growth) / (1 + rope.number("mscale_all_dim") * growth)
-    return rope.number("attention_factor", default=scale)
-
-
-def privacy_filter(config: Fields) -> dict[str, Any]:
-    """Return the rotation, and the window, which counts both sides and the token itself."""
-    rope = _privacy_filter_rope(config)
-    band = config.integer("sliding_window", default=128, most=(MAX_INT - 1) // 2)
-    window = {"attention.sliding_window": 2 * band + 1}
-    if not _has_exact_yarn(rope):
-        own = Fields(config.path, {**config.values, "rope_parameters": rope.values})
-        return rope_scaling(own, ("default", "yarn")) | window
-    found = {"rope.freq_base": rope.number("rope_theta")} if rope.has("rope_theta") else {}
-    return {**found, "rope.scaling.attn_factor": _yarn_magnitude(rope), **window}
-
-
-def _privacy_filter_rope(config: Fields) -> Fields:
-    """Return the rotation of a folder, by default that of the class."""
-    if config.has("rope_parameters") or config.has("rope_scaling"):
-        return _rope(config)
-    usual = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-    return Fields(config.path, usual, "rope_parameters")
-
-
-def _has_exact_yarn(rope: Fields) -> bool:
-    """Return whether a rotation is YaRN with bounds of the blended pairs that are not rounded."""
-    is_yarn = rope.string("rope_type", "type", default="default") == "yarn"
-    return is_yarn and not rope.boolean("truncate", default=True)
-
-
-def yarn_factors(config: Fields) -> dict[str, Values]:
-    """Return divisors of the frequencies for YaRN whose bounds are not rounded, which files cannot state."""
-    rope = _privacy_filter_rope(config)
-    if not _has_exact_yarn(rope):
-        return {}
-    base = rope.number("rope_theta", default=config.number("rope_theta", default=PRIVACY_FILTER_BASE))
-    if base <= 1:
-        raise rope.error(f"{rope.name('rope_theta')} is {base}, must be greater than 1 for YaRN")
-    dims, context = _head_width(config), _original_context(config, rope)
-
-    def pair_of(turns: float) -> float:
-        return dims * math.log(context / (2 * math.pi * turns)) / (2 * math.log(base))
-
-    low = max(pair_of(rope.number("beta_fast", default=32.0)), 0.0)
-    high = min(pair_of(rope.number("beta_slow", default=1.0)), dims - 1.0)
-    slow = np.clip((np.arange(dims // 2) - low) / (high - low if high != low else 0.001), 0, 1)
-    return {"rope_freqs.weight": (1 / (1 - slow + slow / rope.number("factor"))).astype(np.float32)}
-
-
-def _head_width(config: Fields, least: int = 1) -> int:
-    width = config.integer("hidden_size") // config.integer("num_attention_heads")
-    return config.integer("head_dim", default=width, least=least, most=MAX_HEAD)
-
-
-def rope_factors(config: Fields) -> dict[str, Values]:
-    """Return the tensor of Llama 3, divisors of the frequencies by the length of their waves.
-
-    Waves of at most the original context divided by ``high_freq_factor`` are kept, those of at least the
-    context divided by ``low_freq_factor`` are stretched by ``factor``, and those between are interpolated.
-    """
-    rope = _rope(config)
-    if rope.string("rope_type", "type", default="default") != "llama3":
-        return {}
-    base = rope.number("rope_theta", default=config.number("rope_theta", default=10000.0))
-    dims = _head_width(config)
-    factor = rope.number("factor")
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise rope.error(f"{rope.name('low_freq_factor')} is {low}, must be less than {high}")
-    turns = _original_context(config, rope) / (2 * np.pi * base ** (np.arange(0, dims, 2) / dims))
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    factors = 1 / ((1 - kept) / factor + kept)
-    return {"rope_freqs.weight": factors.astype(np.float32)}
-
-
-def smollm3(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation, which every fourth layer lacks."""
-    layers = config.layers()
-    interval = config.integer("no_rope_layer_interval", default=4)
-    rotates = config.sequence("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
-    if list(map(bool, rotates)) != [(i + 1) % 4 != 0 for i in range(layers)]:
-        raise config.unsupported("no_rope_layers must have 0 for every fourth layer and 1 for the others")
-    return rope_scaling(config)
-
-
-def phi3(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation of a part of a head, and of LongRoPE if there is any."""
-    rope = _rope(config)
-    found = _rotated_part(config, rope, "partial_rotary_factor", 1.0)
-    if not _has_long_rope(config):
-        return found | rope_scaling(config, ("default",))
-    if rope.has("rope_theta"):
-        found["rope.freq_base"] = rope.number("rope_theta")
-    name = "original_max_position_embeddings"
-    original = (rope if rope.has(name) else config).integer(name, least=2)
-    factor = config.integer("max_position_embeddings") / original
-    growth = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return {
-        **found,
-        "rope.scaling.type": "longrope",
-        "rope.scaling.original_context_length": original,
-        "rope.scaling.attn_factor": rope.number("attention_factor", default=growth),
-    }
-
-
-def _has_long_rope(config: Fields) -> bool:
-    kind = _rope(config).string("rope_type", "type", default="default")
-    return kind in ("longrope", "su", "yarn")  # the names of versions of phi3
-
-
-def long_rope_factors(config: Fields) -> dict[str, Values]:
-    """Return the divisors of the frequencies for long and for short contexts."""
-    if not _has_long_rope(config):
-        return {}
-    rope, found = _rope(config), {}
-    pairs = phi3(config)["rope.dimension_count"] // 2
-    for kind in ("long", "short"):
-        factors = rope.sequence(f"{kind}_factor")
-        name = rope.name(f"{kind}_factor")
-        if len(factors) != pairs:
-            raise rope.error(f"{name} must have {pairs} numbers, has {len(factors)}")
-        if not all(is_number(factor) and factor > 0 for factor in factors):
-            raise rope.error(f"{name} must have positive finite numbers")
-        found[f"rope_factors_{kind}.weight"] = np.array(factors, np.float32)
-    return found
-
-
-def _rotated_part(config: Fields, rope: Fields, name: str, default: float) -> dict[str, Any]:
-    """Return the number of rotated dimensions of a head, from a part of its width."""
-    part = rope.number("partial_rotary_factor", default=config.number(name, default=default))
-    if part > 1:
-        raise config.error(f"{name} is {part}, must be at most 1")
-    return {"rope.dimension_count": int(_head_width(config) * part)}
 
 
 def gpt2(config: Fields) -> dict[str, Any]:
@@ -328,7 +97,7 @@ def gpt2(config: Fields) -> dict[str, Any]:
 def gpt_neox(config: Fields) -> dict[str, Any]:
     """Return the rotation of a part of a head, the activation, and whether blocks of a layer are parallel."""
     return {
-        **_rotated_part(config, _rope(config), "rotary_pct", 0.25),
+        **rotated_part(config, rope_of(config), "rotary_pct", 0.25),
         **rope_scaling(config),
         "hidden_activation": config.string("hidden_act", default="gelu"),
         "use_parallel_residual": config.boolean("use_parallel_residual", default=True),
@@ -342,49 +111,9 @@ def starcoder2(config: Fields) -> dict[str, Any]:
     return {**rope_scaling(config), **window, "hidden_activation": activation}
 
 
-def phi2(config: Fields) -> dict[str, Any]:
-    """Return the rotation of a part of a head, and the activation."""
-    return {
-        **_rotated_part(config, _rope(config), "partial_rotary_factor", 0.5),
-        **rope_scaling(config),
-        "hidden_activation": config.string("hidden_act", default="gelu_new"),
-    }
-
-
-def stablelm(config: Fields) -> dict[str, Any]:
-    """Return the rotation of a part of a head."""
-    return _rotated_part(config, _rope(config), "partial_rotary_factor", 0.25) | rope_scaling(config)
-
-
 def cohere2(config: Fields) -> dict[str, Any]:
     """Return the metadata of the rotation, and the layers with a window, which are those that rotate."""
     return rope_scaling(config) | _layers_with_window(config, 4)
-
-
-def eurobert(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation, which eurobert does not scale."""
-    found = rope_scaling(config)
-    if "rope.scaling.type" in found:
-        raise config.unsupported("the rotation of a eurobert model is scaled")
-    return {**found, "rope.scaling.type": "none"}
-
-
-def nomic_bert(config: Fields) -> dict[str, Any]:
-    """Return the base of the rotation, and the context that the model was trained for."""
-    rope = config.object("rope_parameters")
-    base = rope.number("rope_theta", default=config.number("rotary_emb_base", "rope_theta", default=1000.0))
-    # Longer texts would need another rotation, which depends on their length.
-    trained = config.integer("max_trained_positions", default=MAX_INT)
-    context = min(config.integer("max_position_embeddings", "n_positions"), trained)
-    return {"rope.freq_base": base, "context_length": context}
-
-
-def jina_v3(config: Fields) -> dict[str, Any]:
-    """Return the activation, and the base of the rotation."""
-    rope = config.object("rope_parameters")
-    rope.require("rope_type", ("default",), "default")
-    base = rope.number("rope_theta", default=config.number("rotary_emb_base", default=20000.0))
-    return {**activation(config), "rope.freq_base": base}
 
 
 def modern_bert(config: Fields) -> dict[str, Any]:
@@ -419,12 +148,20 @@ def modern_bert(config: Fields) -> dict[str, Any]:
     }
 
 
-def check_kinds(config: Fields, kinds: Sequence[Any], known: Sequence[str]) -> None:
-    """Check that each layer has a kind that is `known`; messages name the first two."""
+def layer_kinds(config: Fields, known: Sequence[str], usual: Callable[[int], str]) -> list[str]:
+    """Return the kind of each layer, the usual one unless all are listed; messages name the first two."""
     layers = config.layers()
+    kinds = config.sequence("layer_types") or [usual(layer) for layer in range(layers)]
     if len(kinds) != layers or not all(isinstance(kind, str) and kind in known for kind in kinds):
         names = " or ".join(known[:2])
         raise config.unsupported(f"layer_types must have {names} for each of the {layers} layers")
+    return kinds
+
+
+def windowed_layers(config: Fields, usual: Callable[[int], bool]) -> list[bool]:
+    """Return whether each layer has a window."""
+    known = ("full_attention", "sliding_attention")
+    return [kind == known[1] for kind in layer_kinds(config, known, lambda layer: known[usual(layer)])]
 
 
 def lfm2(config: Fields) -> dict[str, Any]:
@@ -433,13 +170,10 @@ def lfm2(config: Fields) -> dict[str, Any]:
     Unless ``block_auto_adjust_ff_dim`` is false, the width is two thirds of the stated one, times a factor,
     rounded up.
     """
-    layers = config.layers()
-    kinds = config.sequence("layer_types")
-    chosen = config.sequence("full_attn_idxs") if config.has("full_attn_idxs") else range(layers)
-    if not kinds:
-        indices = {i for i in chosen if isinstance(i, int)}
-        kinds = ["full_attention" if i in indices else "conv" for i in range(layers)]
-    check_kinds(config, kinds, ("full_attention", "conv"))
+    known = ("full_attention", "conv")
+    chosen = config.sequence("full_attn_idxs") if config.has("full_attn_idxs") else range(config.layers())
+    attends = {layer for layer in chosen if isinstance(layer, int)}
+    kinds = layer_kinds(config, known, lambda layer: known[layer not in attends])
     heads = config.integer("num_key_value_heads")
     width = config.integer("block_ff_dim", "intermediate_size")
     if config.boolean("block_auto_adjust_ff_dim", default=True):
@@ -484,12 +218,9 @@ def granite_moe(config: Fields) -> dict[str, Any]:
 
 def qwen35(config: Fields) -> dict[str, Any]:
     """Return the layers with attention, the width of the delta rule, and the rotation of a part of a head."""
-    layers = config.layers()
+    known, layers = ("full_attention", "linear_attention"), config.layers()
     every = config.integer("full_attention_interval", default=4)
-    kinds = config.sequence("layer_types")
-    if not kinds:
-        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    check_kinds(config, kinds, ("full_attention", "linear_attention"))
+    kinds = layer_kinds(config, known, lambda layer: known[(layer + 1) % every != 0])
     recurrent = [kind == "linear_attention" for kind in kinds]
     every = recurrent.index(False) + 1 if False in recurrent else layers + 1
     found: dict[str, Any] = {"full_attention_interval": every}
@@ -542,15 +273,16 @@ def value_heads_by_turns(config: Fields, name: str, weight: Weight) -> Weight:
 
 def _layers_with_window(config: Fields, usual_period: int) -> dict[str, Any]:
     """Return which layers have a window, unless that is all but the last of each usual period."""
-    layers = config.layers()
-    kinds = config.sequence("layer_types")
-    if not kinds:
+    if not config.sequence("layer_types"):
         period = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=usual_period)
         return {} if period == usual_period else {"attention.sliding_window_pattern": period}
-    check_kinds(config, kinds, ("full_attention", "sliding_attention"))
-    windowed = [kind == "sliding_attention" for kind in kinds]
-    usual = [(i + 1) % usual_period != 0 for i in range(layers)]
-    return {} if windowed == usual else {"attention.sliding_window_pattern": windowed}
+
+    def usual(layer: int) -> bool:
+        return (layer + 1) % usual_period != 0
+
+    windowed = windowed_layers(config, usual)
+    is_usual = windowed == list(map(usual, range(len(windowed))))
+    return {} if is_usual else {"attention.sliding_window_pattern": windowed}
 
 
 _WINDOW = 4096  # of classes in transformers whose configuration has no field for it; null means none
@@ -564,10 +296,10 @@ def mistral(config: Fields) -> dict[str, Any]:
 def ministral3(config: Fields) -> dict[str, Any]:
     """Return the metadata of the rotation, the growth of scores with the position, and the window."""
     found = rope_scaling(config) | (_window(config) if config.has("sliding_window") else {})
-    rope = _rope(config)
+    rope = rope_of(config)
     if rope.has("llama_4_scaling_beta"):
         found["attention.temperature_scale"] = rope.number("llama_4_scaling_beta")
-        found["rope.scaling.original_context_length"] = _original_context(config, rope)
+        found["rope.scaling.original_context_length"] = original_context(config, rope)
     return found
 
 
@@ -584,15 +316,12 @@ def minicpm(config: Fields) -> dict[str, Any]:
 
 def qwen(config: Fields) -> dict[str, Any]:
     """Return the metadata of the rotation, and the window of the upper layers, if there is one."""
-    found, layers = rope_scaling_or_factors(config), config.layers()
+    found = rope_scaling_or_factors(config)
     config.require("use_sliding_window", (False, True), False)
     if not config.values.get("use_sliding_window"):
         return found
-    if kinds := config.sequence("layer_types"):
-        check_kinds(config, kinds, ("full_attention", "sliding_attention"))
-        windowed = [kind == "sliding_attention" for kind in kinds]
-    else:
-        windowed = [i >= config.integer("max_window_layers", default=28, least=0) for i in range(layers)]
+    first = config.integer("max_window_layers", default=28, least=0)
+    windowed = windowed_layers(config, lambda layer: layer >= first)
     if not any(windowed) or not (window := _window(config)):
         return found
     return {**found, **window, "attention.sliding_window_pattern": windowed}
@@ -638,21 +367,6 @@ def olmo3(config: Fields) -> dict[str, Any]:
     return found | window | _layers_with_window(config, 4)
 
 
-def hunyuan_dense(config: Fields) -> dict[str, Any]:
-    """Return the base of the rotation, which is larger where the folder has ``alpha``."""
-    rope = _rope(config)
-    if rope.string("rope_type", "type", default="default") != "dynamic" or not rope.has("alpha"):
-        return rope_scaling(config, ("default",))
-    base = rope.number("rope_theta", default=config.number("rope_theta", default=10000.0))
-    dims = _head_width(config, least=3)
-    base *= rope.number("alpha") ** (dims / (dims - 2))
-    if base > MAX_FLOAT:
-        raise rope.error(
-            f"{rope.name('alpha')} is {rope.number('alpha')}, which makes the base of the rotation {base}"
-        )
-    return {"rope.freq_base": base}
-
-
 def gemma2(config: Fields) -> dict[str, Any]:
     """Return the rotation, the window and its layers, the soft limits, and the scale of q.k."""
     found = rope_scaling(config) | {
@@ -691,3 +405,11 @@ def gemma3(config: Fields) -> dict[str, Any]:
     if factor != 1:
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
     return found | _gemma_scale(config)
+
+
+def jina_v3(config: Fields) -> dict[str, Any]:
+    """Return the activation, and the base of the rotation."""
+    rope = config.object("rope_parameters")
+    rope.require("rope_type", ("default",), "default")
+    base = rope.number("rope_theta", default=config.number("rotary_emb_base", default=20000.0))
+    return {**activation(config), "rope.freq_base": base}
