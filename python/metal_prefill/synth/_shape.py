@@ -172,18 +172,21 @@ def check(shape: ModelShape) -> None:
 
     Other contradictions are found in the header of the file.
     """
+    parts = [part for part in (shape, shape.scan, shape.experts, shape.layered) if part is not None]
+    numbers = [(name, value) for part in parts for name, value in vars(part).items()]
+    for name, value in numbers:  # first, since what follows takes time for each layer
+        if type(value) is int and value > MAX_INT:
+            raise ValueError(f"{name} {value}: must be at most {MAX_INT}")
+        if type(value) is float and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} {value}: must be finite and above 0")
     traits, attends = shape.traits, any(has_attention(kind) for kind in shape.kinds)
     unused = {"heads", "kv_heads", "head_dim"} if not attends else set()
     unused |= _OPTIONAL | ({"ffn"} if traits.ffn == "absent" else set())
     if shape.layered is not None and shape.layered.shared:
         unused.remove("shared_ffn")
-    for part in (shape, shape.scan, shape.experts, shape.layered):
-        for name, value in vars(part).items() if part is not None else ():
-            least = 0 if name in unused else 1
-            if type(value) is int and not least <= value <= MAX_INT:
-                raise ValueError(f"{name} {value}: must be at least {least} and at most {MAX_INT}")
-            if type(value) is float and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} {value}: must be finite and above 0")
+    for name, value in numbers:
+        if type(value) is int and value < (least := 0 if name in unused else 1):
+            raise ValueError(f"{name} {value}: must be at least {least}")
     names = {"pooling": (None, *NUMBERED_POOLINGS), "rope_scaling": ROPE_SCALINGS, "tokenizer": VOCABULARIES}
     for name, known in names.items():
         if (stated := getattr(shape, name)) not in known:
@@ -191,12 +194,12 @@ def check(shape: ModelShape) -> None:
     if shape.conv_layers and traits.recurrent != "short_conv":
         raise ValueError(f"conv_layers {shape.conv_layers}: {shape.architecture} has no short convolutions")
     may_have = traits.experts == "optional" and shape.experts is not None
-    parts = {
+    has_parts = {
         "scan": any(has_matrix_state(kind) for kind in (traits.mixer, traits.recurrent)),
         "experts": traits.experts == "required" or may_have,
         "layered": traits.layers_differ,
     }
-    for name, has in parts.items():
+    for name, has in has_parts.items():
         if (getattr(shape, name) is not None) != has:
             raise ValueError(
                 f"{name}: architecture {shape.architecture} {'has' if has else 'has no'} such layers; choose "
