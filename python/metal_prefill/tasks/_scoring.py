@@ -29,84 +29,37 @@ OutputRows: TypeAlias = int | Literal["all"] | None
 _OUTPUTS: dict[str, BatchOutput] = {name: name for name in get_args(BatchOutput)}
 
 
-class BatchCall:
-    """Checked arguments of :meth:`metal_prefill.Model.forward_batch`, where they are documented."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        sessions: Sequence[_core.Session],
-        tokens: Sequence[TokenIds],
-        output: BatchOutput | Sequence[BatchOutput],
-        rows: OutputRows | Sequence[OutputRows],
-    ) -> None:
-        self._dim = config.dim
-        outputs = [output] * len(sessions) if isinstance(output, str) else list(output)
-        wanted = [rows] * len(sessions) if isinstance(rows, (str, int, np.integer, type(None))) else [*rows]
-        if not len(sessions) == len(tokens) == len(outputs):
-            raise ValueError(
-                f"a batch needs tokens and an output for each session; got {len(sessions)} sessions, "
-                f"{len(tokens)} lists of tokens and {len(outputs)} outputs"
-            )
-        if len(wanted) != len(sessions):
-            raise ValueError(f"rows must be one word, or {len(sessions)}; got {len(wanted)}")
-        self.tokens = []  # token ids of each session, int32 ``[n]``
-        for i, (session, ids) in enumerate(zip(sessions, tokens, strict=True)):
-            try:
-                self.tokens.append(
-                    token_array(
-                        ids,
-                        config.vocab_size,
-                        context=session.max_context,
-                        position=session.position,
-                        unread=int(outputs[i] == "log_probs"),
-                    )
+def _batch_requests(
+    config: ModelConfig,
+    sessions: Sequence[Session],
+    tokens: Sequence[TokenIds],
+    outputs: Sequence[BatchOutput],
+    wanted: Sequence[OutputRows],
+    reuse: bool,
+) -> list[_core.Request]:
+    """Check the arguments of `forward_batch`, and return a request for each session."""
+    arrays = []
+    for i, (session, ids) in enumerate(zip(sessions, tokens, strict=True)):
+        try:
+            arrays.append(
+                token_array(
+                    ids,
+                    config.vocab_size,
+                    context=session.native.max_context,
+                    position=session.native.position,
+                    unread=int(outputs[i] == "log_probs"),
                 )
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"session {i}: {error}") from None
-        self._outputs = [one_of("output", name, _OUTPUTS) for name in outputs]
-        self._rows = [
-            _row_count(i, *item)
-            for i, item in enumerate(zip(outputs, map(len, self.tokens), wanted, strict=True))
-        ]
-        self.sessions = list(sessions)  # the native sessions
-        self.count, self.rows = len(self.sessions), sum(map(len, self.tokens))
-        self._wanted = wanted
-
-    def requests(self, *, reuse: bool = False) -> list[_core.Request]:
-        """Return a request for each session; the native engine computes each request once."""
-        return [
-            _request(output, session, ids, rows, reuse)
-            for output, session, ids, rows in zip(
-                self._outputs, self.sessions, self.tokens, self._rows, strict=True
             )
-        ]
-
-    def take_requests(self, *, reuse: bool = False) -> list[_core.Request]:
-        """Return the requests and forget the sessions.
-
-        The traceback of an exception may hold this object, which must not keep the pages of the sessions.
-        """
-        requests, self.sessions = self.requests(reuse=reuse), []
-        return requests
-
-    def results(self, computed: list[Any], *, return_errors: bool) -> list[Any]:
-        """Return the results of the engine in the requested form."""
-        results = list(computed)
-        for i, result in enumerate(results):
-            if isinstance(result, list):
-                results[i] = result[-1] if self._wanted[i] is None else np.array(result, np.int32)
-            if (
-                isinstance(result, np.ndarray)
-                and self._outputs[i] in ("hidden", "residual")
-                and self._wanted[i]
-            ):
-                results[i] = result.reshape(-1, self._dim)
-        if not return_errors:
-            for i, result in enumerate(results):
-                if isinstance(result, Exception):
-                    raise type(result)(f"session {i}: {result}") from result
-        return results
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"session {i}: {error}") from None
+    kinds: list[BatchOutput] = [one_of("output", name, _OUTPUTS) for name in outputs]
+    counts = [
+        _row_count(i, *item) for i, item in enumerate(zip(kinds, map(len, arrays), wanted, strict=True))
+    ]
+    return [
+        _request(kind, session.native, ids, rows, reuse)
+        for kind, session, ids, rows in zip(kinds, sessions, arrays, counts, strict=True)
+    ]
 
 
 def _request(
@@ -318,6 +271,24 @@ def forward_batch(
         if not isinstance(session, Session):
             raise TypeError(f"sessions[{i}] must be a Session, got {type(session).__name__}")
     engine = model.engine
-    call = BatchCall(engine.config, [session.native for session in sessions], tokens, output, rows)
-    results = engine.core.forward_batch(call.take_requests(reuse=reuse), progress)
-    return call.results(results, return_errors=return_errors)
+    outputs = [output] * len(sessions) if isinstance(output, str) else list(output)
+    wanted = [rows] * len(sessions) if isinstance(rows, (str, int, np.integer, type(None))) else [*rows]
+    if not len(sessions) == len(tokens) == len(outputs):
+        raise ValueError(
+            f"a batch needs tokens and an output for each session; got {len(sessions)} sessions, "
+            f"{len(tokens)} lists of tokens and {len(outputs)} outputs"
+        )
+    if len(wanted) != len(sessions):
+        raise ValueError(f"rows must be one word, or {len(sessions)}; got {len(wanted)}")
+    # No variable holds the requests: the traceback of an exception must not keep the pages of the sessions.
+    results: list[Any] = engine.core.forward_batch(
+        _batch_requests(engine.config, sessions, tokens, outputs, wanted, reuse), progress
+    )
+    for i, result in enumerate(results):
+        if isinstance(result, list):
+            results[i] = result[-1] if wanted[i] is None else np.array(result, np.int32)
+        elif isinstance(result, np.ndarray) and outputs[i] in ("hidden", "residual") and wanted[i]:
+            results[i] = result.reshape(-1, engine.config.dim)
+        elif isinstance(result, Exception) and not return_errors:
+            raise type(result)(f"session {i}: {result}") from result
+    return results
