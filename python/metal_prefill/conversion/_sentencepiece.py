@@ -256,9 +256,7 @@ def tokenizer_of_spm(path: Path, settings: Fields) -> Fields:
     added = [{"id": i, "content": texts[i], "special": True} for i in special]
     if _MASK not in texts:
         added.append({"id": len(texts), "content": _MASK, "special": True})
-    first, last = ({"SpecialToken": {"id": text, "type_id": 0}} for text in named.values())
-    end = {"SpecialToken": {"id": named["sep"], "type_id": 1}}
-    one, two = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    frame = {name: [text, texts.index(text)] for name, text in named.items()}
     steps: list[dict[str, Any]] = [{"type": "Strip", "strip_left": True, "strip_right": True}]
     if settings.boolean("do_lower_case", default=False):
         steps.insert(0, {"type": "Lowercase"})
@@ -276,11 +274,7 @@ def tokenizer_of_spm(path: Path, settings: Fields) -> Fields:
             "normalizer": {"type": "Sequence", "normalizers": steps},
             "pre_tokenizer": {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always"},
             "added_tokens": added,
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "single": [first, one, last],
-                "pair": [first, one, last, two, end],
-            },
+            "post_processor": {"type": "BertProcessing", **frame},
         },
     )
 

@@ -94,9 +94,7 @@ def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:
     for text in special[:4]:
         if text not in vocabulary:
             raise GGUFError(shortened(f"{path}: lacks the token {text}"))
-    first, last = ({"SpecialToken": {"id": text, "type_id": 0}} for text in special[:2])
-    end = {"SpecialToken": {"id": special[1], "type_id": 1}}
-    sequences = [{"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB")]
+    frame = {name: [text, vocabulary[text]] for name, text in zip(names, special[:2], strict=False)}
     return Fields(
         path,
         {
@@ -123,11 +121,7 @@ def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:
                 ),
                 *_added_to_lines(path, settings, special),
             ],
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "single": [first, sequences[0], last],
-                "pair": [first, sequences[0], last, sequences[1], end],
-            },
+            "post_processor": {"type": "BertProcessing", **frame},
         },
     )
 
