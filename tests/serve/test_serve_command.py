@@ -85,7 +85,7 @@ def test_invalid_usage_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[
 def test_the_page_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     statuses = []
 
-    def run(server: Server, sockets: Any) -> None:
+    def run(server: Any, sockets: Any) -> None:
         with TestClient(server.config.app, "http://localhost") as client:
             statuses.append(client.get("/").status_code)
 

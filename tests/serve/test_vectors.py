@@ -139,7 +139,7 @@ def test_vectors_of_a_ranker_are_an_error_that_names_no_option(ranker: tuple[Run
 def test_jina_requests_are_supported(ranker: tuple[Running, Model]) -> None:
     server, model = ranker
     # As https://api.jina.ai/v1/rerank takes it: documents are texts or objects with one.
-    body = {
+    body: dict[str, Any] = {
         "model": "ranks",
         "query": QUERY,
         "documents": [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]],
