@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gguf_bytes import F64, scalar
-from support.llama_file import integer, model_file, number, string
+from support.gguf_bytes import F64, integer, number, scalar, string
+from support.llama_file import model_file
 from support.programs import finished
 from support.small_models import MODELS, with_tensor, write
 

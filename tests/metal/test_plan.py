@@ -238,9 +238,8 @@ def test_models_that_the_kernels_do_not_suit_are_refused(fields: dict[str, Any],
 
 def test_experts_before_a_norm_of_the_stream_take_eleven_dispatches(tmp_path: Path) -> None:
     for count in (8, 24):
-        folder = encoder_folders.nomic_moe(
-            tmp_path / str(count), 1, dim=32, heads=4, ffn=64, layers=4, experts=count, used=2
-        )
+        size = encoder_folders.Size(32, 4, 64, 4)
+        folder = encoder_folders.nomic_moe(tmp_path / str(count), 1, size, experts=count, used=2)
         shape = shape_in(convert(folder.write(), tmp_path / f"{count}.gguf"))
         for tokens in (1, 9, 300):
             per_layer = Counter(d.layer for d in plan(shape, tokens, output="hidden"))

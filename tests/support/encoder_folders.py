@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,15 @@ def rows_of(states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return rows
 
 
+class Size(NamedTuple):
+    """Dimensions of an encoder."""
+
+    dim: int
+    heads: int
+    ffn: int
+    layers: int
+
+
 def linear_of(names: dict[str, tuple[int, int]], *, bias: bool = True) -> Shapes:
     """Return the shapes of matrices, then of their biases."""
     shapes: Shapes = {f"{name}.weight": shape for name, shape in names.items()}
@@ -61,79 +70,57 @@ def _filled(folder: Folder, prefix: str, shapes: Shapes, seed: int) -> Folder:
     return folder
 
 
-def _bert(path: Path, name: str, dim: int, heads: int, ffn: int, layers: int, **config: Any) -> Folder:
+def _bert(path: Path, name: str, size: Size, **config: Any) -> Folder:
     folder = model_folders.bert(path, max_position_embeddings=CONTEXT)
-    folder.config |= {"architectures": [name], "hidden_size": dim, "num_hidden_layers": layers}
-    folder.config |= {"num_attention_heads": heads, "intermediate_size": ffn, **config}
+    folder.config |= {"architectures": [name], "hidden_size": size.dim, "num_hidden_layers": size.layers}
+    folder.config |= {"num_attention_heads": size.heads, "intermediate_size": size.ffn, **config}
     return folder
 
 
-def _bert_layer(at: str, dim: int, ffn: int, end: str = "") -> Shapes:
-    names = {f"{at}attention.self.{name}{end}": (dim, dim) for name in ("query", "key", "value")}
-    names |= {f"{at}attention.output.dense": (dim, dim), f"{at}intermediate.dense": (ffn, dim)}
-    shapes = linear_of({**names, f"{at}output.dense": (dim, ffn)})
-    return shapes | norm(f"{at}attention.output.LayerNorm", dim) | norm(f"{at}output.LayerNorm", dim)
+def _bert_layers(size: Size, end: str = "") -> Shapes:
+    dim, _, ffn, layers = size
+    shapes: Shapes = {}
+    for layer in range(layers):
+        at = f"encoder.layer.{layer}."
+        names = {f"{at}attention.self.{name}{end}": (dim, dim) for name in ("query", "key", "value")}
+        names |= {f"{at}attention.output.dense": (dim, dim), f"{at}intermediate.dense": (ffn, dim)}
+        shapes |= linear_of({**names, f"{at}output.dense": (dim, ffn)})
+        shapes |= norm(f"{at}attention.output.LayerNorm", dim) | norm(f"{at}output.LayerNorm", dim)
+    return shapes
 
 
-def albert(
-    path: Path,
-    seed: int,
-    dim: int,
-    heads: int,
-    ffn: int,
-    layers: int,
-    embedding: int,
-    act: str,
-    head: str = "",
-) -> Folder:
+def albert(path: Path, seed: int, size: Size, embedding: int, act: str, head: str = "") -> Folder:
     """Make a folder of ALBERT, all of whose layers share their weights."""
     config = {"model_type": "albert", "embedding_size": embedding, "hidden_act": act, "num_hidden_groups": 1}
-    folder = _bert(path, f"Albert{head or 'Model'}", dim, heads, ffn, layers, **config)
-    at = "encoder.albert_layer_groups.0.albert_layers.0."
+    folder = _bert(path, f"Albert{head or 'Model'}", size, **config)
+    dim, at = size.dim, "encoder.albert_layer_groups.0.albert_layers.0."
     square = {f"{at}attention.{name}": (dim, dim) for name in ("query", "key", "value", "dense")}
     shapes = _embeddings(folder.config["vocab_size"], embedding)
     shapes |= linear_of({"encoder.embedding_hidden_mapping_in": (dim, embedding), "pooler": (dim, dim)})
-    shapes |= linear_of({**square, f"{at}ffn": (ffn, dim), f"{at}ffn_output": (dim, ffn)})
+    shapes |= linear_of({**square, f"{at}ffn": (size.ffn, dim), f"{at}ffn_output": (dim, size.ffn)})
     shapes |= norm(f"{at}attention.LayerNorm", dim) | norm(f"{at}full_layer_layer_norm", dim)
     return _filled(folder, "albert." if head else "", shapes, seed)
 
 
-def electra(
-    path: Path,
-    seed: int,
-    dim: int,
-    heads: int,
-    ffn: int,
-    layers: int,
-    embedding: int,
-    head: str = "ForPreTraining",
-) -> Folder:
+def electra(path: Path, seed: int, size: Size, embedding: int, head: str = "ForPreTraining") -> Folder:
     """Make a folder of a small ELECTRA, whose embedding is narrower than its layers."""
-    config = {"model_type": "electra", "embedding_size": embedding}
-    folder = _bert(path, f"Electra{head}", dim, heads, ffn, layers, **config)
+    folder = _bert(path, f"Electra{head}", size, model_type="electra", embedding_size=embedding)
     shapes = _embeddings(folder.config["vocab_size"], embedding)
-    shapes |= linear_of({"embeddings_project": (dim, embedding)})
-    for layer in range(layers):
-        shapes |= _bert_layer(f"encoder.layer.{layer}.", dim, ffn)
+    shapes |= linear_of({"embeddings_project": (size.dim, embedding)}) | _bert_layers(size)
     return _filled(folder, "electra.", shapes, seed)
 
 
-def bert(path: Path, seed: int, dim: int, heads: int, ffn: int, layers: int) -> Folder:
+def bert(path: Path, seed: int, size: Size) -> Folder:
     """Make a folder of BERT with a long context."""
-    folder = _bert(path, "BertModel", dim, heads, ffn, layers, model_type="bert")
-    shapes = _embeddings(folder.config["vocab_size"], dim)
-    for layer in range(layers):
-        shapes |= _bert_layer(f"encoder.layer.{layer}.", dim, ffn)
+    folder = _bert(path, "BertModel", size, model_type="bert")
+    shapes = _embeddings(folder.config["vocab_size"], size.dim) | _bert_layers(size)
     return _filled(folder, "", shapes, seed)
 
 
 def deberta(
     path: Path,
     seed: int,
-    dim: int,
-    heads: int,
-    ffn: int,
-    layers: int,
+    size: Size,
     buckets: int = -1,
     furthest: int = -1,
     absolute: bool = False,
@@ -151,21 +138,20 @@ def deberta(
         "position_biased_input": absolute,
         "type_vocab_size": 2 if absolute else 0,
         "layer_norm_eps": 1e-7,
-        "pooler_hidden_size": dim,
+        "pooler_hidden_size": size.dim,
     }
-    folder = _bert(path, f"DebertaV2{head or 'Model'}", dim, heads, ffn, layers, **config)
+    folder = _bert(path, f"DebertaV2{head or 'Model'}", size, **config)
     types, positions = (2, CONTEXT) if absolute else (0, 0)
-    shapes = _embeddings(folder.config["vocab_size"], dim, types=types, positions=positions)
+    shapes = _embeddings(folder.config["vocab_size"], size.dim, types=types, positions=positions)
     span = buckets if buckets > 0 else furthest
-    shapes["encoder.rel_embeddings.weight"] = (2 * span, dim)
-    shapes |= {} if absolute else norm("encoder.LayerNorm", dim)
-    for layer in range(layers):
-        shapes |= _bert_layer(f"encoder.layer.{layer}.", dim, ffn, "_proj")
-    return _filled(folder, "deberta." if head else "", shapes, seed)
+    shapes["encoder.rel_embeddings.weight"] = (2 * span, size.dim)
+    shapes |= {} if absolute else norm("encoder.LayerNorm", size.dim)
+    return _filled(folder, "deberta." if head else "", shapes | _bert_layers(size, "_proj"), seed)
 
 
-def t5(path: Path, seed: int, dim: int, heads: int, width: int, ffn: int, layers: int, act: str) -> Folder:
+def t5(path: Path, seed: int, size: Size, width: int, act: str) -> Folder:
     """Make a folder of T5's encoder."""
+    dim, heads, ffn, layers = size
     folder = model_folders.bert(path, "XLMRobertaModel", "unigram")
     folder.config = {
         "architectures": ["T5EncoderModel"],
@@ -199,7 +185,7 @@ def t5(path: Path, seed: int, dim: int, heads: int, width: int, ffn: int, layers
     return folder
 
 
-def jina_v3(path: Path, seed: int, dim: int, heads: int, ffn: int, layers: int, base: float) -> Folder:
+def jina_v3(path: Path, seed: int, size: Size, base: float) -> Folder:
     """Make a folder of jina-embeddings-v3 as transformers has it, with the names of Jina's own class."""
     config = {
         "model_type": "jina_embeddings_v3",
@@ -208,7 +194,7 @@ def jina_v3(path: Path, seed: int, dim: int, heads: int, ffn: int, layers: int, 
         "layer_norm_eps": 1e-5,
         "pad_token_id": 1,
     }
-    folder = _bert(path, "JinaEmbeddingsV3Model", dim, heads, ffn, layers, **config)
+    folder, (dim, _, ffn, layers) = _bert(path, "JinaEmbeddingsV3Model", size, **config), size
     shapes = _rotated(folder.config["vocab_size"], dim)
     for layer in range(layers):
         at = f"encoder.layers.{layer}."
@@ -223,18 +209,9 @@ def _rotated(vocab: int, dim: int) -> Shapes:
     return {name.replace("embeddings.LayerNorm", "emb_ln"): shape for name, shape in shapes.items()}
 
 
-def nomic_moe(
-    path: Path,
-    seed: int,
-    dim: int,
-    heads: int,
-    ffn: int,
-    layers: int,
-    experts: int,
-    used: int,
-    every: int = 2,
-) -> Folder:
+def nomic_moe(path: Path, seed: int, size: Size, experts: int, used: int, every: int = 2) -> Folder:
     """Make a folder of nomic-embed-text-v2-moe, with experts in some layers."""
+    dim, heads, ffn, layers = size
     folder = model_folders.bert(path)
     folder.config = {
         "architectures": ["NomicBertModel"],
@@ -279,12 +256,9 @@ PRIVACY_TAGS = ("O", *(f"{tag}-{label}" for label in ("private_person", "secret"
 def privacy_filter(
     path: Path,
     seed: int,
-    dim: int,
-    heads: int,
+    size: Size,
     kv_heads: int,
     width: int,
-    ffn: int,
-    layers: int,
     experts: int,
     used: int,
     band: int = 128,
@@ -296,6 +270,7 @@ def privacy_filter(
 
     Sinks and the limits of experts have effects: sinks are as large as scores, and some gates exceed 7.
     """
+    dim, heads, ffn, layers = size
     path.mkdir(parents=True, exist_ok=True)
     model_folders.byte_level_tokenizer(path, pattern=GPT_4O_PATTERN)
     tokenizer = json.loads((path / "tokenizer.json").read_bytes())
@@ -341,17 +316,14 @@ def privacy_filter(
     # float64 with operands of products that are rounded to half precision has an NMSE of 1.5e-5.
     sizes |= {"embed_tokens.weight": 8.0, "k_proj.weight": 0.5, "o_proj.weight": 0.7, "down_proj": 0.2}
     for name, tensor in folder.tensors.items():
-        size = next((size for end, size in sizes.items() if name.endswith(end)), 1.0)
-        folder.tensors[name] = tensor * np.float32(size)
+        factor = next((factor for end, factor in sizes.items() if name.endswith(end)), 1.0)
+        folder.tensors[name] = tensor * np.float32(factor)
     return folder
-
-
-_SHAPE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "width": 16, "ffn": 32, "experts": 8, "used": 4}
 
 
 def private_parts(path: Path, seed: int = 1) -> Folder:
     """Make a folder of OpenAI Privacy Filter with its head."""
-    folder = privacy_filter(path, seed, dim=64, layers=2, **_SHAPE, head="ForTokenClassification")
+    folder = privacy_filter(path, seed, Size(64, 4, 32, 2), 2, 16, 8, 4, head="ForTokenClassification")
     return with_head(folder, linear_of({"score": (len(PRIVACY_TAGS), 64)}), PRIVACY_TAGS)
 
 
@@ -394,13 +366,17 @@ def masked(path: Path) -> Folder:
 
 
 PRIVACY_FILTERS: dict[str, Callable[..., Folder]] = {
-    "privacy filter": partial(privacy_filter, seed=1, dim=64, layers=3, **_SHAPE),
+    "privacy filter": partial(
+        privacy_filter, seed=1, size=Size(64, 4, 32, 3), kv_heads=2, width=16, experts=8, used=4
+    ),
     "privacy filter, odd": partial(
         privacy_filter,
         seed=2,
-        dim=72,
-        layers=2,
-        **{**_SHAPE, "heads": 6, "kv_heads": 3, "width": 20, "ffn": 40, "experts": 3, "used": 1},
+        size=Size(72, 6, 40, 2),
+        kv_heads=3,
+        width=20,
+        experts=3,
+        used=1,
         band=7,
         rope={"truncate": True, "attention_factor": 1.5},
         biases=False,
@@ -408,36 +384,36 @@ PRIVACY_FILTERS: dict[str, Callable[..., Folder]] = {
     "privacy filter, many experts": partial(
         privacy_filter,
         seed=3,
-        dim=32,
-        layers=2,
-        **{**_SHAPE, "heads": 7, "kv_heads": 1, "width": 32, "ffn": 24, "experts": 64, "used": 8},
+        size=Size(32, 7, 24, 2),
+        kv_heads=1,
+        width=32,
+        experts=64,
+        used=8,
         band=40,
         rope={"rope_type": "default"},
     ),
 }
 RECORDED: dict[str, Callable[..., Folder]] = {
-    "albert": partial(albert, seed=1, dim=32, heads=4, ffn=64, layers=3, embedding=16, act="gelu_new"),
-    "albert, odd": partial(albert, seed=2, dim=72, heads=3, ffn=88, layers=5, embedding=40, act="gelu"),
-    "albert, wide": partial(albert, seed=3, dim=32, heads=2, ffn=56, layers=2, embedding=48, act="relu"),
-    "electra": partial(electra, seed=1, dim=64, heads=4, ffn=96, layers=2, embedding=16),
-    "electra, odd": partial(electra, seed=2, dim=72, heads=3, ffn=40, layers=3, embedding=24),
-    "t5": partial(t5, seed=1, dim=32, heads=3, width=16, ffn=64, layers=2, act="relu"),
-    "t5, gated": partial(t5, seed=2, dim=40, heads=5, width=8, ffn=72, layers=3, act="gated-gelu"),
-    "t5, odd": partial(t5, seed=3, dim=36, heads=2, width=20, ffn=50, layers=2, act="gated-silu"),
-    "deberta": partial(deberta, seed=1, dim=32, heads=4, ffn=64, layers=2, buckets=16),
-    "deberta, absolute": partial(
-        deberta, seed=2, dim=72, heads=3, ffn=88, layers=3, furthest=20, absolute=True
-    ),
-    "deberta, far": partial(deberta, seed=3, dim=64, heads=1, ffn=40, layers=2, buckets=64),
-    "jina v3": partial(jina_v3, seed=1, dim=32, heads=4, ffn=64, layers=2, base=20000.0),
-    "jina v3, odd": partial(jina_v3, seed=2, dim=72, heads=3, ffn=88, layers=3, base=500.0),
-    "jina v3, one head": partial(jina_v3, seed=3, dim=64, heads=1, ffn=56, layers=2, base=20000.0),
+    "albert": partial(albert, seed=1, size=Size(32, 4, 64, 3), embedding=16, act="gelu_new"),
+    "albert, odd": partial(albert, seed=2, size=Size(72, 3, 88, 5), embedding=40, act="gelu"),
+    "albert, wide": partial(albert, seed=3, size=Size(32, 2, 56, 2), embedding=48, act="relu"),
+    "electra": partial(electra, seed=1, size=Size(64, 4, 96, 2), embedding=16),
+    "electra, odd": partial(electra, seed=2, size=Size(72, 3, 40, 3), embedding=24),
+    "t5": partial(t5, seed=1, size=Size(32, 3, 64, 2), width=16, act="relu"),
+    "t5, gated": partial(t5, seed=2, size=Size(40, 5, 72, 3), width=8, act="gated-gelu"),
+    "t5, odd": partial(t5, seed=3, size=Size(36, 2, 50, 2), width=20, act="gated-silu"),
+    "deberta": partial(deberta, seed=1, size=Size(32, 4, 64, 2), buckets=16),
+    "deberta, absolute": partial(deberta, seed=2, size=Size(72, 3, 88, 3), furthest=20, absolute=True),
+    "deberta, far": partial(deberta, seed=3, size=Size(64, 1, 40, 2), buckets=64),
+    "jina v3": partial(jina_v3, seed=1, size=Size(32, 4, 64, 2), base=20000.0),
+    "jina v3, odd": partial(jina_v3, seed=2, size=Size(72, 3, 88, 3), base=500.0),
+    "jina v3, one head": partial(jina_v3, seed=3, size=Size(64, 1, 56, 2), base=20000.0),
     **PRIVACY_FILTERS,
 }
 NOMIC_MOE: dict[str, Callable[[Path], Folder]] = {
-    "nomic moe": partial(nomic_moe, seed=1, dim=32, heads=4, ffn=64, layers=4, experts=8, used=2),
-    "nomic moe, odd": partial(nomic_moe, seed=2, dim=72, heads=3, ffn=88, layers=3, experts=5, used=3),
+    "nomic moe": partial(nomic_moe, seed=1, size=Size(32, 4, 64, 4), experts=8, used=2),
+    "nomic moe, odd": partial(nomic_moe, seed=2, size=Size(72, 3, 88, 3), experts=5, used=3),
     "nomic moe, one of three": partial(
-        nomic_moe, seed=3, dim=48, heads=2, ffn=40, layers=5, experts=3, used=1, every=3
+        nomic_moe, seed=3, size=Size(48, 2, 40, 5), experts=3, used=1, every=3
     ),
 }

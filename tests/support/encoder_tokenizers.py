@@ -6,7 +6,7 @@ The tool that records the ids of transformers, and the tests that compare with t
 import io
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from metal_prefill.conversion._writing import add_vocabulary
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._gguf_writer import GGUFWriter
 from metal_prefill.text import Tokenizer
+from support.gguf_bytes import Value, entry, gguf
 from support.places import DATA
 
 RECORD = DATA / "transformers_tokenizers.npz"
@@ -59,6 +60,17 @@ def open_folder(folder: Path) -> Tokenizer:
     writer.write_ti_data_to_file()
     writer.close()
     return Tokenizer.from_gguf(GGUFFile(path))
+
+
+VOCABULARY_KEYS = "tokenizer.ggml."
+
+
+def open_vocabulary(folder: Path, base: Mapping[str, Value], **changes: Value | None) -> Tokenizer:
+    """Open a vocabulary of these entries, of which some are others or left out."""
+    entries = {**base, **changes}
+    content = [entry(VOCABULARY_KEYS + key, *value) for key, value in entries.items() if value is not None]
+    (folder / "v.gguf").write_bytes(gguf(content))
+    return Tokenizer.from_gguf(GGUFFile(folder / "v.gguf"))
 
 
 def checksums(ids: Iterable[Sequence[int]]) -> npt.NDArray[np.uint32]:

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from support import encoder_folders, encoder_tokenizers, task_folders
-from support.encoder_folders import linear_of
+from support.encoder_folders import Size, linear_of
 from support.model_folders import Folder, Shapes, Values
 from support.places import DATA
 from support.torch_files import write_torch_file
@@ -168,12 +168,10 @@ def _modern(path: Path) -> Folder:
     return folder
 
 
-_BERT = partial(encoder_folders.bert, seed=1, dim=32, heads=4, ffn=64, layers=2)
-_SMALL_BERT = partial(encoder_folders.bert, seed=4, dim=64, heads=2, ffn=64, layers=1)
-_DEBERTA = partial(
-    encoder_folders.deberta, seed=2, dim=48, heads=4, ffn=64, layers=2, buckets=16, furthest=64
-)
-_T5 = partial(encoder_folders.t5, seed=3, dim=32, heads=2, width=16, ffn=64, layers=2, act="gated-gelu")
+_BERT = partial(encoder_folders.bert, seed=1, size=Size(32, 4, 64, 2))
+_SMALL_BERT = partial(encoder_folders.bert, seed=4, size=Size(64, 2, 64, 1))
+_DEBERTA = partial(encoder_folders.deberta, seed=2, size=Size(48, 4, 64, 2), buckets=16, furthest=64)
+_T5 = partial(encoder_folders.t5, seed=3, size=Size(32, 2, 64, 2), width=16, act="gated-gelu")
 
 RECORDED: dict[str, Callable[[Path], EntityFolder]] = {
     "deberta": partial(entities, body=_DEBERTA, seed=11, tokenizer="unigram"),

@@ -33,6 +33,30 @@ def array(kind: int, items: Sequence[bytes], *, count: int | None = None) -> byt
     return u32(kind) + u64(len(items) if count is None else count) + b"".join(items)
 
 
+Value = tuple[int, bytes]  # of metadata: its type and its bytes
+TRUE, FALSE = (BOOL, b"\1"), (BOOL, b"\0")
+
+
+def integer(value: int) -> Value:
+    return U32, u32(value)
+
+
+def number(value: float) -> Value:
+    return F32, scalar(F32, value)
+
+
+def string(value: str) -> Value:
+    return STRING, text(value)
+
+
+def strings(*values: str) -> Value:
+    return ARRAY, array(STRING, list(map(text, values)))
+
+
+def numbers(kind: int, *values: float) -> Value:
+    return ARRAY, array(kind, [scalar(kind, value) for value in values])
+
+
 def entry(key: str | bytes, kind: int, value: bytes) -> bytes:
     """Encode a metadata entry."""
     return text(key) + u32(kind) + value

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from metal_prefill.files import GGUFFile, ModelConfig
-from support.gguf_bytes import ARRAY, F32, STRING, U32, array, entry, gguf, scalar, tensor, text
+from support.gguf_bytes import entry, gguf, integer, number, string, strings, tensor
 
 LAYERS, DIM, HEADS, KV_HEADS, FFN, VOCAB, CONTEXT = 2, 16, 4, 2, 24, 10, 64
 HEAD = DIM // HEADS
@@ -35,18 +35,6 @@ Metadata = Mapping[str, tuple[int, bytes] | None]
 Tensors = Mapping[str, tuple[Sequence[int], int] | None]
 
 
-def integer(value: int) -> tuple[int, bytes]:
-    return U32, scalar(U32, value)
-
-
-def number(value: float) -> tuple[int, bytes]:
-    return F32, scalar(F32, value)
-
-
-def string(value: str) -> tuple[int, bytes]:
-    return STRING, text(value)
-
-
 def base_metadata(architecture: str) -> dict[str, tuple[int, bytes] | None]:
     return {
         "general.architecture": string(architecture),
@@ -57,7 +45,7 @@ def base_metadata(architecture: str) -> dict[str, tuple[int, bytes] | None]:
         f"{architecture}.attention.head_count": integer(HEADS),
         f"{architecture}.attention.head_count_kv": integer(KV_HEADS),
         f"{architecture}.attention.layer_norm_rms_epsilon": number(1e-5),
-        "tokenizer.ggml.tokens": (ARRAY, array(STRING, [text(f"t{i}") for i in range(VOCAB)])),
+        "tokenizer.ggml.tokens": strings(*(f"t{i}" for i in range(VOCAB))),
     }
 
 

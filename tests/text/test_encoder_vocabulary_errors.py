@@ -6,40 +6,34 @@ from typing import Any
 import numpy as np
 import pytest
 from support import encoder_tokenizers as recorded
-from support.gguf_bytes import ARRAY, BOOL, F32, I32, STRING, U8, U32, array, entry, gguf, scalar, text, u32
+from support.encoder_tokenizers import VOCABULARY_KEYS as KEY
+from support.encoder_tokenizers import open_vocabulary
+from support.gguf_bytes import (
+    ARRAY,
+    F32,
+    FALSE,
+    I32,
+    TRUE,
+    U8,
+    integer,
+    numbers,
+    scalar,
+    string,
+    strings,
+    u32,
+)
 
 from metal_prefill import GGUFError
 from metal_prefill.files import GGUFFile
 from metal_prefill.text import Tokenizer
 from metal_prefill.text._special_tokens import TokenFrame
 
-KEY = "tokenizer.ggml."
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "\u2581hello", "\u2581wor", "ld", "\u2581,", "\u2581")
 PIECES = ("<s>", "<pad>", "</s>", "<unk>", "\u2581hello", "\u2581", "w", "or", "ld", "<mask>")
 
 
-def strings(*values: str) -> tuple[int, bytes]:
-    return ARRAY, array(STRING, [text(value) for value in values])
-
-
-def numbers(kind: int, *values: float) -> tuple[int, bytes]:
-    return ARRAY, array(kind, [scalar(kind, value) for value in values])
-
-
-def integer(value: int) -> tuple[int, bytes]:
-    return U32, u32(value)
-
-
-def true() -> tuple[int, bytes]:
-    return BOOL, b"\1"
-
-
-def false() -> tuple[int, bytes]:
-    return BOOL, b"\0"
-
-
 BERT = {
-    "model": (STRING, text("bert")),
+    "model": string("bert"),
     "tokens": strings(*WORDS),
     "token_type": numbers(I32, *(3 if word.startswith("[") else 1 for word in WORDS)),
     "unknown_token_id": integer(1),
@@ -47,7 +41,7 @@ BERT = {
     "seperator_token_id": integer(3),
 }
 XLM_R = {
-    "model": (STRING, text("t5")),
+    "model": string("t5"),
     "tokens": strings(*PIECES),
     "token_type": numbers(I32, 3, 3, 3, 2, 1, 1, 1, 1, 1, 3),
     "scores": numbers(F32, 0, 0, 0, 0, -1, -2, -3, -3, -3, 0),
@@ -55,22 +49,12 @@ XLM_R = {
     "eos_token_id": integer(2),
     "seperator_token_id": integer(2),
     "unknown_token_id": integer(3),
-    "add_bos_token": true(),
+    "add_bos_token": TRUE,
 }
 
 
-def open_with(
-    folder: Path, base: dict[str, tuple[int, bytes]], **changes: tuple[int, bytes] | None
-) -> Tokenizer:
-    """Open a vocabulary with other entries, or without some."""
-    entries = {**base, **changes}
-    content = gguf([entry(KEY + key, *value) for key, value in entries.items() if value is not None])
-    (folder / "v.gguf").write_bytes(content)
-    return Tokenizer.from_gguf(GGUFFile(folder / "v.gguf"))
-
-
 def test_the_mark_distinguishes_words_from_continuations(tmp_path: Path) -> None:
-    tokenizer = open_with(tmp_path, BERT)
+    tokenizer = open_vocabulary(tmp_path, BERT)
     assert tokenizer.encode("Hello, WORLD") == [2, 5, 8, 6, 7]
     assert tokenizer.encode("ld") == [2, 1]  # a continuation does not begin a word
     assert tokenizer.encode("wor\u2581", add_bos=False) == [6, 9]
@@ -83,45 +67,45 @@ def test_flags_of_the_file_select_case_and_accents(tmp_path: Path) -> None:
     tokens = strings(*WORDS, "\u2581caf\u00e9", "\u2581cafe", "\u2581CAFE")
     base = {key: value for key, value in BERT.items() if key != "token_type"} | {"tokens": tokens}
     lower, accents = "normalizer.lowercase", "normalizer.strip_accents"
-    assert open_with(tmp_path, base).encode("CAF\u00c9") == [2, 11]
-    assert open_with(tmp_path, base, **{accents: false()}).encode("CAF\u00c9") == [2, 10]
-    assert open_with(tmp_path, base, **{lower: false()}).encode("CAF\u00c9 caf\u00e9") == [2, 1, 10]
-    assert open_with(tmp_path, base, **{lower: false(), accents: true()}).encode("CAF\u00c9") == [2, 12]
+    assert open_vocabulary(tmp_path, base).encode("CAF\u00c9") == [2, 11]
+    assert open_vocabulary(tmp_path, base, **{accents: FALSE}).encode("CAF\u00c9") == [2, 10]
+    assert open_vocabulary(tmp_path, base, **{lower: FALSE}).encode("CAF\u00c9 caf\u00e9") == [2, 1, 10]
+    assert open_vocabulary(tmp_path, base, **{lower: FALSE, accents: TRUE}).encode("CAF\u00c9") == [2, 12]
 
 
 @pytest.mark.parametrize(
     ("changes", "frame"),
     [
         ({}, TokenFrame((2,), (3,), (3,), 1)),
-        ({"add_eos_token": true(), "add_sep_token": false()}, TokenFrame((2,), (3,), (3,), 1)),
+        ({"add_eos_token": TRUE, "add_sep_token": FALSE}, TokenFrame((2,), (3,), (3,), 1)),
         ({"cls_token_id": None, "seperator_token_id": None}, TokenFrame((2,), (3,), (3,), 0)),
-        ({"add_bos_token": false(), "add_sep_token": false()}, TokenFrame((), (), (), 1)),
+        ({"add_bos_token": FALSE, "add_sep_token": FALSE}, TokenFrame((), (), (), 1)),
         ({"token_type_count": integer(1)}, TokenFrame((2,), (3,), (3,), 0)),
     ],
 )
 def test_word_piece_texts_have_the_tokens_of_the_file(
     tmp_path: Path, changes: dict[str, Any], frame: TokenFrame
 ) -> None:
-    assert open_with(tmp_path, BERT, **changes).frame == frame
+    assert open_vocabulary(tmp_path, BERT, **changes).frame == frame
 
 
 @pytest.mark.parametrize(
     ("changes", "frame"),
     [
         ({}, TokenFrame((0,), (2, 2), (2,), 0)),
-        ({"add_sep_token": false()}, TokenFrame((0,), (2,), (2,), 0)),
-        ({"add_bos_token": None, "add_eos_token": false()}, TokenFrame((), (2,), (), 0)),
+        ({"add_sep_token": FALSE}, TokenFrame((0,), (2,), (2,), 0)),
+        ({"add_bos_token": None, "add_eos_token": FALSE}, TokenFrame((), (2,), (), 0)),
         ({"token_type_count": integer(2)}, TokenFrame((0,), (2, 2), (2,), 0)),
     ],
 )
 def test_unigram_texts_have_the_tokens_of_the_file(
     tmp_path: Path, changes: dict[str, Any], frame: TokenFrame
 ) -> None:
-    assert open_with(tmp_path, XLM_R, **changes).frame == frame
+    assert open_vocabulary(tmp_path, XLM_R, **changes).frame == frame
 
 
 def test_control_tokens_are_not_pieces_of_text(tmp_path: Path) -> None:
-    tokenizer = open_with(tmp_path, XLM_R)
+    tokenizer = open_vocabulary(tmp_path, XLM_R)
     assert tokenizer.encode("hello world") == [0, 4, 5, 6, 7, 8]
     assert not {0, 2, 9} & set(tokenizer.encode("<s> <mask></s>", add_bos=False))
     assert tokenizer.encode("<s>hello</s>", add_bos=False, parse_special=True) == [0, 4, 2]
@@ -130,7 +114,7 @@ def test_control_tokens_are_not_pieces_of_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("base", [BERT, XLM_R])
 def test_text_without_a_token_is_the_unknown_token(tmp_path: Path, base: dict[str, Any]) -> None:
-    tokenizer = open_with(tmp_path, base)
+    tokenizer = open_vocabulary(tmp_path, base)
     assert tokenizer.unk_id in tokenizer.encode("hello \u6f22")
     assert tokenizer.missing_bytes == b""
     with pytest.raises(ValueError, match="the vocabulary has no tokens for '\u6f22'"):
@@ -142,7 +126,7 @@ def test_text_without_a_token_is_the_unknown_token(tmp_path: Path, base: dict[st
     [
         (BERT, {"tokens": strings(), "token_type": None}, f"{KEY}tokens is empty"),
         (BERT, {"cls_token_id": integer(10)}, f"{KEY}cls_token_id is 10, must be between 0 and 9"),
-        (BERT, {"mask_token_id": (STRING, text("x"))}, f"{KEY}mask_token_id has type string"),
+        (BERT, {"mask_token_id": string("x")}, f"{KEY}mask_token_id has type string"),
         (BERT, {"normalizer.lowercase": integer(1)}, "normalizer.lowercase has type uint32, expected bool"),
         (BERT, {"token_type_count": (I32, scalar(I32, -1))}, "token_type_count is -1, must be between 0"),
         (
@@ -166,7 +150,7 @@ def test_problems_are_named(
     tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(GGUFError, match=message):
-        open_with(tmp_path, base, **changes).encode("hello")
+        open_vocabulary(tmp_path, base, **changes).encode("hello")
 
 
 class Charsmap:
@@ -184,7 +168,7 @@ class Charsmap:
         size = 4 * len(self.units) if size is None else size
         content = size.to_bytes(4, "little") + self.units.tobytes() + self.texts
         value = ARRAY, u32(U8) + len(content).to_bytes(8, "little") + content
-        return open_with(folder, XLM_R, precompiled_charsmap=value)
+        return open_vocabulary(folder, XLM_R, precompiled_charsmap=value)
 
     def a_node(self, *, with_value: bool) -> int:
         nodes = (self.units < 2**31) & ((self.units & 0x100 != 0) == with_value)

@@ -1,6 +1,7 @@
 """Tokenizers: the same ids as llama.cpp, the same text back, and no special token out of plain text."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 from support import comparison
 from support.comparison import TokenizerVariant
-from support.gguf_bytes import ARRAY, BOOL, F32, I32, STRING, U32, array, entry, gguf, scalar, text, u32
+from support.encoder_tokenizers import VOCABULARY_KEYS as KEY
+from support.encoder_tokenizers import open_vocabulary
+from support.gguf_bytes import F32, I32, TRUE, U32, integer, numbers, scalar, string, strings
 from support.gguf_reader import GGUFReader
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models, pre_tokenizers
@@ -52,16 +55,16 @@ def test_a_lower_bound_of_the_number_of_tokens(open_variant: Open, name: str) ->
     longest = max((tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)), key=len).decode(
         "utf-8", "ignore"
     )
-    for string in (longest, "a", " ", "\u00e9", "\U000e0001", "\1", "\u2581", *RECORD["texts"][:4]):
-        copies = string * (20_000 // max(len(string), 1))
+    for text in (longest, "a", " ", "\u00e9", "\U000e0001", "\1", "\u2581", *RECORD["texts"][:4]):
+        copies = text * (20_000 // max(len(text), 1))
         assert tokenizer.least_tokens(copies) <= len(tokenizer.encode(copies, add_bos=False))
     assert tokenizer.least_tokens("a" * 2_000_000) > 2000
 
 
 def test_a_lower_bound_without_omitted_text(open_variant: Open) -> None:
     tokenizer = open_variant(comparison.TOKENIZERS["smollm"], **without("gpt2", "\u0101", "\u00f1"))
-    for string in ("\1", "\U00040000"):
-        assert tokenizer.least_tokens(string * 100_000) <= len(tokenizer.encode(string * 100_000))
+    for text in ("\1", "\U00040000"):
+        assert tokenizer.least_tokens(text * 100_000) <= len(tokenizer.encode(text * 100_000))
     assert tokenizer.least_tokens("a" * 2_000_000) > 2000
 
 
@@ -74,9 +77,9 @@ def test_recorded_texts_are_current() -> None:
 def test_ids_match_llama_cpp(open_variant: Open, name: str) -> None:
     variant = comparison.TOKENIZERS[name]
     tokenizer = open_variant(variant)
-    for string, expected in zip(RECORD["texts"], RECORD["expected"][name], strict=True):
-        ids = tokenizer.encode(string, add_bos=False, parse_special=variant.parse_special)
-        assert ids == expected, string
+    for text, expected in zip(RECORD["texts"], RECORD["expected"][name], strict=True):
+        ids = tokenizer.encode(text, add_bos=False, parse_special=variant.parse_special)
+        assert ids == expected, text
 
 
 def test_pre_tokenizers_differ_in_the_record() -> None:
@@ -105,19 +108,19 @@ def test_text_of_the_bundled_model_is_tokenized_as_in_training(demo_path: Path) 
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer = Tokenizer.from_gguf(GGUFFile(demo_path))
-    for string in comparison.texts():
-        assert tokenizer.encode(string, add_bos=False) == trained.encode(string).ids, string
+    for text in comparison.texts():
+        assert tokenizer.encode(text, add_bos=False) == trained.encode(text).ids, text
 
 
 @pytest.mark.parametrize("name", comparison.TOKENIZERS)
 def test_text_round_trips(open_variant: Open, name: str) -> None:
     variant = comparison.TOKENIZERS[name]
     tokenizer = open_variant(variant)
-    for string in comparison.texts():
-        if variant.kind == "llama" and "\u2581" in string:  # a space there
+    for text in comparison.texts():
+        if variant.kind == "llama" and "\u2581" in text:  # a space there
             continue
-        ids = tokenizer.encode(string, parse_special=variant.parse_special)
-        expected = comparison.decoded(tokenizer, string, parse_special=variant.parse_special)
+        ids = tokenizer.encode(text, parse_special=variant.parse_special)
+        expected = comparison.decoded(tokenizer, text, parse_special=variant.parse_special)
         assert tokenizer.decode(ids[tokenizer.add_bos :], skip_special=False) == expected
 
 
@@ -143,10 +146,10 @@ def test_every_token_has_its_bytes(smollm: Tokenizer, sentencepiece: Tokenizer) 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_stream_contains_only_whole_characters(open_variant: Open, kind: str) -> None:
     tokenizer = open_variant(TokenizerVariant(kind, "smollm"))
-    string = "né 🎭 漢字 👩‍👧"
+    text = "né 🎭 漢字 👩‍👧"
     decoder = tokenizer.decoder()
-    pieces = [decoder.step(i) for i in tokenizer.encode(string, add_bos=False)]
-    assert "".join(pieces).lstrip(" ") == string
+    pieces = [decoder.step(i) for i in tokenizer.encode(text, add_bos=False)]
+    assert "".join(pieces).lstrip(" ") == text
     assert "" in pieces
     assert not any("\ufffd" in piece for piece in pieces)
     assert decoder.flush() == ""
@@ -168,10 +171,10 @@ def test_continuation_keeps_its_leading_space(sentencepiece: Tokenizer) -> None:
 
 
 def test_special_tokens_are_recognized_only_on_demand(smollm: Tokenizer) -> None:
-    string = "<|im_start|>user"
+    text = "<|im_start|>user"
     start = GPT2["tokens"].index("<|im_start|>")
-    assert start not in smollm.encode(string)
-    assert smollm.encode(string, parse_special=True)[0] == start
+    assert start not in smollm.encode(text)
+    assert smollm.encode(text, parse_special=True)[0] == start
 
 
 def test_user_defined_tokens_are_always_recognized(smollm: Tokenizer) -> None:
@@ -226,9 +229,7 @@ def test_stop_ids_are_those_named_or_known_by_spelling(smollm: Tokenizer) -> Non
 
 @pytest.mark.parametrize("name", ["eos", "eot", "eom"])
 def test_each_end_token_of_the_file_stops_regardless_of_spelling(tmp_path: Path, name: str) -> None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    (tmp_path / "model.gguf").write_bytes(file_of(**{key: entry(key, U32, u32(1))}))
-    assert Tokenizer.from_gguf(GGUFFile(tmp_path / "model.gguf")).stop_ids == {1}
+    assert open_vocabulary(tmp_path, BPE, **{f"{name}_token_id": integer(1)}).stop_ids == {1}
 
 
 def test_an_ordinary_token_spelled_like_an_end_does_not_stop(open_variant: Open) -> None:
@@ -269,11 +270,6 @@ def test_duplicate_spellings_keep_their_own_text(open_variant: Open) -> None:
     assert tokenizer.decode([10]) == tokenizer.decode([len(tokens) - 1])
 
 
-MODEL, PRE, TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens"
-MERGES, SCORES, TYPES = "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type"
-BOS = "tokenizer.ggml.bos_token_id"
-
-
 def without(kind: str, *lost: str) -> dict[str, Any]:
     """Return a recorded vocabulary without some tokens and their merges."""
     vocabulary = RECORD["vocabularies"][kind]
@@ -292,8 +288,8 @@ def without(kind: str, *lost: str) -> dict[str, Any]:
 def test_a_complete_vocabulary_covers_all_bytes(open_variant: Open, name: str) -> None:
     tokenizer = open_variant(comparison.TOKENIZERS[name])
     assert tokenizer.missing_bytes == b""
-    for string in RECORD["texts"]:
-        assert tokenizer.encode(string, strict=True) == tokenizer.encode(string)
+    for text in RECORD["texts"]:
+        assert tokenizer.encode(text, strict=True) == tokenizer.encode(text)
 
 
 def test_bytes_without_a_token_are_omitted_and_named(open_variant: Open) -> None:
@@ -316,10 +312,10 @@ def test_sentencepiece_bytes_without_a_token_are_named(open_variant: Open) -> No
 
 
 def test_strict_keeps_control_tokens_whole(smollm: Tokenizer) -> None:
-    string = "<|im_start|>user\nHi<|im_end|>"
+    text = "<|im_start|>user\nHi<|im_end|>"
     for parse in (True, False):
-        assert smollm.encode(string, parse_special=parse, strict=True) == smollm.encode(
-            string, parse_special=parse
+        assert smollm.encode(text, parse_special=parse, strict=True) == smollm.encode(
+            text, parse_special=parse
         )
 
 
@@ -337,102 +333,67 @@ def test_excessively_long_tokens_are_rejected(open_variant: Open, kind: str) -> 
         open_variant(variant, tokens=tokens)
 
 
-def strings(*values: str) -> bytes:
-    return array(STRING, [text(value) for value in values])
-
-
-def file_of(**changes: bytes | None) -> bytes:
-    """Make a file of three tokens and one merge; `changes` replaces or omits entries."""
-    entries: dict[str, bytes | None] = {
-        MODEL: entry(MODEL, STRING, text("gpt2")),
-        PRE: entry(PRE, STRING, text("gpt-2")),
-        TOKENS: entry(TOKENS, ARRAY, strings("a", "b", "ab")),
-        MERGES: entry(MERGES, ARRAY, strings("a b")),
-        **changes,
-    }
-    return gguf([content for content in entries.values() if content is not None])
-
-
-SPM = {MODEL: entry(MODEL, STRING, text("llama")), MERGES: None}
+BPE = {
+    "model": string("gpt2"),
+    "pre": string("gpt-2"),
+    "tokens": strings("a", "b", "ab"),
+    "merges": strings("a b"),
+}
+SPM = {**BPE, "model": string("llama"), "merges": None}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({MODEL: None}, f"metadata {MODEL} is missing"),
-        ({MODEL: entry(MODEL, U32, u32(1))}, f"{MODEL} has type uint32, expected string"),
-        ({PRE: entry(PRE, U32, u32(1))}, f"{PRE} has type uint32"),
-        ({TOKENS: None}, f"metadata {TOKENS} is missing"),
-        ({TOKENS: entry(TOKENS, STRING, text("a"))}, rf"{TOKENS} has type string, expected array\[string\]"),
-        ({TOKENS: entry(TOKENS, ARRAY, array(U32, [u32(1)]))}, rf"{TOKENS} has type array\[uint32\]"),
-        ({TYPES: entry(TYPES, ARRAY, array(I32, [u32(1)]))}, f"{TYPES} has 1 entries for 3 tokens"),
-        ({TYPES: entry(TYPES, ARRAY, strings("x"))}, rf"{TYPES} has type array\[string\], expected an array"),
-        (
-            {TYPES: entry(TYPES, ARRAY, array(I32, [scalar(I32, n) for n in (1, 7, -1)]))},
-            f"token 1 has type 7 in {TYPES}, must be 0 to 6",
-        ),
-        ({MERGES: None}, f"metadata {MERGES} is missing"),
-        ({MERGES: entry(MERGES, ARRAY, strings("a b", "a c"))}, f"merge 1 of {MERGES}, 'a c', does not join"),
-        ({MERGES: entry(MERGES, ARRAY, strings("b a"))}, "merge 0 .*'b a'"),
-        ({MERGES: entry(MERGES, ARRAY, strings("ab"))}, "merge 0 .*'ab'"),
-        ({MERGES: entry(MERGES, ARRAY, strings(""))}, "merge 0"),
-        ({BOS: entry(BOS, U32, u32(3))}, f"{BOS} is 3, must be between 0 and 2"),
-        ({BOS: entry(BOS, I32, scalar(I32, -1))}, f"{BOS} is -1, must be"),
-        ({BOS: entry(BOS, STRING, text("a"))}, f"{BOS} has type string, expected an integer"),
-        ({BOS: entry(BOS, BOOL, b"\1")}, f"{BOS} has type bool, expected an integer"),
-        (
-            {"add": entry("tokenizer.ggml.add_bos_token", BOOL, b"\1")},
-            f"tokenizer.ggml.add_bos_token is set, but {BOS} is missing",
-        ),
-        ({"add": entry("tokenizer.ggml.add_bos_token", U32, u32(1))}, "add_bos_token has type uint32"),
-        (SPM, f"metadata {SCORES} is missing"),
-        (
-            {**SPM, SCORES: entry(SCORES, ARRAY, array(F32, [scalar(F32, 0)] * 2))},
-            f"{SCORES} has 2 entries for 3 tokens",
-        ),
-        (
-            {**SPM, SCORES: entry(SCORES, ARRAY, array(F32, [scalar(F32, float("nan"))] * 3))},
-            f"{SCORES} contains a value that is not finite",
-        ),
+        ({"model": None}, f"metadata {KEY}model is missing"),
+        ({"model": integer(1)}, f"{KEY}model has type uint32, expected string"),
+        ({"pre": integer(1)}, f"{KEY}pre has type uint32"),
+        ({"tokens": None}, f"metadata {KEY}tokens is missing"),
+        ({"tokens": string("a")}, rf"{KEY}tokens has type string, expected array\[string\]"),
+        ({"tokens": numbers(U32, 1)}, rf"{KEY}tokens has type array\[uint32\]"),
+        ({"token_type": numbers(I32, 1)}, f"{KEY}token_type has 1 entries for 3 tokens"),
+        ({"token_type": strings("x")}, rf"{KEY}token_type has type array\[string\], expected an array"),
+        ({"token_type": numbers(I32, 1, 7, -1)}, f"token 1 has type 7 in {KEY}token_type, must be 0 to 6"),
+        ({"merges": None}, f"metadata {KEY}merges is missing"),
+        ({"merges": strings("a b", "a c")}, f"merge 1 of {KEY}merges, 'a c', does not join"),
+        ({"merges": strings("b a")}, "merge 0 .*'b a'"),
+        ({"merges": strings("ab")}, "merge 0 .*'ab'"),
+        ({"merges": strings("")}, "merge 0"),
+        ({"bos_token_id": integer(3)}, f"{KEY}bos_token_id is 3, must be between 0 and 2"),
+        ({"bos_token_id": (I32, scalar(I32, -1))}, f"{KEY}bos_token_id is -1, must be"),
+        ({"bos_token_id": string("a")}, f"{KEY}bos_token_id has type string, expected an integer"),
+        ({"bos_token_id": TRUE}, f"{KEY}bos_token_id has type bool, expected an integer"),
+        ({"add_bos_token": TRUE}, f"{KEY}add_bos_token is set, but {KEY}bos_token_id is missing"),
+        ({"add_bos_token": integer(1)}, "add_bos_token has type uint32"),
+        (SPM, f"metadata {KEY}scores is missing"),
+        ({**SPM, "scores": numbers(F32, 0, 0)}, f"{KEY}scores has 2 entries for 3 tokens"),
+        ({**SPM, "scores": numbers(F32, *[math.nan] * 3)}, "scores contains a value that is not finite"),
     ],
 )  # fmt: skip
 def test_an_invalid_vocabulary_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    (tmp_path / "bad.gguf").write_bytes(file_of(**changes))
     with pytest.raises(GGUFError, match=message):
-        Tokenizer.from_gguf(GGUFFile(tmp_path / "bad.gguf")).encode("ab")
+        open_vocabulary(tmp_path, BPE, **changes).encode("ab")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {MODEL: entry(MODEL, STRING, text("rwkv"))},
-            "tokenizer model rwkv is not supported; supported are gpt2, llama, gemma4, bert, t5",
-        ),
-        (
-            {PRE: entry(PRE, STRING, text("deepseek-llm"))},
-            "pre-tokenizer deepseek-llm is not supported; supported are default",
-        ),
-    ],
-)
-def test_unsupported_tokenizers_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    (tmp_path / "other.gguf").write_bytes(file_of(**changes))
+def test_unsupported_tokenizers_are_named(tmp_path: Path) -> None:
+    message = "tokenizer model rwkv is not supported; supported are gpt2, llama, gemma4, bert, t5"
     with pytest.raises(UnsupportedModelError, match=message):
-        Tokenizer.from_gguf(GGUFFile(tmp_path / "other.gguf"))
+        open_vocabulary(tmp_path, BPE, model=string("rwkv"))
+    message = "pre-tokenizer deepseek-llm is not supported; supported are default"
+    with pytest.raises(UnsupportedModelError, match=message):
+        open_vocabulary(tmp_path, BPE, pre=string("deepseek-llm"))
 
 
 def test_a_missing_pre_tokenizer_selects_the_default_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "old.gguf").write_bytes(file_of(**{PRE: None}))
-    assert Tokenizer.from_gguf(GGUFFile(tmp_path / "old.gguf")).encode("abb") == [2, 1]
+    assert open_vocabulary(tmp_path, BPE, pre=None).encode("abb") == [2, 1]
     assert "tokenizer.ggml.pre is missing" in caplog.text
 
 
 def test_requesting_bos_requires_a_bos_token(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(file_of())
     with pytest.raises(ValueError, match="no beginning-of-text token"):
-        Tokenizer.from_gguf(GGUFFile(tmp_path / "model.gguf")).encode("a", add_bos=True)
+        open_vocabulary(tmp_path, BPE).encode("a", add_bos=True)
 
 
 def test_an_invalid_byte_token_is_an_error(open_variant: Open) -> None:

@@ -7,8 +7,26 @@ from typing import Any
 
 import pytest
 from support import small_models
-from support.gguf_bytes import ARRAY, BOOL, F32, F64, I32, I64, STRING, U8, U16, U32, U64, array, scalar
-from support.llama_file import DIM, HEADS, LAYERS, PLAIN, VOCAB, Open, integer, number, string
+from support.gguf_bytes import (
+    BOOL,
+    F32,
+    F64,
+    FALSE,
+    I32,
+    I64,
+    TRUE,
+    U8,
+    U16,
+    U32,
+    U64,
+    integer,
+    number,
+    numbers,
+    scalar,
+    string,
+    strings,
+)
+from support.llama_file import DIM, HEADS, LAYERS, PLAIN, VOCAB, Open
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError, _core
 from metal_prefill.files import ModelConfig
@@ -86,7 +104,7 @@ INTEGERS = (
         ((U64, scalar(U64, 2**64 - 1)), "is 18446744073709551615, must be between"),
         (number(2.0), "has type float32, expected an integer"),
         (string("2"), "has type string, expected an integer"),
-        ((BOOL, b"\1"), "has type bool, expected an integer"),
+        (TRUE, "has type bool, expected an integer"),
     ],
     ids=str,
 )
@@ -106,7 +124,7 @@ def test_invalid_integers_are_named(open_model: Open, content: tuple[int, bytes]
         (number(math.inf), "is inf"),
         (number(math.nan), "is nan"),
         (integer(1), "has type uint32, expected a float"),
-        ((ARRAY, array(F32, [scalar(F32, 1)])), r"has type array\[float32\], expected a float"),
+        (numbers(F32, 1), r"has type array\[float32\], expected a float"),
     ],
     ids=str,
 )
@@ -116,24 +134,20 @@ def test_invalid_floats_are_named(open_model: Open, content: tuple[int, bytes], 
             read_config(open_model({f"llama.{key}": content}))
 
 
-def per_layer(kind: int, *values: int) -> tuple[int, bytes]:
-    return ARRAY, array(kind, [scalar(kind, value) for value in values])
-
-
 def test_values_per_layer_must_be_equal(open_model: Open) -> None:
     for key in ["attention.head_count", "attention.head_count_kv", "feed_forward_length"]:
         name = f"llama.{key}"
-        assert read_config(open_model({name: per_layer(I32, 4, 4)})) == read_config(
+        assert read_config(open_model({name: numbers(I32, 4, 4)})) == read_config(
             open_model({name: integer(4)})
         )
         with pytest.raises(UnsupportedModelError, match=f"{name} differs between layers"):
-            read_config(open_model({name: per_layer(U32, 4, 2)}))
+            read_config(open_model({name: numbers(U32, 4, 2)}))
         with pytest.raises(GGUFError, match=f"{name} lists 3 values for 2 layers"):
-            read_config(open_model({name: per_layer(U32, 4, 4, 4)}))
+            read_config(open_model({name: numbers(U32, 4, 4, 4)}))
         with pytest.raises(GGUFError, match=rf"{name} has type array\[float32\], expected an array of int"):
-            read_config(open_model({name: per_layer(F32, 4, 4)}))
+            read_config(open_model({name: numbers(F32, 4, 4)}))
         with pytest.raises(GGUFError, match=f"{name} is 0, must be between"):
-            read_config(open_model({name: per_layer(U32, 0, 0)}))
+            read_config(open_model({name: numbers(U32, 0, 0)}))
 
 
 BAD, NOT = GGUFError, UnsupportedModelError
@@ -156,7 +170,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("llama", {"rope.dimension_count": integer(6)}, BAD, "is 6, must be even and at most the head width 4"),
     ("llama", {"attention.key_length": integer(2**30)}, BAD, "4 heads of 1073741824 dimensions are more"),
     ("llama", {"vocab_size": integer(11)}, BAD, "vocab_size is 11, but .*tokens lists 10 tokens"),
-    ("llama", {"tokenizer.ggml.tokens": (ARRAY, array(STRING, []))}, BAD, "ggml.tokens lists 0 tokens"),
+    ("llama", {"tokenizer.ggml.tokens": strings()}, BAD, "ggml.tokens lists 0 tokens"),
     ("llama", {"tokenizer.ggml.tokens": string("a")}, BAD, "tokens has type string, expected an array"),
     ("llama", {"general.architecture": string("mamba")}, NOT, "mamba is not .* are llama, llama-embed, qwen"),
     (
@@ -184,7 +198,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("gemma3", {**WINDOW, "rope.dimension_count_swa": integer(2)}, NOT, "_swa is 2; supported is 4"),
     ("gemma3", {**WINDOW, "attention.key_length_swa": integer(8)}, NOT, "key_length_swa is 8; .* is 4"),
     ("gemma3", {**WINDOW, "attention.value_length_swa": integer(8)}, NOT, "value_.*_swa is 8; .* is 4"),
-    ("gemma3", {**WINDOW, "attention.causal": (BOOL, b"\0")}, NOT, "attention.causal is false, which is not"),
+    ("gemma3", {**WINDOW, "attention.causal": FALSE}, NOT, "attention.causal is false, which is not"),
     (
         "olmo2", {**WINDOW, SCALING + "attn_factor": number(0.5)},
         NOT, r"attn_factor is 0.5, which is not supported with",
@@ -204,8 +218,8 @@ def test_contradictions_and_unsupported_features_are_named(
 
 def test_neutral_values_of_unsupported_features_are_accepted(open_model: Open) -> None:
     neutral = {"llama.expert_count": integer(0), "llama.logit_scale": number(1.0), "split.count": integer(1)}
-    assert read_config(open_model({**neutral, "llama.attention.causal": (BOOL, b"\1")})) == PLAIN
-    both_ways = read_config(open_model({**neutral, "llama.attention.causal": (BOOL, b"\0")}))
+    assert read_config(open_model({**neutral, "llama.attention.causal": TRUE})) == PLAIN
+    both_ways = read_config(open_model({**neutral, "llama.attention.causal": FALSE}))
     assert both_ways == replace(PLAIN, causal=False)
 
 
@@ -223,7 +237,7 @@ def test_a_scale_whose_square_overflows_float32_is_rejected(tmp_path: Path) -> N
 def test_a_window_may_be_that_of_some_layers(open_model: Open) -> None:
     window = {"llama.attention.sliding_window": integer(64)}
     assert read_config(open_model(window)).layer_window == (64,) * LAYERS
-    pattern = {"llama.attention.sliding_window_pattern": per_layer(BOOL, True, False)}
+    pattern = {"llama.attention.sliding_window_pattern": numbers(BOOL, True, False)}
     assert read_config(open_model(window | pattern)).layer_window == (64, 0)
     with pytest.raises(UnsupportedModelError, match="sliding_window = 64 is not supported"):
         read_config(open_model({"granite.attention.sliding_window": integer(64)}, architecture="granite"))

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from support import small_models
-from support.llama_file import DIM, FFN, HEAD, VOCAB, Open, base_tensors, integer
+from support.gguf_bytes import integer
+from support.llama_file import DIM, FFN, HEAD, VOCAB, Open, base_tensors
 
 from metal_prefill import GGUFError, UnsupportedModelError, _core
 from metal_prefill.files import GGUFFile

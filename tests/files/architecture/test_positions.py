@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from support import small_models
-from support.gguf_bytes import ARRAY, BOOL, U8, U32, array, scalar
-from support.llama_file import LAYERS, PLAIN, Open, integer, number, string
+from support.gguf_bytes import BOOL, U8, U32, integer, number, numbers, string
+from support.llama_file import LAYERS, PLAIN, Open
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.files import GGUFFile, ModelConfig
@@ -121,18 +121,18 @@ def test_gemma3_may_specify_its_pattern(open_model: Open) -> None:
 
 
 def test_gemma3_may_list_its_windows(open_model: Open) -> None:
-    def config(kind: int, *values: bytes) -> ModelConfig:
+    def config(kind: int, *values: int) -> ModelConfig:
         metadata = {
             "gemma3.attention.sliding_window": integer(8),
-            "gemma3.attention.sliding_window_pattern": (ARRAY, array(kind, values)),
+            "gemma3.attention.sliding_window_pattern": numbers(kind, *values),
         }
         return read_config(open_model(metadata, architecture="gemma3", layers=3))
 
-    assert config(BOOL, b"\0", b"\1", b"\1").layer_window == (0, 8, 8)
+    assert config(BOOL, 0, 1, 1).layer_window == (0, 8, 8)
     with pytest.raises(GGUFError, match="sliding_window_pattern lists 2 values for 3 layers"):
-        config(BOOL, b"\0", b"\1")
+        config(BOOL, 0, 1)
     with pytest.raises(GGUFError, match=r"has type array\[uint8\], expected array\[bool\]"):
-        config(U8, b"\0", b"\1", b"\1")
+        config(U8, 0, 1, 1)
 
 
 @pytest.mark.parametrize("stated", [True, False])
@@ -149,23 +149,17 @@ def test_layers_with_a_window_may_state_the_heads_of_the_others(open_model: Open
 
 
 def test_layers_of_gemma4_differ_and_share(open_model: Open) -> None:
-    def counts(values: list[int]) -> tuple[int, bytes]:
-        return ARRAY, array(U32, [scalar(U32, value) for value in values])
-
     metadata = {
         "gemma4.attention.sliding_window": integer(8),
-        "gemma4.attention.sliding_window_pattern": (
-            ARRAY,
-            array(BOOL, [b"\x01", b"\x00", b"\x01", b"\x01", b"\x00"]),
-        ),
+        "gemma4.attention.sliding_window_pattern": numbers(BOOL, 1, 0, 1, 1, 0),
         "gemma4.attention.key_length": integer(8),
         "gemma4.attention.value_length": integer(8),
         "gemma4.attention.key_length_swa": integer(4),
         "gemma4.attention.value_length_swa": integer(4),
-        "gemma4.attention.head_count_kv": counts([2, 1, 2, 2, 1]),
+        "gemma4.attention.head_count_kv": numbers(U32, 2, 1, 2, 2, 1),
         "gemma4.attention.shared_kv_layers": integer(2),
         "gemma4.embedding_length_per_layer_input": integer(16),
-        "gemma4.feed_forward_length": counts([8, 8, 8, 16, 16]),
+        "gemma4.feed_forward_length": numbers(U32, 8, 8, 8, 16, 16),
         "gemma4.rope.dimension_count": integer(8),
         "gemma4.rope.dimension_count_swa": integer(4),
         "gemma4.rope.freq_base": number(1e6),
@@ -202,9 +196,9 @@ def test_layers_of_gemma4_differ_and_share(open_model: Open) -> None:
     with pytest.raises(
         GGUFError, match=r"head_count 4 is not a multiple of gemma4\.attention\.head_count_kv 3"
     ):
-        read(attention__head_count_kv=counts([3, 1, 3, 3, 1]))
+        read(attention__head_count_kv=numbers(U32, 3, 1, 3, 3, 1))
     with pytest.raises(GGUFError, match="feed_forward_length lists 4 values for 5 layers"):
-        read(feed_forward_length=counts([8, 8, 8, 16]))
+        read(feed_forward_length=numbers(U32, 8, 8, 8, 16))
     with pytest.raises(UnsupportedModelError, match=r"gemma4\.expert_count = 8 is not supported"):
         read(expert_count=integer(8))
     large = integer(2**30)

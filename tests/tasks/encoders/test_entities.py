@@ -58,20 +58,6 @@ def test_scores_on_metal_match_gliner(
         assert abs(scores[label, start, end] - score) <= NEAR["metal"]
 
 
-@pytest.mark.parametrize("name", ["deberta", "bert, words", "modernbert and bert"])
-def test_entities_are_the_same_alone_and_in_any_batch(file_of: FileOf, name: str) -> None:
-    path = file_of(RECORDED[name], "Q8_0")
-    options = next(iter(calls_of(name).values()))
-    counts: list[tuple[int, int]] = []
-    with Model(path, device="cpu") as model, Model(path, device="cpu", threads=1) as one:
-        together = model.find_entities(
-            TEXTS, LABELS, **options, progress=lambda done, total: counts.append((done, total))
-        )
-        assert together == [one.find_entities([text], LABELS, **options)[0] for text in TEXTS]
-        assert sum(map(len, together)) > len(TEXTS)
-    assert counts == [(i, len(TEXTS)) for i in range(1, len(TEXTS) + 1)]
-
-
 def test_labels_of_an_encoder_of_their_own_are_independent_of_others(file_of: FileOf) -> None:
     path = file_of(RECORDED["modernbert and bert"])
 

@@ -172,15 +172,6 @@ def test_8_bit_products_stay_near_the_scores(file_of: FileOf, record: dict[str, 
         np.testing.assert_allclose(scores_of(model), record["ranks"]["xlm-roberta"], rtol=0, atol=INT8)
 
 
-def test_a_pair_has_the_same_score_alone_and_in_any_batch(file_of: FileOf) -> None:
-    path = file_of(RANKERS["bert"], "Q8_0")
-    with Model(path, device="cpu") as model, Model(path, device="cpu", threads=1) as one:
-        together = scores_of(model)
-        for i, document in enumerate(DOCUMENTS):
-            assert scores_of(one, [document])[0] == together[i]
-        np.testing.assert_array_equal(scores_of(model, DOCUMENTS[::-1])[::-1], together)
-
-
 def classes(path: Path, *labels: str) -> Path:
     """Convert a cross-encoder with these classes, of which some have the same names in transformers."""
     folder = CLASSIFIERS["bert"](path / "m")

@@ -94,22 +94,6 @@ def test_longer_documents_are_cut_only_on_request(
         np.testing.assert_allclose(document, expected, rtol=0, atol=4 * NEAR[device])
 
 
-@pytest.mark.parametrize("compute", ["f32", "int8", "bf16"])
-@pytest.mark.parametrize("name", [name for name in LATE if name != "as they are"])
-def test_an_expanded_query_is_the_same_alone_and_in_any_batch(
-    file_of: FileOf, name: str, compute: Any
-) -> None:
-    path, queries = file_of(LATE[name], "Q8_0"), [QUERY, "who", "the king", "", QUERY + " he"]
-    with (
-        Model(path, device="cpu", compute=compute) as model,
-        Model(path, device="cpu", compute=compute, threads=1) as one,
-    ):
-        together = model.embed(queries, instruction="query")
-        for query, vectors in zip(queries, together, strict=True):
-            np.testing.assert_array_equal(one.embed([query], instruction="query")[0], vectors)
-            assert np.all(np.isfinite(vectors))
-
-
 def test_only_queries_are_expanded(file_of: FileOf) -> None:
     with opened(file_of(LATE["unseen"])) as model:
         for options in ({}, {"instruction": "document"}, {"instruction": "query", "pooling": "mean"}):

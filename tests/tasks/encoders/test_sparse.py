@@ -201,20 +201,6 @@ def test_three_kinds_of_vectors_match_float64(hybrid: Folder, tmp_path: Path, de
             )
 
 
-def test_each_kind_is_that_of_its_own_call_and_the_same_alone(hybrid: Folder) -> None:
-    with Model(hybrid.path, device="cpu") as model:
-        found = model.embed_hybrid(SOME)
-        np.testing.assert_array_equal(found.dense, model.embed(SOME))
-        for i, (text, own) in enumerate(zip(SOME, model.embed_sparse(SOME), strict=True)):
-            np.testing.assert_array_equal(own.ids, found.sparse[i].ids)
-            np.testing.assert_array_equal(own.weights, found.sparse[i].weights)
-            alone = model.embed_hybrid([text])
-            np.testing.assert_array_equal(alone.dense[0], found.dense[i])
-            np.testing.assert_array_equal(alone.tokens[0], found.tokens[i])
-            np.testing.assert_array_equal(alone.sparse[0].weights, found.sparse[i].weights)
-        assert len(model.embed_sparse(SOME[:1], max_active=2)[0].ids) == 2
-
-
 def test_a_model_without_the_heads_is_refused(tmp_path: Path) -> None:
     hybrid = model_folders.bert(tmp_path / "m")
     hybrid.pool()

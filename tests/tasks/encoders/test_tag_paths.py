@@ -15,7 +15,7 @@ from support.model_folders import DIM
 from support.task_folders import STRATEGIES, TAGGERS, TAGS, TEXTS
 from tokenizers import Tokenizer
 
-from metal_prefill import GGUFError, Model, UnsupportedModelError
+from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 from metal_prefill.files import GGUFFile
@@ -264,17 +264,6 @@ def test_labels_on_metal_match_transformers(metal: None, file_of: FileOf, record
             np.testing.assert_allclose(
                 [entity.score for entity in entities], scores, rtol=0, atol=NEAR["metal"]
             )
-
-
-@pytest.mark.parametrize("make", [TAGGERS["bert"], private_parts])
-def test_labels_are_the_same_alone_and_in_any_batch(file_of: FileOf, make: Any) -> None:
-    path = file_of(make, "Q8_0")
-    counts: list[tuple[int, int]] = []
-    with Model(path, device="cpu") as model, Model(path, device="cpu", threads=1) as one:
-        together = model.label_tokens(TEXTS, progress=lambda done, total: counts.append((done, total)))
-        assert together == [one.label_tokens([text])[0] for text in TEXTS]
-        assert model.label_tokens(["", *TEXTS]) == [[], *together]
-    assert counts == [(i, len(TEXTS)) for i in range(1, len(TEXTS) + 1)]
 
 
 def test_words_end_at_white_space(file_of: FileOf) -> None:
