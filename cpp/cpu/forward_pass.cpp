@@ -370,6 +370,7 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
 // x += w * in, or x += norm(w * in) in a model with norms after its blocks.
 void ForwardPass::add_residual(const Context& c, const BlockOutput& w, const StreamRows& rows) {
   const bool add = !w.norm && !w.separate;
+  fill_up(c, w.in, int(w.weight.tensor.cols), rows.count);
   multiply(c, {{.weight = w.weight, .out = add ? rows.x : rows.block, .bias = &w.bias, .add = add}},
            NormedRows(w.in), rows.count);
   if (w.norm) add_normalized(c, rows.block, norm(w.norm, kNoTensor, config_.norm_eps), rows.count, rows.x);

@@ -128,6 +128,15 @@ void scale_rows(const Context& c, float scale, int columns, int rows, const Floa
   });
 }
 
+void fill_up(const Context& c, const Activations& x, int columns, int rows) {
+  if (columns % kPairPad == 0) return;
+  c.worker.for_each(rows, [&](int i) {
+    if (x.f32.data) std::fill_n(x.f32.row(i) + columns, round_up(columns, kFloatPad) - columns, 0.0f);
+    if (x.forms.bfloat16)
+      std::fill_n(x.bfloat16.row(i) + columns, round_up(columns, kPairPad) - columns, std::uint16_t(0));
+  });
+}
+
 void NormedRows::prepare(const Context& c) const {
   if (!pending_) return;
   const auto& [x, norm, first, count] = *pending_;
