@@ -35,8 +35,8 @@ class Inputs:
     has_snapshots: bool
 
 
-# Pages, states, and both.
-@pytest.fixture(scope="module", params=("gemma3", "mamba2", "qwen35"))
+# Pages alone, and next to states.
+@pytest.fixture(scope="module", params=("gemma3", "qwen35"))
 def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("faults")
     shape = TINY_MODELS[request.param]

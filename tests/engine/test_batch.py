@@ -1,15 +1,13 @@
 """Many sequences in one pass: each has the same result as alone."""
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.small_models import MODELS, SmallModel, with_tensor, write
-from support.tiny_models import TINY_MODELS
+from support.small_models import SmallModel, with_tensor, write
 
 from metal_prefill import ContextOverflowError, KVMemoryError, Model, NumericalError, Session, _core
 
@@ -57,93 +55,6 @@ def alone(model: Model, *pieces: Ids) -> Session:
     for piece in pieces:
         session.forward_prompt(piece)
     return session
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_batched_prompts_and_tokens_match_single_ones(tiny_demo: Model, seed: int) -> None:
-    rng = random.Random(seed)
-    lengths = [rng.choice([1, 1, 2, 7, 15, 16, 17, 33, 63, 64, 65, 100]) for _ in range(9)]
-    held = [rng.choice([0, 0, 1, 31, 63, 64, 70]) for _ in lengths]
-    sessions, expected = [], []
-    for i, (n, before) in enumerate(zip(lengths, held, strict=True)):
-        history, new = ids_of(tiny_demo, before + 1, 100 + i)[:before], ids_of(tiny_demo, n, i)
-        session = alone(tiny_demo, history) if before else tiny_demo.session()
-        sessions.append(session)
-        with session.fork() as other:
-            expected.append(other.forward_prompt_logits(new))
-    results = tiny_demo.forward_batch(
-        sessions, [ids_of(tiny_demo, n, i) for i, n in enumerate(lengths)], output="logits"
-    )
-    for result, wanted in zip(results, expected, strict=True):
-        assert_same(tiny_demo, result, wanted)
-    assert [s.position for s in sessions] == [n + b for n, b in zip(lengths, held, strict=True)]
-
-
-def test_all_kinds_of_output_may_be_mixed(tiny_demo: Model) -> None:
-    prompts = [ids_of(tiny_demo, n, n) for n in (20, 1, 33, 40, 5)]
-    outputs: list[Any] = ["log_probs", "greedy", "logits", "none", "log_probs"]
-    sessions = [tiny_demo.session() for _ in prompts]
-    scored, token, logits, nothing, short = tiny_demo.forward_batch(sessions, prompts, output=outputs)
-    assert_same(tiny_demo, scored, tiny_demo.score(prompts[0]))
-    assert token == tiny_demo.session().forward_prompt(prompts[1])
-    assert_same(tiny_demo, logits, tiny_demo.session().forward_prompt_logits(prompts[2]))
-    assert nothing is None
-    assert_same(tiny_demo, short, tiny_demo.score(prompts[4]))
-    assert [s.position for s in sessions] == [19, 1, 33, 40, 4]
-
-
-def test_excess_rows_are_split_into_passes(device: str, tiny_demo_path: Path) -> None:
-    with Model(tiny_demo_path, device=device, chunk_tokens=16) as model:
-        prompts = [ids_of(model, n, n) for n in (50, 3, 17, 100)]
-        results = model.forward_batch([model.session() for _ in prompts], prompts, output="logits")
-        for prompt, logits in zip(prompts, results, strict=True):
-            assert_same(model, logits, model.session().forward_prompt_logits(prompt))
-
-
-KINDS = {
-    **{name: TINY_MODELS[name] for name in ("gemma2", "gemma3")},
-    **{name: replace(MODELS[name], layers=1) for name in ("gqa 3", "values wider than keys", "biases")},
-    "smollm3": replace(MODELS["smollm3"], layers=4),  # the last one does not rotate
-}
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(
-    ("device", "compute"), [("cpu", "int8"), ("cpu", "f32"), ("metal", "f32")], indirect=["device"]
-)
-def test_every_kind_of_model_computes_sequences_together(
-    device: str, tmp_path: Path, name: str, compute: str
-) -> None:
-    path = write(tmp_path / "model.gguf", KINDS[name])
-    with Model(path, device=device, compute=compute) as model:
-        prompts = [ids_of(model, n, n) for n in (5, 70, 130, 64, 1, 8)]
-        sessions = [model.session() for _ in prompts]
-        for _ in range(2):  # the second time from different positions
-            results = model.forward_batch(sessions, prompts, output="logits")
-        for logits, prompt, session in zip(results, prompts, sessions, strict=True):
-            few = len(prompt) <= FEW
-            with alone(model, prompt) as other:
-                assert_same(model, logits, other.forward_prompt_logits(prompt), few)
-                assert_same_cache(model, session, other, few)
-                other.rewind(len(prompt))
-                if few:
-                    for token in prompt:
-                        one_by_one = other.forward_token(int(token))
-                    np.testing.assert_array_equal(logits, one_by_one)
-
-
-@pytest.mark.parametrize("position", [1, 15, 16, 63, 64, 65, 127, 128])
-def test_a_fork_and_its_origin_diverge_from_any_position(tiny_demo: Model, position: int) -> None:
-    start = ids_of(tiny_demo, position)
-    origin = alone(tiny_demo, start)
-    forks = [origin.fork() for _ in range(3)]
-    sessions = [origin, *forks]
-    following = [ids_of(tiny_demo, 70, 10 + i) for i in range(4)]
-    results = tiny_demo.forward_batch(sessions, following, output="logits")
-    for result, tokens, session in zip(results, following, sessions, strict=True):
-        with alone(tiny_demo, start) as other:
-            assert_same(tiny_demo, result, other.forward_prompt_logits(tokens))
-            assert session.tokens == other.tokens
 
 
 def test_forks_share_the_pages_of_their_common_prefix(device: str, tiny_demo_path: Path) -> None:
@@ -320,7 +231,7 @@ def test_random_histories_match_sequential_execution(
     """Joins, leaves, forks, rewinds, cancellations and mixed outputs, compared with single sessions."""
     rng = random.Random(5)
     few = max(lengths) <= FEW
-    path = write(tmp_path / "model.gguf", KINDS["biases"])
+    path = write(tmp_path / "model.gguf", SmallModel(layers=1, qkv_bias=True))
     with (
         Model(path, device=device, chunk_tokens=48) as model,
         Model(path, device=device, threads=1, prefix_memory=0) as reference,
@@ -393,18 +304,6 @@ def test_an_open_session_shares_its_full_pages(device: str, tiny_demo_path: Path
         assert_same(model, logits, model.session().forward_prompt_logits(prompt))
 
 
-def test_prompts_of_one_batch_compute_their_common_prefix_once(device: str, tiny_demo_path: Path) -> None:
-    with Model(tiny_demo_path, device=device, prefix_memory=0) as model:
-        start = ids_of(model, 150)
-        prompts = [np.concatenate([start, ids_of(model, n, n)]) for n in (1, 9, 30, 64, 5, 90)]
-        sessions = [model.session() for _ in prompts]
-        results = model.forward_batch(sessions, prompts, output="logits", reuse=True)
-        for prompt, logits in zip(prompts, results, strict=True):
-            assert_same(model, logits, model.session().forward_prompt_logits(prompt))
-        followers = [s for s in sessions if s.stats()["tokens_reused"] >= 150]
-        assert len(followers) == len(prompts) - 1
-
-
 def test_a_thousand_sessions_store_a_shared_prefix_once(tiny_demo_path: Path) -> None:
     shared, own, sessions = 4 * PAGE + 44, 20, 1000  # 300 tokens; the different ones are in one page
     with Model(tiny_demo_path, device="cpu") as model:
@@ -440,18 +339,6 @@ def test_cached_pages_are_evicted_for_prompts(device: str, tiny_demo_path: Path)
         for seed in range(6):
             with model.session() as session:
                 session.forward_prompt(ids_of(model, 3 * PAGE, seed), reuse=True)
-
-
-def test_sessions_find_prefixes_of_their_namespace_only(device: str, tiny_demo_path: Path) -> None:
-    with Model(tiny_demo_path, device=device) as model:
-        prompt = ids_of(model, 2 * PAGE + 9)
-        expected = model.session().forward_prompt_logits(prompt)
-        reused = []
-        for namespace in ("one", "two", "", "one"):
-            with model.session(prefix_namespace=namespace) as session:
-                assert_same(model, session.forward_prompt_logits(prompt, reuse=True), expected)
-                reused.append(session.stats()["tokens_reused"])
-        assert reused == [0, 0, 0, 2 * PAGE + 8]
 
 
 def test_a_fork_and_a_loaded_session_have_a_namespace(tiny_demo_path: Path, tmp_path: Path) -> None:

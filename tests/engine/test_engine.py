@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.recurrent import NAMES as RECURRENT
 from support.reference import ReferenceModel
 from support.small_models import MODELS, SmallModel, with_tensor, write
-from support.tiny_models import TINY_MODELS
 
 from metal_prefill import Model, NumericalError, Session, UnsupportedModelError, _core
 from metal_prefill.files import GGUFFile
@@ -185,10 +185,10 @@ def test_the_bundled_model_agrees_with_the_reference(device: str, demo_path: Pat
 
 
 def test_every_prompt_length_matches_the_reference(device: str, model_path: Callable[[str], Path]) -> None:
-    path = model_path("smollm shape")
+    path = model_path("gqa 3")
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
         for n in (1, 2, 7, 8, 9, 31, 32, 33, 63, 65, 200):
-            ids = prompt(n, 512, seed=n)
+            ids = prompt(n, 320, seed=n)
             assert_close(device, model.session().forward_prompt_logits(ids), reference_logits(path, *ids)[-1])
 
 
@@ -253,11 +253,11 @@ Outcome = tuple[npt.NDArray[np.float32], list[npt.NDArray[Any]]]
 
 
 def after(model: Model, ids: npt.NDArray[np.int64], cuts: list[int]) -> Outcome:
-    """Logits and the cache after a prompt in pieces of these sizes."""
+    """Logits, and the bytes of the cache and of states after a prompt in pieces of these sizes."""
     with model.session() as session:
         for end in np.cumsum(cuts):
             logits = session.forward_prompt_logits(ids[session.position : end])
-        return logits, exported(session, model.engine.kv_dtype)[1]
+        return logits, session.native.export_state()[2]
 
 
 def assert_same_bits(outcomes: list[Outcome], case: str = "") -> None:
@@ -268,8 +268,14 @@ def assert_same_bits(outcomes: list[Outcome], case: str = "") -> None:
             np.testing.assert_array_equal(row, first, err_msg=case)
 
 
-WEIGHTS = ["smollm shape", "mixed types", "mixed K-quants", "16-bit floats"]
-STEPS = ["gemma2", "gemma3", "gemma4", "gqa 8", "granite", "hunyuan-dense", "olmo2"]
+# Weights; steps between products; experts, whose products have rows of several tokens; and states.
+WEIGHTS = ["gqa 3", "mixed types", "mixed K-quants", "16-bit floats", "granitemoe, mixed types"]
+STEPS = [
+    *("gemma2", "gemma3", "gemma4", "gemma4, wide heads", "gqa 8", "granite", "hunyuan-dense", "olmo2"),
+    *("olmoe", "lfm2moe", "granitehybrid, experts"),
+]
+IN_FLOAT32 = ["gqa 3", "gemma3", "gemma4, odd dimensions"]
+IN_BLOCKS = ["gqa 3", "gemma4, equal feed-forwards", "lfm2", "falcon-h1", "qwen35"]
 
 
 @pytest.mark.parametrize(
@@ -277,24 +283,26 @@ STEPS = ["gemma2", "gemma3", "gemma4", "gqa 8", "granite", "hunyuan-dense", "olm
     [
         *product(WEIGHTS, ["int8", "w8a8", "int16", "bf16", "f32"], ["f16"]),
         *product(STEPS, ["int8", "f32"], ["f16"]),
-        *product(["smollm shape", "gemma3", "gemma4, odd dimensions"], ["int8", "f32"], ["f32"]),
+        *product(RECURRENT, ["auto"], ["f16"]),
+        *product(IN_FLOAT32, ["int8", "f32"], ["f32"]),
+        *product(IN_BLOCKS, ["int8"], ["q8_0"]),
     ],
 )
 def test_the_cpu_is_bit_identical_for_any_split_of_a_prompt(
     name: str, compute: str, kv_dtype: str, model_path: Callable[[str], Path]
 ) -> None:
-    path = model_path(name)
-    ids = prompt(61, MODELS[name].vocab)
+    path, n = model_path(name), 70  # more than a page
+    ids = prompt(n, MODELS[name].vocab)
     outcomes = []
     for threads, chunk_tokens, cuts in [
-        (1, 512, [61]),
-        (2, 512, [61]),
-        (3, 512, [61]),
-        (2, 16, [61]),
-        (2, 7, [61]),
-        (1, 512, [1] * 61),
-        (2, 512, [1, 30, 2, 8, 20]),
-        (16, 512, [4, 3, 2, 1, 51]),  # enough threads that each normalizes a few rows itself
+        (1, 512, [n]),
+        (2, 512, [n]),
+        (3, 512, [n]),
+        (2, 16, [n]),
+        (2, 7, [n]),
+        (1, 512, [1] * n),
+        (2, 512, [1, 30, 2, 8, 29]),
+        (16, 512, [4, 3, 2, 1, 60]),  # enough threads that each normalizes a few rows itself
     ]:
         with Model(
             path, device="cpu", compute=compute, kv_dtype=kv_dtype, threads=threads, chunk_tokens=chunk_tokens
@@ -309,15 +317,14 @@ def test_each_instruction_set_is_bit_identical_for_any_split_of_a_prompt(
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
     n = 300  # several spans of attention, and more than one pass
-    name = "gqa 3" if isa == "scalar" else "smollm shape"  # a quarter of the products, for slow kernels
-    ids = prompt(n, MODELS[name].vocab)
-    for compute in ("int8", "w8a8", "int16", "bf16"):
+    path, ids = model_path("gqa 3"), prompt(n, MODELS["gqa 3"].vocab)
+    for compute, kv_dtype in (*product(("int8", "w8a8", "int16", "bf16"), ("f16",)), ("int8", "q8_0")):
         outcomes = []
         for threads, cuts in [(1, [n]), (2, [n]), (2, [64, 1, 1, 33, 201]), (2, [270] + [1] * 30)]:
-            with Model(model_path(name), device="cpu", threads=threads, compute=compute) as model:
+            with Model(path, device="cpu", threads=threads, compute=compute, kv_dtype=kv_dtype) as model:
                 assert f"({isa}," in model.device
                 outcomes.append(after(model, ids, cuts))
-        assert_same_bits(outcomes, compute)
+        assert_same_bits(outcomes, f"{compute}, {kv_dtype}")
 
 
 LONG = {
@@ -330,17 +337,20 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_threads_that_share_the_positions_of_a_token_are_bit_identical(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [*product(LONG, ["f16"]), *product(["windows", "layers that differ"], ["f32"])]
+)
+def test_threads_that_share_the_positions_of_a_token_are_bit_identical(
+    name: str, kv_dtype: Any, tmp_path: Path
+) -> None:
     path = write(tmp_path / "m.gguf", LONG[name])
     ids = prompt(1032, LONG[name].vocab)
     token_by_token = [1021] + [1] * 11  # the last ones have a third share
-    for kv_dtype in ("f16", "f32"):
-        outcomes = []
-        for threads, cuts in [(1, [1032]), *((n, token_by_token) for n in (1, 2, 5)), (5, [1021, 8, 3])]:
-            with Model(path, device="cpu", threads=threads, kv_dtype=kv_dtype) as model:
-                outcomes.append(after(model, ids, cuts))
-        assert_same_bits(outcomes, kv_dtype)
+    outcomes = []
+    for threads, cuts in [(1, [1032]), *((n, token_by_token) for n in (1, 2, 5)), (5, [1021, 8, 3])]:
+        with Model(path, device="cpu", threads=threads, kv_dtype=kv_dtype) as model:
+            outcomes.append(after(model, ids, cuts))
+    assert_same_bits(outcomes)
 
 
 def test_a_long_and_a_short_sequence_of_a_pass_match_single_ones(tmp_path: Path) -> None:
@@ -362,29 +372,6 @@ def test_a_long_and_a_short_sequence_of_a_pass_match_single_ones(tmp_path: Path)
             results = model.forward_batch(sessions, step, output="logits")
             for got, wanted in zip(results, expected, strict=True):
                 np.testing.assert_array_equal(got, wanted[i])
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        *(replace(MODELS["gqa 3"], layers=1), TINY_MODELS["gemma2"], TINY_MODELS["gemma3"]),
-        *(MODELS["gemma4"], MODELS["gemma4, wide heads"]),
-    ],
-)
-def test_metal_agrees_for_any_split_of_a_prompt(metal: None, shape: SmallModel, tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", shape)
-    ids = prompt(45, shape.vocab)
-    outcomes = []
-    for cuts in ([45], [20, 25], [1] * 45, [40, 5]):
-        with Model(path, device="metal") as model, model.session() as session:
-            at = 0
-            for n in cuts:
-                logits = session.forward_prompt_logits(ids[at : at + n])
-                at += n
-            outcomes.append(logits)
-    for logits in outcomes[1:]:
-        assert np.abs(logits - outcomes[0]).max() <= 1e-3 * np.abs(outcomes[0]).max()
-        assert np.argmax(logits) == np.argmax(outcomes[0])
 
 
 def test_types_with_large_numbers_have_their_own_kernels(metal: None, tmp_path: Path) -> None:

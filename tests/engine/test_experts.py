@@ -60,12 +60,11 @@ def test_logits_of_every_position_match_the_reference(name: str, model_path: Cal
     ("count", "used", "ffn", "n"),
     [(3, 1, 64, 40), (3, 3, 40, 40), (7, 2, 72, 100), (16, 5, 32, 100), (33, 8, 48, 300), (64, 8, 32, 700)],
 )
-@pytest.mark.parametrize("seed", [1, 2])
 def test_any_number_of_experts_matches_the_reference(
-    tmp_path: Path, count: int, used: int, ffn: int, n: int, seed: int
+    tmp_path: Path, count: int, used: int, ffn: int, n: int
 ) -> None:
-    path = write(tmp_path / "m.gguf", replace(IN_FLOAT32, experts=ExpertShape(count, used, ffn), seed=seed))
-    ids = prompt(n, seed)
+    path = write(tmp_path / "m.gguf", replace(IN_FLOAT32, experts=ExpertShape(count, used, ffn)))
+    ids = prompt(n, 1)
     assert least_correlation(all_logits(path, ids), ReferenceModel(path).forward(ids).logits) > 0.99999
 
 
@@ -120,22 +119,6 @@ def test_extreme_scores_leave_states_finite(device: str, tmp_path: Path, extreme
 
     path = with_tensor(tmp_path / "m.gguf", plain, router, change)
     assert np.all(np.isfinite(all_states(path, prompt(200), device=device)))
-
-
-@pytest.mark.parametrize("compute", ["int8", "w8a8", "bf16", "f32"])
-@pytest.mark.parametrize("name", ["granitemoe, mixed types", "olmoe", "lfm2moe", "granitehybrid, experts"])
-def test_results_do_not_depend_on_how_a_text_is_divided(
-    name: str, compute: str, model_path: Callable[[str], Path]
-) -> None:
-    ids, outcomes = prompt(90), []
-    for threads, cuts in [(1, [90]), (2, [90]), (3, [1, 2, 6, 17, 64]), (1, [1] * 90)]:
-        path = model_path(name)
-        with Model(path, device="cpu", threads=threads, compute=compute) as model, model.session() as session:
-            for end in np.cumsum(cuts):
-                logits = session.forward_prompt_logits(ids[session.position : end])
-            outcomes.append(logits)
-    for logits in outcomes[1:]:
-        np.testing.assert_array_equal(logits, outcomes[0])
 
 
 @pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
@@ -225,7 +208,7 @@ def lowest_cosine(path: Path, ids: npt.NDArray[np.int64], device: str) -> float:
         (5, 5, 40, 1, 30),
         (8, 4, 72, 129, 300),
         (33, 8, 48, 31, 100),
-        (64, 8, 32, 257, 700),
+        (64, 8, 32, 257, 400),
     ],
 )
 def test_experts_with_biases_and_limits_match_the_reference(
@@ -302,17 +285,6 @@ def test_results_of_the_metal_engine_are_near_the_reference(
             logits = session.forward_prompt_logits(ids[session.position : end])
             error = np.square(logits - expected[end - 1]).sum() / np.square(expected[end - 1]).sum()
             assert error <= NMSE_HALF
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_few_tokens_of_the_metal_engine_have_the_results_of_single_ones(
-    metal: None, name: str, model_path: Callable[[str], Path]
-) -> None:
-    ids = prompt(8)
-    with Model(model_path(name), device="metal") as model, model.session() as one, model.session() as other:
-        together = one.forward_prompt_logits(ids)
-        single = [other.forward_token(int(token)) for token in ids][-1]
-    np.testing.assert_array_equal(together, single)
 
 
 def test_the_metal_engine_refuses_what_its_kernels_do_not_take(metal: None, tmp_path: Path) -> None:

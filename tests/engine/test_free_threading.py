@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.forked import in_child
+from support.kinds import assert_same_logits
 from support.programs import finished
 from support.threads import at_once
 
@@ -88,18 +89,19 @@ def test_calls_of_threads_on_one_session_run_one_after_another(demo_path: Path) 
         assert session.forward_token(6).tobytes() == alone.forward_token(6).tobytes()
 
 
-def test_sessions_of_threads_get_the_results_that_they_get_alone(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu", threads=2) as model:
-        prompts = [[*PROMPT, number, *PROMPT[:number]] for number in range(THREADS)]
-        expected = [model.session().forward_prompt_logits(prompt).tobytes() for prompt in prompts]
+def test_sessions_of_threads_get_the_results_that_they_get_alone(tiny_demo: Model) -> None:
+    prompts = [[*PROMPT, number, *PROMPT[:number]] for number in range(THREADS)]
+    expected = [tiny_demo.session().forward_prompt_logits(prompt) for prompt in prompts]
 
-        def compute(number: int) -> None:
-            for _ in range(4):
-                with model.session() as session:
-                    logits = session.forward_prompt_logits(prompts[number], reuse=True)
-                    assert logits.tobytes() == expected[number]
+    def compute(number: int) -> None:
+        for _ in range(4):
+            with tiny_demo.session() as session:
+                logits = session.forward_prompt_logits(prompts[number], reuse=True)
+                assert_same_logits(tiny_demo, logits, expected[number])
+            assert tiny_demo.forward_prompt(PROMPT, reuse=True) == first
 
-        at_once(compute)
+    first = tiny_demo.session().forward_prompt(PROMPT)
+    at_once(compute)
 
 
 def test_a_request_of_several_threads_is_computed_once(demo_path: Path) -> None:

@@ -100,26 +100,6 @@ def test_the_cache_holds_the_blocks_that_the_format_defines(tmp_path: Path, head
             np.testing.assert_array_equal(blocks, expected.reshape(-1))
 
 
-@pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
-def test_every_set_is_bit_identical_for_any_split_of_a_prompt(
-    isa: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
-    ids = prompt(150)
-    outcomes = []
-    for threads, chunk_tokens, cuts in [(1, 512, [150]), (3, 16, [150]), (2, 512, [1, 64, 30] + [1] * 55)]:
-        with (
-            opened(model_path("gqa 3"), threads=threads, chunk_tokens=chunk_tokens) as model,
-            model.session() as session,
-        ):
-            for end in np.cumsum(cuts):
-                logits = session.forward_prompt_logits(ids[session.position : end])
-            outcomes.append([logits, *rows_of(session)])
-    for outcome in outcomes[1:]:
-        for actual, expected in zip(outcome, outcomes[0], strict=True):
-            np.testing.assert_array_equal(actual, expected)
-
-
 @pytest.mark.parametrize("name", ["gqa 3", "gemma3"])
 def test_unwritten_positions_are_never_read(
     name: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -142,42 +122,6 @@ def test_unwritten_positions_are_never_read(
             outcomes.append(logits)
     np.testing.assert_array_equal(outcomes[1], outcomes[0])
     assert np.all(np.isfinite(outcomes[0]))
-
-
-def test_forks_rewinds_and_prefixes_match_a_single_session(model_path: Callable[[str], Path]) -> None:
-    """A fork inside a page, a page that is rewound and rewritten, pages released by another session."""
-    ids, others = prompt(150), prompt(40, seed=1)
-    with opened(model_path("gqa 3")) as model:
-
-        def alone(tokens: npt.NDArray[np.int64]) -> Logits:
-            with model.session() as session:
-                return session.forward_prompt_logits(tokens)
-
-        with model.session() as session:
-            session.forward_prompt(ids[:75])
-            with session.fork() as fork:
-                logits = fork.forward_prompt_logits(others)
-                np.testing.assert_array_equal(logits, alone(np.concatenate([ids[:75], others])))
-            np.testing.assert_array_equal(session.forward_prompt_logits(ids[75:]), alone(ids))
-            session.rewind(66)
-            changed = np.concatenate([ids[:66], others])
-            np.testing.assert_array_equal(session.forward_prompt_logits(others), alone(changed))
-        with model.session() as session:
-            session.forward_prompt(ids, reuse=True)
-        with model.session() as session:
-            logits = session.forward_prompt_logits(np.append(ids, 7), reuse=True)
-            assert session.stats()["tokens_reused"] >= 128
-            np.testing.assert_array_equal(logits, alone(np.append(ids, 7)))
-
-
-def test_a_batch_matches_single_prompts(model_path: Callable[[str], Path]) -> None:
-    prompts = [prompt(n, seed=n) for n in (5, 70, 64, 1)]
-    with opened(model_path("gqa 3")) as model:
-        alone = []
-        for ids in prompts:
-            with model.session() as session:
-                alone.append(session.forward_prompt(ids))
-        assert list(model.forward_prompts(prompts)) == alone
 
 
 @pytest.mark.parametrize("n", [1, 16, 70])

@@ -1,19 +1,13 @@
-"""Models with recurrent layers, and the comparison of their sessions with fresh ones."""
+"""Models with recurrent layers, and sizes of their states."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from metal_prefill import Model, Session
+from metal_prefill import Model
 from metal_prefill.files._model_config import layer_kind
 from metal_prefill.files._model_tensors import core_config
 from metal_prefill.synth import ScanShape
 from support.small_models import MODELS
-
-Array = npt.NDArray[Any]
 
 ARCHITECTURES = ("lfm2", "mamba2", "falcon-h1", "qwen35")  # one with each kind of state and of layer
 NAMES = (
@@ -34,15 +28,6 @@ LARGE = {
 }
 
 
-def ids_of(n: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).integers(0, 320, n)
-
-
-def long_ids(device: str) -> Array:
-    """Random tokens of three pages; on the CPU of five, more than it computes in a chunk."""
-    return ids_of(300 if device.lower().startswith("cpu") else 170)
-
-
 def kinds_of(model: Model) -> list[str]:
     return [layer_kind(model.config, layer) for layer in range(model.config.n_layers)]
 
@@ -60,29 +45,11 @@ def state_bytes(model: Model) -> int:
 
 
 def interval(model: Model) -> int:
-    """Positions between snapshots: whole pages that take as much memory, or 16 pages without K and V."""
-    page = page_bytes(model)
-    return 64 * (-(-state_bytes(model) // page) if page else 16)
+    """Positions between snapshots: whole pages that take as much memory, or 16 pages without K and V.
 
-
-def contents(session: Session) -> list[bytes]:
-    """K and V of each layer with attention, and the states of the others."""
-    return [np.asarray(part).tobytes() for part in session.native.export_state()[2]]
-
-
-def fresh(model: Model, ids: Sequence[int] | Array) -> tuple[Array, list[bytes]]:
-    """Logits and contents of a session that computes the tokens in one call."""
-    with model.session() as session:
-        return session.forward_prompt_logits(ids), contents(session)
-
-
-def assert_equals_fresh(model: Model, session: Session, ids: Array, logits: Array) -> None:
-    """Compare a session with one that computed the same tokens in one call."""
-    expected, parts = fresh(model, ids)
-    assert session.tokens == list(ids)
-    if model.device.startswith("CPU"):
-        np.testing.assert_array_equal(logits, expected)
-        assert contents(session) == parts
-    else:
-        assert np.argmax(logits) == np.argmax(expected)
-        np.testing.assert_allclose(logits, expected, atol=1e-3 * np.abs(expected).max())
+    A session without states continues from any position.
+    """
+    page, states = page_bytes(model), state_bytes(model)
+    if not states:
+        return 1
+    return 64 * (-(-states // page) if page else 16)

@@ -1,59 +1,47 @@
-"""States of recurrent layers: a session that was split, rewound, forked or batched equals a fresh one."""
+"""States of recurrent layers: their values, their memory, and the distances of their snapshots."""
 
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from support.kinds import assert_equals_fresh, fresh, ids_of
 from support.native_requests import choose
 from support.programs import finished
 from support.recurrent import (
+    ARCHITECTURES,
+    LARGE,
     NAMES,
-    Array,
-    assert_equals_fresh,
-    contents,
-    fresh,
-    ids_of,
+    PAGEWISE,
     interval,
     kinds_of,
-    long_ids,
     page_bytes,
     state_bytes,
 )
 from support.reference import ReferenceModel
-from support.small_models import MODELS, with_tensor, write
+from support.saved_sessions import rewrite
+from support.small_models import MODELS, write
 from support.tiny_models import TINY_RECURRENT
 
-from metal_prefill import Model, NumericalError
+from metal_prefill import KVMemoryError, Model, StateError
 from metal_prefill.files._model_tensors import core_config
+from metal_prefill.serve._prefix_store import PrefixStore
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", "q8_0"])
-@pytest.mark.parametrize("name", NAMES)
-def test_results_are_bit_identical_for_any_split_and_number_of_threads(
-    name: str, kv_dtype: str, model_path: Callable[[str], Path]
-) -> None:
-    if kv_dtype == "q8_0" and MODELS[name].head_dim % 32:
-        pytest.skip("heads that are no blocks")
-    outcomes = []
-    ids = ids_of(300)
-    for threads, cuts in [
-        (1, [300]),
-        (2, [300]),
-        (3, [1, 1, 1, 60, 1, 1, 135, 100]),
-        (2, [1] * 10 + [64] + [2] * 113),
-    ]:
-        with Model(model_path(name), device="cpu", threads=threads, kv_dtype=kv_dtype) as model:
-            session = model.session()
-            done = 0
-            for n in cuts:
-                logits = session.forward_prompt_logits(ids[done : done + n])
-                done += n
-            outcomes.append((logits.tobytes(), contents(session)))
-    assert all(outcome == outcomes[0] for outcome in outcomes)
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Write the tiny model of each architecture once."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return cache(lambda name: write(folder / f"{name}.gguf", TINY_RECURRENT[name]))
+
+
+@pytest.fixture(scope="module", params=LARGE)
+def large_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model whose states are larger than its pages."""
+    return write(tmp_path_factory.mktemp("large") / "large.gguf", LARGE[request.param])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -84,116 +72,153 @@ def test_the_state_is_that_of_the_reference(
                 assert error < (1e-9 if device == "cpu" else 5e-6)
 
 
-def test_pages_hold_only_layers_with_attention(model: Model) -> None:
-    with model.session() as session:
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_pages_hold_only_layers_with_attention(
+    device: str, name: str, tiny_path: Callable[[str], Path]
+) -> None:
+    with Model(tiny_path(name), device=device) as model, model.session() as session:
         session.forward_prompt(ids_of(64))
         page, states = page_bytes(model), state_bytes(model)
         assert page < session.stats()["kv_cache_bytes"] <= 1.5 * page + 2 * (states + 4096)
 
 
-def test_a_rewound_session_continues_like_a_fresh_one(model: Model) -> None:
-    """Only tokens after the last snapshot are computed again."""
-    ids, rest = long_ids(model.device), ids_of(40, seed=1)
-    session = model.session()
-    session.forward_prompt(ids)
-    last = len(ids) - 1
-    for position in (last, *(p for p in (256, 255, 200, 128, 127, 65, 64, 63, 2, 1, 0) if p < last)):
-        session.rewind(position)
-        logits = session.forward_prompt_logits(rest)
-        assert_equals_fresh(model, session, np.concatenate([ids[:position], rest]), logits)
-        assert session.stats()["tokens_recomputed"] == position % interval(model)
-        session.forward_token(3)
-        assert session.stats()["tokens_recomputed"] == 0
+def test_large_states_are_recomputed_after_rejected_drafts(device: str, large_path: Path) -> None:
+    ids = ids_of(30)
+    with Model(large_path, device=device) as model, model.session() as session:
+        right = session.forward_prompt(ids)
+        session.rewind(29)
+        assert choose(session.native, [ids[29], right, (right + 1) % 320, 5], 3)[0] == right
+        position = session.position
+        logits = session.forward_token(7)
+        assert session.stats()["tokens_recomputed"] == position - 29
+        assert_equals_fresh(model, session, np.append([*ids, right][:position], 7), logits)
 
 
-def test_repeated_rewinds_discard_later_tokens(model: Model) -> None:
-    session = model.session()
-    kept: list[int] = []
-    for round_, position in enumerate([0, 80, 70, 130, 64, 30]):
-        session.rewind(position)
-        added = ids_of(90, seed=round_)
-        kept = [*kept[:position], *added.tolist()]
-        logits = session.forward_prompt_logits(added)
-    assert_equals_fresh(model, session, np.array(kept), logits)
+@pytest.mark.parametrize("states", [1, 4, 13])
+def test_a_growing_conversation_is_computed_once_while_its_prefix_fits(large_path: Path, states: int) -> None:
+    """States at the ends of earlier turns take no memory from later ones."""
+    with Model(large_path, device="cpu", threads=1) as model:
+        page, state, distance = page_bytes(model), state_bytes(model), interval(model)
+    turns, tokens = 25, 40
+    pages = turns * tokens // 64 + 1
+    room = pages * page + (turns * tokens // distance + states) * state
+    ids = ids_of(turns * tokens)
+    with Model(large_path, device="cpu", threads=1, prefix_memory=room) as model:
+        for turn in range(1, turns + 1):
+            with model.session() as session:
+                session.forward_prompt(ids[: turn * tokens], reuse=True)
+                assert session.stats()["tokens_reused"] == (turn - 1) * tokens
 
 
-def test_a_fork_and_its_origin_do_not_see_each_other(model: Model) -> None:
-    ids, one, other = ids_of(100), ids_of(30, seed=1), ids_of(30, seed=2)
-    session = model.session()
-    session.forward_prompt(ids)
-    fork = session.fork()
-    logits = session.forward_prompt_logits(one)
-    of_fork = fork.forward_prompt_logits(other)
-    assert_equals_fresh(model, session, np.concatenate([ids, one]), logits)
-    assert_equals_fresh(model, fork, np.concatenate([ids, other]), of_fork)
-    again = fork.fork()
-    again.rewind(90)
-    session.close()
-    fork.close()
-    assert_equals_fresh(model, again, np.append(ids[:90], 5), again.forward_token(5))
+def test_the_distance_of_snapshots_follows_from_the_size_of_a_state(large_path: Path) -> None:
+    """Snapshots are as many pages apart as take the memory of a state."""
+    ids = ids_of(680)
+    with Model(large_path, device="cpu") as model, model.session() as session:
+        session.forward_prompt(ids)
+        page = page_bytes(model)
+        distance = 64 * -(-(1100 * 64 * 4) // page)
+        for position in (679, 2 * distance, 2 * distance - 1):
+            session.rewind(position)
+            session.forward_token(int(ids[position]))
+            assert session.stats()["tokens_recomputed"] == position % distance
+        assert session.stats()["kv_cache_bytes"] < 3 * page * 680 / 64
 
 
-def test_a_fork_in_a_progress_callback_has_the_finished_chunks(
-    device: str, name: str, model_path: Callable[[str], Path]
+def test_without_pages_snapshots_are_1024_positions_apart(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", replace(MODELS["mamba2"], layers=1, context=4096))
+    ids = ids_of(2300)
+    with Model(path, device="cpu") as model, model.session() as session:
+        session.forward_prompt(ids)
+        for position in (2299, 2048, 1500, 1023):
+            session.rewind(position)
+            logits = session.forward_token(int(ids[position]))
+            assert session.stats()["tokens_recomputed"] == position % 1024
+            assert_equals_fresh(model, session, ids[: position + 1], logits)
+        assert session.stats()["kv_cache_bytes"] < 64 * 20 + 4 * (state_bytes(model) + 4096)
+
+
+@pytest.mark.parametrize("name", PAGEWISE)
+def test_a_prefix_stored_on_disk_continues_from_its_state(
+    name: str, device: str, tiny_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    ids, forks = long_ids(device), []
-    with Model(model_path(name), device=device, chunk_tokens=64) as model:
-        session = model.session()
-        logits = session.forward_prompt_logits(ids, progress=lambda done, total: forks.append(session.fork()))
-        assert [fork.position for fork in forks] == [*range(64, len(ids), 64), len(ids)]
-        for fork in forks:
-            assert_equals_fresh(model, fork, np.append(ids[: fork.position], 9), fork.forward_token(9))
-        assert_equals_fresh(model, session, ids, logits)
+    shared = ids_of(140)
+    prompts = [np.append(shared, ids_of(20, seed=seed)).astype(np.int32) for seed in (1, 2, 3)]
+    for prompt in prompts[:2]:
+        with Model(tiny_path(name), device=device) as model:
+            store = PrefixStore(model.engine, tmp_path, 1 << 30)
+            for known in prompts[:2]:
+                with model.session() as session:
+                    session.forward_prompt(known, reuse=True)
+                store.note(known)
+            store.close()
+            assert store.saved == (1 if prompt is prompts[0] else 0)
+    with Model(tiny_path(name), device=device) as model:
+        store = PrefixStore(model.engine, tmp_path, 1 << 30)
+        store.load(prompts[2])
+        assert store.loaded == 1
+        with model.session() as session:
+            logits = session.forward_prompt_logits(prompts[2], reuse=True)
+            assert session.stats()["tokens_reused"] == 128
+            assert_equals_fresh(model, session, prompts[2], logits)
+        store.close()
 
 
-def test_a_stopped_prompt_keeps_its_chunks(device: str, name: str, tiny_path: Callable[[str], Path]) -> None:
-    def stop(done: int, total: int) -> None:
-        if done >= 128:
-            raise KeyError(done)
-
-    ids = long_ids(device)
-    with Model(tiny_path(name), device=device, chunk_tokens=64) as model:
-        session = model.session()
-        with pytest.raises(KeyError):
-            session.forward_prompt(ids, progress=stop)
-        assert session.position == 128
-        assert_equals_fresh(model, session, ids, session.forward_prompt_logits(ids[128:]))
-
-
-def test_a_failed_prompt_restores_the_state(device: str, name: str, tmp_path: Path) -> None:
-    """The second chunk fails: a token's embedding is NaN."""
-    shape = replace(TINY_RECURRENT[name], embedding="F32", output_type="F32")
-    plain = write(tmp_path / "plain.gguf", shape)
-
-    def spoil(values: Array) -> None:
-        values.reshape(shape.vocab, shape.dim)[319] = np.nan
-
-    path = with_tensor(tmp_path / "nan.gguf", plain, "token_embd.weight", spoil)
-    ids = ids_of(150) % 319
-    with Model(path, device=device, chunk_tokens=64) as model, model.session() as session:
-        session.forward_prompt(ids[:70])
-        before = contents(session)
-        for spoilt in ([*ids[70:], 319], [319], [1, 319]):
-            with pytest.raises(NumericalError):
-                session.forward_prompt_logits(spoilt)
-            assert session.position == 70
-            assert contents(session) == before
-        assert_equals_fresh(model, session, np.append(ids[:70], 5), session.forward_token(5))
-        session.rewind(68)
-        logits = session.forward_prompt_logits(ids[68:100])
-        assert_equals_fresh(model, session, ids[:100], logits)
+def test_devices_continue_each_others_sessions(
+    metal: None, model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for name in ("values wider than keys", *NAMES):
+        models = [Model(model_path(name), device=device, compute="f32") for device in ("cpu", "metal")]
+        ids = ids_of(90)
+        for first, second in (models, models[::-1]):
+            session = first.session()
+            session.forward_prompt(ids)
+            session.save(tmp_path / "s.session")
+            logits = second.load_session(tmp_path / "s.session").forward_token(3)
+            expected = session.forward_token(3)
+            np.testing.assert_allclose(logits, expected, atol=2e-3 * np.abs(expected).max())
 
 
-def test_closed_sessions_release_their_states(model: Model) -> None:
-    with model.session() as session, session.fork() as fork:
-        session.forward_prompt(ids_of(200))
-        fork.forward_prompt(ids_of(100))
-        session.rewind(100)
-    assert model.stats()["kv_pool_bytes"] == 0
-    with model.session() as session:
-        session.forward_prompt(ids_of(200), reuse=True)
-    stats = model.stats()
-    assert stats["kv_pool_bytes"] == stats["prefix_bytes"] > 0
+def test_snapshots_are_evicted_if_memory_is_short(device: str, tiny_path: Callable[[str], Path]) -> None:
+    """Three prompts of four pages fit; snapshots do not fit as well, so more tokens are recomputed."""
+    ids = [ids_of(250, seed=seed) for seed in range(3)]
+    with Model(tiny_path("qwen35"), device=device, prefix_memory=0) as model:
+        page = page_bytes(model)
+        limit = int(12 * page * 1.1) + 6 * state_bytes(model)
+        sessions = [model.session() for _ in ids]
+        for session, prompt in zip(sessions, ids, strict=True):
+            session.forward_prompt(prompt)
+        assert model.stats()["kv_pool_bytes"] > limit
+        expected = [fresh(model, np.append(prompt[:200], 5))[0] for prompt in ids]
+    with Model(tiny_path("qwen35"), device=device, kv_memory=limit, prefix_memory=0) as model:
+        sessions = [model.session() for _ in ids]
+        for session, prompt in zip(sessions, ids, strict=True):
+            session.forward_prompt(prompt)
+        assert model.stats()["kv_pool_bytes"] <= limit
+        for session, wanted in zip(sessions, expected, strict=True):
+            session.rewind(200)
+            logits = session.forward_token(5)
+            bound = 0 if device == "cpu" else 1e-3 * np.abs(wanted).max()
+            np.testing.assert_allclose(logits, wanted, atol=bound)
+        one_more = model.session()
+        with pytest.raises(KVMemoryError, match="kv_memory"):
+            one_more.forward_prompt(ids_of(900))
+        for session in sessions:
+            assert session.position == 201
+
+
+@pytest.mark.parametrize("cached", [-1, 6])
+def test_a_file_with_states_of_other_tokens_is_rejected(
+    cached: int, model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Without K and V, the number of tokens whose states a file has is a tensor of its own."""
+    path = tmp_path / "s.session"
+    with Model(model_path("mamba2"), device="cpu") as model:
+        with model.session() as session:
+            session.forward_prompt(ids_of(5))
+            session.save(path)
+        rewrite(path, arrays={"computed": np.array([cached], np.int32)})
+        with pytest.raises(StateError, match=f"states of {cached} tokens, and 5 tokens"):
+            model.load_session(path)
 
 
 GENERATING = """
@@ -227,114 +252,8 @@ with Model(sys.argv[1], device=sys.argv[2], threads=2) as model:
 """
 
 
-@pytest.mark.parametrize("name", ["mamba2", "lfm2"])
+@pytest.mark.parametrize(("name", "device"), [("mamba2", "cpu"), ("lfm2", "metal")], indirect=["device"])
 def test_threads_generate_at_the_same_time(name: str, device: str, tiny_path: Callable[[str], Path]) -> None:
     program = [sys.executable, "-c", GENERATING, str(tiny_path(name)), device]
     done = finished(program)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_rejected_drafts_restore_the_state_before_them(model: Model) -> None:
-    """Seven drafts, of which the one at index `wrong` is wrong; 7: none."""
-    ids = ids_of(66)
-    with model.session() as session:
-        chosen = [session.forward_prompt(ids)]
-        for _ in range(7):
-            chosen.append(session.forward_token_greedy(chosen[-1]))
-    for wrong in range(8):
-        drafts = chosen[:7]
-        if wrong < 7:
-            drafts[wrong] = (drafts[wrong] + 1) % 320
-        with model.session() as session:
-            session.forward_prompt(ids[:60])
-            given = choose(session.native, [*ids[60:], *drafts], 7)
-            assert given == chosen[: wrong + 1]
-            kept = np.array([*ids, *chosen[:wrong]])
-            assert_equals_fresh(model, session, np.append(kept, 11), session.forward_token(11))
-            assert session.stats()["tokens_recomputed"] == 0
-
-
-def test_no_snapshot_is_kept_of_rejected_drafts(model: Model) -> None:
-    """The pass writes the state at position 64, which is an end of a page, after a wrong draft."""
-    ids = ids_of(60)
-    session = model.session()
-    right = session.forward_prompt(ids)
-    wrong = (right + 1) % 320
-    choose(session.native, [right, wrong, 1, 2, 3, 4, 5, 6], 7)
-    kept = [*ids, *session.tokens[60:]]
-    assert len(kept) < 64
-    kept += ids_of(30, seed=1).tolist()
-    session.forward_prompt(kept[session.position :])
-    session.rewind(65)
-    assert_equals_fresh(model, session, np.array([*kept[:65], 3]), session.forward_token(3))
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
-def test_speculation_does_not_change_the_text(model: Model, options: dict[str, Any]) -> None:
-    prompt = np.tile(ids_of(7), 9)
-
-    def text(speculate: Any) -> tuple[list[int], list[int]]:
-        with model.session() as session:
-            pieces = list(session.stream(prompt, 16, speculate=speculate, **options))
-            return [piece.token for piece in pieces], session.tokens
-
-    expected = text("off")
-    made = [*prompt.tolist(), *expected[0]]
-    assert text("lookup") == expected
-    assert text(lambda ids: [*made[len(ids) : len(ids) + 3], 5]) == expected
-
-
-def test_large_states_are_recomputed_after_rejected_drafts(device: str, large_path: Path) -> None:
-    ids = ids_of(30)
-    with Model(large_path, device=device) as model, model.session() as session:
-        right = session.forward_prompt(ids)
-        session.rewind(29)
-        assert choose(session.native, [ids[29], right, (right + 1) % 320, 5], 3)[0] == right
-        position = session.position
-        logits = session.forward_token(7)
-        assert session.stats()["tokens_recomputed"] == position - 29
-        assert_equals_fresh(model, session, np.append([*ids, right][:position], 7), logits)
-
-
-def test_sequences_of_a_batch_are_bit_identical_to_single_ones(model: Model) -> None:
-    """Some share a prefix, one was rewound, some are short."""
-    ids = ids_of(200)
-    prompts = [ids[:n] for n in (130, 131, 5, 1, 200)]
-    prompts += [np.append(ids[:100], ids_of(40, seed=3)), ids_of(115, seed=4)]
-    sessions = [model.session() for _ in prompts]
-    sessions[6].forward_prompt(ids_of(50, seed=4))
-    sessions[6].rewind(45)
-    taken = [*prompts[:6], prompts[6][45:]]
-    logits = model.forward_batch(sessions, taken, output="logits")
-    for session, prompt, result in zip(sessions, prompts, logits, strict=True):
-        assert_equals_fresh(model, session, prompt, result)
-    logits = model.forward_batch(sessions, [[7]] * len(sessions), output="logits")
-    for session, prompt, result in zip(sessions, prompts, logits, strict=True):
-        assert_equals_fresh(model, session, np.append(prompt, 7), result)
-
-
-def test_prompts_of_a_batch_compute_their_common_prefix_once(model: Model) -> None:
-    ids = ids_of(150)
-    prompts = [np.concatenate([ids[:100], ids_of(20, seed=seed)]) for seed in range(4)]
-    logits = model.forward_prompts(prompts, return_logits=True)
-    for prompt, result in zip(prompts, logits, strict=True):
-        expected, _ = fresh(model, prompt)
-        if model.device.startswith("CPU"):
-            np.testing.assert_array_equal(result, expected)
-        else:
-            np.testing.assert_allclose(result, expected, atol=1e-3 * np.abs(expected).max())
-
-
-def test_scheduled_texts_match_single_ones(model: Model) -> None:
-    prompts = [ids_of(n, seed=n % 3).tolist() for n in (5, 90, 91, 140, 33)]
-
-    def texts(of: list[list[int]]) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in of]
-        for index, piece in model.stream_many(of, 8):
-            assert not isinstance(piece, Exception)
-            found[index].append(piece.token)
-        return found
-
-    together = texts(prompts)
-    for prompt, text in zip(prompts, together, strict=True):
-        assert texts([prompt]) == [text]

@@ -21,17 +21,6 @@ from metal_prefill.synth import synthesize
 ROMEO = [0, 814, 26, 199, 450, 366, 70, 84]  # "ROMEO:\nBut soft"
 
 
-def test_a_loaded_session_continues_bit_for_bit(demo: Model, saved: Path) -> None:
-    with demo.session() as original:
-        original.forward_prompt(PROMPT)
-        loaded = demo.load_session(saved)
-        assert loaded.position == len(PROMPT)
-        assert loaded.tokens == PROMPT
-        for token in (5, 900, 17):
-            np.testing.assert_array_equal(loaded.forward_token(token), original.forward_token(token))
-        assert loaded.forward_prompt(PROMPT[:9]) == original.forward_prompt(PROMPT[:9])
-
-
 def test_a_loaded_prefix_is_reused(demo: Model, saved: Path) -> None:
     with demo.load_session(saved) as session:
         session.forward_prompt([*PROMPT, 1, 2, 3], reuse=True)
@@ -55,34 +44,6 @@ def test_notes_are_restored_with_the_session(demo: Model, tmp_path: Path) -> Non
         session.save(tmp_path / "s.session")
     assert demo.load_session(tmp_path / "s.session").notes == session.notes
     assert demo.session().notes == ""
-
-
-def test_a_rewound_session_saves_its_remaining_tokens(demo: Model, tmp_path: Path) -> None:
-    path = tmp_path / "half.session"
-    with demo.session() as session:
-        session.forward_prompt(PROMPT)
-        session.rewind(33)
-        session.save(path)
-        loaded = demo.load_session(path, max_context=64)
-        assert loaded.tokens == PROMPT[:33]
-        np.testing.assert_array_equal(loaded.forward_token(5), session.forward_token(5))
-
-
-def test_an_empty_session_can_be_saved(demo: Model, tmp_path: Path) -> None:
-    path = tmp_path / "empty.session"
-    with demo.session() as session:
-        session.save(path)
-    with demo.load_session(path) as loaded:
-        assert loaded.position == 0
-        assert loaded.forward_prompt(PROMPT) == demo.forward_prompt(PROMPT)
-
-
-def test_a_float32_cache_is_saved_unchanged(device: str, demo_path: Path, tmp_path: Path) -> None:
-    path = tmp_path / "f32.session"
-    with Model(demo_path, device=device, kv_dtype="f32") as model, model.session() as session:
-        session.forward_prompt(PROMPT)
-        session.save(path)
-        np.testing.assert_array_equal(model.load_session(path).forward_token(5), session.forward_token(5))
 
 
 @pytest.mark.parametrize("head_dim", [20, 36, 64, 80])
@@ -156,23 +117,6 @@ def test_the_file_is_plain_safetensors_in_canonical_layout(demo: Model, saved: P
             assert array.dtype == np.float16
             assert np.isfinite(array).all()
             assert array.any(axis=-1).all(), "a row was never written"
-
-
-def test_devices_continue_each_others_sessions(metal: None, demo_path: Path, tmp_path: Path) -> None:
-    models = [Model(demo_path, device=device) for device in ("cpu", "metal")]
-    for first, second in (models, models[::-1]):
-        path = tmp_path / f"{first.backend}.session"
-        with first.session() as session:
-            session.forward_prompt(PROMPT)
-            session.save(path)
-            expected = session.forward_token(5)
-        with second.load_session(path) as session:
-            actual = session.forward_token(5)
-        assert int(actual.argmax()) == int(expected.argmax())
-        # The engines differ in the precision of activations (8 bits per block against half), not in meaning.
-        assert np.corrcoef(actual, expected)[0, 1] > 0.999
-    for model in models:
-        model.close()
 
 
 def test_another_model_is_rejected(demo: Model, device: str, saved: Path, tmp_path: Path) -> None:

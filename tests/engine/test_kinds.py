@@ -1,0 +1,381 @@
+"""Sessions of models of every kind: results equal those of one prompt, however its tokens are computed."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.kinds import (
+    ALL_KINDS,
+    KINDS,
+    STEPS,
+    VOCAB,
+    Array,
+    assert_equals_fresh,
+    assert_same_logits,
+    contents,
+    fresh,
+    ids_of,
+    long_ids,
+)
+from support.native_requests import choose
+from support.recurrent import interval
+from support.small_models import MODELS, with_tensor, write
+
+from metal_prefill import Model, NumericalError
+
+CHUNK = 64  # tokens
+
+
+@pytest.fixture(scope="session")
+def kind_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Write the model of each kind once."""
+    folder = tmp_path_factory.mktemp("kinds")
+    return cache(lambda name: write(folder / f"{name}.gguf", ALL_KINDS[name].shape))
+
+
+ON_CPU = [("cpu", name) for name in ALL_KINDS]
+ON_METAL = [("metal", name) for name in KINDS]
+steps_of_both = pytest.mark.parametrize(
+    "kind", [*ON_CPU, *ON_METAL, *(("metal", name) for name in STEPS)], indirect=True, ids=", ".join
+)
+
+
+@pytest.fixture(params=[*ON_CPU, *ON_METAL], ids=", ".join)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Run a test with each kind on each device that has it."""
+    device, name = request.param
+    if device == "metal":
+        request.getfixturevalue("metal")
+    return device, name
+
+
+@pytest.fixture
+def model(kind: tuple[str, str], kind_path: Callable[[str], Path]) -> Iterator[Model]:
+    device, name = kind
+    kv_dtype: Any = ALL_KINDS[name].kv_dtype
+    with Model(kind_path(name), device=device, kv_dtype=kv_dtype, threads=2, chunk_tokens=CHUNK) as model:
+        yield model
+
+
+def test_a_rewound_session_continues_like_a_fresh_one(model: Model) -> None:
+    """Only tokens after the last snapshot are computed again."""
+    ids, rest = long_ids(model.device), ids_of(40, seed=1)
+    session = model.session()
+    session.forward_prompt(ids)
+    last = len(ids) - 1
+    for position in (last, *(p for p in (256, 255, 200, 128, 127, 64, 63, 1, 0) if p < last)):
+        session.rewind(position)
+        logits = session.forward_prompt_logits(rest)
+        assert_equals_fresh(model, session, np.concatenate([ids[:position], rest]), logits)
+        assert session.stats()["tokens_recomputed"] == position % interval(model)
+        session.forward_token(3)
+        assert session.stats()["tokens_recomputed"] == 0
+
+
+def test_repeated_rewinds_discard_later_tokens(model: Model) -> None:
+    session = model.session()
+    kept: list[int] = []
+    for round_, position in enumerate([0, 80, 70, 130, 64, 30]):
+        session.rewind(position)
+        added = ids_of(90, seed=round_)
+        kept = [*kept[:position], *added.tolist()]
+        logits = session.forward_prompt_logits(added)
+    assert_equals_fresh(model, session, np.array(kept), logits)
+
+
+def test_a_fork_and_its_origin_do_not_see_each_other(model: Model) -> None:
+    """From positions at the ends of pages and of blocks, and next to them."""
+    ids, one, other = ids_of(100), ids_of(30, seed=1), ids_of(30, seed=2)
+    session = model.session()
+    session.forward_prompt(ids)
+    for position in (100, 64, 63, 15, 1):
+        session.rewind(position)
+        fork = session.fork()
+        logits, of_fork = model.forward_batch([session, fork], [one, other], output="logits")
+        again = 0 if position == 100 else position % interval(model)  # a snapshot is at the end of the prompt
+        assert session.stats()["tokens_recomputed"] == fork.stats()["tokens_recomputed"] == again
+        assert_equals_fresh(model, session, np.concatenate([ids[:position], one]), logits)
+        assert_equals_fresh(model, fork, np.concatenate([ids[:position], other]), of_fork)
+    second = fork.fork()
+    second.rewind(20)
+    session.close()
+    fork.close()
+    kept = np.concatenate([ids[:1], other[:19], [5]])
+    assert_equals_fresh(model, second, kept, second.forward_token(5))
+
+
+def test_forks_in_a_progress_callback_have_the_finished_chunks(model: Model) -> None:
+    ids, forks = long_ids(model.device), []
+    session = model.session()
+    logits = session.forward_prompt_logits(ids, progress=lambda done, total: forks.append(session.fork()))
+    assert [fork.position for fork in forks] == [*range(CHUNK, len(ids), CHUNK), len(ids)]
+    for fork in forks:
+        assert_equals_fresh(model, fork, np.append(ids[: fork.position], 9), fork.forward_token(9))
+    assert_equals_fresh(model, session, ids, logits)
+
+
+def test_a_stopped_prompt_keeps_its_chunks(model: Model) -> None:
+    def stop(done: int, total: int) -> None:
+        if done >= 2 * CHUNK:
+            raise KeyError(done)
+
+    ids = long_ids(model.device)
+    session = model.session()
+    with pytest.raises(KeyError):
+        session.forward_prompt(ids, progress=stop)
+    assert session.position == 2 * CHUNK
+    assert_equals_fresh(model, session, ids, session.forward_prompt_logits(ids[2 * CHUNK :]))
+
+
+def test_a_failed_prompt_restores_the_state(kind: tuple[str, str], tmp_path: Path) -> None:
+    """The second chunk fails: a token's embedding is NaN."""
+    device, name = kind
+    shape = replace(ALL_KINDS[name].shape, embedding="F32", output_type="F32")
+    plain = write(tmp_path / "plain.gguf", shape)
+
+    def spoil(values: Array) -> None:
+        values.reshape(VOCAB, shape.dim)[319] = np.nan
+
+    path = with_tensor(tmp_path / "nan.gguf", plain, "token_embd.weight", spoil)
+    ids = ids_of(150) % 319
+    with Model(path, device=device, chunk_tokens=CHUNK) as model, model.session() as session:
+        session.forward_prompt(ids[:70])
+        before = contents(session)
+        for spoilt in ([*ids[70:], 319], [319], [1, 319]):
+            with pytest.raises(NumericalError):
+                session.forward_prompt_logits(spoilt)
+            assert session.position == 70
+            assert contents(session) == before
+        assert_equals_fresh(model, session, np.append(ids[:70], 5), session.forward_token(5))
+        session.rewind(68)
+        logits = session.forward_prompt_logits(ids[68:100])
+        assert_equals_fresh(model, session, ids[:100], logits)
+
+
+def test_closed_sessions_release_their_memory(model: Model) -> None:
+    with model.session() as session, session.fork() as fork:
+        session.forward_prompt(ids_of(200))
+        fork.forward_prompt(ids_of(100))
+        session.rewind(100)
+    assert model.stats()["kv_pool_bytes"] == 0
+    with model.session() as session:
+        session.forward_prompt(ids_of(200), reuse=True)
+    stats = model.stats()
+    assert stats["kv_pool_bytes"] == stats["prefix_bytes"] > 0
+
+
+def test_rejected_drafts_restore_the_state_before_them(model: Model) -> None:
+    """Seven drafts, of which the one at index `wrong` is wrong; 7: none."""
+    ids = ids_of(66)
+    with model.session() as session:
+        chosen = [session.forward_prompt(ids)]
+        for _ in range(7):
+            chosen.append(session.forward_token_greedy(chosen[-1]))
+    for wrong in (0, 1, 4, 7):
+        drafts = chosen[:7]
+        if wrong < 7:
+            drafts[wrong] = (drafts[wrong] + 1) % VOCAB
+        with model.session() as session:
+            session.forward_prompt(ids[:60])
+            given = choose(session.native, [*ids[60:], *drafts], 7)
+            assert given == chosen[: wrong + 1]
+            kept = np.array([*ids, *chosen[:wrong]])
+            assert_equals_fresh(model, session, np.append(kept, 11), session.forward_token(11))
+            assert session.stats()["tokens_recomputed"] == 0
+
+
+def test_no_snapshot_is_kept_of_rejected_drafts(model: Model) -> None:
+    """The pass writes the state at position 64, which is an end of a page, after a wrong draft."""
+    ids = ids_of(60)
+    session = model.session()
+    right = session.forward_prompt(ids)
+    wrong = (right + 1) % VOCAB
+    choose(session.native, [right, wrong, 1, 2, 3, 4, 5, 6], 7)
+    kept = [*ids, *session.tokens[60:]]
+    assert len(kept) < 64
+    kept += ids_of(30, seed=1).tolist()
+    session.forward_prompt(kept[session.position :])
+    session.rewind(65)
+    assert_equals_fresh(model, session, np.array([*kept[:65], 3]), session.forward_token(3))
+
+
+def test_speculation_does_not_change_the_text(model: Model) -> None:
+    prompt = np.tile(ids_of(7), 9)
+    options: dict[str, Any]
+    for options in ({}, {"temperature": 1.0, "seed": 3}):
+
+        def text(speculate: Any, options: dict[str, Any] = options) -> tuple[list[int], list[int]]:
+            with model.session() as session:
+                pieces = list(session.stream(prompt, 10, speculate=speculate, **options))
+                return [piece.token for piece in pieces], session.tokens
+
+        expected = text("off")
+        made = [*prompt.tolist(), *expected[0]]
+        assert text("lookup") == expected
+        assert text(lambda ids, made=made: [*made[len(ids) : len(ids) + 3], 5]) == expected
+        if not options:
+            with model.session() as session:
+                token = session.forward_prompt(prompt)
+                for chosen in expected[0]:
+                    assert token == chosen
+                    token = session.forward_token_greedy(token)
+
+
+@steps_of_both
+def test_scores_are_those_of_single_tokens(model: Model) -> None:
+    """Every row has an output, in all layers; of a prompt only the last one has."""
+    ids = ids_of(70 if model.backend == "cpu" else 34)
+    scores = model.score(ids)
+    with model.session() as session:
+        for i, token in enumerate(ids[:-1]):
+            logits = session.forward_token(int(token)).astype(np.float64)
+            expected = logits[ids[i + 1]] - np.logaddexp.reduce(logits)
+            # On Metal logits of few and of many tokens differ by 1e-3 of the largest, as does their sum.
+            bound = 1e-5 if model.backend == "cpu" else 2e-3 * np.abs(logits).max()
+            assert scores[i] == pytest.approx(expected, abs=bound)
+
+
+@steps_of_both
+def test_sequences_of_a_batch_are_those_of_single_sessions(model: Model) -> None:
+    """Some share a prefix, one was rewound, some are short, and all together fill several passes."""
+    ids = ids_of(70)
+    prompts = [ids[:n] for n in (64, 70, 5, 1)]
+    prompts += [np.append(ids[:50], ids_of(20, seed=3)), ids_of(75, seed=4)]
+    sessions = [model.session() for _ in prompts]
+    sessions[5].forward_prompt(ids_of(50, seed=4))
+    sessions[5].rewind(45)
+    taken = [*prompts[:5], prompts[5][45:]]
+    logits = model.forward_batch(sessions, taken, output="logits")
+    for session, prompt, result in zip(sessions, prompts, logits, strict=True):
+        assert_equals_fresh(model, session, prompt, result)
+    added = [[7], [7, 8, 9], [7] * 8, [7], [7, 8], [7]]
+    logits = model.forward_batch(sessions, added, output="logits")
+    for session, prompt, more, result in zip(sessions, prompts, added, logits, strict=True):
+        assert_equals_fresh(model, session, np.append(prompt, more), result)
+
+
+def test_prompts_of_a_batch_compute_their_common_prefix_once(model: Model) -> None:
+    """Its last token is within a page, or the first of one."""
+    for seed, known in enumerate((100, 65)):
+        prompts = [np.concatenate([ids_of(known, seed), ids_of(20, 9 + i)]) for i in range(3)]
+        sessions = [model.session() for _ in prompts]
+        logits = model.forward_batch(sessions, prompts, output="logits", reuse=True)
+        for prompt, result in zip(prompts, logits, strict=True):
+            assert_same_logits(model, result, fresh(model, prompt)[0])
+        assert sorted(session.stats()["tokens_reused"] for session in sessions) == [0, known, known]
+
+
+def test_scheduled_texts_match_single_ones(model: Model) -> None:
+    prompts = [ids_of(n, seed=n % 3).tolist() for n in (5, 70, 71, 130, 33)]
+
+    def texts(of: list[list[int]]) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in of]
+        for index, piece in model.stream_many(of, 6):
+            assert not isinstance(piece, Exception)
+            found[index].append(piece.token)
+        return found
+
+    together = texts(prompts)
+    for prompt, text in zip(prompts, together, strict=True):
+        assert texts([prompt]) == [text]
+
+
+def test_reuse_continues_from_its_own_snapshots(model: Model) -> None:
+    ids, end = long_ids(model.device), ids_of(50, seed=1)
+    known = len(ids) - 50
+    session = model.session()
+    session.forward_prompt(ids)
+    prompt = np.concatenate([ids[:known], end])
+    logits = session.forward_prompt_logits(prompt, reuse=True)
+    again = known % interval(model)
+    assert (session.stats()["tokens_reused"], session.stats()["tokens_recomputed"]) == (known - again, again)
+    assert_equals_fresh(model, session, prompt, logits)
+    longer = np.append(prompt, ids_of(3, seed=2))  # a turn of a chat: nothing is recomputed
+    logits = session.forward_prompt_logits(longer, reuse=True)
+    assert (session.stats()["tokens_reused"], session.stats()["tokens_recomputed"]) == (len(ids), 0)
+    assert_equals_fresh(model, session, longer, logits)
+
+
+def test_a_later_session_finds_prefixes_at_their_snapshots(model: Model) -> None:
+    """In its namespace alone."""
+    ids, end = ids_of(200), ids_of(50, seed=1)
+    with model.session() as session:
+        session.forward_prompt(ids, reuse=True)
+    with model.session(prefix_namespace="another") as session:
+        session.forward_prompt(ids, reuse=True)
+        assert session.stats()["tokens_reused"] == 0
+    for known in (200, 199, 130, 64, 63):
+        reused = known if known == 200 else known - known % interval(model)  # 200: the end of the prompt
+        prompt = np.concatenate([ids[:known], end])
+        with model.session() as session:
+            logits = session.forward_prompt_logits(prompt, reuse=True)
+            assert session.stats()["tokens_reused"] == reused
+            assert session.stats()["tokens_recomputed"] == known - reused
+            assert_equals_fresh(model, session, prompt, logits)
+
+
+def test_a_shared_prefix_is_not_overwritten(model: Model) -> None:
+    ids = ids_of(150)
+    with model.session() as session:
+        session.forward_prompt(ids, reuse=True)
+    for seed in (1, 2, 3):
+        prompt = np.concatenate([ids[:140], ids_of(100, seed=seed)])
+        with model.session() as session:
+            assert_equals_fresh(model, session, prompt, session.forward_prompt_logits(prompt, reuse=True))
+    with model.session() as session:
+        logits = session.forward_prompt_logits(np.append(ids, 7), reuse=True)
+        assert session.stats()["tokens_reused"] == 150
+        assert_equals_fresh(model, session, np.append(ids, 7), logits)
+
+
+def test_a_saved_session_continues_bit_for_bit(model: Model, tmp_path: Path) -> None:
+    session = model.session()
+    session.forward_prompt(ids_of(150))
+    session.save(tmp_path / "s.session")
+    loaded = model.load_session(tmp_path / "s.session")
+    assert loaded.tokens == session.tokens
+    assert contents(loaded) == contents(session)
+    assert loaded.forward_token(5).tobytes() == session.forward_token(5).tobytes()
+    assert loaded.stats()["tokens_recomputed"] == 0
+
+
+def test_a_session_saved_after_a_rewind_recomputes_the_rest(model: Model, tmp_path: Path) -> None:
+    ids = ids_of(150)
+    session = model.session()
+    session.forward_prompt(ids)
+    session.rewind(140)
+    session.save(tmp_path / "s.session")
+    loaded = model.load_session(tmp_path / "s.session")
+    assert loaded.position == 140
+    assert_equals_fresh(model, loaded, np.append(ids[:140], 5), loaded.forward_token(5))
+    assert loaded.stats()["tokens_recomputed"] == 140 % interval(model)
+    empty = model.session()
+    empty.save(tmp_path / "empty.session")
+    empty = model.load_session(tmp_path / "empty.session")
+    assert_equals_fresh(model, empty, ids, empty.forward_prompt_logits(ids))
+
+
+# Those whose steps for few tokens differ from those of the models above, in kernels or in their order.
+FEW = ("gqa 3", "gemma4, wide heads", "gemma4, equal feed-forwards", "qwen3moe", "olmoe", "lfm2moe")
+
+
+@pytest.mark.parametrize("name", [*KINDS, *STEPS, *FEW])
+def test_up_to_eight_tokens_have_the_bits_of_single_ones_on_metal(
+    metal: None, tmp_path: Path, name: str
+) -> None:
+    """As a prompt of their own, and next to others in a batch."""
+    shape = ALL_KINDS[name].shape if name in ALL_KINDS else MODELS[name]
+    ids = ids_of(38)
+    with Model(write(tmp_path / "m.gguf", shape), device="metal") as model:
+        session = model.session()
+        session.forward_prompt(ids[:30])
+        forks = [session.fork() for _ in range(4)]
+        single = [session.forward_token(int(token)) for token in ids[30:]]
+        np.testing.assert_array_equal(forks[0].forward_prompt_logits(ids[30:]), single[7])
+        batch = model.forward_batch(forks[1:], [ids[30:33], ids[30:31], ids[30:]], output="logits")
+        for logits, expected in zip(batch, (single[2], single[0], single[7]), strict=True):
+            np.testing.assert_array_equal(logits, expected)
