@@ -2,14 +2,13 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGMLQuantizationType
 from metal_kernels import KernelLibrary
 from support import encoder_folders, small_models
 from support.cost_tables import SMOLLM, with_cores
@@ -21,7 +20,7 @@ from metal_prefill import DeviceError, Model, UnsupportedModelError, _core, synt
 from metal_prefill.conversion import convert
 from metal_prefill.files import GGUFFile, ModelConfig
 from metal_prefill.gpu._cost_model import CHIPS, find_chip, plan, shape_of, time_of, work_of
-from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
+from metal_prefill.gpu._cost_model.shapes import Shape
 from metal_prefill.gpu._trace import Dispatch, decode_args
 
 pytestmark = pytest.mark.emulator
@@ -143,40 +142,56 @@ def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
             assert encoded(model, tokens) == comparable(plan(shape_in(path), tokens))
 
 
-@pytest.mark.parametrize(
-    ("name", "expected", "most"),
-    [
-        ("jina-bert-v2, code", {0: 10, 1: 10}, 10),  # with norms of Q and K
-        ("lfm2", {0: 7, 1: 7, 3: 7}, 10),
-        ("mamba2", {0: 6, 1: 6}, 6),
-        ("granitehybrid", {0: 9, 1: 9}, 10),
-        ("qwen35", {0: 9}, 12),
-        ("qwen35, recurrence last", {0: 11}, 12),
-    ],
-)
-def test_a_layer_takes_as_many_dispatches_whatever_the_length(
-    tmp_path: Path, name: str, expected: dict[int, int], most: int
-) -> None:
+# Dispatches of each layer, of one token, of up to 8 and of more. One token has its rotation in attention.
+LAYERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "gqa 3": ((7, 7), (8, 8), (8, 8)),
+    "olmo2": ((9, 9), (10, 10), (11, 11)),
+    "jina-bert-v2, code": ((10, 10), (10, 10), (10, 10)),  # with norms of Q and K
+    "lfm2": ((7, 7, 7, 7), (7, 7, 8, 7), (7, 7, 8, 7)),
+    "mamba2": ((6, 6, 6), (6, 6, 6), (6, 6, 6)),
+    "granitehybrid": ((9, 9, 7, 9), (9, 9, 8, 9), (9, 9, 8, 9)),
+    # Attention and a state space share the norm and the product of their layer. The gate is part of the scan
+    # unless a norm follows.
+    "falcon-h1": ((10, 10, 10), (10, 10, 10), (10, 10, 10)),
+    "falcon-h1, norms in groups": ((11, 11), (11, 11), (11, 11)),
+    "qwen35": ((9, 9, 9, 8), (9, 9, 9, 9), (9, 9, 9, 9)),
+    "qwen35, recurrence last": ((11, 8, 11), (11, 9, 11), (11, 9, 11)),
+    "gemma4, equal feed-forwards": ((12,) * 6, (13,) * 6, (13,) * 6),
+    "gemma4, wide heads": ((12,) * 4, (13,) * 4, (13,) * 4),
+    "granitemoe": ((11, 11), (12, 12), (13, 12)),
+    "granitehybrid, experts": ((13, 13, 11), (13, 13, 12), (14, 14, 12)),
+    "qwen3moe": ((9, 9, 9), (10, 10, 10), (11, 11, 10)),
+    "olmoe": ((11, 11), (12, 12), (13, 12)),
+    "lfm2moe": ((7, 7, 9, 9), (7, 7, 10, 9), (7, 7, 11, 9)),
+    "privacy-filter, all experts": ((12, 12), (12, 12), (12, 12)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_takes_as_many_dispatches_at_any_length_and_position(tmp_path: Path, name: str) -> None:
+    """And with any number of experts. Attention in splits takes one dispatch more."""
     model = (small_models.MODELS | small_models.ENCODERS)[name]
-    shape = shape_in(small_models.write(tmp_path / "m.gguf", model))
-    for tokens, position in itertools.product((1, 2, 8, 9, 40, 300), (0, 500)):
-        per_layer = Counter(d.layer for d in plan(shape, tokens, position=position))
-        assert {layer: per_layer[layer] for layer in expected} == expected, (tokens, position)
-        assert max(per_layer[layer] for layer in range(model.layers)) <= most, (tokens, position)
+    models = [model]
+    if model.experts is not None:
+        models.append(replace(model, experts=replace(model.experts, count=3 * model.experts.count)))
+    for chosen in models:
+        shape = shape_in(small_models.write(tmp_path / "m.gguf", chosen))
+        output = "greedy" if shape.config.has_head else "hidden"
+        for tokens, position in itertools.product((1, 2, 8, 9, 40, 300), (0, 500)):
+            passes = plan(shape, tokens, position=position, output=output)
+            counts = Counter(d.layer for d in passes if d.kernel != "attention_combine")
+            found = tuple(counts[layer] for layer in range(model.layers))
+            assert found == LAYERS[name][0 if tokens == 1 else 1 if tokens <= 8 else 2], (tokens, position)
+            assert max(Counter(d.layer for d in passes if d.layer >= 0).values()) <= 14
 
 
-def test_an_encoder_with_experts_takes_twelve_dispatches_a_layer(tmp_path: Path) -> None:
+def test_experts_of_an_encoder_have_biases_and_attention_has_sinks(tmp_path: Path) -> None:
     model = small_models.ENCODERS["privacy-filter, all experts"]
     shape = shape_in(small_models.write(tmp_path / "m.gguf", model))
-    for tokens in (1, 8, 9, 300):
+    flags = {"attention_": "has_sinks", "choose_": "has_offset", "matmul_exp": "has_bias"}
+    for tokens in (9, 300):
         dispatches = plan(shape, tokens, output="hidden")
-        per_layer = Counter(d.layer for d in dispatches)
-        assert [per_layer[layer] for layer in range(model.layers)] == [12] * model.layers
-        for start, field in (
-            ("attention_", "has_sinks"),
-            ("choose_", "has_offset"),
-            ("matmul_exp", "has_bias"),
-        ):
+        for start, field in flags.items():
             assert {d.args[field] for d in dispatches if d.kernel.startswith(start)} == {1}
 
 
@@ -246,42 +261,6 @@ def test_experts_before_a_norm_of_the_stream_take_eleven_dispatches(tmp_path: Pa
             assert [per_layer[layer] for layer in (1, 3)] == [11, 11]
 
 
-@pytest.mark.parametrize("name", small_models.EXPERTS)
-def test_experts_take_at_most_fourteen_dispatches_whatever_their_number(tmp_path: Path, name: str) -> None:
-    if "odd dimensions" in name:
-        pytest.skip("the cost model plans no padded models")
-    model = small_models.EXPERTS[name]
-    assert model.experts is not None
-    for experts in (model.experts, replace(model.experts, count=3 * model.experts.count)):
-        shape = shape_in(small_models.write(tmp_path / "m.gguf", replace(model, experts=experts)))
-        layer, found = model.layers - 1, set()
-        for tokens in (1, 2, 8, 9, 40, 300):
-            for position in (0, 500):
-                per_layer = Counter(d.layer for d in plan(shape, tokens, position=position))
-                assert max(per_layer[i] for i in range(model.layers)) <= 14
-                if tokens > 8:
-                    found.add(per_layer[layer])
-        assert len(found) <= 2  # attention in splits takes one dispatch more
-
-
-@pytest.mark.parametrize("name", ["gemma4", "gemma4, equal feed-forwards", "gemma4, wide heads"])
-def test_layers_with_inputs_take_at_most_fourteen_dispatches_at_any_length(tmp_path: Path, name: str) -> None:
-    """One token has its rotation in attention; splits of attention take one dispatch more."""
-    model = small_models.MODELS[name]
-    assert model.layered is not None
-    shape = shape_in(small_models.write(tmp_path / "m.gguf", model))
-    own = model.layers - model.layered.shared
-    for tokens, expected in ((1, 12), (2, 13), (8, 13), (9, 13), (40, 13), (300, 13)):
-        for position in (0, 500):
-            dispatches = plan(shape, tokens, position=position)
-            splits = Counter(d.layer for d in dispatches if d.kernel == "attention_combine")
-            counts = Counter(d.layer for d in dispatches)
-            for layer in range(own - 1):
-                assert counts[layer] == expected + splits[layer] <= 14, (tokens, position, layer)
-            # From the last layer with keys of its own on, attention has only the row with an output.
-            assert max(counts[layer] for layer in range(own - 1, model.layers)) <= 14
-
-
 @pytest.mark.parametrize(
     ("tokens", "output", "rows"), [(40, "greedy", 1), (40, "log_probs", 40), (40, "none", 0)]
 )
@@ -299,19 +278,6 @@ def test_layers_without_keys_of_their_own_have_only_rows_with_an_output(
     assert [found[layer] for layer in range(model.layers)] == [tokens] * (own - 1) + [rows] * (
         model.layers - own + 1
     )
-
-
-@pytest.mark.parametrize(("name", "most"), [("falcon-h1", 10), ("falcon-h1, norms in groups", 11)])
-def test_attention_and_a_state_space_share_the_norm_and_the_product_of_their_layer(
-    tmp_path: Path, name: str, most: int
-) -> None:
-    """The gate is part of the scan unless a norm follows. Attention in splits takes one dispatch more."""
-    shape = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS[name]))
-    for tokens in (1, 2, 8, 9, 40, 300):
-        for position in (0, 500):
-            kernels = [d.kernel for d in plan(shape, tokens, position=position) if d.layer == 0]
-            assert len(kernels) == most + int("attention_combine" in kernels) <= 12, (tokens, position)
-            assert ("rope_append_conv_f16" in kernels) == (tokens > 1)
 
 
 @pytest.mark.parametrize(("other", "products"), [("wv", 2), ("wk", 3), ("scan_in", 2), ("none", 1)])
@@ -464,6 +430,8 @@ def test_no_pass_of_any_length_dispatches_a_kernel_that_was_not_built(tmp_path: 
         *((9, "Apple M4", n, {"fused_norm": True}) for n in (2, 512)),
         *((*gpu, 512, {"kv_dtype": "f32"}) for gpu in (GPUS[0], GPUS[-1])),
     ]
+    if name != "Q4_0":
+        cases = cases[:: len(GPUS) - 1]  # two GPUs, short chunks, fused norms
     for family, chip, chunk_tokens, options in cases:
         claim(family, chip)
         with Model(path, device="metal", chunk_tokens=chunk_tokens, **options) as model:
@@ -476,87 +444,52 @@ def test_no_pass_of_any_length_dispatches_a_kernel_that_was_not_built(tmp_path: 
         assert len(found) == built, (chip, chunk_tokens, options)
 
 
+def kernels_by_plan(shape: Shape, tokens: Sequence[int], **axes: Sequence[Any]) -> set[str]:
+    """Return the kernels of passes with each combination of options."""
+    options = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    return {d.kernel for n in tokens for chosen in options for d in plan(shape, n, **chosen)}
+
+
+# Between them they have every step that does not depend on the type of a matrix.
+STEPS = (
+    *("gpt2", "olmo2", "lfm2", "qwen35", "qwen35, recurrence last", "falcon-h1", "deberta"),
+    *(
+        "falcon-h1, norms in groups",
+        "gemma4, wide heads",
+        "head_dim 80",
+        "head_dim 128",
+        "jina-bert-v2, code",
+    ),
+)
+
+
 def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
     libraries: Mapping[str, KernelLibrary], tmp_path: Path
 ) -> None:
-    layered = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS["gemma4"]))
-    found = {d.kernel for tokens in (1, 9) for d in plan(layered, tokens)}
-    for kind in TYPES:
-        shape = uniform_shape(SMALL, kind, kind)
-        for fused in (False, True):
-            for tokens in (1, 2, 9, 64, 300):
-                for output in ("none", "greedy", "logits", "log_probs"):
-                    options: dict[str, Any] = {"fused_norm": fused, "output": output}
-                    found |= {d.kernel for d in plan(shape, tokens, **options)}
-        for tokens in (9, 64, 300):
-            found |= {d.kernel for d in plan(shape, tokens, family=10)}  # with matrix units
-        for rows in (2, 4):
-            found |= {d.kernel for d in plan(shape, 1, matvec_rows=rows)}
-    experts: Any = {"n_experts": 8, "experts_used": 2, "expert_dim": 256, "ffn_dim": 0}
-    experts["layer_feed_forwards"] = ("experts",) * SMALL.n_layers
-    routed = replace(SMALL, **experts)
-    for kind in TYPES:
-        for tokens in (1, 300):
-            found |= {d.kernel for d in plan(uniform_shape(routed, kind, kind), tokens)}
-    for head_dim in (32, 64, 96, 128, 256, 512):
-        heads = uniform_shape(replace(SMALL, key_dim=head_dim, value_dim=head_dim, rope_dim=32), "f32", "f32")
-        for kv_type in ("f16", "f32"):
-            for tokens in (1, 2, 300):
-                found |= {d.kernel for d in plan(heads, tokens, kv_type=kv_type)}
-        found |= {d.kernel for d in plan(heads, 300, family=10)}
-    # Tiles are wide if there are enough of them. A plain Llama has no rmsnorm_add, no rmsnorm_in_place and no
-    # gate and up of two types.
-    large = replace(SMALL, dim=2048, ffn_dim=8192, context_length=512)
-    for kind in TYPES:
-        for family in (7, 10):
-            for tokens in (100, 512):
-                found |= {d.kernel for d in plan(uniform_shape(large, kind, kind), tokens, family=family)}
-    for other in ("gemma3", "olmo2"):
-        place: Any = "rows" if other == "olmo2" else "heads"
-        config = replace(SMALL, architecture=other, qk_norm_place=place, logit_cap=30.0)
-        shape = uniform_shape(config, "f16", "f16")
-        found |= {d.kernel for d in plan(shape, 9)}
-    encoder = replace(SMALL, causal=False, has_head=False, norm_kind="layer", architecture="modern-bert")
-    found |= {d.kernel for d in plan(uniform_shape(encoder, "f16", "f16"), 9, output="hidden")}
-    jina = replace(encoder, architecture="jina-bert-v2", n_kv_heads=4, qk_norm_place="rows")
-    shape = uniform_shape(jina, "f16", "f16", optional=True)
-    found |= {d.kernel for d in plan(shape, 9, output="hidden")}
-    relative = replace(encoder, architecture="deberta-v2", n_kv_heads=SMALL.n_heads, relative_rows=40)
-    for kv_type in ("f16", "f32"):
-        plans = plan(uniform_shape(relative, "f16", "f16"), 9, output="hidden", kv_type=kv_type)
-        found |= {d.kernel for d in plans}
-    convolving = replace(
-        SMALL, architecture="lfm2", layer_kinds=("short_conv", "attention"), conv_taps=3, n_layers=2
+    routed = replace(
+        SMALL, n_experts=8, experts_used=2, expert_dim=256, ffn_dim=0, layer_feed_forwards=("experts",) * 2
     )
-    scan = {"scan_heads": 4, "scan_groups": 2, "scan_key_dim": 32, "scan_value_dim": 32}
-    kinds = ("gated_delta", "attention", "gated_delta")
-    delta: Any = {"layer_kinds": kinds, "n_layers": len(kinds), "query_gate": True, **scan}
-    for config in (convolving, replace(convolving, architecture="qwen35", **delta)):
-        for tokens in (1, 300):
-            found |= {d.kernel for d in plan(uniform_shape(config, "f32", "f32"), tokens)}
-    both: Any = ("attention_and_state_space",) * SMALL.n_layers
-    for rows in (128, 256):
-        scanning = replace(
-            SMALL,
-            architecture="falcon-h1",
-            layer_kinds=both,
-            conv_taps=4,
-            scan_heads=4,
-            scan_groups=1,
-            scan_key_dim=rows,
-            scan_value_dim=32,
+    large = replace(SMALL, dim=2048, ffn_dim=8192, context_length=512)  # tiles are wide if there are enough
+    found: set[str] = set()
+    for kind in TYPES:
+        plain = uniform_shape(SMALL, kind, kind)
+        outputs = ("none", "greedy", "log_probs")
+        found |= kernels_by_plan(plain, (1, 2, 9, 64, 300), fused_norm=(False, True), output=outputs)
+        found |= kernels_by_plan(plain, (1,), matvec_rows=(2, 4))
+        found |= kernels_by_plan(uniform_shape(routed, kind, kind), (1, 300))
+        found |= kernels_by_plan(uniform_shape(large, kind, kind), (9, 64, 100, 512), family=(7, 10))
+    shapes = [uniform_shape(replace(SMALL, key_dim=512, value_dim=512), "f32", "f32")]
+    for name in STEPS:
+        model = (small_models.MODELS | small_models.ENCODERS)[name]
+        shapes.append(shape_in(small_models.write(tmp_path / "m.gguf", model)))
+        if name == "falcon-h1":
+            scan = replace(shapes[-1].config, scan_key_dim=256)
+            shapes.append(uniform_shape(scan, "f32", "f32"))
+    for shape in shapes:
+        output = "greedy" if shape.config.has_head else "hidden"
+        found |= kernels_by_plan(
+            shape, (1, 2, 9, 300), kv_type=("f16", "f32"), family=(9, 10), output=(output,)
         )
-        for tokens, norm in itertools.product((1, 300), (False, True)):
-            shape = uniform_shape(scanning, "f32", "f32", optional=norm)
-            found |= {d.kernel for d in plan(shape, tokens)}
-            found |= {d.kernel for d in plan(shape, tokens, kv_type="f32")}
-    mixed = uniform_shape(SMALL, "q4_0", "q4_0")
-    bias = TensorShape("bo", 0, GGMLQuantizationType.F32, (SMALL.dim,))
-    found |= {d.kernel for d in plan(Shape(SMALL, (*mixed.tensors, bias)), 9)}
-    up = [replace(t, type=8) if t.role == "w_up" else t for t in mixed.tensors]
-    for tokens in (1, 300):
-        found |= {d.kernel for d in plan(Shape(SMALL, tuple(up)), tokens)}
-        found |= {d.kernel for d in plan(Shape(SMALL, tuple(up)), tokens, output="log_probs")}
     assert found | {"trial"} == set(libraries)  # which unknown GPUs run before they are used
 
 
