@@ -1,12 +1,13 @@
 """Attention kernels, against a float64 softmax over every visible key."""
 
+from collections.abc import Callable
 from typing import Any
 
 import metal_kernels
 import numpy as np
 import pytest
 from support.attention_case import PREFILL_SIZES, Case
-from support.kernel_harness import Run, ceil_div, close, near
+from support.kernel_harness import Array, Run, ceil_div, close, near
 from support.paged import PAGE
 
 SHAPES: list[dict[str, Any]] = [
@@ -108,29 +109,6 @@ def test_attention_at_any_position_within_a_page(run: Run) -> None:
     near(prefill.prefill(run), prefill.expected())
 
 
-def test_attention_prefill_in_a_window(run: Run) -> None:
-    for window in [1, 8, 40]:
-        case = Case((50, 60), (20, 10), window=window)
-        near(case.prefill(run), case.expected())
-
-
-def test_attention_prefill_bidirectional(run: Run) -> None:
-    for window in [0, 1, 16, 41]:
-        case = Case((50, 0), (3, 0), (70, 0), window=window, both_ways=True)
-        near(case.prefill(run), case.expected())
-
-
-def test_attention_prefill_with_alibi(run: Run) -> None:
-    for heads in [(8, 8), (12, 12), (6, 2), (1, 1)]:
-        case = Case((50, 0), (3, 0), (100, 0), heads=heads, both_ways=True, max_alibi_bias=8.0)
-        near(case.prefill(run), case.expected())
-
-
-def test_attention_prefill_with_a_position_bias(run: Run) -> None:
-    case = Case((50, 0), (3, 0), (300, 0), heads=(6, 6), both_ways=True, position_bias=True)
-    near(case.prefill(run), case.expected())
-
-
 _RELATIVE: dict[str, Any] = {"heads": (3, 3), "both_ways": True, "relative_rows": 40}
 
 
@@ -144,17 +122,54 @@ def test_relative_scores(run: Run, dims: int, cache: type) -> None:
         close(found[row, :, :keys], case.relative_scores(row) / np.log(2))
 
 
-def test_attention_prefill_with_relative_positions(run: Run) -> None:
-    case = Case((50, 0), (3, 0), (300, 0), **_RELATIVE)
-    near(case.prefill(run), case.expected())
+# Prompts, in 8x8 matrices and on the matrix units of newer GPUs.
+prompts = pytest.mark.parametrize("prefill", [Case.prefill, Case.prefill_on_tensors])
+Prefill = Callable[[Case, Run], Array]
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@prompts
+def test_prompts_in_a_window(run: Run, prefill: Prefill) -> None:
+    for window in [1, 8, 40]:
+        case = Case((50, 60), (20, 10), window=window)
+        near(prefill(case, run), case.expected())
+
+
+@prompts
+def test_bidirectional_prompts(run: Run, prefill: Prefill) -> None:
+    for window in [0, 1, 16, 41]:
+        case = Case((50, 0), (3, 0), (70, 0), window=window, both_ways=True)
+        near(prefill(case, run), case.expected())
+
+
+@prompts
+def test_prompts_with_alibi(run: Run, prefill: Prefill) -> None:
+    for heads in [(8, 8), (12, 12), (6, 2), (1, 1)]:
+        case = Case((50, 0), (3, 0), (100, 0), heads=heads, both_ways=True, max_alibi_bias=8.0)
+        near(prefill(case, run), case.expected())
+
+
+@prompts
+def test_prompts_with_a_position_bias(run: Run, prefill: Prefill) -> None:
+    case = Case((50, 0), (3, 0), (140, 0), heads=(3, 3), both_ways=True, position_bias=True)
+    near(prefill(case, run), case.expected())
+
+
+@prompts
+def test_prompts_with_relative_positions(run: Run, prefill: Prefill) -> None:
+    case = Case((50, 0), (3, 0), (140, 0), **_RELATIVE)
+    near(prefill(case, run), case.expected())
+
+
+@pytest.mark.parametrize(
+    ("prefill", "shape"),
+    [*((Case.prefill, shape) for shape in SHAPES[:3]), (Case.prefill_on_tensors, SHAPES[0])],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 @pytest.mark.parametrize("sinks", [-30.0, 0.0, 6.0, 12.0, 200.0])
-def test_attention_prefill_with_sinks(run: Run, shape: dict[str, Any], sinks: float) -> None:
+def test_prompts_with_sinks(run: Run, prefill: Prefill, shape: dict[str, Any], sinks: float) -> None:
     """Errors are relative to each head, whose values are smaller the larger its sink is."""
     case = Case((50, 0), (3, 0), (170, 0), **shape, window=65, both_ways=True, sinks=sinks)
-    found, expected = case.prefill(run), case.expected()
+    found, expected = prefill(case, run), case.expected()
     for head in range(case.n_heads):
         size = np.abs(expected[:, head]).max()
         assert np.abs(found[:, head] - expected[:, head]).max() <= 2e-3 * size + 1e-7  # a subnormal half
@@ -189,40 +204,6 @@ def test_attention_tensor_at_every_end_of_a_page(run: Run) -> None:
         for tokens in (2, 12, 33):
             case = Case((tokens, position))
             near(case.prefill_on_tensors(run), case.expected())
-
-
-def test_attention_tensor_with_a_window(run: Run) -> None:
-    for window in [1, 8, 40]:
-        case = Case((50, 60), (20, 10), window=window)
-        near(case.prefill_on_tensors(run), case.expected())
-
-
-def test_attention_tensor_in_both_directions(run: Run) -> None:
-    for window in [0, 1, 16, 41]:
-        case = Case((50, 0), (3, 0), (70, 0), window=window, both_ways=True)
-        near(case.prefill_on_tensors(run), case.expected())
-
-
-def test_attention_tensor_with_alibi(run: Run) -> None:
-    for heads in [(12, 12), (6, 2)]:
-        case = Case((50, 0), (100, 0), heads=heads, both_ways=True, max_alibi_bias=8.0)
-        near(case.prefill_on_tensors(run), case.expected())
-
-
-def test_attention_tensor_with_relative_positions(run: Run) -> None:
-    case = Case((50, 0), (300, 0), heads=(3, 3), both_ways=True, relative_rows=40)
-    near(case.prefill_on_tensors(run), case.expected())
-
-
-def test_attention_tensor_with_a_position_bias(run: Run) -> None:
-    case = Case((50, 0), (300, 0), heads=(6, 6), both_ways=True, position_bias=True)
-    near(case.prefill_on_tensors(run), case.expected())
-
-
-@pytest.mark.parametrize("sinks", [-30.0, 0.0, 6.0, 200.0])
-def test_attention_tensor_with_sinks(run: Run, sinks: float) -> None:
-    case = Case((50, 0), (170, 0), window=65, both_ways=True, sinks=sinks)
-    near(case.prefill_on_tensors(run), case.expected())
 
 
 @pytest.mark.parametrize("dims", [64, 128])

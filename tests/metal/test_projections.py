@@ -35,8 +35,25 @@ def matvec_args(w: Weights, out_dim: int, lanes: int = 8, **fields: Any) -> Arra
     )
 
 
-def matvec_groups(out_dim: int, lanes: int, threads: int) -> tuple[int]:
-    return (ceil_div(out_dim, threads // lanes),)
+def matvec(
+    run: Run,
+    w: Weights,
+    x: Array,
+    y: Output,
+    lanes: int = 8,
+    swiglu: bool = False,
+    threads: int = 64,
+    **fields: Any,
+) -> Array:
+    """Multiply one token."""
+    out_dim = len(y.array)
+    run(
+        f"matvec_{'swiglu_' if swiglu else ''}{w.kind.lower()}",
+        *(w.bytes, x, y.buffer, matvec_args(w, out_dim, lanes, **fields)),
+        groups=(ceil_div(out_dim, threads // lanes),),
+        threads=(threads,),
+    )
+    return y.check()
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -46,17 +63,7 @@ def test_matvec(run: Run, kind: str) -> None:
     for cols, (rows, lanes, threads) in product({columns(kind, n) for n in (8, 64, 576, 1536)}, shapes):
         w = Weights(rng, kind, [rows], cols)
         x = rng.standard_normal(cols, np.float32)
-        y = Output([rows])
-        run(
-            f"matvec_{kind.lower()}",
-            w.bytes,
-            x,
-            y.buffer,
-            matvec_args(w, rows, lanes),
-            groups=matvec_groups(rows, lanes, threads),
-            threads=(threads,),
-        )
-        close(y.check(), w.values @ x)
+        close(matvec(run, w, x, Output([rows]), lanes, threads=threads), w.values @ x)
 
 
 def test_matvec_reads_stacked_matrices_and_accumulates(run: Run) -> None:
@@ -64,17 +71,7 @@ def test_matvec_reads_stacked_matrices_and_accumulates(run: Run) -> None:
     w = Weights(rng, "Q4_0", [13, 6, 5, 6], 576)
     x = rng.standard_normal(576, np.float32)
     before = rng.standard_normal(30, np.float32)
-    y = Output([30], initial=before)
-    run(
-        "matvec_q4_0",
-        w.bytes,
-        x,
-        y.buffer,
-        matvec_args(w, 30, accumulate=1),
-        groups=matvec_groups(30, 8, 64),
-        threads=(64,),
-    )
-    close(y.check(), before + w.values @ x)
+    close(matvec(run, w, x, Output([30], initial=before), accumulate=1), before + w.values @ x)
 
 
 @pytest.mark.parametrize(("kind", "act"), [*product(TYPES, ["silu"]), ("Q4_0", "gelu")])
@@ -83,18 +80,9 @@ def test_matvec_swiglu(run: Run, kind: str, act: str) -> None:
     cols = columns(kind, 576)
     w = Weights(rng, kind, [37, 37], cols)
     x = rng.standard_normal(cols, np.float32)
-    y = Output([37])
-    run(
-        f"matvec_swiglu_{kind.lower()}",
-        w.bytes,
-        x,
-        y.buffer,
-        matvec_args(w, 37, 16, activation=ACTIVATIONS[act]),
-        groups=matvec_groups(37, 16, 64),
-        threads=(64,),
-    )
+    found = matvec(run, w, x, Output([37]), 16, swiglu=True, activation=ACTIVATIONS[act])
     gate, up = np.split(w.values @ x, 2)
-    close(y.check(), activation(gate.astype(np.float64), ACTIVATIONS[act]) * up)
+    close(found, activation(gate.astype(np.float64), ACTIVATIONS[act]) * up)
 
 
 def multi_token(
@@ -158,14 +146,8 @@ def test_a_token_is_bit_identical_alone_and_in_a_batch(run: Run, kind: str, lane
     before = rng.standard_normal((11, 90), np.float32)
     alone, gated = Output([11, 90]), Output([11, 45])
     for t in range(11):
-        y, ffn = Output([90], initial=before[t]), Output([45])
-        groups = matvec_groups(90, lanes, 64)
-        args = matvec_args(w, 90, lanes, accumulate=1)
-        run(f"matvec_{kind.lower()}", w.bytes, x[t], y.buffer, args, groups=groups, threads=(64,))
-        alone.array[t] = y.check()
-        name, args = f"matvec_swiglu_{kind.lower()}", matvec_args(w, 45, lanes)
-        run(name, w.bytes, x[t], ffn.buffer, args, groups=groups, threads=(64,))
-        gated.array[t] = ffn.check()
+        alone.array[t] = matvec(run, w, x[t], Output([90], initial=before[t]), lanes, accumulate=1)
+        gated.array[t] = matvec(run, w, x[t], Output([45]), lanes, swiglu=True)
     for n in (1, 2, 3, 4, 5, 8, 11):
         y, ffn = Output([n, 90], initial=before[:n]), Output([n, 45])
         multi_token(run, w, x[:n], y, lanes, accumulate=1)
@@ -263,8 +245,19 @@ def test_swiglu_in_half_propagates_nan(run: Run) -> None:
     assert np.isnan(y.check()).tolist() == [[False, False, True, False]]
 
 
-def normed_groups(out_dim: int, lanes: int) -> tuple[int]:
-    return (ceil_div(out_dim, CONSTANTS["NORMED_MATVEC_ROWS"] * 64 // lanes),)
+def rmsnorm_matvec(
+    run: Run, w: Weights, norm: Array, x: Array, out_dim: int, lanes: int, threads: int, swiglu: bool = False
+) -> Array:
+    """Normalize one token, as so many threads do it, and multiply it."""
+    y = Output([out_dim])
+    run(
+        f"rmsnorm_matvec_{'swiglu_' if swiglu else ''}{w.kind.lower()}",
+        *(w.bytes, norm, x, y.buffer),
+        matvec_args(w, out_dim, lanes, eps=1e-5, norm_threads=threads),
+        groups=(ceil_div(out_dim, CONSTANTS["NORMED_MATVEC_ROWS"] * 64 // lanes),),
+        threads=(64,),
+    )
+    return y.check()
 
 
 def normed(run: Run, x: Array, norm: Array, threads: int) -> Array:
@@ -293,15 +286,10 @@ def test_rmsnorm_matvec_is_bit_identical_to_norm_and_product(
     x = (3 * rng.standard_normal(cols)).astype(np.float32)
     norm = rng.uniform(0.5, 1.5, cols).astype(np.float32)
     between = normed(run, x, norm, threads)
-    for lanes in (8, 32):
-        for stem, out_dim in (("matvec", 38), ("matvec_swiglu", 19)):
-            fused, separate = Output([out_dim]), Output([out_dim])
-            groups, half = matvec_groups(out_dim, lanes, 64), normed_groups(out_dim, lanes)
-            args = matvec_args(w, out_dim, lanes, eps=1e-5, norm_threads=threads)
-            kernel = f"{stem}_{kind.lower()}"
-            run(f"rmsnorm_{kernel}", w.bytes, norm, x, fused.buffer, args, groups=half, threads=(64,))
-            run(kernel, w.bytes, between, separate.buffer, args, groups=groups, threads=(64,))
-            np.testing.assert_array_equal(fused.check(), separate.check())
+    for lanes, swiglu in product((8, 32), (False, True)):
+        out_dim = 19 if swiglu else 38
+        fused = rmsnorm_matvec(run, w, norm, x, out_dim, lanes, threads, swiglu)
+        np.testing.assert_array_equal(fused, matvec(run, w, between, Output([out_dim]), lanes, swiglu))
 
 
 @pytest.mark.parametrize(
@@ -315,19 +303,9 @@ def test_rmsnorm_matvec(run: Run, kind: str, tolerance: float, cols: int, rows: 
     w = Weights(rng, kind, [rows], cols)
     x = (3 * rng.standard_normal(cols)).astype(np.float32)
     norm = rng.uniform(0.5, 1.5, cols).astype(np.float32)
-    y = Output([rows])
-    run(
-        f"rmsnorm_matvec_{kind.lower()}",
-        w.bytes,
-        norm,
-        x,
-        y.buffer,
-        matvec_args(w, rows, lanes, eps=1e-5, norm_threads=cols // 4),
-        groups=normed_groups(rows, lanes),
-        threads=(64,),
-    )
+    found = rmsnorm_matvec(run, w, norm, x, rows, lanes, cols // 4)
     wide = x.astype(np.float64)
-    close(y.check(), w.values @ (wide / np.sqrt((wide**2).mean() + 1e-5) * norm), tolerance)
+    close(found, w.values @ (wide / np.sqrt((wide**2).mean() + 1e-5) * norm), tolerance)
 
 
 @pytest.mark.parametrize(("kind", "together"), [*product(TYPES, [4]), *product(COMMON_TYPES, [2])])

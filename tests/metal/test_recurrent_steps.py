@@ -2,7 +2,18 @@
 
 import numpy as np
 import pytest
-from support.kernel_harness import CONSTANTS, STRUCTS, Array, Output, Run, ceil_div, close, make_args, near
+from support.kernel_harness import (
+    CONSTANTS,
+    STRUCTS,
+    Array,
+    Output,
+    Run,
+    ceil_div,
+    check_both_types,
+    close,
+    make_args,
+    near,
+)
 from support.paged import Pages
 from support.state_rows import BEFORE, LENGTHS, NONE, SLOTS, TOKENS, state_rows
 
@@ -220,11 +231,9 @@ def test_gated_norm(run: Run, heads: int, dim: int) -> None:
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight
     expected *= gates / (1 + np.exp(-gates))
     args = make_args("GatedNormArgs", heads=heads, dim=dim, gate_stride=gate.shape[1], eps=1e-5)
-    for name, dtype, check in (("gated_norm_f32", np.float32, close), ("gated_norm_f16", np.float16, near)):
-        y = Output(x.shape, dtype)
-        groups = (ceil_div(32 * heads, 64), tokens)
-        run(name, weight, x, gate, y.buffer, args, groups=groups, threads=(64, 1))
-        check(y.check(), expected)
+    groups = (ceil_div(32 * heads, 64), tokens)
+    buffers = (weight, x, gate, args)
+    check_both_types(run, "gated_norm", *buffers, expected=expected, groups=groups, threads=(64, 1))
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 32), (3, 24)])
@@ -340,7 +349,6 @@ def test_scan_norm(run: Run, groups: int, size: int) -> None:
     args = make_args(
         "ScanNormArgs", inner=inner, groups=groups, row_stride=row_stride, first_out=first_out, eps=1e-3
     )
-    for name, dtype, check in (("scan_norm_f32", np.float32, close), ("scan_norm_f16", np.float16, near)):
-        out = Output([tokens - first_out, inner], dtype)
-        run(name, weight, gates, y, out.buffer, args, groups=(tokens - first_out, groups), threads=(64, 1))
-        check(out.check(), expected)
+    grid = (tokens - first_out, groups)
+    buffers = (weight, gates, y, args)
+    check_both_types(run, "scan_norm", *buffers, expected=expected, groups=grid, threads=(64, 1))

@@ -1,6 +1,7 @@
 """Kernels that process each token separately: embedding, norms, rope and SwiGLU."""
 
 import math
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from support.kernel_harness import (
     Weights,
     block_columns,
     ceil_div,
+    check_both_types,
     close,
     make_args,
     near,
@@ -25,58 +27,52 @@ from support.small_models import TYPES
 SILU = CONSTANTS["ACTIVATION_SILU"]
 
 
+def embed(run: Run, table: Weights, ids: Array, x: Output, **fields: Any) -> Array:
+    """Look up rows of a table, whose ids may be members of longer rows."""
+    tokens, dim = x.array.shape
+    stride = ids.shape[1] if ids.ndim > 1 else 1
+    given = {"vocab_size": table.rows[0], "id_stride": stride, "accumulate": 0, "scale": 1.0, **fields}
+    args = make_args("EmbedArgs", dim=dim, row_bytes=table.row_bytes, tokens=tokens, **given)
+    run(
+        f"embed_{table.kind.lower()}",
+        *(table.bytes[table.offsets[0] :], ids, x.buffer, args),
+        groups=(ceil_div(dim // 8, 32), tokens),
+        threads=(32, 1),
+    )
+    return x.check()
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_embed(run: Run, kind: str) -> None:
     for scale, stride in [(1.0, 1), (24.0, 2)]:
         rng = np.random.default_rng(1)
         dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
         table = Weights(rng, kind, [19], dim)
-        table_bytes = table.bytes[table.offsets[0] :]
         ids = rng.integers(0, 19, 9).astype(np.int32)
         ids[:2] = 0, 18
         between = np.full((9, stride), 1 << 30, np.int32)  # of which only the first column is read
         between[:, 0] = ids
-        x = Output([9, dim])
-        args = make_args(
-            "EmbedArgs",
-            dim=dim,
-            row_bytes=table.row_bytes,
-            tokens=9,
-            vocab_size=19,
-            id_stride=stride,
-            accumulate=0,
-            scale=scale,
-        )
-        items = dim // 8
-        run(
-            f"embed_{kind.lower()}",
-            table_bytes,
-            between,
-            x.buffer,
-            args,
-            groups=(ceil_div(items, 32), 9),
-            threads=(32, 1),
-        )
-        np.testing.assert_allclose(x.check(), scale * table.values[ids], rtol=1e-6, atol=1e-6 * scale)
+        found = embed(run, table, between, Output([9, dim]), scale=scale)
+        np.testing.assert_allclose(found, scale * table.values[ids], rtol=1e-6, atol=1e-6 * scale)
 
 
 def test_embed_reads_the_row_of_any_id(run: Run) -> None:
     """Argmax of logits that are all NaN is not a token: results that depend on it are discarded."""
     table = Weights(np.random.default_rng(1), "F32", [19], 8)
     ids = np.array([CONSTANTS["ARGMAX_NONE"], 3], np.uint32)
-    x = Output([2, 8])
-    args = make_args(
-        "EmbedArgs",
-        dim=8,
-        row_bytes=table.row_bytes,
-        tokens=2,
-        vocab_size=19,
-        id_stride=1,
-        accumulate=0,
-        scale=1.0,
-    )
-    run("embed_f32", table.bytes[table.offsets[0] :], ids, x.buffer, args, groups=(1, 2), threads=(32, 1))
-    np.testing.assert_array_equal(x.check()[1], table.values[3].astype(np.float32))
+    found = embed(run, table, ids, Output([2, 8]))
+    np.testing.assert_array_equal(found[1], table.values[3].astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_embed_adds_rows_of_a_second_table(run: Run, kind: str) -> None:
+    """Positions of rows are the ids of the position embedding."""
+    rng = np.random.default_rng(2)
+    table = Weights(rng, kind, [19], 64)
+    rows = rng.integers(0, 19, (9, 4)).astype(np.uint32)  # PassRow, whose first member is the position
+    before = rng.standard_normal((9, 64)).astype(np.float32)
+    found = embed(run, table, rows, Output([9, 64], initial=before), accumulate=1)
+    close(found, before.astype(np.float64) + table.values[rows[:, 0]])
 
 
 @pytest.mark.parametrize(("dim", "threads"), [(64, 32), (576, 32), (576, 160), (2048, 512), (72, 1024)])
@@ -87,20 +83,15 @@ def test_rmsnorm(run: Run, dim: int, threads: int) -> None:
         weight = rng.uniform(-1.5, 1.5, dim).astype(np.float32)
         expected = rms(x.astype(np.float64), 1e-5) * weight
         args = make_args("RmsnormArgs", dim=dim, stride=dim, has_weight=1, eps=1e-5)
-        y = Output([tokens, dim])
-        run("rmsnorm_f32", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
-        close(y.check(), expected)
-        y = Output([tokens, dim], np.float16)
-        run("rmsnorm_f16", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
-        near(y.check(), expected)
+        grid: dict[str, Any] = {"groups": (tokens,), "threads": (threads,)}
+        check_both_types(run, "rmsnorm", weight, x, args, expected=expected, **grid)
         before = rng.standard_normal((tokens, dim)).astype(np.float32)
         y = Output([tokens, dim], initial=before)
-        args = add_args(dim)
-        run("rmsnorm_add", weight, weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
+        run("rmsnorm_add", weight, weight, x, y.buffer, add_args(dim), **grid)
         close(y.check(), before + expected)
         y = Output([tokens, dim], initial=before)
         scale, args = np.array([0.375], np.float32), add_args(dim, has_scale=1)
-        run("rmsnorm_add", weight, scale, x, y.buffer, args, groups=(tokens,), threads=(threads,))
+        run("rmsnorm_add", weight, scale, x, y.buffer, args, **grid)
         close(y.check(), (before + expected) * 0.375)
 
 
@@ -157,11 +148,8 @@ def test_gate_input(run: Run, act: str) -> None:
     inputs = inputs.astype(np.float32)
     expected = activated(gate.astype(np.float64), act) * inputs[:, 100:172]
     args = make_args("GateInputArgs", dim=72, input_stride=200, tokens=5, activation=ACTIVATIONS[act])
-    for name, dtype, check in (("f32", np.float32, close), ("f16", np.float16, near)):
-        out = Output([5, 72], dtype)
-        buffers = (gate, inputs.ravel()[100:], out.buffer, args)
-        run(f"gate_input_{name}", *buffers, groups=(2, 5), threads=(64, 1))
-        check(out.check(), expected)
+    buffers = (gate, inputs.ravel()[100:], args)
+    check_both_types(run, "gate_input", *buffers, expected=expected, groups=(2, 5), threads=(64, 1))
 
 
 @pytest.mark.parametrize("threads", [32, 64])
@@ -261,29 +249,6 @@ def test_rope_append(run: Run, case: str, cache: type) -> None:
     np.testing.assert_array_equal(queries_alone.v.check(), pages().v.array)
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_embed_adds_rows_of_a_second_table(run: Run, kind: str) -> None:
-    """Positions of rows are the ids of the position embedding."""
-    rng = np.random.default_rng(2)
-    table = Weights(rng, kind, [19], 64)
-    rows = rng.integers(0, 19, (9, 4)).astype(np.uint32)  # PassRow, whose first member is the position
-    before = rng.standard_normal((9, 64)).astype(np.float32)
-    x = Output([9, 64], initial=before)
-    args = make_args(
-        *("EmbedArgs",),
-        dim=64,
-        row_bytes=table.row_bytes,
-        tokens=9,
-        vocab_size=19,
-        id_stride=4,
-        accumulate=1,
-        scale=1.0,
-    )
-    name, weights = f"embed_{kind.lower()}", table.bytes[table.offsets[0] :]
-    run(name, weights, rows, x.buffer, args, groups=(1, 9), threads=(32, 1))
-    close(x.check(), before.astype(np.float64) + table.values[rows[:, 0]])
-
-
 def layer_norm(x: Array, weight: Array, bias: Array | float, eps: float) -> Array:
     x = x.astype(np.float64)
     d = x - x.mean(axis=1, keepdims=True)
@@ -307,21 +272,18 @@ def test_layernorm(run: Run, dim: int, threads: int) -> None:
             expected = layer_norm(x, weight, bias * has_bias, 1e-5)
             # With a mean of 1000, values of 10 keep 13 bits.
             check = close if offset == 0 else near
+            grid: dict[str, Any] = {"groups": (9,), "threads": (threads,)}
             y = Output([9, dim])
-            run("layernorm_f32", weight, bias, x, y.buffer, args, groups=(9,), threads=(threads,))
+            run("layernorm_f32", weight, bias, x, y.buffer, args, **grid)
             check(y.check(), expected)
             y = Output([9, dim], np.float16)
-            run("layernorm_f16", weight, bias, x, y.buffer, args, groups=(9,), threads=(threads,))
+            run("layernorm_f16", weight, bias, x, y.buffer, args, **grid)
             near(y.check(), expected)
             for has_addend in (0, 1):
                 args = layernorm_args(dim, has_bias=has_bias, has_addend=has_addend)
                 expected = layer_norm(x + has_addend * addend, weight, bias * has_bias, 1e-5)
                 stream, copy = Output([9, dim], initial=x), Output([9, dim], np.float16)
-                run(
-                    *("layernorm_stream", weight, bias, addend, stream.buffer, copy.buffer, args),
-                    groups=(9,),
-                    threads=(threads,),
-                )
+                run("layernorm_stream", weight, bias, addend, stream.buffer, copy.buffer, args, **grid)
                 check(stream.check(), expected)
                 near(copy.check(), expected)
 
@@ -434,18 +396,17 @@ def activated(x: Array, name: str) -> Array:
     return exact
 
 
+def swiglu_args(ffn_dim: int, tokens: int, activation: int, gated: int = 1, has_bias: int = 0) -> Array:
+    return make_args(
+        "SwigluArgs", ffn_dim=ffn_dim, tokens=tokens, activation=activation, gated=gated, has_bias=has_bias
+    )
+
+
 def test_swiglu_with_limits(run: Run) -> None:
     """A NaN stays, whichever of the two it is."""
     tokens, ffn_dim = 33, 72
     gate_up = (6 * np.random.default_rng(4).standard_normal((tokens, 2 * ffn_dim))).astype(np.float32)
-    args = make_args(
-        *("SwigluArgs",),
-        ffn_dim=ffn_dim,
-        tokens=tokens,
-        activation=CONSTANTS["ACTIVATION_CLAMPED"],
-        gated=1,
-        has_bias=0,
-    )
+    args = swiglu_args(ffn_dim, tokens, CONSTANTS["ACTIVATION_CLAMPED"])
     x = gate_up.astype(np.float64)
     gate, up = np.minimum(x[:, :ffn_dim], 7), np.clip(x[:, ffn_dim:], -7, 7)
     expected = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
@@ -460,39 +421,18 @@ def test_swiglu_with_limits(run: Run) -> None:
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_swiglu(run: Run, act: str) -> None:
-    for has_bias in [0, 1]:
-        for gated in [0, 1]:
-            for tokens, ffn_dim in [(1, 1536), (33, 72)]:
-                rng = np.random.default_rng(4)
-                gate_up = (4 * rng.standard_normal((tokens, (1 + gated) * ffn_dim))).astype(np.float32)
-                gate_up[0, :2] = 200, -200
-                bias = rng.standard_normal((1 + gated) * ffn_dim).astype(np.float32)
-                biased = gate_up.astype(np.float64) + has_bias * bias
-                expected = activated(biased[:, :ffn_dim], act) * (biased[:, ffn_dim:] if gated else 1)
-                args = make_args(
-                    *("SwigluArgs",),
-                    ffn_dim=ffn_dim,
-                    tokens=tokens,
-                    activation=ACTIVATIONS[act],
-                    gated=gated,
-                    has_bias=has_bias,
-                )
-                for name, dtype, check in (
-                    ("swiglu_f32", np.float32, close),
-                    ("swiglu_f16", np.float16, near),
-                ):
-                    out = Output([tokens, ffn_dim], dtype)
-                    run(
-                        name,
-                        bias,
-                        gate_up,
-                        out.buffer,
-                        args,
-                        groups=(ceil_div(ffn_dim, 64), tokens),
-                        threads=(64, 1),
-                    )
-                    check(out.check(), expected)
+@pytest.mark.parametrize(("tokens", "ffn_dim"), [(1, 1536), (33, 72)])
+def test_swiglu(run: Run, act: str, tokens: int, ffn_dim: int) -> None:
+    for has_bias, gated in product([0, 1], [0, 1]):
+        rng = np.random.default_rng(4)
+        gate_up = (4 * rng.standard_normal((tokens, (1 + gated) * ffn_dim))).astype(np.float32)
+        gate_up[0, :2] = 200, -200
+        bias = rng.standard_normal((1 + gated) * ffn_dim).astype(np.float32)
+        biased = gate_up.astype(np.float64) + has_bias * bias
+        expected = activated(biased[:, :ffn_dim], act) * (biased[:, ffn_dim:] if gated else 1)
+        args = swiglu_args(ffn_dim, tokens, ACTIVATIONS[act], gated=gated, has_bias=has_bias)
+        grid: dict[str, Any] = {"groups": (ceil_div(ffn_dim, 64), tokens), "threads": (64, 1)}
+        check_both_types(run, "swiglu", bias, gate_up, args, expected=expected, **grid)
 
 
 def test_swiglu_at_the_ends_of_the_range_of_floats(run: Run) -> None:
@@ -500,7 +440,7 @@ def test_swiglu_at_the_ends_of_the_range_of_floats(run: Run) -> None:
     gate = np.append(EXTREME, np.float32(np.nan))
     gate_up = np.concatenate([gate, np.ones_like(gate)])
     for kind, (activation, expected) in enumerate(extreme_activations().items()):
-        args = make_args("SwigluArgs", ffn_dim=len(gate), tokens=1, activation=kind, gated=1, has_bias=0)
+        args = swiglu_args(len(gate), 1, kind)
         out = Output([len(gate)])
         run("swiglu_f32", gate_up, gate_up, out.buffer, args, groups=(1, 1), threads=(64, 1))
         found = out.check()
@@ -516,7 +456,7 @@ def test_swiglu_is_as_accurate_as_the_fast_exponential(run: Run) -> None:
     gate = np.linspace(-40, 40, 6400).astype(np.float32)
     x = gate.astype(np.float64)
     out = Output([1, len(gate)])
-    args = make_args("SwigluArgs", ffn_dim=len(gate), tokens=1, activation=SILU, gated=1, has_bias=0)
+    args = swiglu_args(len(gate), 1, SILU)
     gate_up = np.stack([gate, np.ones_like(gate)])
     run("swiglu_f32", gate_up, gate_up, out.buffer, args, groups=(len(gate) // 64, 1), threads=(64, 1))
     power = np.exp(-x)

@@ -107,6 +107,21 @@ class Output:
         return array
 
 
+def check_both_types(
+    run: Run,
+    stem: str,
+    *buffers: Array,
+    expected: Doubles,
+    before: Array | None = None,
+    **grid: Sequence[int],
+) -> None:
+    """Compare the kernels of a step whose outputs are float32 and half. The output precedes the arguments."""
+    for suffix, dtype, check in (("f32", np.float32, close), ("f16", np.float16, near)):
+        out = Output(expected.shape, dtype, initial=before)
+        run(f"{stem}_{suffix}", *buffers[:-1], out.buffer, buffers[-1], **grid)  # type: ignore[arg-type]
+        check(out.check(), expected)
+
+
 class Weights:
     """Matrices of one type, stacked, as a file holds them and as float64."""
 
