@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from support import small_models
 from support.emulated_gpu import require_emulator
-from support.tiny_models import TINY_MODELS, TINY_RECURRENT
+from support.kinds import KINDS, STEPS
+from support.tiny_models import TINY_RECURRENT
 
 from metal_prefill import Model
 
@@ -23,13 +24,13 @@ pytestmark = pytest.mark.emulator
 
 # One for each kind of layer, of norm, and of rotation, with and without biases.
 GENERATORS = {
-    **{name: small_models.MODELS[name] for name in ("head_dim 32", "mixed types")},
+    "mixed types": replace(small_models.MODELS["mixed types"], ffn=256),
     **{
         name: replace(small_models.MODELS[name], layers=1)
         for name in ("all biases", "16-bit floats", "qwen3", "olmo2", "phi3", "exaone4")
     },
-    **{name: TINY_MODELS[name] for name in ("gemma2", "gemma3", "gemma4")},
-    **{name: TINY_RECURRENT[name] for name in ("lfm2", "mamba2", "granitehybrid", "falcon-h1")},
+    **{name: kind.shape for name, kind in (KINDS | STEPS).items()},
+    "granitehybrid": TINY_RECURRENT["granitehybrid"],
 }
 LONG = 300  # tokens in the context, so that attention of one token is divided
 ENCODERS = ("bert", "nomic-bert", "jina-bert-v2", "jina-bert-v2, code", "modern-bert")

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -230,17 +229,25 @@ def test_a_file_that_is_no_model_is_reported_in_a_line(
     [
         ({"simd_width": 16}, r"the kernel '\w+' runs in simdgroups of 16 threads"),
         ({"broken_kernels": {"rmsnorm_f16"}}, "the kernel 'rmsnorm_f16' cannot be built"),
+        ({"endless_kernels": {"argmax_stage1"}}, "the GPU did not finish argmax_stage1 within 1 s"),
+        ({"compiler": False}, "Metal's compiler has not answered for 5 s"),
     ],
-    ids=["simd width", "pipeline"],
+    ids=["simd width", "pipeline", "command buffer", "compiler"],
 )
-def test_a_device_that_cannot_open_the_model_is_reported(
-    path: Path, doctor: Doctor, limits: dict[str, Any], found: str, capfd: pytest.CaptureFixture[str]
+def test_a_device_that_fails_leaves_a_report(
+    path: Path,
+    doctor: Doctor,
+    limits: dict[str, Any],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    doctor.only("kernels")
+    monkeypatch.setenv("METAL_PREFILL_PATIENCE", "1")
+    doctor.only("machine", "kernels")
     code, report = doctor(path, "--quick", **limits)
     assert code == 1
-    with pytest.raises(DeviceError, match=found):
-        raise DeviceError(report["problem"])
+    assert re.search(found, report["problem"])
+    assert [name for name, stage in report["stages"].items() if stage["passed"]] == ["machine"]
     assert f"FAILED: kernels: {report['problem']}" in capfd.readouterr().out
 
 
@@ -269,25 +276,6 @@ def test_a_driver_that_aborts_leaves_a_report(path: Path, doctor: Doctor) -> Non
     assert (stage["ended"], stage["passed"]) == ("ended by SIGABRT", False)
     assert "AGX: compiling 'matvec_q4_0' failed: the driver aborts" in stage["last_lines"]
     assert any("build_checked" in line for line in stage["last_lines"])
-
-
-@pytest.mark.parametrize(
-    ("limits", "found"),
-    [
-        ({"endless_kernels": {"argmax_stage1"}}, "the GPU did not finish argmax_stage1 within 1 s"),
-        ({"compiler": False}, "Metal's compiler has not answered for 5 s"),
-    ],
-    ids=["command buffer", "compiler"],
-)
-def test_a_gpu_that_does_not_answer_leaves_a_report(
-    path: Path, doctor: Doctor, limits: dict[str, Any], found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("METAL_PREFILL_PATIENCE", "1")
-    doctor.only("machine", "kernels")
-    code, report = doctor(path, "--quick", **limits)
-    assert code == 1
-    assert found in report["problem"]
-    assert [name for name, stage in report["stages"].items() if stage["passed"]] == ["machine"]
 
 
 def test_a_stage_that_does_not_end_leaves_a_report(
@@ -384,28 +372,3 @@ def test_the_emulator_is_checked_only_on_request(path: Path) -> None:
     gpu.set_limits(gpu.Limits(wrong_kernels={"matvec_q4_0"}))
     with open_metal(path):
         assert not (Path(os.environ["METAL_PREFILL_CACHE"]) / "first_contact.json").exists()
-
-
-@pytest.mark.usefixtures("checking")
-def test_a_model_that_normalizes_whole_rows_of_q_and_k_is_compared(
-    model_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In place, in rows that also contain other values; inputs of blocks are copied, not normalized."""
-    with open_metal(model_path("olmo2")):
-        assert cached() == [[]]
-    gpu.set_limits(gpu.Limits(wrong_kernels={"rmsnorm_in_place"}))
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "other"))
-    with pytest.raises(DeviceError, match="rmsnorm_in_place"):
-        open_metal(model_path("olmo2"))
-
-
-@pytest.mark.usefixtures("checking")
-@pytest.mark.parametrize("kernel", ["layernorm_in_place", "layernorm_twice"])
-def test_the_norms_of_an_encoder_are_compared(tmp_path: Path, kernel: str) -> None:
-    path = write(tmp_path / "m.gguf", ENCODERS["jina-bert-v2, code"])
-    with open_metal(path):
-        assert cached() == [[]]
-    (Path(os.environ["METAL_PREFILL_CACHE"]) / "first_contact.json").unlink()
-    gpu.set_limits(gpu.Limits(wrong_kernels={kernel}))
-    with pytest.raises(DeviceError, match=kernel):
-        open_metal(path)

@@ -70,32 +70,6 @@ def test_nothing_is_compiled_the_second_time(path: Path, own_cache: Path) -> Non
     assert not list(own_cache.rglob("*.part"))
 
 
-@pytest.mark.parametrize("damage", ["a byte", "half", "nothing left"])
-def test_a_damaged_archive_is_rebuilt(path: Path, own_cache: Path, damage: str) -> None:
-    wanted = compiled_by_opening(path)
-    (archive,) = archives(own_cache)
-    whole = archive.read_bytes()
-    changed = bytearray(whole)
-    changed[len(whole) // 2] ^= 1
-    archive.write_bytes(
-        {"a byte": bytes(changed), "half": whole[: len(whole) // 2], "nothing left": b""}[damage]
-    )
-    assert compiled_by_opening(path) == wanted
-    assert [found.read_bytes() for found in archives(own_cache)] == [whole]
-    assert compiled_by_opening(path)[0] == 0
-
-
-def test_an_archive_with_a_wrong_checksum_is_rebuilt(path: Path, own_cache: Path) -> None:
-    """The emulator opens it, and finds all pipelines in it: macOS may do that with any bytes."""
-    wanted = compiled_by_opening(path)
-    (archive,) = archives(own_cache)
-    whole = archive.read_bytes()
-    content = b"".join([*whole.splitlines(keepends=True)[:-1], b"something else\n"])
-    archive.write_bytes(content + f"{checksum(content)}\n".encode())  # the emulator's own fits
-    assert compiled_by_opening(path) == wanted
-    assert [found.read_bytes() for found in archives(own_cache)] == [whole]
-
-
 def checksum(content: bytes) -> int:
     """FNV-1a of 64 bits."""
     value = 14695981039346656037
@@ -104,18 +78,34 @@ def checksum(content: bytes) -> int:
     return value
 
 
-def test_an_archive_that_lacks_a_pipeline_is_rebuilt(path: Path, own_cache: Path) -> None:
+def rewritten(archive: Path, changed: bytes, damage: str) -> tuple[Path, bytes]:
+    """Return the file of an archive with other contents, and its name."""
+    lines = changed.splitlines(keepends=True)  # the last one is the emulator's own checksum
+    if damage == "a pipeline is missing":  # of an archive whose name has the right checksum
+        content = b"".join(lines[:-2])
+        content += f"{checksum(content)}\n".encode()
+        return archive.with_name(f"{archive.name.split('-')[0]}-{checksum(content):016x}.pipelines"), content
+    if damage == "another checksum":  # the emulator opens it: macOS may do that with any bytes
+        content = b"".join([*lines[:-1], b"something else\n"])
+        return archive, content + f"{checksum(content)}\n".encode()
+    half = len(changed) // 2
+    flipped = changed[:half] + bytes([changed[half] ^ 1]) + changed[half + 1 :]
+    return archive, {"a byte": flipped, "half": changed[:half], "nothing left": b""}[damage]
+
+
+@pytest.mark.parametrize(
+    "damage", ["a byte", "half", "nothing left", "another checksum", "a pipeline is missing"]
+)
+def test_a_damaged_archive_is_rebuilt(path: Path, own_cache: Path, damage: str) -> None:
     wanted = compiled_by_opening(path)
     (archive,) = archives(own_cache)
     whole = archive.read_bytes()
-    lines = whole.splitlines(keepends=True)[:-2]  # without the last pipeline, and the emulator's own checksum
-    content = b"".join(lines)
-    content += f"{checksum(content)}\n".encode()
     archive.unlink()
-    lacking = archive.with_name(f"{archive.name.split('-')[0]}-{checksum(content):016x}.pipelines")
-    lacking.write_bytes(content)
+    name, content = rewritten(archive, whole, damage)
+    name.write_bytes(content)
     assert compiled_by_opening(path) == wanted
     assert [found.read_bytes() for found in archives(own_cache)] == [whole]
+    assert compiled_by_opening(path)[0] == 0
 
 
 def test_archives_are_specific_to_device_version_and_kernels(

@@ -95,35 +95,6 @@ def test_attention_of_a_long_context_is_split_by_its_work_and_is_bit_identical(
     assert max(cut_threads) < max(threads)
 
 
-def test_bidirectional_attention_is_split_by_its_work_and_is_bit_identical(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last of six layers has no window."""
-    file = synth.synthesize(
-        tmp_path / "m.gguf",
-        preset="tiny",
-        architecture="gemma-embedding",
-        tokenizer="llama",
-        layers=6,
-        vocab=320,
-        window=64,
-        pooling="mean",
-    )
-
-    def run() -> tuple[Any, list[int]]:
-        with open_with(file) as opened:
-            vector = opened.embed(["a bird in the hand " * 12])
-        threads = [d.threads for d in dispatches() if d.kernel.startswith("attention_prefill")]
-        return vector, threads
-
-    whole, threads = run()
-    with_work(monkeypatch, WORK / 4)
-    cut, cut_threads = run()
-    np.testing.assert_array_equal(cut, whole)
-    assert len(cut_threads) > len(threads)
-    assert max(cut_threads) < max(threads)
-
-
 @pytest.mark.parametrize(
     ("encoder", "limits", "kernel"),
     [
