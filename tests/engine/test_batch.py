@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.small_models import SmallModel, with_tensor, write
+from support.small_models import SmallModel, write, write_with_nan
 
 from metal_prefill import ContextOverflowError, KVMemoryError, Model, NumericalError, Session, _core
 
@@ -74,34 +74,6 @@ def test_forks_share_the_pages_of_their_common_prefix(device: str, tiny_demo_pat
         assert model.stats()["kv_pool_bytes"] == 0
 
 
-def test_unwritten_rows_are_never_read(
-    device: str, tiny_demo_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Poisoned(_core.EngineOptions):
-        def __init__(self) -> None:
-            super().__init__()
-            self.poison_cache = True
-
-    def scores(model: Model) -> list[Any]:
-        first = alone(model, ids_of(model, 70))
-        second = first.fork()
-        first.rewind(65)
-        batch = model.forward_batch(
-            [first, second, model.session()],
-            [ids_of(model, 3), ids_of(model, 66), ids_of(model, 40)],
-            output="logits",
-        )
-        return [*batch, model.score(ids_of(model, 130)), first.forward_token(3)]
-
-    with Model(tiny_demo_path, device=device) as model:
-        wanted = scores(model)
-    monkeypatch.setattr(_core, "EngineOptions", Poisoned)
-    with Model(tiny_demo_path, device=device) as model:
-        for _ in range(2):  # the second time with pages that were used before
-            for result, expected in zip(scores(model), wanted, strict=True):
-                np.testing.assert_array_equal(result, expected)
-
-
 def test_a_failure_ends_one_sequence_and_leaves_others_unchanged(tiny_demo: Model) -> None:
     with tiny_demo.session(max_context=30) as short:
         short.forward_prompt(ids_of(tiny_demo, 25))
@@ -126,16 +98,8 @@ def test_a_nan_sequence_does_not_affect_others(
     device: str, tmp_path: Path, lengths: tuple[int, ...], output: Any
 ) -> None:
     """The rows of all sequences go through products together, in tiles with rows of several sequences."""
-    small = SmallModel(
-        dim=256, head_dim=64, ffn=256, embedding="F32", output_type="Q8_0", types={"*": "Q4_0"}
-    )
-
-    def damage(values: Any) -> None:
-        values.reshape(small.vocab, -1)[7, 0] = np.nan
-
-    path = with_tensor(
-        tmp_path / "m.gguf", write(tmp_path / "whole.gguf", small), "token_embd.weight", damage
-    )
+    small = SmallModel(dim=256, head_dim=64, ffn=256, output_type="Q8_0")
+    path = write_with_nan(tmp_path / "m.gguf", small, 7)
     with Model(path, device=device) as model:
         prompts = [np.arange(8, 8 + n, dtype=np.int32) for n in lengths]
         expected = [model.forward_batch([model.session()], [ids], output=output)[0] for ids in prompts]

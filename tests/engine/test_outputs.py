@@ -10,7 +10,7 @@ import pytest
 from support.native_requests import choose
 from support.reference import ReferenceModel
 from support.sampling_reference import log_softmax
-from support.small_models import MODELS, SmallModel, with_tensor, write
+from support.small_models import MODELS, SmallModel, write, write_with_nan
 
 from metal_prefill import ContextOverflowError, Model, NumericalError, _core
 from metal_prefill.generation import Options
@@ -142,15 +142,8 @@ def test_a_wrong_draft_with_nan_is_not_an_error(
     device: str, tmp_path: Path, right: int, sampled: bool
 ) -> None:
     """In a tile of attention 0 * NaN reaches earlier rows. Correct drafts may then be lost as well."""
-    small = SmallModel(
-        dim=256, head_dim=64, ffn=256, embedding="F32", output_type="Q8_0", types={"*": "Q4_0"}
-    )
-
-    def damage(values: Any) -> None:
-        values.reshape(small.vocab, -1)[7, 0] = np.nan
-
-    whole = write(tmp_path / "whole.gguf", small)
-    path = with_tensor(tmp_path / "m.gguf", whole, "token_embd.weight", damage)
+    small = SmallModel(dim=256, head_dim=64, ffn=256, output_type="Q8_0")
+    path = write_with_nan(tmp_path / "m.gguf", small, 7)
     prompt = np.arange(8, 20, dtype=np.int32)
     with Model(path, device=device) as model, model.session() as session:
         expected = one_by_one(model, prompt, right + 1, sampled)
@@ -283,13 +276,7 @@ def test_log_probabilities_of_the_last_tokens_match_those_of_all(tiny_demo: Mode
 
 
 def test_a_nan_hidden_state_is_an_error(device: str, tmp_path: Path) -> None:
-    small = SmallModel(layers=1, embedding="F32", types={"*": "F32"})
-
-    def damage(values: Any) -> None:
-        values.reshape(small.vocab, -1)[7, 0] = np.nan
-
-    whole = write(tmp_path / "whole.gguf", small)
-    path = with_tensor(tmp_path / "model.gguf", whole, "token_embd.weight", damage)
+    path = write_with_nan(tmp_path / "model.gguf", SmallModel(layers=1, types={"*": "F32"}), 7)
     with Model(path, device=device) as model:
         with pytest.raises(NumericalError, match=r"the hidden state of the token at position \d is NaN"):
             hidden(model, np.array([1, 2, 7, 3]))

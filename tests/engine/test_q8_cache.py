@@ -100,30 +100,6 @@ def test_the_cache_holds_the_blocks_that_the_format_defines(tmp_path: Path, head
             np.testing.assert_array_equal(blocks, expected.reshape(-1))
 
 
-@pytest.mark.parametrize("name", ["gqa 3", "gemma3"])
-def test_unwritten_positions_are_never_read(
-    name: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pages are NaN before they are used, the scales above all. A window begins inside a page."""
-
-    class Poisoned(_core.EngineOptions):
-        def __init__(self) -> None:
-            super().__init__()
-            self.poison_cache = True
-
-    ids = prompt(140, MODELS[name].vocab)
-    outcomes = []
-    for poisoned in (False, True):
-        if poisoned:
-            monkeypatch.setattr(_core, "EngineOptions", Poisoned)
-        with opened(model_path(name)) as model, model.session() as session:
-            logits = [session.forward_prompt_logits(ids[:n]) for n in (3, 70, 65)]
-            logits += [session.forward_token(int(token)) for token in ids[138:]]
-            outcomes.append(logits)
-    np.testing.assert_array_equal(outcomes[1], outcomes[0])
-    assert np.all(np.isfinite(outcomes[0]))
-
-
 @pytest.mark.parametrize("n", [1, 16, 70])
 def test_a_saved_session_continues_bit_for_bit(
     model_path: Callable[[str], Path], tmp_path: Path, n: int

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.emulated_gpu import require_emulator
+from support.engine_options import set_engine_options
 
-from metal_prefill import Model, _core, synth
+from metal_prefill import Model, synth
 from metal_prefill.files import GGUFFile
 from metal_prefill.storage import _cache_folder
 
@@ -268,17 +269,6 @@ def test_weights_and_cache_stay_resident(path: Path) -> None:
     assert gpu.resident_bytes() == 0
 
 
-def with_residency(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let engines created from now on keep their memory resident for this time after a pass."""
-
-    class Kept(_core.EngineOptions):
-        def __init__(self) -> None:
-            super().__init__()
-            self.metal.resident_seconds = seconds
-
-    monkeypatch.setattr(_core, "EngineOptions", Kept)
-
-
 def faults_after(model: Model, pause: float) -> int:
     """Return how often memory was evicted in a pause between two passes."""
     model.forward_prompt(PROMPT)
@@ -295,7 +285,7 @@ def test_memory_stays_resident_during_pauses(path: Path) -> None:
 
 
 def test_memory_is_evicted_after_a_long_idle_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_residency(monkeypatch, 0.1)
+    set_engine_options(monkeypatch, metal_resident_seconds=0.1)
     gpu.set_limits(gpu.Limits(residency_lapse_ms=1500))
     with Model(path, device="metal") as model:
         assert faults_after(model, pause=2) == 1

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.emulated_gpu import open_with, require_emulator
+from support.engine_options import set_engine_options
 from support.small_models import ENCODERS, write
 
-from metal_prefill import DeviceError, _core, synth
+from metal_prefill import DeviceError, synth
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
@@ -35,19 +36,8 @@ def dispatches() -> list[Any]:
     return [dispatch for buffer in gpu.history() for dispatch in buffer.dispatches]
 
 
-def with_work(monkeypatch: pytest.MonkeyPatch, multiply_adds: float) -> None:
-    """Let command buffers of engines made from now on have so much work."""
-
-    class Limited(_core.EngineOptions):
-        def __init__(self) -> None:
-            super().__init__()
-            self.metal.buffer_work = multiply_adds
-
-    monkeypatch.setattr(_core, "EngineOptions", Limited)
-
-
 LONG = [3 + i for i in range(96)]
-WORK = 6e6  # multiply-adds: about a tenth of that prompt
+WORK = 6e6  # multiply-adds of a command buffer: about a tenth of that prompt
 
 
 def test_a_long_pass_is_split_by_its_work_and_is_bit_identical(
@@ -64,7 +54,7 @@ def test_a_long_pass_is_split_by_its_work_and_is_bit_identical(
         ):
             session.forward_prompt_logits(LONG)
         assert session.position == 0
-    with_work(monkeypatch, WORK)
+    set_engine_options(monkeypatch, metal_buffer_work=WORK)
     with open_with(path, watchdog_steps=limit) as model, model.session() as session:
         np.testing.assert_array_equal(session.forward_prompt_logits(LONG), whole)
         assert session.stats()["command_buffers"] == len(steps()) > 4
@@ -88,7 +78,7 @@ def test_attention_of_a_long_context_is_split_by_its_work_and_is_bit_identical(
         return result, [d.threads for d in dispatches() if d.kernel.startswith("attention_prefill")]
 
     whole, threads = run()
-    with_work(monkeypatch, WORK / 2)
+    set_engine_options(monkeypatch, metal_buffer_work=WORK / 2)
     cut, cut_threads = run()
     np.testing.assert_array_equal(cut, whole)
     assert len(cut_threads) >= len(threads) + 2
@@ -118,7 +108,7 @@ def test_attention_of_several_texts_is_split_by_its_work_and_is_bit_identical(
         return states, [d.threads for d in dispatches() if d.kernel.startswith(kernel)]
 
     whole, threads = run()
-    with_work(monkeypatch, WORK / 4)
+    set_engine_options(monkeypatch, metal_buffer_work=WORK / 4)
     cut, cut_threads = run()
     for state, expected in zip(cut, whole, strict=True):
         np.testing.assert_array_equal(state, expected)
@@ -129,7 +119,7 @@ def test_attention_of_several_texts_is_split_by_its_work_and_is_bit_identical(
 def test_a_failure_in_any_command_buffer_of_a_pass_changes_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_work(monkeypatch, WORK)
+    set_engine_options(monkeypatch, metal_buffer_work=WORK)
     with open_with(path) as model, model.session() as session:
         wanted = session.forward_prompt_logits(LONG)
         buffers = int(session.stats()["command_buffers"])
@@ -148,7 +138,7 @@ def test_an_error_during_encoding_waits_for_committed_work(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The buffer of the results is made late in a pass: without it, command buffers are already running."""
-    with_work(monkeypatch, WORK)
+    set_engine_options(monkeypatch, metal_buffer_work=WORK)
     with open_with(path) as model, model.session() as session:
         session.forward_prompt_logits(LONG)
         before = gpu.counters()

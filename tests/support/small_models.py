@@ -578,6 +578,16 @@ def with_tokenizer_of(path: Path, model: SmallModel, other: Path) -> Path:
     return parts.write(path)
 
 
+def write_with_nan(path: Path, model: SmallModel, token: int) -> Path:
+    """Write a model in which the embedding of a token is NaN."""
+
+    def spoil(values: npt.NDArray[np.float32]) -> None:
+        values.reshape(model.vocab, -1)[token] = np.nan
+
+    plain = write(path.with_suffix(".plain"), replace(model, embedding="F32"))
+    return with_tensor(path, plain, "token_embd.weight", spoil)
+
+
 def with_tensor(path: Path, plain: Path, name: str, change: Callable[[Any], None]) -> Path:
     """Write a copy of a file with changed values of a float32 tensor."""
     content = bytearray(plain.read_bytes())
