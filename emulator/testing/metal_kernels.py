@@ -1,7 +1,8 @@
 """Run single Metal kernels on NumPy arrays, through the Objective-C API."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,19 @@ def three(size: Size) -> tuple[int, int, int]:
     """Return a size in three dimensions."""
     sizes = (size,) if isinstance(size, int) else size
     return (*sizes, 1, 1, 1)[:3]  # type: ignore[return-value]
+
+
+@contextmanager
+def encoded(queue: Any, kind: str = "compute", *options: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield a command buffer and an encoder of it; afterwards run the command buffer and wait for it."""
+    command_buffer = queue.command_buffer()
+    encoder = getattr(command_buffer, f"{kind}_encoder")(*options)
+    try:
+        yield command_buffer, encoder
+    finally:
+        encoder.end()
+    command_buffer.commit()
+    command_buffer.wait()
 
 
 class KernelLibrary:
@@ -90,11 +104,8 @@ class KernelLibrary:
         RuntimeError
             Metal or the emulator reports an error.
         """
-        command_buffer = self.queue.command_buffer()
-        pipeline = self.pipeline(kernel)
-        encoder = command_buffer.compute_encoder()
-        bound = []
-        try:
+        pipeline, bound = self.pipeline(kernel), []
+        with encoded(self.queue) as (command_buffer, encoder):
             encoder.set_pipeline(pipeline)
             for index, argument in enumerate(buffers):
                 if isinstance(argument, bytes):
@@ -106,10 +117,6 @@ class KernelLibrary:
             for index, length in enumerate(threadgroup):
                 encoder.set_threadgroup_memory(index, length)
             encoder.dispatch_threadgroups(three(groups), three(threads))
-        finally:
-            encoder.end()
-        command_buffer.commit()
-        command_buffer.wait()
         if command_buffer.status != "completed":
             raise RuntimeError(command_buffer.error)
         for array, buffer in bound:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from metal_kernels import KernelLibrary
+from metal_kernels import KernelLibrary, encoded
 
 
 def u32(value: int) -> bytes:
@@ -316,15 +316,11 @@ def test_checked_mode_finds_bindings_that_overlap(library: KernelLibrary, addend
 @pytest.mark.usefixtures("checked_mode")
 def test_checked_mode_finds_a_byte_that_two_bindings_write(library: KernelLibrary) -> None:
     first = library.device.new_buffer(256, label="first")
-    command_buffer = library.queue.command_buffer()
-    encoder = command_buffer.compute_encoder(True)
-    encoder.set_pipeline(library.pipeline("store_twice"))
-    encoder.set_buffer(0, first)
-    encoder.set_buffer(1, first, 64)
-    encoder.dispatch_threadgroups((1, 1, 1), (17, 1, 1))
-    encoder.end()
-    command_buffer.commit()
-    command_buffer.wait()
+    with encoded(library.queue, "compute", True) as (command_buffer, encoder):
+        encoder.set_pipeline(library.pipeline("store_twice"))
+        encoder.set_buffer(0, first)
+        encoder.set_buffer(1, first, 64)
+        encoder.dispatch_threadgroups((1, 1, 1), (17, 1, 1))
     assert "buffer(0) 'y' = \"first\" writes bytes 64 to 68" in command_buffer.error
     assert "buffer(1) 'z' of the same dispatch writes" in command_buffer.error
 

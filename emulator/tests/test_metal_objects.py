@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from metal_kernels import KernelLibrary
+from metal_kernels import KernelLibrary, encoded
 
 PAGE = mmap.PAGESIZE
 
@@ -73,12 +73,8 @@ def test_a_forked_process_does_not_change_buffers_of_its_parent(device: Any) -> 
 def test_private_buffers_are_initialized_with_nan(device: Any, library: KernelLibrary, size: int) -> None:
     private = device.new_buffer(size, storage="private")
     visible = device.new_buffer(size)
-    command_buffer = library.queue.command_buffer()
-    encoder = command_buffer.blit_encoder()
-    encoder.copy(private, 0, visible, 0, size)
-    encoder.end()
-    command_buffer.commit()
-    command_buffer.wait()
+    with encoded(library.queue, "blit") as (_, encoder):
+        encoder.copy(private, 0, visible, 0, size)
     assert np.isnan(visible.contents.view(np.float32)).all()
 
 
@@ -92,16 +88,12 @@ def test_no_copy_buffers_use_the_callers_memory(device: Any, library: KernelLibr
     floats[:] = 1
     buffer = device.new_buffer_no_copy(memory, offset=PAGE, length=PAGE)
     half = PAGE // 2
-    command_buffer = library.queue.command_buffer()
-    encoder = command_buffer.compute_encoder()
-    encoder.set_pipeline(library.pipeline("add"))
-    encoder.set_buffer(0, buffer)
-    encoder.set_buffer(1, buffer)
-    encoder.set_buffer(2, buffer, half)
-    encoder.dispatch_threadgroups((half // 256, 1, 1), (64, 1, 1))
-    encoder.end()
-    command_buffer.commit()
-    command_buffer.wait()
+    with encoded(library.queue) as (command_buffer, encoder):
+        encoder.set_pipeline(library.pipeline("add"))
+        encoder.set_buffer(0, buffer)
+        encoder.set_buffer(1, buffer)
+        encoder.set_buffer(2, buffer, half)
+        encoder.dispatch_threadgroups((half // 256, 1, 1), (64, 1, 1))
     assert command_buffer.error == ""
     assert (floats[: (PAGE + half) // 4] == 1).all()
     assert (floats[(PAGE + half) // 4 :] == 2).all()
@@ -192,13 +184,9 @@ def test_a_wait_is_counted_unless_the_host_has_seen_the_completion(
 
 def test_blit_encoders_copy_and_fill(device: Any, library: KernelLibrary) -> None:
     a, b = device.new_buffer_with_bytes(bytes(range(16))), device.new_buffer(16)
-    command_buffer = library.queue.command_buffer()
-    encoder = command_buffer.blit_encoder()
-    encoder.fill(b, 0, 16, 0xEE)
-    encoder.copy(a, 4, b, 8, 4)
-    encoder.end()
-    command_buffer.commit()
-    command_buffer.wait()
+    with encoded(library.queue, "blit") as (_, encoder):
+        encoder.fill(b, 0, 16, 0xEE)
+        encoder.copy(a, 4, b, 8, 4)
     assert b.contents.tolist() == [0xEE] * 8 + [4, 5, 6, 7] + [0xEE] * 4
 
 
@@ -252,17 +240,13 @@ def test_an_injected_fault_fails_only_its_command_buffer(
 def test_dispatches_before_a_fault_take_effect(device: Any, library: KernelLibrary, emulator: Any) -> None:
     buffer = device.new_buffer(8)
     emulator.fail_command_buffer(1, "half way", dispatches=1)
-    command_buffer = library.queue.command_buffer()
-    encoder = command_buffer.compute_encoder()
-    encoder.set_pipeline(library.pipeline("store"))
-    encoder.set_buffer(0, buffer)
-    for position in range(2):
-        encoder.set_bytes(1, position.to_bytes(4, "little"))
-        encoder.set_bytes(2, (9).to_bytes(4, "little"))
-        encoder.dispatch_threadgroups((1, 1, 1), (1, 1, 1))
-    encoder.end()
-    command_buffer.commit()
-    command_buffer.wait()
+    with encoded(library.queue) as (command_buffer, encoder):
+        encoder.set_pipeline(library.pipeline("store"))
+        encoder.set_buffer(0, buffer)
+        for position in range(2):
+            encoder.set_bytes(1, position.to_bytes(4, "little"))
+            encoder.set_bytes(2, (9).to_bytes(4, "little"))
+            encoder.dispatch_threadgroups((1, 1, 1), (1, 1, 1))
     assert command_buffer.error == "half way"
     assert buffer.contents.view(np.uint32).tolist() == [9, 0]
 
@@ -420,12 +404,8 @@ def test_ten_thousand_objects_leave_nothing_behind(
 ) -> None:
     before = emulator.live_objects()
     for _ in range(1000):
-        command_buffer = library.queue.command_buffer()
-        encoder = command_buffer.blit_encoder()
-        encoder.fill(device.new_buffer(64), 0, 64, 1)
-        encoder.end()
-        command_buffer.commit()
-        command_buffer.wait()
+        with encoded(library.queue, "blit") as (command_buffer, encoder):
+            encoder.fill(device.new_buffer(64), 0, 64, 1)
         del command_buffer, encoder
     assert emulator.live_objects() == before
     assert emulator.live_buffers() == []

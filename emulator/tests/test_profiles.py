@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from metal_kernels import KernelLibrary
+from metal_kernels import KernelLibrary, encoded
 
 pytestmark = pytest.mark.emulator
 KERNELS = Path(__file__).parent / "kernels"
@@ -94,12 +94,8 @@ def test_large_no_copy_buffers_can_read_stale_data(
     def seen(limit: int) -> list[int]:
         emulator.set_limits(emulator.Limits(stale_no_copy=limit))
         buffer, copy = device.new_buffer_no_copy(memory), device.new_buffer(memory.size)
-        commands = library.queue.command_buffer()
-        blit = commands.blit_encoder()
-        blit.copy(buffer, 0, copy, 0, memory.size)
-        blit.end()
-        commands.commit()
-        commands.wait()
+        with encoded(library.queue, "blit") as (_, blit):
+            blit.copy(buffer, 0, copy, 0, memory.size)
         np.testing.assert_array_equal(buffer.contents, memory)
         read = copy.contents
         return [int(read[:4096].sum()), int(read[4096:].sum())]
