@@ -43,12 +43,12 @@ class Made(NamedTuple):
 
 
 MADE = {
-    "conversion/_sources.py: f(.+?)({|.join(TASKS)})": Made("(.+?)(ForCausalLM|Model)"),
-    "conversion/_sources.py: pattern": Made(r"cls\.(predictions|seq_relationship)\..*"),
-    "conversion/_sources.py: source.made": Made(r"attn_rel_row\.weight|blk\.\d+\.attn_rel_[kq]\.weight"),
+    "conversion/_source.py: f(.+?)({|.join(_TASKS)})": Made("(.+?)(ForCausalLM|Model)"),
+    "conversion/_source.py: pattern": Made(r"cls\.(predictions|seq_relationship)\..*"),
+    "conversion/_source.py: self.made": Made(r"attn_rel_row\.weight|blk\.\d+\.attn_rel_[kq]\.weight"),
     "conversion/_writing.py: f{pattern}.bias": Made(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
     "conversion/_writing.py: pattern": Made(r"blk\.\d+\.attn_[qk]\.(weight|bias)"),
-    "tasks/_cards.py: pattern": Made(r"\be5-.*instruct|\bbge-.*\bzh\b", 200),
+    "tasks/_prompts.py: pattern": Made(r"\be5-.*instruct|\bbge-.*\bzh\b", 200),
     "tasks/_reranking.py: |.join((re.escape(f{{{name}}}) for name in values))": Made(r"\{query\}|\{a\}"),
     "text/_chat_template.py: ( + |.join(map(re.escape, self._special)) + )": Made(r"(<\|end\|>|<\|a\|>)"),
     "text/_chat_template.py: f({words})|[{re.escape(.join(sorted(firsts)))}]": Made("(</think>|<a>)|[<]"),

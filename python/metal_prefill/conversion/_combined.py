@@ -152,7 +152,7 @@ def _width(weight: Weight, dimensions: int, parts: int) -> int:
 
 def _matrices(weight: Weight, stem: str, parts: tuple[str, ...]) -> Iterator[Weight]:
     width = _width(weight, 3, len(parts))
-    for expert, matrix in enumerate(Stack.of(weight).matrices):
+    for expert, matrix in enumerate(Stack.divided(weight).matrices):
         for i, part in enumerate(parts):
             name, columns = f"{stem}.{expert}.{part}_proj.weight", slice(i * width, (i + 1) * width)
             order = np.arange(weight.shape[2])[columns]

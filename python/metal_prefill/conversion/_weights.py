@@ -172,36 +172,26 @@ class Computed(Weight):
 
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(Weight):
     """Matrices of the same shape, one of each expert, as a tensor ``[experts, rows, columns]``."""
 
-    name: str
     matrices: tuple[Weight, ...]
 
     @classmethod
-    def of(cls, weight: Weight) -> Stack:
+    def of(cls, name: str, matrices: tuple[Weight, ...]) -> Stack:
+        first = matrices[0]
+        return cls(first.file, name, first.dtype, (len(matrices), *first.shape), 0, 0, matrices)
+
+    @classmethod
+    def divided(cls, weight: Weight) -> Stack:
         """Divide a tensor of three dimensions."""
         matrices = weight.parts((weight.name,) * weight.shape[0])
-        return cls(weight.name, tuple(replace(matrix, shape=weight.shape[1:]) for matrix in matrices))
+        return cls.of(weight.name, tuple(replace(matrix, shape=weight.shape[1:]) for matrix in matrices))
 
-    @property
-    def file(self) -> Path:
-        return self.matrices[0].file
-
-    @property
-    def dtype(self) -> str:
-        """Number type of the first matrix."""
-        return self.matrices[0].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Number of matrices, then their shape."""
-        return (len(self.matrices), *self.matrices[0].shape)
-
-    def parts(self, names: tuple[str, ...]) -> list[Stack]:
+    def parts(self, names: tuple[str, ...]) -> list[Weight]:
         """Divide the rows of each matrix into equal parts; see `Weight.parts`."""
         of_parts = zip(*(matrix.parts(names) for matrix in self.matrices), strict=True)
-        return [Stack(name, matrices) for name, matrices in zip(names, of_parts, strict=True)]
+        return [Stack.of(name, matrices) for name, matrices in zip(names, of_parts, strict=True)]
 
     def blocks(self) -> Iterator[FloatArray]:
         """Read all matrices as float32; see `Weight.blocks`."""
@@ -220,7 +210,7 @@ def read_weights(folder: Path) -> dict[str, Weight]:
     return weights
 
 
-def _stacked(weights: Mapping[str, Weight]) -> Iterator[Weight | Stack]:
+def _stacked(weights: Mapping[str, Weight]) -> Iterator[Weight]:
     """Yield weights, and instead of numbered matrices of experts a stack of each kind."""
     numbered: dict[str, dict[int, Weight]] = {}
     for name, weight in weights.items():
@@ -237,10 +227,10 @@ def _stacked(weights: Mapping[str, Weight]) -> Iterator[Weight | Stack]:
                 raise GGUFError(f"{matrix.file}: has tensor {matrix.name}, but none of expert {missing}")
             if matrix.shape != first.shape:
                 raise matrix.error(f"has shape {matrix.shape}, but {first.name} has {first.shape}")
-        yield Stack(name, tuple(matrices[i] for i in range(len(matrices))))
+        yield Stack.of(name, tuple(matrices[i] for i in range(len(matrices))))
 
 
-def divided(weights: Mapping[str, Weight], parts: Mapping[str, tuple[str, ...]]) -> Iterator[Weight | Stack]:
+def divided(weights: Mapping[str, Weight], parts: Mapping[str, tuple[str, ...]]) -> Iterator[Weight]:
     """Yield weights, and instead of one with a name in `parts` its parts; see `Source.parts`.
 
     Matrices of experts become stacks.
@@ -252,7 +242,8 @@ def divided(weights: Mapping[str, Weight], parts: Mapping[str, tuple[str, ...]])
         if end is None:
             yield weight
         else:
-            whole = Stack.of(weight) if isinstance(weight, Weight) and len(weight.shape) == 3 else weight
+            is_whole = len(weight.shape) == 3 and not isinstance(weight, Stack)
+            whole = Stack.divided(weight) if is_whole else weight
             yield from whole.parts(tuple(f"{module.removesuffix(end)}{own}.{suffix}" for own in parts[end]))
 
 

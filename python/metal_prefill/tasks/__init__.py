@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 from metal_prefill._support.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from metal_prefill.tasks._cards import PROMPTS
     from metal_prefill.tasks._classification import Classification
     from metal_prefill.tasks._embedding import embed
     from metal_prefill.tasks._late_interaction import maxsim
-    from metal_prefill.tasks._prompts import prompt_names
+    from metal_prefill.tasks._prompts import PROMPTS, prompt_names
     from metal_prefill.tasks._reranking import Ranked, rerank
     from metal_prefill.tasks._sparse import HybridVectors, SparseVector
     from metal_prefill.tasks._token_labels import Entity
@@ -23,11 +22,10 @@ __all__ = [
 
 __getattr__ = lazy_names(
     __name__,
-    _cards="PROMPTS",
     _classification="Classification",
     _embedding="embed",
     _late_interaction="maxsim",
-    _prompts="prompt_names",
+    _prompts="PROMPTS prompt_names",
     _reranking="Ranked rerank",
     _sparse="HybridVectors SparseVector",
     _token_labels="Entity",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,12 +19,62 @@ from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, MAX_INT, SKIPPED_KEY
 from metal_prefill.files._task_config import Pooling
-from metal_prefill.tasks._cards import PLAIN_CARD, card_of
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
 
 Item = TypeVar("Item")
+
+# Prompts as the cards of the models define them, by architecture. Qwen3-Embedding: documents stay as they
+# are. EmbeddingGemma: the title of a document that has none is "none".
+PROMPTS: dict[str, dict[str, str]] = {
+    "qwen3": {
+        "query": "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
+        "Query:{text}",
+        "document": "{text}",
+        "": "Instruct: {instruction}\nQuery:{text}",
+    },
+    "gemma-embedding": {
+        "query": "task: search result | query: {text}",
+        "document": "title: none | text: {text}",
+        "classification": "task: classification | query: {text}",
+        "clustering": "task: clustering | query: {text}",
+        "": "task: {instruction} | query: {text}",
+    },
+    "nomic-bert": {
+        "query": "search_query: {text}",
+        "document": "search_document: {text}",
+        "classification": "classification: {text}",
+        "clustering": "clustering: {text}",
+        "": "{instruction}{text}",
+    },
+}
+
+_SEARCH = "Represent this sentence for searching relevant passages: {text}"
+PLAIN_CARD = {"query": "{text}", "document": "{text}", "": "{instruction}{text}"}
+
+# The same for models whose architecture does not identify them: a pattern of ``general.name`` in lower case
+# with hyphens, and the prompts. The first pattern that occurs in the name counts.
+CARDS: tuple[tuple[str, Mapping[str, str]], ...] = (
+    (
+        r"\be5-.*instruct",
+        {**PLAIN_CARD, "query": PROMPTS["qwen3"]["query"], "": "Instruct: {instruction}\nQuery: {text}"},
+    ),
+    (r"\be5-", {**PLAIN_CARD, "query": "query: {text}", "document": "passage: {text}"}),
+    (r"\bbge-m3|\bbge-multilingual", PLAIN_CARD),
+    (r"\bbge-.*\bzh\b", {**PLAIN_CARD, "query": "为这个句子生成表示以用于检索相关文章：{text}"}),  # noqa: RUF001
+    (r"\bbge-", {**PLAIN_CARD, "query": _SEARCH}),
+    (r"\bmxbai-embed", {**PLAIN_CARD, "query": _SEARCH}),
+    (r"\barctic-embed-.*v2\b", {**PLAIN_CARD, "query": "query: {text}"}),
+    (r"\barctic-embed", {**PLAIN_CARD, "query": _SEARCH}),
+    (r"\bnomic-embed-text|\bmodernbert-embed", PROMPTS["nomic-bert"]),
+    (
+        r"\ball-(minilm|mpnet|distilroberta)|\bparaphrase-|\bgte-(small|base|large|multilingual|modernbert)|\bgranite-embedding|\bjina-embeddings-v2|\bpplx-embed",
+        PLAIN_CARD,
+    ),
+)
+
+_LONGEST_NAME = 200  # characters of a name that are compared; the patterns take quadratic time
 
 # Names under which sentence-transformers looks for the prompt of a document, in order.
 DOCUMENT_NAMES = ("document", "passage", "corpus")
@@ -220,6 +270,16 @@ def _described_form(engine: Engine, task: str) -> PromptForm:
         card_of(engine).get("", PLAIN_CARD[""]).replace("{instruction}", task).partition("{text}")
     )
     return PromptForm(before, after)
+
+
+def card_of(engine: Engine) -> Mapping[str, str]:
+    """Return the prompts of a model by name; the one without a name is for tasks in words."""
+    name = engine.gguf.metadata.get("general.name")
+    name = re.sub(r"[^a-z0-9]+", "-", name[:_LONGEST_NAME].lower()) if isinstance(name, str) else ""
+    for pattern, prompts in CARDS:
+        if re.search(pattern, name):
+            return prompts
+    return PROMPTS.get(engine.config.architecture, {})
 
 
 def has_prompts(engine: Engine) -> bool:
