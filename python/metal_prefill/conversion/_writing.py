@@ -262,10 +262,10 @@ def _by_role(
     metadata: Mapping[str, Any],
     weights: Mapping[str, Weight],
     modules: Modules,
-) -> dict[str, Weight | Stack]:
+) -> dict[str, Weight]:
     """Return the weights by their names in a GGUF file."""
     names = gguf.get_tensor_name_map(_architecture(source), metadata.get("block_count", 0))
-    found: dict[str, Weight | Stack] = dict(modules.tensors)
+    found: dict[str, Weight] = dict(modules.tensors)
     for weight in divided(weights, source.parts):
         try:
             role = source.gguf_name(task, names, weight.name)
@@ -280,7 +280,7 @@ def _by_role(
     return found
 
 
-def _check_bias(source: Source, config: Fields, role: str, weight: Weight | Stack) -> None:
+def _check_bias(source: Source, config: Fields, role: str, weight: Weight) -> None:
     """Refuse a bias that the configuration excludes, and which transformers ignores."""
     for pattern, name in source.biases.items():
         if re.fullmatch(rf"{pattern}\.bias", role) and not config.boolean(name, default=False):
@@ -319,22 +319,22 @@ def _type_of(weights: Mapping[str, Weight]) -> str:
     return _OF_WEIGHTS.get(max(counts, key=lambda dtype: counts[dtype], default="F32"), "F32")
 
 
-def _planned(source: Source, config: Fields, name: str, weight: Weight | Stack, chosen: str) -> _Tensor:
+def _planned(source: Source, config: Fields, name: str, weight: Weight, chosen: str) -> _Tensor:
     shape = weight.shape
     is_filter = name.endswith(_FILTERS)
     if is_filter and len(shape) == 3 and shape[1] == 1:
         shape = (shape[0], shape[2])
     expected = (3,) if isinstance(weight, Stack) else (1, 2)
     if len(shape) not in expected or 0 in shape:
-        where, dimensions = f"{weight.file}: tensor {weight.name}", " or ".join(map(str, expected))
-        raise GGUFError(f"{where} has shape {weight.shape}, expected {dimensions} dimensions, none of them 0")
+        dimensions = " or ".join(map(str, expected))
+        raise weight.error(f"has shape {weight.shape}, expected {dimensions} dimensions, none of them 0")
     exact = (
         *(len(weight.shape) == 1, is_filter, name in _EXACT),
         *(name.startswith(_EXACT_PREFIXES), name.endswith(_EXACT_ENDS)),
     )
     for pattern, change in source.changes.items():
         if re.fullmatch(pattern, name):
-            assert isinstance(weight, Weight), f"{name}: no change applies to matrices of experts"
+            assert not isinstance(weight, Stack), f"{name}: no change applies to matrices of experts"
             weight = change(config, name, weight)
             shape = shape if is_filter else weight.shape
     chosen = _OF_WEIGHTS.get(weight.dtype, "F32") if chosen == AUTO else chosen
@@ -406,14 +406,7 @@ def _file_type(chosen: str) -> int:
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: FolderVocabulary, config: Fields) -> None:
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.scores is not None:
-        writer.add_token_scores(vocabulary.scores)
-    if vocabulary.merges is not None:
-        writer.add_token_merges(vocabulary.merges)
+    writer.add_vocabulary(vocabulary)
     if vocabulary.charsmap:
         writer.add_precompiled_charsmap(vocabulary.charsmap)
     if config.has("type_vocab_size"):

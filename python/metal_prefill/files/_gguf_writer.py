@@ -30,6 +30,17 @@ class GGUFWriter(gguf.GGUFWriter):  # type: ignore[misc]
         aligned = (-(-size // self.data_alignment) for size in (self.fout[0].tell(), *sizes))
         os.truncate(path, sum(aligned) * self.data_alignment)
 
+    def add_vocabulary(self, vocabulary: Any) -> None:
+        """Add the tokens of a vocabulary, and what they are made by."""
+        self.add_tokenizer_model(vocabulary.model)
+        self.add_tokenizer_pre(vocabulary.pre)
+        self.add_token_list(vocabulary.tokens)
+        self.add_token_types(vocabulary.types)
+        if vocabulary.scores:
+            self.add_token_scores(vocabulary.scores)
+        if vocabulary.merges:
+            self.add_token_merges(vocabulary.merges)
+
     def _pack_val(self, val: Any, vtype: gguf.GGUFValueType, add_vtype: bool, **more: Any) -> bytes:
         if vtype is gguf.GGUFValueType.ARRAY and set(more.values()) <= {None} and (packed := _packed(val)):
             return (struct.pack("<I", vtype) if add_vtype else b"") + packed

@@ -148,14 +148,7 @@ def _add_layers_with_attention(writer: GGUFWriter, shape: ModelShape) -> None:
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
     """Add the metadata of a tokenizer's vocabulary."""
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.merges:
-        writer.add_token_merges(vocabulary.merges)
-    if vocabulary.scores:
-        writer.add_token_scores(vocabulary.scores)
+    writer.add_vocabulary(vocabulary)
     writer.add_bos_token_id(vocabulary.bos)
     writer.add_eos_token_id(vocabulary.eos)
     if vocabulary.model == "bert":

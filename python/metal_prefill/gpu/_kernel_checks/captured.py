@@ -34,6 +34,11 @@ class Captured:
         """Offsets of the stacked matrices, in bytes from the binding."""
         return [int(n) for n in np.frombuffer(self._dispatch.args, np.uint64, len(self.args["rows"]))]
 
+    @property
+    def out(self) -> Any:
+        """Type of the results, by the kernel's name."""
+        return np.float16 if self.kernel.endswith("f16") else np.float32
+
     def before(self, binding: int, dtype: Any) -> Values:
         """Return the contents of a buffer, from its binding on, before the dispatch."""
         return _as(np.asarray(self._dispatch.before(binding)), dtype)

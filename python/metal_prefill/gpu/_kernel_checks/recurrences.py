@@ -24,7 +24,7 @@ _STATE_NONE = _core.shader_constants["STATE_NONE"]
 
 
 def causal_conv(d: Captured) -> Expected:
-    out = d.after(5, np.float16 if d.kernel.endswith("f16") else np.float32)
+    out = d.after(5, d.out)
     return _convolved(d, d.before(2, np.float32), out, filters=0, rows=3)
 
 
@@ -119,7 +119,7 @@ def scan_norm(d: Captured) -> Expected:
     a = d.args
     inner, groups = a["inner"], a["groups"]
     weight, gates, y = (d.before(i, np.float32) for i in range(3))
-    out = d.after(3, np.float16 if d.kernel.endswith("f16") else np.float32)
+    out = d.after(3, d.out)
     for token in some_of(d.grid[0], SAMPLED_TOKENS):
         start = (token + a["first_out"]) * a["row_stride"]
         gate = gates[start : start + inner].astype(np.float64)
@@ -160,7 +160,7 @@ def gated_delta(d: Captured) -> Expected:
 def gated_norm(d: Captured) -> Expected:
     heads, dim, stride = d.args["heads"], d.args["dim"], d.args["gate_stride"]
     weight = d.before(0, np.float32)[:dim].astype(np.float64)
-    out = d.after(3, np.float16 if d.kernel.endswith("f16") else np.float32)
+    out = d.after(3, d.out)
     for token in some_of(d.grid[1], SAMPLED_TOKENS):
         row = slice(token * heads * dim, (token + 1) * heads * dim)
         x = d.before(1, np.float32)[row].astype(np.float64).reshape(heads, dim)

@@ -22,27 +22,25 @@ def rmsnorm(d: Captured) -> Expected:
     y_binding = 1 if d.kernel == "rmsnorm_in_place" else 2
     weight = d.before(0, np.float32)[:dim].astype(np.float64)
     x = d.before(1, np.float32)
-    out = np.float16 if d.kernel.endswith("f16") else np.float32
     for token in some_of(d.grid[0], SAMPLED_TOKENS):
         row = slice(token * stride, token * stride + dim)
         expected = x[row].astype(np.float64)
         if d.args["has_weight"]:  # else a copy
             expected = rms_normed(expected, weight, d.args["eps"])
-        yield d.after(y_binding, out)[row], expected
+        yield d.after(y_binding, d.out)[row], expected
 
 
 def rmsnorm_add(d: Captured) -> Expected:
     a, dim, has_next = d.args, d.args["dim"], d.kernel.startswith("rmsnorm_add_norm_")
     weight, second = (d.before(binding, np.float32)[:dim].astype(np.float64) for binding in (0, 1))
     scale = second[0] if a["has_scale"] else 1.0
-    out = np.float16 if d.kernel.endswith("f16") else np.float32
     for token in some_of(d.grid[0], SAMPLED_TOKENS):
         row = slice(token * dim, (token + 1) * dim)
         x, y = (d.before(binding, np.float32)[row].astype(np.float64) for binding in (2, 3))
         y = (y + rms_normed(x, weight, a["eps"])) * scale
         yield d.after(3, np.float32)[row], y
         if has_next:
-            yield d.after(4, out)[row], rms_normed(y, second, a["next_eps"]) if a["has_next"] else y
+            yield d.after(4, d.out)[row], rms_normed(y, second, a["next_eps"]) if a["has_next"] else y
 
 
 def _layer_normed(x: Values, width: int, weight: Values, eps: float) -> Values:
@@ -59,14 +57,13 @@ def layernorm(d: Captured) -> Expected:
     addend = d.before(2, np.float32)[:dim] if in_place and d.args["has_addend"] else 0.0
     x_binding, y_binding = (3, 3) if in_place else (2, 3)
     x = d.before(x_binding, np.float32)
-    out = np.float16 if d.kernel.endswith("f16") else np.float32
     for token in some_of(d.grid[0], SAMPLED_TOKENS):
         first = token * stride
         row = slice(first, first + dim)
         values = x[row].astype(np.float64) + addend
         expected = _layer_normed(values, d.args["width"], weight, d.args["eps"])
         expected = expected + (bias if d.args["has_bias"] else 0.0)
-        yield d.after(y_binding, out)[row], expected
+        yield d.after(y_binding, d.out)[row], expected
         if stream:
             yield d.after(4, np.float16)[row], expected
 
@@ -97,7 +94,6 @@ def add_bias(d: Captured) -> Expected:
 
 def swiglu(d: Captured) -> Expected:
     n = d.args["ffn_dim"]
-    out = np.float16 if d.kernel.endswith("f16") else np.float32
     columns = 2 * n if d.args["gated"] else n
     bias = d.before(0, np.float32)[:columns] if d.args["has_bias"] else 0.0
     for token in some_of(d.args["tokens"], SAMPLED_TOKENS):
@@ -106,7 +102,7 @@ def swiglu(d: Captured) -> Expected:
         expected = (
             activate_gated(row[:n], row[n:], activation) if d.args["gated"] else activate(row, activation)
         )
-        yield d.after(2, out)[token * n : (token + 1) * n], expected
+        yield d.after(2, d.out)[token * n : (token + 1) * n], expected
 
 
 def layer_inputs(d: Captured) -> Expected:
@@ -124,22 +120,21 @@ def layer_inputs(d: Captured) -> Expected:
 
 def gate_input(d: Captured) -> Expected:
     dim, stride = d.args["dim"], d.args["input_stride"]
-    out = np.float16 if d.kernel.endswith("f16") else np.float32
     for token in some_of(d.args["tokens"], SAMPLED_TOKENS):
         row = slice(token * dim, (token + 1) * dim)
         gate = d.before(0, np.float32)[row].astype(np.float64)
         value = d.before(1, np.float32)[token * stride :][:dim]
-        yield d.after(2, out)[row], activate_gated(gate, value, d.args["activation"])
+        yield d.after(2, d.out)[row], activate_gated(gate, value, d.args["activation"])
 
 
 def gate_heads(d: Captured) -> Expected:
-    a, dtype = d.args, np.float16 if d.kernel.endswith("f16") else np.float32
+    a = d.args
     heads, width, step = a["n_heads"], a["value_dim"], a["query_step"]
     for token in some_of(a["tokens"], SAMPLED_TOKENS):
         q = d.before(0, np.float32)[token * a["q_stride"] :][: heads * step].reshape(heads, step)
         gate = q[:, step // 2 :][:, :width].astype(np.float64).ravel()
         row = slice(token * heads * width, (token + 1) * heads * width)
-        yield d.after(1, dtype)[row], d.before(1, dtype)[row] / (1.0 + np.exp(-gate))
+        yield d.after(1, d.out)[row], d.before(1, d.out)[row] / (1.0 + np.exp(-gate))
 
 
 def soft_cap(d: Captured) -> Expected:
