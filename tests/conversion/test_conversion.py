@@ -465,53 +465,18 @@ def test_the_command_accepts_the_types_of_the_library() -> None:
     assert TYPES == TENSOR_TYPES
 
 
-# Names in published folders, and the tensors of GGUF files that they become.
+# Names in published folders that no made folder has, and the tensors of GGUF files that they become.
 NAMES: dict[str, dict[str, str | None]] = {
     "NomicBertModel": {
-        "emb_ln.weight": "token_embd_norm.weight",
-        "encoder.layers.1.attn.Wqkv.weight": "blk.1.attn_qkv.weight",
-        "encoder.layers.1.attn.out_proj.weight": "blk.1.attn_output.weight",
-        "encoder.layers.1.norm1.bias": "blk.1.attn_output_norm.bias",
         "encoder.layers.1.mlp.fc11.weight": "blk.1.ffn_up.weight",
         "encoder.layers.1.mlp.fc12.weight": "blk.1.ffn_gate.weight",
-        "encoder.layers.1.mlp.fc2.weight": "blk.1.ffn_down.weight",
-        "encoder.layers.1.norm2.weight": "blk.1.layer_output_norm.weight",
-    },
-    "ModernBertForSequenceClassification": {
-        "model.embeddings.tok_embeddings.weight": "token_embd.weight",
-        "model.embeddings.norm.weight": "token_embd_norm.weight",
-        "model.layers.1.attn_norm.weight": "blk.1.attn_norm.weight",
-        "model.layers.1.attn.Wqkv.weight": "blk.1.attn_qkv.weight",
-        "model.layers.1.attn.Wo.weight": "blk.1.attn_output.weight",
-        "model.layers.1.mlp_norm.weight": "blk.1.ffn_norm.weight",
-        "model.layers.1.mlp.Wi.weight": "blk.1.ffn_up.weight",
-        "model.layers.1.mlp.Wo.weight": "blk.1.ffn_down.weight",
-        "model.final_norm.weight": "output_norm.weight",
-        "head.dense.weight": "cls.weight",
-        "head.norm.weight": "cls.norm.weight",
-        "classifier.bias": "cls.output.bias",
     },
     "ModernBertForMaskedLM": {"head.norm.weight": None, "decoder.bias": None},
     "JinaBertForMaskedLM": {
-        "bert.embeddings.word_embeddings.weight": "token_embd.weight",
-        "bert.encoder.layer.1.attention.self.query.bias": "blk.1.attn_q.bias",
-        "bert.encoder.layer.1.attention.self.layer_norm_q.weight": "blk.1.attn_q_norm.weight",
         "bert.encoder.layer.1.mlp.gated_layers.weight": "blk.1.ffn_up.weight",
-        "bert.encoder.layer.1.attention.self.layer_norm_k.bias": "blk.1.attn_k_norm.bias",
-        "bert.encoder.layer.1.layer_norm_1.weight": "blk.1.attn_norm_2.weight",
-        "bert.encoder.layer.1.mlp.up_gated_layer.weight": "blk.1.ffn_up.weight",
-        "bert.encoder.layer.1.mlp.down_layer.bias": "blk.1.ffn_down.bias",
-        "bert.encoder.layer.1.layer_norm_2.bias": "blk.1.layer_output_norm.bias",
         "bert.encoder.layer.1.mlp.wo.bias": "blk.1.ffn_down.bias",
         "bert.encoder.layer.1.mlp.layernorm.weight": "blk.1.layer_output_norm.weight",
         "cls.predictions.bias": None,
-    },
-    "EuroBertModel": {
-        "embed_tokens.weight": "token_embd.weight",
-        "layers.1.self_attn.q_proj.weight": "blk.1.attn_q.weight",
-        "layers.1.input_layernorm.weight": "blk.1.attn_norm.weight",
-        "layers.1.post_attention_layernorm.weight": "blk.1.ffn_norm.weight",
-        "norm.weight": "output_norm.weight",
     },
     "Gemma3TextModel": {
         "layers.1.pre_feedforward_layernorm.weight": "blk.1.ffn_norm.weight",

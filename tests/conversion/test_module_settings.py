@@ -1,7 +1,6 @@
 """Settings of the modules of sentence-transformers: a model follows each of them, or it is refused."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,48 +8,17 @@ import numpy as np
 import pytest
 from support import model_folders, task_folders
 from support.encoder_tasks import opened
-from support.model_folders import CONTEXT, DIM, IDENTITY, Folder, read
+from support.model_folders import CONTEXT, IDENTITY, Folder, read
 from support.task_folders import DOCUMENTS, QUERY
 
 from metal_prefill import ContextOverflowError
 from metal_prefill.conversion import convert
 
-ST = "sentence_transformers.models"
-DENSE = {"in_features": DIM, "out_features": DIM, "bias": False, "activation_function": IDENTITY}
-TOKENS = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
 SETTINGS = "config_sentence_transformers.json"
-
-Change = Callable[[Folder], Any]
-
-
-def modules(*kinds: str) -> Change:
-    listing = [
-        {"idx": i, "path": "" if kind == "Transformer" else f"{i}_{kind}", "type": f"{ST}.{kind}"}
-        for i, kind in enumerate(kinds)
-    ]
-    return lambda folder: folder.json("modules.json", listing)
-
-
-def file(name: str, **content: Any) -> Change:
-    return lambda folder: folder.json(name, content)
-
-
-def merged(name: str, **content: Any) -> Change:
-    def change(folder: Folder) -> None:
-        stated = json.loads((folder.path / name).read_bytes())
-        folder.json(name, {**stated, **content})
-
-    return change
-
-
-def dense(**settings: Any) -> Change:
-    return file("2_Dense/config.json", **{**DENSE, "out_features": 16, **settings})
 
 
 def bert(path: Path) -> Folder:
-    folder = model_folders.bert(path)
-    folder.pool(dense=16)
-    return folder
+    return model_folders.bert(path).pool(dense=16)
 
 
 def test_settings_without_an_effect_are_accepted(tmp_path: Path) -> None:
@@ -64,7 +32,7 @@ def test_settings_without_an_effect_are_accepted(tmp_path: Path) -> None:
             "model_args": {"trust_remote_code": True},
         },
     )
-    dense(use_residual=False, module_input_name="sentence_embedding")(folder)
+    folder.merge("2_Dense/config.json", use_residual=False, module_input_name="sentence_embedding")
     convert(folder.write(), tmp_path / "m.gguf")
 
 
@@ -72,7 +40,7 @@ def test_settings_without_an_effect_are_accepted(tmp_path: Path) -> None:
 def test_the_activation_of_a_listed_module_is_followed(tmp_path: Path, listed: bool) -> None:
     folder = task_folders.RANKERS["bert"](tmp_path / "m")
     if listed:
-        modules("Transformer")(folder)
+        folder.modules({"": "Transformer"})
     folder.json(SETTINGS, {"model_type": "CrossEncoder", "activation_fn": IDENTITY})
     with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
         scores = [item.score for item in model.rerank(QUERY, DOCUMENTS)]
@@ -88,7 +56,7 @@ def test_the_activation_of_a_listed_module_is_followed(tmp_path: Path, listed: b
 def test_several_classes_have_the_activation_of_their_folder(tmp_path: Path, activation: str) -> None:
     folder = task_folders.CLASSIFIERS["bert"](tmp_path / "m")
     folder.json(SETTINGS, {"activation_fn": f"torch.nn.modules.activation.{activation}"})
-    modules("Transformer")(folder)
+    folder.modules({"": "Transformer"})
     with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
         found = model.classify(DOCUMENTS)
     logits = found.log_likelihoods
@@ -102,7 +70,7 @@ def test_several_classes_have_the_activation_of_their_folder(tmp_path: Path, act
 
 def test_control_tokens_and_parts_of_words_are_left_out(tmp_path: Path) -> None:
     folder = task_folders.late_interaction(tmp_path / "m")
-    merged("2_MultiVectorMask/config.json", skiplist_words=["[SEP]", "##e", "the", "nothing like it"])(folder)
+    folder.merge("2_MultiVectorMask/config.json", skiplist_words=["[SEP]", "##e", "the", "nothing like it"])
     fields, _ = read(convert(folder.write(), tmp_path / "m.gguf"))
     ids = json.loads((folder.path / "tokenizer.json").read_bytes())["model"]["vocab"]
     assert list(fields["metal_prefill.skipped_tokens"]) == [
@@ -113,14 +81,14 @@ def test_control_tokens_and_parts_of_words_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inputs", [["input_ids", "attention_mask"], ["input_ids", "token_type_ids"]])
 def test_pairs_have_types_if_the_tokenizer_gives_them(tmp_path: Path, inputs: list[str]) -> None:
     folder = task_folders.RANKERS["bert"](tmp_path / "m")
-    merged("tokenizer_config.json", model_input_names=inputs)(folder)
+    folder.merge("tokenizer_config.json", model_input_names=inputs)
     types = folder.tensors["bert.embeddings.token_type_embeddings.weight"]
     with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
         made = model.tokenizer.encode_pair(QUERY, DOCUMENTS[0])
         scores = [item.score for item in model.rerank(QUERY, DOCUMENTS)]
     assert set(made.types) == ({0, 1} if "token_type_ids" in inputs else {0})
     types[1] = types[0]  # all tokens have the first type
-    merged("tokenizer_config.json", model_input_names=["input_ids", "token_type_ids"])(folder)
+    folder.merge("tokenizer_config.json", model_input_names=["input_ids", "token_type_ids"])
     with opened(convert(folder.write(), tmp_path / "n.gguf")) as model:
         expected = [item.score for item in model.rerank(QUERY, DOCUMENTS)]
     assert np.allclose(scores, expected, rtol=1e-5) == ("token_type_ids" not in inputs)
@@ -141,7 +109,7 @@ def test_texts_are_as_long_as_in_sentence_transformers(
 ) -> None:
     folder = bert(tmp_path / "m")
     folder.json("sentence_bert_config.json", module)
-    merged("tokenizer_config.json", **tokenizer)(folder)
+    folder.merge("tokenizer_config.json", **tokenizer)
     folder.json(SETTINGS, {"prompts": {"query": "", "document": ""}})
     path = convert(folder.write(), tmp_path / "m.gguf")
     limits = {None: limit, "query": module.get("query_length", limit)}
@@ -160,7 +128,7 @@ def test_texts_are_as_long_as_in_sentence_transformers(
 
 def test_pairs_are_as_long_as_in_sentence_transformers(tmp_path: Path) -> None:
     folder = task_folders.RANKERS["bert"](tmp_path / "m")
-    merged("tokenizer_config.json", model_max_length=20)(folder)
+    folder.merge("tokenizer_config.json", model_max_length=20)
     path = convert(folder.write(), tmp_path / "m.gguf")
     with opened(path) as model, opened(path, max_context=CONTEXT) as whole:
         with pytest.raises(ContextOverflowError, match=r"document 0: \d+ tokens exceed the context of 20"):
@@ -183,6 +151,6 @@ def test_empty_prompts_take_precedence_over_those_of_a_card(tmp_path: Path) -> N
 
 def test_texts_of_a_decoder_are_as_long_as_its_context(tmp_path: Path) -> None:
     folder = model_folders.llama(tmp_path / "m")
-    merged("tokenizer_config.json", model_max_length=16)(folder)
+    folder.merge("tokenizer_config.json", model_max_length=16)
     fields, _ = read(convert(folder.write(), tmp_path / "m.gguf"))
     assert not any(key.startswith("metal_prefill.max_tokens") for key in fields)

@@ -55,7 +55,7 @@ def file(name: str, content: Any = None, **fields: Any) -> Change:
 
 def merged(name: str, **fields: Any) -> Change:
     """Change fields of a file."""
-    return lambda folder: folder.json(name, {**json.loads((folder.path / name).read_bytes()), **fields})
+    return lambda folder: folder.merge(name, **fields)
 
 
 def both(*changes: Change) -> Change:

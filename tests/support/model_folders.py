@@ -103,6 +103,11 @@ class Folder:
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         (self.path / name).write_text(json.dumps(content))
 
+    def merge(self, name: str, **fields: Any) -> Folder:
+        """Change fields of a file."""
+        self.json(name, {**json.loads((self.path / name).read_bytes()), **fields})
+        return self
+
     def pool(self, mode: str = "mean_tokens", dense: int = 0, normalize: bool = True) -> Folder:
         """Add the modules of sentence-transformers."""
         places = {"": "Transformer", "1_Pooling": "Pooling"}

@@ -39,19 +39,12 @@ def lfm2(path: Path, **config: Any) -> Folder:
     shapes = weights("model.", {"embed_tokens": (VOCAB, DIM), "embedding_norm": (DIM,)})
     conv = {"conv": (DIM, 1, taps), "in_proj": (3 * DIM, DIM), "out_proj": (DIM, DIM)}
     shapes |= weights("model.layers.0.conv.", conv)
-    projections: Shapes = {
-        "q_proj": (DIM, DIM),
-        "k_proj": (KV, DIM),
-        "v_proj": (KV, DIM),
-        "out_proj": (DIM, DIM),
-    }
-    projections |= {f"{name}_layernorm": (DIM // HEADS,) for name in "qk"}
+    projections: Shapes = {f"{name}_proj": (KV if name in "kv" else DIM, DIM) for name in "qkv"}
+    projections |= {"out_proj": (DIM, DIM), **{f"{name}_layernorm": (DIM // HEADS,) for name in "qk"}}
     shapes |= weights("model.layers.1.self_attn.", projections)
-    gated: Shapes = {"w1": (width, DIM), "w2": (DIM, width), "w3": (width, DIM)}
-    for layer in range(LAYERS):
-        shapes |= weights(f"model.layers.{layer}.", {"operator_norm": (DIM,), "ffn_norm": (DIM,)})
-        shapes |= weights(f"model.layers.{layer}.feed_forward.", gated)
-    return tokenized(path, settings, shapes)
+    layer = weights("", {"operator_norm": (DIM,), "ffn_norm": (DIM,)})
+    layer |= weights("feed_forward.", {"w1": (width, DIM), "w2": (DIM, width), "w3": (width, DIM)})
+    return tokenized(path, settings, shapes | _layers("model", layer))
 
 
 def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", width: int = 6, **config: Any) -> Folder:
@@ -90,12 +83,10 @@ def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", width: int = 6,
     shapes |= {f"layers.1.{name}": shape for name, shape in attention(head_dim).items()}
     shapes["layers.1.self_attn.q_proj.weight"] = (2 * HEADS * head_dim, DIM)  # and its gate
     shapes |= weights("layers.1.self_attn.", {"q_norm": (head_dim,), "k_norm": (head_dim,)})
-    for layer in range(LAYERS):
-        norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (DIM,))
-        gated = {f"mlp.{name}_proj": shape for name, shape in GATED.items()}
-        shapes |= weights(f"layers.{layer}.", {**norms, **gated})
+    layer = weights("", dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (DIM,)))
+    layer |= weights("mlp.", {f"{name}_proj": shape for name, shape in GATED.items()})
     settings = {"architectures": [architecture], **text}
-    shapes = {f"model.{name}": shape for name, shape in shapes.items()}
+    shapes = {f"model.{name}": shape for name, shape in shapes.items()} | _layers("model", layer)
     if architecture.endswith("ConditionalGeneration"):
         settings = {"architectures": [architecture], "model_type": "qwen3_5", "text_config": text}
         shapes = {name.replace("model.", "model.language_model."): shape for name, shape in shapes.items()}
@@ -103,8 +94,8 @@ def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", width: int = 6,
     return tokenized(path, settings, shapes, QWEN35_PATTERN)
 
 
-def _layers(count: int, shapes: Shapes) -> Shapes:
-    return {f"layers.{i}.{name}": shape for i in range(count) for name, shape in shapes.items()}
+def _layers(prefix: str, shapes: Shapes) -> Shapes:
+    return {f"{prefix}.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in shapes.items()}
 
 
 def _scan(heads: int, width: int, state: int, groups: int, name: str) -> Shapes:
@@ -127,11 +118,6 @@ def attention(head_dim: int) -> Shapes:
     q, kv = HEADS * head_dim, HEADS // 2 * head_dim
     shapes = {"q": (q, DIM), "k": (kv, DIM), "v": (kv, DIM), "o": (DIM, q)}
     return weights("self_attn.", {f"{name}_proj": shape for name, shape in shapes.items()})
-
-
-def _made(path: Path, settings: dict[str, Any], shapes: Shapes) -> Folder:
-    settings = {"vocab_size": VOCAB, "hidden_size": DIM, "num_hidden_layers": LAYERS, **settings}
-    return tokenized(path, settings, shapes)
 
 
 def granite_hybrid(path: Path, **config: Any) -> Folder:
@@ -166,14 +152,9 @@ def granite_hybrid(path: Path, **config: Any) -> Folder:
     shapes = {"model.embed_tokens.weight": (VOCAB, DIM), "model.norm.weight": (DIM,)}
     for i, mixer in enumerate(mixers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in mixer.items()}
-    common = {
-        "input_layernorm.weight": (DIM,),
-        "post_attention_layernorm.weight": (DIM,),
-        "shared_mlp.input_linear.weight": (2 * FFN, DIM),
-        "shared_mlp.output_linear.weight": (DIM, FFN),
-    }
-    shapes |= {f"model.{name}": shape for name, shape in _layers(LAYERS, common).items()}
-    return _made(path, settings, shapes)
+    common = weights("", dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (DIM,)))
+    common |= weights("shared_mlp.", {"input_linear": (2 * FFN, DIM), "output_linear": (DIM, FFN)})
+    return tokenized(path, settings, shapes | _layers("model", common))
 
 
 def mamba2(path: Path, **config: Any) -> Folder:
@@ -181,6 +162,9 @@ def mamba2(path: Path, **config: Any) -> Folder:
     settings = {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
+        "vocab_size": VOCAB,
+        "hidden_size": DIM,
+        "num_hidden_layers": LAYERS,
         "num_heads": 4,
         "head_dim": 16,
         "state_size": 8,
@@ -193,8 +177,7 @@ def mamba2(path: Path, **config: Any) -> Folder:
     }
     layer = {"norm.weight": (DIM,), **_scan(4, 16, 8, 2, "mixer")}
     shapes = {"backbone.embeddings.weight": (VOCAB, DIM), "backbone.norm_f.weight": (DIM,)}
-    shapes |= {f"backbone.{name}": shape for name, shape in _layers(LAYERS, layer).items()}
-    return _made(path, settings, shapes)
+    return tokenized(path, settings, shapes | _layers("backbone", layer))
 
 
 def falcon_h1(path: Path, **config: Any) -> Folder:
@@ -225,16 +208,8 @@ def falcon_h1(path: Path, **config: Any) -> Folder:
         "ssm_out_multiplier": 4.0,
         **config,
     }
-    layer = {
-        "input_layernorm.weight": (DIM,),
-        "pre_ff_layernorm.weight": (DIM,),
-        "feed_forward.gate_proj.weight": (FFN, DIM),
-        "feed_forward.up_proj.weight": (FFN, DIM),
-        "feed_forward.down_proj.weight": (DIM, FFN),
-        **attention(16),
-        **_scan(4, 12, 8, 2, "mamba"),
-    }
+    layer = weights("", {"input_layernorm": (DIM,), "pre_ff_layernorm": (DIM,)})
+    layer |= weights("feed_forward.", {f"{name}_proj": GATED[name] for name in ("gate", "up", "down")})
+    layer |= attention(16) | _scan(4, 12, 8, 2, "mamba")
     shapes = {"model.embed_tokens.weight": (VOCAB, DIM), "model.final_layernorm.weight": (DIM,)}
-    shapes |= {f"model.{name}": shape for name, shape in _layers(LAYERS, layer).items()}
-    shapes["lm_head.weight"] = (VOCAB, DIM)
-    return _made(path, settings, shapes)
+    return tokenized(path, settings, {**shapes, **_layers("model", layer), "lm_head.weight": (VOCAB, DIM)})

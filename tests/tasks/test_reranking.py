@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFWriter, PoolingType
 from support.computed_tokens import ComputedTokens
+from support.encoder_tasks import head_file
 from support.reference import ReferenceModel
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
@@ -219,18 +219,11 @@ def test_a_head_of_two_layers_has_an_activation_between_them(tmp_path: Path) -> 
     arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     pooled = rng.standard_normal(8).astype(np.float32)
     for names in (list(shapes), ["cls.weight", "cls.output.weight"]):
-        writer = GGUFWriter(tmp_path / "head.gguf", "qwen3")
-        writer.add_pooling_type(PoolingType.RANK)
-        for name in names:
-            writer.add_tensor(name, arrays[name])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        path = head_file(tmp_path / "head.gguf", {name: arrays[name] for name in names})
         kept = {name: arrays[name].astype(float) if name in names else 0.0 for name in shapes}
         hidden = np.tanh(kept["cls.weight"] @ pooled + kept["cls.bias"])
-        with GGUFFile(tmp_path / "head.gguf") as gguf:
-            logits = logits_of(read_head(gguf, "qwen3", 8), pooled)
+        with GGUFFile(path) as gguf:
+            logits = logits_of(read_head(gguf, "bert", 8), pooled)
         np.testing.assert_allclose(
             logits, kept["cls.output.weight"] @ hidden + kept["cls.output.bias"], rtol=1e-5, atol=1e-5
         )

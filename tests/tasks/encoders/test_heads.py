@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFWriter
-from support.encoder_tasks import INT8, NEAR, FileOf, opened, scores_of
+from support.encoder_tasks import INT8, NEAR, FileOf, head_file, opened, scores_of
 from support.model_folders import DIM, read
 from support.task_folders import CLASSIFIERS, DOCUMENTS, PAIRS, QUERY, RANKERS, TEXTS
 
@@ -42,24 +41,9 @@ def test_mismatched_heads_are_rejected(
         "cls.output.bias": (3,),
         **changed,
     }
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items() if shape is not None}
     with pytest.raises((GGUFError, UnsupportedModelError), match=message):
-        read_head(GGUFFile(header(tmp_path, shapes)), "bert", DIM)
-
-
-def header(tmp_path: Path, shapes: dict[str, tuple[int, ...] | None], **strings: Any) -> Path:
-    """Write a file that contains a head alone."""
-    writer = GGUFWriter(tmp_path / "head.gguf", "bert")
-    for key, value in strings.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_uint32
-        add(f"bert.classifier.{key}", value)
-    for name, shape in shapes.items():
-        if shape is not None:
-            writer.add_tensor(name, np.zeros(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return tmp_path / "head.gguf"
+        read_head(GGUFFile(head_file(tmp_path / "head.gguf", tensors)), "bert", DIM)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +62,9 @@ def header(tmp_path: Path, shapes: dict[str, tuple[int, ...] | None], **strings:
 def test_unknown_metadata_of_a_head_is_rejected(
     tmp_path: Path, strings: dict[str, Any], message: str
 ) -> None:
+    output = {"cls.output.weight": np.zeros((3, DIM), np.float32)}
     with pytest.raises((GGUFError, UnsupportedModelError), match=message):
-        read_head(GGUFFile(header(tmp_path, {"cls.output.weight": (3, DIM)}, **strings)), "bert", DIM)
+        read_head(GGUFFile(head_file(tmp_path / "head.gguf", output, **strings)), "bert", DIM)
 
 
 def test_gelu_uses_the_error_function() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import model_folders, task_folders
 from support.encoder_tasks import FileOf, opened
+from support.entity_folders import RECORDED
 from support.gguf_bytes import text
 from support.gguf_mutator import take_apart
 from support.small_models import with_tensor
@@ -24,6 +25,8 @@ HEADS: dict[str, tuple[Any, str, Callable[[Model], Any]]] = {
     "a class": (RANKERS["bert"], "cls.output.bias", lambda m: m.classify(["a"])),
     "labels": (TAGGERS["bert"], "cls.output.bias", lambda m: m.label_tokens(["a"])),
     "vectors": (task_folders.late_interaction, "dense_2.weight", lambda m: m.embed(["a"], pooling="none")),
+    "spans": (RECORDED["bert, names"], "entities.label.1.bias", lambda m: m.find_entities(["a"], ["b"])),
+    "words": (RECORDED["bert, words"], "entities.score.1.bias", lambda m: m.find_entities(["a"], ["b"])),
     "products": (task_folders.late_interaction, "dense_2.weight", lambda m: m.rerank(QUERY, ["a"])),
 }
 
