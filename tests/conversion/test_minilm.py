@@ -5,12 +5,11 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from support import encoder_tokenizers
 from support.gguf_reader import GGUFReader
 from support.hostile_texts import hostile_texts
-from support.minilm_texts import TEXTS, VECTORS
+from support.minilm_texts import TEXTS, VECTORS, least_cosine
 from tokenizers import Tokenizer as HubTokenizer
 
 from metal_prefill import ContextOverflowError, Model
@@ -49,14 +48,6 @@ def converted(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """Convert the folder once for each type of its matrices."""
     written = tmp_path_factory.mktemp("minilm")
     return cache(lambda kind: convert(minilm_folder, written / f"{kind}.gguf", tensor_type=kind))
-
-
-Vectors = npt.NDArray[np.float32]
-
-
-def least_cosine(made: Vectors, expected: Vectors) -> float:
-    norms = np.linalg.norm(made, axis=1) * np.linalg.norm(expected, axis=1)
-    return float(np.min((made * expected).sum(axis=1) / norms))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import decoder_folders, model_folders, recurrent_folders
-from support.minilm_texts import TEXTS, VECTORS
+from support.minilm_texts import TEXTS, VECTORS, least_cosine
 from support.model_folders import Folder
 
 from metal_prefill import Model
@@ -52,11 +52,6 @@ def vectors_of(path: Path, prompts: list[Any]) -> Any:
         Options(path=str(path), max_context=512, max_prompt=1, threads=1, device="cpu", compute="int8")
     )
     return engine.embed(prompts)
-
-
-def least_cosine(made: Any, expected: Any) -> float:
-    norms = np.linalg.norm(made, axis=1) * np.linalg.norm(expected, axis=1)
-    return float(((made * expected).sum(axis=1) / norms).min())
 
 
 @pytest.mark.parametrize(("kind", "near"), [("F32", NEAR), ("Q8_0", NEAR_INT8)])

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGUFWriter
+from gguf import GGUFValueType
 
 from metal_prefill import ChatTemplateError, GGUFError, MetalPrefillError, Model
 from metal_prefill.files import GGUFFile
+from metal_prefill.files._gguf_writer import GGUFWriter
 from metal_prefill.synth._file import add_vocabulary
-from metal_prefill.synth._tokenizer import VOCABULARIES
+from metal_prefill.synth._tokenizer import CONTROL, VOCABULARIES
 from metal_prefill.text import ChatTemplate, Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -41,13 +42,12 @@ def tokenizer_with(tmp_path: Path) -> GGUFMaker:
     """Make the tokenizer of a file with a given chat template."""
     number = itertools.count()
 
-    def make(template: str | None, model: str = "gpt2", add_bos: bool = False) -> Tokenizer:
+    def make(template: Any, vocabulary: Any = None, add_bos: bool = False) -> Tokenizer:
         path = tmp_path / f"{next(number)}.gguf"
         writer = GGUFWriter(path, "llama")
-        add_vocabulary(writer, VOCABULARIES[model](400))
+        add_vocabulary(writer, vocabulary or VOCABULARIES["gpt2"](400))
         writer.add_add_bos_token(add_bos)
-        if template is not None:
-            writer.add_chat_template(template)
+        writer.add_key_value("tokenizer.chat_template", template, GGUFValueType.get_type(template))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -253,25 +253,15 @@ def test_a_template_stays_in_its_sandbox(source: str) -> None:
     assert messages == USER_HI
 
 
-def test_a_template_of_the_wrong_type_is_a_file_error(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "bad.gguf", "llama")
-    vocabulary = VOCABULARIES["gpt2"](300)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    writer.add_token_merges(vocabulary.merges)
-    writer.add_uint32("tokenizer.chat_template", 7)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(GGUFError, match=r"tokenizer.chat_template has type uint32, expected string"):
-        Tokenizer.from_gguf(GGUFFile(tmp_path / "bad.gguf")).apply_chat_template(USER_HI)
+def test_a_template_of_the_wrong_type_is_a_file_error(tokenizer_with: GGUFMaker) -> None:
+    with pytest.raises(GGUFError, match=r"tokenizer.chat_template has type int32, expected string"):
+        tokenizer_with(7).apply_chat_template(USER_HI)
 
 
 def test_sentencepiece_vocabularies_have_templates_too(tokenizer_with: GGUFMaker) -> None:
-    tokenizer = tokenizer_with("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", model="llama")
+    tokenizer = tokenizer_with(
+        "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", VOCABULARIES["llama"](400)
+    )
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     assert tokenizer.apply_chat_template([{"role": "user", "content": "</s>the"}]) == [
         bos,
@@ -305,3 +295,35 @@ def test_the_default_template_is_used_without_one(demo_path: Path) -> None:
         )
         plain = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
         assert plain == ids[: len(plain)]
+
+
+GEMMA_TOKENS = [
+    *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>"),
+    *('<|"|>', "<start_function_call>", "<end_function_call>", "<start_function_response>", "<escape>"),
+]
+
+
+def test_control_tokens_of_calls_are_part_of_answers_and_those_of_results_end_them(
+    tokenizer_with: GGUFMaker,
+) -> None:
+    vocabulary = VOCABULARIES["gpt2"](400)
+    first = len(vocabulary.tokens)
+    vocabulary.tokens.extend(GEMMA_TOKENS)
+    vocabulary.types.extend([CONTROL] * len(GEMMA_TOKENS))
+    tokenizer = tokenizer_with("{{ messages[0].content.split('<channel|>')[-1] }}", vocabulary)
+
+    def ids(*tokens: str) -> set[int]:
+        return {first + GEMMA_TOKENS.index(token) for token in tokens}
+
+    assert tokenizer.stop_ids >= ids("<turn|>", "<|tool_response>", "<start_function_response>")
+    assert not tokenizer.stop_ids & ids("<|turn>", "<tool_call|>", "<end_function_call>")
+    marks = (
+        "<|tool_call>",
+        "<tool_call|>",
+        '<|"|>',
+        "<start_function_call>",
+        "<end_function_call>",
+        "<escape>",
+    )
+    assert tokenizer.shown_tokens(reasoning=False, calls=True) == ids(*marks)
+    assert tokenizer.shown_tokens(reasoning=True, calls=False) == ids("<|channel>", "<channel|>")

@@ -1,18 +1,13 @@
 """Tools in two turns, with templates that have the rules of published ones, a row for each family."""
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from gguf import GGUFWriter
 from support.tools import CLOCK, WEATHER
 
 from metal_prefill import ChatTemplateError
-from metal_prefill.files import GGUFFile
-from metal_prefill.synth._file import add_vocabulary
-from metal_prefill.synth._tokenizer import CONTROL, VOCABULARIES
-from metal_prefill.text import ChatTemplate, Tokenizer, parse_tool_calls
+from metal_prefill.text import ChatTemplate, parse_tool_calls
 
 
 class Rules(NamedTuple):
@@ -201,39 +196,3 @@ def test_a_template_without_a_role_names_it() -> None:
     )
     with pytest.raises(ChatTemplateError, match="rejects the messages: System role not supported"):
         rendered(template, [{"role": "system", "content": "Be brief."}])
-
-
-GEMMA_TOKENS = [
-    *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>"),
-    *('<|"|>', "<start_function_call>", "<end_function_call>", "<start_function_response>", "<escape>"),
-]
-
-
-def test_control_tokens_of_calls_are_part_of_answers_and_those_of_results_end_them(tmp_path: Path) -> None:
-    vocabulary = VOCABULARIES["gpt2"](400)
-    first = len(vocabulary.tokens)
-    vocabulary.tokens.extend(GEMMA_TOKENS)
-    vocabulary.types.extend([CONTROL] * len(GEMMA_TOKENS))
-    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
-    add_vocabulary(writer, vocabulary)
-    writer.add_chat_template("{{ messages[0].content.split('<channel|>')[-1] }}")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    tokenizer = Tokenizer.from_gguf(GGUFFile(tmp_path / "m.gguf"))
-
-    def ids(*tokens: str) -> set[int]:
-        return {first + GEMMA_TOKENS.index(token) for token in tokens}
-
-    assert tokenizer.stop_ids >= ids("<turn|>", "<|tool_response>", "<start_function_response>")
-    assert not tokenizer.stop_ids & ids("<|turn>", "<tool_call|>", "<end_function_call>")
-    marks = (
-        "<|tool_call>",
-        "<tool_call|>",
-        '<|"|>',
-        "<start_function_call>",
-        "<end_function_call>",
-        "<escape>",
-    )
-    assert tokenizer.shown_tokens(reasoning=False, calls=True) == ids(*marks)
-    assert tokenizer.shown_tokens(reasoning=True, calls=False) == ids("<|channel>", "<channel|>")
