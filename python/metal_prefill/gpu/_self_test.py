@@ -156,27 +156,21 @@ def build_checked(
         return builder.build("metal", options)
     options.metal.share_kernels()
     try:
-        return _build_checked(builder, options, config, file_bytes)
-    finally:
-        options.metal.end_sharing()
-
-
-def _build_checked(
-    builder: _core.ModelBuilder, options: _core.EngineOptions, config: ModelConfig, file_bytes: int
-) -> _core.Engine:
-    engine = builder.build("metal", options)
-    wrong = _findings(engine, config, file_bytes)
-    if wrong and all(text.startswith(_ON_TENSORS) for text in wrong):
-        options.metal.no_matmul_tensor = "; ".join(wrong)
-        _log.warning("matrix units are disabled because they compute wrong results: %s", "; ".join(wrong))
         engine = builder.build("metal", options)
         wrong = _findings(engine, config, file_bytes)
-    if wrong:
-        raise DeviceError(
-            f"the GPU '{engine.device_name}' computes wrong results: {'; '.join(wrong)}. Please report "
-            "the output of `metal-prefill doctor`; use device='cpu' until it is fixed"
-        )
-    return _with_fastest_decode(engine, builder, options, config, file_bytes)
+        if wrong and all(text.startswith(_ON_TENSORS) for text in wrong):
+            options.metal.no_matmul_tensor = "; ".join(wrong)
+            _log.warning("matrix units are disabled because they compute wrong results: %s", "; ".join(wrong))
+            engine = builder.build("metal", options)
+            wrong = _findings(engine, config, file_bytes)
+        if wrong:
+            raise DeviceError(
+                f"the GPU '{engine.device_name}' computes wrong results: {'; '.join(wrong)}. Please report "
+                "the output of `metal-prefill doctor`; use device='cpu' until it is fixed"
+            )
+        return _with_fastest_decode(engine, builder, options, config, file_bytes)
+    finally:
+        options.metal.end_sharing()
 
 
 def _with_fastest_decode(

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,7 +22,14 @@ from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import GGUFError, MissingExtraError
 from metal_prefill.hub._download import fetch, fetch_folder
-from metal_prefill.storage._cache_folder import beyond_limit, cache_folder, sample_starts, version
+from metal_prefill.storage._cache_folder import (
+    StoredFile,
+    cache_folder,
+    remove_oldest,
+    sample_starts,
+    stored_files,
+    version,
+)
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>.+)")
@@ -30,6 +37,7 @@ LIMIT = 16 << 30  # bytes of all converted models
 LAYOUT = 13  # counts changes of what a conversion writes
 
 _KEY_DIGITS = 16
+_PATTERN = "converted/*.gguf"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _WEIGHTS = ("*.safetensors", "*_linear.pt")
 _SMALL = (".json", ".txt", ".jinja", ".metadata", ".model")  # endings of files that are hashed in full
@@ -222,7 +230,8 @@ def _convert(
         convert(folder, temporary, name=name, adapter=adapter, encoders=encoders, progress=progress)
         if _key(folder, adapter, encoders) != key:
             raise GGUFError(f"{folder}: changed while it was converted; open it again")
-    _evict(keep=path)
+    # Processes that have mapped a deleted file keep it.
+    remove_oldest(_PATTERN, LIMIT - path.stat().st_size, keep=path)
 
 
 def _shortened(name: str) -> str:
@@ -232,9 +241,9 @@ def _shortened(name: str) -> str:
     return os.fsencode(name)[: MAX_FILE_NAME - 64].decode("utf-8", "ignore")
 
 
-def conversions() -> list[tuple[float, int, Path]]:
-    """Return the time of last use, the size in bytes and the path of each file, most recently used first."""
-    return sorted(_entries(), reverse=True)
+def conversions() -> list[StoredFile]:
+    """Return the converted models, most recently used first."""
+    return stored_files(_PATTERN)
 
 
 def _cache() -> Path:
@@ -269,17 +278,3 @@ def _key(folder: Path, adapter: Path | None, encoders: Mapping[str, Path]) -> st
                     file.seek(start)
                     digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _entries() -> Iterator[tuple[float, int, Path]]:
-    for path in _cache().glob("*.gguf"):
-        with suppress(FileNotFoundError):
-            status = path.stat()
-            yield status.st_atime, status.st_size, path
-
-
-def _evict(keep: Path) -> None:
-    """Delete the least recently used conversions beyond `LIMIT`; processes that have mapped one keep it."""
-    others = [entry for entry in _entries() if entry[2] != keep]
-    for path in beyond_limit(others, LIMIT - keep.stat().st_size):
-        path.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from metal_prefill import _core
 from metal_prefill._support.atomic_write import replacing
@@ -68,16 +69,34 @@ def remove_old_pipelines(folder: str) -> None:
     """
     if not folder:
         return
-    files = []
-    with suppress(OSError):
-        for path in Path(folder).parent.glob("*/*.pipelines"):
-            with suppress(OSError):
-                status = path.stat()
-                files.append((status.st_mtime, status.st_size, path))
-    for path in beyond_limit(files, PIPELINE_LIMIT):
+    for path in beyond_limit(stored_files("pipelines/*/*.pipelines"), PIPELINE_LIMIT):
         with suppress(OSError):
             path.unlink()
             path.parent.rmdir()  # fails if the folder contains other files
+
+
+class StoredFile(NamedTuple):
+    """A file in the cache folder; a later use makes it larger."""
+
+    used: float  # time at which it was last written or opened, in seconds since 1970
+    size: int  # bytes
+    path: Path
+
+
+def stored_files(pattern: str) -> list[StoredFile]:
+    """Return the files in the cache folder that match a pattern, most recently used first."""
+    found = []
+    for path in cache_folder().glob(pattern):
+        with suppress(OSError):
+            status = path.stat()
+            found.append(StoredFile(max(status.st_atime, status.st_mtime), status.st_size, path))
+    return sorted(found, reverse=True)
+
+
+def remove_oldest(pattern: str, limit: int, keep: Path) -> None:
+    """Delete the least recently used files until all but one to keep have at most `limit` bytes."""
+    for path in beyond_limit([file for file in stored_files(pattern) if file.path != keep], limit):
+        path.unlink(missing_ok=True)
 
 
 def beyond_limit(files: Iterable[tuple[float, int, Path]], limit: int) -> Iterator[Path]:

@@ -16,7 +16,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +25,12 @@ from metal_prefill import _core
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.storage._cache_folder import (
-    beyond_limit,
+    StoredFile,
     cache_folder,
     kernel_set,
+    remove_oldest,
     sample_starts,
+    stored_files,
     version,
 )
 from metal_prefill.storage._session_file import fingerprint
@@ -40,31 +42,18 @@ LIMIT = 8 << 30  # bytes of all entries, unless METAL_PREFILL_PACK_CACHE_BYTES i
 _MAGIC = b"metal_prefill packed weights 2\n"
 _HEADER_BYTES = 16384  # a multiple of every system's page size, so that the weights are page-aligned
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-_SUFFIX = ".packed"
+_PATTERN = "packed/*.packed"
 _KEY_DIGITS = 32
 _NAME_BYTES = 128  # of the model's name in that of a file
 
 _log = logging.getLogger("metal_prefill")
 
 
-class Entry(NamedTuple):
-    """A file in the cache; a later use makes it larger."""
-
-    used: float  # time at which an engine last opened it, in seconds since 1970
-    size: int  # bytes
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """Name of the model file."""
-        return self.path.name[: -len(_SUFFIX) - _KEY_DIGITS - 1]
-
-
 def build(builder: _core.ModelBuilder, options: _core.EngineOptions, gguf: GGUFFile) -> _core.Engine:
     """Build the CPU engine of a model from its cache entry, packing the weights if there is none."""
     key = identify(gguf, options.compute)
     name = os.fsencode(gguf.path.name)[:_NAME_BYTES].decode("utf-8", "ignore")
-    path = _folder() / f"{name}-{key[:_KEY_DIGITS]}{_SUFFIX}"
+    path = _folder() / f"{name}-{key[:_KEY_DIGITS]}.packed"
     known = _load(path, key)
     if known is not None:
         builder.use_packed(known, known)
@@ -119,7 +108,7 @@ def _store(path: Path, key: str, packed: Bytes) -> None:
         if size > most:
             raise OSError(f"{size} bytes exceed the cache limit of {most} bytes")
         path.parent.mkdir(parents=True, exist_ok=True)
-        _evict(most - size, keep=path)
+        remove_oldest(_PATTERN, most - size, keep=path)
         # Some file systems store times with a resolution of two seconds.
         modified = int(time.time()) // 2 * 2 * 10**9
         with replacing(path) as part:
@@ -127,7 +116,7 @@ def _store(path: Path, key: str, packed: Bytes) -> None:
                 file.write(_header(key, modified, packed))
                 file.write(packed.data)
             os.utime(part, ns=(time.time_ns(), modified))
-        _evict(most - size, keep=path)  # other processes may have added entries meanwhile
+        remove_oldest(_PATTERN, most - size, keep=path)  # other processes may have added entries meanwhile
     except OSError as error:
         _log.warning("cannot store packed weights in %s: %s", path, error)
 
@@ -140,14 +129,9 @@ def _header(key: str, modified: int, weights: Bytes) -> bytes:
     return (_MAGIC + digest.digest()).ljust(_HEADER_BYTES, b"\0")
 
 
-def entries() -> list[Entry]:
+def entries() -> list[StoredFile]:
     """Return all entries, most recently used first."""
-    found = []
-    for path in _folder().glob("*" + _SUFFIX):
-        with suppress(FileNotFoundError):
-            status = path.stat()
-            found.append(Entry(status.st_atime, status.st_size, path))
-    return sorted(found, reverse=True)
+    return stored_files(_PATTERN)
 
 
 def limit() -> int:
@@ -162,9 +146,3 @@ def limit() -> int:
 
 def _folder() -> Path:
     return cache_folder() / "packed"
-
-
-def _evict(most: int, keep: Path) -> None:
-    """Delete the least recently used entries until the others have at most `most` bytes in total."""
-    for path in beyond_limit([entry for entry in entries() if entry.path != keep], most):
-        path.unlink(missing_ok=True)
