@@ -74,36 +74,31 @@ class Keys:
         """Read an integer from 1 to `MAX_INT`."""
         return self.integer(suffix, 1, default=default)
 
-    def positive_each_layer(self, suffix: str, n_layers: int, default: int | None = None) -> int:
-        """Read a positive integer, stored once or per layer with the same value in every layer."""
-        if not self._is_list(suffix):
-            return self.positive(suffix, default)
-        key = self._key(suffix)
-        values = self._each_layer(key, n_layers, "array[integer]")
-        if (values != values[0]).any():
-            raise self.unsupported(f"{key} differs between layers, which is not supported")
-        return self._positive(key, int(values[0]))
-
-    def list_each_layer(self, suffix: str, n_layers: int, default: int | None = None) -> tuple[int, ...]:
-        """Read a positive integer per layer, stored once or as a list."""
+    def list_each_layer(
+        self, suffix: str, n_layers: int, default: int | None = None, least: int = 1
+    ) -> tuple[int, ...]:
+        """Read an integer per layer, stored once or as a list, in which each is `least` or more."""
         if not self._is_list(suffix):
             return (self.positive(suffix, default),) * n_layers
         key = self._key(suffix)
-        values = self._each_layer(key, n_layers, "array[integer]")
-        return tuple(self._positive(key, int(value)) for value in values)
+        values = tuple(map(int, self._each_layer(key, n_layers, "array[integer]")))
+        for value in values:
+            if not least <= value <= MAX_INT:
+                raise self.error(f"{key} is {value}, must be between {least} and {MAX_INT}")
+        return values
 
-    def count_each_layer(self, suffix: str, n_layers: int) -> tuple[int, ...]:
+    def count_each_layer(
+        self, suffix: str, n_layers: int, default: int | None = None, least: int = 0
+    ) -> tuple[int, ...]:
         """Read a count per layer, each 0 or the same positive integer, stored once or as a list."""
-        if not self._is_list(suffix):
-            return (self.positive(suffix),) * n_layers
-        key = self._key(suffix)
-        values = self._each_layer(key, n_layers, "array[integer]")
-        counts = {int(value) for value in values} - {0}
-        if len(counts) > 1:
-            raise self.unsupported(f"{key} differs between layers, which is not supported")
-        for count in counts:
-            self._positive(key, count)
-        return tuple(int(value) for value in values)
+        counts = self.list_each_layer(suffix, n_layers, default, least)
+        if len(set(counts) - {0}) > 1:
+            raise self.unsupported(f"{self._key(suffix)} differs between layers, which is not supported")
+        return counts
+
+    def positive_each_layer(self, suffix: str, n_layers: int, default: int | None = None) -> int:
+        """Read a positive integer, stored once or per layer with the same value in every layer."""
+        return self.count_each_layer(suffix, n_layers, default, least=1)[0]
 
     def flag_each_layer(self, suffix: str, n_layers: int) -> tuple[bool, ...]:
         """Read a list of a bool, or of 0 or 1, per layer."""
@@ -160,8 +155,3 @@ class Keys:
 
     def _key(self, suffix: str) -> str:
         return f"{self.architecture}.{suffix}"
-
-    def _positive(self, key: str, value: bool | int | float | str) -> int:
-        if not 0 < int(value) <= MAX_INT:
-            raise self.error(f"{key} is {value}, must be between 1 and {MAX_INT}")
-        return int(value)
