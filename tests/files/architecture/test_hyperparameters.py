@@ -180,6 +180,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("llama", {"general.type": string("adapter"), "block_count": None}, NOT, "is an adapter"),
     ("llama", {"expert_count": integer(8)}, NOT, "llama.expert_count = 8 is not supported"),
     ("llama", {"final_logit_softcapping": number(30.0)}, NOT, "final_logit_softcapping = 30.0"),
+    ("llama", {"attn_logit_softcapping": number(50.0)}, NOT, "attn_logit_softcapping = 50.0"),
     ("llama", {"logit_scale": number(0.5)}, NOT, "llama.logit_scale = 0.5"),
     ("llama", {SCALING + "yarn_ext_factor": number(0.0)}, NOT, "yarn_ext_factor = 0.0"),
     ("llama", {SCALING + "alpha": number(1000.0)}, NOT, "rope.scaling.alpha = 1000.0"),
