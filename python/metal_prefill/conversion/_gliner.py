@@ -1,6 +1,6 @@
 """Folders of GLiNER (arXiv:2311.08526): ``gliner_config.json`` describes an encoder and the head after it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._modules import Modules
 from metal_prefill.conversion._torch_file import read_torch_file
 from metal_prefill.conversion._vocabulary import TOKENIZER_FILES
-from metal_prefill.conversion._weights import Weight, listed_tensors, source_files
+from metal_prefill.conversion._weights import FILE, PICKLED, Weight, read_weights
 from metal_prefill.files._entity_head import DIRECTIONS, PROJECTION, RECURRENCE, EntityMode
 from metal_prefill.files._metadata_keys import ENTITY_KEYS
 from metal_prefill.files._task_config import DENSE
@@ -203,9 +203,11 @@ def read_gliner(folder: Path, encoders: Mapping[str, Path]) -> EntityFolder:
     )
 
 
-def _weights(folder: Path) -> Iterator[Weight]:
-    for file in source_files(folder):
-        yield from listed_tensors(file) if file.suffix == ".safetensors" else read_torch_file(file).values()
+def _weights(folder: Path) -> Iterable[Weight]:
+    """Return the weights of a folder, which may have them in a file of ``torch.save`` alone."""
+    pickled = folder / PICKLED[0]
+    alone = pickled.is_file() and not (folder / FILE).is_file()
+    return (read_torch_file(pickled) if alone else read_weights(folder)).values()
 
 
 def _role(mode: EntityMode, name: str) -> str | None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from metal_prefill._support.messages import shortened
-from metal_prefill.conversion._folder import GLINER, MAX_FILE_NAME, Fields
+from metal_prefill.conversion._folder import MAX_FILE_NAME, Fields
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._other_formats import RECOGNIZED_BYTES, in_place_of_file
 
@@ -253,17 +253,6 @@ def read_module(folder: Path) -> Mapping[str, Weight]:
     if not file.is_file():
         raise _no_weights(folder)
     return {weight.name: weight for weight in listed_tensors(file)}
-
-
-def source_files(folder: Path) -> list[Path]:
-    """Return the files that contain the weights of a folder, in the order of their names.
-
-    A folder of GLiNER may have them in a file of ``torch.save`` alone.
-    """
-    pickled = folder / PICKLED[0]
-    if (folder / GLINER).is_file() and not (folder / FILE).is_file() and pickled.is_file():
-        return [pickled]
-    return _files(folder)
 
 
 def ignored_index(folder: Path) -> str:

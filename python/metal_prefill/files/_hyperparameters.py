@@ -102,7 +102,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         n_layers=n_layers,
         distinct_layers=_distinct_layers(keys, n_layers),
         dim=dim,
-        embedding_dim=_embedding_dim(keys, traits),
+        embedding_dim=_size_of(keys, traits.embedding_projection, "token_embd_proj.weight", -1),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         key_dim=key_dim,
@@ -134,7 +134,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         score_cap=_soft_cap(keys, "attn_logit_softcapping", traits.score_cap),
         logit_cap=_soft_cap(keys, "final_logit_softcapping", traits.logit_cap),
         attention_scale=keys.positive_float("attention.scale", default=attention_scale),
-        relative_rows=_relative_rows(keys, traits),
+        relative_rows=_size_of(keys, traits.relative_positions, "blk.0.attn_rel_k.weight", 0),
         layer_kinds=kinds,
         layer_feed_forwards=feed_forwards if "experts" in feed_forwards else (),
         conv_taps=keys.integer("shortconv.l_cache", 2) if "short_conv" in kinds else 0,
@@ -200,19 +200,10 @@ def _distinct_layers(keys: Keys, n_layers: int) -> int:
     return distinct if distinct < n_layers else 0
 
 
-def _embedding_dim(keys: Keys, traits: Architecture) -> int:
-    """Return the number of columns of the embedding if it is projected."""
-    tensor = keys.gguf.tensors.get("token_embd_proj.weight")
-    if traits.embedding_projection == "absent" or tensor is None:
-        return 0
-    return int(tensor.shape[-1])
-
-
-def _relative_rows(keys: Keys, traits: Architecture) -> int:
-    tensor = keys.gguf.tensors.get("blk.0.attn_rel_k.weight")
-    if traits.relative_positions == "absent" or tensor is None:
-        return 0
-    return int(tensor.shape[0])
+def _size_of(keys: Keys, presence: str, name: str, axis: int) -> int:
+    """Return a size of an optional tensor; 0 without it."""
+    tensor = keys.gguf.tensors.get(name)
+    return 0 if presence == "absent" or tensor is None else tensor.shape[axis]
 
 
 def _activation(keys: Keys, traits: Architecture) -> Activation:
