@@ -11,9 +11,9 @@ from support.kernel_harness import (
     Output,
     Run,
     Weights,
-    block_columns,
     ceil_div,
     close,
+    columns,
     make_args,
     near,
 )
@@ -193,7 +193,7 @@ def test_matvec_experts(run: Run, kind: str, form: str) -> None:
     biased, matrices = form in BIASED, 1 if form == "without gates" else 2
     rng = np.random.default_rng(2)
     experts, out_dim, tokens, used = 4, 41, 3, 2  # a threadgroup computes two rows
-    in_dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
+    in_dim = columns(kind, 72)
     routes = np.zeros((tokens, used), ROUTE)
     routes["expert"] = [[3, 0], [1, 3], [2, 1]]
     flat = routes["expert"].ravel()
@@ -231,7 +231,7 @@ def test_matmul_experts(run: Run, kind: str, form: str) -> None:
     biased, matrices = form in BIASED, 1 if form == "without gates" else 2
     rng = np.random.default_rng(3)
     experts, out_dim, tokens = 3, 40, 50
-    in_dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
+    in_dim = columns(kind, 72)
     tiles = np.zeros(5, TILE)  # expert 1 has no rows, and the last tile does not exist
     tiles["expert"], tiles["first"], tiles["count"] = [0, 0, 2, 2, 0], [0, 32, 37, 69, 0], [32, 5, 32, 7, 0]
     of_places = np.concatenate([np.full(tile["count"], tile["expert"]) for tile in tiles])

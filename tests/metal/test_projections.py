@@ -1,30 +1,25 @@
-"""Kernels that multiply by weights, against float64 products with the dequantized weights."""
+"""Kernels that multiply weights by one token or a few, against float64 with the dequantized weights."""
 
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from metal_kernels import KernelLibrary
-from support.kernel_harness import CONSTANTS, Array, Output, Run, Weights, ceil_div, close, make_args
-from support.matmul_harness import (
+from support.kernel_harness import (
     ACTIVATIONS,
+    CONSTANTS,
     SILU,
-    SIZES,
-    TILES,
+    Array,
+    Output,
+    Run,
+    Weights,
     activation,
-    check_edges,
-    check_longer_rows,
-    check_product,
-    check_swiglu,
-    check_swiglu_keeps_nan,
+    ceil_div,
+    close,
     columns,
-    matmul,
-    threads_of,
+    make_args,
 )
 from support.small_models import COMMON_TYPES, TYPES
-
-OTHER_TYPES = [kind for kind in TYPES if kind not in COMMON_TYPES]
 
 
 def matvec_args(w: Weights, out_dim: int, lanes: int = 8, **fields: Any) -> Array:
@@ -154,95 +149,6 @@ def test_a_token_is_bit_identical_alone_and_in_a_batch(run: Run, kind: str, lane
         multi_token(run, w, x[:n], ffn, lanes, swiglu=True)
         np.testing.assert_array_equal(y.check(), alone.check()[:n])
         np.testing.assert_array_equal(ffn.check(), gated.check()[:n])
-
-
-@pytest.mark.parametrize(("kind", "tile"), [*product(COMMON_TYPES, SIZES), *product(OTHER_TYPES, ["narrow"])])
-def test_matmul_reads_every_type(run: Run, kind: str, tile: str) -> None:
-    for cols in (8, 40, 256):  # 40: a last step of eight columns
-        check_product(run, "matmul", tile, kind, 70, columns(kind, cols), 33, seed=6)
-
-
-@pytest.mark.parametrize("stem", ["matmul", "matmul_swiglu"])
-def test_matmul_reports_its_number_of_threads(libraries: dict[str, KernelLibrary], stem: str) -> None:
-    """So that a compiler need not save registers for more."""
-    for tile in SIZES if stem == "matmul" else TILES:
-        kernel = f"{stem}_q4_0_{tile}"
-        pipeline = libraries[kernel].pipeline(kernel)
-        assert pipeline.max_threads == threads_of(tile)
-
-
-@pytest.mark.parametrize("tile", SIZES)
-def test_matmul_at_tile_boundaries(run: Run, tile: str) -> None:
-    for tokens in (1, 2, 7, 8, 9, 31, 32, 33, 64, 65):
-        check_edges(run, "matmul", tile, tokens, ([64], [1], [63], [40, 9, 11, 5]))
-
-
-@pytest.mark.parametrize("tile", SIZES)
-@pytest.mark.parametrize(("cols", "rows"), [(576, 192), (1536, 96), (2048, 64)])
-def test_matmul_over_long_rows(run: Run, cols: int, rows: int, tile: str) -> None:
-    check_product(run, "matmul", tile, "Q4_0", rows, cols, 70, seed=cols)
-
-
-def test_a_matmul_with_split_columns_multiplies_each_column_once(run: Run) -> None:
-    """Whole numbers, so that the result is exact: any part of the columns may have a step more or less."""
-    for steps in range(1, 10):
-        rng = np.random.default_rng(steps)
-        cols = 32 * steps - 8
-        w = Weights(rng, "F32", [40], cols)
-        numbers = rng.integers(-8, 9, (40, cols))
-        w.bytes[32:].view(np.float32)[:] = numbers.ravel()
-        x = rng.integers(-8, 9, (33, cols))
-        before = rng.integers(-8, 9, (33, 40))
-        y = Output([33, 40], initial=before.astype(np.float32))
-        matmul(run, "matmul", "split", w, x.astype(np.float32), y, 40, accumulate=1)
-        np.testing.assert_array_equal(y.check(), before + x @ numbers.T)
-
-
-def test_matmul_of_512_tokens(run: Run) -> None:
-    check_product(run, "matmul", "wide", "Q4_0", 66, 64, 512, seed=7)
-
-
-@pytest.mark.parametrize("tile", SIZES)
-def test_matmul_writes_only_its_columns_of_a_longer_row(run: Run, tile: str) -> None:
-    check_longer_rows(run, "matmul", tile)
-
-
-@pytest.mark.parametrize(
-    ("kind", "tile", "act"),
-    [
-        *product(COMMON_TYPES, TILES, ["silu"]),
-        *product(OTHER_TYPES, ["narrow"], ["silu"]),
-        *product(["Q4_0"], TILES, ["gelu"]),
-    ],
-)
-def test_matmul_swiglu(run: Run, kind: str, tile: str, act: str) -> None:
-    check_swiglu(run, "matmul_swiglu", tile, kind, act)
-
-
-def test_swiglu_stays_finite_in_half(run: Run) -> None:
-    w = Weights(np.random.default_rng(10), "F32", [8, 8], 8)
-    w.bytes[32:].view(np.float32)[:] = 40.0
-    x = np.full((2, 8), 50.0, np.float32)
-    y = Output([2, 8], np.float16)
-    matmul(run, "matmul_swiglu", "narrow", w, x, y, 8)
-    assert (y.check() == 65504).all()
-
-    gate_up = np.full((1, 8), 300.0, np.float32)  # 300 * 300 is more than half precision has
-    y = Output([1, 4], np.float16)
-    args = make_args("SwigluArgs", ffn_dim=4, tokens=1, activation=SILU, gated=1, has_bias=0)
-    run("swiglu_f16", gate_up, gate_up, y.buffer, args, groups=(1,), threads=(32,))
-    assert (y.check() == 65504).all()
-
-
-def test_swiglu_in_half_propagates_nan(run: Run) -> None:
-    check_swiglu_keeps_nan(run, "matmul_swiglu")
-
-    gate_up = np.zeros((1, 8), np.float32)
-    gate_up[0, 2] = np.nan
-    y = Output([1, 4], np.float16)
-    args = make_args("SwigluArgs", ffn_dim=4, tokens=1, activation=SILU, gated=1, has_bias=0)
-    run("swiglu_f16", gate_up, gate_up, y.buffer, args, groups=(1,), threads=(32,))
-    assert np.isnan(y.check()).tolist() == [[False, False, True, False]]
 
 
 def rmsnorm_matvec(

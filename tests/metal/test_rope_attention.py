@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.attention_case import DECODE_SIZES
+from support.attention_case import DECODE_SIZES, attention_args
 from support.head_cases import ROPE_CASES, HeadRows
 from support.kernel_harness import STRUCTS, Array, Output, Run, ceil_div, close, make_args
 from support.paged import PAGE, Pages
@@ -68,8 +68,7 @@ class Case:
         given = self.given
         size = next(s for s in DECODE_SIZES if s >= max(self.key_dim, self.value_dim))
         blocks = self.n_kv * ceil_div(self.n_heads // self.n_kv, _core.decode_heads(size))
-        attention = make_args(
-            "AttentionArgs",
+        attention = attention_args(
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv,
             key_dim=self.key_dim,
@@ -77,17 +76,10 @@ class Case:
             q_stride=given.qkv.shape[1],
             page_stride=pages.stride,
             window=self.window,
-            both_ways=False,
             splits=max(splits),
-            tiles=0,
             scale=1 / np.sqrt(self.key_dim),
-            alibi_heads=0,
-            max_alibi_bias=0,
-            position_bias=0,
-            added_keys=0,
             query_step=self.key_dim,
             score_cap=self.score_cap,
-            has_sinks=0,
         )
         row_stride = given.qkv.shape[1]
         rope = make_args(

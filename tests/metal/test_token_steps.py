@@ -14,10 +14,10 @@ from support.kernel_harness import (
     Output,
     Run,
     Weights,
-    block_columns,
     ceil_div,
     check_both_types,
     close,
+    columns,
     make_args,
     near,
 )
@@ -46,7 +46,7 @@ def embed(run: Run, table: Weights, ids: Array, x: Output, **fields: Any) -> Arr
 def test_embed(run: Run, kind: str) -> None:
     for scale, stride in [(1.0, 1), (24.0, 2)]:
         rng = np.random.default_rng(1)
-        dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
+        dim = columns(kind, 72)
         table = Weights(rng, kind, [19], dim)
         ids = rng.integers(0, 19, 9).astype(np.int32)
         ids[:2] = 0, 18

@@ -15,6 +15,14 @@ DECODE_SIZES = (32, 64, 96, 128, 256, 512)
 PREFILL_SIZES = (64, 128, 256, 512)
 
 
+def attention_args(**fields: Any) -> Array:
+    """Make arguments without what is optional, unless it is given."""
+    absent = dict.fromkeys(
+        ("both_ways", "tiles", "alibi_heads", "max_alibi_bias", "position_bias", "added_keys", "has_sinks"), 0
+    )
+    return make_args("AttentionArgs", **({"splits": 1, **absent} | fields))
+
+
 class Case:
     """Random queries of sequences, (tokens, position) each, over a cache in pages."""
 
@@ -121,8 +129,7 @@ class Case:
         return float(2.0 ** (-self.max_alibi_bias * power))
 
     def args(self, **fields: Any) -> Array:
-        return make_args(
-            "AttentionArgs",
+        return attention_args(
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv,
             key_dim=self.key_dim,
@@ -139,7 +146,7 @@ class Case:
             query_step=self.key_dim,
             score_cap=self.score_cap,
             has_sinks=self.has_sinks,
-            **({"splits": 1, "tiles": 0} | fields),
+            **fields,
         )
 
     def decode(self, run: Run, splits: int | Sequence[int] = 1, threads: int = 256) -> Array:

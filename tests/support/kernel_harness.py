@@ -159,3 +159,19 @@ def block_columns(kind: str) -> int:
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def columns(kind: str, wanted: int) -> int:
+    """Return the nearest length of a row that the type can have."""
+    unit = block_columns(kind)
+    return ceil_div(wanted, unit) * unit
+
+
+SILU, GELU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_GELU"]
+ACTIVATIONS = {"silu": SILU, "gelu": GELU}
+
+
+def activation(x: Doubles, kind: int) -> Doubles:
+    silu: Doubles = x / (1 + np.exp(-x))
+    gelu: Doubles = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return silu if kind == SILU else gelu
