@@ -192,15 +192,6 @@ def test_every_prompt_length_matches_the_reference(device: str, model_path: Call
             assert_close(device, model.session().forward_prompt_logits(ids), reference_logits(path, *ids)[-1])
 
 
-def test_a_prompt_of_several_chunks_matches_the_reference(
-    device: str, model_path: Callable[[str], Path]
-) -> None:
-    path = model_path("gqa 3")
-    ids = prompt(600, 320)
-    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
-        assert_close(device, model.session().forward_prompt_logits(ids), reference_logits(path, *ids)[-1])
-
-
 def test_positions_past_2048_match_the_reference(device: str, model_path: Callable[[str], Path]) -> None:
     path = model_path("long context")
     ids = prompt(2100, 320)

@@ -67,11 +67,11 @@ def model(kind: tuple[str, str], kind_path: Callable[[str], Path]) -> Iterator[M
 
 def test_a_rewound_session_continues_like_a_fresh_one(model: Model) -> None:
     """Only tokens after the last snapshot are computed again."""
-    ids, rest = long_ids(model.device), ids_of(40, seed=1)
+    ids, rest = long_ids(model.device), ids_of(20, seed=1)
     session = model.session()
     session.forward_prompt(ids)
     last = len(ids) - 1
-    for position in (last, *(p for p in (256, 255, 200, 128, 127, 64, 63, 1, 0) if p < last)):
+    for position in (last, *((256, 255, 200, 128, 127, 64, 63, 1, 0) if last > 256 else (128, 63, 1))):
         session.rewind(position)
         logits = session.forward_prompt_logits(rest)
         assert_equals_fresh(model, session, np.concatenate([ids[:position], rest]), logits)
@@ -112,14 +112,24 @@ def test_a_fork_and_its_origin_do_not_see_each_other(model: Model) -> None:
     assert_equals_fresh(model, second, kept, second.forward_token(5))
 
 
-def test_forks_in_a_progress_callback_have_the_finished_chunks(model: Model) -> None:
+def test_forks_and_files_of_a_progress_callback_have_the_finished_chunks(
+    model: Model, tmp_path: Path
+) -> None:
     ids, forks = long_ids(model.device), []
     session = model.session()
-    logits = session.forward_prompt_logits(ids, progress=lambda done, total: forks.append(session.fork()))
+
+    def keep(done: int, total: int) -> None:
+        forks.append(session.fork())
+        if done == CHUNK:
+            session.save(tmp_path / "s.session")
+
+    logits = session.forward_prompt_logits(ids, progress=keep)
     assert [fork.position for fork in forks] == [*range(CHUNK, len(ids), CHUNK), len(ids)]
     for fork in forks:
         assert_equals_fresh(model, fork, np.append(ids[: fork.position], 9), fork.forward_token(9))
     assert_equals_fresh(model, session, ids, logits)
+    loaded = model.load_session(tmp_path / "s.session")
+    assert_equals_fresh(model, loaded, np.append(ids[:CHUNK], 9), loaded.forward_token(9))
 
 
 def test_a_stopped_prompt_keeps_its_chunks(model: Model) -> None:
@@ -322,14 +332,14 @@ def test_reuse_continues_from_its_own_snapshots(model: Model) -> None:
 
 def test_a_later_session_finds_prefixes_at_their_snapshots(model: Model) -> None:
     """In its namespace alone."""
-    ids, end = ids_of(200), ids_of(50, seed=1)
+    ids, end = ids_of(150), ids_of(20, seed=1)
     with model.session() as session:
         session.forward_prompt(ids, reuse=True)
     with model.session(prefix_namespace="another") as session:
         session.forward_prompt(ids, reuse=True)
         assert session.stats()["tokens_reused"] == 0
-    for known in (200, 199, 130, 64, 63):
-        reused = known if known == 200 else known - known % interval(model)  # 200: the end of the prompt
+    for known in (150, 149, 130, 64, 63):
+        reused = known if known == 150 else known - known % interval(model)  # 150: the end of the prompt
         prompt = np.concatenate([ids[:known], end])
         with model.session() as session:
             logits = session.forward_prompt_logits(prompt, reuse=True)
@@ -342,8 +352,8 @@ def test_a_shared_prefix_is_not_overwritten(model: Model) -> None:
     ids = ids_of(150)
     with model.session() as session:
         session.forward_prompt(ids, reuse=True)
-    for seed in (1, 2, 3):
-        prompt = np.concatenate([ids[:140], ids_of(100, seed=seed)])
+    for seed in (1, 2):
+        prompt = np.concatenate([ids[:140], ids_of(30, seed=seed)])
         with model.session() as session:
             assert_equals_fresh(model, session, prompt, session.forward_prompt_logits(prompt, reuse=True))
     with model.session() as session:
@@ -380,7 +390,7 @@ def test_a_session_saved_after_a_rewind_recomputes_the_rest(model: Model, tmp_pa
 
 
 # Those whose steps for few tokens differ from those of the models above, in kernels or in their order.
-FEW = ("gqa 3", "gemma4, wide heads", "gemma4, equal feed-forwards", "qwen3moe", "olmoe", "lfm2moe")
+FEW = ("gemma4, wide heads", "qwen3moe", "olmoe", "lfm2moe")
 
 
 @pytest.mark.parametrize("name", [*KINDS, *STEPS, *FEW])

@@ -127,13 +127,6 @@ def test_a_text_that_is_scored_has_two_tokens_and_leaves_the_position(demo: Mode
         demo.score([5])
 
 
-def test_progress_reports_every_chunk(device: str, fast_demo_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    with Model(fast_demo_path, device=device, chunk_tokens=16) as model:
-        model.forward_prompt(PROMPT, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(16, 40), (32, 40), (40, 40)]
-
-
 def test_ctrl_c_stops_between_chunks(device: str, fast_demo_path: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         if done == 16:
@@ -236,22 +229,14 @@ def test_the_environment_selects_the_device(
         Model(demo_path, device="cpu")
 
 
-def test_sessions_have_the_limit_of_their_model(demo_path: Path) -> None:
+def test_sessions_have_the_limit_of_their_model(demo_path: Path, tmp_path: Path) -> None:
     with Model(demo_path, device="cpu", max_context=8) as model:
         with model.session() as session:
             assert session.max_context == 8
             with pytest.raises(ContextOverflowError, match="exceeds the context of 8"):
                 session.forward_prompt([1] * 9)
+            session.save(tmp_path / "state")
+        with model.load_session(tmp_path / "state") as loaded:
+            assert loaded.max_context == 8
         with model.session(max_context=16) as longer:
             assert longer.max_context == 16
-
-
-def test_a_loaded_session_has_the_limit_of_its_model(demo_path: Path, tmp_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, model.session() as session:
-        session.forward_prompt([1, 2, 3])
-        session.save(tmp_path / "state")
-    with (
-        Model(demo_path, device="cpu", max_context=8) as model,
-        model.load_session(tmp_path / "state") as session,
-    ):
-        assert session.max_context == 8

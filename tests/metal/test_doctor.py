@@ -243,11 +243,10 @@ def test_a_device_that_fails_leaves_a_report(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_PATIENCE", "1")
-    doctor.only("machine", "kernels")
+    doctor.only("kernels")
     code, report = doctor(path, "--quick", **limits)
     assert code == 1
     assert re.search(found, report["problem"])
-    assert [name for name, stage in report["stages"].items() if stage["passed"]] == ["machine"]
     assert f"FAILED: kernels: {report['problem']}" in capfd.readouterr().out
 
 
@@ -287,6 +286,7 @@ def test_a_stage_that_does_not_end_leaves_a_report(
     assert code == 1
     stage = report["stages"]["kernels"]
     assert stage["ended"] == "no answer within 8 s"
+    assert report["stages"]["machine"]["passed"]
     assert any("build_checked" in line for line in stage["last_lines"])
 
 

@@ -194,13 +194,14 @@ def test_memory_of_one_token_is_small(model: Model) -> None:
     assert 0 < model.stats()["pass_memory_bytes"] < 1_000_000
 
 
-def test_batch_buffers_are_freed_with_the_last_session(path: Path) -> None:
+def test_buffers_are_freed_with_the_last_session(path: Path) -> None:
     with Model(path, device="metal") as model:
         model.forward_prompt(prompt(200))
         with model.session() as other:
             other.forward_prompt([1])
         assert "ffn" in private_and_shared()[0], "freed while a session is open"
     assert gpu.live_buffers() == []
+    assert gpu.live_objects() == 0
 
 
 def test_a_thousand_mixed_calls_leak_nothing(tmp_path: Path) -> None:
@@ -239,13 +240,6 @@ def test_a_thousand_mixed_calls_leak_nothing(tmp_path: Path) -> None:
     assert gpu.live_objects() == objects
     assert gpu.allocated_bytes() == memory
     model.close()
-
-
-def test_closing_a_model_releases_everything(path: Path) -> None:
-    with Model(path, device="metal") as model:
-        model.forward_prompt(prompt(20))
-    assert gpu.live_buffers() == []
-    assert gpu.live_objects() == 0
 
 
 FEATURES: dict[str, dict[str, Any]] = {

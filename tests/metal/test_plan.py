@@ -298,20 +298,24 @@ def test_tensors_with_the_same_input_are_one_product_for_each_run_of_a_type(
     assert len({d.args["out_stride"] for d in first}) == 1
 
 
-LLAMA_7B = ModelConfig(
+SMALL = ModelConfig(
     architecture="llama",
-    n_layers=1,
-    dim=4096,
-    n_heads=32,
-    n_kv_heads=32,
-    key_dim=128,
-    value_dim=128,
-    ffn_dim=11008,
-    vocab_size=32000,
-    context_length=1 << 17,
+    n_layers=2,
+    dim=256,
+    n_heads=4,
+    n_kv_heads=2,
+    key_dim=64,
+    value_dim=64,
+    ffn_dim=768,
+    vocab_size=320,
+    context_length=300,
     norm_eps=1e-5,
-    rope_dim=128,
+    rope_dim=64,
 )
+LLAMA_7B = replace(
+    SMALL, n_layers=1, dim=4096, n_heads=32, n_kv_heads=32, key_dim=128, value_dim=128, ffn_dim=11008,
+    vocab_size=32000, context_length=1 << 17, rope_dim=128,
+)  # fmt: skip
 PROMPT_ATTENTION = ("attention_prefill", "attention_tensor")
 COMMAND_BUFFER = {7: 6.5e10, 8: 7e10, 9: 9e10, 10: 9e10}  # multiply-adds, of docs/kernels.md
 
@@ -358,22 +362,6 @@ def encoded_by(session: Any) -> list[tuple[Any, ...]]:
     gpu.set_history_depth(1)
     session.forward_token_greedy(3)
     return [(d.kernel, tuple(d.grid), tuple(d.group), d.after_barrier) for d in gpu.history()[-1].dispatches]
-
-
-SMALL = ModelConfig(
-    architecture="llama",
-    n_layers=2,
-    dim=256,
-    n_heads=4,
-    n_kv_heads=2,
-    key_dim=64,
-    value_dim=64,
-    ffn_dim=768,
-    vocab_size=320,
-    context_length=300,
-    norm_eps=1e-5,
-    rope_dim=64,
-)
 
 
 def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) -> set[str]:

@@ -61,7 +61,7 @@ def ids_of(n: int, seed: int = 0) -> Array:
 
 def long_ids(device: str) -> Array:
     """Random tokens of three pages; on the CPU of five, more than it computes in a chunk."""
-    return ids_of(300 if device.lower().startswith("cpu") else 170)
+    return ids_of(300 if device.lower().startswith("cpu") else 140)
 
 
 def contents(session: Session) -> list[bytes]:
