@@ -139,30 +139,35 @@ def test_a_column_that_cannot_be_read_is_an_error(
     assert message in capsys.readouterr().err
 
 
+def interrupt_block(patch: pytest.MonkeyPatch, block: int) -> list[Any]:
+    """Raise KeyboardInterrupt in place of a block of vectors; return a list that gets all blocks."""
+    blocks: list[Any] = []
+    plain = _embedding.embed_prompts
+
+    def stopping(*positional: Any, **options: Any) -> Any:
+        blocks.append(positional)
+        if len(blocks) == block:
+            raise KeyboardInterrupt
+        return plain(*positional, **options)
+
+    patch.setattr(_embedding, "embed_prompts", stopping)
+    return blocks
+
+
 def test_an_interrupted_run_is_resumed(
     embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [f"text {i}" for i in range(600)]
     (tmp_path / "t.txt").write_text("\n".join(texts))
     arguments = ("-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy")
-    calls = 0
-    plain = _embedding.embed_prompts
-
-    def stopping(*positional: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        return plain(*positional, **options)
-
-    monkeypatch.setattr(_embedding, "embed_prompts", stopping)
+    blocks = interrupt_block(monkeypatch, 3)
     assert embed(embedder, *arguments) == 130
     assert not (tmp_path / "v.npy").exists()
     part = next(tmp_path.glob(".v.npy.*.part"))
     with open(part, "ab") as file:
         file.write(b"half a row")
     assert embed(embedder, *arguments) == 0
-    assert calls == 4  # two earlier blocks, one interrupted, one remaining
+    assert len(blocks) == 4  # two earlier blocks, one interrupted, one remaining
     assert "512 done before" in capsys.readouterr().err
     with Model(embedder, device="cpu") as model:
         np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), model.embed(texts))
@@ -218,38 +223,24 @@ def test_a_full_disk_is_reported_with_the_name_of_the_file(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_run_with_another_precision_is_not_resumed(
-    embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("other", ["--compute f32", "--unicode NFC", "another first text"])
+def test_a_run_with_other_options_or_texts_is_not_resumed(
+    embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     """Vectors in float32 and in 8 bits are never in the same file."""
-    texts = [f"text {i}" for i in range(300)]
-    (tmp_path / "t.txt").write_text("\n".join(texts))
+    texts = ["cafe\u0301", *(f"text {i}" for i in range(300))]
     arguments = ("-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy")
+    options = other.split() if other.startswith("--") else []
+    first = texts[0] if options else other
+    (tmp_path / "t.txt").write_text("\n".join([first, *texts[1:]]))
     with monkeypatch.context() as patch:
-        plain = _embedding.embed_prompts
-        calls = iter([plain])  # the second block is interrupted
-
-        def stopping(*positional: Any, **options: Any) -> Any:
-            return next(calls, interrupted)(*positional, **options)
-
-        def interrupted(*_: Any, **__: Any) -> Any:
-            raise KeyboardInterrupt
-
-        patch.setattr(_embedding, "embed_prompts", stopping)
-        assert embed(embedder, *arguments, "--compute", "f32") == 130
+        interrupt_block(patch, 2)
+        assert embed(embedder, *arguments, *options) == 130
     assert list(tmp_path.glob(".v.npy.*.part"))
+    (tmp_path / "t.txt").write_text("\n".join(texts))
     assert embed(embedder, *arguments) == 0
     with Model(embedder, device="cpu") as model:
         np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), model.embed(texts))
-
-
-def test_a_run_with_other_texts_is_not_resumed(embedder: Path, tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("a\n")
-    assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy") == 0
-    (tmp_path / "t.txt").write_text("b\n")
-    assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy") == 0
-    with Model(embedder, device="cpu") as model:
-        np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), model.embed(["b"]))
 
 
 def test_parquet_has_texts_and_vectors(embedder: Path, tmp_path: Path) -> None:
@@ -307,7 +298,7 @@ def test_documents_are_printed_in_order(tmp_path: Path, capsys: pytest.CaptureFi
     }
 
 
-def test_truncated_texts_are_counted(
+def test_texts_are_truncated_and_counted_or_normalized(
     embedder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "t.txt").write_text("a\n" + "a b " * 600 + "\n")
@@ -317,11 +308,8 @@ def test_truncated_texts_are_counted(
     assert embed(embedder, *files, "--truncate", "end") == 0
     assert "warning: 1 of 2 texts did not fit the context of 512 tokens" in capsys.readouterr().err
     assert np.load(tmp_path / "a.npy").shape == (2, 64)
-
-
-def test_texts_are_normalized_to_nfc(embedder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("cafe\u0301\n", encoding="utf-8")
-    assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "a.npy", "--unicode", "NFC") == 0
+    assert embed(embedder, *files, "--unicode", "NFC") == 0
     with Model(embedder, device="cpu") as model:
         np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), model.embed(["caf\u00e9"]))
 

@@ -102,13 +102,19 @@ def test_several_answers_are_one_line_of_results(tmp_path: Path) -> None:
     assert read_lines(out) == lines
 
 
-def test_a_file_of_prompts_is_answered_in_order(uneven: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_of_a_file_or_stdin_are_answered_in_order(
+    uneven: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--prompts", uneven, "--streams", "3") == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    expected = capsys.readouterr().out
+    lines = [json.loads(line) for line in expected.splitlines()]
     assert [line["prompt"] for line in lines] == SPEAKERS
     for i, line in enumerate(lines):
         assert line["continuation"] == alone(SPEAKERS[i], 40 - 9 * i)
         assert line["finish_reason"] == "length"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n" + uneven.read_text() + "  \n"))
+    assert run("--prompts", "-") == 0
+    assert capsys.readouterr().out == expected
 
 
 def test_options_of_a_line_override_those_of_the_command(tmp_path: Path) -> None:
@@ -130,16 +136,6 @@ def test_options_of_a_line_override_those_of_the_command(tmp_path: Path) -> None
         alone([1, 2, 3], 9),
     ]
     assert read_lines(tmp_path / "out.jsonl")[3]["finish_reason"] == "stop"
-
-
-def test_prompts_come_from_stdin(
-    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--prompts", uneven) == 0
-    expected = capsys.readouterr().out
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n" + uneven.read_text() + "  \n"))
-    assert run("--prompts", "-") == 0
-    assert capsys.readouterr().out == expected
 
 
 def test_one_prompt_with_an_output_file_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,14 +84,50 @@ def refused(model: Model, **source: Any) -> str:
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_chain_within_the_limit_compiles(used: Model, chain: str) -> None:
+def test_the_length_of_a_chain_is_limited(used: Model, chain: str) -> None:
     assert Constraint(used.tokenizer, **CHAINS[chain](MOST_DEPTH - 3)).mask()
-
-
-@pytest.mark.parametrize("chain", CHAINS)
-def test_a_chain_beyond_the_limit_is_rejected(used: Model, chain: str) -> None:
     message = refused(used, **CHAINS[chain](4000))
     assert f"each naming the next, exceeds the limit of {MOST_DEPTH}" in message
+
+
+def test_what_only_looks_like_a_chain_compiles(used: Model) -> None:
+    """Recursive definitions, and names of rules in strings, patterns and comments."""
+    tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/tree"}, "up": {"$ref": "#"}}}
+    names = {f"d{i}": {"$ref": "#/$defs/tree"} for i in range(2 * MOST_DEPTH)}
+    schema = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names], "$defs": {**names, "tree": tree}}
+    assert Constraint(used.tokenizer, json_schema=schema).mask()
+    lines = [f'r{i}: "r{i + 1}" /r{i + 1}:/ // r{i + 1}' for i in range(2 * MOST_DEPTH)]
+    grammar = "\n".join(["start: " + " | ".join(f"r{i}" for i in range(2 * MOST_DEPTH)), *lines])
+    assert Constraint(used.tokenizer, grammar=grammar).mask()
+
+
+def test_the_size_and_the_nesting_of_a_source_are_limited(used: Model) -> None:
+    message = refused(used, regex="a" * (MOST_CHARACTERS + 1))
+    assert message == "regex: 1,048,577 characters exceed the limit of 1,048,576"
+    schema: Source = {"type": "null"}
+    for _ in range(50_000):
+        schema = {"not": schema}
+    assert refused(used, json_schema=schema) == "json_schema: its objects are nested too deeply"
+    text = '{"not":' * 50_000 + "{}" + "}" * 50_000
+    assert "recursion" in refused(used, json_schema=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "message"),
+    [
+        ("COMPILE_SECONDS", 0.01, r"0\.01 s of processor time"),
+        pytest.param(
+            *("MEMORY", 4 << 20, "4 MiB of memory"),
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="macOS ignores limits on memory"),
+        ),
+    ],
+)
+def test_the_time_and_memory_of_a_source_are_limited(
+    model: Model, monkeypatch: pytest.MonkeyPatch, name: str, limit: float, message: str
+) -> None:
+    monkeypatch.setattr(_constraint, name, limit)
+    with pytest.raises(ConstraintError, match=f"regex: compiling it takes more than {message}"):
+        Constraint(model.tokenizer, regex="(a{900}){900}")
 
 
 @pytest.mark.parametrize("chain", ["rules", "terminals", "objects", "references"])
@@ -103,48 +139,6 @@ def test_a_stack_overflow_ends_only_a_worker(
     monkeypatch.setattr(_constraint, "MOST_CHARACTERS", 10**8)
     message = refused(used, **CHAINS[chain](30_000))
     assert "recurses too deeply" in message or "too large" in message
-
-
-def test_recursive_definitions_are_not_a_chain(used: Model) -> None:
-    tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/tree"}, "up": {"$ref": "#"}}}
-    names = {f"d{i}": {"$ref": "#/$defs/tree"} for i in range(2 * MOST_DEPTH)}
-    schema = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names], "$defs": {**names, "tree": tree}}
-    assert Constraint(used.tokenizer, json_schema=schema).mask()
-
-
-def test_names_in_strings_patterns_and_comments_are_not_rules(used: Model) -> None:
-    lines = [f'r{i}: "r{i + 1}" /r{i + 1}:/ // r{i + 1}' for i in range(2 * MOST_DEPTH)]
-    grammar = "\n".join(["start: " + " | ".join(f"r{i}" for i in range(2 * MOST_DEPTH)), *lines])
-    assert Constraint(used.tokenizer, grammar=grammar).mask()
-
-
-def test_a_large_source_is_rejected(used: Model) -> None:
-    message = refused(used, regex="a" * (MOST_CHARACTERS + 1))
-    assert message == "regex: 1,048,577 characters exceed the limit of 1,048,576"
-
-
-def test_a_schema_that_is_nested_too_deeply_is_rejected(used: Model) -> None:
-    schema: Source = {"type": "null"}
-    for _ in range(50_000):
-        schema = {"not": schema}
-    assert refused(used, json_schema=schema) == "json_schema: its objects are nested too deeply"
-    text = '{"not":' * 50_000 + "{}" + "}" * 50_000
-    assert "recursion" in refused(used, json_schema=text)
-
-
-def test_the_time_of_a_source_is_bounded(used: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_constraint, "COMPILE_SECONDS", 0.01)
-    with pytest.raises(
-        ConstraintError, match=r"regex: compiling it takes more than 0\.01 s of processor time"
-    ):
-        Constraint(used.tokenizer, regex="(a{900}){900}")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="macOS ignores limits on memory")
-def test_the_memory_of_a_source_is_bounded(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_constraint, "MEMORY", 4 << 20)
-    with pytest.raises(ConstraintError, match="regex: compiling it takes more than 4 MiB of memory"):
-        Constraint(model.tokenizer, regex="(a{900}){900}")
 
 
 @pytest.mark.parametrize("source", ["regex", "error"])

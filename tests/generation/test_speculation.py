@@ -272,10 +272,6 @@ def test_lookup_finds_the_longest_suffix_that_occurred_before(alphabet: int) -> 
             assert tuple(lookup.after_match(5)) in continuations
 
 
-def test_lookup_prefers_the_latest_occurrence() -> None:
-    assert lookup_of([1, 2, 3, 1, 2, 4, 1, 2]).after_match(1) == [4]
-
-
 ROW = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 
 
@@ -291,34 +287,24 @@ def test_lookup_continues_after_a_change() -> None:
         assert lookup.after_change(2) == [18, 19]
 
 
-def test_lookup_drafts_nothing_without_a_match() -> None:
+def test_lookup_needs_a_match_and_prefers_the_longest_and_latest() -> None:
     for lookup in (_core.Lookup(), lookup_of([1, 2, 3])):
         assert (lookup.matched, lookup.since_change) == (0, None)
         assert (lookup.after_match(3), lookup.after_change(3)) == ([], [])
-
-
-def test_lookup_ignores_forced_tokens_since_a_change() -> None:
+    assert lookup_of([1, 2, 3, 1, 2, 4, 1, 2]).after_match(1) == [4]
+    assert lookup_of(ROW, [99], ROW[:4], [98]).since_change is None  # the match is too short
+    other = [30, 31, 32, 33, 34, 35]
+    lookup = lookup_of(ROW, other, [99], ROW[:5], [98], other[:5], [97])
+    assert (lookup.since_change, lookup.after_change(2)) == (0, [99, 10])
     lookup = lookup_of(ROW, [99], ROW[:5], [98])
-    lookup.append(np.array([16], np.int32), forced=True)
-    assert (lookup.since_change, lookup.matched) == (0, 1)
-    assert lookup.after_change(1) == [17]
+    lookup.append(np.array([16], np.int32), forced=True)  # which does not count since a change
+    assert (lookup.since_change, lookup.matched, lookup.after_change(1)) == (0, 1, [17])
 
 
 def test_lookup_drops_an_occurrence_that_no_longer_matches() -> None:
     for changes in range(8):
         lookup = lookup_of(ROW, [99], ROW[:5], range(50, 50 + changes))
         assert (lookup.since_change is None) == (changes in (0, 5, 6, 7))
-
-
-def test_lookup_ignores_short_matches() -> None:
-    assert lookup_of(ROW, [99], ROW[:4], [98]).since_change is None
-
-
-def test_lookup_switches_to_a_longer_match() -> None:
-    other = [30, 31, 32, 33, 34, 35]
-    lookup = lookup_of(ROW, other, [99], ROW[:5], [98], other[:5], [97])
-    assert lookup.since_change == 0
-    assert lookup.after_change(2) == [99, 10]
 
 
 def test_lookups_after_a_change_are_used_while_they_are_more_likely() -> None:
@@ -366,9 +352,17 @@ def test_a_pass_never_costs_less_than_one_of_one_row() -> None:
     cost.note(16, 8.1)
     assert 7.9 < cost.seconds(8) < 8.0
     delayed = RowCost()
+    assert delayed.seconds(8) > delayed.seconds(1) > 0
     delayed.note(1, 5.0)
     delayed.note(4, 1.0)
     assert delayed.seconds(6) == 5.0
+    for _ in range(20):
+        delayed.note(1, 1.0)
+    delayed.note(1, 100.0)
+    assert delayed.seconds(1) < 1.06
+    for _ in range(100):
+        delayed.note(1, 2.0)
+    assert delayed.seconds(1) > 1.9
 
 
 def test_rejected_drafts_back_off() -> None:
@@ -413,15 +407,3 @@ def test_free_drafts_are_evaluated_without_use() -> None:
         speculation.learn([50] * (len(drafts) + 1))
     assert counts[0] == 0
     assert counts[-1] > 0
-
-
-def test_a_delayed_pass_has_little_weight() -> None:
-    cost = RowCost()
-    assert cost.seconds(8) > cost.seconds(1) > 0
-    for _ in range(20):
-        cost.note(1, 1.0)
-    cost.note(1, 100.0)
-    assert cost.seconds(1) < 1.06
-    for _ in range(100):
-        cost.note(1, 2.0)
-    assert cost.seconds(1) > 1.9

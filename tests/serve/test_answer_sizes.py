@@ -152,40 +152,40 @@ SCORED = {"max_tokens": 0, "echo": True}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
 
-def test_those_of_prompts_are_limited_in_one_request(cpu_model: Model) -> None:
+def test_those_of_prompts_and_answers_are_limited_in_one_request(
+    cpu_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     most = _generation.MOST_SCORES // 21
     prompts = [[1] * (most // 100 + 1)] * 100  # the first token of each has none
-    count = 21 * (100 * (most // 100) + 99)
+    n = most // 1000 + 1
+    answers = {"max_tokens": 1000, "n": n}
     with running(cpu_model) as server:
-        refused = server.post("/v1/completions", {**SCORED, "prompt": [*prompts, [1] * 100], "logprobs": 20})
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"], error["param"]) == (400, "too_many_logprobs", "logprobs")
-        assert error["message"] == (
-            f"logprobs: up to {count} log probabilities of prompts and answers; the limit is {1 << 20}"
-        )
+        for path, body, count in (
+            (
+                "/v1/completions",
+                {**SCORED, "prompt": [*prompts, [1] * 100], "logprobs": 20},
+                100 * (most // 100) + 99,
+            ),
+            ("/v1/completions", {**BODY, **answers, "logprobs": 20}, 1000 * n),
+            ("/v1/chat/completions", {**CHAT, **answers, "logprobs": True, "top_logprobs": 20}, 1000 * n),
+        ):
+            for stream in (False, True):
+                refused = server.post(path, {**body, "stream": stream})
+                assert (refused.status_code, refused.json()["error"]) == (
+                    400,
+                    {
+                        "message": f"logprobs: up to {21 * count} log probabilities of prompts and answers; "
+                        f"the limit is {1 << 20}",
+                        "type": "invalid_request_error",
+                        "param": "logprobs",
+                        "code": "too_many_logprobs",
+                    },
+                )
         assert b"metal_prefill_passes_total 0.0" in server.get("/metrics").content
-
-
-def test_a_request_may_have_as_many_as_the_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_generation, "MOST_SCORES", 3 * 2 * 4)
-    body = {**SCORED, "logprobs": 3}
-    assert server.post("/v1/completions", {**body, "prompt": [[1, 2, 3, 4]] * 2}).status_code == 200
-    assert server.post("/v1/completions", {**body, "prompt": [[1, 2, 3, 4]] * 3}).status_code == 400
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_those_of_answers_are_limited_in_one_request(server: Running, stream: bool) -> None:
-    n = (1 << 20) // (21 * 1000)
-    asked = {"max_tokens": 1000, "n": n + 1, "stream": stream}
-    count = 21 * 1000 * (n + 1)
-    for path, body in (
-        ("/v1/completions", {**BODY, **asked, "logprobs": 20}),
-        ("/v1/chat/completions", {**CHAT, **asked, "logprobs": True, "top_logprobs": 20}),
-    ):
-        refused = server.post(path, body)
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"], error["param"]) == (400, "too_many_logprobs", "logprobs")
-        assert f"logprobs: up to {count} log probabilities" in error["message"]
+        monkeypatch.setattr(_generation, "MOST_SCORES", 3 * 2 * 4)
+        for count, status in ((2, 200), (3, 400)):
+            body = {**SCORED, "logprobs": 3, "prompt": [[1, 2, 3, 4]] * count}
+            assert server.post("/v1/completions", body).status_code == status
 
 
 def test_the_context_limits_the_number_of_an_answer(
@@ -279,11 +279,6 @@ def test_they_are_kept_as_json_until_the_answer(server: Running, monkeypatch: py
     assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 5
     assert all(size > 100 for size in sizes)
     assert len(sizes) == 2
-    assert held.size == 0
-
-
-def test_streams_keep_none(server: Running) -> None:
-    body = {**BODY, "logprobs": 2, "stream": True}
-    pieces = events(server.post("/v1/completions", body))
+    pieces = events(server.post("/v1/completions", {**BODY, "logprobs": 2, "stream": True}))
     assert [len(best) for piece in pieces for best in piece["choices"][0]["logprobs"]["top_logprobs"]]
-    assert server.service.bodies.scores.size == 0
+    assert held.size == 0

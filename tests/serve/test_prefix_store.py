@@ -97,34 +97,28 @@ def test_a_known_system_message_is_loaded_after_a_restart(
     assert stored.parent.stat().st_mode & 0o77 == 0
 
 
-def test_a_damaged_file_is_removed_and_recomputed(
-    restarted: Callable[..., Any], tmp_path: Path, cpu_model: Model
+@pytest.mark.parametrize("spoilt", ["damaged", "exchanged"])
+def test_a_wrong_file_is_removed_and_its_prefix_computed(
+    restarted: Callable[..., Any], tmp_path: Path, cpu_model: Model, spoilt: str
 ) -> None:
-    with restarted() as (server, _):
-        ask(server, "Who art thou?")
-        ask(server, "What is thy name?")
-    (stored,) = files(tmp_path)
-    content = bytearray(stored.read_bytes())
-    content[-100] ^= 1
-    stored.write_bytes(content)
-    with restarted() as (server, _):
-        answer = ask(server, "Whence comest thou?")
-        assert files(tmp_path) == []
-    assert answer.usage.prompt_tokens_details.cached_tokens == 0
-    assert answer.choices[0].message.content == text_alone(cpu_model, "Whence comest thou?")
-
-
-def test_a_file_under_a_wrong_name_is_not_used(restarted: Callable[..., Any], tmp_path: Path) -> None:
     with restarted() as (server, _):
         for system in (SYSTEM, SYSTEM[5:]):
             ask(server, "Who art thou?", system)
             ask(server, "What is thy name?", system)
     first, second = files(tmp_path)
-    content = second.read_bytes()
-    second.write_bytes(first.read_bytes())
-    first.write_bytes(content)
+    contents = [bytearray(path.read_bytes()) for path in (first, second)]
+    if spoilt == "exchanged":
+        contents.reverse()
+    else:
+        for content in contents:
+            content[-100] ^= 1
+    for path, content in zip((first, second), contents, strict=True):
+        path.write_bytes(content)
     with restarted() as (server, _):
-        assert ask(server, "Whence comest thou?").usage.prompt_tokens_details.cached_tokens == 0
+        answer = ask(server, "Whence comest thou?")
+        assert len(files(tmp_path)) == 1
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert answer.choices[0].message.content == text_alone(cpu_model, "Whence comest thou?")
 
 
 def test_a_conversation_that_continues_is_stored_once_when_the_server_closes(
@@ -205,21 +199,17 @@ def test_a_key_does_not_reuse_prompts_of_another(demo_path: Path) -> None:
             assert cached(server, KEYS[1], PROMPT[:n], prompt_cache_key=str(n)) == 0
         assert cached(server, KEYS[1]) == 0
         assert [cached(server, key) for key in KEYS] == [len(PROMPT) - 1] * 2
-
-
-def test_conversations_of_other_keys_are_not_reused(demo_path: Path) -> None:
-    messages: list[Any] = [{"role": "user", "content": "Speak the speech, I pray you. " * 10}]
-    with serving(demo_path, api_keys=KEYS) as server:
+        body = {
+            "messages": [{"role": "user", "content": "Speak the speech, I pray you. " * 10}],
+            "max_tokens": 1,
+        }
         found = []
         for key in (*KEYS, KEYS[0]):
-            answer = server.client(api_key=key).chat.completions.create(
-                model=server.service.names[0], messages=messages, max_tokens=1
-            )
-            assert answer.usage is not None
-            assert answer.usage.prompt_tokens_details is not None
-            found.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
-    assert found[:2] == [0, 0]
-    assert found[2] > 64
+            headers = {"authorization": f"Bearer {key}"}
+            usage = server.post("/v1/chat/completions", body, headers=headers).json()["usage"]
+            found.append(usage["prompt_tokens_details"]["cached_tokens"])
+        assert found[:2] == [1, 1]  # the first token is that of the other prompts
+        assert found[2] > 64
 
 
 def test_concurrent_prompts_of_two_keys_are_both_computed(demo_path: Path) -> None:
@@ -285,6 +275,8 @@ def test_a_stored_prefix_is_found_after_a_restart_with_its_own_key_only(
 ) -> None:
     limits: dict[str, Any] = {"api_keys": KEYS, "prefix_store": tmp_path}
     with serving(demo_path, **limits) as server:
+        for key, end in zip(KEYS, (1, 2), strict=True):  # which share nothing
+            cached(server, key, [*PROMPT[50:], end])
         store_prefix(server, KEYS[0])
     (stored,) = tmp_path.glob("*/*.session")
     assert KEYS[0].encode() not in stored.read_bytes()
@@ -293,26 +285,13 @@ def test_a_stored_prefix_is_found_after_a_restart_with_its_own_key_only(
         assert cached(server, KEYS[0], [*PROMPT, 3]) == 192
         assert server.service._store is not None
         assert server.service._store.loaded == 1
+    # Without a namespace, the name of a file is the number of tokens and the digest of their ids.
     with serving(demo_path, **{**limits, "share_prefixes": True}) as server:
         assert cached(server, KEYS[0], [*PROMPT, 3]) == 0
-
-
-def test_prompts_of_different_keys_share_no_stored_prefix(demo_path: Path, tmp_path: Path) -> None:
-    with serving(demo_path, api_keys=KEYS, prefix_store=tmp_path) as server:
-        for key, end in zip(KEYS, (1, 2), strict=True):
-            cached(server, key, [*PROMPT, end])
-    assert list(tmp_path.glob("*/*.session")) == []
-
-
-def test_a_file_without_a_namespace_stays_valid_for_a_server_without_keys(
-    demo_path: Path, tmp_path: Path
-) -> None:
-    """Its name consists of the number of tokens and their BLAKE2b digest, as little-endian int32."""
-    with serving(demo_path, prefix_store=tmp_path) as server:
-        store_prefix(server, "any")
-    (stored,) = tmp_path.glob("*/*.session")
+        store_prefix(server, KEYS[1])
+    (plain,) = set(tmp_path.glob("*/*.session")) - {stored}
     digest = hashlib.blake2b(np.array(PROMPT[:192], "<i4").tobytes(), digest_size=16).hexdigest()
-    assert stored.name == f"192-{digest}.session"
+    assert plain.name == f"192-{digest}.session"
 
 
 def test_prompts_of_a_namespace_are_not_displaced_by_those_of_another(
