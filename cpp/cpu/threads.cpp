@@ -74,19 +74,22 @@ void raise_stack_size() {
 }  // namespace
 
 // The share of thread t is [items * t / n, items * (t + 1) / n).
-int Worker::claim(int owner, int items) {
+Worker::ItemRange Worker::claim(int owner, int items) {
+  constexpr int kRuns = 64;  // of a share
   const int n = team_->size_;
   const auto first = std::uint32_t(std::int64_t(items) * owner / n);
   const auto end = std::uint32_t(std::int64_t(items) * (owner + 1) / n);
+  const auto most = std::uint32_t(std::max(1, items / (kRuns * n)));
   std::atomic<std::uint64_t>& next = team_->shares_[std::size_t(owner)].next;
   std::uint64_t seen = next.load(std::memory_order_relaxed);
   for (;;) {
     const auto ahead = std::int32_t(std::uint32_t(seen >> 32) - phase_);
-    if (ahead > 0) return -1;  // the other threads have left this phase
+    if (ahead > 0) return {0, 0};  // the other threads have left this phase
     const std::uint32_t item = ahead == 0 ? std::uint32_t(seen) : first;
-    if (item >= end) return -1;
-    if (next.compare_exchange_weak(seen, std::uint64_t(phase_) << 32 | (item + 1), std::memory_order_relaxed))
-      return int(item);
+    if (item >= end) return {0, 0};
+    const std::uint32_t after = std::min(item + most, end);
+    if (next.compare_exchange_weak(seen, std::uint64_t(phase_) << 32 | after, std::memory_order_relaxed))
+      return {int(item), int(after)};
   }
 }
 

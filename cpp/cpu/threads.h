@@ -1,8 +1,8 @@
 // A persistent team of threads that runs a function on all of its members at once.
 //
 // Inside, work is divided by `for_each`: every thread begins with its own contiguous share of the items and,
-// once that is done and the others are not about to finish, takes single items from the shares of others. So
-// all finish together even if one is slower, and memory is read in order. An item has the same value on any
+// once that is done and the others are not about to finish, takes items from the shares of others. So all
+// finish together even if one is slower, and memory is read in order. An item has the same value on any
 // thread.
 //
 // A phase (one for_each) is over when its items are done, not when all threads have arrived: a preempted
@@ -46,7 +46,10 @@ class Worker {
     for (int distance = 0; distance < count(); ++distance) {
       const int owner = (index_ + distance) % count();
       int done = 0;
-      for (int item; (item = claim(owner, items)) >= 0; ++done) body(item);
+      for (ItemRange run = claim(owner, items); run.first < run.end; run = claim(owner, items)) {
+        for (int item = run.first; item < run.end; ++item) body(item);
+        done += run.end - run.first;
+      }
       if (report(done, items) || (distance == 0 && is_over_soon())) return;
     }
     wait();
@@ -55,8 +58,11 @@ class Worker {
  private:
   friend class Team;
   Worker(Team* team, int index, std::uint32_t phase) : team_(team), index_(index), phase_(phase) {}
-  // The next item of a thread's share, or -1.
-  int claim(int owner, int items);
+  struct ItemRange {
+    int first, end;
+  };
+  // The next items of a thread's share: one, or a 64th of many small ones. Empty if none is left.
+  ItemRange claim(int owner, int items);
   // Items that this thread has done; whether all are done now.
   bool report(int done, int items);
   bool is_over() const;

@@ -64,11 +64,11 @@ struct Simd {
   static F scale_by_power(F a, I n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(n, 23)));
   }
-  // Each lane becomes that of the index with one bit changed.
-  template <int kBit>
+  // Each lane becomes that of the index with these bits changed: 1, 2, 3 or multiples by 4.
+  template <int kBits>
   static F swap(F a) {
-    if constexpr (kBit == 4) return _mm256_permute2f128_ps(a, a, 1);
-    return _mm256_permute_ps(a, kBit == 1 ? 0xb1 : 0x4e);
+    if constexpr (kBits == 4) return _mm256_permute2f128_ps(a, a, 1);
+    return _mm256_permute_ps(a, kBits == 1 ? 0xb1 : kBits == 2 ? 0x4e : 0x1b);
   }
   // a if x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) { return _mm256_and_ps(a, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ)); }

@@ -82,11 +82,14 @@ struct Simd {
   static F scale_by_power(F a, I n) {
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(n, 23)));
   }
-  // Each lane becomes that of the index with one bit changed.
-  template <int kBit>
+  // Each lane becomes that of the index with these bits changed: 1, 2, 3 or multiples by 4.
+  template <int kBits>
   static F swap(F a) {
-    if constexpr (kBit >= 4) return _mm512_shuffle_f32x4(a, a, kBit == 4 ? 0xb1 : 0x4e);
-    return _mm512_permute_ps(a, kBit == 1 ? 0xb1 : 0x4e);
+    constexpr int kOfFour = kBits < 4 ? kBits : kBits / 4, kOrder = kOfFour == 1   ? 0xb1
+                                                                    : kOfFour == 2 ? 0x4e
+                                                                                   : 0x1b;
+    if constexpr (kBits < 4) return _mm512_permute_ps(a, kOrder);
+    return _mm512_shuffle_f32x4(a, a, kOrder);
   }
   // a if x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) {

@@ -49,11 +49,11 @@ struct Simd {
   static F scale_by_power(F a, I n) {
     return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a), vshlq_n_s32(n, 23)));
   }
-  // Each lane becomes that of the index with one bit changed.
-  template <int kBit>
+  // Each lane becomes that of the index with these bits changed: 1, 2, 3 or multiples by 4.
+  template <int kBits>
   static F swap(F a) {
-    if constexpr (kBit == 1) return vrev64q_f32(a);
-    return vextq_f32(a, a, 2);
+    const F pairs = kBits & 1 ? vrev64q_f32(a) : a;
+    return kBits & 2 ? vextq_f32(pairs, pairs, 2) : pairs;
   }
   // a if x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) {

@@ -87,10 +87,10 @@ struct Simd {
       return std::bit_cast<float>(std::bit_cast<std::uint32_t>(a.v[i]) + (std::uint32_t(n.v[i]) << 23));
     });
   }
-  // Each lane becomes that of the index with one bit changed.
-  template <int kBit>
+  // Each lane becomes that of the index with these bits changed: 1, 2, 3 or multiples by 4.
+  template <int kBits>
   static F swap(F a) {
-    return map([&](int i) { return a.v[i ^ kBit]; });
+    return map([&](int i) { return a.v[i ^ kBits]; });
   }
   // a if x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) {

@@ -20,33 +20,46 @@ namespace {
 // Factor by which rows of the matrices are too long, a power of two; the scale of a row compensates for it.
 constexpr float kRotationLength = 8;
 
-// For each bit of a lane's index: 1 if it is clear, -1 if it is set.
-alignas(64) constexpr float kLaneSigns[4][16] = {
-    {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
-    {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
-    {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
-    {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
-};
+// Subtracts each of four vectors, kQuarter apart, twice from their sum: an orthogonal matrix, times 2.
+template <int kQuarter, int kVectors>
+inline void mix_quarters(F (&v)[kVectors]) {
+  unrolled<kQuarter>([&](auto i) __attribute__((always_inline)) {
+    const F sum =
+        Simd::add(Simd::add(v[i], v[i + kQuarter]), Simd::add(v[i + 2 * kQuarter], v[i + 3 * kQuarter]));
+    unrolled<4>([&](auto q) __attribute__((always_inline)) {
+      v[i + q * kQuarter] = Simd::fma(v[i + q * kQuarter], Simd::set(-2), sum);
+    });
+  });
+}
 
-// 64 columns. The products with signs are exact. Returns the largest magnitudes, at least `largest`.
-inline I rotate_block(const float* x, float* out, I largest) {
-  constexpr int kVectors = kRotatedCols / Simd::kLanes;
-  F v[kVectors];
+// Column c of quarter q becomes column c ^ (kStep * q) of it.
+template <int kStep, int kQuarter, int kVectors>
+inline void move_columns(F (&v)[kVectors]) {
+  constexpr int kLanes = Simd::kLanes;
+  F from[kVectors];
+  std::copy_n(v, kVectors, from);
   unrolled<kVectors>([&](auto i) __attribute__((always_inline)) {
-    v[i] = Simd::load(x + i * Simd::kLanes);
-    unrolled<std::countr_zero(unsigned(Simd::kLanes))>([&](auto bit) __attribute__((always_inline)) {
-      v[i] = Simd::fma(v[i], Simd::load(kLaneSigns[bit]), Simd::template swap<1 << bit>(v[i]));
-    });
+    constexpr int kMoved = kStep * (i / kQuarter), kInVector = kMoved % kLanes;
+    const F& other = from[i ^ (kMoved / kLanes)];
+    if constexpr (kInVector == 0)
+      v[i] = other;
+    else
+      v[i] = Simd::template swap<kInVector>(other);
   });
-  unrolled<std::countr_zero(unsigned(kVectors))>([&](auto bit) __attribute__((always_inline)) {
-    unrolled<kVectors>([&](auto i) __attribute__((always_inline)) {
-      if constexpr ((i & 1 << bit) == 0) {
-        const F a = v[i], b = v[i + (1 << bit)];
-        v[i] = Simd::add(a, b);
-        v[i + (1 << bit)] = Simd::sub(a, b);
-      }
-    });
-  });
+}
+
+// 64 columns in four quarters. Columns of different quarters are added, which needs no shuffle, and moved so
+// that the next sums are of others, until each has all 64. Returns the largest magnitudes, at least
+// `largest`.
+inline I rotate_block(const float* x, float* out, I largest) {
+  constexpr int kVectors = kRotatedCols / Simd::kLanes, kQuarter = kVectors / 4;
+  F v[kVectors];
+  unrolled<kVectors>([&](auto i) __attribute__((always_inline)) { v[i] = Simd::load(x + i * Simd::kLanes); });
+  mix_quarters<kQuarter>(v);
+  move_columns<1, kQuarter>(v);
+  mix_quarters<kQuarter>(v);
+  move_columns<4, kQuarter>(v);
+  mix_quarters<kQuarter>(v);
   unrolled<kVectors>([&](auto i) __attribute__((always_inline)) {
     Simd::store(out + i * Simd::kLanes, v[i]);
     largest = Simd::max_int(largest, Simd::magnitude_bits(v[i]));

@@ -59,12 +59,31 @@ def hadamard(size: int) -> npt.NDArray[np.float64]:
     return matrix
 
 
+def rotation(size: int) -> npt.NDArray[np.float64]:
+    """Return the matrix that rotates a block of columns.
+
+    A block of 64 is four quarters of 16. Quarters are reflected, three times, and column c of quarter q
+    comes from column ``c ^ q`` after the first time and ``c ^ 4 * q`` after the second.
+    """
+    if size < 64:
+        return hadamard(size)
+    mixed = np.kron(np.full((4, 4), 0.5) - np.eye(4), np.eye(16))
+    moves = [np.eye(64)[:, [16 * q + (c ^ step * q) for q in range(4) for c in range(16)]] for step in (1, 4)]
+    matrix: npt.NDArray[np.float64] = mixed @ moves[0] @ mixed @ moves[1] @ mixed
+    return matrix
+
+
+def test_each_value_of_a_block_spreads_over_all_columns() -> None:
+    np.testing.assert_allclose(np.abs(rotation(64)), 1 / 8, rtol=1e-12)
+    np.testing.assert_allclose(rotation(64) @ rotation(64).T, np.eye(64), atol=1e-12)
+
+
 def exactly_rotated(x: Floats) -> npt.NDArray[np.float64]:
     """Rotate blocks of 64 columns, and the powers of two that the rest adds up to, in float64."""
     blocks, at = [], 0
     while at < x.shape[1]:
         size = min(64, 1 << (x.shape[1] - at).bit_length() - 1)
-        blocks.append(x[:, at : at + size].astype(np.float64) @ hadamard(size))
+        blocks.append(x[:, at : at + size].astype(np.float64) @ rotation(size))
         at += size
     return np.concatenate(blocks, axis=1)
 
@@ -162,7 +181,7 @@ def test_products_of_the_largest_codes_are_exact(isa: str) -> None:
     chosen = np.array([-127, -65, -64, -63, 0, 1, 63, 64, 65, 127])
     codes = np.random.default_rng(2).choice(chosen, (70, 256))
     codes[:, ::64] = 127
-    x = np.ascontiguousarray(codes.reshape(70, 4, 64) @ hadamard(64), np.float32).reshape(70, 256)
+    x = np.ascontiguousarray(codes.reshape(70, 4, 64) @ rotation(64).T, np.float32).reshape(70, 256)
     found = rotated(isa, x, False)
     np.testing.assert_array_equal(found[0], codes)
     for batch in (1, 2, 7, 70):
@@ -196,7 +215,7 @@ def test_the_largest_sums_do_not_overflow(isa: str) -> None:
     for wide in forms(isa):
         for sign, cols in product((1, -1), (64, 1 << 17)):
             x = np.zeros((20, cols), np.float32)
-            x[:, ::64] = 1  # all columns of a block are equal after the rotation
+            x[:, ::64] = 1  # all columns of a block are as large after the rotation
             weight = np.ascontiguousarray(x[:1]) * np.float32(sign)
             out = guarded(20, 32)
             cpu.multiply_rotated(
