@@ -141,17 +141,17 @@ def test_the_same_model_at_another_path_is_accepted(
         assert model.load_session(saved).tokens == PROMPT
 
 
-def test_fingerprint_covers_header_and_every_tensor(demo: Model, tmp_path: Path) -> None:
-    base = _session_file.fingerprint(demo.gguf)
-    seen = {base}
+def test_fingerprint_covers_header_and_every_tensor(demo_path: Path, tmp_path: Path) -> None:
+    file, whole = GGUFFile(demo_path), demo_path.read_bytes()
+    seen = {_session_file.fingerprint(file)}
     places = [
-        demo.path.read_bytes().index(b"general.name") + 12 + 4 + 8,  # after key, type and length: a letter
-        *(t.offset for t in demo.gguf.tensors.values()),
-        *(t.offset + t.nbytes - 1 for t in demo.gguf.tensors.values()),
+        whole.index(b"general.name") + 12 + 4 + 8,  # after key, type and length: a letter
+        *(t.offset for t in file.tensors.values()),
+        *(t.offset + t.nbytes - 1 for t in file.tensors.values()),
     ]
     copy = tmp_path / "changed.gguf"
     for place in places:
-        content = bytearray(demo.path.read_bytes())
+        content = bytearray(whole)
         content[place] ^= 1
         copy.write_bytes(content)
         seen.add(_session_file.fingerprint(GGUFFile(copy)))
