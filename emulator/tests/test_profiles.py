@@ -79,6 +79,7 @@ def test_command_buffers_beyond_the_working_set_fail(library: KernelLibrary, emu
 def test_exact_functions_are_a_separate_option(library: KernelLibrary, emulator: Any) -> None:
     (default,) = emulator.compiled_libraries()[-1:]
     assert (default.fast_math, default.fast_functions) == (True, True)
+    assert default.language > (3, 1)  # the newest
     exact = KernelLibrary((KERNELS / "host_api.metal").read_text(), fast_math=False)
     (compiled,) = emulator.compiled_libraries()[-1:]
     assert (compiled.fast_math, compiled.fast_functions) == (False, False)
@@ -124,9 +125,3 @@ def test_older_families_have_no_residency_sets(device: Any, emulator: Any) -> No
         emulator.ValidationError, match=r"newResidencySet.* needs .* Apple6 or later; .* Apple5"
     ):
         device.new_residency_set()
-
-
-def test_compiler_options_are_recorded(library: KernelLibrary, emulator: Any) -> None:
-    (default,) = emulator.compiled_libraries()[-1:]
-    assert default.fast_math
-    assert default.language > (3, 1)  # the newest

@@ -14,7 +14,7 @@ from support.recurrent import NAMES as RECURRENT
 from support.reference import ReferenceModel
 from support.small_models import MODELS, SmallModel, with_tensor, write
 
-from metal_prefill import Model, NumericalError, Session, UnsupportedModelError, _core
+from metal_prefill import Model, NumericalError, Session, _core
 from metal_prefill.files import GGUFFile
 
 Logits = npt.NDArray[np.float32]
@@ -378,14 +378,6 @@ def test_types_with_large_numbers_have_their_own_kernels(metal: None, tmp_path: 
             assert_close("metal", logits, expected)
 
 
-def test_scores_match_the_reference(device: str, demo_path: Path) -> None:
-    with Model(demo_path, device=device, compute="f32", chunk_tokens=32) as model:
-        ids = model.tokenizer.encode("To be, or not to be: that is the question:\nWhether 'tis nobler")
-        scores = model.score(ids)
-    expected = reference(demo_path).forward(ids).log_probs(ids)
-    np.testing.assert_allclose(scores, expected, atol=5e-3)
-
-
 def test_scores_of_the_cpu_do_not_depend_on_the_chunk(model_path: Callable[[str], Path]) -> None:
     ids = prompt(300, MODELS["smollm shape"].vocab)
     scores = []
@@ -424,17 +416,6 @@ def test_nan_logits_are_an_error_and_change_nothing(device: str, tmp_path: Path)
         with pytest.raises(NumericalError, match="every logit of the token at position 2 is NaN"):
             model.forward_prompt([1, 2, 3])
         assert model.position == 0
-
-
-def test_only_metal_rejects_normed_heads_that_need_padding(metal: None, tmp_path: Path) -> None:
-    """The mean square of a padded head would be taken over dimensions that the model does not have."""
-    model = SmallModel(architecture="qwen3", head_dim=12, embedding="F32", types={"*": "F32"})
-    path = write(tmp_path / "m.gguf", model)
-    with pytest.raises(UnsupportedModelError, match="normalized or differing heads of 12 dimensions"):
-        Model(path, device="metal")
-    ids = prompt(5, model.vocab)
-    with Model(path, device="cpu", compute="f32", kv_dtype="f32") as cpu:
-        assert_close("cpu", cpu.session().forward_prompt_logits(ids), reference(path).forward(ids).logits[-1])
 
 
 def test_norms_and_biases_are_copied_when_a_model_is_opened(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from support.reference import ReferenceModel
 from support.small_models import MODELS, SmallModel, write
 
-from metal_prefill import Model, Session, StateError, UnsupportedModelError, _core
+from metal_prefill import Model, Session, UnsupportedModelError, _core
 
 Logits = npt.NDArray[np.float32]
 
@@ -101,16 +101,14 @@ def test_the_cache_holds_the_blocks_that_the_format_defines(tmp_path: Path, head
 
 
 @pytest.mark.parametrize("n", [1, 16, 70])
-def test_a_saved_session_continues_bit_for_bit(
+def test_a_saved_session_follows_the_format(
     model_path: Callable[[str], Path], tmp_path: Path, n: int
 ) -> None:
-    """Its tensors follow the format: a scale in f16, then 32 signed codes."""
+    """A scale in f16, then 32 signed codes."""
     path = tmp_path / "s.session"
     with opened(model_path("values wider than keys"), compute="f32") as model, model.session() as session:
         session.forward_prompt(prompt(n))
         session.save(path)
-        with model.load_session(path) as loaded:
-            np.testing.assert_array_equal(loaded.forward_token(5), session.forward_token(5))
     arrays = load_file(path)
     assert arrays["layer.1.key"].shape == (n, 2, 17)
     assert arrays["layer.1.value"].shape == (n, 2, 34)
@@ -120,20 +118,6 @@ def test_a_saved_session_continues_bit_for_bit(
         ReferenceModel(model_path("values wider than keys"), kv_dtype="q8_0").forward(prompt(n)).values[1]
     )
     assert np.square(values - expected).sum() <= 1e-4 * np.square(expected).sum()
-
-
-def test_states_of_other_cache_types_are_rejected_by_name(demo_path: Path, tmp_path: Path) -> None:
-    path = tmp_path / "s.session"
-    with opened(demo_path) as model, Model(demo_path, device="cpu") as other:
-        session, others = model.session(), other.session()
-        for one in (session, others):
-            one.forward_prompt([1, 2, 3])
-        session.save(path)
-        with pytest.raises(StateError, match="saved with kv_dtype 'q8_0', this model has 'f16'"):
-            other.load_session(path)
-        others.save(path)
-        with pytest.raises(StateError, match="saved with kv_dtype 'f16', this model has 'q8_0'"):
-            model.load_session(path)
 
 
 def test_it_takes_17_bytes_instead_of_32(model_path: Callable[[str], Path]) -> None:

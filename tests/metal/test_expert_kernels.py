@@ -1,7 +1,5 @@
 """Kernels of feed-forwards with experts."""
 
-import math
-
 import numpy as np
 import pytest
 from support.kernel_harness import (
@@ -11,6 +9,7 @@ from support.kernel_harness import (
     Output,
     Run,
     Weights,
+    activation,
     ceil_div,
     close,
     columns,
@@ -162,14 +161,13 @@ def experts_args(
 def activated(products: Array, form: str) -> Array:
     """Activate ``[matrices, rows, columns]``."""
     if form == "without gates":
-        exact: Array = products[0] / 2 * (1 + np.vectorize(math.erf)(products[0] / math.sqrt(2)))
-        return exact
+        return activation(products[0], "gelu_erf")
     gate, up = products
     if form == "limited":  # as in gpt-oss
         gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
         clamped: Array = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
         return clamped
-    result: Array = gate / (1 + np.exp(-gate)) * up
+    result: Array = activation(gate, "silu") * up
     return result
 
 

@@ -177,7 +177,7 @@ def check_swiglu(
         y = Output([tokens, rows], np.float16)
         found = matmul(run, kernel, tile, w, x, y, rows, activation=ACTIVATIONS[act])
         gate, up = np.split(x.astype(np.float64) @ w.values.T, 2, axis=1)
-        near(found, activation(gate, ACTIVATIONS[act]) * up)
+        near(found, activation(gate, act) * up)
 
 
 @pytest.mark.parametrize(

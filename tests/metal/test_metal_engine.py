@@ -4,6 +4,7 @@ These tests need the emulator; on a Mac they are skipped, and those of sessions 
 """
 
 from collections.abc import Iterator
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from support.emulated_gpu import require_emulator
 
-from metal_prefill import ContextOverflowError, DeviceError, KVMemoryError, Model, synth
+from metal_prefill import ContextOverflowError, DeviceError, KVMemoryError, Model, _core, synth
 
 pytestmark = pytest.mark.emulator
 
@@ -139,9 +140,11 @@ def test_weights_are_mapped_not_copied(model: Model, path: Path) -> None:
 def test_debug_mode_makes_every_intermediate_readable(
     monkeypatch: pytest.MonkeyPatch, path: Path, variable: str
 ) -> None:
+    monkeypatch.setenv(variable, "0")
     with Model(path, device="metal") as plain:
         session: Any = plain.session()
         expected = session.forward_prompt(prompt(40))
+        assert "projected" in private_and_shared()[0]
         with pytest.raises(ValueError, match="METAL_PREFILL_DEBUG"):
             session.native.inspector().intermediate("x")
         del session
@@ -168,13 +171,6 @@ def test_debug_mode_makes_every_intermediate_readable(
         assert int(np.argmax(session.inspector().intermediate("logits"))) == expected
         with pytest.raises(ValueError, match="nonsense"):
             session.inspector().intermediate("nonsense")
-
-
-def test_debug_mode_is_off_if_the_variable_is_zero(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    monkeypatch.setenv("GPU_DEBUG", "0")
-    with Model(path, device="metal") as model:
-        model.forward_prompt([1])
-        assert "projected" in private_and_shared()[0]
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
@@ -474,3 +470,25 @@ def test_a_table_of_sequences_is_written_once_for_all_layers(model: Model) -> No
     assert sessions[0].stats()["allocations"] == 0
     assert {b.label for b in gpu.live_buffers()} >= {"ids", "rows", "pages"}
     assert "tiles" not in {b.label for b in gpu.live_buffers()}  # of prompts alone
+
+
+@pytest.mark.parametrize(("sequences", "each"), [(8, 1), (9, 1), (33, 1), (5, 3), (7, 8)])
+def test_tiles_of_many_sequences_have_the_bits_that_each_has_alone(
+    model: Model, sequences: int, each: int
+) -> None:
+    tile = _core.shader_constants["MANY_TOKEN_TILE"]
+    rng = np.random.default_rng(sequences)
+    sessions = [model.session() for _ in range(sequences)]
+    tokens = [rng.integers(1, 300, each) for _ in sessions]
+    for i, session in enumerate(sessions):
+        session.forward_prompt(rng.integers(1, 300, 1 + i % 5))
+    forks = [session.fork() for session in sessions]
+    alone = [fork.forward_prompt_logits(ids) for fork, ids in zip(forks, tokens, strict=True)]
+    together = model.forward_batch(sessions, tokens, output="logits")
+    (grid, *_) = [
+        d.grid for d in gpu.history()[-1].dispatches if d.kernel.startswith("multi_token_matvec_swiglu")
+    ]
+    for logits, expected in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(logits, expected)
+    rows = sequences * each
+    assert grid[0] == (1 if rows <= 8 else ceil(rows / tile))

@@ -77,7 +77,7 @@ def test_matvec_swiglu(run: Run, kind: str, act: str) -> None:
     x = rng.standard_normal(cols, np.float32)
     found = matvec(run, w, x, Output([37]), 16, swiglu=True, activation=ACTIVATIONS[act])
     gate, up = np.split(w.values @ x, 2)
-    close(found, activation(gate.astype(np.float64), ACTIVATIONS[act]) * up)
+    close(found, activation(gate.astype(np.float64), act) * up)
 
 
 def multi_token(

@@ -1,6 +1,5 @@
 """Kernels that process each token separately: embedding, norms, rope and SwiGLU."""
 
-import math
 from itertools import product
 from typing import Any
 
@@ -9,11 +8,14 @@ import pytest
 from support.extreme_floats import EXTREME, extreme_activations
 from support.head_cases import ROPE_CASES, HeadRows, rms
 from support.kernel_harness import (
+    ACTIVATIONS,
     CONSTANTS,
+    SILU,
     Array,
     Output,
     Run,
     Weights,
+    activation,
     ceil_div,
     check_both_types,
     close,
@@ -23,8 +25,6 @@ from support.kernel_harness import (
 )
 from support.paged import Pages
 from support.small_models import TYPES
-
-SILU = CONSTANTS["ACTIVATION_SILU"]
 
 
 def embed(run: Run, table: Weights, ids: Array, x: Output, **fields: Any) -> Array:
@@ -146,7 +146,7 @@ def test_gate_input(run: Run, act: str) -> None:
     rng = np.random.default_rng(6)
     gate, inputs = rng.standard_normal((5, 72)).astype(np.float32), rng.standard_normal((5, 200))
     inputs = inputs.astype(np.float32)
-    expected = activated(gate.astype(np.float64), act) * inputs[:, 100:172]
+    expected = activation(gate.astype(np.float64), act) * inputs[:, 100:172]
     args = make_args("GateInputArgs", dim=72, input_stride=200, tokens=5, activation=ACTIVATIONS[act])
     buffers = (gate, inputs.ravel()[100:], args)
     check_both_types(run, "gate_input", *buffers, expected=expected, groups=(2, 5), threads=(64, 1))
@@ -379,26 +379,9 @@ def test_soft_cap(run: Run) -> None:
     np.testing.assert_allclose(x.check(), expected, rtol=0, atol=30 * 1e-6)
 
 
-ACTIVATIONS = {name: CONSTANTS[f"ACTIVATION_{name.upper()}"] for name in ("silu", "gelu", "gelu_erf", "relu")}
-
-
-def activated(x: Array, name: str) -> Array:
-    if name == "silu":
-        with np.errstate(over="ignore"):
-            silu: Array = x / (1 + np.exp(-x))
-            return silu
-    if name == "relu":
-        return np.maximum(x, 0)
-    if name == "gelu":
-        approximate: Array = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-        return approximate
-    exact: Array = 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-    return exact
-
-
-def swiglu_args(ffn_dim: int, tokens: int, activation: int, gated: int = 1, has_bias: int = 0) -> Array:
+def swiglu_args(ffn_dim: int, tokens: int, kind: int, gated: int = 1, has_bias: int = 0) -> Array:
     return make_args(
-        "SwigluArgs", ffn_dim=ffn_dim, tokens=tokens, activation=activation, gated=gated, has_bias=has_bias
+        "SwigluArgs", ffn_dim=ffn_dim, tokens=tokens, activation=kind, gated=gated, has_bias=has_bias
     )
 
 
@@ -429,7 +412,7 @@ def test_swiglu(run: Run, act: str, tokens: int, ffn_dim: int) -> None:
         gate_up[0, :2] = 200, -200
         bias = rng.standard_normal((1 + gated) * ffn_dim).astype(np.float32)
         biased = gate_up.astype(np.float64) + has_bias * bias
-        expected = activated(biased[:, :ffn_dim], act) * (biased[:, ffn_dim:] if gated else 1)
+        expected = activation(biased[:, :ffn_dim], act) * (biased[:, ffn_dim:] if gated else 1)
         args = swiglu_args(ffn_dim, tokens, ACTIVATIONS[act], gated=gated, has_bias=has_bias)
         grid: dict[str, Any] = {"groups": (ceil_div(ffn_dim, 64), tokens), "threads": (64, 1)}
         check_both_types(run, "swiglu", bias, gate_up, args, expected=expected, **grid)
@@ -439,13 +422,13 @@ def test_swiglu_at_the_ends_of_the_range_of_floats(run: Run) -> None:
     """NaN stays."""
     gate = np.append(EXTREME, np.float32(np.nan))
     gate_up = np.concatenate([gate, np.ones_like(gate)])
-    for kind, (activation, expected) in enumerate(extreme_activations().items()):
+    for kind, (name, expected) in enumerate(extreme_activations().items()):
         args = swiglu_args(len(gate), 1, kind)
         out = Output([len(gate)])
         run("swiglu_f32", gate_up, gate_up, out.buffer, args, groups=(1, 1), threads=(64, 1))
         found = out.check()
-        np.testing.assert_allclose(found[:-1], expected, rtol=4e-7, atol=4e-7, err_msg=activation)
-        assert np.isnan(found[-1]), activation
+        np.testing.assert_allclose(found[:-1], expected, rtol=4e-7, atol=4e-7, err_msg=name)
+        assert np.isnan(found[-1]), name
 
 
 def test_swiglu_is_as_accurate_as_the_fast_exponential(run: Run) -> None:

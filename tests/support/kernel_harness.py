@@ -1,5 +1,6 @@
 """Shared by the kernel tests: argument structs, random weights, guarded outputs and a dispatch function."""
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,11 +168,21 @@ def columns(kind: str, wanted: int) -> int:
     return ceil_div(wanted, unit) * unit
 
 
-SILU, GELU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_GELU"]
-ACTIVATIONS = {"silu": SILU, "gelu": GELU}
+ACTIVATIONS = {name: CONSTANTS[f"ACTIVATION_{name.upper()}"] for name in ("silu", "gelu", "gelu_erf", "relu")}
+SILU = ACTIVATIONS["silu"]
 
 
-def activation(x: Doubles, kind: int) -> Doubles:
-    silu: Doubles = x / (1 + np.exp(-x))
-    gelu: Doubles = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    return silu if kind == SILU else gelu
+def activation(x: Doubles, name: str) -> Doubles:
+    """Compute one of `ACTIVATIONS` in float64."""
+    share: Doubles
+    with np.errstate(over="ignore"):
+        if name == "silu":
+            share = 1 / (1 + np.exp(-x))
+        elif name == "gelu":
+            share = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        elif name == "gelu_erf":
+            share = 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+        else:
+            share = (x > 0).astype(np.float64)
+        product: Doubles = x * share
+        return product
