@@ -108,10 +108,8 @@ def check_count(service: Service, texts: int, param: str = "n") -> int:
             code="too_many_texts",
             param=param,
         )
-    try:
-        service.engine.check_generates()
-    except ValueError as error:
-        raise ApiError(f"{service.names[0]} does not generate text: {error}", code="unsupported") from None
+    if service.no_text:
+        raise ApiError(f"{service.names[0]} does not generate text: {service.no_text}", code="unsupported")
     return texts
 
 

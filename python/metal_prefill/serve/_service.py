@@ -51,6 +51,11 @@ class Service:
         self.model, self.engine = model, model.engine
         self.settings = settings
         self.names = list(settings.names) or [model_name(model.path)]
+        self.no_text = ""  # why the model generates no text; empty if it does
+        try:
+            self.engine.check_generates()
+        except ValueError as error:
+            self.no_text = str(error)
         self.created = int(time.time())
         self.metrics = Metrics(model)
         self.bodies = Bodies(settings)

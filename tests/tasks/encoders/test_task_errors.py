@@ -1,5 +1,6 @@
 """Collections of texts that tasks accept; texts, options and methods that an encoder does not take."""
 
+import asyncio
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -116,6 +117,9 @@ def test_options_unsupported_by_the_model_are_rejected(file_of: FileOf) -> None:
 def test_generating_methods_name_the_alternatives(file_of: FileOf, tmp_path: Path) -> None:
     from metal_prefill import Conversation, Scheduler
 
+    async def first_of(model: Model) -> str:
+        return await anext(aiter(model.generate_async("a")))
+
     folder = model_folders.bert(tmp_path / "m")
     folder.pool()
     plain = convert(folder.write(), tmp_path / "plain.gguf")
@@ -134,6 +138,7 @@ def test_generating_methods_name_the_alternatives(file_of: FileOf, tmp_path: Pat
                 lambda: list(model.generate_many(["a"])),
                 lambda: Conversation(model),
                 lambda: Scheduler(model).submit("a"),
+                lambda: asyncio.run(first_of(model)),
             ):
                 with pytest.raises(ValueError, match=message):
                     call()
