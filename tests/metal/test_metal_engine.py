@@ -54,6 +54,12 @@ def tiny_path(tmp_path: Path) -> Path:
     return synth.synthesize(tmp_path / "tiny.gguf", preset="tiny", vocab=1024)
 
 
+@pytest.fixture
+def tiny(tiny_path: Path) -> Iterator[Model]:
+    with Model(tiny_path, device="metal") as opened:
+        yield opened
+
+
 def prompt(n: int, start: int = 5) -> list[int]:
     return [(start + 7 * i) % 1024 for i in range(n)]
 
@@ -474,17 +480,17 @@ def test_a_table_of_sequences_is_written_once_for_all_layers(model: Model) -> No
 
 @pytest.mark.parametrize(("sequences", "each"), [(8, 1), (9, 1), (33, 1), (5, 3), (7, 8)])
 def test_tiles_of_many_sequences_have_the_bits_that_each_has_alone(
-    model: Model, sequences: int, each: int
+    tiny: Model, sequences: int, each: int
 ) -> None:
     tile = _core.shader_constants["MANY_TOKEN_TILE"]
     rng = np.random.default_rng(sequences)
-    sessions = [model.session() for _ in range(sequences)]
+    sessions = [tiny.session() for _ in range(sequences)]
     tokens = [rng.integers(1, 300, each) for _ in sessions]
     for i, session in enumerate(sessions):
         session.forward_prompt(rng.integers(1, 300, 1 + i % 5))
     forks = [session.fork() for session in sessions]
     alone = [fork.forward_prompt_logits(ids) for fork, ids in zip(forks, tokens, strict=True)]
-    together = model.forward_batch(sessions, tokens, output="logits")
+    together = tiny.forward_batch(sessions, tokens, output="logits")
     (grid, *_) = [
         d.grid for d in gpu.history()[-1].dispatches if d.kernel.startswith("multi_token_matvec_swiglu")
     ]
