@@ -67,8 +67,9 @@ struct Simd {
   // Each lane becomes that of the index with these bits changed: 1, 2, 3 or multiples by 4.
   template <int kBits>
   static F swap(F a) {
+    constexpr int kOrders[] = {0xe4, 0xb1, 0x4e, 0x1b}, kOrder = kOrders[kBits % 4];
     if constexpr (kBits == 4) return _mm256_permute2f128_ps(a, a, 1);
-    return _mm256_permute_ps(a, kBits == 1 ? 0xb1 : kBits == 2 ? 0x4e : 0x1b);
+    return _mm256_permute_ps(a, kOrder);
   }
   // a if x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) { return _mm256_and_ps(a, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ)); }

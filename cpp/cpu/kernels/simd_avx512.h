@@ -85,9 +85,7 @@ struct Simd {
   // Each lane becomes that of the index with these bits changed: 1, 2, 3 or multiples by 4.
   template <int kBits>
   static F swap(F a) {
-    constexpr int kOfFour = kBits < 4 ? kBits : kBits / 4, kOrder = kOfFour == 1   ? 0xb1
-                                                                    : kOfFour == 2 ? 0x4e
-                                                                                   : 0x1b;
+    constexpr int kOrders[] = {0xe4, 0xb1, 0x4e, 0x1b}, kOrder = kOrders[kBits < 4 ? kBits : kBits / 4];
     if constexpr (kBits < 4) return _mm512_permute_ps(a, kOrder);
     return _mm512_shuffle_f32x4(a, a, kOrder);
   }
