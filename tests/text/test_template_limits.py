@@ -127,6 +127,15 @@ def test_the_size_of_a_value_is_limited(source: str) -> None:
         render("{{ (" + source.format(MAX_VALUE + 20_000) + ") | length }}")
 
 
+def test_a_list_counts_elements_as_often_as_it_contains_them() -> None:
+    doubled = (
+        "{% set ns = namespace(x=['text']) %}{% for _ in range(N) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+    )
+    assert render(doubled.replace("N", "10")) == ""
+    with pytest.raises(ChatTemplateError, match="a value has more than"):
+        render(doubled.replace("N", "100"))
+
+
 @pytest.mark.parametrize(
     "source",
     [
