@@ -61,7 +61,7 @@ class Worker {
   struct ItemRange {
     int first, end;
   };
-  // The next items of a thread's share: one, or a 64th of many small ones. Empty if none is left.
+  // The next items of a thread's share: a 64th of the share, at least one. Empty if none is left.
   ItemRange claim(int owner, int items);
   // Items that this thread has done; whether all are done now.
   bool report(int done, int items);

@@ -64,7 +64,7 @@ struct Simd {
   static F scale_by_power(F a, I n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(n, 23)));
   }
-  // Each lane becomes that of the index with these bits changed: 1, 2, 3 or multiples by 4.
+  // Exchanges lanes whose indices differ in exactly these bits: 1, 2, 3, or four times that.
   template <int kBits>
   static F swap(F a) {
     constexpr int kOrders[] = {0xe4, 0xb1, 0x4e, 0x1b}, kOrder = kOrders[kBits % 4];

@@ -49,7 +49,7 @@ struct Simd {
   static F scale_by_power(F a, I n) {
     return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a), vshlq_n_s32(n, 23)));
   }
-  // Each lane becomes that of the index with these bits changed: 1, 2, 3 or multiples by 4.
+  // Exchanges lanes whose indices differ in exactly these bits: 1, 2, 3, or four times that.
   template <int kBits>
   static F swap(F a) {
     const F pairs = kBits & 1 ? vrev64q_f32(a) : a;

@@ -87,7 +87,7 @@ struct Simd {
       return std::bit_cast<float>(std::bit_cast<std::uint32_t>(a.v[i]) + (std::uint32_t(n.v[i]) << 23));
     });
   }
-  // Each lane becomes that of the index with these bits changed: 1, 2, 3 or multiples by 4.
+  // Exchanges lanes whose indices differ in exactly these bits: 1, 2, 3, or four times that.
   template <int kBits>
   static F swap(F a) {
     return map([&](int i) { return a.v[i ^ kBits]; });

@@ -32,7 +32,7 @@ inline void mix_quarters(F (&v)[kVectors]) {
   });
 }
 
-// Column c of quarter q becomes column c ^ (kStep * q) of it.
+// Moves column c ^ (kStep * q) of quarter q to column c.
 template <int kStep, int kQuarter, int kVectors>
 inline void move_columns(F (&v)[kVectors]) {
   constexpr int kLanes = Simd::kLanes;
@@ -48,9 +48,8 @@ inline void move_columns(F (&v)[kVectors]) {
   });
 }
 
-// 64 columns in four quarters. Columns of different quarters are added, which needs no shuffle, and moved so
-// that the next sums are of others, until each has all 64. Returns the largest magnitudes, at least
-// `largest`.
+// Rotates 64 columns, in four quarters. Sums across quarters need no shuffle; columns move in between, so
+// that after three rounds each result depends on all 64. Returns the largest magnitudes, at least `largest`.
 inline I rotate_block(const float* x, float* out, I largest) {
   constexpr int kVectors = kRotatedCols / Simd::kLanes, kQuarter = kVectors / 4;
   F v[kVectors];
