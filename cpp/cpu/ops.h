@@ -240,8 +240,8 @@ void per_layer_inputs(const Context& c, const Model& model, std::span<const Row>
 // x = activation(x) * factors of rows, in the forms of x.
 void activate_and_multiply(const Context& c, Activation activation, const FloatRows& factors, int columns,
                            int rows, const Activations& x);
-// Zeros after the columns of rows, up to whole vectors, which products read: a layer with wider rows has left
-// its values there, and 0 times NaN is not 0.
+// Clears the padding after the columns of rows. Products read it, and a layer with wider rows may have left
+// NaN there.
 void fill_up(const Context& c, const Activations& x, int columns, int rows);
 // x *= scale.
 void scale_rows(const Context& c, float scale, int columns, int rows, const FloatRows& x);

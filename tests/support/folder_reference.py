@@ -73,7 +73,7 @@ def gelu(x: Array) -> Array:
 
 
 def rotated(x: Array, heads: int, base: float, factor: float = 1.0) -> Array:
-    """Rotate the pairs of each head, which are half a head apart, by their positions.
+    """Rotate each head by its position; a pair is a column of its first half and the same one of the second.
 
     With a factor (https://kexue.fm/archives/9706) the base is larger, and all frequencies are lower.
     """

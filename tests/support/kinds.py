@@ -26,13 +26,13 @@ class Kind(NamedTuple):
 
 _SIZE: dict[str, Any] = {"dim": 32, "heads": 2, "ffn": 32}
 _ODD: dict[str, Any] = {"layers": 4, "heads": 2, "kv_heads": 1, "ffn": 35}
-# What keeps and finds states: one for each kind of them.
+# Models for tests of sessions: one for each kind of state that a session keeps.
 KINDS = {
     "biases": Kind(replace(TINY, **_SIZE, qkv_bias=True, value_dim=64)),
     "layers that differ": Kind(replace(TINY_MODELS["gemma4"], vocab=VOCAB)),
     **{name: Kind(TINY_RECURRENT[name]) for name in ARCHITECTURES},
 }
-# What computes rows: the kernels of these treat few and many rows differently.
+# Models for tests of passes: their kernels treat few and many rows differently.
 STEPS = {
     "windows": Kind(replace(TINY_MODELS["gemma3"], vocab=VOCAB)),
     "limits of scores": Kind(replace(TINY_MODELS["gemma2"], vocab=VOCAB)),

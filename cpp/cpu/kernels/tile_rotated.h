@@ -20,7 +20,8 @@ namespace {
 // Factor by which rows of the matrices are too long, a power of two; the scale of a row compensates for it.
 constexpr float kRotationLength = 8;
 
-// Subtracts each of four vectors, kQuarter apart, twice from their sum: an orthogonal matrix, times 2.
+// Replaces each of four vectors, at a distance of kQuarter, by their sum minus twice itself: twice a
+// reflection.
 template <int kQuarter, int kVectors>
 inline void mix_quarters(F (&v)[kVectors]) {
   unrolled<kQuarter>([&](auto i) __attribute__((always_inline)) {

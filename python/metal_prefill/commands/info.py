@@ -40,7 +40,7 @@ def devices() -> list[tuple[str, str]]:
     """Return name and availability of each device."""
     from metal_prefill import _core
     from metal_prefill.engine import resolve_device
-    from metal_prefill.storage._cache_folder import kernel_set, settle_pair_speed
+    from metal_prefill.storage._kernel_set import kernel_set, settle_pair_speed
 
     if problem := _core.metal_device().get("problem"):
         metal = f"not available: {problem}"

@@ -2,24 +2,16 @@
 
 import hashlib
 import json
-import logging
 import os
 import platform
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from metal_prefill import _core
 from metal_prefill._support.atomic_write import replacing
 
 PIPELINE_LIMIT = 256 << 20  # bytes of all compiled pipelines; those of a model take a few megabytes
-SLOWEST, FASTEST = 0.05, 20.0  # times float32: anything else is not a measurement of a speed
-
-_log = logging.getLogger("metal_prefill")
-_lock = threading.Lock()
-_settled = False
 
 
 def cache_folder() -> Path:
@@ -76,7 +68,7 @@ def remove_old_pipelines(folder: str) -> None:
 
 
 class StoredFile(NamedTuple):
-    """A file in the cache folder; a later use makes it larger."""
+    """A file in the cache folder; later uses sort after earlier ones."""
 
     used: float  # time at which it was last written or opened, in seconds since 1970
     size: int  # bytes
@@ -128,58 +120,3 @@ def write_known(path: Path, known: Known) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:
             part.write_text(json.dumps(known), encoding="utf-8")
-
-
-def kernel_set() -> str:
-    """Return the name of the kernel set that the CPU engine uses."""
-    settle_pair_speed()
-    return os.environ.get("METAL_PREFILL_CPU_ISA") or _core.cpu.kernel_sets()[0]
-
-
-def settle_pair_speed() -> float:
-    """Return the speed of products of bfloat16 pairs relative to float32, 0 without such products.
-
-    It is stored if it was measured now: sets of kernels are chosen by it and round differently, so a process
-    that measured anew on a busy machine could get other bits than the one before. This comes before
-    `_core.cpu.kernel_sets` and before the engine.
-    """
-    global _settled
-    with _lock:
-        if not _settled and "avx512bf16" in _core.cpu.built_sets():
-            path = cache_folder() / "processors" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
-            if known := _read_speed(path):
-                _core.cpu.use_pair_speedup(known)
-            elif (speedup := _core.cpu.pair_speedup()) > 0:
-                _write_speed(path, speedup)
-        _settled = True
-        speed: float = _core.cpu.pair_speedup()
-        return speed
-
-
-def _processor() -> str:
-    """Return the identity of the processor: family, model and stepping, or the type of the machine."""
-    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping")
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
-    except OSError:
-        return platform.processor() or platform.machine()
-    lines = (line.partition(":") for line in text.splitlines())
-    return "; ".join(value.strip() for name, _, value in lines if name.strip() in wanted)
-
-
-def _read_speed(path: Path) -> float:
-    try:
-        speedup = float(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0.0
-    return speedup if SLOWEST <= speedup <= FASTEST else 0.0
-
-
-def _write_speed(path: Path, speedup: float) -> None:
-    """Store a measurement; without a writable cache folder each process measures."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(repr(speedup), encoding="ascii")
-    except OSError as error:
-        _log.debug("the speed of bfloat16 products was not stored: %s", error)

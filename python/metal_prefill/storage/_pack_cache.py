@@ -27,12 +27,12 @@ from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.storage._cache_folder import (
     StoredFile,
     cache_folder,
-    kernel_set,
     remove_oldest,
     sample_starts,
     stored_files,
     version,
 )
+from metal_prefill.storage._kernel_set import kernel_set
 from metal_prefill.storage._session_file import fingerprint
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]

@@ -110,7 +110,7 @@ def test_a_growing_conversation_is_computed_once_while_its_prefix_fits(large_pat
 
 
 def test_the_distance_of_snapshots_follows_from_the_size_of_a_state(large_path: Path) -> None:
-    """Snapshots are as many pages apart as take the memory of a state."""
+    """The pages between two snapshots take about as much memory as a snapshot."""
     ids = ids_of(680)
     with Model(large_path, device="cpu") as model, model.session() as session:
         session.forward_prompt(ids)

@@ -1,0 +1,75 @@
+"""Kernel set of the CPU engine, and the stored measurement that selects it.
+
+The CPU engine chooses between two sets by the speed of the products of bfloat16 pairs. Sets round
+differently, so a process that measured anew on a busy machine could get other bits than the one before.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import threading
+from pathlib import Path
+
+from metal_prefill import _core
+from metal_prefill._support.atomic_write import replacing
+from metal_prefill.storage._cache_folder import cache_folder
+
+SLOWEST, FASTEST = 0.05, 20.0  # times float32: anything else is not a measurement
+
+_log = logging.getLogger("metal_prefill")
+_lock = threading.Lock()
+_settled = False
+
+
+def kernel_set() -> str:
+    """Return the name of the kernel set that the CPU engine uses."""
+    settle_pair_speed()
+    return os.environ.get("METAL_PREFILL_CPU_ISA") or _core.cpu.kernel_sets()[0]
+
+
+def settle_pair_speed() -> float:
+    """Return the speed of products of bfloat16 pairs relative to float32, 0 without such products.
+
+    It is stored if it was measured now. This comes before `_core.cpu.kernel_sets` and before the engine.
+    """
+    global _settled
+    with _lock:
+        if not _settled and "avx512bf16" in _core.cpu.built_sets():
+            path = cache_folder() / "processors" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
+            if known := _read_speed(path):
+                _core.cpu.use_pair_speedup(known)
+            elif (speedup := _core.cpu.pair_speedup()) > 0:
+                _write_speed(path, speedup)
+        _settled = True
+        speed: float = _core.cpu.pair_speedup()
+        return speed
+
+
+def _processor() -> str:
+    """Return the identity of the processor: family, model and stepping, or the type of the machine."""
+    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping")
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    except OSError:
+        return platform.processor() or platform.machine()
+    lines = (line.partition(":") for line in text.splitlines())
+    return "; ".join(value.strip() for name, _, value in lines if name.strip() in wanted)
+
+
+def _read_speed(path: Path) -> float:
+    try:
+        speedup = float(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0.0
+    return speedup if SLOWEST <= speedup <= FASTEST else 0.0
+
+
+def _write_speed(path: Path, speedup: float) -> None:
+    """Store a measurement; without a writable cache folder each process measures."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text(repr(speedup), encoding="ascii")
+    except OSError as error:
+        _log.debug("the speed of bfloat16 products was not stored: %s", error)
