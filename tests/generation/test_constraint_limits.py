@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support.forked import in_child
 from support.programs import finished
+from support.running_server import wait_until
 from support.threads import at_once
 
 from metal_prefill import ConstraintError, Model, Scheduler
@@ -465,6 +466,7 @@ def test_a_worker_releases_finished_texts(model: Model, monkeypatch: pytest.Monk
             pass  # a worker on a busy machine takes longer than a pass waits for it
         kept.cancel()
         scheduler.step_pieces()
+        wait_until(lambda: released)  # after the answer that the pass asked for
     gc.collect()
     assert len(released) == 1
 

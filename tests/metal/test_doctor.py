@@ -48,6 +48,8 @@ class Doctor:
         self.folder = folder
         self.patch = monkeypatch
         monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        # Compiled code of a file with the same size and second of its last change would be taken for it.
+        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
 
     def only(self, *stages: str) -> None:
         """Run some of the stages, each of which is a process."""
