@@ -10,10 +10,10 @@ import pytest
 from support.programs import finished
 
 from metal_prefill import bench, cli
-from metal_prefill.bench import _client, _engines
+from metal_prefill.bench import _engines, _worker
 from metal_prefill.bench._cases import Case
-from metal_prefill.bench._client import WorkerProcess
 from metal_prefill.bench._engines import Options
+from metal_prefill.bench._worker import WorkerProcess
 from metal_prefill.synth import synthesize
 
 
@@ -56,7 +56,7 @@ def test_a_crash_of_llama_cpp_on_amx_names_the_compiler(
         ("llama.cpp", False, False),
         ("openvino", True, False),
     ]:
-        monkeypatch.setattr(_client, "has_amx", lambda value=has_amx: value)
+        monkeypatch.setattr(_worker, "has_amx", lambda value=has_amx: value)
         with pytest.raises(bench.BenchError, match=f"its process died \\({died.name}") as error:
             WorkerProcess(name, options_for(Path("m.gguf")), 1024)
         assert ("GCC 12 miscompiles llama.cpp: build it with clang" in str(error.value)) == named

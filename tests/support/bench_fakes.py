@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from metal_prefill import bench
-from metal_prefill.bench import BenchResults, _client, _engines, _machine
+from metal_prefill.bench import BenchResults, _engines, _machine, _worker
 from metal_prefill.bench._cases import Case, Choice
 from metal_prefill.bench._engines import Engine, Identity, Ids, Options
 
@@ -96,7 +96,7 @@ class SteadyCalibrator(_machine.Calibrator):
 def compare(workers: dict[str, FakeWorker], demo_path: Path, **arguments: object) -> BenchResults:
     options = {"prompts": [8], "n_gen": 4, "repetitions": 3} | arguments
     peers = [name for name in workers if name != _engines.OURS]
-    with patch.object(_client, "WorkerProcess", lambda name, *_: workers[name]):
+    with patch.object(_worker, "WorkerProcess", lambda name, *_: workers[name]):
         return bench.run(demo_path, compare=peers, **options)  # type: ignore[arg-type]  # as given
 
 

@@ -14,7 +14,7 @@ import transformers
 from support import comparison, small_models
 from support.small_models import SmallModel
 
-from metal_prefill.bench._peers.torch_encoders import has_token_types, load_encoder
+from metal_prefill.bench._peers.padded_texts import NAMES, load_encoder
 
 
 def states_of(path: Path, model: SmallModel) -> dict[str, npt.NDArray[np.float32]]:
@@ -24,7 +24,7 @@ def states_of(path: Path, model: SmallModel) -> dict[str, npt.NDArray[np.float32
     with torch.inference_mode():
         for tokens in comparison.encoder_tokens(model):
             inputs = {"input_ids": torch.from_numpy(tokens)[None]}
-            if has_token_types(model.architecture):
+            if "token_types" in NAMES[model.architecture]:
                 inputs["token_type_ids"] = torch.from_numpy(comparison.segments_of(tokens))[None]
             results[str(len(tokens))] = made(**inputs).last_hidden_state[0].numpy()
     return results

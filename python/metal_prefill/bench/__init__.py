@@ -104,7 +104,7 @@ def run(
     GGUFError, UnsupportedModelError
         The file is not a supported model.
     """
-    from metal_prefill.bench import _cases, _client, _engines, _machine, _model_file
+    from metal_prefill.bench import _cases, _engines, _machine, _model_file, _worker
     from metal_prefill.bench._report import make_row
     from metal_prefill.bench._runner import Runner
     from metal_prefill.engine import AUTO
@@ -147,7 +147,7 @@ def run(
         for name in names:
             if progress is not None:
                 progress(f"loading {name}", 0, 1)
-            worker = _client.WorkerProcess(name, options, facts.vocab_size)
+            worker = _worker.WorkerProcess(name, options, facts.vocab_size)
             stack.callback(worker.close)
             workers.append(worker)
         calibrator = _machine.Calibrator(threads or _machine.available_threads())
@@ -211,7 +211,7 @@ def run_serving(
     BenchError
         A server failed.
     """
-    from metal_prefill.bench import _engines, _machine, _model_file, _serving
+    from metal_prefill.bench import _cases, _engines, _machine, _model_file, _serving
     from metal_prefill.bench._peers import servers
     from metal_prefill.files._gguf_file import GGUFFile
     from metal_prefill.hub._local_file import local_file
@@ -219,9 +219,9 @@ def run_serving(
 
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
-    counts = list(clients)
-    if not counts or min(counts) < 1 or len(set(counts)) < len(counts):
-        raise ValueError(f"numbers of clients are at least 1 and differ, got {','.join(map(str, counts))}")
+    counts = _cases.distinct("numbers of clients", clients)
+    if not counts:
+        raise ValueError("there is nothing to measure: no number of clients")
     names = [_engines.OURS, *dict.fromkeys(compare)]
     for name in names:
         servers.check_server(name)

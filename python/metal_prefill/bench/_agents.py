@@ -221,26 +221,20 @@ class AgentResults:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        facts = {"model": self.model, "machine": self.machine}
-        return json.dumps({**facts, "turns": [asdict(turn) for turn in self.turns]}, indent=2)
+        return json.dumps(asdict(self), indent=2)
 
     def __rich__(self) -> Any:
-        from rich.table import Table
+        from metal_prefill.bench._report import table
 
         title = f"{self.model}, {self.machine}: computed tokens of each prompt, by turn"
-        table = Table(title=title, title_justify="left")
-        for header in ("session", "server", "prompts", "computed", "first token, ms", "in later turns, ms"):
-            table.add_column(header, justify="left" if header in ("session", "server") else "right")
+        header = ("session", "server", "prompts", "computed", "first token, ms", "in later turns, ms")
+        return table(title, header, self._rows(), names=2)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
         for shape in SHAPES:
             for server in dict.fromkeys(turn.server for turn in self.turns if turn.shape == shape):
                 turns = [t for t in self.turns if (t.shape, t.server) == (shape, server)]
-                later = [f"{turn.seconds * 1e3:,.0f}" for turn in turns[1:]]
-                table.add_row(
-                    shape,
-                    server,
-                    " ".join(str(turn.prompt_tokens) for turn in turns),
-                    " ".join(str(turn.computed_tokens) for turn in turns),
-                    f"{turns[0].seconds * 1e3:,.0f}",
-                    " ".join(later),
-                )
-        return table
+                first, *later = (f"{turn.seconds * 1e3:,.0f}" for turn in turns)
+                prompts = " ".join(str(turn.prompt_tokens) for turn in turns)
+                computed = " ".join(str(turn.computed_tokens) for turn in turns)
+                yield shape, server, prompts, computed, first, " ".join(later)

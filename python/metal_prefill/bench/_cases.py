@@ -107,6 +107,14 @@ class Case:
         return "streams" if self.n_streams else "prompts"
 
 
+def distinct(what: str, numbers: Iterable[int]) -> list[int]:
+    """Return the numbers; raise ValueError if some are equal or below 1."""
+    listed = list(numbers)
+    if min(listed, default=1) < 1 or len(set(listed)) < len(listed):
+        raise ValueError(f"{what} are at least 1 and differ, got {','.join(map(str, listed))}")
+    return listed
+
+
 def make_cases(
     prompts: Iterable[int],
     n_gen: int,
@@ -121,19 +129,12 @@ def make_cases(
     With `sampled` there is one of greedy choices and one of sampling, and with `task`, the number of tokens
     of `TASK`, one of copying without drafts and one with them.
     """
-    lengths = list(prompts)
-    if any(n < 1 for n in lengths):
-        raise ValueError(f"a prompt has at least 1 token, got {min(lengths)}")
-    if len(set(lengths)) != len(lengths):
-        raise ValueError(f"a prompt length is named twice: {','.join(map(str, lengths))}")
+    lengths, counts = distinct("prompt lengths", prompts), distinct("numbers of streams", streams)
     if n_gen < 0 or depth < 1:
         raise ValueError(f"decoding takes n_gen >= 0 and a depth >= 1, got {n_gen} and {depth}")
     cases = [Case(n, 0, 0) for n in lengths]
     if n_gen:
         cases.append(Case(0, n_gen, depth))
-    counts = list(streams)
-    if any(n < 1 for n in counts) or len(set(counts)) != len(counts):
-        raise ValueError(f"numbers of streams are at least 1 and differ, got {','.join(map(str, counts))}")
     if counts and not n_gen:
         raise ValueError("streams decode tokens, of which there are none: n_gen is 0")
     if (sampled or task) and not n_gen:
@@ -159,10 +160,7 @@ def make_embeddings(
 
     With `text_tokens` there is one for each of these lengths and each number of texts instead.
     """
-    lengths, counts = list(text_tokens), list(text_counts)
-    for what, numbers in (("text lengths", lengths), ("numbers of texts", counts)):
-        if any(n < 1 for n in numbers) or len(set(numbers)) != len(numbers):
-            raise ValueError(f"{what} are at least 1 and differ, got {','.join(map(str, numbers))}")
+    lengths, counts = distinct("text lengths", text_tokens), distinct("numbers of texts", text_counts)
     if lengths and not embed:
         raise ValueError("lengths of texts are those of texts to embed, which are not measured")
     if counts and not lengths:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from metal_prefill.bench._cases import COMPARED, LONGEST_TEXT, SAMPLING, SHORTEST_TEXT, Case, Choice
-from metal_prefill.bench._client import WorkerProcess
 from metal_prefill.bench._engines import OURS, Options
 from metal_prefill.bench._machine import counted
 from metal_prefill.bench._model_file import ModelFacts
 from metal_prefill.bench._runner import Selection, Spread, ratios, spread, stddev
+from metal_prefill.bench._worker import WorkerProcess
 
 NANO = 1e9
+_OF_MODEL = ("model_filename", "model_type", "model_size", "model_n_params")
 EMULATOR_NOTE = "runs on an emulator: says nothing about the speed of Metal"
 
 
@@ -144,10 +145,7 @@ def make_row(
         device=identity.device,
         settings=identity.settings,
         cpu_info=cpu,
-        model_filename=facts.model_filename,
-        model_type=facts.model_type,
-        model_size=facts.model_size,
-        model_n_params=facts.model_n_params,
+        **{name: getattr(facts, name) for name in _OF_MODEL},
         n_threads=identity.threads,
         compute=options.compute,
         kv_dtype=options.kv_dtype,
@@ -179,12 +177,14 @@ _CHOICES = {
 }
 
 
-class Grid(NamedTuple):
-    """Table of text cells, in which the first column names the row."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
+def table(title: str, header: Iterable[str], rows: Iterable[Iterable[str]], names: int = 1) -> Table:
+    """Return a table of text cells, whose first columns name the row."""
+    made = Table(title=title, title_justify="left")
+    for i, name in enumerate(header):
+        made.add_column(name, justify="left" if i < names else "right")
+    for cells in rows:
+        made.add_row(*cells)
+    return made
 
 
 def rate(value: float) -> str:
@@ -198,37 +198,34 @@ def _headline(results: BenchResults) -> str:
     return f"{row.model_type}, {row.model_size / MIB:.0f} MiB, {threads}, {row.cpu_info}"
 
 
-def _single(results: BenchResults) -> Grid:
-    header = ["test", "tok/s median", "min", "max", "mean ± sd", "ms median", "load s", "peak MiB"]
-    rows = [
-        [
+def _single(results: BenchResults) -> Table:
+    rows = (
+        (
             row.test,
             rate(row.median_ts),
             rate(row.spread.low),
             rate(row.spread.high),
             f"{rate(row.avg_ts)} ± {rate(row.stddev_ts)}",
             f"{row.median_ns / 1e6:.2f}",
-            _load_cell(row),
-            f"{row.peak_rss / MIB:.0f}",
-        ]
+            *_process_cells(row),
+        )
         for row in results.rows
-    ]
-    return Grid(f"{_headline(results)}\n{results.rows[0].device}", header, rows)
+    )
+    header = ("test", "tok/s median", "min", "max", "mean ± sd", "ms median", "load s", "peak MiB")
+    return table(f"{_headline(results)}\n{results.rows[0].device}", header, rows)
 
 
-def _speeds(results: BenchResults) -> Grid:
-    rows = []
-    for engine in results.engines:
-        of_engine = [results.row(engine, test) for test in results.tests]
-        cells = [_speed_cell(row) for row in of_engine]
-        first = of_engine[0]
-        rows.append([engine, *cells, _load_cell(first), f"{first.peak_rss / MIB:.0f}"])
+def _speeds(results: BenchResults) -> Table:
+    rows = (
+        (engine, *map(_speed_cell, of_engine), *_process_cells(of_engine[0]))
+        for engine, of_engine in results.by_engine()
+    )
     title = f"{_headline(results)}\ntok/s, median (min-max)"
-    return Grid(title, ["engine", *results.tests, "load s", "peak MiB"], rows)
+    return table(title, ("engine", *results.tests, "load s", "peak MiB"), rows)
 
 
-def _load_cell(row: Row) -> str:
-    return f"{row.load_ns / 1e9:.2f}"
+def _process_cells(row: Row) -> tuple[str, str]:
+    return f"{row.load_ns / 1e9:.2f}", f"{row.peak_rss / MIB:.0f}"
 
 
 def _speed_cell(row: Row) -> str:
@@ -243,32 +240,19 @@ def _ratio_cell(row: Row) -> str:
     return f"{row.ratio.median:.2f}x ({row.ratio.low:.2f}-{row.ratio.high:.2f})"
 
 
-def _ratios(results: BenchResults) -> Grid:
-    ours = results.row(OURS, results.tests[0])
-    rows = []
-    for engine in results.engines:
-        if engine == OURS:
-            continue
-        of_engine = [results.row(engine, test) for test in results.tests]
-        first = of_engine[0]
-        rows.append(
-            [
-                engine,
-                *(_ratio_cell(row) for row in of_engine),
-                f"{first.load_ns / ours.load_ns:.2f}x",
-                f"{first.peak_rss / ours.peak_rss:.2f}x",
-            ]
+def _ratios(results: BenchResults) -> Table:
+    (_, (ours, *_)), *peers = results.by_engine()
+    rows = (
+        (
+            engine,
+            *map(_ratio_cell, of_engine),
+            f"{of_engine[0].load_ns / ours.load_ns:.2f}x",
+            f"{of_engine[0].peak_rss / ours.peak_rss:.2f}x",
         )
+        for engine, of_engine in peers
+    )
     title = "metal_prefill against each: speed ratio, median (min-max); below 1 is a loss"
-    return Grid(title, ["peer", *results.tests, "load", "memory"], rows)
-
-
-def _grids(results: BenchResults) -> Iterator[Grid]:
-    if len(results.engines) == 1:
-        yield _single(results)
-    else:
-        yield _speeds(results)
-        yield _ratios(results)
+    return table(title, ("peer", *results.tests, "load", "memory"), rows)
 
 
 def _captions(results: BenchResults) -> Iterator[str]:
@@ -301,14 +285,8 @@ def _captions(results: BenchResults) -> Iterator[str]:
 def render(results: BenchResults) -> RenderableType:
     if not results.rows:
         return Text("no results")
-    parts: list[RenderableType] = []
-    for grid in _grids(results):
-        table = Table(title=grid.title, title_justify="left")
-        for i, name in enumerate(grid.header):
-            table.add_column(name, justify="left" if i == 0 else "right")
-        for cells in grid.rows:
-            table.add_row(*cells)
-        parts.append(table)
+    alone = len(results.engines) == 1
+    parts: list[RenderableType] = [_single(results)] if alone else [_speeds(results), _ratios(results)]
     parts += [Text(line, style="dim") for line in _captions(results)]
     return Group(*parts)
 
@@ -340,6 +318,10 @@ class BenchResults:
     def engines(self) -> list[str]:
         """Names of the engines, in order."""
         return list(dict.fromkeys(row.engine for row in self.rows))
+
+    def by_engine(self) -> list[tuple[str, list[Row]]]:
+        """Return the rows of each engine, in the order of the tests."""
+        return [(engine, [self.row(engine, test) for test in self.tests]) for engine in self.engines]
 
     @property
     def tests(self) -> list[str]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from metal_prefill.bench import _machine
 from metal_prefill.bench._cases import Case, in_turns
-from metal_prefill.bench._client import WorkerProcess
 from metal_prefill.bench._engines import why_not
 from metal_prefill.bench._machine import Calibrator
+from metal_prefill.bench._worker import WorkerProcess
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -120,10 +120,6 @@ class ServingRow:
         self.first_token_s.append(median(answer.first_s for answer in answers))
         self.slowest_first_token_s.append(max(answer.first_s for answer in answers))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as a JSON object."""
-        return dict(vars(self))
-
 
 @dataclass
 class ServingResults:
@@ -160,35 +156,37 @@ class ServingResults:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        facts = {"model": self.model, "threads": self.threads, "machine": self.machine}
-        return json.dumps({**facts, "rows": [row.to_dict() for row in self.rows]}, indent=2)
+        return json.dumps(asdict(self), indent=2)
 
     def __rich__(self) -> Any:
-        from rich.table import Table
+        from metal_prefill.bench._report import table
 
         title = (
             f"{self.model}, {self.threads} threads, {self.machine}\n"
             f"{SHARED_TOKENS} tokens that all prompts share, {OWN_TOKENS} own, {ANSWER_TOKENS} answered; "
             "median (min-max) of rounds"
         )
-        table = Table(title=title, title_justify="left")
-        table.add_column("server")
-        headers = ("clients", "tok/s of all", "first token, ms", "slowest, ms", "speed ratio", "sooner")
-        for header in headers:
-            table.add_column(header, justify="right")
-        for row in self.rows:
-            first, slowest = spread(row.first_token_s), spread(row.slowest_first_token_s)
-            peer = row.server != OURS
-            table.add_row(
-                row.server,
-                str(row.clients),
-                _cell(spread(row.tokens_per_second), "{:,.1f}"),
-                _cell(Spread(first.median * 1e3, first.low * 1e3, first.high * 1e3), "{:,.0f}"),
-                f"{slowest.median * 1e3:,.0f}",
-                _cell(self.speedup(row), "{:.2f}x") if peer else "",
-                _cell(self.sooner(row), "{:.2f}x") if peer else "",
-            )
-        return table
+        header = (
+            "server",
+            "clients",
+            "tok/s of all",
+            "first token, ms",
+            "slowest, ms",
+            "speed ratio",
+            "sooner",
+        )
+        return table(title, header, map(self._cells, self.rows))
+
+    def _cells(self, row: ServingRow) -> list[str]:
+        return [
+            row.server,
+            str(row.clients),
+            _cell(spread(row.tokens_per_second), "{:,.1f}"),
+            _cell(spread([1e3 * seconds for seconds in row.first_token_s]), "{:,.0f}"),
+            f"{median(row.slowest_first_token_s) * 1e3:,.0f}",
+            _cell(self.speedup(row), "{:.2f}x") if row.server != OURS else "",
+            _cell(self.sooner(row), "{:.2f}x") if row.server != OURS else "",
+        ]
 
 
 def _cell(values: Spread, form: str) -> str:

@@ -1,26 +1,32 @@
-"""Worker process of one engine, so that memory and threads of engines are separate.
+"""Worker process of one engine, so that memory and threads of engines are separate, and its parent's side.
 
-``python -m metal_prefill.bench._worker NAME OPTIONS`` loads the engine and answers requests: one JSON object
-in each line. It waits for the next request in a blocking read and leaves the cores to the others meanwhile.
+The worker loads the engine and answers requests: one JSON object in each line. It waits for the next request
+in a blocking read and leaves the cores to the others meanwhile.
 """
 
+import contextlib
 import gc
 import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
 from typing import IO, Any
 
 from metal_prefill.bench import _engines, _machine
 from metal_prefill.bench._cases import Case, stream_ids, text_ids, token_ids
-from metal_prefill.bench._engines import Engine, Ids
+from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options
+from metal_prefill.bench._machine import has_amx
 from metal_prefill.bench._model_file import task_ids
 
 REST_S = 2.0  # longest wait for an engine's threads to sleep after a sample
 REST_STEP_S = 0.02
+TAIL_LINES = 5  # last lines of a process's log in an error message
 
 
 def timed_run(
@@ -112,5 +118,95 @@ def main() -> None:
     serve(sys.argv[1], json.loads(sys.argv[2]), sys.stdin, replies)
 
 
-if __name__ == "__main__":
-    main()
+class LoggedProcess:
+    """Child process whose output is kept for error messages."""
+
+    def __init__(self, command: Sequence[str], **pipes: Any) -> None:
+        # Lives as long as the process; end() closes it.
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(command, **{"stdout": self._log, "stderr": self._log, **pipes})
+
+    def last_words(self) -> str:
+        """Return the end of what the process has printed."""
+        self._log.seek(0)
+        return " / ".join(self._log.read().strip().splitlines()[-TAIL_LINES:])
+
+    def end(self, seconds: float) -> None:
+        """Wait for the process to end, and kill it after some time."""
+        try:
+            self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+def describe_exit(name: str, code: int) -> str:
+    """Describe the exit status of a process; a signal is negative.
+
+    GCC 12 miscompiles the tile configuration of llama.cpp's AMX kernels (llama.cpp issue 26954).
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    died = signal.Signals(-code)
+    if name == "llama.cpp" and died in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS) and has_amx():
+        return (
+            f"{died.name}; this processor has AMX, for which GCC 12 miscompiles llama.cpp: build it with "
+            "clang or a later GCC"
+        )
+    return died.name
+
+
+class WorkerProcess(LoggedProcess):
+    """Worker that runs an engine in its own process, whose death is an error that names it."""
+
+    def __init__(self, name: str, options: Options, vocab_size: int) -> None:
+        self.name = name
+        arguments = json.dumps(asdict(options) | {"vocab_size": vocab_size})
+        command = (sys.executable, "-c", f"from {__name__} import main; main()", name, arguments)
+        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            hello = self._receive("loading the model")
+        except BaseException:
+            self.close()
+            raise
+        self.load_ns: int = hello.pop("load_ns")
+        self.identity = Identity(**hello)
+
+    def _ask(self, request: dict[str, Any], doing: str) -> dict[str, Any]:
+        """Send a request and return the answer."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the process died; _receive raises the error
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        return self._receive(doing)
+
+    def sample(self, case: Case) -> tuple[int, int]:
+        """Run a test once; return nanoseconds and involuntary context switches."""
+        reply = self._ask({"do": "sample", "case": asdict(case)}, case.name)
+        return reply["ns"], reply["switches"]
+
+    def peak_rss(self) -> int:
+        """Largest resident memory so far, in bytes."""
+        peak: int = self._ask({"do": "memory"}, "reading its memory")["peak_rss"]
+        return peak
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self.end(5)  # it ends by itself when its requests end
+
+    def _receive(self, doing: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            how, tail = describe_exit(self.name, self._process.wait()), self.last_words()
+            raise BenchError(
+                f"{self.name}: its process died ({how}) while {doing}" + (f": {tail}" if tail else "")
+            )
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise BenchError(f"{self.name}: {reply['error']} (while {doing})")
+        return reply

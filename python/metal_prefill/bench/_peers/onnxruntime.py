@@ -16,8 +16,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from metal_prefill.bench._engines import Engine, Options
-from metal_prefill.bench._peers.padded_texts import PaddedTexts
-from metal_prefill.bench._peers.torch_encoders import export
+from metal_prefill.bench._peers.padded_texts import PaddedTexts, export
 
 
 class _OnnxRuntime(PaddedTexts):

@@ -16,8 +16,7 @@ import numpy.typing as npt
 import openvino as ov
 
 from metal_prefill.bench._engines import Options
-from metal_prefill.bench._peers.padded_texts import PaddedTexts
-from metal_prefill.bench._peers.torch_encoders import export
+from metal_prefill.bench._peers.padded_texts import PaddedTexts, export
 
 _CALIBRATION = (100, 64)  # texts, and tokens of each
 

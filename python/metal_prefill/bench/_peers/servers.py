@@ -8,9 +8,7 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from metal_prefill.bench._engines import OURS, BenchError
+from metal_prefill.bench._worker import LoggedProcess
 from metal_prefill.errors import MissingExtraError
 
 START_S = 120.0  # time limit for a server to load the model and answer
 ANSWER_S = 600.0  # time limit for an answer
-TAIL_LINES = 5  # last lines of a server's log in an error message
 
 
 @dataclass(frozen=True)
@@ -106,16 +104,14 @@ def check_server(name: str) -> None:
             raise MissingExtraError(f"measuring {name} needs: pip install '{package}'")
 
 
-class ServerProcess:
+class ServerProcess(LoggedProcess):
     """Running server process."""
 
     def __init__(self, name: str, options: ServerOptions, command: Command) -> None:
         self.name = name
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
-        # Lives as long as the process; close() ends it.
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self._process = subprocess.Popen(command(options, self.port), stdout=self._log, stderr=self._log)
+        super().__init__(command(options, self.port))
         try:
             self.model = self._wait()
         except BaseException:
@@ -156,16 +152,6 @@ class ServerProcess:
         finally:
             connection.close()
 
-    def last_words(self) -> str:
-        """Return the end of what the process has printed."""
-        self._log.seek(0)
-        return " / ".join(self._log.read().strip().splitlines()[-TAIL_LINES:])
-
     def close(self) -> None:
         self._process.terminate()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+        self.end(10)

@@ -1,7 +1,7 @@
 """Hugging Face transformers on the CPU, for text embedding.
 
 transformers reads and dequantizes GGUF files of causal models by itself, so the weights are the same; for
-encoders, `torch_encoders` does. As in sentence-transformers, texts are sorted by length and computed in
+encoders, `padded_texts` does. As in sentence-transformers, texts are sorted by length and computed in
 padded batches. Of float32 and bfloat16 the faster one is taken, by a trial when the model is loaded;
 `compute="f32"` asks for float32.
 """
@@ -17,8 +17,7 @@ import torch
 import transformers
 
 from metal_prefill.bench._engines import Engine, Options
-from metal_prefill.bench._peers.padded_texts import PaddedTexts
-from metal_prefill.bench._peers.torch_encoders import load_encoder
+from metal_prefill.bench._peers.padded_texts import PaddedTexts, load_encoder
 
 TRIAL_TOKENS = 256
 
