@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders
+from support import model_folders, task_folders
+from support.encoder_tasks import opened
 from support.model_folders import CONTEXT, Folder
 from support.running_server import running
 
-from metal_prefill import GGUFError, Model, UnsupportedModelError
+from metal_prefill import Model, UnsupportedModelError
 from metal_prefill._support.messages import as_fields, as_options
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
@@ -94,67 +95,9 @@ def test_an_adapter_is_refused_with_the_name_of_its_base(
         convert(folder.path, folder.path / "m.gguf")
 
 
-def test_a_first_module_without_a_transformer_is_named(folder: Folder) -> None:
-    kind = "sentence_transformers.sentence_transformer.modules.bow.BoW"
-    folder.json("modules.json", [{"idx": 0, "name": "0", "path": "", "type": kind}])
-    with pytest.raises(
-        UnsupportedModelError, match="type is BoW; supported first are a Transformer and a Static"
-    ):
-        Model(folder.path, device="cpu")
-
-
-@pytest.mark.parametrize("path", ["", "0_StaticEmbedding"])
-def test_a_table_that_is_missing_is_an_error(folder: Folder, path: str) -> None:
-    kind = "sentence_transformers.models.StaticEmbedding"
-    folder.json("modules.json", [{"idx": 0, "name": "0", "path": path, "type": kind}])
-    with pytest.raises(GGUFError, match=r"has neither model\.safetensors nor"):
-        Model(folder.path, device="cpu")
-
-
-def test_a_folder_that_names_no_transformer_lacks_its_configuration(folder: Folder) -> None:
-    folder.json("modules.json", [])
-    with pytest.raises(GGUFError, match=r"has no config\.json"):
-        Model(folder.path, device="cpu")
-
-
-PAIR_TEMPLATE = (
-    "{% for m in messages if m.role == 'system' %}<s>{{ m.content }}</s>{% endfor %}"
-    "Query: {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}\n"
-    "Document: {{ (messages | selectattr('role', 'eq', 'document') | first).content }}"
-    "{% if add_generation_prompt %} Relevant?{% endif %}"
-)
-
-
-def reranker(path: Path, template: str = PAIR_TEMPLATE, **scores: int) -> Folder:
-    """Make a generative reranker as CrossEncoder of sentence-transformers saves it."""
-    made = model_folders.llama(path)
-    kinds = {"base.modules.transformer.Transformer": "", "cross_encoder.modules.logit_score.LogitScore": "1"}
-    made.json(
-        "modules.json",
-        [{"idx": 0, "path": path, "type": f"sentence_transformers.{kind}"} for kind, path in kinds.items()],
-    )
-    kwargs = {"chat_template": {"add_generation_prompt": True}}
-    made.json(
-        "sentence_bert_config.json", {"transformer_task": "text-generation", "processing_kwargs": kwargs}
-    )
-    made.json(
-        "config_sentence_transformers.json", {"prompts": {"web": "Judge."}, "default_prompt_name": "web"}
-    )
-    tokenizer = json.loads((path / "tokenizer.json").read_text())
-    ids = tokenizer["model"]["vocab"]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    if "yes" not in ids:
-        tokenizer["added_tokens"].append({"id": 300, "content": "yes", **flags})
-    made.json("tokenizer.json", tokenizer)
-    answers = {"true_token_id": ids.get("yes", 300), "false_token_id": ids["no"]}
-    made.json("1/config.json", {**answers, **scores})
-    (path / "chat_template.jinja").write_text(template)
-    return made
-
-
 def test_a_score_of_logits_is_the_difference_of_two_answers(tmp_path: Path) -> None:
     pairs = [("a", "b"), ("a", "no")]
-    with Model(reranker(tmp_path / "m").write(), device="cpu", compute="f32", kv_dtype="f32") as model:
+    with opened(task_folders.generative(tmp_path / "m").write()) as model:
         ranked = {item.index: item.score for item in model.rerank("a", [text for _, text in pairs])}
         for i, (query, document) in enumerate(pairs):
             before = model.tokenizer.encode("<s>Judge.</s>", add_bos=False, parse_special=True)
@@ -163,25 +106,3 @@ def test_a_score_of_logits_is_the_difference_of_two_answers(tmp_path: Path) -> N
             logits = model.session().forward_prompt_logits(ids)
             yes, no = (logits[model.tokenizer.encode(word, add_bos=False)[0]] for word in ("yes", "no"))
             assert ranked[i] == pytest.approx(1 / (1 + np.exp(no - yes)), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("scores", "template", "message"),
-    [
-        ({"true_token_id": 299}, PAIR_TEMPLATE, "true_token_id is not the token 'yes'"),
-        ({}, "{{ messages[0].content }}", "no place for messages of a query and a document"),
-        ({}, "{{ raise_exception('user only') }}", "the chat template fails for a pair: .*user only"),
-    ],
-)
-def test_a_score_that_is_not_followed_is_named(
-    tmp_path: Path, scores: dict[str, int], template: str, message: str
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        convert(reranker(tmp_path / "m", template, **scores).write(), tmp_path / "m.gguf")
-
-
-def test_parts_outside_the_folder_are_refused(folder: Folder) -> None:
-    kind = "sentence_transformers.models.Transformer"
-    folder.json("modules.json", [{"idx": 0, "path": "../other", "type": kind}])
-    with pytest.raises(GGUFError, match=r"path is '../other', must be a folder in this one"):
-        Model(folder.path, device="cpu")

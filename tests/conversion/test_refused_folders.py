@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support import decoder_folders, encoder_folders, entity_folders, model_folders, task_folders
+from support import (
+    bert_relatives,
+    decoder_folders,
+    encoder_folders,
+    entity_folders,
+    model_folders,
+    task_folders,
+)
 from support.adapter_folders import QUERY, adapter
 from support.decoder_folders import FULL_HEAD, HEAD, WIDTH, long_rope
 from support.entity_folders import BODY, LABELS_BODY
 from support.model_folders import DIM, FFN, IDENTITY, Folder, llama, values
+from support.task_folders import COLBERT, SPARSE
+from support.torch_files import ORDERED, pickled, write_torch_file
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill._support.messages import MOST_CHARACTERS
@@ -24,6 +33,7 @@ from metal_prefill.conversion import convert
 BAD, NOT = GGUFError, UnsupportedModelError
 Change = Callable[[Folder], Any]
 Error = type[Exception] | tuple[type[Exception], ...]
+# A maker of folders, a change, which may write the folder and return its path, and the error.
 Case = tuple[Callable[[Path], Folder], Change, Error, str]
 LARGEST = float(np.finfo(np.float32).max)
 ABOVE = math.nextafter(LARGEST, math.inf)
@@ -59,7 +69,84 @@ def merged(name: str, **fields: Any) -> Change:
 
 
 def both(*changes: Change) -> Change:
-    return lambda folder: [change(folder) for change in changes]
+    return lambda folder: [change(folder) for change in changes][-1]
+
+
+def unwritten(change: Change) -> Change:
+    """Leave a folder without configuration and weights."""
+    return lambda folder: (change(folder), folder.path)[1]
+
+
+def damaged(name: str, content: bytes | None = None) -> Change:
+    """Replace the contents of a file that is written otherwise, or remove the file."""
+
+    def change(folder: Folder) -> Path:
+        path = folder.write()
+        (path / name).unlink(missing_ok=True)
+        if content is not None:
+            (path / name).write_bytes(content)
+        return path
+
+    return change
+
+
+def indexed(files: dict[str, Any]) -> Change:
+    """Write an index of the weights in their place."""
+
+    def change(folder: Folder) -> Path:
+        folder.json("model.safetensors.index.json", {"weight_map": files})
+        return damaged("model.safetensors")(folder)
+
+    return change
+
+
+def tensor(name: str, shape: Sequence[int]) -> Change:
+    """Write weights with one tensor of zeros."""
+    size = 4 * int(np.prod(shape))
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    return damaged("model.safetensors", len(header).to_bytes(8, "little") + header + bytes(size))
+
+
+def value(dtype: str, number: float) -> Change:
+    """Give the tensor `LOST` a type, and a value."""
+
+    def change(folder: Folder) -> None:
+        folder.tensors[LOST] = np.zeros((DIM, FFN), dtype)
+        folder.tensors[LOST][-1, -1] = number
+
+    return change
+
+
+def in_tokenizer(change: Callable[[Any], Any]) -> Change:
+    """Change the model of a tokenizer."""
+
+    def apply(folder: Folder) -> None:
+        content = json.loads((folder.path / "tokenizer.json").read_bytes())
+        change(content["model"])
+        folder.json("tokenizer.json", content)
+
+    return apply
+
+
+def with_lines(folder: Folder) -> None:
+    """Write the vocabulary as lines."""
+    ids = json.loads((folder.path / "tokenizer.json").read_bytes())["model"]["vocab"]
+    (folder.path / "vocab.txt").write_text("\n".join(sorted(ids, key=ids.get)))
+    (folder.path / "tokenizer.json").unlink()
+
+
+def in_two_files(folder: Folder) -> Path:
+    path = folder.write(shards=2)
+    save_file(folder.tensors, path / "model-00002-of-00002.safetensors")
+    return path
+
+
+def huge(folder: Folder, name: str) -> Path:
+    """Write a file that takes no space."""
+    path = folder.write()
+    (path / name).touch()
+    os.truncate(path / name, 1 << 40)
+    return path
 
 
 tokenizer = partial(merged, "tokenizer.json")
@@ -112,10 +199,58 @@ LLAMA: list[tuple[Change, Error, str]] = [
     (file("tokenizer_config.json", chat_template=[{"name": 5, "template": ""}]), NOT, "list of named"),
     (file("chat_template.jinja", b"\xff"), BAD, "chat_template.jinja: is not valid UTF-8 at byte 0"),
     (file("modules.json", b"\xff"), BAD, "modules.json: is not valid UTF-8 at byte 0"),
+    # Files that are missing, damaged, or of another model.
+    (damaged("tokenizer.json"), BAD, "has neither tokenizer.json nor vocab.txt"),
+    (damaged("model.safetensors"), BAD, "has neither model.safetensors nor model.safetensors.index.json"),
+    (damaged("config.json"), BAD, "has no config.json"),
+    (
+        both(file("pytorch_model.bin", b""), damaged("model.safetensors")),
+        NOT, r"weights in pytorch_model.bin, a format that can execute code and is never loaded; save",
+    ),
+    (
+        both(lambda folder: folder.write(shards=2), lose(LOST)),
+        BAD, r"ffn_down.weight is missing \(the weights are those of model.safetensors, as in transformers; "
+        r"model.safetensors.index.json is ignored\)$",
+    ),
+    (indexed({"a": "../m.safetensors"}), BAD, "names '../m.safetensors', must name safetensors files"),
+    (indexed({"a": "weights.bin"}), BAD, "weight_map names 'weights.bin'"),
+    (indexed({"a": "model-1.safetensors"}), BAD, "weight_map names model-1.safetensors, which is missing"),
+    (indexed({}), BAD, "weight_map names 0 files"),
+    (indexed({"a": ["model.safetensors"]}), BAD, "weight_map must name a file for each tensor"),
+    (indexed({"a": "x" * 250 + ".safetensors"}), BAD, "names 'xx.*', must name safetensors files in this"),
+    (in_two_files, BAD, r"is also in model-00001-of-00002\.safetensors"),
+    *(
+        (damaged("model.safetensors", content), BAD, "is not a valid safetensors file")
+        for content in (b"", b"\xff" * 8 + b"{}", b"\2\0\0\0\0\0\0\0{]")
+    ),
+    *((tensor(*of), BAD, "the limits are 500 and 8") for of in (("x" * 100_000, (2, 2)), ("x", (1,) * 1000))),
+    *(
+        (damaged(name, content), BAD, f"{name}: ")
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json")
+        for content in (b"[1]", b"{", b"\xed\xa0\x80", b"[" * 100_000)
+    ),
+    *(
+        (partial(huge, name=name), BAD, f"{name}: has more than 268435456 bytes")
+        for name in ("config.json", "chat_template.jinja", "modules.json", "tokenizer.json")
+    ),
+    *(
+        (value(*of), BAD, f"tensor {LOST} contains a value that is not finite")
+        for of in (("f4", math.nan), ("f2", -math.inf), ("f8", 1e300))
+    ),
+    # Finding the merges of a token takes time quadratic in its length.
+    (in_tokenizer(lambda m: m["vocab"].update({"x" * 2000: 300})), BAD, "300 has 2000 characters, more than"),
+    *(
+        (put(f"model.layers.0.{name}.bias", DIM), BAD, rf"{field} is not true, .*\.layers\.0\.{name}\.bias")
+        for name, field in (("self_attn.q_proj", "attention_bias"), ("mlp.down_proj", "mlp_bias"))
+    ),
+    (
+        both(settings(tie_word_embeddings=False), lose("lm_head.weight")),
+        BAD, r"tie_word_embeddings is false, but the weights lack lm_head\.weight",
+    ),
 ]  # fmt: skip
 
 
-def long_rope_of(factor: int) -> Change:
+def long_rope_of(factor: Any) -> Change:
     return settings(rope_scaling={"type": "longrope", "long_factor": [factor] * 4, "short_factor": [1] * 4})
 
 
@@ -133,7 +268,7 @@ def of_layer(**fields: Any) -> Change:
     return settings(per_layer_config=of_layers)
 
 
-def attends(*kinds: str) -> Change:
+def attends(*kinds: Any) -> Change:
     return settings(layer_types=list(kinds))
 
 
@@ -151,6 +286,8 @@ DECODERS: list[tuple[str, Change, Error, str]] = [
     ("granite", settings(rope_scaling={"type": "longrope"}), NOT, "is 'longrope'"),
     ("granite", settings(rope_theta=1e39), BAD, r"is 1e\+39, must be positive"),
     ("mistral, YaRN", settings(rope_scaling={"rope_type": "yarn"}), BAD, "factor is missing"),
+    ("mistral, YaRN", inner("rope_scaling", truncate=False), NOT, r"\.truncate is False; supported: True"),
+    ("granite", settings(rope_parameters={"rope_type": "llama3"}), NOT, "'llama3'; supported: 'default', 'd"),
     ("qwen2, window", attends("conv", "conv"), NOT, "for each of the 2 layers"),
     ("qwen3, window", settings(use_sliding_window="no"), NOT, "use_sliding_window is 'no'"),
     ("olmo3", rope_of_windows(rope_type="linear"), NOT, "rope_type is 'linear'"),
@@ -159,7 +296,10 @@ DECODERS: list[tuple[str, Change, Error, str]] = [
     ("phi3", settings(rope_scaling={"type": "linear", "factor": 2.0}), NOT, "is 'linear'"),
     ("phi3", settings(**long_rope(HEAD + 2)), BAD, r"rope_scaling.long_factor must have 4 numbers, has 5"),
     ("phi3", settings(**{**long_rope(HEAD), "original_max_position_embeddings": 1}), BAD, "is 1, must be"),
-    ("phi3, LongRoPE", long_rope_of(10**400), BAD, "must have positive finite numbers"),
+    *(
+        ("phi3, LongRoPE", long_rope_of(n), BAD, "long_factor must have positive finite numbers")
+        for n in (10**400, 1e300, ABOVE, math.nan, True, "1")
+    ),
     ("phi3", settings(partial_rotary_factor=1e30), BAD, r"is 1e\+30, must be at most 1"),
     ("hunyuan", settings(rope_scaling={**DYNAMIC, "alpha": 1e38}), BAD, "alpha is 1e"),
     ("hunyuan", settings(rope_scaling=DYNAMIC), NOT, "is 'dynamic'"),
@@ -336,7 +476,54 @@ late, ranker = task_folders.late_interaction, task_folders.RANKERS["bert"]
 stanford = task_folders.stanford
 LINEAR = {"activation_function": IDENTITY, "in_features": 5, "out_features": 16, "bias": False}
 dense = partial(merged, "2_Dense/config.json")
+gemma3 = partial(llama, architecture="Gemma3ForCausalLM", sliding_window=9)
+plain = model_folders.bert
+unigram = partial(plain, architecture="XLMRobertaModel", variant="unigram as written")
+SCORES = r"model.vocab\[5\] must be a token and its score, a number"
+splade, routed, pairs = bert_relatives.distilbert_masked, bert_relatives.routed, task_folders.generative
+SPLADE, ROUTER, QUERIES = "1_SpladePooling/config.json", "router_config.json", "query_0_SparseStaticEmbedding"
+hybrid, PICKLE = task_folders.hybrid, "sparse_linear.pt"
+PICKLES = [
+    (b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.", "GLOBAL os system; only plain tensors are read"),
+    (b"\x80\x02cbuiltins\neval\n.", "contains GLOBAL builtins eval"),
+    (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "contains STACK_GLOBAL"),
+    (b"\x80\x02]q\x00.", "contains EMPTY_LIST"),
+    (b"\x80\x02cposix\nsystem\n(t\x81.", "contains GLOBAL posix system"),
+    (ORDERED + b"(X\x01\x00\x00\x00aK\x01u.", "'a' is not the name of a tensor"),
+    (b"\x80\x02K\x01.", "contains a int"),
+    (pickled({"weight": COLBERT["weight"].T, "bias": COLBERT["bias"]}), "is not contiguous"),
+    (pickled({**SPARSE, "weight": values((1, DIM + 1))}), r"weight has shape \(1, 33\), more than data/0"),
+]
+
+
+def only(kind: str, path: str) -> Change:
+    return file("modules.json", [{"idx": 0, "name": "0", "path": path, "type": f"{ST}.{kind}"}])
+
+
+def expanded(strategy: str) -> Change:
+    return file(OPTIONS, query_expansion={"strategy": strategy, "length": 8, "token": "[EXPAND]"})
+
+
+def route(**parts: dict[str, str]) -> Change:
+    """Change parts of the configuration of a router."""
+
+    def change(folder: Folder) -> None:
+        stated = json.loads((folder.path / ROUTER).read_bytes())
+        folder.merge(ROUTER, **{name: stated[name] | part for name, part in parts.items()})
+
+    return change
+
+
+def pickle(content: bytes) -> Change:
+    return lambda folder: write_torch_file(folder.path / PICKLE, SPARSE, content)
+
+
 MODULES: list[Case] = [
+    *(
+        (gemma3, attends(*kinds), NOT, "full_attention or sliding_attention for each of the 2")
+        for kinds in (["conv"] * 2, ["full_attention"], [{}, []])
+    ),
+    (gemma3, rope_of_windows(rope_type="yarn"), NOT, r"sliding_attention\.rope_type is 'yarn'"),
     (bert, modules("Transformer", "Dense", "Pooling"), NOT, "modules are Transformer, Dense, Pooling"),
     (bert, modules("Transformer", "Pooling", "Pooling"), NOT, "modules are Transformer, Pooling"),
     (bert, dense(activation_function="torch.nn.Mish"), NOT, "is Mish; supported: Identity, Tanh"),
@@ -405,6 +592,43 @@ MODULES: list[Case] = [
     (partial(stanford, dim="16"), settings(), BAD, "dim is str, expected an integer"),
     (partial(stanford, query_token_id="[Q]"), settings(), BAD, r"is '\[Q\]', which the vocabulary does not"),
     (stanford, settings(model_type="electra"), NOT, "model_type is 'electra'; supported: 'bert'"),
+    (bert, unwritten(only("bow.BoW", "")), NOT, "type is BoW; supported first are a Transformer and"),
+    *(
+        (bert, unwritten(only("StaticEmbedding", path)), BAD, r"has neither model\.safetensors nor")
+        for path in ("", "0_StaticEmbedding")
+    ),
+    (bert, unwritten(file("modules.json", [])), BAD, r"has no config\.json"),
+    (bert, only("Transformer", "../other"), BAD, r"path is '../other', must be a folder in this one"),
+    (bert, merged("2_Dense/config.json", bias=True), BAD, r"bias requires linear\.bias, linear\.weight"),
+    *((bert, file(CLASS, truncate_dim=n), BAD, f"truncate_dim is {n}") for n in (0, DIM + 1)),
+    (late, expanded("fixed"), BAD, r"are expanded, but the vocabulary has no token '\[EXPAND\]'"),
+    (late, expanded("max"), NOT, r"query_expansion\.strategy is 'max'; supported: 'fixed', 'min'"),
+    (task_folders.CLASSIFIERS["bert"], settings(problem_type="regression"), NOT, "'regression', and its 3"),
+    (splade, file(SPLADE, pooling_strategy="mean"), NOT, "'mean'"),
+    (splade, file(SPLADE, activation_function="softplus"), NOT, "'softplus'"),
+    (
+        routed, route(types={QUERIES: f"{ST}.Transformer"}),
+        NOT, "queries have the modules Transformer, and documents Tra",
+    ),
+    (routed, route(parameters={"default_route": "query"}), NOT, "default_route is 'query'; supported: 'docu"),
+    (routed, merged(ROUTER, structure={"image": [""]}), NOT, "routes are image; supported are query and "),
+    (partial(pairs, true_token_id=299), settings(), NOT, "true_token_id is not the token 'yes'"),
+    (partial(pairs, template="{{ messages[0].content }}"), settings(), NOT, "no place for messages of a"),
+    (
+        partial(pairs, template="{{ raise_exception('user only') }}"), settings(),
+        NOT, "the chat template fails for a pair: .*user only",
+    ),
+    *((hybrid, pickle(content), (BAD, NOT), message) for content, message in PICKLES),
+    *((hybrid, file(PICKLE, content), NOT, "is not a zip archive") for content in (b"\x80\x02.", b"")),
+    *(
+        (unigram, in_tokenizer(lambda m, n=n: m["vocab"][5].__setitem__(1, n)), BAD, SCORES)
+        for n in (10**400, 1e300, ABOVE, -ABOVE, math.nan)
+    ),
+    (
+        plain,
+        both(with_lines, file("tokenizer_config.json", added_tokens_decoder={"9" * 5000: {"content": "a"}})),
+        BAD, "added_tokens_decoder has the key '999",
+    ),
 ]  # fmt: skip
 
 
@@ -420,9 +644,13 @@ CASES += MODULES
 
 
 def check(folder: Folder, error: Error, message: str, **options: Any) -> None:
-    file = folder.path.parent / "m.gguf"
+    check_path(folder.write(), error, message, **options)
+
+
+def check_path(path: Path, error: Error, message: str, **options: Any) -> None:
+    file = path.parent / "m.gguf"
     with pytest.raises(error, match=message) as caught:
-        convert(folder.write(), file, **options)
+        convert(path, file, **options)
     assert len(str(caught.value)) <= 2 * MOST_CHARACTERS
     assert not file.exists()
 
@@ -432,8 +660,8 @@ def test_a_folder_that_does_not_open_is_refused_by_name(
     tmp_path: Path, make: Callable[[Path], Folder], change: Change, error: Error, message: str
 ) -> None:
     folder = make(tmp_path / "m")
-    change(folder)
-    check(folder, error, message)
+    written = change(folder)
+    check_path(written if isinstance(written, Path) else folder.write(), error, message)
 
 
 def weights_of(**tensors: Any) -> Callable[[Path], Any]:
@@ -471,10 +699,23 @@ def test_other_adapters_are_refused_by_name(
     check(bert(tmp_path / "m"), error, message, adapter=added)
 
 
-@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja", "modules.json", "tokenizer.json"])
-def test_huge_files_of_text_are_not_read(tmp_path: Path, name: str) -> None:
-    folder = llama(tmp_path / "m").write()
-    (folder / name).touch()
-    os.truncate(folder / name, 1 << 40)  # takes no space
-    with pytest.raises(GGUFError, match=f"{name}: has more than 268435456 bytes"):
-        convert(folder, tmp_path / "m.gguf")
+def test_arguments_that_are_not_valid_are_named(tmp_path: Path) -> None:
+    with pytest.raises(GGUFError, match="none: no such folder"):
+        convert(tmp_path / "none", tmp_path / "m.gguf")
+    (tmp_path / "file.gguf").touch()
+    with pytest.raises(GGUFError, match=r"file\.gguf: is a file, not a model folder"):
+        convert(tmp_path / "file.gguf", tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match=r"tensor_type must be one of auto, F32, .* got 'Q9'"):
+        convert(llama(tmp_path / "m").write(), tmp_path / "m.gguf", tensor_type="Q9")
+
+
+def test_deeply_nested_values_are_named(tmp_path: Path) -> None:
+    """At some depths JSON can be read, and its value is part of the message."""
+    folder = llama(tmp_path / "m", hidden_act="X")
+    content = (folder.write() / "config.json").read_text()
+    for depth in range(700, 1000):
+        (folder.path / "config.json").write_text(content.replace('"X"', "[" * depth + "]" * depth))
+        with pytest.raises((GGUFError, UnsupportedModelError)) as caught:
+            convert(folder.path, tmp_path / "m.gguf")
+        assert str(folder.path) in str(caught.value)
+        assert len(str(caught.value)) < 1100

@@ -1,4 +1,4 @@
-"""The GGUF reader: contents of valid files, and errors that name the problem of invalid ones."""
+"""The GGUF reader: contents of valid files, and its errors."""
 
 import mmap
 import os
@@ -11,7 +11,6 @@ from typing import Any
 import gguf as reference
 import numpy as np
 import pytest
-from support.bad_gguf import ALIGNMENT, BAD, HUGE
 from support.gguf_bytes import (
     ARRAY,
     BOOL,
@@ -40,6 +39,8 @@ from metal_prefill import ClosedError, GGUFError, _core
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._gguf_file import TENSOR_TYPES
 from metal_prefill.files._gguf_writer import GGUFWriter
+
+ALIGNMENT = "general.alignment"
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_every_metadata_type_is_read(write: Callable[[bytes], Path]) -> None:
         I16: -32768,
         U32: 2**32 - 1,
         I32: -(2**31),
-        U64: HUGE,
+        U64: 2**64 - 1,
         I64: -(2**63),
     }
     scalars = {**values, F32: 0.1, F64: 0.1, BOOL: 1}
@@ -249,21 +250,6 @@ def test_named_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(GGUFError, match="not a regular file"):
         GGUFFile(tmp_path / "pipe.gguf")
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_an_invalid_file_is_rejected_by_name(write: Callable[[bytes], Path], name: str) -> None:
-    content, message = BAD[name]
-    path = write(content)
-    tracemalloc.start()
-    try:
-        with pytest.raises(GGUFError, match=message) as error:
-            GGUFFile(path)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert str(error.value).startswith(f"{path}: ")
-    assert peak < 200_000 + 4 * len(content)  # nothing is allocated from a declared length alone
 
 
 def test_a_header_truncated_anywhere_is_an_error(write: Callable[[bytes], Path]) -> None:

@@ -27,6 +27,7 @@ from support.model_folders import (
     Shapes,
     bert,
     linear,
+    llama,
     values,
     weights,
 )
@@ -334,6 +335,41 @@ def _model2vec(path: Path) -> Folder:
     folder.tensors["mapping"] = rng.integers(0, 100, len(table))  # type: ignore[assignment]
     folder.tensors["weights"] = rng.random(len(table))  # type: ignore[assignment]
     return folder
+
+
+PAIR_TEMPLATE = (
+    "{% for m in messages if m.role == 'system' %}<s>{{ m.content }}</s>{% endfor %}"
+    "Query: {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}\n"
+    "Document: {{ (messages | selectattr('role', 'eq', 'document') | first).content }}"
+    "{% if add_generation_prompt %} Relevant?{% endif %}"
+)
+
+
+def generative(path: Path, template: str = PAIR_TEMPLATE, **scores: int) -> Folder:
+    """Make a generative reranker as CrossEncoder of sentence-transformers saves it."""
+    made = llama(path)
+    kinds = {"base.modules.transformer.Transformer": "", "cross_encoder.modules.logit_score.LogitScore": "1"}
+    made.json(
+        "modules.json",
+        [{"idx": 0, "path": path, "type": f"sentence_transformers.{kind}"} for kind, path in kinds.items()],
+    )
+    kwargs = {"chat_template": {"add_generation_prompt": True}}
+    made.json(
+        "sentence_bert_config.json", {"transformer_task": "text-generation", "processing_kwargs": kwargs}
+    )
+    made.json(
+        "config_sentence_transformers.json", {"prompts": {"web": "Judge."}, "default_prompt_name": "web"}
+    )
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    if "yes" not in ids:
+        tokenizer["added_tokens"].append({"id": 300, "content": "yes", **flags})
+    made.json("tokenizer.json", tokenizer)
+    answers = {"true_token_id": ids.get("yes", 300), "false_token_id": ids["no"]}
+    made.json("1/config.json", {**answers, **scores})
+    (path / "chat_template.jinja").write_text(template)
+    return made
 
 
 # Modules after the transformer, or instead of it.

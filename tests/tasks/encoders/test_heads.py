@@ -108,13 +108,6 @@ def test_pooling_for_classes_is_a_setting_of_modernbert_alone(tmp_path: Path) ->
     assert "bert.classifier.pooling_type" not in fields
 
 
-def test_several_outputs_of_a_regression_are_refused(tmp_path: Path) -> None:
-    folder = CLASSIFIERS["bert"](tmp_path / "m")
-    folder.config["problem_type"] = "regression"
-    with pytest.raises(UnsupportedModelError, match="problem_type is 'regression', and its 3 outputs"):
-        convert(folder.write(), tmp_path / "m.gguf")
-
-
 def test_pairs_require_an_encoder(demo: Model) -> None:
     with pytest.raises(ValueError, match="has no classification head"):
         demo.classify([("a", "b")])

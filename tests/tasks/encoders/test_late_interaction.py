@@ -17,7 +17,7 @@ from support.model_folders import Folder
 from support.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS
 from tokenizers import Tokenizer
 
-from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError
+from metal_prefill import ContextOverflowError, GGUFError, Model
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 from metal_prefill.conversion._folder import Fields
@@ -146,21 +146,6 @@ def test_expansions_outside_a_text_are_rejected(file_of: FileOf, expansions: lis
         passes, text = TextPasses(model.engine), np.array([1, 2, 3], np.int32)
         with pytest.raises(ValueError, match=message):
             passes.check(whole_texts(passes, [text], "none", expansions), ["text"])
-
-
-def test_expansion_requires_a_known_token(tmp_path: Path) -> None:
-    folder = task_folders.late_interaction(tmp_path / "m")
-    expansion = {"strategy": "fixed", "length": 8, "token": "[EXPAND]"}
-    folder.json("sentence_bert_config.json", {"query_expansion": expansion})
-    with pytest.raises(
-        GGUFError, match=r"queries are expanded, but the vocabulary has no token '\[EXPAND\]'"
-    ):
-        convert(folder.write(), tmp_path / "m.gguf")
-    folder.json("sentence_bert_config.json", {"query_expansion": {**expansion, "strategy": "max"}})
-    with pytest.raises(
-        UnsupportedModelError, match=r"query_expansion\.strategy is 'max'; supported: 'fixed', 'min'"
-    ):
-        convert(folder.write(), tmp_path / "m.gguf")
 
 
 def test_stored_vectors_are_compared() -> None:

@@ -16,7 +16,7 @@ from support.model_folders import DIM, Folder, values
 from support.small_models import with_tensor
 from support.task_folders import MODULES, TEXTS, recorded, static
 
-from metal_prefill import GGUFError, Model, NumericalError, _core
+from metal_prefill import Model, NumericalError, _core
 from metal_prefill.conversion import convert
 from metal_prefill.sentence_transformers import SentenceTransformer
 from metal_prefill.tasks import _text_passes
@@ -95,16 +95,6 @@ def test_dense_layers_match_float64(tmp_path: Path, activation: str, bias: bool)
     np.testing.assert_allclose(vectors(folder), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_bias_and_its_setting_must_agree(tmp_path: Path) -> None:
-    folder = pooled(tmp_path / "m", dense=16)
-    settings = {"in_features": DIM, "out_features": 16, "activation_function": "torch.nn.Tanh"}
-    folder.json("2_Dense/config.json", settings)
-    with pytest.raises(
-        GGUFError, match=r"the tensors linear\.weight; bias requires linear\.bias, linear\.weight"
-    ):
-        convert(folder.write(), tmp_path / "m.gguf")
-
-
 def test_a_saved_length_of_vectors_is_the_default(tmp_path: Path) -> None:
     folder = pooled(tmp_path / "m")
     whole = vectors(folder)
@@ -114,13 +104,6 @@ def test_a_saved_length_of_vectors_is_the_default(tmp_path: Path) -> None:
         np.testing.assert_array_equal(model.embed(TEXTS, normalize=False), whole[:, :5])
         np.testing.assert_array_equal(model.embed(TEXTS, normalize=False, dimensions=DIM), whole)
         assert model.embed(TEXTS[:1], pooling="none")[0].shape[1] == DIM
-    for value, message in (
-        (0, "truncate_dim is 0"),
-        (DIM + 1, f"truncate_dim is {DIM + 1}, must be .* and {DIM}"),
-    ):
-        folder.json("config_sentence_transformers.json", {"truncate_dim": value})
-        with pytest.raises(GGUFError, match=message):
-            convert(folder.write(), tmp_path / "m.gguf")
 
 
 def test_a_text_that_fails_is_named_and_the_others_can_be_computed(file_of: FileOf) -> None:
