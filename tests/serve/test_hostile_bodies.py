@@ -198,11 +198,11 @@ def test_large_bodies_are_prepared_one_at_a_time() -> None:
         order: list[str] = []
 
         async def prepare(name: str, size: int, ready: asyncio.Event) -> None:
-            async with bodies.turn(size) as turn:
+            async with bodies.turn(size) as end_turn:
                 order.append(name)
                 await ready.wait()
-                turn.end()
-                turn.end()  # further calls have no effect
+                end_turn()
+                end_turn()  # further calls have no effect
                 order.append(f"{name} is answered")
                 await asyncio.sleep(0)
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
 from starlette.requests import Request
 
 from metal_prefill import _core
@@ -392,7 +392,12 @@ class Metrics:
         self._pass_seconds = counter("pass_seconds", "Time of passes")
         self._prefill = counter("prefill_tokens", "Computed tokens of prompts and other inputs")
         self._batch = histogram("batch_texts", "Texts that received tokens from a pass", _BATCH)
-        registry.register(_Memory(model))
+        for name, text in (
+            ("kv_pool_bytes", "K and V in use"),
+            ("prefix_bytes", "K and V kept for later prompts with the same prefix"),
+        ):
+            memory = Gauge(f"metal_prefill_{name}", text, registry=registry)
+            memory.set_function(partial(_memory, model, name))
 
     def after_pass(self, scheduler: Scheduler) -> None:
         rows = scheduler.last_pass
@@ -421,20 +426,8 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Memory(Collector):
-    """Memory of K and V, read when the metrics are collected."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the bytes in use and the bytes kept for later prompts."""
-        try:
-            stats = self._model.stats()
-        except ClosedError:
-            return
-        for name, text in (
-            ("kv_pool_bytes", "K and V in use"),
-            ("prefix_bytes", "K and V kept for later prompts with the same prefix"),
-        ):
-            yield GaugeMetricFamily(f"metal_prefill_{name}", text, value=stats.get(name, 0.0))
+def _memory(model: Model, name: str) -> float:
+    """Return bytes of K and V; none are left of a closed model."""
+    with suppress(ClosedError):
+        return model.stats()[name]
+    return 0.0

@@ -10,7 +10,7 @@ from metal_prefill.serve._chat import ChatChoice, conversation
 from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._forms import ChatForm
 from metal_prefill.serve._generation import generate, usage_of
-from metal_prefill.serve._service import Sender, Service
+from metal_prefill.serve._service import Service
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -85,16 +85,14 @@ class _Blocks:
             yield from self._format.close(len(self.all) - 1, self.all[-1])
 
 
-async def answer_in_blocks(
-    service: Service, form: ChatForm, reply: Reply, sender: Sender, format_: Format
-) -> None:
+async def answer_in_blocks(service: Service, form: ChatForm, reply: Reply, format_: Format) -> None:
     """Answer a conversation, as a stream of events or whole.
 
     Once the client has the answer, it may disconnect, which cancels this call.
     """
     begin = time.perf_counter()
     blocks = _Blocks(format_)
-    async with conversation(service, form, sender) as (choice,):
+    async with conversation(service, form, reply) as (choice,):
         has_begun = False
         async with aclosing(generate(service, [choice], format_.id, begin)) as passes:
             async for made in passes:

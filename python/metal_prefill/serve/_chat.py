@@ -13,7 +13,7 @@ import msgspec
 from metal_prefill.errors import ChatTemplateError, ContextOverflowError
 from metal_prefill.generation._stream import Stream, check_size, make_streams
 from metal_prefill.serve._endpoint import Reply
-from metal_prefill.serve._errors import ApiError, missing
+from metal_prefill.serve._errors import ApiError, missing, unsupported
 from metal_prefill.serve._forms import ChatForm, Message
 from metal_prefill.serve._generation import (
     Choice,
@@ -27,7 +27,7 @@ from metal_prefill.serve._generation import (
     send_choices,
     spelling,
 )
-from metal_prefill.serve._service import Sender, Service
+from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import (
     RequiredCalls,
     call_beginning,
@@ -82,10 +82,9 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     for i, tool in enumerate(tools):
         if (kind := tool.get("type") or "function") != "function":
-            raise ApiError(
+            raise unsupported(
                 f"tools[{i}]: the type {kind!r:.80} is not supported; tools must be functions",
-                param=f"tools[{i}].type",
-                code="unsupported",
+                f"tools[{i}].type",
             )
         try:
             tool_names([tool])
@@ -215,10 +214,9 @@ def _effort(form: ChatForm, tokenizer: Tokenizer) -> dict[str, Any]:
         return {"reasoning_effort": effort}
     if tokenizer.template_reads("enable_thinking", tools):
         return {"enable_thinking": effort != "none"}
-    raise ApiError(
+    raise unsupported(
         "reasoning_effort: this model's chat template reads neither reasoning_effort nor enable_thinking",
-        param="reasoning_effort",
-        code="unsupported",
+        "reasoning_effort",
     )
 
 
@@ -381,7 +379,7 @@ class ChatChoice(Choice):
 
 
 @asynccontextmanager
-async def conversation(service: Service, form: ChatForm, sender: Sender) -> AsyncIterator[list[ChatChoice]]:
+async def conversation(service: Service, form: ChatForm, reply: Reply) -> AsyncIterator[list[ChatChoice]]:
     """Prepare the answers to a conversation, which may be generated within the context."""
     n = check_count(service, form.n or 1)
     dropped = 0
@@ -389,28 +387,36 @@ async def conversation(service: Service, form: ChatForm, sender: Sender) -> Asyn
     def prepare() -> list[Stream]:
         nonlocal dropped
         ids, dropped = fitting_tokens(service, form)
-        return _streams(service, form, ids, n, sender.namespace)
+        return _streams(service, form, ids, n, reply.namespace)
 
     with service.admitted(n):
         streams = await service.streams(prepare)
-        sender.turn.end()
+        reply.end_turn()
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
         with scores_of(service.bodies.scores, streams, logprobs) as scores:
-            choices = [ChatChoice(i, stream, i == 0, scores[i]) for i, stream in enumerate(streams)]
-            for choice in choices:
-                choice.reasoning_parser = _reasoning_parser(form, service.engine.tokenizer, choice.stream)
-                choice.parser = ToolCallParser(tools) if (tools := form.offered_tools) else None
-                choice.required = RequiredCalls(possible_calls(form)) if form.requires_call else None
-                choice.tokenizer = service.engine.tokenizer if form.logprobs else None
-                choice.dropped_messages = dropped
+            tokenizer, tools = service.engine.tokenizer, form.offered_tools
+            choices = [
+                ChatChoice(
+                    i,
+                    stream,
+                    i == 0,
+                    scores[i],
+                    reasoning_parser=_reasoning_parser(form, tokenizer, stream),
+                    parser=ToolCallParser(tools) if tools else None,
+                    required=RequiredCalls(possible_calls(form)) if form.requires_call else None,
+                    tokenizer=tokenizer if form.logprobs else None,
+                    dropped_messages=dropped,
+                )
+                for i, stream in enumerate(streams)
+            ]
             form.messages, form.tools, form.documents = [], None, None  # may be large
             yield choices
 
 
-async def chat(service: Service, form: ChatForm, reply: Reply, sender: Sender) -> None:
+async def chat(service: Service, form: ChatForm, reply: Reply) -> None:
     begin = time.perf_counter()
     name = service.check_model(form.model)
-    async with conversation(service, form, sender) as choices:
+    async with conversation(service, form, reply) as choices:
         head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", name)
         if form.truncation == "auto":
             head["dropped_messages"] = choices[0].dropped_messages

@@ -11,7 +11,7 @@ from typing import Any, cast
 from metal_prefill.generation._stream import Stream, check_size, make_streams
 from metal_prefill.serve._chat import chat_tokens
 from metal_prefill.serve._endpoint import Reply
-from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._errors import ApiError, unsupported
 from metal_prefill.serve._forms import ChatForm, CompletionForm, DetokenizeForm, TokenizeForm, TokenOrText
 from metal_prefill.serve._generation import (
     MOST_ANSWER,
@@ -26,7 +26,7 @@ from metal_prefill.serve._generation import (
     send_choices,
     spelling,
 )
-from metal_prefill.serve._service import Sender, Service
+from metal_prefill.serve._service import Service
 from metal_prefill.session import Piece
 from metal_prefill.text._tokenizer import Tokenizer
 from metal_prefill.text._vocabulary import TokenDecoder
@@ -47,7 +47,7 @@ def prompts_of(prompt: str | list[TokenOrText], param: str) -> list[str | list[i
     return cast("list[str | list[int]]", prompt)
 
 
-async def complete(service: Service, form: CompletionForm, reply: Reply, sender: Sender) -> None:
+async def complete(service: Service, form: CompletionForm, reply: Reply) -> None:
     begin = time.perf_counter()
     name = service.check_model(form.model)
     prompts = prompts_of(form.prompt, "prompt")
@@ -60,7 +60,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
         "logprobs": 0 if form.logprobs is None and made > (form.n or 1) else form.logprobs,
         "echo": bool(form.echo),
         "prompt_logprobs": scored,
-        "prefix_namespace": sender.namespace,
+        "prefix_namespace": reply.namespace,
     }
     if max_tokens == 0 and not scored:
         raise ApiError("max_tokens may be 0 only with echo and logprobs", param="max_tokens")
@@ -86,7 +86,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
 
     with service.admitted(count):
         streams = await service.streams(all_streams)
-        sender.turn.end()
+        reply.end_turn()
         with scores_of(service.bodies.scores, streams, form.logprobs) as scores:
             choices = [CompletionChoice(i, s, i % made == 0, scores[i]) for i, s in enumerate(streams)]
             for choice in choices:
@@ -105,9 +105,7 @@ def candidates_of(form: CompletionForm) -> int:
     if made < n:
         raise ApiError(f"best_of must be at least n, which is {n}; got {made}", param="best_of")
     if made > n and form.stream:
-        raise ApiError(
-            f"best_of must be n, which is {n}, in a stream; got {made}", param="best_of", code="unsupported"
-        )
+        raise unsupported(f"best_of must be n, which is {n}, in a stream; got {made}", "best_of")
     return made
 
 
@@ -135,9 +133,7 @@ def _prompt_tokens(service: Service, form: CompletionForm, prompt: str) -> list[
     if not form.suffix:
         return encode(prompt, add_bos)
     if (fill := tokenizer.fill_tokens) is None:
-        raise ApiError(
-            "suffix: this model has no tokens to fill in the middle", param="suffix", code="unsupported"
-        )
+        raise unsupported("suffix: this model has no tokens to fill in the middle", "suffix")
     before, between, after = fill
     return [*encode("", add_bos), before, *encode(prompt, False), between, *encode(form.suffix, False), after]
 
@@ -211,7 +207,7 @@ def _logprobs(
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
 
 
-async def tokenize(service: Service, form: TokenizeForm, reply: Reply, sender: Sender) -> None:
+async def tokenize(service: Service, form: TokenizeForm, reply: Reply) -> None:
     """Return the tokens of a text (`prompt` or `content`) or of a conversation."""
     service.check_model(form.model)
     given = [value for value in (form.prompt, form.content, form.messages) if value is not None]
@@ -239,11 +235,11 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply, sender: S
         return tokenizer.encode(text, add_bos=None if adds else False, parse_special=parses)
 
     ids = await service.prepare(encode)
-    sender.turn.end()
+    reply.end_turn()
     await reply.json({"tokens": ids, "count": len(ids), "max_model_len": service.engine.max_context})
 
 
-async def detokenize(service: Service, form: DetokenizeForm, reply: Reply, sender: Sender) -> None:
+async def detokenize(service: Service, form: DetokenizeForm, reply: Reply) -> None:
     service.check_model(form.model)
 
     def decode() -> str:
@@ -253,5 +249,5 @@ async def detokenize(service: Service, form: DetokenizeForm, reply: Reply, sende
         return service.engine.tokenizer.decode(form.tokens)
 
     text = await service.prepare(decode)
-    sender.turn.end()
+    reply.end_turn()
     await reply.json({"prompt": text, "content": text})

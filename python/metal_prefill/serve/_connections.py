@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from metal_prefill.serve._endpoint import CLOSING_SECONDS
-from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._errors import RETRY, ApiError
 from metal_prefill.serve._settings import Settings
 
 REFUSED = 64  # connections beyond the limit that are answered; further ones are closed at once
@@ -85,7 +85,7 @@ def _refusal(settings: Settings) -> ASGIApp:
         f"{settings.max_connections} connections are open, which is the limit of this server; retry later",
         status=503,
         code="too_many_connections",
-        headers={"Retry-After": "1", "Connection": "close"},
+        headers={**RETRY, "Connection": "close"},
     )
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:

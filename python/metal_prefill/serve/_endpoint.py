@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from metal_prefill.errors import ClosedError, ContextOverflowError
 from metal_prefill.serve._errors import NO_RETRY, ApiError, api_error, log
 from metal_prefill.serve._forms import LARGE, Form, decode
-from metal_prefill.serve._service import Sender, Service
+from metal_prefill.serve._service import Service
 from metal_prefill.serve._settings import Settings
 
 _PIECE = 1 << 18  # bytes of an answer that are sent at a time
@@ -54,14 +54,17 @@ OPENAI = Style()
 
 
 class Reply:
-    """Sender of one answer."""
+    """Sender of the answer to a request."""
+
+    namespace = ""  # of the request's prefixes
+    end_turn: Callable[[], None]  # to be called once the request is prepared
 
     def __init__(
         self,
         send: Send,  # ASGI's send function
         send_seconds: float,  # time limit in seconds for the client to receive a piece
         # Returns a context in which so many bytes of an answer count as not received.
-        sending: Callable[[int], AbstractContextManager[None]],
+        sending: Callable[[int], AbstractContextManager[object]],
         style: Style,  # format of errors and events
     ) -> None:
         self._style = style
@@ -172,7 +175,7 @@ class Endpoint(Generic[_Form]):
         self,
         service: Service,
         form: type[_Form],
-        answer: Callable[[Service, _Form, Reply, Sender], Awaitable[None]],
+        answer: Callable[[Service, _Form, Reply], Awaitable[None]],
         style: Style = OPENAI,
     ) -> None:
         self._style = style
@@ -215,10 +218,10 @@ class Endpoint(Generic[_Form]):
         seconds = self._service.settings.max_seconds
         try:
             with anyio.move_on_after(seconds) as scope:
-                async with self._service.bodies.turn(len(body)) as turn:
+                async with self._service.bodies.turn(len(body)) as reply.end_turn:
                     form = await self._decoded(body)
-                    sender = Sender(prefix_namespace(key, form.prompt_cache_key), turn)
-                    await self._answer(self._service, form, reply, sender)
+                    reply.namespace = prefix_namespace(key, form.prompt_cache_key)
+                    await self._answer(self._service, form, reply)
             if scope.cancelled_caught:
                 await reply.error(timeout_error(seconds))
         except ContextOverflowError as error:  # LiteLLM recognizes the first words, LangChain the others

@@ -23,7 +23,7 @@ log = logging.getLogger("metal_prefill.serve")
 
 # OpenAI's generated clients do not retry a request whose answer has this header.
 NO_RETRY = {"x-should-retry": "false"}
-_RETRY = {"Retry-After": "1"}
+RETRY = {"Retry-After": "1"}
 
 
 class ApiError(Exception):
@@ -63,9 +63,24 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
+def unsupported(message: str, param: str | None = None) -> ApiError:
+    """Return the error for a request that the model or the server cannot follow."""
+    return ApiError(message, param=param, code="unsupported")
+
+
 def missing(param: str) -> ApiError:
     """Return the error for a request without a field."""
     return ApiError(f"you must provide {param}", param=param, code="missing_required_parameter")
+
+
+_REFUSALS = {
+    ContextOverflowError: "context_length_exceeded",
+    # A text that lacks pages waits for other texts to free theirs; this one exceeds the whole pool.
+    KVMemoryError: "kv_memory_exceeded",
+    ConstraintError: "invalid_constraint",
+    ValueError: None,
+    TypeError: None,
+}
 
 
 def api_error(error: Exception) -> ApiError:
@@ -73,27 +88,20 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, HTTPException):  # from the router: unknown path or method
         return ApiError(error.detail, status=error.status_code, headers=error.headers)
-    if isinstance(error, ContextOverflowError):
-        return ApiError(str(error), code="context_length_exceeded")
-    if isinstance(error, KVMemoryError):
-        # A text that lacks pages waits for other texts to free theirs; this one exceeds the whole pool.
-        return ApiError(str(error), code="kv_memory_exceeded")
     if isinstance(error, NoWorkerError):
-        return ApiError(str(error), status=503, code="no_constraint_worker", headers=_RETRY)
-    if isinstance(error, ConstraintError):
-        return ApiError(str(error), code="invalid_constraint")
+        return ApiError(str(error), status=503, code="no_constraint_worker", headers=RETRY)
     if isinstance(error, MissingExtraError):
-        return ApiError(f"not supported by this server: {error}", code="unsupported")
+        return unsupported(f"not supported by this server: {error}")
     if isinstance(error, ClosedError):
         return ApiError("the server is closing", status=503, code="closing")
-    if isinstance(error, (ValueError, TypeError)):
-        return ApiError(str(error))
+    for kind, code in _REFUSALS.items():
+        if isinstance(error, kind):
+            return ApiError(str(error), code=code)
     log.error("a request failed", exc_info=error)
+    message = f"{type(error).__name__}: {error}"
     if isinstance(error, (DeviceError, MemoryError)):
-        return ApiError(
-            f"{type(error).__name__}: {error}", status=503, code="out_of_resources", headers=_RETRY
-        )
-    return ApiError(f"{type(error).__name__}: {error}", status=500, code="internal_error", headers=NO_RETRY)
+        return ApiError(message, status=503, code="out_of_resources", headers=RETRY)
+    return ApiError(message, status=500, code="internal_error", headers=NO_RETRY)
 
 
 async def answer_error(request: Request, error: Exception) -> Response:

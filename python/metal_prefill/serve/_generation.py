@@ -17,9 +17,9 @@ from metal_prefill.generation._engine_loop import Made
 from metal_prefill.generation._sampling import SamplingOptions
 from metal_prefill.generation._stream import Stream
 from metal_prefill.serve._endpoint import Reply
-from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._errors import ApiError, unsupported
 from metal_prefill.serve._forms import StructuredOutputs, TextForm
-from metal_prefill.serve._service import InFlight, Service
+from metal_prefill.serve._service import Held, InFlight, Service
 from metal_prefill.session import Piece
 from metal_prefill.text._tokenizer import Tokenizer
 
@@ -109,7 +109,7 @@ def check_count(service: Service, texts: int, param: str = "n") -> int:
             param=param,
         )
     if service.no_text:
-        raise ApiError(f"{service.names[0]} does not generate text: {service.no_text}", code="unsupported")
+        raise unsupported(f"{service.names[0]} does not generate text: {service.no_text}")
     return texts
 
 
@@ -118,36 +118,15 @@ def most_tokens(texts: int, logprobs: int) -> int:
     return max(MOST_SCORES // (texts * (1 + logprobs)), 1)
 
 
-class _Account:
-    """Bytes of the log probabilities of one request."""
-
-    def __init__(self, held: InFlight, size: int) -> None:
-        self._held = held
-        self._size = size
-
-    def add(self, size: int) -> None:
-        """Count further bytes; raise `ApiError` if too many are held, of which this request has its share."""
-        self._size += size
-        self._held.add(size)
-        if self._size >= self._held.fair_share:
-            self._held.check()
-
-    def remove(self, size: int) -> None:
-        """Count fewer bytes."""
-        self._size -= size
-        self._held.add(-size)
-
-
 class Scores:
     """JSON lists of the log probabilities of a text, encoded as they grow.
 
     The objects that they are encoded from take ten times as much memory.
     """
 
-    def __init__(self, account: _Account) -> None:
-        self._account = account
+    def __init__(self, held: Held) -> None:
+        self._held = held  # by all texts of the request
         self._chunks: dict[str, list[bytes]] = {}
-        self._size = 0
 
     def extend(self, lists: Mapping[str, Sequence[Any]]) -> None:
         """Append items to the list of each name."""
@@ -155,27 +134,23 @@ class Scores:
             chunks = self._chunks.setdefault(name, [])
             if items:
                 chunks.append(msgspec.json.encode(items)[1:-1])
-                self._size += len(chunks[-1])
-                self._account.add(len(chunks[-1]))
+                self._held.add(len(chunks[-1]))
+                self._held.check()
 
     def whole(self) -> dict[str, msgspec.Raw]:
         """Return the list of each name, and release the chunks."""
         chunks, self._chunks = self._chunks, {}
         return {name: msgspec.Raw(b"[%b]" % b",".join(chunks.pop(name))) for name in list(chunks)}
 
-    def drop(self) -> None:
-        self._account.remove(self._size)
-        self._chunks, self._size = {}, 0
-
 
 @contextmanager
-def scores_of(held: InFlight, streams: Sequence[Stream], logprobs: int | None) -> Iterator[list[Scores]]:
-    """Return lists for each text, whose memory is released at the end of the context.
+def scores_of(in_flight: InFlight, streams: Sequence[Stream], logprobs: int | None) -> Iterator[list[Scores]]:
+    """Return lists for each text, whose bytes count as in flight until the end of the context.
 
     Memory for the log probabilities of prompts, which come fast, is reserved from the start.
     """
     if logprobs is None:
-        yield [Scores(_Account(held, 0)) for _ in streams]
+        yield [Scores(Held(in_flight)) for _ in streams]
         return
     count = sum(stream.most_pieces for stream in streams) * (1 + logprobs)
     if count > MOST_SCORES:
@@ -185,15 +160,9 @@ def scores_of(held: InFlight, streams: Sequence[Stream], logprobs: int | None) -
             code="too_many_logprobs",
         )
     reserved = sum(stream.scored_tokens for stream in streams) * (1 + logprobs) * _SCORE_BYTES
-    with held.holding(reserved):
-        held.check()
-        account = _Account(held, reserved)
-        scores = [Scores(account) for _ in streams]
-        try:
-            yield scores
-        finally:
-            for lists in scores:
-                lists.drop()
+    with in_flight.holding(reserved) as held:
+        in_flight.check()
+        yield [Scores(held) for _ in streams]
 
 
 @dataclass

@@ -25,7 +25,7 @@ from metal_prefill.serve._forms import (
     ResponseFormat,
     ToolChoice,
 )
-from metal_prefill.serve._service import Sender, Service
+from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import written_call
 from metal_prefill.text._json_calls import read_arguments
 
@@ -229,14 +229,14 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-async def messages(service: Service, form: MessagesForm, reply: Reply, sender: Sender) -> None:
+async def messages(service: Service, form: MessagesForm, reply: Reply) -> None:
     """Answer a conversation in Anthropic's format."""
     answer = _Answer(service.check_model(form.model))
-    await answer_in_blocks(service, chat_form(service, form), reply, sender, answer)
+    await answer_in_blocks(service, chat_form(service, form), reply, answer)
 
 
-async def count_tokens(service: Service, form: CountForm, reply: Reply, sender: Sender) -> None:
+async def count_tokens(service: Service, form: CountForm, reply: Reply) -> None:
     service.check_model(form.model)
     tokens = await service.prepare(lambda: chat_tokens(service, chat_form(service, form), fits=False))
-    sender.turn.end()
+    reply.end_turn()
     await reply.json({"input_tokens": len(tokens)})

@@ -14,7 +14,7 @@ from msgspec import Meta
 from metal_prefill.serve._blocks import Block, answer_in_blocks
 from metal_prefill.serve._chat import ChatChoice, required, text_of
 from metal_prefill.serve._endpoint import Reply, Style
-from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._errors import ApiError, unsupported
 from metal_prefill.serve._forms import (
     ChatForm,
     Form,
@@ -26,7 +26,7 @@ from metal_prefill.serve._forms import (
     ResponseFormat,
     ToolChoice,
 )
-from metal_prefill.serve._service import Sender, Service
+from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import written_call
 
 _TEXTS = ("input_text", "output_text", "text")
@@ -169,11 +169,7 @@ def _messages_of(input_: str | list[dict[str, Any]]) -> list[Message]:
             text = text_of(item.get("content"), f"{where}.content", ("reasoning_text", "text"))
             messages.append(Message(role="assistant", reasoning_content=text or None))
         else:
-            raise ApiError(
-                f"{where}: items of type {kind!r:.80} are not supported",
-                param=f"{where}.type",
-                code="unsupported",
-            )
+            raise unsupported(f"{where}: items of type {kind!r:.80} are not supported", f"{where}.type")
     return messages
 
 
@@ -300,23 +296,19 @@ def _content_of(block: Block) -> dict[str, Any]:
 _PARAMS = {"reasoning_effort": "reasoning.effort", "response_format.json_schema.schema": "text.format.schema"}
 
 
-async def responses(
-    kept: KeptConversations, service: Service, form: ResponsesForm, reply: Reply, sender: Sender
-) -> None:
+async def responses(kept: KeptConversations, service: Service, form: ResponsesForm, reply: Reply) -> None:
     """Answer a conversation in the format of responses, and keep it for a next one."""
     name = service.check_model(form.model)
     before: list[Message] = []
     if form.previous_response_id is not None:
-        before = kept.find(sender.namespace, form.previous_response_id)
+        before = kept.find(reply.namespace, form.previous_response_id)
     answer = _Answer(form, name)
     chat = chat_form(form, before)
     messages = chat.messages[1 if form.instructions else 0 :]
     if form.store is not False:
-        answer.keep = lambda blocks: kept.add(
-            sender.namespace, answer.id, [*messages, answer_message(blocks)]
-        )
+        answer.keep = lambda blocks: kept.add(reply.namespace, answer.id, [*messages, answer_message(blocks)])
     try:
-        await answer_in_blocks(service, chat, reply, sender, answer)
+        await answer_in_blocks(service, chat, reply, answer)
     except ApiError as error:
         error.param = _PARAMS.get(error.param or "", error.param)
         raise

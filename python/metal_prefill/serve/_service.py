@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import NamedTuple, TypeVar
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -21,7 +21,7 @@ from metal_prefill.generation._stream import Stream
 from metal_prefill.hub._local_file import model_name
 from metal_prefill.model import Model
 from metal_prefill.serve._activity import Activity, Metrics
-from metal_prefill.serve._errors import ApiError, log
+from metal_prefill.serve._errors import RETRY, ApiError, log
 from metal_prefill.serve._forms import LARGE
 from metal_prefill.serve._prefix_store import PrefixStore
 from metal_prefill.serve._settings import Settings
@@ -229,53 +229,24 @@ class Service:
         return await anyio.to_thread.run_sync(work, limiter=self._inspectors)
 
 
-class Turn:
-    """Turn of a request with a large body to be decoded and prepared; empty for other requests."""
-
-    def __init__(self, turns: anyio.Semaphore | None) -> None:
-        self._turns = turns
-
-    def end(self) -> None:
-        """Let the next one be prepared."""
-        turns, self._turns = self._turns, None
-        if turns is not None:
-            turns.release()
-
-
-class Sender(NamedTuple):
-    """Facts about a request in addition to its form."""
-
-    namespace: str  # prefix namespace
-    turn: Turn  # to be ended once the request is prepared
-
-
 class InFlight:
     """Count of bytes in flight, with a limit."""
 
     def __init__(self, what: str, most: int) -> None:
         self._what, self._most = what, most
-        self.size = 0
-        self._holders = 0
+        self.size = self.holders = 0
 
     @contextmanager
-    def holding(self, size: int) -> Iterator[None]:
-        """Count bytes until the end of the context."""
-        self._holders += 1
-        self.add(size)
+    def holding(self, size: int = 0) -> Iterator[Held]:
+        """Count bytes, and those that are added, until the end of the context."""
+        held = Held(self)
+        held.add(size)
+        self.holders += 1
         try:
-            yield
+            yield held
         finally:
-            self.add(-size)
-            self._holders -= 1
-
-    @property
-    def fair_share(self) -> float:
-        """Mean number of bytes of the contexts in which some are held."""
-        return self.size / max(self._holders, 1)
-
-    def add(self, size: int) -> None:
-        """Count further bytes, or with a negative number fewer."""
-        self.size += size
+            self.size -= held.size
+            self.holders -= 1
 
     def check(self) -> None:
         """Raise `ApiError` if the bytes exceed the limit."""
@@ -284,8 +255,26 @@ class InFlight:
                 f"{self._what} exceed {self._most} bytes in total; retry later",
                 status=503,
                 code="too_many_bytes",
-                headers={**_CLOSE, "Retry-After": "1"},
+                headers={**_CLOSE, **RETRY},
             )
+
+
+class Held:
+    """Bytes in flight of one request."""
+
+    def __init__(self, of_all: InFlight) -> None:
+        self._of_all = of_all
+        self.size = 0
+
+    def add(self, size: int) -> None:
+        """Count further bytes."""
+        self.size += size
+        self._of_all.size += size
+
+    def check(self) -> None:
+        """Raise `ApiError` if too many bytes are held, of which this request has at least its share."""
+        if self.size * self._of_all.holders >= self._of_all.size:
+            self._of_all.check()
 
 
 class Bodies:
@@ -310,17 +299,14 @@ class Bodies:
         if stated.isdigit() and int(stated) > limit:
             raise _too_large(limit)
         body = bytearray()
-        try:
-            with anyio.move_on_after(self._seconds) as scope:
-                async for piece in request.stream():
-                    body += piece
-                    self.requests.add(len(piece))
-                    if len(body) > limit:
-                        raise _too_large(limit)
-                    self.requests.check()
-                    self.answers.check()
-        finally:
-            self.requests.add(-len(body))
+        with self.requests.holding() as held, anyio.move_on_after(self._seconds) as scope:
+            async for piece in request.stream():
+                body += piece
+                held.add(len(piece))
+                if len(body) > limit:
+                    raise _too_large(limit)
+                self.requests.check()
+                self.answers.check()
         if scope.cancelled_caught:
             raise ApiError(
                 f"the body did not arrive within {self._seconds:g} s",
@@ -331,15 +317,13 @@ class Bodies:
         return bytes(body)
 
     @asynccontextmanager
-    async def turn(self, size: int) -> AsyncIterator[Turn]:
-        """Wait for the turn of a body of `size` bytes."""
-        if size > LARGE:
-            await self._turns.acquire()
-        turn = Turn(self._turns if size > LARGE else None)
-        try:
-            yield turn
-        finally:
-            turn.end()
+    async def turn(self, size: int) -> AsyncIterator[Callable[[], None]]:
+        """Wait for the turn of a body of `size` bytes, which the returned function ends early."""
+        with ExitStack() as held:
+            if size > LARGE:
+                await self._turns.acquire()
+                held.callback(self._turns.release)
+            yield held.close
 
 
 def _too_large(limit: int) -> ApiError:

@@ -21,10 +21,10 @@ from metal_prefill.errors import GGUFError, KVMemoryError
 from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.serve._completions import prompts_of
 from metal_prefill.serve._endpoint import Reply
-from metal_prefill.serve._errors import ApiError, missing
+from metal_prefill.serve._errors import RETRY, ApiError, missing, unsupported
 from metal_prefill.serve._forms import EmbeddingForm, EmbedForm, PredictForm, RerankForm
 from metal_prefill.serve._generation import MOST_ANSWER, MOST_ESCAPED
-from metal_prefill.serve._service import Sender, Service
+from metal_prefill.serve._service import Service
 from metal_prefill.tasks._classification import encode_for_head, head_logits
 from metal_prefill.tasks._embedding import (
     EncodedText,
@@ -52,10 +52,10 @@ def _check_inputs(service: Service, count: int, param: str) -> None:
         raise ApiError(f"{param} has {count} texts; the limit is {limit}", param=param)
 
 
-async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sender) -> None:
+async def embed(service: Service, form: EmbeddingForm, reply: Reply) -> None:
     """Answer an embedding request, for texts or token ids."""
     name = service.check_model(form.model)
-    vectors, encoded = await _embedded(service, form, sender)
+    vectors, encoded = await _embedded(service, form, reply)
     usage = _usage(sum(map(len, encoded.prompts)), form.truncate, len(encoded.cut))
     if encoded.empty:
         usage["empty_texts"] = len(encoded.empty)
@@ -64,7 +64,7 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sen
     await reply.pieces(answer, sum(vector.nbytes for vector in vectors), service.prepare)
 
 
-async def embed_inputs(service: Service, form: EmbedForm, reply: Reply, sender: Sender) -> None:
+async def embed_inputs(service: Service, form: EmbedForm, reply: Reply) -> None:
     """Answer an embedding request of text-embeddings-inference with a list of vectors."""
     service.check_model(form.model)
     same = EmbeddingForm(
@@ -74,12 +74,12 @@ async def embed_inputs(service: Service, form: EmbedForm, reply: Reply, sender: 
         instruction=form.prompt_name,
         truncate="end" if form.truncate else None,
     )
-    vectors, _ = await _embedded(service, same, sender)
+    vectors, _ = await _embedded(service, same, reply)
     size = sum(vector.nbytes for vector in vectors)
     await reply.pieces(_listed(map(_vector, vectors)), size, service.prepare)
 
 
-async def predict(service: Service, form: PredictForm, reply: Reply, sender: Sender) -> None:
+async def predict(service: Service, form: PredictForm, reply: Reply) -> None:
     """Answer a classification request of text-embeddings-inference."""
     service.check_model(form.model)
     given = [form.inputs] if isinstance(form.inputs, str) else form.inputs
@@ -106,7 +106,7 @@ async def predict(service: Service, form: PredictForm, reply: Reply, sender: Sen
     rules = PromptRules("end" if form.truncate else "error")
     with service.admitted(1):
         prompts, pairs, _ = await service.prepare(lambda: encode_for_head(engine, texts, rules))
-        sender.turn.end()
+        reply.end_turn()
         logits = await _compute(service, lambda passes: head_logits(passes, prompts, pairs))
     scores = logits if form.raw_scores else probabilities_of(head, logits)
     found = [
@@ -120,7 +120,7 @@ async def predict(service: Service, form: PredictForm, reply: Reply, sender: Sen
 
 
 async def _embedded(
-    service: Service, form: EmbeddingForm, sender: Sender
+    service: Service, form: EmbeddingForm, reply: Reply
 ) -> tuple[npt.NDArray[np.float32], EncodedTexts]:
     """Compute the vectors of a request."""
     inputs = prompts_of(form.input, "input")
@@ -134,12 +134,11 @@ async def _embedded(
         except ValueError as error:
             ranks = engine.head.pooling == "rank" and service.settings.pooling is None
             hint = "" if ranks else " (set by the server option --pooling)"
-            raise ApiError(f"{error}{hint}", code="unsupported") from None
+            raise unsupported(f"{error}{hint}") from None
         if pooling == "none" and packed:
-            raise ApiError(
+            raise unsupported(
                 "encoding_format base64 has no shape, and this model has a vector for each token: use float",
-                param="encoding_format",
-                code="unsupported",
+                "encoding_format",
             )
         try:
             width = vector_width(engine, pooling, form.dimensions)
@@ -181,7 +180,7 @@ async def _embedded(
 
     with service.admitted(1):
         encoded, role = await service.prepare(encode)
-        sender.turn.end()
+        reply.end_turn()
 
         def compute(passes: SharedPasses) -> Any:
             return embed_prompts(
@@ -238,7 +237,7 @@ def _usage(tokens: int, truncate: str | None, cut: int) -> dict[str, int]:
     return {**usage, "truncated_texts": cut} if truncate == "end" else usage
 
 
-async def rank(service: Service, form: RerankForm, reply: Reply, sender: Sender) -> None:
+async def rank(service: Service, form: RerankForm, reply: Reply) -> None:
     name = service.check_model(form.model)
     given = form.documents if form.texts is None else form.texts
     if given is None:
@@ -263,7 +262,7 @@ async def rank(service: Service, form: RerankForm, reply: Reply, sender: Sender)
     engine = service.engine
     with service.admitted(1):
         ranking = await service.prepare(lambda: encode_documents(engine, form.query, documents, options))
-        sender.turn.end()
+        reply.end_turn()
         if form.texts is not None:
             scores = await _compute(service, ranking.scores)
         else:
@@ -324,13 +323,9 @@ def _check_ranks(service: Service, options: Options) -> None:
         if kind_of(engine, options) == "template":
             template_of(engine)
     except GGUFError:
-        raise _no_ranks(f"{name} does not support reranking: its file has no template for it") from None
+        raise unsupported(f"{name} does not support reranking: its file has no template for it") from None
     except ValueError as error:
-        raise _no_ranks(f"{name} does not support reranking in this way: {error}") from None
-
-
-def _no_ranks(message: str) -> ApiError:
-    return ApiError(message, code="unsupported")
+        raise unsupported(f"{name} does not support reranking in this way: {error}") from None
 
 
 async def _compute(service: Service, work: Callable[[SharedPasses], _T]) -> _T:
@@ -344,9 +339,7 @@ async def _compute(service: Service, work: Callable[[SharedPasses], _T]) -> _T:
         if not passes.has_asked:  # it would not fit alone either
             raise
         # Unlike a text, it does not wait for the pages of others.
-        raise ApiError(
-            str(error), status=503, code="kv_memory_exceeded", headers={"Retry-After": "1"}
-        ) from None
+        raise ApiError(str(error), status=503, code="kv_memory_exceeded", headers=RETRY) from None
     finally:
         passes.cancel()
 
