@@ -45,95 +45,70 @@ def _asks(messages: Messages, unit: int, seed: int = 0) -> Messages:
     return [*messages, {"role": "user", "content": _text(2 * unit, 50_000 + seed)}]
 
 
-def _growing(unit: int) -> Iterator[Messages]:
-    for i in range(TURNS):
-        yield _asks(_history(i, unit), unit)
-
-
-def _results_of_tools(unit: int) -> Iterator[Messages]:
+def _results_of_tools(i: int, unit: int) -> Messages:
     messages = _history(0, unit)
-    for i in range(TURNS):
-        messages = [*messages, {"role": "user", "content": f"Result: {_text(10 * unit, i)}"}]
-        yield messages
-        messages = [*messages, {"role": "assistant", "content": f"I call tool {i}."}]
+    for earlier in range(i):
+        messages.append({"role": "user", "content": f"Result: {_text(10 * unit, earlier)}"})
+        messages.append({"role": "assistant", "content": f"I call tool {earlier}."})
+    return [*messages, {"role": "user", "content": f"Result: {_text(10 * unit, i)}"}]
 
 
-def _edited_header(unit: int) -> Iterator[Messages]:
-    for i in range(TURNS):
-        yield _asks(_history(i, unit, system=f"It is 10:{i:02}. "), unit)
+def _edit_in_the_middle(i: int, unit: int) -> Messages:
+    messages = _history(4, unit)
+    messages[5] = {"role": "user", "content": _text(4 * unit, 900 + i)}
+    return _asks(messages, unit)
 
 
-def _branches(unit: int) -> Iterator[Messages]:
-    for i in range(TURNS):
-        yield _asks(_history(2, unit), unit, i)
+def _cut_front(i: int, unit: int) -> Messages:
+    messages = _history(2 + i, unit)
+    return _asks([messages[0], *messages[1 + 2 * i :]], unit)
 
 
-def _edit_in_the_middle(unit: int) -> Iterator[Messages]:
-    for i in range(TURNS):
-        messages = _history(4, unit)
-        messages[5] = {"role": "user", "content": _text(4 * unit, 900 + i)}
-        yield _asks(messages, unit)
+def _compaction(i: int, unit: int) -> Messages:
+    messages = _history(i, unit)
+    if i >= 3:
+        summary = {"role": "user", "content": f"Summary: {_text(5 * unit, 800)}"}
+        messages = [messages[0], summary, {"role": "assistant", "content": "Yes."}, *messages[7:]]
+    return _asks(messages, unit)
 
 
-def _cut_front(unit: int) -> Iterator[Messages]:
-    for i in range(TURNS):
-        messages = _history(2 + i, unit)
-        yield _asks([messages[0], *messages[1 + 2 * i :]], unit)
-
-
-def _compaction(unit: int) -> Iterator[Messages]:
-    for i in range(TURNS):
-        messages = _history(i, unit)
-        if i >= 3:
-            summary = {"role": "user", "content": f"Summary: {_text(5 * unit, 800)}"}
-            messages = [messages[0], summary, {"role": "assistant", "content": "Yes."}, *messages[7:]]
-        yield _asks(messages, unit)
-
-
-def _retries(unit: int) -> Iterator[Messages]:
-    for _ in range(TURNS):
-        yield _asks(_history(2, unit), unit)
-
-
-def _three_agents(unit: int) -> Iterator[Messages]:
-    for i in range(TURNS):
-        for agent in range(3):
-            yield _asks(_history(i, unit, agent), unit, agent)
-
-
-def _sub_agents(unit: int) -> Iterator[Messages]:
-    for i in range(TURNS):
-        yield _asks(_history(0, unit), 3 * unit, i)
+def _three_agents(i: int, unit: int) -> Messages:
+    turn, agent = divmod(i, 3)
+    return _asks(_history(turn, unit, agent), unit, agent)
 
 
 class Shape(NamedTuple):
     """Requests of a session, and the server that receives them."""
 
-    # Function of the words in a unit of text that yields the conversations.
-    requests: Callable[[int], Iterator[Messages]]
+    # Function of the number of a request, and of the words in a unit of text, that returns the conversation.
+    conversation: Callable[[int, int], Messages]
+    agents: int = 1  # number of agents that take turns
     # Number of the request before which the server restarts. It stores prefixes, if it can.
     restart: int | None = None
     # Number of agents of which one's requests, alone, determine the memory of the prefix cache. Only this
     # package's server has such a limit.
     memory_of: int | None = None
 
+    def requests(self, unit: int) -> Iterator[Messages]:
+        return (self.conversation(i, unit) for i in range(TURNS * self.agents))
+
     def of_one_agent(self) -> Iterator[Messages]:
         return itertools.islice(self.requests(UNIT), 0, None, self.memory_of)
 
 
 SHAPES: dict[str, Shape] = {
-    "growing history": Shape(_growing),
+    "growing history": Shape(lambda i, unit: _asks(_history(i, unit), unit)),
     "results of tools": Shape(_results_of_tools),
-    "edited header": Shape(_edited_header),
-    "parallel branches": Shape(_branches),
+    "edited header": Shape(lambda i, unit: _asks(_history(i, unit, system=f"It is 10:{i:02}. "), unit)),
+    "parallel branches": Shape(lambda i, unit: _asks(_history(2, unit), unit, i)),
     "edit in the middle": Shape(_edit_in_the_middle),
     "truncation at the front": Shape(_cut_front),
     "compaction": Shape(_compaction),
-    "retries": Shape(_retries),
-    "three agents in turn": Shape(_three_agents),
-    "sub-agents of one system prompt": Shape(_sub_agents),
+    "retries": Shape(lambda i, unit: _asks(_history(2, unit), unit)),
+    "three agents in turn": Shape(_three_agents, agents=3),
+    "sub-agents of one system prompt": Shape(lambda i, unit: _asks(_history(0, unit), 3 * unit, i)),
     "restart": Shape(_results_of_tools, restart=3),
-    "memory too small": Shape(_three_agents, memory_of=3),
+    "memory too small": Shape(_three_agents, agents=3, memory_of=3),
 }
 
 

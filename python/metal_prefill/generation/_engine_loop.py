@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
@@ -42,7 +43,23 @@ class Texts:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[list[Made] | Exception] = asyncio.Queue()
         self._running = len(self.streams)
-        self._ended: set[int] = set()  # texts whose end the engine loop has reported
+        self._left = dict(enumerate(self.streams))  # whose end the engine loop has not reported
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    def sorted(self, pieces: Mapping[Stream, list[Piece]]) -> list[Made]:
+        """Return the results of a pass; texts that ended are included even without a piece."""
+        made = [
+            Made(i, pieces.get(stream, []), stream.finish_reason is not None)
+            for i, stream in self._left.items()
+            if stream in pieces or stream.finish_reason is not None
+        ]
+        for text in made:
+            if text.ended:
+                del self._left[text.text]
+        return made
 
     def cancel(self) -> None:
         """End all texts before the next pass, and release their memory."""
@@ -100,16 +117,12 @@ class EngineLoop:
     def begin(self) -> None:
         """Start anew, also in a forked process, which has neither the thread nor the waiting tasks."""
         self._lock = threading.Lock()  # guards what follows
-        self._new: list[Texts] = []
-        self._new_calls: list[PendingCall] = []
+        self._new: list[Texts | PendingCall] = []
         self._running = False
 
     def _add(self, new: Texts | PendingCall) -> None:
         with self._lock:
-            if isinstance(new, Texts):
-                self._new.append(new)
-            else:
-                self._new_calls.append(new)
+            self._new.append(new)
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="metal_prefill engine loop", daemon=True).start()
@@ -146,49 +159,48 @@ class EngineLoop:
             raise error
 
     def _run(self) -> None:
-        entered: list[Texts] = []
-        calls: list[PendingCall] = []
+        pending: list[Texts | PendingCall] = []
         try:
             scheduler = Scheduler(self, max_streams=self._max_streams)
-            while self._admit(scheduler, entered, calls):
+            while self._admit(scheduler, pending):
                 passes = scheduler.passes
-                pieces = scheduler.step_pieces()
-                _deliver(_sort(entered, pieces))
-                entered = [texts for texts in entered if any(s.finish_reason is None for s in texts.streams)]
-                calls = [call for call in calls if not call.results.done()]
+                pieces: defaultdict[Stream, list[Piece]] = defaultdict(list)
+                for stream, piece in scheduler.step_pieces():
+                    pieces[stream].append(piece)
+                made = ((item, item.sorted(pieces)) for item in pending if isinstance(item, Texts))
+                _deliver((texts, results) for texts, results in made if results)
+                pending = [item for item in pending if not item.done]
                 if self._after_pass is not None and scheduler.passes != passes:
                     self._after_pass(scheduler)
         except Exception as error:
             with self._lock:
                 self._running = False
-                failed, self._new = [*entered, *self._new], []
-                calls, self._new_calls = [*calls, *self._new_calls], []
-            _deliver((texts, error) for texts in failed)
-            for call in calls:
-                if not call.results.done() and call.results.set_running_or_notify_cancel():
-                    call.results.set_exception(error)
+                pending, self._new = [*pending, *self._new], []
+            _deliver((item, error) for item in pending if isinstance(item, Texts))
+            for item in pending:
+                if isinstance(item, PendingCall):
+                    item.fail(error)
 
-    def _admit(self, scheduler: Scheduler, entered: list[Texts], calls: list[PendingCall]) -> bool:
+    def _admit(self, scheduler: Scheduler, pending: list[Texts | PendingCall]) -> bool:
         """Pass new requests to the scheduler, and cancel those whose callers are gone.
 
         Returns False if nothing is left to do; the loop then ends.
         """
         with self._lock:
             new, self._new = self._new, []
-            new_calls, self._new_calls = self._new_calls, []
-            if not new and not new_calls and not entered and not scheduler.busy:
+            if not new and not pending and not scheduler.busy:
                 self._running = False
                 return False
-        entered += new
-        for texts in new:
-            scheduler.enter(texts.streams)
-        for texts in entered:
-            if texts.cancelled:
-                for stream in texts.streams:
+        pending += new
+        for item in new:
+            if isinstance(item, Texts):
+                scheduler.enter(item.streams)
+            else:
+                scheduler.call(item)
+        for item in pending:
+            if isinstance(item, Texts) and item.cancelled:
+                for stream in item.streams:
                     stream.cancel()
-        for call in new_calls:
-            scheduler.call(call)
-        calls += new_calls
         return True
 
 
@@ -201,22 +213,3 @@ def _begin_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_in_child)
-
-
-def _sort(entered: Sequence[Texts], pieces: Iterable[tuple[Stream, Piece]]) -> list[tuple[Texts, list[Made]]]:
-    """Sort the pieces of a pass by request and text; texts that ended are included even without a piece."""
-    of_streams: dict[Stream, list[Piece]] = {}
-    for stream, piece in pieces:
-        of_streams.setdefault(stream, []).append(piece)
-    sorted_: list[tuple[Texts, list[Made]]] = []
-    for texts in entered:
-        made = []
-        for i in [i for i, stream in enumerate(texts.streams) if i not in texts._ended]:
-            stream = texts.streams[i]
-            if stream.finish_reason is not None:
-                texts._ended.add(i)
-            if i in texts._ended or stream in of_streams:
-                made.append(Made(i, of_streams.get(stream, []), i in texts._ended))
-        if made:
-            sorted_.append((texts, made))
-    return sorted_

@@ -21,7 +21,7 @@ from metal_prefill.errors import ConstraintError, KVMemoryError, SessionBusyErro
 from metal_prefill.generation._constraint import BATCH_PATIENCE, ConstraintPending
 from metal_prefill.generation._sampling import TextOptions
 from metal_prefill.generation._speculation import RunAhead
-from metal_prefill.generation._stream import PendingCall, PendingCalls, Stream, make_streams
+from metal_prefill.generation._stream import PendingCall, Stream, make_streams
 from metal_prefill.generation._text_generation import NextTokens, Piece
 
 if TYPE_CHECKING:
@@ -51,12 +51,9 @@ class _Share(NamedTuple):
     turn: int
 
     @property
-    def left(self) -> int:
-        return sum(request.left for request in self.requests)
-
-    @property
-    def native(self) -> tuple[list[_core.Computation], int, int]:
-        return list(self.requests), self.rows, self.turn
+    def wanted(self) -> int:
+        """Number of rows that the requests can have."""
+        return min(sum(request.left for request in self.requests), self.rows)
 
 
 class PassRows(NamedTuple):
@@ -119,7 +116,7 @@ class Scheduler:
         self._active: deque[Stream] = deque()
         self._results: dict[Stream, Any] = {}  # of passes, which the streams have not taken
         self._made: list[tuple[Stream, Piece]] = []  # which `step_pieces` has not returned
-        self._calls = PendingCalls()
+        self._calls: list[PendingCall] = []  # in order of arrival
         self._calls_first = False
         self._stepping = False
         self._several = False  # requests have streams
@@ -153,7 +150,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether there is anything to compute."""
-        return bool(self._waiting or self._active or len(self._calls))
+        return bool(self._waiting or self._active or self._calls)
 
     def submit(
         self,
@@ -207,7 +204,7 @@ class Scheduler:
 
     def call(self, call: PendingCall) -> None:
         """Add requests of the caller, which share passes with the streams."""
-        self._calls.add(call)
+        self._calls.append(call)
 
     def step(self) -> list[tuple[Stream, str]]:
         """Compute one pass and return the text it added, by stream; without streams, return an empty list.
@@ -247,10 +244,10 @@ class Scheduler:
         prompts = [s for s in ready if not s.writing]
         scored = [s for s in ready if s.scoring]
         writing = [s for s in ready if s.writing and not s.scoring]
-        shares, scored_rows = self._prompt_shares(prompts, scored, writing)
-        calls = self._calls.requests
+        calls = [request for call in self._calls for request in call.left]
+        shares, scored_rows = self._prompt_shares(calls, prompts, scored, writing)
         given = sum(len(tokens.ids) for _, tokens in scored_rows)
-        texts = self._next_tokens(writing, given + sum(min(share.left, share.rows) for share in shares))
+        texts = self._next_tokens(writing, given + sum(share.wanted for share in shares))
         if not (texts or scored_rows or prompts or calls):
             pending = (stream.text.choosing.pending for stream in self._active)
             waited_for = [answer for answer in pending if answer is not None]
@@ -265,7 +262,7 @@ class Scheduler:
         requests = [s.text.request(s.session, tokens, continues=continues) for s, tokens in chosen]
         rows_before = sum(request.computed for request in calls)
         whole = _Share(requests, self._core.pass_rows, self._core.pass_rows)
-        self._core.forward_pass([share.native for share in (*shares, whole)])
+        self._core.forward_pass([*shares, whole])
         end = time.perf_counter()
         self.passes += 1
         results = [(s, request.take_result()) for (s, _), request in zip(chosen, requests, strict=True)]
@@ -286,8 +283,10 @@ class Scheduler:
             len(writing), sum(part.rows for part in rows if not part.writing), call_rows, seconds, rows
         )
         del calls, requests, whole, shares  # which hold sessions
-        alone = len(self._active) == 1 and not len(self._calls)
-        self._calls.take_results()
+        alone = len(self._active) == 1 and not self._calls
+        for call in [call for call in self._calls if not call.left]:
+            self._calls.remove(call)
+            call.finish()
         for stream, result in results:
             if isinstance(result, list):
                 stream.times.note_tokens(end)
@@ -343,7 +342,11 @@ class Scheduler:
         return stream.asked_by if self._several else stream
 
     def _prompt_shares(
-        self, prompts: list[Stream], scored: list[Stream], writing: list[Stream]
+        self,
+        requests: list[_core.Computation],  # of calls
+        prompts: list[Stream],
+        scored: list[Stream],
+        writing: list[Stream],
     ) -> tuple[list[_Share], list[tuple[Stream, NextTokens]]]:
         """Divide the rows of a pass among calls, short prompts and long ones; choose the scored ones."""
         full, askers = self._core.pass_rows, len({self._asker(s) for s in writing})
@@ -364,7 +367,7 @@ class Scheduler:
             most_short = min(most_short, PROMPT_TURN + ROWS_PER_WRITING * askers)
         scored_rows = self._scored_rows(scored, most_long, len(long))
         most_long -= sum(len(tokens.ids) for _, tokens in scored_rows)
-        calls = _Share(self._calls.requests, min(room, fewest) if writing else room, full)
+        calls = _Share(requests, min(room, fewest) if writing else room, full)
         shares = [
             _Share([s.request for s in some if s.request is not None], most, PROMPT_TURN)
             for some, most in ((short, most_short), (long, most_long))
@@ -455,7 +458,7 @@ class Scheduler:
             self._results.pop(stream, None)
             stream.release()
             stream.text.choosing.close()
-        self._calls.drop_cancelled()
+        self._calls = [call for call in self._calls if not call.results.cancelled()]
 
     def _note_end(self) -> None:
         """Raise the limit once as many streams ended as it allows.

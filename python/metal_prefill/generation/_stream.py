@@ -235,32 +235,21 @@ class PendingCall:
         self.requests = list(requests)
         self.results: Future[list[Any]] = Future()  # as the native engine returns them
 
-
-class PendingCalls:
-    """Calls in order of arrival."""
-
-    def __init__(self) -> None:
-        self._calls: list[PendingCall] = []
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def add(self, call: PendingCall) -> None:
-        self._calls.append(call)
+    @property
+    def done(self) -> bool:
+        return self.results.done()
 
     @property
-    def requests(self) -> list[_core.Computation]:
-        """Requests that are not finished, the oldest first."""
-        return [request for call in self._calls for request in call.requests if not request.finished]
+    def left(self) -> list[_core.Computation]:
+        """Requests that are not finished."""
+        return [request for request in self.requests if not request.finished]
 
-    def take_results(self) -> None:
-        """Take the results of calls all of whose requests are finished, and drop these calls."""
-        for call in [call for call in self._calls if all(request.finished for request in call.requests)]:
-            self._calls.remove(call)
-            if call.results.set_running_or_notify_cancel():
-                call.results.set_result([request.take_result() for request in call.requests])
-            call.requests = []
+    def finish(self) -> None:
+        """Take the results of all requests, which are finished."""
+        if self.results.set_running_or_notify_cancel():
+            self.results.set_result([request.take_result() for request in self.requests])
+        self.requests = []
 
-    def drop_cancelled(self) -> None:
-        """Drop the calls whose results are no longer awaited."""
-        self._calls = [call for call in self._calls if not call.results.cancelled()]
+    def fail(self, error: Exception) -> None:
+        if not self.done and self.results.set_running_or_notify_cancel():
+            self.results.set_exception(error)

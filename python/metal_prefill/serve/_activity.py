@@ -312,40 +312,21 @@ def prefix_tree(prompts: Sequence[Ids]) -> list[Node]:
 
     It has fewer than twice as many nodes as there are prompts.
     """
-    # Big-endian bytes sort as the ids do, so that each prompt shares most with its neighbours.
-    order = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">i4").tobytes())
-    ends: list[int] = []
-    parents: list[int | None] = []
-    ending: list[list[int]] = []
+    nodes: list[Node] = []
 
-    def add(end: int, parent: int | None) -> int:
-        ends.append(end)
-        parents.append(parent)
-        ending.append([])
-        return len(ends) - 1
+    def grow(indices: list[int], start: int, parent: int | None) -> None:
+        """Add the nodes of sorted prompts that agree in their first `start` tokens and have more."""
+        while indices:
+            token = prompts[indices[0]][start]
+            alike = [i for i in indices if prompts[i][start] == token]
+            end = _core.common_prefix(prompts[alike[0]], prompts[alike[-1]])
+            longer = [i for i in alike if len(prompts[i]) > end]
+            nodes.append(Node(parent, start, end, sorted(set(alike) - set(longer))))
+            grow(longer, end, len(nodes) - 1)
+            indices = indices[len(alike) :]
 
-    path: list[int] = []  # from a root to the node of the latest prompt
-    previous: Ids = np.empty(0, np.int32)
-    for i in order:
-        shared = _core.common_prefix(previous, prompts[i])
-        below: int | None = None
-        while path and ends[path[-1]] > shared:
-            below = path.pop()
-        if below is not None and shared > (ends[path[-1]] if path else 0):
-            middle = add(shared, path[-1] if path else None)
-            parents[below] = middle
-            path.append(middle)
-        if not path or ends[path[-1]] < len(prompts[i]):
-            path.append(add(len(prompts[i]), path[-1] if path else None))
-        ending[path[-1]].append(i)
-        previous = prompts[i]
-    by_end = sorted(range(len(ends)), key=ends.__getitem__)
-    place = {old: new for new, old in enumerate(by_end)}
-    nodes = []
-    for old in by_end:
-        parent = parents[old]
-        start = 0 if parent is None else ends[parent]
-        nodes.append(Node(None if parent is None else place[parent], start, ends[old], sorted(ending[old])))
+    # Big-endian bytes sort as the ids do, so that the first and the last of some prompts differ the most.
+    grow(sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">i4").tobytes()), 0, None)
     return nodes
 
 
