@@ -115,9 +115,7 @@ def test_an_oversized_body_is_rejected_before_it_is_read(strict: Running) -> Non
     ],
 )
 def test_invalid_requests_are_reported(strict: Running, body: bytes, message: str) -> None:
-    answer = strict.post("/v1/completions", body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+    error = strict.refused("/v1/completions", body)
     assert message in error["message"]
     assert error["type"] == "invalid_request_error"
 
@@ -131,9 +129,7 @@ def test_invalid_conversations_are_reported(strict: Running) -> None:
         ({"messages": [user], "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"messages": [user], "chat_template_kwargs": {"tools": 1}}, "tools"),
     ):
-        answer = strict.post("/v1/chat/completions", body)
-        assert answer.status_code == 400
-        assert message in answer.json()["error"]["message"]
+        assert message in strict.refused("/v1/chat/completions", body)["message"]
 
 
 def test_a_hostile_schema_ends_at_a_limit(strict: Running) -> None:
@@ -157,9 +153,6 @@ def test_the_openai_client_raises_its_own_errors(server: Running) -> None:
         openai.NotFoundError, match="The model 'gpt-4' does not exist; this server has 'demo'"
     ):
         client.completions.create(model="gpt-4", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="exceeds the context of 1024") as caught:
-        client.completions.create(model="demo", prompt=[1] * 2000)
-    assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError, match="there is no path /v1/nothing"):
         client.get("/nothing", cast_to=object)
     with pytest.raises(openai.APIStatusError, match="/v1/completions takes POST, not GET") as wrong_method:

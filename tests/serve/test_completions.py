@@ -8,47 +8,53 @@ import numpy as np
 import pytest
 from support import server_requests
 from support.running_server import Gate, Running, events, running, wait_until
+from support.scheduled_texts import alone
 
 from metal_prefill import Model
 from metal_prefill.generation import Scheduler
 from metal_prefill.generation._stream import make_streams
 
 PROMPT = "ROMEO:\nBut soft"
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
 
 
-def alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> str:
-    with model.session() as session:
-        return "".join(session.generate(prompt, max_tokens, **options))
+def complete(server: Running, **options: Any) -> Any:
+    """Complete a prompt, greedily unless another temperature is given, and return the answer."""
+    options = {"model": "demo", "prompt": PROMPT, "temperature": 0, **options}
+    return server.client().completions.create(**options)
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}])
+OURS: dict[str, Any] = {"top_k": 3, "min_p": 0.1, "repeat_penalty": 1.2, "min_tokens": 4, "regex": "[A-Z ]+"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({"temperature": 0, "max_tokens": 20}, {}),
+        ({"max_tokens": 20, **SAMPLED}, SAMPLED),
+        ({"seed": 3}, {"temperature": 1.0, "seed": 3}),  # the defaults
+        ({"seed": 1, "extra_body": OURS}, {"temperature": 1.0, "seed": 1, **OURS}),
+    ],
+)
 def test_the_text_equals_that_of_the_prompt_alone(
-    server: Running, cpu_model: Model, options: dict[str, Any]
+    server: Running, cpu_model: Model, asked: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    answer = server.client().completions.create(model="demo", prompt=PROMPT, max_tokens=20, **options)
-    assert answer.choices[0].text == alone(cpu_model, PROMPT, 20, **options)
+    answer = server.client().completions.create(model="demo", prompt=PROMPT, **asked)
+    most = asked.get("max_tokens", 16)
+    assert answer.choices[0].text == alone(cpu_model, PROMPT, most, **options)
     assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
     prompt_tokens = len(cpu_model.tokenizer.encode(PROMPT))
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt_tokens, 20)
-
-
-def test_temperature_1_and_16_tokens_are_the_defaults(server: Running, cpu_model: Model) -> None:
-    answer = server.client().completions.create(model="demo", prompt=PROMPT, seed=3)
-    assert answer.choices[0].text == alone(cpu_model, PROMPT, 16, temperature=1.0, seed=3)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt_tokens, most)
 
 
 def test_several_prompts_have_n_texts_each(server: Running, cpu_model: Model) -> None:
     prompts = [PROMPT, "JULIET:\n"]
-    answer = server.client().completions.create(
-        model="demo", prompt=prompts, n=2, max_tokens=8, temperature=1, seed=4
-    )
+    answer = complete(server, prompt=prompts, n=2, max_tokens=8, temperature=1, seed=4)
     expected = [""] * 4
     for i, piece in cpu_model.generate_many(prompts, 8, n=2, temperature=1.0, seed=4):
         expected[i] += str(piece)
     assert [c.text for c in answer.choices] == expected
     assert [c.index for c in answer.choices] == [0, 1, 2, 3]
-    assert answer.usage is not None
     assert answer.usage.prompt_tokens == sum(len(cpu_model.tokenizer.encode(p)) for p in prompts)
 
 
@@ -56,23 +62,20 @@ def test_several_prompts_have_n_texts_each(server: Running, cpu_model: Model) ->
 def test_the_texts_with_the_highest_mean_log_probability_are_returned(
     server: Running, logprobs: int | None
 ) -> None:
-    client, prompts = server.client(), [PROMPT, "JULIET:\n"]
-    options: dict[str, Any] = {"model": "demo", "prompt": prompts, "max_tokens": 12, "temperature": 1.5}
+    options: dict[str, Any] = {"prompt": [PROMPT, "JULIET:\n"], "max_tokens": 12, "temperature": 1.5}
     options |= {"seed": 6, "stop": "."}
-    candidates = client.completions.create(**options, n=4, logprobs=logprobs or 0)
+    candidates = complete(server, **options, n=4, logprobs=logprobs or 0)
     expected: list[Any] = []
     for of_prompt in (candidates.choices[:4], candidates.choices[4:]):
         means = [np.mean(choice.logprobs.token_logprobs) for choice in of_prompt if choice.logprobs]
         expected += [of_prompt[i] for i in np.argsort(means)[::-1][:2]]
-    best = client.completions.create(**options, n=2, best_of=4, logprobs=logprobs)
+    best = complete(server, **options, n=2, best_of=4, logprobs=logprobs)
     assert [choice.text for choice in best.choices] == [choice.text for choice in expected]
     assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
     if logprobs is None:
         assert all(choice.logprobs is None for choice in best.choices)
     else:
         assert [choice.logprobs for choice in best.choices] == [choice.logprobs for choice in expected]
-    assert best.usage is not None
-    assert candidates.usage is not None
     assert best.usage.completion_tokens == candidates.usage.completion_tokens
     assert best.usage.prompt_tokens == candidates.usage.prompt_tokens
 
@@ -80,71 +83,51 @@ def test_the_texts_with_the_highest_mean_log_probability_are_returned(
 def test_prompts_may_be_token_ids(server: Running, cpu_model: Model) -> None:
     ids = cpu_model.tokenizer.encode(PROMPT)
     for prompt in (ids, [ids]):
-        answer = server.client().completions.create(model="demo", prompt=prompt, max_tokens=8, temperature=0)
-        assert answer.choices[0].text == alone(cpu_model, ids, 8)
+        assert complete(server, prompt=prompt, max_tokens=8).choices[0].text == alone(cpu_model, ids, 8)
 
 
 def test_stops_bias_and_echo_take_effect(server: Running, cpu_model: Model) -> None:
     whole = alone(cpu_model, PROMPT, 30)
-    client = server.client()
-    stopped = client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=30, temperature=0, stop=[whole[8:11], "no such text"]
-    )
-    assert stopped.choices[0].text == whole[: whole.index(whole[8:11])]
-    assert stopped.choices[0].finish_reason == "stop"
+    (stopped,) = complete(server, max_tokens=30, stop=[whole[8:11], "no such text"]).choices
+    assert (stopped.text, stopped.finish_reason) == (whole[: whole.index(whole[8:11])], "stop")
     first = next(iter(cpu_model.session().stream(PROMPT, 1))).token
-    biased = client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=5, temperature=0, logit_bias={str(first): -100}
-    )
-    assert biased.choices[0].text == alone(cpu_model, PROMPT, 5, logit_bias={first: -100.0})
-    assert biased.choices[0].text != whole[: len(biased.choices[0].text)]
-    echoed = client.completions.create(model="demo", prompt=PROMPT, max_tokens=5, temperature=0, echo=True)
-    assert echoed.choices[0].text == alone(cpu_model, PROMPT, 5, echo=True)
-    assert echoed.choices[0].text.startswith(PROMPT)
+    (biased,) = complete(server, max_tokens=5, logit_bias={str(first): -100}).choices
+    assert biased.text == alone(cpu_model, PROMPT, 5, logit_bias={first: -100.0})
+    assert biased.text != whole[: len(biased.text)]
+    (echoed,) = complete(server, max_tokens=5, echo=True).choices
+    assert echoed.text == alone(cpu_model, PROMPT, 5, echo=True)
+    assert echoed.text.startswith(PROMPT)
 
 
 def test_log_probabilities_match_a_session(server: Running, cpu_model: Model) -> None:
     pieces = list(cpu_model.session().stream(PROMPT, 6, logprobs=2))
-    answer = server.client().completions.create(
-        model="demo", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2
-    )
-    found = answer.choices[0].logprobs
-    assert found is not None
+    (choice,) = complete(server, max_tokens=6, logprobs=2).choices
+    found, text = choice.logprobs, choice.text
     assert found.token_logprobs == [piece.logprob for piece in pieces]
     assert found.tokens == [cpu_model.tokenizer.token_bytes(piece.token).decode() for piece in pieces]
-    assert found.top_logprobs is not None
     assert [sorted(best.values(), reverse=True) for best in found.top_logprobs] == [
         [value for _, value in piece.top_logprobs] for piece in pieces
     ]
-    text = answer.choices[0].text
-    assert found.text_offset is not None
     assert [
-        text[o : o + len(t)] for o, t in zip(found.text_offset, found.tokens or [], strict=True)
+        text[o : o + len(t)] for o, t in zip(found.text_offset, found.tokens, strict=True)
     ] == found.tokens
 
 
 def test_echo_scores_the_prompt(server: Running, cpu_model: Model) -> None:
     ids = cpu_model.tokenizer.encode(PROMPT * 3)
     scores = cpu_model.score(ids).astype(np.float64)
-    client = server.client()
     for max_tokens in (0, 5):
-        answer = client.completions.create(
-            model="demo", prompt=ids, max_tokens=max_tokens, temperature=0, logprobs=2, echo=True
-        )
+        answer = complete(server, prompt=ids, max_tokens=max_tokens, logprobs=2, echo=True)
         found = answer.choices[0].logprobs
-        assert found is not None
-        assert len(found.tokens or []) == len(ids) + max_tokens
-        assert found.token_logprobs is not None
+        assert len(found.tokens) == len(ids) + max_tokens
         assert found.token_logprobs[0] is None
         np.testing.assert_allclose(found.token_logprobs[1 : len(ids)], scores, rtol=0, atol=2e-6)
         assert answer.choices[0].text == cpu_model.tokenizer.decode(ids) + (
             alone(cpu_model, ids, max_tokens) if max_tokens else ""
         )
-        assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), max_tokens)
     # The most probable token of each row; lm-eval checks with it whether a text is greedy.
     greedy = cpu_model.forward_batch([cpu_model.session()], [ids], output="greedy", rows="all")[0]
-    assert found.top_logprobs is not None
     for best, token in zip(found.top_logprobs[1 : len(ids)], greedy, strict=False):
         assert max(best, key=best.__getitem__) == cpu_model.tokenizer.token_bytes(int(token)).decode()
 
@@ -167,19 +150,10 @@ def test_offsets_ignore_tokens_outside_the_text(server: Running, cpu_model: Mode
         assert [text[o : o + len(t)] for o, t in zip(offsets[-3:], tokens[-3:], strict=True)] == tokens[-3:]
 
 
-def test_our_extensions_are_passed_in_extra_body(server: Running, cpu_model: Model) -> None:
-    options: dict[str, Any] = {"top_k": 3, "min_p": 0.1, "repeat_penalty": 1.2, "min_tokens": 4}
-    answer = server.client().completions.create(
-        model="demo", prompt=PROMPT, max_tokens=12, seed=1, extra_body={**options, "regex": "[A-Z ]+"}
-    )
-    expected = alone(cpu_model, PROMPT, 12, temperature=1.0, seed=1, regex="[A-Z ]+", **options)
-    assert answer.choices[0].text == expected
-
-
 def test_usage_and_timings_are_the_last_event_on_request(server: Running, cpu_model: Model) -> None:
     body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stream": True}
     chunks = events(server.post("/v1/completions", {**body, "stream_options": {"include_usage": True}}))
-    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert {chunk["usage"] for chunk in chunks[:-1]} == {None}
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 20
     assert chunks[-1]["timings"].keys() == PARTS
@@ -194,12 +168,9 @@ def test_usage_and_timings_are_the_last_event_on_request(server: Running, cpu_mo
 
 def test_a_repeated_prompt_counts_as_cached(server: Running, cpu_model: Model) -> None:
     prompt = "FIRST CITIZEN:\nBefore we proceed any further, hear me speak, and mark my words. " * 8
-    client = server.client()
-    usages = [client.completions.create(model="demo", prompt=prompt, max_tokens=1).usage for _ in range(2)]
-    cached = [u.prompt_tokens_details.cached_tokens for u in usages if u and u.prompt_tokens_details]
+    usages = [complete(server, prompt=prompt, max_tokens=1).usage for _ in range(2)]
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
     n = len(cpu_model.tokenizer.encode(prompt))
-    assert cached[0] is not None
-    assert cached[1] is not None
     assert cached[0] <= 64
     assert n - 64 <= cached[1] < n  # pages that are full, or all but the last token
 
@@ -218,8 +189,7 @@ def test_models_are_listed_by_name(server: Running) -> None:
     client = server.client()
     assert [model.id for model in client.models.list()] == ["demo", "other-name"]
     assert client.models.retrieve("other-name").id == "other-name"
-    answer = client.completions.create(model="other-name", prompt=PROMPT, max_tokens=1)
-    assert answer.model == "other-name"
+    assert complete(server, model="other-name", max_tokens=1).model == "other-name"
 
 
 LONG_PROMPT = [3 * i % 250 for i in range(300)]

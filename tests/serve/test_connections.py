@@ -178,9 +178,8 @@ def test_answers_that_are_not_read_have_a_total_limit(
             connection.sendall(request_bytes({**BODY, "n": 64, "logprobs": 20, "max_tokens": 16}))
             wait_until(lambda: server.service.bodies.answers.size > 6000)
             assert server.service._texts == 0
-            refused = server.post("/v1/completions", BODY)
-            assert refused.status_code == 503
-            assert "have not received exceed 6000 bytes" in refused.json()["error"]["message"]
+            refused = server.refused("/v1/completions", BODY, 503)
+            assert "have not received exceed 6000 bytes" in refused["message"]
         wait_until(lambda: server.service.bodies.answers.size == 0)
         assert server.post("/v1/completions", BODY).status_code == 200
 

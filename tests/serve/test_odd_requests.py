@@ -19,6 +19,13 @@ BODY = {"prompt": "ROMEO:\n", "max_tokens": 1}
 APP = "https://app.example.com"
 
 
+@pytest.fixture(scope="module")
+def guarded(cpu_model: Model) -> Iterator[Running]:
+    """Serve hosts and origins of which a few are named."""
+    with running(cpu_model, allowed_hosts=["Models.example.com"], cors_origins=[APP.upper()]) as server:
+        yield server
+
+
 def statuses(server: Running, headers: dict[str, str]) -> set[int]:
     answers = [server.get(path, headers=headers) for path in ("/", "/health", "/activity")]
     return {a.status_code for a in [*answers, server.post("/v1/completions", BODY, headers=headers)]}
@@ -43,9 +50,8 @@ def statuses(server: Running, headers: dict[str, str]) -> set[int]:
         ("", 403),
     ],
 )
-def test_a_host_is_an_address_or_a_name_of_the_server(cpu_model: Model, host: str, status: int) -> None:
-    with running(cpu_model, allowed_hosts=["Models.example.com"]) as server:
-        assert statuses(server, {"host": host}) == {status}
+def test_a_host_is_an_address_or_a_name_of_the_server(guarded: Running, host: str, status: int) -> None:
+    assert statuses(guarded, {"host": host}) == {status}
 
 
 @pytest.mark.parametrize(
@@ -62,9 +68,8 @@ def test_a_host_is_an_address_or_a_name_of_the_server(cpu_model: Model, host: st
         ("", 403),
     ],
 )
-def test_an_origin_is_that_of_the_server_or_allowed(cpu_model: Model, origin: str, status: int) -> None:
-    with running(cpu_model, cors_origins=[APP.upper()]) as server:
-        assert statuses(server, {"origin": origin.format(host=f"127.0.0.1:{server.port}")}) == {status}
+def test_an_origin_is_that_of_the_server_or_allowed(guarded: Running, origin: str, status: int) -> None:
+    assert statuses(guarded, {"origin": origin.format(host=f"127.0.0.1:{guarded.port}")}) == {status}
 
 
 def test_all_hosts_and_origins_may_be_allowed(cpu_model: Model) -> None:

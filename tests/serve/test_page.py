@@ -77,13 +77,20 @@ def test_the_page_can_be_disabled(cpu_model: Model) -> None:
         assert server.get("/activity", headers={"authorization": "Bearer secret"}).status_code == 200
 
 
-def test_the_page_can_be_mounted_under_a_path(cpu_model: Model) -> None:
+def test_an_app_may_be_mounted_under_a_path(cpu_model: Model) -> None:
     outer = Starlette(routes=[Mount("/models/demo", serve.app(cpu_model, api_keys=["secret"]))])
     with TestClient(outer, "http://localhost") as client:
         html = client.get("/models/demo/").text
-        for reference in re.findall(r'(?:href|src)="([^"#]+)"', html):
+        for reference in ("health", *re.findall(r'(?:href|src)="([^"#]+)"', html)):
             assert client.get(f"/models/demo/{reference}").status_code == 200
-        assert client.get("/models/demo/v1/models").status_code == 401
+        for path in ("v1/models", "v1/models/health", "health/health", "nothing/health"):
+            assert client.get(f"/models/demo/{path}").status_code == 401
+        answer = client.post(
+            "/models/demo/v1/completions",
+            json={"prompt": "ROMEO:", "max_tokens": 1},
+            headers={"authorization": "Bearer secret"},
+        )
+        assert answer.status_code == 200
 
 
 def test_files_refer_only_to_each_other() -> None:

@@ -45,9 +45,8 @@ def test_a_full_queue_answers_429_until_there_is_room(cpu_model: Model) -> None:
 
 def test_more_texts_than_the_queue_holds_are_rejected(cpu_model: Model) -> None:
     with running(cpu_model, max_streams=2, max_queue=1) as server:
-        refused = server.post("/v1/completions", {**BODY, "n": 4})
-        assert refused.status_code == 400
-        assert "4 texts are wanted; this server takes 3 at a time" in refused.json()["error"]["message"]
+        refused = server.refused("/v1/completions", {**BODY, "n": 4})
+        assert "4 texts are wanted; this server takes 3 at a time" in refused["message"]
         assert server.post("/v1/completions", {**BODY, "n": 3}).status_code == 200
 
 
@@ -68,10 +67,9 @@ def test_an_answer_ends_at_the_time_limit(cpu_model: Model, stream: bool) -> Non
 
 
 def test_a_prompt_that_does_not_fit_is_rejected_before_anything_is_computed(cpu_model: Model) -> None:
+    """LiteLLM looks for the first words in lower case, LangChain for the code."""
     with running(cpu_model) as server:
-        refused = server.post("/v1/completions", {"prompt": [1] * 1025})
-        assert refused.status_code == 400
-        assert refused.json()["error"] == {
+        assert server.refused("/v1/completions", {"prompt": [1] * 1025}) == {
             "message": "This model's maximum context length is 1024 tokens. "
             "However, the prompt is too long: a prompt of 1025 tokens exceeds the context of 1024",
             "type": "invalid_request_error",
@@ -89,9 +87,7 @@ def test_a_prompt_that_exceeds_the_memory_is_rejected(tmp_path: Path) -> None:
             ("/v1/embeddings", {"input": [[1], [1] * 200]}),
             ("/v1/rerank", {"query": "a" * 200, "documents": ["b"]}),
         ):
-            refused = server.post(way, body)
-            assert refused.status_code == 400
-            error = refused.json()["error"]
+            error = server.refused(way, body)
             assert error["code"] == "kv_memory_exceeded"
             assert "kv_memory of" in error["message"]
         assert b"metal_prefill_passes_total 0.0" in server.get("/metrics").content
@@ -122,9 +118,9 @@ def test_a_key_is_required(cpu_model: Model) -> None:
         assert server.get("/v1/models/demo/health").status_code == 401
         for wrong in ("Basic right", "right", "Bearer", "Bearer rightly", "Bearer right also right"):
             assert server.get("/v1/models", headers={"authorization": wrong}).status_code == 401
-        missing = server.post("/v1/completions", BODY)
-        assert missing.status_code == 401
-        assert missing.json()["error"]["code"] == "invalid_api_key"
+        for key, status in (("right", 200), ("wrong", 401)):  # as Anthropic's client sends it
+            assert server.get("/v1/models", headers={"x-api-key": key}).status_code == status
+        assert server.refused("/v1/completions", BODY, 401)["code"] == "invalid_api_key"
 
 
 def test_a_key_may_contain_any_character(cpu_model: Model) -> None:
@@ -147,9 +143,8 @@ def test_file_names_may_be_invalid_utf_8(
         answer = server.post("/v1/completions", {**BODY, "model": "a\ufffd"})
         assert answer.json()["model"] == "a\ufffd"
         monkeypatch.setattr(model.tokenizer, "chat_pieces", refuse)
-        refused = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
-        assert refused.status_code == 400
-        assert refused.json()["error"]["message"].endswith("a\\udcff.gguf has no template")
+        refused = server.refused("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+        assert refused["message"].endswith("a\\udcff.gguf has no template")
 
 
 def test_metrics_count_completed_work(cpu_model: Model) -> None:
@@ -191,22 +186,6 @@ def test_metrics_count_completed_work(cpu_model: Model) -> None:
 def test_invalid_limits_are_rejected(cpu_model: Model, limits: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         serve.app(cpu_model, **limits)
-
-
-def test_an_app_may_be_mounted_elsewhere(cpu_model: Model) -> None:
-    from starlette.applications import Starlette
-    from starlette.routing import Mount
-    from starlette.testclient import TestClient
-
-    outer = Starlette(routes=[Mount("/models/demo", serve.app(cpu_model, api_keys=["key"]))])
-    with TestClient(outer, "http://localhost") as client:
-        assert client.get("/models/demo/health").status_code == 200
-        for path in ("/v1/models", "/v1/models/health", "/health/health", "/nothing/health"):
-            assert client.get(f"/models/demo{path}").status_code == 401
-        answer = client.post(
-            "/models/demo/v1/completions", json=BODY, headers={"authorization": "Bearer key"}
-        )
-        assert answer.status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,12 @@ class Running:
         headers = {**JSON, **options.pop("headers", {})}
         return httpx.post(self.url + path, content=content, headers=headers, timeout=60, **LOCAL, **options)
 
+    def refused(self, path: str, body: Any, status: int = 400, **options: Any) -> Any:
+        """Send a request that the server must refuse; return its error."""
+        answer = self.post(path, body, **options)
+        assert answer.status_code == status, answer.text
+        return answer.json()["error"]
+
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60, **LOCAL, **options)
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from metal_prefill import Model
+from metal_prefill import Model, Scheduler
+from metal_prefill.generation import Stream
 
 TEXTS = ["ROMEO:\nBut soft", "JULIET:\n", "First Citizen:\nWe are", "KING:\nO my lord, what"]
 
@@ -19,3 +20,12 @@ def texts_of(pieces: Any, n: int) -> list[str]:
     for index, piece in pieces:
         texts[index] += piece
     return texts
+
+
+def passes_until_it_ends(scheduler: Scheduler, stream: Stream) -> list[int]:
+    """Return the rows of each pass until a stream has ended."""
+    rows = []
+    while stream.finish_reason is None:
+        scheduler.step()
+        rows.append(scheduler.last_pass.writing + scheduler.last_pass.prompts)
+    return rows
