@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.fuzzing import TIMEOUT, kept, regressions, rounds
+from support.fuzzing import TIMEOUT, fuzz
 
 from metal_prefill.text import ToolCall, ToolCallParser, parse_tool_calls
 
@@ -82,16 +82,13 @@ def in_pieces(text: str, random: Random) -> tuple[str, list[ToolCall]]:
 
 
 def test_answers_with_calls() -> None:
-    def run(text: str, random: Random) -> None:
-        with kept("answer", text.encode()):
-            whole = parse_tool_calls(text, TOOLS)
-            assert in_pieces(text, random) == whole
-            rest = iter(text)
-            assert all(character in rest for character in whole.text)  # in this order
-            if not whole.calls:
-                assert whole.text == text
+    def run(content: bytes, random: Random) -> None:
+        text = content.decode()
+        whole = parse_tool_calls(text, TOOLS)
+        assert in_pieces(text, random) == whole
+        rest = iter(text)
+        assert all(character in rest for character in whole.text)  # in this order
+        if not whole.calls:
+            assert whole.text == text
 
-    for content in regressions("answer"):
-        run(content.decode(), Random(1))
-    for random in rounds(150):
-        run(write_answer(random), random)
+    fuzz("answer", 80, lambda random: write_answer(random).encode(), run)

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.fuzzing import TIMEOUT, kept, regressions, rounds
+from support.fuzzing import TIMEOUT, fuzz
 
 pytest.importorskip("msgspec", reason="needs the extra serve")
 
@@ -118,10 +118,10 @@ def check(body: bytes) -> bool:
 
 def test_bodies() -> None:
     valid = 0
-    for content in regressions("body"):
-        check(content)
-    for random in rounds(150):
-        body = odd_body(random)
-        with kept("body", body):
-            valid += check(body)
+
+    def run(body: bytes, _: Random) -> None:
+        nonlocal valid
+        valid += check(body)
+
+    fuzz("body", 80, odd_body, run)
     assert valid

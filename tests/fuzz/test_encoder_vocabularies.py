@@ -4,9 +4,7 @@ A text is encoded as tokens with offsets, none of which is a control token. A fi
 the package; the tokenizers library would panic on some files without the checks.
 """
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -14,7 +12,7 @@ from random import Random
 import pytest
 from support import encoder_tokenizers as recorded
 from support.encoder_tokenizers import VARIANTS
-from support.fuzzing import TIMEOUT, kept, regressions, rounds
+from support.fuzzing import TIMEOUT, fuzz
 from support.gguf_mutator import Parts, mutate, take_apart
 from support.hostile_texts import hostile_texts
 
@@ -39,25 +37,24 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 
 def test_texts_are_encoded_with_offsets(tokenizers: dict[str, Tokenizer]) -> None:
-    def run(name: str, text: str) -> None:
+    def run(content: bytes, _: Random) -> None:
+        name, _, text = content.decode().partition("\n")
         tokenizer = tokenizers[name]
-        with kept("encoder-text", text.encode()):
-            ids = tokenizer.encode(text, add_bos=False)
-            spans = tokenizer.encode_spans(text)
-            assert [span.id for span in spans] == ids
-            assert all(0 <= span.start <= span.end <= len(text) for span in spans)
-            assert all(a.start <= b.start for a, b in pairwise(spans))
-            assert not any(tokenizer.is_special(i) for i in ids if i != tokenizer.unk_id)
-            tokenizer.decode(ids)
-            pair = tokenizer.frame.pair(ids, ids)
-            assert len(pair.ids) == len(pair.types) == 2 * len(ids) + tokenizer.frame.pair_tokens
+        ids = tokenizer.encode(text, add_bos=False)
+        spans = tokenizer.encode_spans(text)
+        assert [span.id for span in spans] == ids
+        assert all(0 <= span.start <= span.end <= len(text) for span in spans)
+        assert all(a.start <= b.start for a, b in pairwise(spans))
+        assert not any(tokenizer.is_special(i) for i in ids if i != tokenizer.unk_id)
+        tokenizer.decode(ids)
+        pair = tokenizer.frame.pair(ids, ids)
+        assert len(pair.ids) == len(pair.types) == 2 * len(ids) + tokenizer.frame.pair_tokens
 
-    for content in regressions("encoder-text"):
-        for name in VARIANTS:
-            run(name, content.decode())
-    for random in rounds(300):
-        for text in hostile_texts(2, random.randrange(2**32)):
-            run(random.choice(tuple(VARIANTS)), text)
+    def write(random: Random) -> bytes:
+        (text,) = hostile_texts(1, random.randrange(2**32))
+        return f"{random.choice(tuple(VARIANTS))}\n{text}".encode()
+
+    fuzz("encoder-text", 300, write, run)
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +67,6 @@ def files(tokenizers: dict[str, Tokenizer], tmp_path_factory: pytest.TempPathFac
         parts = take_apart(folder / "vocabulary.gguf")
         found[name] = Parts(parts.metadata, [("t", [32], 0, 0)], bytes(128))
     return found
-
-
-def use(path: Path) -> None:
-    with suppress(MetalPrefillError), GGUFFile(path) as opened:
-        tokenizer = Tokenizer.from_gguf(opened)
-        ids = tokenizer.encode(TEXT)
-        tokenizer.decode(ids)
-        tokenizer.encode_spans(TEXT)
-        tokenizer.encode_pair(TEXT, "x")
 
 
 def damaged_charsmap(parts: Parts, random: Random) -> Parts:
@@ -95,28 +83,22 @@ def damaged_charsmap(parts: Parts, random: Random) -> Parts:
     return Parts(metadata, parts.tensors, parts.data)
 
 
-@contextmanager
-def replaced(path: Path, content: bytes) -> Iterator[None]:
-    with kept("encoder-vocabulary", content):
+@pytest.mark.parametrize("damaged", ["structure", "character map"])
+def test_files_open_or_raise_an_error(files: dict[str, Parts], tmp_path: Path, damaged: str) -> None:
+    def damage(random: Random) -> bytes:
+        if damaged == "structure":
+            return mutate(files[random.choice(tuple(files))], random)
+        return damaged_charsmap(files["unigram"], random).assemble()
+
+    def use(content: bytes, _: Random) -> None:
+        path = tmp_path / "v.gguf"
         path.write_bytes(content)
-        yield
-    os.unlink(path)
+        with suppress(MetalPrefillError), GGUFFile(path) as opened:
+            tokenizer = Tokenizer.from_gguf(opened)
+            ids = tokenizer.encode(TEXT)
+            tokenizer.decode(ids)
+            tokenizer.encode_spans(TEXT)
+            tokenizer.encode_pair(TEXT, "x")
+        path.unlink()
 
-
-def test_files_open_or_raise_an_error(files: dict[str, Parts], tmp_path: Path) -> None:
-    path = tmp_path / "v.gguf"
-    for content in regressions("encoder-vocabulary"):
-        with replaced(path, content):
-            use(path)
-    for random in rounds(120):
-        parts = files[random.choice(tuple(files))]
-        changed = mutate(parts, random)
-        with replaced(path, changed):
-            use(path)
-
-
-def test_damaged_character_maps_raise_an_error(files: dict[str, Parts], tmp_path: Path) -> None:
-    path = tmp_path / "v.gguf"
-    for random in rounds(120):
-        with replaced(path, damaged_charsmap(files["unigram"], random).assemble()):
-            use(path)
+    fuzz("encoder-vocabulary", 60, damage, use)

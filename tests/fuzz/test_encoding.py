@@ -6,11 +6,12 @@ llama.cpp is installed, the ids are compared with its ids.
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from support import comparison
-from support.fuzzing import TIMEOUT, kept, regressions, rounds
+from support.fuzzing import TIMEOUT, fuzz
 from support.text_writer import write_text
 
 from metal_prefill.files import GGUFFile
@@ -18,7 +19,6 @@ from metal_prefill.text import Tokenizer
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
-NAMES = tuple(comparison.TOKENIZERS)
 SPACE = "\u2581"  # a space in SentencePiece's vocabularies
 
 
@@ -37,52 +37,44 @@ def tokenizers(files: dict[str, Path]) -> dict[str, Tokenizer]:
     return {name: Tokenizer.from_gguf(GGUFFile(path)) for name, path in files.items()}
 
 
-def ids_of(tokenizers: dict[str, Tokenizer], name: str, text: str) -> list[int]:
-    special = comparison.TOKENIZERS[name].parse_special
-    return tokenizers[name].encode(text, add_bos=False, parse_special=special)
+def write(random: Random) -> bytes:
+    """Return a tokenizer's name and a text for it."""
+    return f"{random.choice(tuple(comparison.TOKENIZERS))}\n{write_text(random)}".encode()
 
 
 def test_texts_round_trip_without_control_tokens(tokenizers: dict[str, Tokenizer]) -> None:
-    def run(name: str, text: str) -> None:
+    def run(content: bytes, _: Random) -> None:
+        name, _, text = content.decode().partition("\n")
         tokenizer, variant = tokenizers[name], comparison.TOKENIZERS[name]
-        with kept("text", text.encode()):
-            ids = ids_of(tokenizers, name, text)
-            decoder = tokenizer.decoder(skip_special=False)
-            streamed = "".join(decoder.step(i) for i in ids) + decoder.flush()
-            whole = tokenizer.decode(ids, skip_special=False)
-            if variant.kind == "llama" and variant.space_prefix:
-                # A stream continues a text: it keeps the spaces that the tokenizer inserts before stretches
-                # of plain text.
-                assert streamed.replace(" ", "") == whole.replace(" ", "")
-            else:
-                assert streamed == whole
-            if variant.kind == "gpt2" or SPACE not in text:
-                assert whole == comparison.decoded(tokenizer, text, parse_special=variant.parse_special)
-            if not variant.parse_special:
-                assert not any(tokenizer.is_special(i) for i in ids)
-                assert tokenizer.encode(text, add_bos=False, strict=True) == ids
+        ids = tokenizer.encode(text, add_bos=False, parse_special=variant.parse_special)
+        decoder = tokenizer.decoder(skip_special=False)
+        streamed = "".join(decoder.step(i) for i in ids) + decoder.flush()
+        whole = tokenizer.decode(ids, skip_special=False)
+        if variant.kind == "llama" and variant.space_prefix:
+            # A stream continues a text: it keeps the spaces that the tokenizer inserts before stretches
+            # of plain text.
+            assert streamed.replace(" ", "") == whole.replace(" ", "")
+        else:
+            assert streamed == whole
+        if variant.kind == "gpt2" or SPACE not in text:
+            assert whole == comparison.decoded(tokenizer, text, parse_special=variant.parse_special)
+        if not variant.parse_special:
+            assert not any(tokenizer.is_special(i) for i in ids)
+            assert tokenizer.encode(text, add_bos=False, strict=True) == ids
 
-    for content in regressions("text"):
-        for name in NAMES:
-            run(name, content.decode())
-    for random in rounds(300):
-        run(random.choice(NAMES), write_text(random))
+    fuzz("text", 300, write, run)
 
 
 def test_ids_match_llama_cpp(files: dict[str, Path], tokenizers: dict[str, Tokenizer]) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
     peers = {name: llama_cpp.Llama(str(path), vocab_only=True, verbose=False) for name, path in files.items()}
 
-    def run(name: str, text: str) -> None:
+    def run(content: bytes, _: Random) -> None:
+        name, _, text = content.decode().partition("\n")
         special = comparison.TOKENIZERS[name].parse_special
-        with kept("text", text.encode()):
-            expected = peers[name].tokenize(text.encode(), add_bos=False, special=special)
-            assert ids_of(tokenizers, name, text) == expected
+        expected = peers[name].tokenize(text.encode(), add_bos=False, special=special)
+        assert tokenizers[name].encode(text, add_bos=False, parse_special=special) == expected
 
-    for content in regressions("text"):
-        for name in NAMES:
-            run(name, content.decode())
-    for random in rounds(300):
-        run(random.choice(NAMES), write_text(random))
+    fuzz("text", 300, write, run)
     for peer in peers.values():
         peer.close()

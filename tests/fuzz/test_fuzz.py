@@ -6,14 +6,17 @@ time and under sanitizers. A failing input is kept in ``build/fuzz``; moved to `
 first in all later runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from support.fuzzing import SECONDS, TIMEOUT, kept, regressions, rounds
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.fuzzing import SECONDS, TIMEOUT, fuzz
 from support.gguf_mutator import mutate, take_apart
 from support.small_models import write
 from support.state_mutator import mutate_state
@@ -32,8 +35,10 @@ FILES = {**TINY_MODELS, **TINY_EXPERTS, **TINY_ENCODERS}
 
 
 @pytest.fixture(scope="module", params=TINY_MODELS)
-def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("fuzz") / "m.gguf", TINY_MODELS[request.param])
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    path = write(tmp_path_factory.mktemp("fuzz") / "m.gguf", TINY_MODELS[request.param])
+    with Model(path, device="cpu", threads=1) as model:
+        yield model
 
 
 @pytest.fixture(scope="module", params=FILES)
@@ -61,112 +66,76 @@ def test_model_files(model_file: Path, tmp_path: Path) -> None:
     assert parts.assemble() == model_file.read_bytes()
     path = tmp_path / "m.gguf"
 
-    def run(content: bytes) -> None:
-        with kept("gguf", content):
-            path.write_bytes(content)
-            use_model(path)
+    def run(content: bytes, _: Random) -> None:
+        path.write_bytes(content)
+        use_model(path)
 
-    for content in regressions("gguf"):
-        run(content)
-    for random in rounds(75):
-        run(mutate(parts, random))
+    fuzz("gguf", 40, lambda random: mutate(parts, random), run)
 
 
-def test_saved_states(small: Path, tmp_path: Path) -> None:
+def test_saved_states(opened: Model, tmp_path: Path) -> None:
     path = tmp_path / "s.session"
-    with Model(small, device="cpu", threads=1) as model:
-        with model.session() as session:
-            session.forward_prompt(range(5))
-            session.save(path)
-        plain = path.read_bytes()
+    with opened.session() as session:
+        session.forward_prompt(range(5))
+        session.save(path)
+    plain = path.read_bytes()
 
-        def run(content: bytes) -> None:
-            with kept("state", content):
-                path.write_bytes(content)
-                with suppress(MetalPrefillError), model.load_session(path) as session:
-                    session.forward_token(1)
+    def run(content: bytes, _: Random) -> None:
+        path.write_bytes(content)
+        with suppress(MetalPrefillError), opened.load_session(path) as session:
+            session.forward_token(1)
 
-        for content in regressions("state"):
-            run(content)
-        for random in rounds(150):
-            run(mutate_state(plain, random))
+    fuzz("state", 80, lambda random: mutate_state(plain, random), run)
 
 
 def test_chat_templates() -> None:
     messages = [{"role": "user", "content": "Hi <|im_end|>"}, {"role": "assistant", "content": "Yes"}]
 
-    def run(source: str) -> None:
-        with kept("template", source.encode("utf-8", "surrogatepass")), suppress(ChatTemplateError):
+    def run(content: bytes, _: Random) -> None:
+        source = content.decode("utf-8", "surrogatepass")
+        with suppress(ChatTemplateError):
             pieces = ChatTemplate(source, ["<|im_end|>", "<s>"]).render(messages, {"bos_token": "<s>"})
             assert all(isinstance(piece, str) for piece, _ in pieces)
 
-    for content in regressions("template"):
-        run(content.decode("utf-8", "surrogatepass"))
-    for random in rounds(100):
-        run(write_template(random))
+    fuzz("template", 60, lambda random: write_template(random).encode("utf-8", "surrogatepass"), run)
 
 
-def hypothesis_test(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Have the same inputs in each run of the suite, and others in each of ``make fuzz``."""
-    from hypothesis import HealthCheck, settings
+# The same inputs in each run of the suite, and others in each of `make fuzz`.
+ARGUMENTS = settings(
+    max_examples=100 + int(20 * SECONDS),
+    derandomize=not SECONDS,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+SCALARS = st.one_of(
+    *(st.integers(), st.integers(0, 9), st.booleans(), st.floats(), st.none()),
+    *(st.text("1\u0661\ud800", max_size=2), st.binary(max_size=2)),
+)
+LISTS = st.lists(SCALARS, max_size=6)
+TOKENS = st.one_of(
+    *(LISTS, st.lists(st.integers(0, 9)), st.tuples(SCALARS, SCALARS), st.lists(LISTS, max_size=3), SCALARS)
+)
+DTYPES = ["i1", "u1", ">i4", "i8", "u8", "f2", "f8", "?", "m8[s]", "M8[s]", "O", "U2", "c16"]
 
-    return settings(
-        max_examples=count + int(count * SECONDS / 10),
-        derandomize=not SECONDS,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
-
-def test_token_ids() -> None:
-    pytest.importorskip("hypothesis", reason="needs the extra test")
-    from hypothesis import given
-    from hypothesis import strategies as st
-
-    scalars = st.one_of(
-        st.integers(),
-        st.integers(0, 9),
-        st.booleans(),
-        st.floats(),
-        st.text(max_size=2),
-        st.none(),
-        st.binary(max_size=2),
-    )
-    lists = st.lists(scalars, max_size=6)
-    dtypes = st.sampled_from(
-        ["i1", "u1", ">i4", "i8", "u8", "f2", "f8", "?", "m8[s]", "M8[s]", "O", "U2", "c16"]
-    )
-
-    @hypothesis_test(200)
-    @given(
-        st.one_of(
-            lists,
-            st.lists(st.integers(0, 9)),
-            st.tuples(scalars, scalars),
-            st.lists(lists, max_size=3),
-            scalars,
-        ),
-        dtypes,
-        st.booleans(),
-    )
-    def check(tokens: Any, dtype: str, as_array: bool) -> None:
-        if as_array:
-            try:
-                with np.errstate(all="ignore"):
-                    tokens = np.array(tokens, dtype)
-            except (TypeError, ValueError, OverflowError):
-                return
+@ARGUMENTS
+@given(TOKENS, st.sampled_from(DTYPES), st.booleans())
+def test_token_ids(tokens: Any, dtype: str, as_array: bool) -> None:
+    if as_array:
         try:
-            array = token_array(tokens, 10)
-        except (TypeError, ValueError):
+            with np.errstate(all="ignore"):
+                tokens = np.array(tokens, dtype)
+        except (TypeError, ValueError, OverflowError):
             return
-        # Accepted ids were integers of the vocabulary, unchanged and not booleans.
-        assert array.dtype == np.int32
-        assert array.tolist() == [int(t) for t in tokens]
-        assert all(0 <= t < 10 and not isinstance(t, (bool, np.bool_, float)) for t in tokens)
-
-    check()
+    try:
+        array = token_array(tokens, 10)
+    except (TypeError, ValueError):
+        return
+    # Accepted ids were integers of the vocabulary, unchanged and not booleans.
+    assert array.dtype == np.int32
+    assert array.tolist() == [int(t) for t in tokens]
+    assert all(0 <= t < 10 and not isinstance(t, (bool, np.bool_, float)) for t in tokens)
 
 
 CALLS = {"prompt": "forward_prompt", "token": "forward_token", "rewind": "rewind", "score": "score"}
@@ -180,31 +149,24 @@ def tokens_after(call: str, tokens: list[int], value: Any) -> list[int]:
     return [*tokens, *(value if call == "prompt" else value[:-1])]  # the last scored token is not read
 
 
-def test_calls_in_any_order(small: Path) -> None:
+IDS = st.lists(st.integers(-1, 290), max_size=20)
+STEPS = st.one_of(
+    st.tuples(st.just("prompt"), IDS),
+    st.tuples(st.just("token"), st.integers(-1, 290)),
+    st.tuples(st.just("rewind"), st.integers(-2, 40)),
+    st.tuples(st.just("score"), IDS),
+)
+
+
+@settings(ARGUMENTS, max_examples=30 + int(6 * SECONDS))
+@given(steps=st.lists(STEPS, max_size=8))
+def test_calls_in_any_order(opened: Model, steps: list[tuple[str, Any]]) -> None:
     """After any sequence of calls, a session has the tokens of those that succeeded."""
-    pytest.importorskip("hypothesis", reason="needs the extra test")
-    from hypothesis import given
-    from hypothesis import strategies as st
-
-    ids = st.lists(st.integers(-1, 290), max_size=20)
-    step = st.one_of(
-        st.tuples(st.just("prompt"), ids),
-        st.tuples(st.just("token"), st.integers(-1, 290)),
-        st.tuples(st.just("rewind"), st.integers(-2, 40)),
-        st.tuples(st.just("score"), ids),
-    )
-    with Model(small, device="cpu", threads=1) as model:
-
-        @hypothesis_test(60)
-        @given(st.lists(step, max_size=8))
-        def check(steps: list[tuple[str, Any]]) -> None:
-            with model.session(max_context=32) as session:
-                expected: list[int] = []
-                for name, value in steps:
-                    with suppress(ValueError):
-                        getattr(session, CALLS[name])(value)
-                        expected = tokens_after(name, expected, value)
-                    assert session.tokens == expected
-                    assert session.position == len(expected) <= 32
-
-        check()
+    with opened.session(max_context=32) as session:
+        expected: list[int] = []
+        for name, value in steps:
+            with suppress(ValueError):
+                getattr(session, CALLS[name])(value)
+                expected = tokens_after(name, expected, value)
+            assert session.tokens == expected
+            assert session.position == len(expected) <= 32

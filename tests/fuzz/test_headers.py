@@ -97,7 +97,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_headers_of_model_files(tiny: Path) -> None:
-    for path in model_files("header", 400, take_apart(tiny)):
+    for path in model_files("header", 200, take_apart(tiny)):
         with suppress(MetalPrefillError), GGUFFile(path) as opened:
             for key in opened.metadata:
                 with suppress(MetalPrefillError):
@@ -110,7 +110,7 @@ def test_headers_of_heads(tmp_path: Path, kind: str) -> None:
     """Classification heads and projections are rejected or can be applied."""
     make = task_folders.RANKERS["modernbert"] if kind == "pairs" else task_folders.late_interaction
     parts = take_apart(convert(make(tmp_path / "m").write(), tmp_path / "m.gguf"))
-    for path in model_files("head", 300, parts):
+    for path in model_files("head", 200, parts):
         with suppress(MetalPrefillError), np.errstate(all="ignore"), GGUFFile(path) as opened:
             config = read_config(opened)
             head = read_head(opened, config.architecture, config.dim)
@@ -132,6 +132,6 @@ def test_headers_of_saved_states(tiny: Path, tmp_path: Path) -> None:
         content = mutate_state(plain, random)
         return content, int.from_bytes(content[:8], "little") + 8
 
-    for path in inputs("state-header", 400, change):
+    for path in inputs("state-header", 200, change):
         with suppress(MetalPrefillError):
             _session_file.read(path, owner)

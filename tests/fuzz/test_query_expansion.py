@@ -71,7 +71,7 @@ def changed(parts: Parts, random: Random) -> Parts:
 
 def test_files_rank_or_raise_an_error(path: Path, tmp_path: Path) -> None:
     parts, file = take_apart(path), tmp_path / "changed.gguf"
-    for random in rounds(150):
+    for random in rounds(70):
         content = changed(parts, random).assemble()
         queries = [*hostile_texts(2, random.randrange(2**32)), "who", ""]
         with kept("expansion", content), suppress(MetalPrefillError, ValueError):
@@ -96,7 +96,7 @@ def test_calls_with_any_expansion_leave_other_texts_unchanged(path: Path) -> Non
         ) -> list[Any]:
             return list(whole_texts(TextPasses(model.engine), texts, pooling, extra, seen=seen))
 
-        for random in rounds(120):
+        for random in rounds(70):
             generator = np.random.default_rng(random.randrange(2**32))
             lengths = [random.randint(1, CONTEXT) for _ in range(random.randint(1, 6))]
             texts = [generator.integers(0, vocabulary, n).astype(np.int32) for n in lengths]

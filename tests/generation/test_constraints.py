@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,6 @@ PERSON = {
     "additionalProperties": False,
 }
 PROMPT = "A person of the play: "
-
-
-@pytest.fixture(scope="module")
-def model(demo_path: Path) -> Iterator[Model]:
-    """Open the bundled model, whose vocabulary has 1,024 tokens."""
-    with Model(demo_path, device="cpu", threads=1) as model:
-        yield model
 
 
 def one_by_one(model: Model, ids: list[int], guide: Constraint, seed: int, **options: Any) -> list[int]:

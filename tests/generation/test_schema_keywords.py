@@ -2,8 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,6 @@ from metal_prefill.generation._constraint_worker import _compile_source
 llguidance = pytest.importorskip("llguidance", reason="needs the extra guide")
 
 COLORS = ["red", "green", "blue"]
-
-
-@pytest.fixture(scope="module")
-def model(demo_path: Path) -> Iterator[Model]:
-    with Model(demo_path, device="cpu", threads=1) as model:
-        yield model
 
 
 def allows(schema: dict[str, Any], value: Any) -> bool:

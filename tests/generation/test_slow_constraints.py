@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ from metal_prefill.generation._stream import make_streams
 pytest.importorskip("llguidance", reason="needs the extra guide")
 
 SLOW: dict[str, Any] = {"regex": "[ab]{12}", "seed": 5, "temperature": 1.0}
-
-
-@pytest.fixture
-def model(demo_path: Any) -> Iterator[Model]:
-    """Open the bundled model, which has no constraint yet."""
-    with Model(demo_path, device="cpu", threads=1) as model:
-        yield model
 
 
 class Gate:

@@ -1,6 +1,7 @@
 """Shared by the fuzzers: duration, seed, and where inputs are kept."""
 
 import faulthandler
+import itertools
 import math
 import os
 import sys
@@ -34,11 +35,6 @@ def rounds(
             i += 1
     finally:  # also where an input failed
         print(f"{i * each:,} inputs, seed {SEED}")
-
-
-def regressions(target: str) -> list[bytes]:
-    """Return the inputs that failed once."""
-    return [path.read_bytes() for path in sorted(REGRESSIONS.glob(f"{target}-*"))]
 
 
 @contextmanager
@@ -76,3 +72,14 @@ def kept(target: str, content: bytes) -> Iterator[None]:
     with watched():
         yield
     path.unlink()
+
+
+def fuzz(
+    target: str, count: int, make: Callable[[Random], bytes], use: Callable[[bytes, Random], object]
+) -> None:
+    """Use the inputs that failed once, then `count` made ones, or as many as the time allows."""
+    failed = ((path.read_bytes(), Random(1)) for path in sorted(REGRESSIONS.glob(f"{target}-*")))
+    made = ((make(random), random) for random in rounds(count))
+    for content, random in itertools.chain(failed, made):
+        with kept(target, content):
+            use(content, random)

@@ -28,9 +28,7 @@ def path(
 
 def test_exhausted_memory_makes_streams_wait(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
-        with model.session() as session:
-            session.forward_prompt([1])
-            page = int(session.stats()["kv_cache_bytes"])
+        page = page_bytes(model)
         prompts = [np.random.default_rng(i).integers(1, 900, 100) for i in range(6)]
         expected = [alone(model, p, 40) for p in prompts]
     with Model(demo_path, device="cpu", kv_memory=5 * page, prefix_memory=0) as model:
@@ -123,7 +121,7 @@ def test_texts_with_states_fit_together_where_each_fits(
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_stream_fails_for_memory_only_where_it_fails_alone(path: Path, data: st.DataObject) -> None:
     with Model(path, device="cpu", threads=1) as model:

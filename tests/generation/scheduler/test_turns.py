@@ -5,8 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
-from support.scheduled_texts import TEXTS, alone
+from support.scheduled_texts import TEXTS, alone, passes_until_it_ends
 
 from metal_prefill import Model, Scheduler, _core
 from metal_prefill.generation import Stream
@@ -144,35 +143,6 @@ def test_a_call_returns_the_greedy_tokens_of_all_its_rows(cpu: Model) -> None:
         scheduler.step()
     assert writing.finish_reason == "length"
     assert pending.results.result() == [expected.tolist()]
-
-
-def passes_until_it_ends(scheduler: Scheduler, stream: Stream) -> list[int]:
-    """Return the rows of each pass until a stream has ended."""
-    rows = []
-    while stream.finish_reason is None:
-        scheduler.step()
-        rows.append(scheduler.last_pass.writing + scheduler.last_pass.prompts)
-    return rows
-
-
-def single_rows(passes: list[int]) -> float:
-    """Estimate the time of passes in passes of one row, where each further row adds 5 percent."""
-    return sum(1 + 0.05 * (rows - 1) for rows in passes)
-
-
-@pytest.mark.parametrize(("clients", "most"), [(1, 3), (16, 5)])
-def test_long_prompts_delay_a_short_text_by_a_bounded_factor(cpu: Model, clients: int, most: int) -> None:
-    options: dict[str, Any] = {"speculate": "off", "min_tokens": 8}
-    scheduler = Scheduler(cpu)
-    undisturbed = passes_until_it_ends(scheduler, scheduler.submit([1, 2, 3], 8, **options))
-    assert undisturbed == [3] + [1] * 7
-    for i in range(clients):
-        scheduler.submit(np.random.default_rng(i).integers(1, 900, 1000), 8)
-    scheduler.step()
-    disturbed = passes_until_it_ends(scheduler, scheduler.submit([1, 2, 3], 8, **options))
-    assert len(disturbed) == len(undisturbed)
-    assert single_rows(disturbed) <= most * single_rows(undisturbed)
-    assert min(disturbed) > LEAST_PROMPT_ROWS  # the long prompts get their share meanwhile
 
 
 def test_long_prompts_alone_fill_passes(cpu: Model) -> None:
