@@ -24,8 +24,7 @@ from metal_prefill.cli import main
 from metal_prefill.commands.convert import TYPES
 from metal_prefill.conversion import TENSOR_TYPES, _writing, convert
 from metal_prefill.conversion._folder import Fields
-from metal_prefill.conversion._rotation import phi3, rope_scaling
-from metal_prefill.conversion._settings import gemma3, lfm2, mistral, qwen
+from metal_prefill.conversion._settings import lfm2
 from metal_prefill.conversion._source import find_source
 from metal_prefill.conversion._writing import SOURCES
 from metal_prefill.hub import _local_file
@@ -191,15 +190,6 @@ def test_sentencepiece_vocabularies_match_the_folder(tmp_path: Path, own_cache: 
                 assert model.tokenizer.encode(text, add_bos=False) == theirs.encode(text).ids, repr(text)
 
 
-def test_sharded_weights_make_the_same_model(tmp_path: Path) -> None:
-    whole = convert(model_folders.llama(tmp_path / "m").write(), tmp_path / "whole.gguf")
-    split = model_folders.llama(tmp_path / "split" / "m")
-    parts = convert(split.write(shards=3), tmp_path / "parts.gguf")
-    one, other = read(whole)[1], read(parts)[1]
-    assert one.keys() == other.keys()
-    assert all(np.array_equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("revealed_by", ["time", "samples"])
 def test_a_changed_folder_is_converted_again(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, revealed_by: str
@@ -333,66 +323,71 @@ def test_a_folder_may_have_any_name(tmp_path: Path, own_cache: Path, name: str) 
 
 
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
-_UPPER = {"num_hidden_layers": 3, "max_position_embeddings": 8192, "sliding_window": 64}
+EPSILON, SCALE, GROWTH = "attention.layer_norm_rms_epsilon", "attention.scale", "rope.scaling.attn_factor"
+FAST, SLOW = "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"
+SHAPE = {
+    **dict.fromkeys(("hidden_size", "intermediate_size"), 64),
+    **dict.fromkeys(("num_attention_heads", "num_hidden_layers"), 4),
+    "max_position_embeddings": 8192,
+}
+_UPPER = {"num_hidden_layers": 3, "sliding_window": 64}
 _USED = {**_UPPER, "use_sliding_window": True}
-_GEMMA = {"num_hidden_layers": 7, "sliding_window": 512}
-_PHI = {"hidden_size": 32, "num_attention_heads": 4, "partial_rotary_factor": 0.5}
+_GEMMA = {"num_hidden_layers": 7, "sliding_window": 512, "head_dim": 32, "num_key_value_heads": 1}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# Settings of folders, and the metadata that follow from them; None is absent.
-METADATA: list[tuple[Callable[[Fields], dict[str, Any]], dict[str, Any], dict[str, Any]]] = [
-    (mistral, {"max_position_embeddings": 8192}, {WINDOW: 4096}),
-    (mistral, {"max_position_embeddings": 8192, "sliding_window": None}, {WINDOW: None}),
-    (mistral, {"max_position_embeddings": 8192, "sliding_window": 100}, {WINDOW: 100}),
-    (mistral, {"max_position_embeddings": 8192, "sliding_window": 8192}, {WINDOW: None}),  # the context
-    (qwen, _UPPER, {WINDOW: None, PATTERN: None}),
-    (qwen, {**_UPPER, "use_sliding_window": False, "max_window_layers": 0}, {WINDOW: None, PATTERN: None}),
-    (qwen, _USED, {WINDOW: None, PATTERN: None}),  # 28 layers without one
-    (qwen, {**_USED, "max_window_layers": 2}, {WINDOW: 64, PATTERN: [False, False, True]}),
-    (qwen, {**_USED, "max_window_layers": 0, "sliding_window": None}, {WINDOW: None, PATTERN: None}),
-    (qwen, {**_USED, "layer_types": [_SLIDING, _FULL, _FULL]}, {WINDOW: 64, PATTERN: [True, False, False]}),
-    (gemma3, _GEMMA, {PATTERN: None}),
-    (gemma3, {**_GEMMA, "layer_types": [*[_SLIDING] * 5, _FULL, _SLIDING]}, {PATTERN: None}),
-    (gemma3, {**_GEMMA, "sliding_window_pattern": 2}, {PATTERN: 2}),
+
+
+def _yarn(**settings: float) -> dict[str, Any]:
+    return {"rope_parameters": {**_YARN, **settings}}
+
+
+# Classes, settings of folders, and the metadata that follow from them; None is absent. Defaults are those of
+# transformers 5.24.
+METADATA: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("Mistral", {}, {WINDOW: 4096}),
+    ("Mistral", {"sliding_window": None}, {WINDOW: None}),
+    ("Mistral", {"sliding_window": 100}, {WINDOW: 100}),
+    ("Mistral", {"sliding_window": 8192}, {WINDOW: None}),  # the context
+    ("Qwen2", _UPPER, {WINDOW: None, PATTERN: None}),
+    ("Qwen2", {**_UPPER, "use_sliding_window": False, "max_window_layers": 0}, {WINDOW: None, PATTERN: None}),
+    ("Qwen2", _USED, {WINDOW: None, PATTERN: None}),  # 28 layers without one
+    ("Qwen2", {**_USED, "max_window_layers": 2}, {WINDOW: 64, PATTERN: [False, False, True]}),
+    ("Qwen2", {**_USED, "max_window_layers": 0, "sliding_window": None}, {WINDOW: None, PATTERN: None}),
     (
-        gemma3,
+        "Qwen2",
+        {**_USED, "layer_types": [_SLIDING, _FULL, _FULL]},
+        {WINDOW: 64, PATTERN: [True, False, False]},
+    ),
+    ("Gemma3", _GEMMA, {PATTERN: None, SCALE: 1 / 16}),
+    ("Gemma3", {**_GEMMA, "layer_types": [*[_SLIDING] * 5, _FULL, _SLIDING]}, {PATTERN: None}),
+    ("Gemma3", {**_GEMMA, "sliding_window_pattern": 2}, {PATTERN: 2}),
+    (
+        "Gemma3",
         {**_GEMMA, "layer_types": [_FULL, _SLIDING, *[_FULL] * 5]},
         {PATTERN: [False, True, *[False] * 5]},
     ),
     # A head is as wide as the folder states, or as the hidden state divided by the heads.
-    (phi3, _PHI, {"rope.dimension_count": 4}),
-    (phi3, {**_PHI, "head_dim": 16}, {"rope.dimension_count": 8}),
+    ("Phi3", {"partial_rotary_factor": 0.5}, {"rope.dimension_count": 8}),
+    ("Phi3", {"partial_rotary_factor": 0.5, "head_dim": 32}, {"rope.dimension_count": 16}),
+    ("FalconH1", {}, {EPSILON: 1e-5}),
+    ("EuroBert", {}, {EPSILON: 1e-5}),
+    ("Exaone4", {}, {WINDOW: 4096}),
+    ("Granite", _yarn(), {GROWTH: None, FAST: None, SLOW: None}),
+    ("Granite", _yarn(attention_factor=1.3), {GROWTH: 1.3 / 1.1386294}),
+    ("Granite", _yarn(mscale=1.5, mscale_all_dim=0.7), {GROWTH: 1.2079442 / 1.0970406 / 1.1386294}),
+    ("Granite", _yarn(mscale=1.0, mscale_all_dim=0.0), {GROWTH: None}),
+    ("Granite", _yarn(beta_fast=20.0, beta_slow=2.0), {FAST: 20.0, SLOW: 2.0}),
 ]
 
 
-@pytest.mark.parametrize(("settings_of", "settings", "expected"), METADATA)
-def test_settings_of_windows_and_heads_are_those_of_the_folder(
-    tmp_path: Path,
-    settings_of: Callable[[Fields], dict[str, Any]],
-    settings: dict[str, Any],
-    expected: dict[str, Any],
+@pytest.mark.parametrize(("name", "settings", "expected"), METADATA)
+def test_metadata_follow_from_the_settings_of_a_folder(
+    tmp_path: Path, name: str, settings: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    found = settings_of(Fields(tmp_path, settings))
-    assert {key: found.get(key) for key in expected} == expected
-
-
-# Of transformers 5.24.
-DEFAULTS: dict[str, tuple[dict[str, Any], str, Any]] = {
-    "Gemma3": ({"head_dim": 32, "num_key_value_heads": 1, "sliding_window": 4}, "attention.scale", 1 / 16),
-    "FalconH1": ({}, "attention.layer_norm_rms_epsilon", 1e-5),
-    "EuroBert": ({}, "attention.layer_norm_rms_epsilon", 1e-5),
-    "Exaone4": ({}, WINDOW, 4096),
-}
-
-
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_missing_fields_have_the_defaults_of_transformers(tmp_path: Path, name: str) -> None:
-    fields, key, value = DEFAULTS[name]
-    shape = {
-        **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings"), 64),
-        **dict.fromkeys(("num_attention_heads", "num_hidden_layers"), 2),
-    }
-    config = Fields(tmp_path / "config.json", {**shape, **fields})
-    assert SOURCES[name].metadata(config)[key] == value
+    found = SOURCES[name].metadata(Fields(tmp_path, {**SHAPE, **settings}))
+    for key, value in expected.items():
+        near = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+        assert found.get(key) == near, key
 
 
 def test_the_layers_of_lfm2_are_read_in_linear_time(tmp_path: Path) -> None:
@@ -490,24 +485,3 @@ def test_published_names_are_mapped_to_those_of_llama_cpp(tmp_path: Path, name: 
     (architecture,) = (a for a, known in MODEL_ARCH_NAMES.items() if known == source.architecture)
     names = get_tensor_name_map(architecture, 2)
     assert {theirs: source.gguf_name(task, names, theirs) for theirs in NAMES[name]} == NAMES[name]
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, {}),
-        ({"attention_factor": 1.3}, {"attn_factor": 1.3 / 1.1386294}),
-        ({"mscale": 1.5, "mscale_all_dim": 0.7}, {"attn_factor": 1.2079442 / 1.0970406 / 1.1386294}),
-        ({"mscale": 1.0, "mscale_all_dim": 0.0}, {}),
-        ({"beta_fast": 20.0, "beta_slow": 2.0}, {"yarn_beta_fast": 20.0, "yarn_beta_slow": 2.0}),
-    ],
-)
-def test_settings_of_yarn_are_those_of_the_folder(
-    tmp_path: Path, settings: dict[str, Any], expected: dict[str, float]
-) -> None:
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, **settings}
-    found = rope_scaling(Fields(tmp_path, {"rope_parameters": rope}))
-    usual = rope_scaling(Fields(tmp_path, {"rope_parameters": {**rope, **dict.fromkeys(settings)}}))
-    begin = "rope.scaling."
-    changed = {key.removeprefix(begin): value for key, value in found.items() if key not in usual}
-    assert changed == pytest.approx(expected, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Chat templates that write as those of LFM2, LFM2.5, Qwen3.5 and Granite 4, and conversations for them."""
+"""Chat templates that write as those of LFM2.5, Qwen3.5 and Granite 4, and conversations for them."""
 
 import itertools
 import json
@@ -20,38 +20,6 @@ class Family(NamedTuple):
 
 
 _CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-# Calls of earlier turns are not written. The thoughts of all answers but the last are removed.
-_LFM2 = r"""
-{{- bos_token -}}
-{%- set ns = namespace(head="", last=-1) -%}
-{%- if messages[0]["role"] == "system" -%}
-  {%- set ns.head = messages[0]["content"] -%}
-  {%- set messages = messages[1:] -%}
-{%- endif -%}
-{%- if tools -%}
-  {%- set ns.head = ns.head + ("\n" if ns.head else "") + "List of tools: <|tool_list_start|>[" -%}
-  {%- for tool in tools -%}
-    {%- if tool is not string -%}{%- set tool = tool | tojson -%}{%- endif -%}
-    {%- set ns.head = ns.head + tool + ("" if loop.last else ", ") -%}
-  {%- endfor -%}
-  {%- set ns.head = ns.head + "]<|tool_list_end|>" -%}
-{%- endif -%}
-{%- if ns.head -%}{{- "<|im_start|>system\n" + ns.head + "<|im_end|>\n" -}}{%- endif -%}
-{%- for message in messages -%}
-  {%- if message["role"] == "assistant" -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{%- for message in messages -%}
-  {%- set content = message["content"] -%}
-  {%- if content is not string -%}{%- set content = content | tojson -%}{%- endif -%}
-  {%- if message["role"] == "tool" -%}
-    {%- set content = "<|tool_response_start|>" + content + "<|tool_response_end|>" -%}
-  {%- elif message["role"] == "assistant" and not keep_past_thinking and loop.index0 != ns.last -%}
-    {%- if "</think>" in content -%}{%- set content = content.split("</think>")[-1] | trim -%}{%- endif -%}
-  {%- endif -%}
-  {{- "<|im_start|>" + message["role"] + "\n" + content + "<|im_end|>\n" -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\n" -}}{%- endif -%}
-"""
 # Calls are written in Python's syntax: lists as Python prints them, mappings as JSON.
 _LFM25 = r"""
 {{- bos_token -}}
@@ -242,13 +210,6 @@ _ESCAPED = r"""
 """
 
 FAMILIES = {
-    "lfm2": Family(
-        _LFM2,
-        (
-            *("<|startoftext|>", *_CHATML, "<|tool_list_start|>", "<|tool_list_end|>"),
-            *("<|tool_response_start|>", "<|tool_response_end|>", "<|tool_call_start|>", "<|tool_call_end|>"),
-        ),
-    ),
     "lfm2.5": Family(_LFM25, ("<|startoftext|>", *_CHATML, "<|tool_call_start|>", "<|tool_call_end|>")),
     "qwen35": Family(_QWEN35, _CHATML),
     "granite4": Family(_GRANITE4, ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")),

@@ -1,4 +1,4 @@
-"""Chat templates of LFM2, LFM2.5, Qwen3.5 and Granite 4, rendered as transformers renders them."""
+"""Chat templates of LFM2.5, Qwen3.5 and Granite 4, rendered as transformers renders them."""
 
 import re
 

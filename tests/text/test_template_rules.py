@@ -53,67 +53,6 @@ FUNCTIONARY = Rules(
     '<function=weather>{"city": "Verona"}</function>',
     "tool:rain",
 )
-# Arguments are pairs; values that are not text are JSON. Null would be written as "None".
-GLM = Rules(
-    """{%- for m in messages %}
-  {%- if m.role == 'assistant' %}
-    {{- '<|assistant|>\\n<think></think>' + m.content | string }}
-    {%- for call in m.tool_calls or [] %}
-      {%- if call.function %}{% set call = call.function %}{% endif %}
-      {{- '\\n<tool_call>' + call.name }}
-      {%- for key, value in call.arguments.items() %}
-        {{- '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
-        {{- value if value is string else value | tojson }}{{ '</arg_value>' }}
-      {%- endfor %}{{ '\\n</tool_call>' }}
-    {%- endfor %}
-  {%- elif m.role == 'tool' %}{{ '<|observation|>\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
-  {%- else %}{{ '<|user|>\\n' + m.content }}{% endif %}
-{%- endfor %}""",
-    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Verona</arg_value>\n</tool_call>",
-    "<tool_response>\nrain",
-)
-# Results have the name of the call with their id.
-GEMMA4 = Rules(
-    """{%- macro written(value) %}
-  {%- if value is string %}{{ '<|"|>' + value + '<|"|>' }}
-  {%- elif value is mapping %}{% raw %}{{% endraw %}
-    {%- for k, v in value.items() %}{{ k + ':' + written(v) + ('' if loop.last else ',') }}{% endfor %}
-    {%- raw %}}{% endraw %}
-  {%- else %}{{ value | tojson }}{% endif %}
-{%- endmacro %}
-{%- for m in messages if m.role != 'tool' %}
-  {{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content }}
-  {%- for call in m.tool_calls or [] %}
-    {{- '<|tool_call>call:' + call.function.name + written(call.function.arguments) + '<tool_call|>' }}
-    {%- for result in messages if result.tool_call_id == call.id %}
-      {{- '<|tool_response>response:' + call.function.name + '{value:' + written(result.content) + '}' }}
-    {%- endfor %}
-  {%- endfor %}{{ '<turn|>\\n' }}
-{%- endfor %}""",
-    '<|tool_call>call:weather{city:<|"|>Verona<|"|>}<tool_call|>',
-    'response:weather{value:<|"|>rain',
-)
-FUNCTION_GEMMA = Rules(
-    GEMMA4.template.replace('<|"|>', "<escape>")
-    .replace("<|tool_call>", "<start_function_call>")
-    .replace("<tool_call|>", "<end_function_call>"),
-    "<start_function_call>call:weather{city:<escape>Verona<escape>}<end_function_call>",
-    "response:weather{value:<escape>rain",
-)
-# Calls are Python in a fence within tags.
-MINICPM3 = Rules(
-    """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
-  {%- if m.tool_calls %}{{ '<|tool_call_start|>\\n```python\\n' }}
-    {%- for call in m.tool_calls %}{{ call.function.name + '(' }}
-      {%- for key, value in call.function.arguments.items() %}
-        {{- key + '=' }}{{ '"' + value + '"' if value is string else value }}{{ '' if loop.last else ',' }}
-      {%- endfor %}{{ ')\\n' }}
-    {%- endfor %}{{ '```\\n<|tool_call_end|>\\n' }}
-  {%- endif %}{{ m.content + '<|im_end|>\\n' }}
-{%- endfor %}""",
-    '<|tool_call_start|>\n```python\nweather(city="Verona")\n```\n<|tool_call_end|>',
-    "<|im_start|>tool\nrain",
-)
 # The template numbers calls itself, and has other names of their fields.
 COMMAND_R7B = Rules(
     """{%- set ns = namespace(ids=[]) %}
@@ -133,30 +72,7 @@ COMMAND_R7B = Rules(
     "\n]<|END_ACTION|>",
     "<|START_TOOL_RESULT|>rain",
 )
-# One call for each turn, in another role's name for results.
-LLAMA = Rules(
-    """{%- for m in messages %}
-  {%- if m.tool_calls is defined %}
-    {%- if m.tool_calls | length != 1 %}{{ raise_exception('only one call') }}{% endif %}
-    {{- 'assistant\\n\\n{"name": "' + m.tool_calls[0].function.name + '", "parameters": ' }}
-    {{- m.tool_calls[0].function.arguments | tojson + '}' }}
-  {%- elif m.role in ('tool', 'ipython') %}
-    {{- 'ipython\\n\\n' }}{{ m.content | tojson if m.content is mapping else m.content }}
-  {%- else %}{{ m.role + '\\n\\n' + m.content | trim }}{% endif %}
-{%- endfor %}""",
-    '{"name": "weather", "parameters": {"city": "Verona"}}',
-    "ipython\n\nrain",
-)
-FAMILIES = {
-    "mistral": MISTRAL,
-    "functionary": FUNCTIONARY,
-    "glm": GLM,
-    "gemma 4": GEMMA4,
-    "function gemma": FUNCTION_GEMMA,
-    "minicpm 3": MINICPM3,
-    "command r7b": COMMAND_R7B,
-    "llama 3": LLAMA,
-}
+FAMILIES = {"mistral": MISTRAL, "functionary": FUNCTIONARY, "command r7b": COMMAND_R7B}
 
 
 def rendered(template: str, messages: list[dict[str, Any]]) -> str:

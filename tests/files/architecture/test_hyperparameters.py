@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from support import small_models
 from support.gguf_bytes import (
-    BOOL,
     F32,
     F64,
     FALSE,
@@ -233,15 +232,6 @@ def test_a_scale_whose_square_overflows_float32_is_rejected(tmp_path: Path) -> N
     model = replace(small_models.MODELS["granite"], scales=(("residual_scale", 1e-30),))
     with pytest.raises(GGUFError, match="scales of the embedding, of the residual stream"):
         Model(small_models.write(tmp_path / "m.gguf", model), device="cpu")
-
-
-def test_a_window_may_be_that_of_some_layers(open_model: Open) -> None:
-    window = {"llama.attention.sliding_window": integer(64)}
-    assert read_config(open_model(window)).layer_window == (64,) * LAYERS
-    pattern = {"llama.attention.sliding_window_pattern": numbers(BOOL, True, False)}
-    assert read_config(open_model(window | pattern)).layer_window == (64, 0)
-    with pytest.raises(UnsupportedModelError, match="sliding_window = 64 is not supported"):
-        read_config(open_model({"granite.attention.sliding_window": integer(64)}, architecture="granite"))
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])

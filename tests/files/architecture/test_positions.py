@@ -2,81 +2,79 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import small_models
-from support.gguf_bytes import BOOL, U8, U32, integer, number, numbers, string
-from support.llama_file import LAYERS, PLAIN, Open
+from support.gguf_bytes import BOOL, FALSE, TRUE, U8, U32, integer, number, numbers, string
+from support.llama_file import LAYERS, Open
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.files import GGUFFile, ModelConfig
 from metal_prefill.files._hyperparameters import read_config
 
-SCALING = "llama.rope.scaling."
+BAD, NOT = GGUFError, UnsupportedModelError
+SCALING = "rope.scaling."
+YARN = {
+    SCALING + "type": string("yarn"),
+    SCALING + "factor": number(8.0),
+    SCALING + "original_context_length": integer(32),
+}
+YARN_CONFIG = {"rope_scaling": "yarn", "rope_factor": 8.0, "rope_original_context": 32}
+LINEAR = {"rope_scaling": "linear", "rope_factor": 4.0}
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+EIGHT = {WINDOW: integer(8)}
+# Architectures, keys of a file, and fields that differ from those of a file without them.
+READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {SCALING + "type": string("linear"), SCALING + "factor": number(4.0)}, LINEAR),
+    ("llama", {SCALING + "factor": number(4.0)}, LINEAR),
+    ("llama", {"rope.scale_linear": number(4.0)}, LINEAR),
+    ("llama", {SCALING + "type": string("none"), SCALING + "factor": number(4.0)}, {}),
+    ("llama", YARN, YARN_CONFIG),
+    (
+        "llama",
+        {
+            **YARN,
+            SCALING + "attn_factor": number(0.5),
+            SCALING + "yarn_attn_factor": number(3.0),  # without an effect in llama.cpp
+            SCALING + "yarn_beta_fast": number(16.0),
+            SCALING + "yarn_beta_slow": number(2.0),
+            SCALING + "yarn_ext_factor": number(1.0),
+        },
+        {**YARN_CONFIG, "rope_attn_factor": 0.5, "rope_beta_fast": 16.0, "rope_beta_slow": 2.0},
+    ),
+    *(
+        (
+            "llama",
+            {**YARN, SCALING + "yarn_log_multiplier": number(n)},
+            {**YARN_CONFIG, "rope_attn_factor": pytest.approx(1 / (1 + 0.1 * n * math.log(8.0)))},
+        )
+        for n in (1.0, 0.5)
+    ),
+    # Scores grow after the original context, which therefore limits the context.
+    (
+        "llama",
+        {"attention.temperature_scale": number(0.1), SCALING + "original_context_length": integer(32)},
+        {"context_length": 32},
+    ),
+    ("llama", {SCALING + "attn_factor": number(1.25)}, {"rope_attn_factor": 1.25}),
+    ("llama", {WINDOW: integer(64)}, {"layer_window": (64,) * LAYERS}),
+    ("llama", {WINDOW: integer(64), PATTERN: numbers(BOOL, 1, 0)}, {"layer_window": (64, 0)}),
+    ("phi3", EIGHT, {"layer_window": (8,) * LAYERS}),
+    ("phi3", {WINDOW: integer(0)}, {}),
+    ("granite", {SCALING + "finetuned": TRUE}, {}),
+    ("granite", {SCALING + "finetuned": FALSE}, {"layer_uses_rope": (False,) * LAYERS}),
+]
 
 
-def test_linear_scaling(open_model: Open) -> None:
-    linear = replace(PLAIN, rope_scaling="linear", rope_factor=4.0)
-    factor = number(4.0)
-    assert read_config(open_model({SCALING + "type": string("linear"), SCALING + "factor": factor})) == linear
-    assert read_config(open_model({SCALING + "factor": factor})) == linear
-    assert read_config(open_model({"llama.rope.scale_linear": factor})) == linear
-
-
-def test_scaling_of_type_none_ignores_the_factor(open_model: Open) -> None:
-    assert (
-        read_config(open_model({SCALING + "type": string("none"), SCALING + "factor": number(4.0)})) == PLAIN
-    )
-
-
-def test_yarn_scaling(open_model: Open) -> None:
-    yarn = {
-        SCALING + "type": string("yarn"),
-        SCALING + "factor": number(8.0),
-        SCALING + "original_context_length": integer(32),
-    }
-    expected = replace(PLAIN, rope_scaling="yarn", rope_factor=8.0, rope_original_context=32)
-    assert read_config(open_model(yarn)) == expected
-    tuned = {
-        SCALING + "attn_factor": number(0.5),
-        SCALING + "yarn_attn_factor": number(3.0),  # without an effect in llama.cpp
-        SCALING + "yarn_beta_fast": number(16.0),
-        SCALING + "yarn_beta_slow": number(2.0),
-        SCALING + "yarn_ext_factor": number(1.0),
-    }
-    expected = replace(expected, rope_attn_factor=0.5, rope_beta_fast=16.0, rope_beta_slow=2.0)
-    assert read_config(open_model({**yarn, **tuned})) == expected
-
-
-def test_a_log_multiplier_lessens_the_growth_of_yarn(open_model: Open) -> None:
-    yarn = {"type": string("yarn"), "factor": number(8.0), "original_context_length": integer(32)}
-    metadata = {SCALING + key: value for key, value in yarn.items()}
-    for multiplier in (1.0, 0.5):
-        stated = {**metadata, SCALING + "yarn_log_multiplier": number(multiplier)}
-        expected = 1 / (1 + 0.1 * multiplier * math.log(8.0))
-        assert read_config(open_model(stated)).rope_attn_factor == pytest.approx(expected)
-
-
-def test_a_growth_of_scores_limits_the_context(open_model: Open) -> None:
-    metadata = {"llama.attention.temperature_scale": number(0.1)}
-    original = {SCALING + "original_context_length": integer(32)}
-    assert read_config(open_model(metadata | original)) == replace(PLAIN, context_length=32)
-
-
-def test_every_layer_of_phi3_has_the_window_of_the_file(open_model: Open) -> None:
-    assert read_config(open_model(architecture="phi3")).layer_window == ()
-    metadata = {"phi3.attention.sliding_window": integer(8)}
-    config = read_config(open_model(metadata, architecture="phi3"))
-    assert config.layer_window == (8,) * LAYERS
-    assert config.rope_style == "neox"
-
-
-def test_a_window_of_zero_means_none(open_model: Open) -> None:
-    config = read_config(open_model({"phi3.attention.sliding_window": integer(0)}, architecture="phi3"))
-    assert config.layer_window == ()
+@pytest.mark.parametrize(("architecture", "metadata", "fields"), READ)
+def test_keys_change_only_their_fields(
+    open_model: Open, architecture: str, metadata: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    plain = read_config(open_model(architecture=architecture))
+    stated = {f"{architecture}.{key}": value for key, value in metadata.items()}
+    assert vars(read_config(open_model(stated, architecture=architecture))) == {**vars(plain), **fields}
 
 
 @pytest.fixture
@@ -104,48 +102,23 @@ def test_long_rope_requires_both_tensors(long_rope: GGUFFile) -> None:
         read_config(long_rope)
 
 
-def test_the_attention_factor_needs_no_type_of_scaling(open_model: Open) -> None:
-    config = read_config(open_model({SCALING + "attn_factor": number(1.25)}))
-    assert config == replace(PLAIN, rope_attn_factor=1.25)
+def gemma3(open_model: Open, layers: int = 3, **changes: Any) -> ModelConfig:
+    stated = {f"gemma3.{key}": value for key, value in {**EIGHT, **changes}.items()}
+    return read_config(open_model(stated, architecture="gemma3", layers=layers))
 
 
-def test_gemma3_may_specify_its_pattern(open_model: Open) -> None:
-    metadata = {
-        "gemma3.attention.sliding_window": integer(8),
-        "gemma3.attention.sliding_window_pattern": integer(2),
-        "gemma3.rope.freq_base_swa": number(5e3),
-    }
-    config = read_config(open_model(metadata, architecture="gemma3", layers=4))
+def test_gemma3_states_its_windows_in_several_ways(open_model: Open) -> None:
+    config = gemma3(open_model, 4, **{PATTERN: integer(2), "rope.freq_base_swa": number(5e3)})
     assert config.layer_window == (8, 0, 8, 0)
     assert config.layer_rope_base == (5e3, 1e4, 5e3, 1e4)
-
-
-def test_gemma3_may_list_its_windows(open_model: Open) -> None:
-    def config(kind: int, *values: int) -> ModelConfig:
-        metadata = {
-            "gemma3.attention.sliding_window": integer(8),
-            "gemma3.attention.sliding_window_pattern": numbers(kind, *values),
-        }
-        return read_config(open_model(metadata, architecture="gemma3", layers=3))
-
-    assert config(BOOL, 0, 1, 1).layer_window == (0, 8, 8)
+    assert gemma3(open_model, **{PATTERN: numbers(BOOL, 0, 1, 1)}).layer_window == (0, 8, 8)
+    # Layers with a window may state the heads of the others.
+    same = {"rope.dimension_count_swa": integer(4), "attention.key_length_swa": integer(4)}
+    assert gemma3(open_model, 2, **same).layer_window == (8, 8)
     with pytest.raises(GGUFError, match="sliding_window_pattern lists 2 values for 3 layers"):
-        config(BOOL, 0, 1)
+        gemma3(open_model, **{PATTERN: numbers(BOOL, 0, 1)})
     with pytest.raises(GGUFError, match=r"has type array\[uint8\], expected array\[bool\]"):
-        config(U8, 0, 1, 1)
-
-
-@pytest.mark.parametrize("stated", [True, False])
-def test_granite_rotates_unless_its_file_states_otherwise(open_model: Open, stated: bool) -> None:
-    metadata = {"granite.rope.scaling.finetuned": (BOOL, bytes([stated]))}
-    config = read_config(open_model(metadata, architecture="granite"))
-    assert config.layer_uses_rope == (() if stated else (False,) * LAYERS)
-
-
-def test_layers_with_a_window_may_state_the_heads_of_the_others(open_model: Open) -> None:
-    same = {"rope.dimension_count_swa": 4, "attention.key_length_swa": 4, "attention.sliding_window": 8}
-    metadata = {f"gemma3.{key}": integer(value) for key, value in same.items()}
-    assert read_config(open_model(metadata, architecture="gemma3")).layer_window == (8, 8)
+        gemma3(open_model, **{PATTERN: numbers(U8, 0, 1, 1)})
 
 
 def test_layers_of_gemma4_differ_and_share(open_model: Open) -> None:
@@ -181,26 +154,17 @@ def test_layers_of_gemma4_differ_and_share(open_model: Open) -> None:
     assert (config.per_layer_dim, config.value_norm, config.attention_scale) == (16, True, 1.0)
     assert read(embedding_length_per_layer_input=integer(0)).per_layer_dim == 0
     assert read(attention__shared_kv_layers=integer(0)).layer_cache == ()
-    with pytest.raises(GGUFError, match="shared_kv_layers is 4, but layer 1 has no earlier layer"):
-        read(attention__shared_kv_layers=integer(4))
-    with pytest.raises(GGUFError, match="shared_kv_layers is 5, must be between 0 and 4"):
-        read(attention__shared_kv_layers=integer(5))
-    with pytest.raises(UnsupportedModelError, match="key_length_swa is 16; supported are up to 8"):
-        read(attention__key_length_swa=integer(16))
-    with pytest.raises(UnsupportedModelError, match="value_length_swa is 2; supported is 4"):
-        read(attention__value_length_swa=integer(2))
-    with pytest.raises(UnsupportedModelError, match=r"attention\.value_length is 4; supported is 8"):
-        read(attention__value_length=integer(4))
-    with pytest.raises(GGUFError, match=r"rope\.dimension_count_swa is 3, must be even"):
-        read(rope__dimension_count_swa=integer(3))
-    with pytest.raises(
-        GGUFError, match=r"head_count 4 is not a multiple of gemma4\.attention\.head_count_kv 3"
+    for key, value, error, message in (
+        ("attention__shared_kv_layers", integer(4), BAD, "is 4, but layer 1 has no earlier layer"),
+        ("attention__shared_kv_layers", integer(5), BAD, "is 5, must be between 0 and 4"),
+        ("attention__key_length_swa", integer(16), NOT, "key_length_swa is 16; supported are up to 8"),
+        ("attention__value_length_swa", integer(2), NOT, "value_length_swa is 2; supported is 4"),
+        ("attention__value_length", integer(4), NOT, r"attention\.value_length is 4; supported is 8"),
+        ("rope__dimension_count_swa", integer(3), BAD, r"rope\.dimension_count_swa is 3, must be even"),
+        ("attention__head_count_kv", numbers(U32, 3, 1, 3, 3, 1), BAD, "4 is not a multiple of .*kv 3"),
+        ("feed_forward_length", numbers(U32, 8, 8, 8, 16), BAD, "lists 4 values for 5 layers"),
+        ("expert_count", integer(8), NOT, r"gemma4\.expert_count = 8 is not supported"),
+        ("embedding_length_per_layer_input", integer(2**30), BAD, "is 1073741824, must be between"),
     ):
-        read(attention__head_count_kv=numbers(U32, 3, 1, 3, 3, 1))
-    with pytest.raises(GGUFError, match="feed_forward_length lists 4 values for 5 layers"):
-        read(feed_forward_length=numbers(U32, 8, 8, 8, 16))
-    with pytest.raises(UnsupportedModelError, match=r"gemma4\.expert_count = 8 is not supported"):
-        read(expert_count=integer(8))
-    large = integer(2**30)
-    with pytest.raises(GGUFError, match="embedding_length_per_layer_input is 1073741824, must be between"):
-        read(embedding_length_per_layer_input=large)
+        with pytest.raises(error, match=message):
+            read(**{key: value})
