@@ -10,6 +10,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from support import model_folders
@@ -18,6 +19,7 @@ from support.programs import finished
 
 from metal_prefill import Model, UnsupportedModelError, _core, engine, synth
 from metal_prefill.cli import main
+from metal_prefill.hub._download import import_hub
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
@@ -207,19 +209,24 @@ class SignIn(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(("spec", "status"), [("owner/repo:a.gguf", 404), ("owner/repo", 200)])
-def test_a_proxy_that_answers_for_the_hub_is_reported(tmp_path: Path, spec: str, status: int) -> None:
+def test_a_proxy_that_answers_for_the_hub_is_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, spec: str, status: int
+) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), SignIn)
     server.status = status  # type: ignore[attr-defined]
     Thread(target=server.serve_forever, daemon=True).start()
-    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
-    done = finished(
-        [sys.executable, "-m", "metal_prefill.cli", "run", "-m", spec, "-p", "a"],
-        env=env | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
+    library: Any = import_hub()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(library.constants, "ENDPOINT", url)
+    monkeypatch.setattr(
+        library.constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        url + "/{repo_id}/resolve/{revision}/{filename}",
     )
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    line = run_error(capsys, spec)
     server.shutdown()
     server.server_close()
-    (line,) = done.stderr.splitlines()
     assert f"a web page with status {status}, as proxies and sign-in pages send" in line
     assert "HTTPS_PROXY" in line
 

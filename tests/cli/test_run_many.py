@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.scheduled_texts import alone, texts_of
 
 from metal_prefill import Model, Scheduler, cli
 from metal_prefill.commands import run_many
@@ -30,10 +31,10 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
 
 
-def alone(prompt: str | list[int], max_tokens: int, **options: Any) -> str:
-    """Return the model's text for a prompt alone."""
-    with Model(device="cpu") as model:
-        return "".join(model.generate(prompt, max_tokens, **options))
+@pytest.fixture(scope="module")
+def model(demo_path: Path) -> Iterator[Model]:
+    with Model(demo_path, device="cpu") as model:
+        yield model
 
 
 def write_lines(path: Path, *values: Any) -> Path:
@@ -58,30 +59,26 @@ def uneven_prompts(tmp_path: Path) -> Path:
     )
 
 
-def test_several_prompts_print_the_same_as_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_prompts_print_the_same_as_alone(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("-p", SPEAKERS[0], "-p", SPEAKERS[1], "-p", SPEAKERS[2], "-n", "12") == 0
-    expected = "".join(f"{speaker}{alone(speaker, 12)}\n" for speaker in SPEAKERS[:3])
+    expected = "".join(f"{speaker}{alone(model, speaker, 12)}\n" for speaker in SPEAKERS[:3])
     assert capsys.readouterr().out == expected
 
 
-def all_answers(prompt: str, max_tokens: int, n: int) -> list[str]:
+def all_answers(model: Model, prompt: str, max_tokens: int, n: int) -> list[str]:
     """Return the answers of `Model.generate_many` at temperature 1 and with seed 5."""
-    texts = [""] * n
-    with Model(device="cpu") as model:
-        for answer, piece in model.generate_many([prompt], max_tokens, n=n, temperature=1.0, seed=5):
-            texts[answer] += str(piece)
-    return texts
+    return texts_of(model.generate_many([prompt], max_tokens, n=n, temperature=1.0, seed=5), n)
 
 
-def test_several_answers_are_numbered(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = all_answers(SPEAKERS[0], 12, 2)
-    assert texts[0] == alone(SPEAKERS[0], 12, temperature=1.0, seed=5) != texts[1]
+def test_several_answers_are_numbered(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = all_answers(model, SPEAKERS[0], 12, 2)
+    assert texts[0] == alone(model, SPEAKERS[0], 12, temperature=1.0, seed=5) != texts[1]
     assert run("-p", SPEAKERS[0], "-n", "12", "--answers", "2", "--temperature", "1", "--seed", "5") == 0
     expected = [f"--- answer {i + 1} of 2\n{SPEAKERS[0]}{text}\n" for i, text in enumerate(texts)]
     assert capsys.readouterr().out == "".join(expected)
 
 
-def test_several_answers_are_one_line_of_results(tmp_path: Path) -> None:
+def test_several_answers_are_one_line_of_results(model: Model, tmp_path: Path) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", *SPEAKERS[:2], {"prompt": []}), tmp_path / "out.jsonl"
     sampling = ["-n", "6", "--answers", "3", "--temperature", "1", "--seed", "5"]
     options: list[str | Path] = ["--prompts", prompts, *sampling, "-o", out]
@@ -91,10 +88,10 @@ def test_several_answers_are_one_line_of_results(tmp_path: Path) -> None:
     for speaker, line in zip(SPEAKERS, lines[:2], strict=False):
         first, *others = line["answers"]
         assert first == {
-            "continuation": alone(speaker, 6, temperature=1.0, seed=5),
+            "continuation": alone(model, speaker, 6, temperature=1.0, seed=5),
             "finish_reason": "length",
         }
-        assert [answer["continuation"] for answer in others] == all_answers(speaker, 6, 3)[1:]
+        assert [answer["continuation"] for answer in others] == all_answers(model, speaker, 6, 3)[1:]
         assert others[0] != first
     assert "empty" in lines[2]["error"]
     out.write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
@@ -103,21 +100,21 @@ def test_several_answers_are_one_line_of_results(tmp_path: Path) -> None:
 
 
 def test_prompts_of_a_file_or_stdin_are_answered_in_order(
-    uneven: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Model, uneven: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--prompts", uneven, "--streams", "3") == 0
     expected = capsys.readouterr().out
     lines = [json.loads(line) for line in expected.splitlines()]
     assert [line["prompt"] for line in lines] == SPEAKERS
     for i, line in enumerate(lines):
-        assert line["continuation"] == alone(SPEAKERS[i], 40 - 9 * i)
+        assert line["continuation"] == alone(model, SPEAKERS[i], 40 - 9 * i)
         assert line["finish_reason"] == "length"
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n" + uneven.read_text() + "  \n"))
     assert run("--prompts", "-") == 0
     assert capsys.readouterr().out == expected
 
 
-def test_options_of_a_line_override_those_of_the_command(tmp_path: Path) -> None:
+def test_options_of_a_line_override_those_of_the_command(model: Model, tmp_path: Path) -> None:
     sampled = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repeat_penalty": 1.1, "seed": 7}
     prompts = write_lines(
         tmp_path / "prompts.jsonl",
@@ -129,65 +126,73 @@ def test_options_of_a_line_override_those_of_the_command(tmp_path: Path) -> None
     )
     assert run("--prompts", prompts, "-n", "9", "--seed", "3", "-o", tmp_path / "out.jsonl") == 0
     assert [line["continuation"] for line in read_lines(tmp_path / "out.jsonl")] == [
-        alone(SPEAKERS[0], 9),
-        alone(SPEAKERS[0], 3),
-        alone(SPEAKERS[1], 9, **sampled),
-        alone(SPEAKERS[0], 9, stop=["tell", "never"]),
-        alone([1, 2, 3], 9),
+        alone(model, SPEAKERS[0], 9),
+        alone(model, SPEAKERS[0], 3),
+        alone(model, SPEAKERS[1], 9, **sampled),
+        alone(model, SPEAKERS[0], 9, stop=["tell", "never"]),
+        alone(model, [1, 2, 3], 9),
     ]
     assert read_lines(tmp_path / "out.jsonl")[3]["finish_reason"] == "stop"
 
 
-def test_one_prompt_with_an_output_file_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_prompt_with_an_output_file_is_a_line(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("-p", SPEAKERS[0], "-n", "5", "-o", tmp_path / "out.jsonl") == 0
     assert capsys.readouterr().out == ""
     (line,) = read_lines(tmp_path / "out.jsonl")
     assert line.pop("options")["max_tokens"] == 5
-    assert line == {"prompt": SPEAKERS[0], "continuation": alone(SPEAKERS[0], 5), "finish_reason": "length"}
+    assert line == {
+        "prompt": SPEAKERS[0],
+        "continuation": alone(model, SPEAKERS[0], 5),
+        "finish_reason": "length",
+    }
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "not JSON"),
-        ("5", 'object with "prompt"'),
-        ('{"text": "a"}', 'object with "prompt"'),
-        ('{"prompt": 5}', "neither a string nor a list"),
-        ('{"prompt": []}', "empty"),
-        ('{"prompt": [1, 5000]}', "token id 5000"),
-        ('{"prompt": [1, 1e3]}', "neither a string nor a list"),
-        (json.dumps([1] * 1025), 'object with "prompt"'),
-        (json.dumps({"prompt": [1] * 1025}), "context of 1024"),
-        ('{"prompt": "a", "max_token": 5}', "unknown option 'max_token'"),
-        ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be at least 1"),
-        ('{"prompt": "a", "max_tokens": true}', "'max_tokens' has the wrong type"),
-        ('{"prompt": "a", "temperature": "hot"}', "'temperature' has the wrong type"),
-        ('{"prompt": "a", "temperature": NaN}', "temperature must be finite"),
-        ('{"prompt": "a", "stop": [""]}', "stop string is empty"),
-        ('{"prompt": "a", "stop": [1]}', "'stop' has the wrong type"),
-        ('{"prompt": "\\ud800"}', "surrogates"),
-    ],
-)
+INVALID = [
+    ("{", "not JSON"),
+    ("5", 'object with "prompt"'),
+    ('{"text": "a"}', 'object with "prompt"'),
+    ('{"prompt": 5}', "neither a string nor a list"),
+    ('{"prompt": []}', "empty"),
+    ('{"prompt": [1, 5000]}', "token id 5000"),
+    ('{"prompt": [1, 1e3]}', "neither a string nor a list"),
+    (json.dumps([1] * 1025), 'object with "prompt"'),
+    (json.dumps({"prompt": [1] * 1025}), "context of 1024"),
+    ('{"prompt": "a", "max_token": 5}', "unknown option 'max_token'"),
+    ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be at least 1"),
+    ('{"prompt": "a", "max_tokens": true}', "'max_tokens' has the wrong type"),
+    ('{"prompt": "a", "temperature": "hot"}', "'temperature' has the wrong type"),
+    ('{"prompt": "a", "temperature": NaN}', "temperature must be finite"),
+    ('{"prompt": "a", "stop": [""]}', "stop string is empty"),
+    ('{"prompt": "a", "stop": [1]}', "'stop' has the wrong type"),
+    ('{"prompt": "\\ud800"}', "surrogates"),
+]
+
+
 def test_an_error_of_a_prompt_is_a_line_and_the_others_continue(
-    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text(f'"{SPEAKERS[0][:-1]}"\n{line}\n"{SPEAKERS[1][:-1]}"\n', encoding="utf-8")
+    lines = [json.dumps(SPEAKERS[0]), *(line for line, _ in INVALID), json.dumps(SPEAKERS[1])]
+    prompts.write_text("\n".join(lines), encoding="utf-8")
     assert run("--prompts", prompts, "-n", "4", "-o", out) == 1
-    error = capsys.readouterr().err
-    assert "1 failed" in error
-    assert f"error: 1 of 3 prompts failed; {out} has their errors" in error
-    first, failed, last = read_lines(out)
-    assert message in failed["error"]
-    assert "continuation" not in failed
-    assert first["continuation"] == alone(SPEAKERS[0][:-1], 4)
-    assert last["continuation"] == alone(SPEAKERS[1][:-1], 4)
+    n = len(INVALID)
+    assert f"error: {n} of {n + 2} prompts failed; {out} has their errors" in capsys.readouterr().err
+    first, *failed, last = read_lines(out)
+    for (line, message), found in zip(INVALID, failed, strict=True):
+        assert message in found["error"], line
+        assert "continuation" not in found
+    assert first["continuation"] == alone(model, SPEAKERS[0], 4)
+    assert last["continuation"] == alone(model, SPEAKERS[1], 4)
 
 
-def test_an_error_among_several_prompts_is_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_among_several_prompts_is_the_exit_code(
+    model: Model, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("-p", SPEAKERS[0], "-p", "long " * 1025, "-n", "4") == 1
     captured = capsys.readouterr()
-    assert captured.out == f"{SPEAKERS[0]}{alone(SPEAKERS[0], 4)}\n"
+    assert captured.out == f"{SPEAKERS[0]}{alone(model, SPEAKERS[0], 4)}\n"
     assert "exceeds the context of 1024" in captured.err.splitlines()[0]
     assert "1 of 2 prompts failed" in captured.err
 
@@ -209,22 +214,22 @@ def test_earlier_errors_in_a_results_file_are_the_exit_code(
     assert capsys.readouterr().err.endswith("error: 2 of 3 prompts failed\n")
 
 
-@pytest.mark.parametrize("cut", [0, 1, 10, 0.3, 0.5, 0.8, -2, -1])
-def test_a_file_truncated_anywhere_is_completed(uneven: Path, tmp_path: Path, cut: float) -> None:
+def test_a_file_truncated_anywhere_is_completed(uneven: Path, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert run("--prompts", uneven, "-o", whole) == 0
     data = whole.read_bytes()
-    out.write_bytes(data[: int(cut * len(data)) if 0 < cut < 1 else int(cut)])
-    assert run("--prompts", uneven, "-o", out) == 0
-    assert out.read_bytes() == data
+    for cut in (0, 1, 10, len(data) // 3, len(data) // 2, -2, -1):
+        out.write_bytes(data[:cut])
+        assert run("--prompts", uneven, "-o", out) == 0
+        assert out.read_bytes() == data
 
 
-def test_truncated_lines_are_removed(tmp_path: Path) -> None:
+def test_truncated_lines_are_removed(model: Model, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     cut = json.dumps({"prompt": SPEAKERS[0], "continuation": "long " * 1000})[:-2]
     out.write_text(cut, encoding="utf-8")
     assert run("-p", SPEAKERS[0], "-n", "3", "-o", out) == 0
-    assert [line["continuation"] for line in read_lines(out)] == [alone(SPEAKERS[0], 3)]
+    assert [line["continuation"] for line in read_lines(out)] == [alone(model, SPEAKERS[0], 3)]
 
 
 def test_existing_results_are_not_recomputed(
@@ -374,16 +379,15 @@ def test_usage_errors_are_not_errors_of_prompts(
     assert "prompt 1" not in capsys.readouterr().err
 
 
-def test_a_result_is_written_when_those_before_it_are_done() -> None:
+def test_a_result_is_written_when_those_before_it_are_done(model: Model) -> None:
     lengths = [4, 30, 2, 2]
     prompts = iter([Prompt(SPEAKERS[i], {"max_tokens": n}) for i, n in enumerate(lengths)])
-    with Model(device="cpu") as model:
-        scheduler = Scheduler(model)
-        results = in_order(scheduler, prompts, {})
-        assert next(results).prompt.text == SPEAKERS[0]
-        assert scheduler.streams == 1  # the long one: later ones are done and wait for it
-        assert [next(results).prompt.text for _ in range(3)] == SPEAKERS[1:4]
-        assert next(results, None) is None
+    scheduler = Scheduler(model)
+    results = in_order(scheduler, prompts, {})
+    assert next(results).prompt.text == SPEAKERS[0]
+    assert scheduler.streams == 1  # the long one: later ones are done and wait for it
+    assert [next(results).prompt.text for _ in range(3)] == SPEAKERS[1:4]
+    assert next(results, None) is None
 
 
 def test_a_terminal_shows_progress_separately_from_results(uneven: Path) -> None:
@@ -408,10 +412,10 @@ def test_a_terminal_shows_progress_separately_from_results(uneven: Path) -> None
     assert b"continuation" not in shown
 
 
-def test_a_prompt_that_never_fits_does_not_affect_others() -> None:
+def test_a_prompt_that_never_fits_does_not_affect_others(model: Model) -> None:
     prompts = [Prompt("ROMEO:" * 40), Prompt("ROMEO:")]
-    with Model(device="cpu", kv_memory=1, prefix_memory=0) as model:  # one page of 64 positions
-        long, short = in_order(Scheduler(model), iter(prompts), {"max_tokens": 4})
+    with Model(device="cpu", kv_memory=1, prefix_memory=0) as small:  # one page of 64 positions
+        long, short = in_order(Scheduler(small), iter(prompts), {"max_tokens": 4})
     assert "exceeds kv_memory" in long.error
     assert short.error == ""
-    assert "".join(short.answers[0].pieces) == alone("ROMEO:", 4)
+    assert "".join(short.answers[0].pieces) == alone(model, "ROMEO:", 4)

@@ -1,39 +1,42 @@
 """The examples run as their docstrings show, in seconds, with the bundled model."""
 
-import ast
 import csv
 import json
 import re
+import runpy
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.places import ROOT
-from support.programs import finished
 
 from metal_prefill import Model, synth
 
 EXAMPLES = ROOT / "examples"
 DATA = EXAMPLES / "data"
-NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
-def run(name: str, *arguments: str | Path) -> str:
-    done = finished([sys.executable, EXAMPLES / name, *arguments])
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+Run = Callable[..., str]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_is_short_and_shows_its_command(name: str) -> None:
-    text = (EXAMPLES / name).read_text(encoding="utf-8")
-    assert text.count("\n") <= 80
-    assert f"python examples/{name} " in (ast.get_docstring(ast.parse(text)) or "")
-    assert f"[{name}]({name})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run a program with arguments, and return its output."""
+    printed = tmp_path_factory.mktemp("printed") / "out.txt"
+
+    def run(name: str, *arguments: str | Path) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        with printed.open("w") as file, redirect_stdout(file):  # which a program may close
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return printed.read_text()
+
+    return run
 
 
-def test_rows_of_a_csv_file_are_labelled(tmp_path: Path) -> None:
+def test_rows_of_a_csv_file_are_labelled(tmp_path: Path, run: Run) -> None:
     output = tmp_path / "labelled.csv"
     run("classify_csv.py", DATA / "reviews.csv", "--labels", "love,death", "-o", output)
     with output.open(newline="", encoding="utf-8") as file:
@@ -48,12 +51,12 @@ def test_rows_of_a_csv_file_are_labelled(tmp_path: Path) -> None:
 
 @pytest.mark.real_model
 @pytest.mark.usefixtures("smollm2_path")
-def test_a_real_model_classifies_a_review() -> None:
+def test_a_real_model_classifies_a_review(run: Run) -> None:
     rows = list(csv.DictReader(run("classify_csv.py", DATA / "reviews.csv", "-m", "smollm2").splitlines()))
     assert [row["label"] for row in rows[:4]] == ["positive", "negative", "positive", "negative"]
 
 
-def test_the_nearest_paragraph_contains_the_words_of_the_query(tmp_path: Path) -> None:
+def test_the_nearest_paragraph_contains_the_words_of_the_query(tmp_path: Path, run: Run) -> None:
     paragraphs = ["The king is dead, long live the king.", "Bread needs flour, water and yeast."]
     (tmp_path / "a.md").write_text("# Title\n\n" + "\n\n".join(paragraphs))
     (tmp_path / "more").mkdir()
@@ -64,7 +67,7 @@ def test_the_nearest_paragraph_contains_the_words_of_the_query(tmp_path: Path) -
     assert sorted(line.split()[1] for line in lines) == ["a.md:", "a.md:", "more/b.md:"]
 
 
-def test_stored_vectors_are_used_until_a_text_changes(tmp_path: Path) -> None:
+def test_stored_vectors_are_used_until_a_text_changes(tmp_path: Path, run: Run) -> None:
     model, kept, texts = tmp_path / "embedder.gguf", tmp_path / "kept.npz", tmp_path / "texts"
     synth.synthesize(model, preset="tiny-embedding")
     texts.mkdir()
@@ -82,7 +85,7 @@ def test_stored_vectors_are_used_until_a_text_changes(tmp_path: Path) -> None:
         assert stored["content"] != content
 
 
-def test_a_document_is_computed_once_for_all_questions_and_runs(tmp_path: Path) -> None:
+def test_a_document_is_computed_once_for_all_questions_and_runs(tmp_path: Path, run: Run) -> None:
     arguments = ("ask_document.py", DATA / "emails" / "complaint.txt", "What?", "Who?", "-n", "8")
     first, again = (run(*arguments, "--save", tmp_path / "kept") for _ in range(2))
     with Model() as model:
@@ -97,20 +100,18 @@ def test_a_document_is_computed_once_for_all_questions_and_runs(tmp_path: Path) 
     assert answers[0] == answers[1]
 
 
-def test_each_email_becomes_a_record_that_satisfies_the_schema() -> None:
+def test_each_email_becomes_a_record_that_satisfies_the_schema(run: Run) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     pytest.importorskip("llguidance", reason="needs the extra guide")
-    sys.path.insert(0, str(EXAMPLES))
-    from extract_json import SCHEMA
-
+    schema = runpy.run_path(str(EXAMPLES / "extract_json.py"))["SCHEMA"]
     emails = sorted((DATA / "emails").glob("*.txt"))
     records = [json.loads(line) for line in run("extract_json.py", *emails).splitlines()]
     assert [record.pop("file") for record in records] == [path.name for path in emails]
     for record in records:
-        jsonschema.validate(record, SCHEMA)
+        jsonschema.validate(record, schema)
 
 
-def test_an_email_that_does_not_fit_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_an_email_that_does_not_fit_does_not_stop_the_others(tmp_path: Path, run: Run) -> None:
     pytest.importorskip("llguidance", reason="needs the extra guide")
     long, short = tmp_path / "long.txt", tmp_path / "short.txt"
     long.write_text("word " * 3000)
@@ -120,7 +121,7 @@ def test_an_email_that_does_not_fit_does_not_stop_the_others(tmp_path: Path) -> 
     assert second["kind"]
 
 
-def test_rows_of_a_table_are_embedded_once_and_found_by_words_and_meaning(tmp_path: Path) -> None:
+def test_rows_of_a_table_are_embedded_once_and_found_by_words_and_meaning(tmp_path: Path, run: Run) -> None:
     duckdb = pytest.importorskip("duckdb")
     texts = ["The king is dead.", None, "Long live the queen.", *[f"Row {i} of the table." for i in range(7)]]
     path = tmp_path / "plays.duckdb"

@@ -1,5 +1,6 @@
 """The first page and the task pages: snippets run in order and print the documented output."""
 
+import itertools
 import os
 import re
 import shlex
@@ -7,8 +8,10 @@ import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import encoder_folders
@@ -19,7 +22,8 @@ from support.programs import finished
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "index.md", *sorted((DOCS / "tasks").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TAGS = {"", "guide", "hub", "minilm", "serve", "smollm2"}  # requirements of a snippet
+MODELS = {"smollm2": "smollm2_path", "minilm": "minilm_folder"}  # fixtures that skip where one is missing
+TAGS = {"", "guide", "serve", *MODELS}  # requirements of a snippet
 
 # Runs numbered snippets as if they were one program, and marks where the output of each begins.
 RUNNER = """
@@ -66,13 +70,6 @@ def tagged(page: Path, tag: str) -> list[Snippet]:
     return [s for s in snippets(page) if s.tag == tag]
 
 
-def pages(tag: str) -> pytest.MarkDecorator:
-    """Run a test for each page with snippets of that tag."""
-    chosen = [page for page in PAGES if tagged(page, tag)]
-    assert chosen, f"no page has a snippet for {tag}"
-    return pytest.mark.parametrize("page", chosen, ids=lambda page: page.stem)
-
-
 def run(page: Path, chosen: list[Snippet], folder: Path, demo_path: Path) -> None:
     """Run snippets in one process and compare their output."""
     code, work = folder / "code", folder / "work"
@@ -107,12 +104,7 @@ def run(page: Path, chosen: list[Snippet], folder: Path, demo_path: Path) -> Non
 def test_every_block_is_a_snippet_or_its_output(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     languages = [block[1] for block in FENCE.finditer(text)]
-    assert set(languages) <= {
-        "python",
-        "sh",
-        "text",
-        "yaml",
-    }  # settings are read by tests/serve/test_settings.py
+    assert set(languages) <= {"python", "sh", "text", "yaml"}  # the last: tests/serve/test_settings.py
     assert text.count("```") == 2 * len(languages)
     found = snippets(page)
     assert {s.tag for s in found} <= TAGS
@@ -120,40 +112,29 @@ def test_every_block_is_a_snippet_or_its_output(page: Path) -> None:
     assert languages.count("text") == len(outputs), "an output follows no snippet"
 
 
-@pages("")
-def test_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, demo_path: Path) -> None:
-    run(page, tagged(page, ""), tmp_path, demo_path)
+def runs() -> Iterator[Any]:
+    """Yield each page and the tag of some of its snippets."""
+    for page, tag in itertools.product(PAGES, ("", "guide", *MODELS)):
+        if tagged(page, tag):
+            marks = [pytest.mark.real_model] if tag in MODELS else []
+            yield pytest.param(page, tag, id=f"{page.stem} {tag}".strip(), marks=marks)
 
 
-@pages("hub")
-def test_a_page_runs_with_a_hub(page: Path, tmp_path: Path, demo_path: Path) -> None:
-    run(page, tagged(page, "hub"), tmp_path, demo_path)
+@pytest.mark.parametrize(("page", "tag"), [*runs()])
+def test_a_page_runs_from_top_to_bottom(
+    page: Path, tag: str, tmp_path: Path, demo_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if tag == "guide":
+        pytest.importorskip("llguidance", reason="needs the extra guide")
+    if tag in MODELS:
+        request.getfixturevalue(MODELS[tag])
+    run(page, tagged(page, tag), tmp_path, demo_path)
 
 
-@pages("guide")
-def test_a_page_runs_under_constraints(page: Path, tmp_path: Path, demo_path: Path) -> None:
-    pytest.importorskip("llguidance", reason="needs the extra guide")
-    run(page, tagged(page, "guide"), tmp_path, demo_path)
-
-
-@pytest.mark.real_model
-@pytest.mark.usefixtures("smollm2_path")
-@pages("smollm2")
-def test_a_page_runs_with_a_real_model(page: Path, tmp_path: Path, demo_path: Path) -> None:
-    run(page, tagged(page, "smollm2"), tmp_path, demo_path)
-
-
-@pytest.mark.real_model
-@pytest.mark.usefixtures("minilm_folder")
-@pages("minilm")
-def test_a_page_runs_with_a_real_encoder(page: Path, tmp_path: Path, demo_path: Path) -> None:
-    run(page, tagged(page, "minilm"), tmp_path, demo_path)
-
-
-@pages("serve")
-def test_a_page_runs_with_a_server(page: Path, tmp_path: Path, demo_path: Path) -> None:
+def test_the_page_of_the_server_runs_with_a_server(tmp_path: Path, demo_path: Path) -> None:
     """Its first snippet starts the server."""
     pytest.importorskip("openai")
+    (page,) = (page for page in PAGES if tagged(page, "serve"))
     command, *chosen = tagged(page, "serve")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from support.running_server import LOCAL
 
 from metal_prefill import cli
-from metal_prefill.serve._connections import Server
+from metal_prefill.serve._connections import CLOSING_SECONDS, Server
 
 
 @contextmanager
@@ -82,33 +82,19 @@ def test_invalid_usage_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[
         assert message in capfd.readouterr().err
 
 
-def test_the_page_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    statuses = []
+def test_options_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
 
     def run(server: Any, sockets: Any) -> None:
         with TestClient(server.config.app, "http://localhost") as client:
-            statuses.append(client.get("/").status_code)
+            grace = server.config.timeout_graceful_shutdown - 2 * CLOSING_SECONDS
+            found.append((client.get("/").status_code, grace))
 
     monkeypatch.setattr(Server, "run", run)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    for options in ([], ["--no-page"]):
+    for options in ([], ["--no-page", "--shutdown-grace", "7"]):
         assert cli.main(["serve", "--port", "0", *options]) == 0
-    assert statuses == [200, 404]
-
-
-def test_a_stream_that_outlasts_the_shutdown_grace_ends_with_an_error() -> None:
-    with command("--shutdown-grace", "1") as (process, url):
-        body = {"prompt": "ROMEO:", "max_tokens": 1000, "n": 100, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, **LOCAL, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "closing"
-        assert process.wait(30) == 0
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
+    assert found == [(200, 30), (404, 7)]
 
 
 def test_a_second_interrupt_ends_answers_at_once() -> None:
