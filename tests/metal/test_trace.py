@@ -12,16 +12,9 @@ import pytest
 from support.small_models import ENCODERS, write
 
 from metal_prefill import ContextOverflowError, DeviceError, Model, _core, cli, synth
+from metal_prefill.commands.trace import trace_session
 from metal_prefill.gpu._cost_model import COUNTED, work_of
-from metal_prefill.gpu._trace import (
-    HOST_CLOCK,
-    Step,
-    chrome_trace,
-    counts_work,
-    read_trace,
-    runs_on_host,
-    trace_session,
-)
+from metal_prefill.gpu._trace import HOST_CLOCK, Step, chrome_trace, read_trace, runs_on_host
 
 PROMPT, DECODED = 40, 2
 
@@ -41,16 +34,34 @@ def model(metal: None, path: Path) -> Iterator[Model]:
 
 def trace(model: Model, decode: int = 0, prompt: int = PROMPT) -> list[Step]:
     with model.session() as session:
-        return trace_session(session, list(range(1, prompt + 1)), decode, model.device)
+        return trace_session(session, list(range(1, prompt + 1)), decode)
 
 
-def counted(steps: list[Step]) -> list[tuple[Any, dict[str, dict[str, int]]]]:
-    """Pair each dispatch with its bindings by name."""
-    return [
-        (d, {binding["name"]: binding for binding in c["bindings"]})
-        for step in steps
-        for d, c in zip(step.dispatches, step.counted, strict=True)
-    ]
+BYTES = ("bytes_read", "bytes_written", "unique_bytes_read", "unique_bytes_written")
+
+
+def counted(
+    model: Model, decode: int = 0, prompt: int = PROMPT
+) -> list[tuple[Any, dict[str, dict[str, int]]]]:
+    """Trace tokens, and pair each dispatch with what the emulator counts of its bindings, by name."""
+    counter: Any = _core.dispatch_counter() if runs_on_host(model.device) else None
+    if counter is None:
+        pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
+    found = []
+    with model.session() as session, counter:
+        tokens = list(range(1, prompt + 1))
+        for _ in range(1 + decode):
+            counter.expect(len(session.plan(len(tokens))))  # each command buffer has one dispatch
+            token, dispatches = session.trace(tokens)
+            records = counter.counted()
+            assert [record.kernel for record in records] == [d.kernel for d in dispatches]
+            assert all(record.threads > 0 for record in records)
+            for d, record in zip(dispatches, records, strict=True):
+                bindings = {b.name: {name: getattr(b, name) for name in BYTES} for b in record.bindings}
+                assert bindings.keys() > {"args"}
+                found.append((d, bindings))
+            tokens = [token]
+    return found
 
 
 def test_a_traced_prompt_has_the_same_results(model: Model) -> None:
@@ -89,12 +100,10 @@ def test_traced_dispatches_run_one_after_another(model: Model) -> None:
 
 @pytest.mark.emulator
 def test_counted_work_matches_the_shapes(model: Model, path: Path) -> None:
-    if not counts_work(model.device):
-        pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
     checked = set()
     with Model(path, device="metal") as unsplit:
-        longer = trace(unsplit, prompt=70)  # too many tokens for columns to be split
-    for d, bindings in counted([*trace(model, DECODED), *longer]):
+        longer = counted(unsplit, prompt=70)  # too many tokens for columns to be split
+    for d, bindings in [*counted(model, DECODED), *longer]:
         if d.kernel == "matvec_q4_0":
             rows, cols = d.args["out_dim"], d.args["in_dim"]
             # 18 bytes for 32 weights, each row once; each of the lanes that share a scale loads it.
@@ -137,18 +146,14 @@ def assert_bytes_predicted(found: list[Any], rel: float) -> None:
 def test_the_cost_model_predicts_the_counted_bytes(path: Path, metal: None, options: Any) -> None:
     """Each byte once: weights, activations and cache, for products and attention."""
     with Model(path, device="metal", **options) as model:
-        if not counts_work(model.device):
-            pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
-        assert_bytes_predicted(counted(trace(model, DECODED)), 0.02)
+        assert_bytes_predicted(counted(model, DECODED), 0.02)
 
 
 @pytest.mark.emulator
 def test_the_cost_model_counts_the_biases_of_experts(metal: None, tmp_path: Path) -> None:
     """Every expert has rows."""
     with Model(write(tmp_path / "m.gguf", ENCODERS["privacy-filter, all experts"]), device="metal") as model:
-        if not counts_work(model.device):
-            pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
-        found = [(d, b) for d, b in counted(trace(model)) if "matmul_experts" in d.kernel]
+        found = [(d, b) for d, b in counted(model) if "matmul_experts" in d.kernel]
     assert {"swiglu" in d.kernel for d, _ in found} == {False, True}
     for d, bindings in found:
         without = work_of(replace(d, args={**d.args, "has_bias": 0}))
@@ -186,9 +191,6 @@ def test_the_command_writes_a_chrome_trace(
     of_step = 7 * layers + 5  # a step of decoding has rope in its attention
     assert categories == ["prompt"] * (8 * layers + 5) + ["decode"] * 2 * of_step
     assert (written["otherData"]["clock"] == HOST_CLOCK) == runs_on_host(written["otherData"]["device"])
-    if counts_work(written["otherData"]["device"]):
-        assert all({b["name"] for b in e["args"]["counted"]["bindings"]} > {"args"} for e in events)
-        assert all(e["args"]["counted"]["threads"] > 0 for e in events)
     assert not [left for left in tmp_path.iterdir() if left.suffix in (".part", ".tmp")]
 
 
@@ -247,7 +249,7 @@ def test_calls_that_do_not_fit_are_rejected_before_they_run(
         with pytest.raises(ContextOverflowError, match=f"exceeds the context of {limit}"):
             session.plan(limit + 1)
         with pytest.raises(ContextOverflowError, match=f"exceeds the context of {limit}"):
-            trace_session(session, [1] * limit, 1, model.device)
+            trace_session(session, [1] * limit, 1)
         with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
             session.plan(0)
         with pytest.raises(ValueError, match="empty"):

@@ -1,11 +1,19 @@
 """``metal-prefill trace``: a timeline of the dispatches."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from metal_prefill.commands import common
+
+if TYPE_CHECKING:
+    from metal_prefill.gpu._trace import Step
+    from metal_prefill.session import Session
 
 EXAMPLE = "metal-prefill trace -p 64 -n 4"
 
@@ -43,7 +51,6 @@ def execute(arguments: argparse.Namespace) -> None:
         SERIALIZED,
         chrome_trace,
         runs_on_host,
-        trace_session,
     )
 
     output: Path = arguments.output
@@ -52,7 +59,7 @@ def execute(arguments: argparse.Namespace) -> None:
             vocab = model.config.vocab_size
             tokens = [(5 + 7 * i) % vocab for i in range(arguments.prompt)]
             with model.session() as session, common.progress_bar("tracing", "tokens") as progress:
-                steps = trace_session(session, tokens, arguments.n_gen, model.device, progress)
+                steps = trace_session(session, tokens, arguments.n_gen, progress)
             metadata = {
                 "version": __version__,
                 "device": model.device,
@@ -66,3 +73,36 @@ def execute(arguments: argparse.Namespace) -> None:
             json.dump(chrome_trace(steps, metadata), file)
     n = sum(len(step.dispatches) for step in steps)
     print(f"{output}: {n} dispatches of {metadata['device']}", file=sys.stderr)
+
+
+def trace_session(
+    session: Session,
+    tokens: Sequence[int],
+    decode: int,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[Step]:
+    """Process a prompt and continue it greedily by `decode` tokens, running each dispatch separately.
+
+    Raises ContextOverflowError, before anything runs, if the tokens exceed the context; DeviceError if the
+    engine does not use dispatches.
+    """
+    from metal_prefill.errors import ContextOverflowError
+    from metal_prefill.gpu._trace import Step
+
+    total = len(tokens) + decode
+    if session.position + total > session.max_context:
+        raise ContextOverflowError(
+            f"position {session.position} + {total} tokens exceeds the context of {session.max_context}"
+        )
+
+    def report(done: int, _: int = 0) -> None:
+        if progress is not None:
+            progress(done, total)
+
+    token, dispatches = session.trace(tokens, progress=report)
+    steps = [Step(len(tokens), dispatches)]
+    for i in range(decode):
+        token, dispatches = session.trace([token])
+        steps.append(Step(1, dispatches))
+        report(len(tokens) + i + 1)
+    return steps

@@ -6,17 +6,14 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill._support.arguments import Progress, TokenIds
-from metal_prefill.errors import ContextOverflowError
 
 SERIALIZED = (
     "every dispatch ran in a separate command buffer: its time includes the cost of starting one, "
@@ -32,26 +29,6 @@ class Step:
 
     tokens: int  # number of tokens
     dispatches: Sequence[Dispatch]  # dispatches in execution order
-    # Emulator counts of each dispatch; empty if they are not available.
-    counted: Sequence[dict[str, Any]] = ()
-
-
-class TracedSession(Protocol):
-    """A :class:`metal_prefill.Session` on a GPU."""
-
-    @property
-    def position(self) -> int:
-        """Number of tokens in the cache."""
-
-    @property
-    def max_context(self) -> int:
-        """Maximum number of tokens in the cache."""
-
-    def plan(self, tokens: int) -> list[Dispatch]:
-        """Return the dispatches of a prompt."""
-
-    def trace(self, tokens: TokenIds, *, progress: Progress | None) -> tuple[int, list[Dispatch]]:
-        """Process a prompt and return the next token and the times of its dispatches."""
 
 
 def runs_on_host(device_name: str) -> bool:
@@ -59,78 +36,11 @@ def runs_on_host(device_name: str) -> bool:
     return _core.has_emulator and "(CPU)" in device_name
 
 
-def counts_work(device_name: str) -> bool:
-    """Return whether kernel reads and writes are counted: on the CPU executor, without a sanitizer."""
-    return _counter_of(device_name) is not None
-
-
-def _counter_of(device_name: str) -> Any:
-    """Return `_core.dispatch_counter`, which counts what dispatches read and write; None if none does."""
-    return _core.dispatch_counter() if runs_on_host(device_name) else None
-
-
-def _run(
-    session: TracedSession, tokens: TokenIds, counter: Any, progress: Progress | None
-) -> tuple[int, Step]:
-    n = len(tokens)
-    if counter is None:
-        token, dispatches = session.trace(tokens, progress=progress)
-        return token, Step(n, dispatches)
-    counter.expect(len(session.plan(n)))  # each command buffer has one dispatch
-    token, dispatches = session.trace(tokens, progress=progress)
-    records = counter.counted()
-    if [record.kernel for record in records] != [d.kernel for d in dispatches]:
-        raise RuntimeError("counted and traced dispatches differ: other work ran on the device; trace again")
-    return token, Step(n, dispatches, [_counted(record) for record in records])
-
-
-_BYTES = ("bytes_read", "bytes_written", "unique_bytes_read", "unique_bytes_written")
-
-
-def _counted(record: Any) -> dict[str, Any]:
-    bindings = [
-        {"name": b.name, "buffer": b.label, **{name: getattr(b, name) for name in _BYTES}}
-        for b in record.bindings
-    ]
-    return {"threads": record.threads, "barriers": record.barriers, "bindings": bindings}
-
-
-def trace_session(
-    session: TracedSession, tokens: TokenIds, decode: int, device_name: str, progress: Progress | None = None
-) -> list[Step]:
-    """Process a prompt and continue it greedily by `decode` tokens, running each dispatch separately.
-
-    On the emulator's CPU executor, the bytes that kernels read and write are counted, which is slow. Raises
-    ContextOverflowError, before anything runs, if the tokens exceed the context; DeviceError if the engine
-    does not use dispatches.
-    """
-    total = len(tokens) + decode
-    if session.position + total > session.max_context:
-        raise ContextOverflowError(
-            f"position {session.position} + {total} tokens exceeds the context of {session.max_context}"
-        )
-    session.plan(1)  # raises for an engine without dispatches, before anything is set up
-
-    def report(done: int, _: int = 0) -> None:
-        if progress is not None:
-            progress(done, total)
-
-    counter = _counter_of(device_name)
-    with nullcontext() if counter is None else counter:
-        token, step = _run(session, tokens, counter, report)
-        steps = [step]
-        for i in range(decode):
-            token, step = _run(session, [token], counter, None)
-            steps.append(step)
-            report(len(tokens) + i + 1)
-    return steps
-
-
 def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, Any]:
     """Return a trace in Chrome's JSON object format: complete events in microseconds.
 
     An event is named after its kernel. Its ``args`` contain the layer (-1 outside the layers), step (0 is the
-    prompt), geometry, buffers and arguments of the dispatch, and its counts.
+    prompt), geometry, buffers and arguments of the dispatch.
     """
     origin = min((d.start for step in steps for d in step.dispatches), default=0.0)
     events: list[dict[str, Any]] = [
@@ -138,11 +48,9 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": 1, "args": {"name": "dispatches"}},
     ]
     for number, step in enumerate(steps):
-        for i, d in enumerate(step.dispatches):
+        for d in step.dispatches:
             args = {"step": number, "tokens": step.tokens, "arguments": d.args}
             args |= {name: getattr(d, name) for name in _WRITTEN}
-            if step.counted:
-                args["counted"] = step.counted[i]
             events.append(
                 {
                     "name": d.kernel,
@@ -173,9 +81,8 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[list[Step], dict[str, Any]
             fields |= {"buffers": tuple(a["buffers"]), "args": a["arguments"]}
             start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
             dispatch = Dispatch(event["name"], **fields, start=start, end=start + seconds)
-            before = steps.get(a["step"], Step(a["tokens"], [], []))
-            counted = [*before.counted, a["counted"]] if "counted" in a else before.counted
-            steps[a["step"]] = Step(a["tokens"], [*before.dispatches, dispatch], counted)
+            before = steps.get(a["step"], Step(a["tokens"], []))
+            steps[a["step"]] = Step(a["tokens"], [*before.dispatches, dispatch])
         return [steps[number] for number in sorted(steps)], dict(trace["otherData"])
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ValueError(f"{os.fspath(path)} is not a metal-prefill trace: {error!r}") from error
