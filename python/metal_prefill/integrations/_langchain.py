@@ -22,7 +22,7 @@ try:
     from langchain_core.messages import AIMessage, AIMessageChunk, convert_to_openai_messages
     from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-    from pydantic import BaseModel, Field, PrivateAttr
+    from pydantic import BaseModel
 
     from metal_prefill.integrations._shared import Embedder, Reranker, Writer
 except ImportError as error:
@@ -63,26 +63,12 @@ class LangChainEmbeddings(Embeddings):  # type: ignore[misc,unused-ignore]
         return self._embedder.query(text)
 
 
-class LangChainChat(BaseChatModel):  # type: ignore[misc,unused-ignore]
+class LangChainChat(Writer, BaseChatModel):  # type: ignore[misc,unused-ignore]
     """Chat model with the template of its file.
 
     Asynchronous calls share passes. ``with_structured_output`` constrains answers to the schema, which needs
     the extra ``guide``.
     """
-
-    model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
-    max_tokens: int = Field(default=512, ge=1, description="maximum length of the answer in tokens")
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="options of metal_prefill.Session.generate, such as temperature"
-    )
-    model_options: dict[str, Any] = Field(
-        default_factory=dict, description="options of metal_prefill.Model, such as threads"
-    )
-    _writer: Writer = PrivateAttr()
-
-    def model_post_init(self, context: Any, /) -> None:
-        super().model_post_init(context)
-        self._writer = Writer(self.model, self.model_options)
 
     @property
     def _llm_type(self) -> str:
@@ -90,20 +76,19 @@ class LangChainChat(BaseChatModel):  # type: ignore[misc,unused-ignore]
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {"model": self._writer.name, "max_tokens": self.max_tokens, **self.options}
+        return {"model": self._model.path.name, "max_tokens": self.max_tokens, **self.options}
 
     def _arguments(
         self, messages: list[Any], stop: list[str] | None, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        stops = [*self.options.get("stop", ()), *(stop or ())]
-        merged = {"max_tokens": self.max_tokens, **self.options, **options, "stop": stops}
-        merged.pop("ls_structured_output_format", None)  # for tracing
-        return convert_to_openai_messages(messages), merged
+        options.pop("ls_structured_output_format", None)  # for tracing
+        options["stop"] = [*self.options.get("stop", ()), *(stop or ())]
+        return convert_to_openai_messages(messages), options
 
     def _stream(
         self, messages: list[Any], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Iterator[Any]:
-        for text in self._writer.stream(*self._arguments(messages, stop, kwargs)):
+        for text in self._texts(*self._arguments(messages, stop, kwargs)):
             chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
             if run_manager:
                 run_manager.on_llm_new_token(text, chunk=chunk)
@@ -112,7 +97,7 @@ class LangChainChat(BaseChatModel):  # type: ignore[misc,unused-ignore]
     async def _astream(
         self, messages: list[Any], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        async for text in self._writer.stream_async(*self._arguments(messages, stop, kwargs)):
+        async for text in self._texts_async(*self._arguments(messages, stop, kwargs)):
             chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
             if run_manager:
                 await run_manager.on_llm_new_token(text, chunk=chunk)
@@ -121,12 +106,12 @@ class LangChainChat(BaseChatModel):  # type: ignore[misc,unused-ignore]
     def _generate(
         self, messages: list[Any], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Any:
-        return _result("".join(self._writer.stream(*self._arguments(messages, stop, kwargs))))
+        return _result("".join(self._texts(*self._arguments(messages, stop, kwargs))))
 
     async def _agenerate(
         self, messages: list[Any], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Any:
-        pieces = self._writer.stream_async(*self._arguments(messages, stop, kwargs))
+        pieces = self._texts_async(*self._arguments(messages, stop, kwargs))
         return _result("".join([text async for text in pieces]))
 
     def with_structured_output(self, schema: Any, *, include_raw: bool = False, **kwargs: Any) -> Any:

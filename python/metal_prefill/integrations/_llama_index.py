@@ -62,72 +62,57 @@ class LlamaIndexEmbeddings(BaseEmbedding):  # type: ignore[misc,unused-ignore]
         return await asyncio.to_thread(self._embedder.documents, texts)
 
 
-class LlamaIndexLLM(CustomLLM):  # type: ignore[misc,unused-ignore]
+class LlamaIndexLLM(Writer, CustomLLM):  # type: ignore[misc,unused-ignore]
     """Language model: answers with the template of its file, and continuations of texts.
 
     Asynchronous calls share passes.
     """
 
-    model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
-    max_tokens: int = Field(default=512, ge=1, description="maximum length of a text in tokens")
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="options of metal_prefill.Session.generate, such as temperature"
-    )
-    model_options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model")
-    _writer: Writer = PrivateAttr()
-
-    def model_post_init(self, context: Any, /) -> None:
-        super().model_post_init(context)
-        self._writer = Writer(self.model, self.model_options)
-
     @property
     def metadata(self) -> Any:
         """Lengths, name and kind of the model."""
         return LLMMetadata(
-            context_window=self._writer.max_context,
+            context_window=self._model.max_context,
             num_output=self.max_tokens,
             is_chat_model=True,
-            model_name=self._writer.name,
+            model_name=self._model.path.name,
         )
-
-    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
-        return {"max_tokens": self.max_tokens, **self.options, **options}
 
     @llm_completion_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
-        return CompletionResponse(text="".join(self._writer.stream(prompt, self._options(kwargs))))
+        return CompletionResponse(text="".join(self._texts(prompt, kwargs)))
 
     @llm_completion_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
         """Yield the continuation of a text as it is written."""
-        return _growing(self._writer.stream(prompt, self._options(kwargs)), _completion)
+        return _growing(self._texts(prompt, kwargs), _completion)
 
     @llm_completion_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
-        pieces = self._writer.stream_async(prompt, self._options(kwargs))
+        pieces = self._texts_async(prompt, kwargs)
         return CompletionResponse(text="".join([text async for text in pieces]))
 
     @llm_completion_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
         """Yield the continuation of a text as it is written."""
-        return _growing_async(self._writer.stream_async(prompt, self._options(kwargs)), _completion)
+        return _growing_async(self._texts_async(prompt, kwargs), _completion)
 
     @llm_chat_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     def chat(self, messages: Sequence[Any], **kwargs: Any) -> Any:
-        return _answer("".join(self._writer.stream(_plain(messages), self._options(kwargs))))
+        return _answer("".join(self._texts(_plain(messages), kwargs)))
 
     @llm_chat_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     def stream_chat(self, messages: Sequence[Any], **kwargs: Any) -> Any:
-        return _growing(self._writer.stream(_plain(messages), self._options(kwargs)), _answer)
+        return _growing(self._texts(_plain(messages), kwargs), _answer)
 
     @llm_chat_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     async def achat(self, messages: Sequence[Any], **kwargs: Any) -> Any:
-        pieces = self._writer.stream_async(_plain(messages), self._options(kwargs))
+        pieces = self._texts_async(_plain(messages), kwargs)
         return _answer("".join([text async for text in pieces]))
 
     @llm_chat_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
     async def astream_chat(self, messages: Sequence[Any], **kwargs: Any) -> Any:
-        return _growing_async(self._writer.stream_async(_plain(messages), self._options(kwargs)), _answer)
+        return _growing_async(self._texts_async(_plain(messages), kwargs), _answer)
 
 
 def _plain(messages: Iterable[Any]) -> list[dict[str, str]]:

@@ -38,29 +38,35 @@ class Embedder:
         return list(found)
 
 
-class Writer:
-    """Answers to messages, and continuations of texts."""
+class Opened(BaseModel):  # type: ignore[misc,unused-ignore]
+    """A model, and the options with which it is opened."""
 
-    def __init__(self, model: str | None, model_options: Mapping[str, Any]) -> None:
-        self._model = Model(model, **model_options)
+    model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
+    model_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of metal_prefill.Model, such as threads"
+    )
+    _model: Model = PrivateAttr()
 
-    @property
-    def max_context(self) -> int:
-        """Maximum number of tokens of a prompt and its answer."""
-        return self._model.max_context
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
+        self._model = Model(self.model, **self.model_options)
 
-    @property
-    def name(self) -> str:
-        """Name of the model's file."""
-        return self._model.path.name
 
-    def stream(self, prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iterator[str]:
+class Writer(Opened):
+    """A model that answers messages and continues texts, and its options."""
+
+    max_tokens: int = Field(default=512, ge=1, description="maximum length of a text in tokens")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="options of metal_prefill.Session.generate, such as temperature"
+    )
+
+    def _texts(self, prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iterator[str]:
         """Yield the answer to messages, or the continuation of a text."""
         ids, options = self._prepared(prompt, options)
         with self._model.session() as session:
             yield from session.generate(ids, **options)
 
-    async def stream_async(
+    async def _texts_async(
         self, prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> AsyncIterator[str]:
         """Do the same, in one batch with the texts of other tasks."""
@@ -71,25 +77,19 @@ class Writer:
     def _prepared(
         self, prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
+        options = {"max_tokens": self.max_tokens, **self.options, **options}
         if isinstance(prompt, str):
-            return prompt, dict(options)
+            return prompt, options
         tokenizer = self._model.tokenizer
         stop = [*tokenizer.chat_stop, *(options.get("stop") or ())]
         return tokenizer.apply_chat_template(prompt), {**options, "stop": stop}
 
 
-class Reranker(BaseModel):  # type: ignore[misc,unused-ignore]
+class Reranker(Opened):
     """A model that ranks documents, and its options."""
 
-    model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
     top_n: int | None = Field(default=None, ge=1, description="number of documents; None keeps all")
     options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model.rerank")
-    model_options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model")
-    _model: Model = PrivateAttr()
-
-    def model_post_init(self, context: Any, /) -> None:
-        super().model_post_init(context)
-        self._model = Model(self.model, **self.model_options)
 
     def _ranked(self, query: str, texts: Sequence[str]) -> list[Ranked]:
         return self._model.rerank(query, texts, self.top_n, **self.options) if texts else []
