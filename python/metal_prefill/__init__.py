@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from metal_prefill._support.lazy import lazy_names
 from metal_prefill.errors import (
     ChatTemplateError,
     ClosedError,
@@ -50,34 +51,24 @@ __all__ = [
 ]  # fmt: skip
 
 # Loaded on first use, so that the command line can print its help without importing NumPy.
-_HOMES = {
-    "Conversation": "metal_prefill.chat",
-    "Model": "metal_prefill.model",
-    "Piece": "metal_prefill.session",
-    "Scheduler": "metal_prefill.generation._scheduler",
-    "Session": "metal_prefill.session",
-    "default_model_path": "metal_prefill.hub._local_file",
-}
+_find = lazy_names(
+    __name__,
+    **{
+        "chat": "Conversation",
+        "generation._scheduler": "Scheduler",
+        "hub._local_file": "default_model_path",
+        "model": "Model",
+        "session": "Piece Session",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
-    value: Any
     if name == "__version__":
         from metal_prefill.storage._cache_folder import version
 
-        value = version()
-    elif name in _HOMES:
-        import importlib
-
-        from metal_prefill._support.interruptions import whole_interruptions
-
-        with whole_interruptions():
-            module = importlib.import_module(_HOMES[name])
-        value = getattr(module, name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+        return version()
+    return _find(name)
 
 
 def __dir__() -> list[str]:

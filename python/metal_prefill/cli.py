@@ -97,25 +97,20 @@ def report(error: BaseException) -> int:
         return EXIT_BROKEN_PIPE
     from metal_prefill.errors import ContextOverflowError, MetalPrefillError
 
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return EXIT_FAILED
-    if isinstance(error, OSError) and error.strerror:  # for example, stdout is on a full disk
-        print(f"error: {error.strerror}", file=sys.stderr)
-        return EXIT_FAILED
-    if isinstance(error, ContextOverflowError):
-        hint = "shorten the text, or use a model with a longer context; `metal-prefill info` shows a model's"
-        print(f"error: {as_options(str(error))}: {hint}", file=sys.stderr)
-        return EXIT_FAILED
-    if isinstance(error, (MetalPrefillError, OSError, MemoryError)):
-        print(f"error: {as_options(str(error)) or type(error).__name__}", file=sys.stderr)
-        return EXIT_FAILED
-    if isinstance(error, ValueError):
-        print(f"error: {as_options(str(error))}", file=sys.stderr)
-        return EXIT_USAGE
-    hint = "set METAL_PREFILL_TRACEBACK=1 to show the traceback"
-    print(f"error: {type(error).__name__}: {error} ({hint})", file=sys.stderr)
-    return EXIT_FAILED
+    message, code = as_options(str(error)) or type(error).__name__, EXIT_FAILED
+    if isinstance(error, OSError) and error.strerror:
+        # Without a name, for example, stdout is on a full disk.
+        message = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    elif isinstance(error, ContextOverflowError):
+        message += (
+            ": shorten the text, or use a model with a longer context; `metal-prefill info` shows a model's"
+        )
+    elif isinstance(error, ValueError) and not isinstance(error, MetalPrefillError):
+        code = EXIT_USAGE
+    elif not isinstance(error, (MetalPrefillError, OSError, MemoryError)):
+        message = f"{type(error).__name__}: {error} (set METAL_PREFILL_TRACEBACK=1 to show the traceback)"
+    print(f"error: {message}", file=sys.stderr)
+    return code
 
 
 def drop_unwritable_output() -> None:

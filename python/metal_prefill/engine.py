@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
@@ -45,8 +46,6 @@ _ROW_SHARE = 0.12  # of the time of one row that another row takes, until it is 
 # or longer drafts would never be tried
 
 _log = logging.getLogger("metal_prefill")
-_announced_fallback = False
-_announced_slow_kernels = False
 
 
 class RowCost:
@@ -228,7 +227,6 @@ def resolve_device(device: str) -> str:
     DeviceError
         ``metal`` is requested, but not available.
     """
-    global _announced_fallback
     override = os.environ.get("METAL_PREFILL_DEVICE")
     source = "METAL_PREFILL_DEVICE" if override else "device"
     name = override or device
@@ -237,10 +235,7 @@ def resolve_device(device: str) -> str:
     if name == "auto":
         if _core.metal_available() and not _core.has_emulator:
             return "metal"
-        if not _announced_fallback:
-            _announced_fallback = True
-            on_mac = platform.system() == "Darwin"
-            _log.log(logging.WARNING if on_mac else logging.INFO, "no Metal device: using the CPU engine")
+        announce_fallback()
         return "cpu"
     if name == "metal" and (problem := _core.metal_device().get("problem")):
         raise DeviceError(f"{source}='metal' is not available: {problem}")
@@ -283,7 +278,7 @@ def open_engine(
                 )
             settle_pair_speed()
             if device == "cpu":
-                _announce_slow_kernels()
+                announce_slow_kernels()
             core = _gpu_engine(builder, options, config, gguf, automatic) if device == "metal" else None
             mode: ComputeMode | None = None
             if core is None:
@@ -326,16 +321,18 @@ def chosen_mode(gguf: GGUFFile, config: ModelConfig) -> ComputeMode:
     return _FASTER_THAN_FLOAT.get(kernel_set(), "int8")
 
 
-def _announce_slow_kernels() -> None:
+@cache
+def announce_fallback() -> None:
+    """Log once that the CPU is used."""
+    level = logging.WARNING if platform.system() == "Darwin" else logging.INFO
+    _log.log(level, "no Metal device: using the CPU engine")
+
+
+@cache
+def announce_slow_kernels() -> None:
     """Log once that the processor runs none of the vector kernels, unless they were switched off."""
-    global _announced_slow_kernels
-    if (
-        _announced_slow_kernels
-        or os.environ.get("METAL_PREFILL_CPU_ISA")
-        or _core.cpu.kernel_sets() != ["scalar"]
-    ):
+    if os.environ.get("METAL_PREFILL_CPU_ISA") or _core.cpu.kernel_sets() != ["scalar"]:
         return
-    _announced_slow_kernels = True
     built = [name for name in _core.cpu.built_sets() if name != "scalar"]
     if built:
         why = f"this processor runs none of {', '.join(built)}"

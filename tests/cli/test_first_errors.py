@@ -247,7 +247,7 @@ def test_an_old_processor_causes_one_warning(
     reason: str,
 ) -> None:
     synth.synthesize(tmp_path / "tiny.gguf", preset="tiny")
-    monkeypatch.setattr(engine, "_announced_slow_kernels", False)
+    engine.announce_slow_kernels.cache_clear()
     monkeypatch.setattr(_core.cpu, "kernel_sets", lambda: ["scalar"])
     monkeypatch.setattr(_core.cpu, "built_sets", lambda: built)
     monkeypatch.delenv("METAL_PREFILL_CPU_ISA", raising=False)
@@ -257,7 +257,7 @@ def test_an_old_processor_causes_one_warning(
     (record,) = caplog.records
     assert record.getMessage().startswith("using scalar kernels, which are many times slower: ")
     assert reason in record.getMessage()
-    monkeypatch.setattr(engine, "_announced_slow_kernels", False)
+    engine.announce_slow_kernels.cache_clear()
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")  # on purpose
     Model(tmp_path / "tiny.gguf", device="cpu").close()
     assert len(caplog.records) == 1

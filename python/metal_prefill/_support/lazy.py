@@ -44,7 +44,11 @@ def lazy_names(package: str, **modules: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         import importlib
 
-        value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        from metal_prefill._support.interruptions import whole_interruptions
+
+        with whole_interruptions():
+            module = importlib.import_module(f"{package}.{homes[name]}")
+        value = getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -41,14 +41,13 @@ def windows(ids: Sequence[int], length: int, bos: int | None) -> list[list[int]]
 def perplexity(
     score: Callable[[Sequence[int]], np.ndarray[tuple[int], np.dtype[np.float32]]],
     cut: Sequence[Sequence[int]],
-    report: Callable[[int, int, float], object] | None = None,
+    report: Callable[[int, int], object] | None = None,
 ) -> Perplexity:
     """Score the second half of each of the `windows`, given the first.
 
     Every scored token thus has at least half a window of context. In a window of n tokens, the tokens at
     n/2 + 1 to n - 1 are scored, as in llama.cpp's perplexity tool. `score` returns log probabilities, as
-    `metal_prefill.Model.score`; `report` is called with the number of finished windows, their total and the
-    perplexity so far.
+    `metal_prefill.Model.score`; `report` is called with the number of finished windows and their total.
     """
     total = squares = 0.0
     count = 0
@@ -58,7 +57,7 @@ def perplexity(
         squares += float((losses**2).sum())
         count += losses.size
         if report is not None:
-            report(done, len(cut), math.exp(total / count))
+            report(done, len(cut))
     mean = total / count
     variance = max(squares / count - mean * mean, 0.0)
     value = math.exp(mean)
@@ -102,12 +101,7 @@ def execute(arguments: argparse.Namespace) -> None:
                 "--window"
             )
         with common.progress_bar("perplexity", "windows") as progress:
-
-            def report(done: int, total: int, so_far: float) -> None:
-                if progress is not None:
-                    progress(done, total)
-
-            result = perplexity(model.score, cut, report)
+            result = perplexity(model.score, cut, progress)
     print(
         f"perplexity {result.value:.4f} ± {result.error:.4f} over {result.n_scored} tokens, "
         f"the second halves of {result.n_windows} windows of {length}"

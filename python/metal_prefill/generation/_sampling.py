@@ -267,14 +267,6 @@ def _checked_mask(allowed: npt.ArrayLike, vocab_size: int) -> npt.NDArray[np.boo
 MOST_FORCED = MOST_DRAFTS
 
 
-class _AdvanceRequest(TypedDict):
-    """Arguments of :meth:`Constraint.advance`."""
-
-    tokens: list[int]
-    most_forced: int
-    room: int
-
-
 class Choosing:
     """Choice of tokens by a sampler among those that a constraint allows."""
 
@@ -322,8 +314,8 @@ class Choosing:
             self._forced = self._forced_after(chosen) or (step.forced if step is not None else [])
         self._step = step
 
-    def _request(self, chosen: Sequence[int], free: Sequence[int], room: int) -> _AdvanceRequest | None:
-        """Return what to advance the constraint by: tokens of a pass that were not given, and forced ones.
+    def _request(self, chosen: Sequence[int], free: Sequence[int], room: int) -> dict[str, Any] | None:
+        """Return arguments of :meth:`Constraint.advance`: new tokens of a pass, and forced ones.
 
         New forced tokens are computed once the text has taken the earlier ones.
         """

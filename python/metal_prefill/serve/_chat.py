@@ -278,7 +278,6 @@ class ChatChoice(Choice):
     reasoning_parser: ReasoningParser | None = None
     parser: ToolCallParser | None = None
     required: RequiredCalls | None = None
-    tokenizer: Tokenizer | None = None  # set if log probabilities are requested
     reasoning: str = ""
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -349,18 +348,25 @@ class ChatChoice(Choice):
             add({"role": "assistant", "content": ""})
         for part in self.parts(pieces):
             add(part)
-        content = [] if self.tokenizer is None else _logprobs(self.tokenizer, pieces)
-        if content:
+        scores = {} if self.tokenizer is None else self.logprobs(self.tokenizer, pieces)
+        if any(scores.values()):
             texts = [chunk for chunk in chunks if "content" in chunk["delta"]]
-            (texts[-1] if texts else add({"content": ""}))["logprobs"] = {"content": content, "refusal": None}
+            (texts[-1] if texts else add({"content": ""}))["logprobs"] = {**scores, "refusal": None}
         if self.finish_reason is not None:
             add({}, reason=self.finish_reason)
         return chunks
 
-    def score(self, pieces: Sequence[Piece]) -> None:
-        """Keep the log probabilities of a pass, if requested."""
-        if self.tokenizer is not None:
-            self.scores.extend({"content": _logprobs(self.tokenizer, pieces)})
+    def logprobs(self, tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
+        def entry(token: int, value: float | None) -> dict[str, Any]:
+            text, raw = spelling(tokenizer, token)
+            return {"token": text, "logprob": logprob(value), "bytes": raw}
+
+        content = [
+            {**entry(p.token, p.logprob), "top_logprobs": [entry(token, v) for token, v in p.top_logprobs]}
+            for p in pieces
+            if p.token not in tokenizer.stop_ids  # the end-of-text token is not part of the answer
+        ]
+        return {"content": content}
 
     def whole(self) -> dict[str, Any]:
         self.score([])
@@ -423,15 +429,3 @@ async def chat(service: Service, form: ChatForm, reply: Reply) -> None:
         answer = await send_choices(service, form, reply, choices, head, begin)
     if answer is not None:
         await reply.encoded(answer)
-
-
-def _logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-    def entry(token: int, value: float | None) -> dict[str, Any]:
-        text, raw = spelling(tokenizer, token)
-        return {"token": text, "logprob": logprob(value), "bytes": raw}
-
-    return [
-        {**entry(p.token, p.logprob), "top_logprobs": [entry(token, v) for token, v in p.top_logprobs]}
-        for p in pieces
-        if p.token not in tokenizer.stop_ids  # the end-of-text token is not part of the answer
-    ]

@@ -88,10 +88,15 @@ async def complete(service: Service, form: CompletionForm, reply: Reply) -> None
         streams = await service.streams(all_streams)
         reply.end_turn()
         with scores_of(service.bodies.scores, streams, form.logprobs) as scores:
-            choices = [CompletionChoice(i, s, i % made == 0, scores[i]) for i, s in enumerate(streams)]
-            for choice in choices:
-                choice.tokenizer = service.engine.tokenizer if form.logprobs is not None else None
-                choice.known = choice.stream.prompt_tokens if scored else 0
+            tokenizer = service.engine.tokenizer if form.logprobs is not None else None
+            choices = [
+                CompletionChoice(
+                    *(i, stream, i % made == 0, scores[i]),
+                    tokenizer=tokenizer,
+                    known=stream.prompt_tokens if scored else 0,
+                )
+                for i, stream in enumerate(streams)
+            ]
             head = head_of("cmpl", "text_completion", name)
             best = partial(best_texts, made, form.n or 1)
             answer = await send_choices(service, form, reply, choices, head, begin, best)
@@ -142,7 +147,6 @@ def _prompt_tokens(service: Service, form: CompletionForm, prompt: str) -> list[
 class CompletionChoice(Choice):
     """Completion in progress."""
 
-    tokenizer: Tokenizer | None = None  # set if log probabilities are requested
     known: int = 0  # prompt tokens at the start of the text
     reported: int = 0  # tokens whose log probabilities were reported
     length: int = 0  # characters of their text
@@ -158,53 +162,43 @@ class CompletionChoice(Choice):
         """Return the event of a pass, if it has anything to report."""
         if not any(piece.text for piece in pieces) and not self.ended and self.tokenizer is None:
             return []
-        return [self._choice(pieces, self._logprobs(pieces))]
-
-    def score(self, pieces: Sequence[Piece]) -> None:
-        """Keep the log probabilities of a pass, if requested."""
-        if (logprobs := self._logprobs(pieces)) is not None:
-            self.scores.extend(logprobs)
+        scores = None if self.tokenizer is None else self.logprobs(self.tokenizer, pieces)
+        return [self._choice(pieces, scores)]
 
     def whole(self) -> dict[str, Any]:
         self.score([])
         return self._choice(self.pieces, None if self.tokenizer is None else self.scores.whole())
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, list[Any]] | None:
-        return None if self.tokenizer is None else _logprobs(self.tokenizer, self, pieces)
+    def logprobs(self, tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
+        tokens: list[str] = []
+        offsets: list[int] = []
+        values: list[float | None] = []
+        best: list[dict[str, float] | None] = []
+
+        def add(token: int) -> None:
+            if self.reported == self.known:
+                self.length += 0 if self.decoder is None else len(self.decoder.flush())
+                self.decoder = tokenizer.decoder()
+            elif self.decoder is None:
+                self.decoder = tokenizer.decoder(whole=True)
+            tokens.append(spelling(tokenizer, token)[0])
+            offsets.append(self.length)
+            self.reported += 1
+            self.length += len(self.decoder.step(token))
+
+        if self.known and self.reported == 0:
+            add(int(self.stream.prompt[0]))  # the first token has no log probability
+            values.append(None)
+            best.append(None)
+        for piece in pieces:
+            add(piece.token)
+            values.append(logprob(piece.logprob))
+            best.append({spelling(tokenizer, token)[0]: logprob(p) for token, p in piece.top_logprobs})
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
 
     def _choice(self, pieces: Sequence[Piece], logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self.finish_reason}
-
-
-def _logprobs(
-    tokenizer: Tokenizer, choice: CompletionChoice, pieces: Sequence[Piece]
-) -> dict[str, list[Any]]:
-    tokens: list[str] = []
-    offsets: list[int] = []
-    values: list[float | None] = []
-    best: list[dict[str, float] | None] = []
-
-    def add(token: int) -> None:
-        if choice.reported == choice.known:
-            choice.length += 0 if choice.decoder is None else len(choice.decoder.flush())
-            choice.decoder = tokenizer.decoder()
-        elif choice.decoder is None:
-            choice.decoder = tokenizer.decoder(whole=True)
-        tokens.append(spelling(tokenizer, token)[0])
-        offsets.append(choice.length)
-        choice.reported += 1
-        choice.length += len(choice.decoder.step(token))
-
-    if choice.known and choice.reported == 0:
-        add(int(choice.stream.prompt[0]))  # the first token has no log probability
-        values.append(None)
-        best.append(None)
-    for piece in pieces:
-        add(piece.token)
-        values.append(logprob(piece.logprob))
-        best.append({spelling(tokenizer, token)[0]: logprob(p) for token, p in piece.top_logprobs})
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
 
 
 async def tokenize(service: Service, form: TokenizeForm, reply: Reply) -> None:

@@ -175,6 +175,7 @@ class Choice:
     scores: Scores
     pieces: list[Piece] = field(default_factory=list)  # without the most probable tokens
     ended: bool = False
+    tokenizer: Tokenizer | None = None  # set if log probabilities are requested
 
     @property
     def finish_reason(self) -> str | None:
@@ -190,9 +191,14 @@ class Choice:
         """Return the events of a pass, whose pieces were already added to `pieces`."""
         raise NotImplementedError
 
+    def logprobs(self, tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
+        """Return the log probabilities of a pass as lists by name."""
+        raise NotImplementedError
+
     def score(self, pieces: Sequence[Piece]) -> None:
         """Keep the log probabilities of a pass, if requested, for an answer that is not streamed."""
-        raise NotImplementedError
+        if self.tokenizer is not None:
+            self.scores.extend(self.logprobs(self.tokenizer, pieces))
 
     def whole(self) -> dict[str, Any]:
         """Return the complete text, for answers that are not streamed."""

@@ -37,7 +37,7 @@ from metal_prefill.tasks._embedding import (
 )
 from metal_prefill.tasks._pooled_head import probabilities_of
 from metal_prefill.tasks._prompts import PromptRules, TextRole, errors_of, prompt_form, role_of
-from metal_prefill.tasks._reranking import Options, Ranked, encode_documents, kind_of, template_of
+from metal_prefill.tasks._reranking import Options, encode_documents, kind_of, template_of
 from metal_prefill.tasks._text_passes import TextPasses
 
 _T = TypeVar("_T")
@@ -255,38 +255,31 @@ async def rank(service: Service, form: RerankForm, reply: Reply) -> None:
     )
     _check_ranks(service, options)
 
-    def compute(passes: SharedPasses) -> tuple[list[Ranked], dict[str, int]]:
-        ranked = ranking.ranked(passes, form.top_n)
-        return ranked, _usage(passes.tokens, rules.truncate, ranking.cut_texts)  # a shared prefix counts once
+    def answer(passes: SharedPasses) -> Any:
+        if form.texts is not None:
+            return _ranks(documents, ranking.scores(passes), form)
+        results = [
+            {
+                "index": item.index,
+                "relevance_score": item.score,
+                **({} if form.return_documents is False else {"document": {"text": item.document}}),
+            }
+            for item in ranking.ranked(passes, form.top_n)
+        ]
+        return {
+            "id": uuid.uuid4().hex,
+            "model": name,
+            "results": results,
+            "usage": _usage(passes.tokens, rules.truncate, ranking.cut_texts),  # a shared prefix counts once
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+        }
 
     engine = service.engine
     with service.admitted(1):
         ranking = await service.prepare(lambda: encode_documents(engine, form.query, documents, options))
         reply.end_turn()
-        if form.texts is not None:
-            scores = await _compute(service, ranking.scores)
-        else:
-            ranked, usage = await _compute(service, compute)
-    if form.texts is not None:
-        await reply.json(_ranks(documents, scores, form))
-        return
-    results = [
-        {
-            "index": item.index,
-            "relevance_score": item.score,
-            **({} if form.return_documents is False else {"document": {"text": item.document}}),
-        }
-        for item in ranked
-    ]
-    await reply.json(
-        {
-            "id": uuid.uuid4().hex,
-            "model": name,
-            "results": results,
-            "usage": usage,
-            "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
-        }
-    )
+        answered = await _compute(service, answer)
+    await reply.json(answered)
 
 
 def _ranks(
