@@ -100,8 +100,16 @@ def read_texts(path: str, column: str | None = None) -> list[str]:
 
 def _objects(file: TextIO, path: str, column: str) -> Iterator[str]:
     for number, line in enumerate(file, 1):
-        if line.strip():
-            yield _text(line, f"{path}, line {number}", column)
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}, line {number} is not JSON: {error}") from None
+        text = value.get(column) if isinstance(value, dict) else value
+        if not isinstance(text, str):
+            raise UsageError(f'{path}, line {number} is neither a string nor an object with "{column}"')
+        yield text
 
 
 def _rows(file: TextIO, path: str, column: str) -> Iterator[str]:
@@ -116,14 +124,3 @@ def _rows(file: TextIO, path: str, column: str) -> Iterator[str]:
             yield row[column] or ""
     except csv.Error as error:
         raise UsageError(f"{path}, line {reader.line_num}: {error}") from None
-
-
-def _text(line: str, where: str, column: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON: {error}") from None
-    text = value.get(column) if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        raise UsageError(f'{where} is neither a string nor an object with "{column}"')
-    return text

@@ -107,11 +107,8 @@ class Options:
     @property
     def is_greedy(self) -> bool:
         """Whether the choice is the plain argmax of the logits, which the engines compute."""
-        return self.temperature == 0 and not self.logit_bias and not self._penalizes
-
-    @property
-    def _penalizes(self) -> bool:
-        return self.repeat_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        penalties = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty)
+        return self.temperature == 0 and not self.logit_bias and penalties == (1, 0, 0)
 
 
 class SamplingOptions(TypedDict, total=False):

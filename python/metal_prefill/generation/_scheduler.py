@@ -392,12 +392,9 @@ class Scheduler:
         """Move the prompts that had rows to the back."""
         for stream in prompts:
             stream.passes_waited = 0 if stream in chosen else stream.passes_waited + 1
-        self._to_the_back([s for s in prompts if s in chosen])
-
-    def _to_the_back(self, streams: list[Stream]) -> None:
-        for stream in streams:
-            self._active.remove(stream)
-            self._active.append(stream)
+            if stream in chosen:
+                self._active.remove(stream)
+                self._active.append(stream)
 
     def _admit(self) -> None:
         """Let streams become active, of the requests with the fewest active ones first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@dataclass
 class StreamTimes:
     """Times of a stream, on the clock of :func:`time.perf_counter`; None until the event."""
 
-    def __init__(self) -> None:
-        self.started: float | None = None  # start of the first pass with tokens of the prompt
-        # End of the pass that chose the first token, and of the latest one that chose any.
-        self.first_token: float | None = None
-        self.last_token: float | None = None
+    started: float | None = None  # start of the first pass with tokens of the prompt
+    # End of the pass that chose the first token, and of the latest one that chose any.
+    first_token: float | None = None
+    last_token: float | None = None
 
     def begin(self, now: float) -> None:
         if self.started is None:
@@ -34,9 +35,7 @@ class StreamTimes:
 
     def note_tokens(self, now: float) -> None:
         """Note that a pass which chose tokens has ended now."""
-        if self.first_token is None:
-            self.first_token = now
-        self.last_token = now
+        self.first_token, self.last_token = now if self.first_token is None else self.first_token, now
 
 
 # Errors of `make_streams` that concern one prompt only.

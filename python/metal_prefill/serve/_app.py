@@ -85,7 +85,8 @@ def make_app(model: Model, settings: Settings) -> Starlette:
         yield
         await service.prepare(service.close)
 
-    page = page_routes() if settings.page else []
+    files = sorted(_PAGE_FOLDER.iterdir()) if settings.page else []
+    page = [_route(path) for path in files if path.suffix in _MEDIA_TYPES]
     open_paths = [*OPEN_PATHS, *(route.path for route in page)]
     origins = list(settings.cors_origins)
     middleware = [Middleware(RefuseForeign, hosts=settings.allowed_hosts, origins=origins)]
@@ -170,12 +171,8 @@ _PAGE_HEADERS = {
 }
 
 
-def page_routes() -> list[Route]:
-    """Return a route for each file of the page; ``index.html`` is ``/``."""
-    return [_route(path) for path in sorted(_PAGE_FOLDER.iterdir()) if path.suffix in _MEDIA_TYPES]
-
-
 def _route(path: Path) -> Route:
+    """Return the route of a file of the page; ``index.html`` is ``/``."""
     body = path.read_bytes()
     tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
     headers = {**_PAGE_HEADERS, "etag": tag, "content-type": _MEDIA_TYPES[path.suffix]}

@@ -298,7 +298,9 @@ class ChatChoice(Choice):
             parts = self.parser.step(text) + (self.parser.flush() if self.ended else [])
         for part in parts:
             if isinstance(part, ToolCall):
-                made.append(self._add_call(call_message(part)))
+                message = call_message(part)
+                made.append({"tool_calls": [{"index": len(self.calls), **message}]})
+                self.calls.append(message)
             elif part:
                 self.text += part
                 made.append({"content": part})
@@ -312,11 +314,6 @@ class ChatChoice(Choice):
             self.text = required.text
             return [{"content": required.text}]
         return made
-
-    def _add_call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Append a call, and return the part of a stream that has it with its index."""
-        self.calls.append(message)
-        return {"tool_calls": [{"index": len(self.calls) - 1, **message}]}
 
     @property
     def finish_reason(self) -> str | None:

@@ -161,13 +161,6 @@ class Reply:
             raise StalledClientError
 
 
-def timeout_error(seconds: float) -> ApiError:
-    """Return the error for an answer that took too long, marked as not worth retrying."""
-    return ApiError(
-        f"the answer took longer than {seconds:g} s", status=504, code="timeout", headers=NO_RETRY
-    )
-
-
 class Endpoint(Generic[_Form]):
     """An ASGI application for one path."""
 
@@ -223,7 +216,8 @@ class Endpoint(Generic[_Form]):
                     reply.namespace = prefix_namespace(key, form.prompt_cache_key)
                     await self._answer(self._service, form, reply)
             if scope.cancelled_caught:
-                await reply.error(timeout_error(seconds))
+                message = f"the answer took longer than {seconds:g} s"
+                await reply.error(ApiError(message, status=504, code="timeout", headers=NO_RETRY))
         except ContextOverflowError as error:  # LiteLLM recognizes the first words, LangChain the others
             most = self._service.engine.max_context
             limit = f"This model's maximum context length is {most} tokens"

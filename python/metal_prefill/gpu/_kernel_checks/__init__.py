@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill.gpu._kernel_checks import attention, experts, products, recurrences, steps
+from metal_prefill.gpu._kernel_checks import attention, products, recurrences, steps
 from metal_prefill.gpu._kernel_checks.captured import Captured, Expected
 
 # Relative to the largest result. Kernels for few tokens are within 2e-4 of float64, those with operands in
@@ -41,11 +41,11 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "layernorm_twice": steps.layernorm_twice,
     "layernorm_": steps.layernorm,
     "add_bias": steps.add_bias,
-    "choose_experts_": experts.choose_experts,
-    "sort_routes": experts.sort_routes,
-    "matvec_experts_": experts.matvec_experts,
-    "matmul_experts_": experts.matmul_experts,
-    "add_experts": experts.add_experts,
+    "choose_experts_": products.choose_experts,
+    "sort_routes": products.sort_routes,
+    "matvec_experts_": products.matvec_experts,
+    "matmul_experts_": products.matmul_experts,
+    "add_experts": products.add_experts,
     "matvec_": products.product,
     "multi_token_matvec_": products.product,
     "matmul_": products.product,

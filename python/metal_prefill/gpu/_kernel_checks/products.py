@@ -1,4 +1,4 @@
-"""Products with weights, and the embedding, whose rows are unpacked in the same way."""
+"""Products with weights, also of experts, and the embedding, whose rows are unpacked in the same way."""
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,15 @@ from metal_prefill.gpu._kernel_checks.captured import (
     Captured,
     Expected,
     Values,
+    activate,
     activate_gated,
     rms_normed,
     some_of,
 )
+from metal_prefill.gpu._trace import layout_of
 
+_ROUTE, _TILE = layout_of("Route"), layout_of("ExpertTile")
+_TILE_PLACES = _core.shader_constants["MATMUL_NARROW_TILE"]
 _NAMES = _core.tensor_types()
 _TYPES = {t.name.lower(): number for number, t in TENSOR_TYPES.items() if t.name in _NAMES}
 
@@ -98,3 +102,99 @@ def product(d: Captured) -> Expected:
             d.after(y_binding, y_type)[where],
             expected + (d.before(y_binding, y_type)[where] if adds else 0.0),
         )
+
+
+def choose_experts(d: Captured) -> Expected:
+    """Compare factors: if two scores nearly agree, the order of their experts may differ."""
+    args, used = d.args, d.args["used"]
+    dim, experts = args["dim"], args["experts"]
+    routes = d.after(5, _ROUTE)
+    norm = d.before(1, np.float32)[:dim].astype(np.float64)
+    bias, offset = (
+        d.before(binding, np.float32)[:experts].astype(np.float64) if args[has] else np.zeros(experts)
+        for binding, has in ((2, "has_bias"), (3, "has_offset"))
+    )
+    router = Matrix(d, columns=dim, rows=[experts], offsets=[0]).rows(np.arange(experts))
+    for token in some_of(d.grid[0], SAMPLED_TOKENS):
+        x = d.before(4, np.float32)[token * dim : (token + 1) * dim].astype(np.float64)
+        products = router @ (rms_normed(x, norm, args["eps"]) if args["has_norm"] else x) + offset
+        if args["sigmoid"]:
+            scores = 1 / (1 + np.exp(-products))
+        else:
+            powers = np.exp(products - products.max())
+            scores = powers / powers.sum()
+        own = routes[token * used : (token + 1) * used]
+        best = np.argsort(-(scores + bias), kind="stable")[:used]
+        for chosen in (own["expert"], best):
+            divisor = scores[chosen].sum() if args["normalize"] else 1.0
+            yield own["factor"], scores[chosen] / divisor * args["scale"]
+
+
+def sort_routes(d: Captured) -> Expected:
+    used, count = d.args["used"], d.args["routes"]
+    experts = d.before(0, _ROUTE)["expert"][:count]
+    order = np.argsort(experts, kind="stable")
+    places = np.empty(count)
+    places[order] = np.arange(count)
+    yield d.after(0, _ROUTE)["place"][:count], places
+    yield d.after(1, np.uint32)[:count], (order // used).astype(np.float64)
+    tiles = []
+    first = 0
+    for expert, rows in enumerate(np.bincount(experts, minlength=d.args["experts"])):
+        for done in range(0, rows, _TILE_PLACES):
+            tiles.append((expert, first + done, min(rows - done, _TILE_PLACES)))
+        first += rows
+    tiles += [(0, 0, 0)] * (d.args["tiles"] - len(tiles))
+    expected = np.array(tiles, np.float64)
+    for i, name in enumerate(("expert", "first", "count")):
+        yield d.after(2, _TILE)[name][: len(tiles)], expected[:, i]
+
+
+def add_experts(d: Captured) -> Expected:
+    dim, used = d.args["dim"], d.args["used"]
+    y = d.before(1, np.float32)
+    for token in some_of(d.grid[1], SAMPLED_TOKENS):
+        where = slice(token * dim, (token + 1) * dim)
+        expected = d.before(2, np.float32)[where].astype(np.float64)
+        for route in d.before(0, _ROUTE)[token * used : (token + 1) * used]:
+            place = int(route["place"])
+            expected = expected + float(route["factor"]) * y[place * dim : (place + 1) * dim]
+        yield d.after(2, np.float32)[where], expected
+
+
+def _of_experts(d: Captured, expert: int, x: Values, rows: Values) -> Values:
+    """Return products of rows of an expert, activated where the kernel does."""
+    first, gated = expert * d.args["out_dim"] + rows, d.args["rows"][1] > 0
+    matrix = Matrix(d)
+    products = [matrix.rows_of(np.full(len(rows), which), first) @ x for which in range(1 + gated)]
+    if d.args["has_bias"]:
+        bias = d.before(1, np.float32).astype(np.float64)
+        products = [y + bias[i * d.args["rows"][0] + first] for i, y in enumerate(products)]
+    if gated:
+        return activate_gated(products[0], products[1], d.args["activation"])
+    return activate(products[0], d.args["activation"]) if "swiglu" in d.kernel else products[0]
+
+
+def matvec_experts(d: Captured) -> Expected:
+    width, out_dim = d.args["in_dim"], d.args["out_dim"]
+    rows, x = some_of(out_dim, SAMPLED_ROWS), d.before(2, np.float32)
+    for route in some_of(d.grid[1], SAMPLED_TOKENS):
+        token = int(route) // d.args["used"] if "swiglu" in d.kernel else int(route)
+        expert = int(d.before(3, _ROUTE)["expert"][route])
+        expected = _of_experts(d, expert, x[token * width : (token + 1) * width].astype(np.float64), rows)
+        yield d.after(4, np.float32)[route * out_dim + rows], expected
+
+
+def matmul_experts(d: Captured) -> Expected:
+    width, out_dim, both = d.args["in_dim"], d.args["out_dim"], "swiglu" in d.kernel
+    rows, x = some_of(out_dim, SAMPLED_ROWS), d.before(2, np.float16)
+    tiles = d.before(4 if both else 3, _TILE)[: d.grid[1]]
+    tiles = tiles[tiles["count"] > 0]
+    for i in some_of(len(tiles), SAMPLED_TOKENS):
+        tile = tiles[i]
+        for place in {int(tile["first"]), int(tile["first"] + tile["count"]) - 1}:
+            row = int(d.before(3, np.uint32)[place]) if both else place
+            vector = x[row * width : (row + 1) * width].astype(np.float64)
+            expected = _of_experts(d, int(tile["expert"]), vector, rows)
+            y = d.after(5 if both else 4, np.float16 if both else np.float32)
+            yield y[place * out_dim + rows], expected
