@@ -24,7 +24,7 @@ from metal_prefill.cli import main
 from metal_prefill.commands.convert import TYPES
 from metal_prefill.conversion import TENSOR_TYPES, _writing, convert
 from metal_prefill.conversion._folder import Fields
-from metal_prefill.conversion._settings import lfm2
+from metal_prefill.conversion._recurrent import lfm2
 from metal_prefill.conversion._source import find_source
 from metal_prefill.conversion._writing import SOURCES
 from metal_prefill.hub import _local_file

@@ -18,7 +18,7 @@ from support.hub_server import Hub, Repo, serve
 
 from metal_prefill import HubError, Model, hub
 from metal_prefill.hub import _download
-from metal_prefill.hub._answers import safe_answers, within
+from metal_prefill.hub._repository import safe_answers, within
 
 FILES = {
     "README.md": b"# A model",

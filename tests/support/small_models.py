@@ -17,8 +17,13 @@ import numpy.typing as npt
 
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.synth import ExpertShape, LayerShape, ModelShape, ScanShape, _file, _tensors
-from metal_prefill.synth._blocks import BLOCK_FORMATS, random_norm, random_tensor
-from metal_prefill.synth._layers import random_decay, random_step
+from metal_prefill.synth._blocks import (
+    BLOCK_FORMATS,
+    random_decay,
+    random_norm,
+    random_step,
+    random_tensor,
+)
 from metal_prefill.synth._tensors import Role, Tensor
 from support.gguf_mutator import take_apart
 from support.gguf_reader import GGUFReader

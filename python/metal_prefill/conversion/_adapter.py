@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from metal_prefill.conversion._folder import ADAPTER, Fields, adapters_of
-from metal_prefill.conversion._weights import FloatArray, Index, Weight, listed_tensors
+from metal_prefill.conversion._weights import FloatArray, Index, Stack, Weight, listed_tensors
 from metal_prefill.errors import GGUFError
 
 FILE = "adapter_model.safetensors"
@@ -67,18 +67,12 @@ def _with_own(
         base = found.get(f"{module}.weight")
         if base is None or set(pair) != {"A", "B"}:
             raise config.error(f"{module} lacks one of its weight and the two matrices of adapters")
-        down, up = (_matrix(pair[part], index) for part in "AB")
+        down, up = (Stack.divided(pair[part]).matrices[index] for part in "AB")
         if module.endswith("_embeddings"):  # A has its rows, and B its columns
             down, up = up, down
         scale = config.number("lora_alpha", default=1.0) / down.shape[0]
         found[f"{module}.weight"] = _sum(base, module, down, up, scale)
     return found
-
-
-def _matrix(weight: Weight, index: int) -> Weight:
-    """Return one of the matrices in a tensor of three dimensions."""
-    part = weight.parts((weight.name,) * weight.shape[0])[index]
-    return replace(part, shape=part.shape[1:])
 
 
 def merged(
@@ -88,28 +82,28 @@ def merged(
 ) -> dict[str, Weight]:
     """Return the weights of a folder with those of an adapter added."""
     config = Fields.read(adapter / ADAPTER)
-    _check(config)
+    config.require("peft_type", ("LORA",), None)
+    config.require("bias", ("none",), "none")
+    for option in (
+        *("use_dora", "fan_in_fan_out", "alora_invocation_tokens", "layer_replication"),
+        "modules_to_save",
+    ):
+        config.require(option, (False, None, []), False)
     if not (adapter / FILE).is_file():
         raise GGUFError(f"{adapter}: has no {FILE}")
+    patterns = config.object("alpha_pattern")
     names = {_bare(name, prefixes): name for name in weights}
     found = dict(weights)
     for module, down, up in _pairs(config, adapter):
         name = names.get(f"{_bare(module, prefixes)}.weight")
         if name is None:
             raise GGUFError(f"{down.file}: changes {module}, which the model does not have")
-        scale = _scale(config, module, down.shape[0])
+        key = next((key for key in patterns.values if module == key or module.endswith(f".{key}")), None)
+        rank = down.shape[0]
+        scale = config.number("lora_alpha") if key is None else patterns.number(key)
+        scale /= math.sqrt(rank) if config.boolean("use_rslora", default=False) else rank
         found[name] = _sum(found[name], module, down, up, scale, transposed="embedding" in down.name)
     return found
-
-
-def _check(config: Fields) -> None:
-    config.require("peft_type", ("LORA",), None)
-    config.require("bias", ("none",), "none")
-    for name in (
-        *("use_dora", "fan_in_fan_out", "alora_invocation_tokens", "layer_replication"),
-        "modules_to_save",
-    ):
-        config.require(name, (False, None, []), False)
 
 
 def _pairs(config: Fields, adapter: Path) -> Iterator[tuple[str, Weight, Weight]]:
@@ -128,14 +122,6 @@ def _pairs(config: Fields, adapter: Path) -> Iterator[tuple[str, Weight, Weight]
 
 def _bare(name: str, prefixes: tuple[str, ...]) -> str:
     return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
-
-
-def _scale(config: Fields, module: str, rank: int) -> float:
-    """Return the factor of the product of two matrices."""
-    patterns = config.object("alpha_pattern")
-    key = next((key for key in patterns.values if module == key or module.endswith(f".{key}")), None)
-    alpha = config.number("lora_alpha") if key is None else patterns.number(key)
-    return alpha / (math.sqrt(rank) if config.boolean("use_rslora", default=False) else rank)
 
 
 def _sum(

@@ -1,10 +1,11 @@
 """Rows of decoders' classes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from metal_prefill.conversion import _gemma4, _rotation, _scan_settings, _settings
+from metal_prefill.conversion import _recurrent, _rotation, _settings
 from metal_prefill.conversion._encoder_sources import ENCODERS
 from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._source import (
@@ -14,6 +15,7 @@ from metal_prefill.conversion._source import (
     SHAPE,
     UNUSED,
     Key,
+    More,
     Source,
     experts_of,
     stated,
@@ -48,7 +50,7 @@ _GPT2 = Source(
     heads=_OF_DECODERS,
     unused=(*UNUSED, *_MASKS),
     changes={r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight": _settings.transposed},
-    more=_settings.gpt2,
+    more=(_settings.gpt2,),
 )
 _GPT_NEOX = Source(
     "gptneox",
@@ -62,7 +64,14 @@ _GPT_NEOX = Source(
     heads={**_OF_DECODERS, "causal": {"embed_out": "output", "lm_head": "output"}},
     unused=(*UNUSED, *_MASKS),
     changes={r".*\.attn_qkv\..*": _rotation.heads_last},
-    more=_settings.gpt_neox,
+    more=(
+        partial(_rotation.rotated_part, name="rotary_pct", default=0.25),
+        _rotation.rope_scaling,
+        {
+            "hidden_activation": stated("hidden_act", default="gelu"),
+            "use_parallel_residual": stated("use_parallel_residual", default=True),
+        },
+    ),
 )
 _ATTENTION_BIAS = {r"blk\.\d+\.attn_(q|k|v|output)": "attention_bias"}
 _LLAMA = Source(
@@ -73,30 +82,32 @@ _LLAMA = Source(
     accepted={"hidden_act": ("silu",)},
     heads=_OF_DECODERS,
     changes={r"blk\.\d+\.attn_[qk]\.(weight|bias)": _rotation.interleaved},
-    more=_rotation.rope_scaling_or_factors,
+    more=(_rotation.rope_scaling_or_factors,),
     computed=_rotation.rope_factors,
 )
 _INTERLEAVED = _LLAMA.changes
 
 
 def _llama_like(
-    architecture: str, more: Callable[[Fields], Mapping[str, Any]], keys: Mapping[str, Key] = {}, **other: Any
+    architecture: str, more: tuple[More, ...], keys: Mapping[str, Key] = {}, **other: Any
 ) -> Source:
     """Return the row for a class with Llama's tensors, but neither its order of rows nor its factors."""
     other = {"changes": {}, "computed": lambda config: {}, **other}
     return replace(_LLAMA, architecture=architecture, more=more, keys={**_LLAMA.keys, **keys}, **other)
 
 
-_QWEN = replace(_LLAMA, changes={}, more=_settings.qwen)
+_QWEN = replace(_LLAMA, changes={}, more=(_settings.qwen,))
 _MINISTRAL3 = _llama_like(
     "mistral3",
-    _settings.ministral3,
+    (_settings.ministral3,),
     prefixes=("model.language_model.", "language_model.model.", "language_model."),
     biases={},
     changes=_INTERLEAVED,
     unused=(*UNUSED, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
     text_part="text_config",
 )
+# Whether the factors of a token's experts are divided by their sum, after the rotation.
+_ROUTED = (_rotation.rope_scaling, {"expert_weights_norm": stated("norm_topk_prob", default=False)})
 # Gate and up of each expert of Granite are one matrix.
 _GRANITE_EXPERTS = {
     "block_sparse_moe.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
@@ -118,7 +129,7 @@ _GEMMA2 = replace(
     keys=_GEMMA,
     accepted={"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (None, False)},
     changes={r".*norm\.weight": _settings.plus_one},
-    more=_settings.gemma2,
+    more=(_settings.gemma2,),
     computed=lambda config: {},
 )
 _GEMMA3 = replace(
@@ -131,13 +142,13 @@ _GEMMA3 = replace(
         "final_logit_softcapping": (None,),
     },
     changes={r".*norm\.weight": _settings.plus_one},
-    more=_settings.gemma3,
+    more=(_settings.gemma3,),
 )
 # Of a state-space layer.
 _SCAN_CHANGES = {
-    r".*\.ssm_a": _settings.rates_of_decay,
-    r".*\.ssm_[ad]": _scan_settings.column,
-    r".*\.ssm_norm\.weight": _scan_settings.groups,
+    r".*\.ssm_a": _recurrent.rates_of_decay,
+    r".*\.ssm_[ad]": _recurrent.column,
+    r".*\.ssm_norm\.weight": _recurrent.groups,
 }
 _MAMBA = {
     "ssm.conv_kernel": stated("mamba_d_conv", default=4),
@@ -164,7 +175,7 @@ _GRANITE_HYBRID = Source(
         "shared_mlp.output_linear": ("mlp.down_proj",),
     },
     changes={**_INTERLEAVED, **_SCAN_CHANGES},
-    more=_scan_settings.granite_hybrid,
+    more=(_recurrent.granite_hybrid,),
 )
 _GRANITE_HYBRID_EXPERTS = replace(
     _GRANITE_HYBRID,
@@ -182,14 +193,14 @@ def _granite_hybrid(config: Fields) -> Source | None:
     """Return the row for a folder with experts, or without state-space layers."""
     has_experts = config.integer("num_local_experts", default=8, least=0) > 0
     source = _GRANITE_HYBRID_EXPERTS if has_experts else _GRANITE_HYBRID
-    if not _scan_settings.only_rotated_attention(config):
-        return source
-    return replace(source, architecture="granitemoe" if has_experts else "granite")
+    if all(_recurrent.granite_attends(config)) and _recurrent.granite_rotates(config):
+        return replace(source, architecture="granitemoe" if has_experts else "granite")
+    return source
 
 
 _GRANITE_MOE = _llama_like(
     "granitemoe",
-    _settings.granite_moe,
+    (_settings.granite_moe,),
     {**_GRANITE_SCALES, **experts_of(8, 2)},
     parts=_GRANITE_EXPERTS,
     changes=_INTERLEAVED,
@@ -205,7 +216,7 @@ _LFM2 = Source(
     },
     accepted={"conv_bias": (False,)},
     heads={"causal": {"lm_head": "output"}},
-    more=_settings.lfm2,
+    more=(_recurrent.lfm2,),
 )
 
 DECODERS: dict[str, Source] = {
@@ -220,7 +231,11 @@ DECODERS: dict[str, Source] = {
         },
         accepted={"use_bias": (True,)},
         heads=_OF_DECODERS,
-        more=_settings.starcoder2,
+        more=(
+            _rotation.rope_scaling,
+            _settings.stated_window,
+            {"hidden_activation": stated("hidden_act", default="gelu_pytorch_tanh")},
+        ),
     ),
     "Phi": Source(
         "phi2",
@@ -228,7 +243,11 @@ DECODERS: dict[str, Source] = {
         keys=_ROTATED_WITH_LAYER_NORM,
         accepted={"qk_layernorm": (False,)},
         heads=_OF_DECODERS,
-        more=_rotation.phi2,
+        more=(
+            partial(_rotation.rotated_part, default=0.5),
+            _rotation.rope_scaling,
+            {"hidden_activation": stated("hidden_act", default="gelu_new")},
+        ),
     ),
     "StableLm": Source(
         "stablelm",
@@ -237,7 +256,7 @@ DECODERS: dict[str, Source] = {
         biases={r"blk\.\d+\.attn_(q|k|v)": "use_qkv_bias"},
         accepted={"hidden_act": ("silu",), "qk_layernorm": (False,), "use_parallel_residual": (False,)},
         heads=_OF_DECODERS,
-        more=_rotation.stablelm,
+        more=(partial(_rotation.rotated_part, default=0.25), _rotation.rope_scaling),
     ),
     "Cohere2": Source(
         "cohere2",
@@ -249,10 +268,10 @@ DECODERS: dict[str, Source] = {
         },
         accepted={"hidden_act": ("silu",), "attention_bias": (False,)},
         heads=_OF_DECODERS,
-        more=_settings.cohere2,
+        more=(_rotation.rope_scaling, partial(_settings.layers_with_window, usual_period=4)),
     ),
     "Llama": _LLAMA,
-    "Mistral": replace(_LLAMA, more=_settings.mistral),
+    "Mistral": replace(_LLAMA, more=(_rotation.rope_scaling_or_factors, _settings.window)),
     "Qwen2": replace(_QWEN, architecture="qwen2", biases={}),  # always some in attention
     "Qwen3": replace(_QWEN, architecture="qwen3"),
     JINA_V5: replace(
@@ -263,7 +282,7 @@ DECODERS: dict[str, Source] = {
     "PPLXQwen3": replace(_QWEN, architecture="qwen3", constants={"attention.causal": False}),
     "Qwen3Moe": _llama_like(
         "qwen3moe",
-        _settings.with_experts,
+        _ROUTED,
         experts_of(128, 8) | {"expert_feed_forward_length": stated("moe_intermediate_size", default=768)},
         accepted={
             "hidden_act": ("silu",),
@@ -274,7 +293,7 @@ DECODERS: dict[str, Source] = {
     ),
     "Olmoe": _llama_like(
         "olmoe",
-        _settings.with_experts,
+        _ROUTED,
         LARGER_EPSILON | experts_of(64, 8),
         accepted={"hidden_act": ("silu",), "clip_qkv": (None,)},
     ),
@@ -287,33 +306,33 @@ DECODERS: dict[str, Source] = {
     ),
     **dict.fromkeys(("Mistral3", "Ministral3"), _MINISTRAL3),
     "MiniCPM": _llama_like(
-        "minicpm", _settings.minicpm, changes=_INTERLEAVED, computed=_rotation.long_rope_factors
+        "minicpm", (_settings.minicpm,), changes=_INTERLEAVED, computed=_rotation.long_rope_factors
     ),
     "SmolLM3": _llama_like(
         "smollm3",
-        _rotation.smollm3,
+        (_rotation.smollm3,),
         {"rope.freq_base": stated("rope_theta", default=2000000.0)},
         accepted={"hidden_act": ("silu",), "use_sliding_window": (False,)},
         changes=_INTERLEAVED,
     ),
-    "Granite": _llama_like("granite", _rotation.rope_scaling, _GRANITE_SCALES, changes=_INTERLEAVED),
+    "Granite": _llama_like("granite", (_rotation.rope_scaling,), _GRANITE_SCALES, changes=_INTERLEAVED),
     **dict.fromkeys(("GraniteMoe", "GraniteMoeShared"), _GRANITE_MOE),
-    "Olmo2": _llama_like("olmo2", _rotation.rope_scaling, LARGER_EPSILON),
-    "Olmo3": _llama_like("olmo2", _settings.olmo3, LARGER_EPSILON),
+    "Olmo2": _llama_like("olmo2", (_rotation.rope_scaling,), LARGER_EPSILON),
+    "Olmo3": _llama_like("olmo2", (_settings.olmo3,), LARGER_EPSILON),
     "Phi3": _llama_like(
         "phi3",
-        _rotation.phi3,
+        (_rotation.phi3,),
         {**LARGER_EPSILON, "attention.sliding_window": stated("sliding_window", default=0)},
         biases={},
         computed=_rotation.long_rope_factors,
     ),
     "Exaone4": _llama_like(
-        "exaone4", _settings.exaone4, LARGER_EPSILON, biases={}, computed=_rotation.rope_factors
+        "exaone4", (_settings.exaone4,), LARGER_EPSILON, biases={}, computed=_rotation.rope_factors
     ),
-    "HunYuanDenseV1": _llama_like("hunyuan-dense", _rotation.hunyuan_dense, LARGER_EPSILON),
+    "HunYuanDenseV1": _llama_like("hunyuan-dense", (_rotation.hunyuan_dense,), LARGER_EPSILON),
     "Ernie4_5": _llama_like(  # the values of its rotated pairs are next to each other
         "ernie4_5",
-        _rotation.rope_scaling,
+        (_rotation.rope_scaling,),
         {
             **LARGER_EPSILON,
             "rope.freq_base": stated("rope_theta", default=500000.0),
@@ -336,7 +355,7 @@ DECODERS: dict[str, Source] = {
             f"feed_forward.experts.{name}": (f"mlp.experts.{part}_proj",)
             for name, part in {"w1": "gate", "w2": "down", "w3": "up"}.items()
         },
-        more=_settings.lfm2_moe,
+        more=(_recurrent.lfm2_moe,),
     ),
     "Gemma2": _GEMMA2,
     "Gemma3": _GEMMA3,
@@ -360,9 +379,9 @@ DECODERS: dict[str, Source] = {
         },
         unused=(*UNUSED, r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*"),
         changes={},
-        more=_gemma4.metadata,
-        computed=_gemma4.rope_factors,
-        combined=_gemma4.without_unused_keys,
+        more=(_settings.gemma4,),
+        computed=_settings.gemma4_rope_factors,
+        combined=_settings.without_unused_keys,
         text_part="text_config",
     ),
     "Qwen3_5": Source(
@@ -384,10 +403,10 @@ DECODERS: dict[str, Source] = {
         unused=(*UNUSED, r"model\.visual\..*", r"mtp\..*"),
         changes={
             r".*(?<!ssm_)norm\.weight": _settings.plus_one,
-            r".*\.ssm_a": _settings.rates_of_decay,
-            r".*\.(ssm_.*|attn_qkv\.weight|attn_gate\.weight)": _settings.value_heads_by_turns,
+            r".*\.ssm_a": _recurrent.rates_of_decay,
+            r".*\.(ssm_.*|attn_qkv\.weight|attn_gate\.weight)": _recurrent.value_heads_by_turns,
         },
-        more=_settings.qwen35,
+        more=(_recurrent.qwen35,),
         text_part="text_config",
     ),
     "GraniteMoeHybrid": replace(_GRANITE_HYBRID, variant=_granite_hybrid),
@@ -407,7 +426,7 @@ DECODERS: dict[str, Source] = {
         accepted={"hidden_act": ("silu",), "use_bias": (False,)},
         heads={"causal": {"lm_head": "output"}},
         changes=_SCAN_CHANGES,
-        more=_scan_settings.mamba2,
+        more=(_recurrent.mamba2,),
     ),
     "FalconH1": Source(
         "falcon-h1",
@@ -421,7 +440,7 @@ DECODERS: dict[str, Source] = {
             "mamba_proj_bias": (False,),
         },
         heads={"causal": {"lm_head": "output"}},
-        changes={**_SCAN_CHANGES, r".*\.weight": _scan_settings.multiplied},
-        more=_scan_settings.falcon_h1,
+        changes={**_SCAN_CHANGES, r".*\.weight": _recurrent.multiplied},
+        more=(_recurrent.falcon_h1,),
     ),
 }

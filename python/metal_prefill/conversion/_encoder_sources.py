@@ -26,7 +26,7 @@ _BERT = Source(
     "bert",
     prefixes=("bert.",),
     keys=SHAPE | LAYER_NORM,
-    more=_settings.bert,
+    more=(_settings.bert,),
     accepted={
         "position_embedding_type": ("absolute",),
         "is_decoder": (False,),
@@ -48,7 +48,7 @@ _BERT = Source(
 _ROBERTA = replace(
     _BERT,
     prefixes=("roberta.",),
-    more=_settings.roberta,
+    more=(_settings.roberta,),
     heads={
         "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
         "tokens": _CLASSIFIER,
@@ -98,7 +98,7 @@ _PROJECTED = {"embeddings_project": "token_embd_proj"}
 _ELECTRA = replace(
     _BERT,
     prefixes=("electra.",),
-    more=_settings.activation,
+    more=(_settings.activation,),
     constants={"classifier.hidden_activation": "gelu_erf"},
     heads={
         "body": _PROJECTED,
@@ -170,7 +170,7 @@ _DEBERTA = replace(
     heads={task: _BERT.heads[task] for task in ("sequence", "tokens", "late")},
     parts={f"attention.self.{name}_proj": (f"attention.self.{name}",) for name in _QKV},
     unused=(*UNUSED, r"(lm_predictions|mask_predictions)\..*", r"encoder\.(rel_embeddings|LayerNorm)\..*"),
-    more=_settings.deberta,
+    more=(_settings.deberta,),
     combined=_combined.with_relative_positions,
     made=_combined.RELATIVE,
     of_positions={},
@@ -190,7 +190,7 @@ _T5 = Source(
     },
     accepted={"relative_attention_num_buckets": (32,), "relative_attention_max_distance": (128,)},
     unused=(*UNUSED, r"decoder\..*", r"encoder\.embed_tokens\.weight"),
-    more=_settings.t5,
+    more=(_settings.t5,),
     combined=_combined.with_shared_embedding,
 )
 # The model that Alibaba's repositories define, as "new", and later versions of transformers.
@@ -219,14 +219,14 @@ _GTE = Source(
         "mlp.down_proj": ("output.dense",),
         "mlp_ln": ("output.LayerNorm",),
     },
-    more=_rotation.gte,
+    more=(_rotation.gte,),
 )
 # The body that Jina's repositories define under the name of XLM-R, with rotation instead of positions.
 _JINA_V3 = replace(
     _ROBERTA,
     architecture="jina-bert-v3",
     accepted={"use_reg_tokens": (False,)},
-    more=_settings.jina_v3,
+    more=(_settings.jina_v3,),
     changes={},
 )
 _NOMIC_BERT = Source(
@@ -245,7 +245,7 @@ _NOMIC_BERT = Source(
         "rotary_emb_rotation.interleaved": (False,),
         "rotary_emb_scale_base": (None,),
     },
-    more=_rotation.nomic_bert,
+    more=(_rotation.nomic_bert,),
 )
 _NOMIC_BERT_MOE = replace(
     _NOMIC_BERT,
@@ -305,7 +305,7 @@ ENCODERS: dict[str, Source] = {
             "masked": {"head.dense": "mlm", "head.norm": "mlm.norm", "decoder": "mlm.output"},
         },
         unused=(*UNUSED, r"head\..*", r"decoder\..*"),
-        more=_settings.modern_bert,
+        more=(_settings.modern_bert,),
     ),
     "JinaBert": Source(
         "jina-bert-v2",
@@ -320,7 +320,7 @@ ENCODERS: dict[str, Source] = {
         keys=SHAPE | DECODER | LARGER_EPSILON,
         accepted={"hidden_act": ("silu",)},
         heads={"tokens": _CLASSIFIER},
-        more=_rotation.eurobert,
+        more=(_rotation.eurobert,),
     ),
     "OpenAIPrivacyFilter": Source(
         "privacy-filter",
@@ -336,7 +336,7 @@ ENCODERS: dict[str, Source] = {
             "attention.value_length": stated("head_dim", default=64),
         },
         heads={"tokens": {"score": "cls.output"}},
-        more=_rotation.privacy_filter,
+        more=(_rotation.privacy_filter,),
         computed=_rotation.yarn_factors,
         combined=_combined.with_matrices,
     ),

@@ -19,7 +19,6 @@ from metal_prefill._support.messages import shortened
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.files._other_formats import RECOGNIZED_BYTES, in_place_of_file
-from metal_prefill.files._task_config import TOKEN_VECTORS, TOKEN_WEIGHTS
 
 ADAPTER = "adapter_config.json"
 GLINER = "gliner_config.json"
@@ -30,7 +29,7 @@ MAX_TEXT = 256 << 20  # bytes of a file of text; the largest tokenizers have abo
 MAX_FLOAT = float(np.finfo(np.float32).max)
 MAX_FILE_NAME = 255  # bytes; common file systems have no longer names
 MAX_LAYERS = 4096  # published models have up to 126
-_REQUIRED: Any = object()
+REQUIRED: Any = object()  # in place of the default of a field
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -104,11 +103,9 @@ class Fields:
         """Return whether a field is present and not null."""
         return self.values.get(key) is not None
 
-    def integer(self, *keys: str, default: int = _REQUIRED, least: int = 1, most: int = MAX_INT) -> int:
+    def integer(self, *keys: str, default: int = REQUIRED, least: int = 1, most: int = MAX_INT) -> int:
         """Read an integer under the first of several names that is present."""
-        value = self._value(keys, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._wrong_type(keys, value, "an integer")
+        value = self._typed(keys, default, int, "an integer")
         if not least <= value <= most:
             raise self.error(f"{self._names(keys)} is {value}, must be between {least} and {most}")
         return int(value)
@@ -117,23 +114,18 @@ class Fields:
         """Read the number of layers, for each of which lists are made before the tensors are known."""
         return self.integer("num_hidden_layers", "n_layer", most=MAX_LAYERS)
 
-    def number(self, *keys: str, default: float = _REQUIRED) -> float:
+    def number(self, *keys: str, default: float = REQUIRED) -> float:
         """Read a positive finite number under the first of several names that is present."""
-        value = self._value(keys, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self._wrong_type(keys, value, "a number")
+        value = self._typed(keys, default, (int, float), "a number")
         if not 0 < value <= MAX_FLOAT:
             raise self.error(f"{self._names(keys)} is {value}, must be positive and at most {MAX_FLOAT:.6g}")
         return float(value)
 
-    def string(self, *keys: str, default: str = _REQUIRED) -> str:
+    def string(self, *keys: str, default: str = REQUIRED) -> str:
         """Read a string under the first of several names that is present."""
-        value = self._value(keys, default)
-        if not isinstance(value, str):
-            raise self._wrong_type(keys, value, "a string")
-        return value
+        return str(self._typed(keys, default, str, "a string"))
 
-    def choice(self, *keys: str, known: Collection[str], default: str = _REQUIRED) -> str:
+    def choice(self, *keys: str, known: Collection[str], default: str = REQUIRED) -> str:
         """Read one of the `known` strings under the first of several names that is present."""
         value = self.string(*keys, default=default)
         if value not in known:
@@ -141,32 +133,26 @@ class Fields:
             raise self.unsupported(f"{self._names(keys)} is {value!r}; supported: {names}")
         return value
 
-    def boolean(self, *keys: str, default: bool = _REQUIRED) -> bool:
+    def boolean(self, *keys: str, default: bool = REQUIRED) -> bool:
         """Read a bool under the first of several names that is present."""
-        value = self._value(keys, default)
-        if not isinstance(value, bool):
-            raise self._wrong_type(keys, value, "true or false")
-        return value
+        return bool(self._typed(keys, default, bool, "true or false"))
 
     def sequence(self, key: str) -> list[Any]:
         """Read an array; a missing one is empty."""
-        value = self._value((key,), [])
-        if not isinstance(value, list):
-            raise self._wrong_type((key,), value, "an array")
-        return value
+        return list(self._typed((key,), [], list, "an array"))
 
     def object(self, key: str) -> Fields:
         """Read an object; a missing one has no fields."""
-        return self.as_object(key, self._value((key,), {}))
+        return Fields(self.path, self._typed((key,), {}, dict, "an object"), self.name(key))
 
     def objects(self, key: str) -> list[Fields]:
         """Read an array of objects; a missing one is empty."""
-        return [self.as_object(f"{key}[{i}]", value) for i, value in enumerate(self.sequence(key))]
-
-    def as_object(self, name: str, value: Any) -> Fields:
-        if not isinstance(value, dict):
-            raise self._wrong_type((name,), value, "an object")
-        return Fields(self.path, value, self.name(name))
+        unnamed = Fields(self.path, {}, self._inside)
+        items = {f"{key}[{i}]": value for i, value in enumerate(self.sequence(key))}
+        return [
+            Fields(self.path, unnamed._typed((name,), value, dict, "an object"), self.name(name))
+            for name, value in items.items()
+        ]
 
     def require(self, key: str, accepted: Sequence[Any], default: Any) -> None:
         """Raise an UnsupportedModelError unless a field has one of the accepted values."""
@@ -176,20 +162,18 @@ class Fields:
             known = ", ".join(map(repr, accepted))
             raise self.unsupported(f"{self.name(key)} is {value!r}; supported: {known}")
 
-    def _value(self, keys: Sequence[str], default: Any) -> Any:
-        for key in keys:
-            if self.has(key):
-                return self.values[key]
-        if default is _REQUIRED:
+    def _typed(self, keys: Sequence[str], default: Any, kind: type | tuple[type, ...], expected: str) -> Any:
+        """Return the value under the first name that is present; `expected` describes its type in errors."""
+        key = next(filter(self.has, keys), None)
+        value = default if key is None else self.values[key]
+        if value is REQUIRED:
             raise self.error(f"{self._names(keys)} is missing")
-        return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.error(f"{self._names(keys)} is {type(value).__name__}, expected {expected}")
+        return value
 
     def _names(self, keys: Sequence[str]) -> str:
-        present = next((key for key in keys if self.has(key)), keys[0])
-        return self.name(present)
-
-    def _wrong_type(self, keys: Sequence[str], value: Any, expected: str) -> GGUFError:
-        return self.error(f"{self._names(keys)} is {type(value).__name__}, expected {expected}")
+        return self.name(next(filter(self.has, keys), keys[0]))
 
 
 def body_folder(folder: Path) -> Path:
@@ -268,12 +252,6 @@ def query_modules(folder: Path) -> list[Fields]:
     queries, documents = (_route(folder, listed, name) for name in ("query", "document"))
     places = [[place_of(module) for module in route] for route in (queries, documents)]
     return queries if places[0] != places[1] else []
-
-
-def token_heads(folder: Path) -> dict[str, Path]:
-    """Return the files of a folder with the heads of bge-m3, which it does not list, by their names."""
-    paths = {name: folder / f"{name}_linear.pt" for name in (TOKEN_WEIGHTS, TOKEN_VECTORS)}
-    return {name: path for name, path in paths.items() if path.is_file()}
 
 
 def _route(folder: Path, listed: list[Fields], name: str) -> list[Fields]:

@@ -21,19 +21,40 @@ from metal_prefill.text._vocabulary import (
 
 
 @dataclass
-class ListedTokens:
-    """Tokens in the order of their ids."""
+class FolderVocabulary:
+    """A vocabulary as a GGUF file describes it."""
 
-    tokens: list[str]  # text of each id, as ``tokenizer.json`` spells it
+    model: str  # value of ``tokenizer.ggml.model``
+    # Text and type of each id.
+    tokens: list[str]
     types: list[int]
-    # Ids of added tokens by the keys under ``tokenizer.ggml`` of how they are recognized.
-    spelling: dict[str, list[int]] = field(default_factory=dict)
+    by_text: dict[str, int]  # ids by the spelling in ``tokenizer.json``, which `tokens` may change
+    # Further metadata under ``tokenizer.ggml``, first the ids of added tokens by how they are recognized.
+    flags: dict[str, Any]
+    pre: str = "default"  # value of ``tokenizer.ggml.pre``
+    scores: list[float] | None = None
+    merges: list[str] | None = None
+    charsmap: bytes | None = None
+    ids: dict[str, int] = field(default_factory=dict)  # special tokens by the names in `NAMES`
+    chat_template: Any = None
 
     def mark_bytes(self) -> None:
         """Give tokens such as ``<0x0A>`` the type of bytes."""
         for i, text in enumerate(self.tokens):
             if self.types[i] == TokenType.NORMAL and re.fullmatch(r"<0x[0-9A-F]{2}>", text):
                 self.types[i] = TokenType.BYTE
+
+    def mark_spaces(self) -> None:
+        """Spell user-defined tokens as SentencePiece decodes them, and note which text spells with U+2581."""
+        marked = [
+            i
+            for i, text in enumerate(self.tokens)
+            if SPACE in text and self.types[i] == TokenType.USER_DEFINED
+        ]
+        for i in marked:
+            self.tokens[i] = self.tokens[i].replace(SPACE, " ")
+        if marked:
+            self.flags[MARKED_KEY] = marked
 
 
 # Whether a token with the option ``normalized`` is recognized in normalized text exactly where the text as it
@@ -43,14 +64,15 @@ _MOST_PAIRS = 1 << 18  # of tokens that are compared
 
 
 def listed_tokens(
+    kind: str,  # ``tokenizer.ggml.model`` of the file
     json: Fields,  # contents of ``tokenizer.json``
     ids: Mapping[str, int],  # ids of the model's tokens
     tokens: Sequence[str] | None = None,  # the model's tokens by id, if several have the same text
     *,
     survives: Survives,
     lists_added: bool = False,  # whether a file lists added tokens that are not the model's
-) -> ListedTokens:
-    """Return the token of each id, and its type, with the tokens that are added to the vocabulary."""
+) -> FolderVocabulary:
+    """Return a vocabulary with the tokens that are added to it."""
     by_id = dict(enumerate(tokens)) if tokens is not None else {i: text for text, i in ids.items()}
     special: dict[int, bool] = {}
     options: dict[int, list[str]] = {}
@@ -72,16 +94,19 @@ def listed_tokens(
     if not _normalizes(json, by_id, options, survives):
         options = {i: [name for name in names if name != "normalized"] for i, names in options.items()}
     spelling = {name: [i for i, names in options.items() if name in names] for name in SPELLING_KEYS}
-    found = ListedTokens([], [], {SPELLING_KEYS[name]: listed for name, listed in spelling.items() if listed})
+    flags = {SPELLING_KEYS[name]: listed for name, listed in spelling.items() if listed}
+    found = FolderVocabulary(kind, [], [], {}, flags)
     own = [i for i in special if not special[i] and by_id[i] not in ids]
     if own and (lists_added or spelling["single_word"] or spelling["normalized"]):
-        found.spelling[SPELLED_KEY] = own
+        found.flags[SPELLED_KEY] = own
     for i in range(max(by_id) + 1):
-        found.tokens.append(by_id.get(i, f"[PAD{i}]"))
-        kind = TokenType.NORMAL if i in by_id else TokenType.UNUSED
+        text = by_id.get(i, f"[PAD{i}]")
+        type_of = TokenType.NORMAL if i in by_id else TokenType.UNUSED
         if i in special:
-            kind = TokenType.CONTROL if special[i] else TokenType.USER_DEFINED
-        found.types.append(int(kind))
+            type_of = TokenType.CONTROL if special[i] else TokenType.USER_DEFINED
+        found.tokens.append(text)
+        found.types.append(int(type_of))
+        found.by_text.setdefault(text, i)
     return found
 
 
@@ -116,45 +141,6 @@ def _meet(one: str, ones: Collection[str], other: str, others: Collection[str]) 
 _STOPS = ("eot", "eom")  # further tokens that end generation
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _UNUSED_SCORE = -10000.0  # of ids without a token
-
-
-class FolderVocabulary:
-    """A vocabulary as a GGUF file describes it."""
-
-    def __init__(
-        self,
-        # Values of ``tokenizer.ggml.model`` and ``tokenizer.ggml.pre``.
-        model: str,
-        pre: str,
-        listed: ListedTokens,
-        *,
-        scores: list[float] | None = None,
-        merges: list[str] | None = None,
-    ) -> None:
-        self.model, self.pre = model, pre
-        self.tokens, self.types = listed.tokens, listed.types
-        # Ids by the spelling in ``tokenizer.json``, which `tokens` may change.
-        self.by_text: dict[str, int] = {}
-        for i, text in enumerate(listed.tokens):
-            self.by_text.setdefault(text, i)
-        self.scores, self.merges = scores, merges
-        self.charsmap: bytes | None = None
-        self.ids: dict[str, int] = {}  # special tokens by the names in `NAMES`
-        # Further metadata under ``tokenizer.ggml``.
-        self.flags: dict[str, Any] = dict(listed.spelling)
-        self.chat_template: Any = None
-
-    def mark_spaces(self) -> None:
-        """Spell user-defined tokens as SentencePiece decodes them, and note which text spells with U+2581."""
-        marked = [
-            i
-            for i, text in enumerate(self.tokens)
-            if SPACE in text and self.types[i] == TokenType.USER_DEFINED
-        ]
-        for i in marked:
-            self.tokens[i] = self.tokens[i].replace(SPACE, " ")
-        if marked:
-            self.flags[MARKED_KEY] = marked
 
 
 def steps(json: Fields, name: str, inner: str) -> list[Fields]:

@@ -1,6 +1,5 @@
 """Modules after the body of a model: pooling, dense layers, classification heads."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from metal_prefill.conversion._folder import (
     modules_of,
     place_of,
     query_modules,
-    token_heads,
 )
 from metal_prefill.conversion._source import Task
 from metal_prefill.conversion._torch_file import read_torch_file
@@ -29,6 +27,8 @@ from metal_prefill.files._task_config import (
     NUMBERED_POOLINGS,
     QUERY_WEIGHTS,
     TANH_INT8,
+    TOKEN_VECTORS,
+    TOKEN_WEIGHTS,
     TRANSITION_KEYS,
     VOCABULARY_POOLINGS,
     NumberedPooling,
@@ -174,7 +174,10 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
         elif kind == _QUANTIZER:
             steps.append(TANH_INT8)
         elif kind == "MultiVectorMask":
-            found.skipped_words = _skipped_words(Fields.read(place / "config.json"))
+            settings = Fields.read(place / "config.json")
+            settings.require("skiplist_tasks", (["document"], "document"), ["document"])
+            settings.require("keep_only_token_ids", (None,), None)
+            found.skipped_words = words_of(settings)
     if steps[-1:] == [NORMALIZE]:  # which callers choose
         found.metadata["embedding_normalize"] = steps.pop() == NORMALIZE
     if any(step not in DENSE for step in steps):
@@ -183,7 +186,11 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
         _add_token_heads(found, folder)
     if found.tensors and feature == "token_embeddings":
         found.set_pooling("none")
-        _check_normalized(folder, listing, kinds)
+        stated = Fields.read_if_present(folder / "config_sentence_transformers.json")
+        if stated.values.get("model_type") == "MultiVectorEncoder" and "Normalize" not in kinds:
+            raise listing.unsupported(
+                "modules have no Normalize; late interaction compares vectors of size 1"
+            )
     return found
 
 
@@ -195,7 +202,10 @@ def _pools_itself(folder: Path) -> bool:
 
 def _add_token_heads(found: Modules, folder: Path) -> None:
     """Add the heads of bge-m3, which are not among the modules, if the folder has them."""
-    for name, path in token_heads(folder).items():
+    paths = {name: folder / f"{name}_linear.pt" for name in (TOKEN_WEIGHTS, TOKEN_VECTORS)}
+    for name, path in paths.items():
+        if not path.is_file():
+            continue
         tensors = read_torch_file(path)
         if set(tensors) != {"weight", "bias"}:
             raise GGUFError(f"{path}: has the tensors {', '.join(tensors)}, expected weight and bias")
@@ -211,21 +221,17 @@ def _add_vocabulary_pooling(
         raise listing.unsupported(f"modules are {', '.join(kinds)}; supported are Transformer, SpladePooling")
     _check_transformer(folder, "fill-mask")
     config.require("tie_word_embeddings", (True,), True)
-    for module in query_modules(folder):
-        _add_query_weights(found, folder / place_of(module))
+    # Weights of tokens of queries, which need no forward pass (arXiv:2411.04403, section 3.2).
+    for place in (folder / place_of(module) for module in query_modules(folder)):
+        tensors = read_module(place)
+        if set(tensors) != {"weight"}:
+            raise GGUFError(f"{place}: has the tensors {', '.join(sorted(tensors))}, expected weight")
+        found.tensors[QUERY_WEIGHTS] = tensors["weight"]
     settings = Fields.read(folder / place_of(modules[1]) / "config.json")
     pooling = settings.choice("pooling_strategy", known=VOCABULARY_POOLINGS, default="max")
     activation = settings.choice("activation_function", known=_LOGARITHMS, default="relu")
     found.masked = True
     found.metadata |= {"vocabulary_pooling": pooling, "vocabulary_logarithms": _LOGARITHMS[activation]}
-
-
-def _add_query_weights(found: Modules, place: Path) -> None:
-    """Add the weights of tokens of queries, which need no forward pass (arXiv:2411.04403, section 3.2)."""
-    tensors = read_module(place)
-    if set(tensors) != {"weight"}:
-        raise GGUFError(f"{place}: has the tensors {', '.join(sorted(tensors))}, expected weight")
-    found.tensors[QUERY_WEIGHTS] = tensors["weight"]
 
 
 def _kind_of(module: Fields) -> str:
@@ -262,13 +268,6 @@ def _check_feature(config: Fields, feature: str, default: str) -> None:
     config.require("module_output_name", (feature,), feature)
 
 
-def _check_normalized(folder: Path, listing: Fields, kinds: list[str]) -> None:
-    """Raise an error if vectors of tokens are compared without normalization."""
-    stated = Fields.read_if_present(folder / "config_sentence_transformers.json")
-    if stated.values.get("model_type") == "MultiVectorEncoder" and "Normalize" not in kinds:
-        raise listing.unsupported("modules have no Normalize; late interaction compares vectors of size 1")
-
-
 def transformer_settings(folder: Path) -> list[Fields]:
     """Read the settings of the module Transformer, whose file has one of several names."""
     return [Fields.read(path) for path in sorted(body_folder(folder).glob("sentence_*_config.json"))]
@@ -296,27 +295,18 @@ def words_of(config: Fields) -> list[str]:
     return words
 
 
-def _skipped_words(config: Fields) -> list[str]:
-    config.require("skiplist_tasks", (["document"], "document"), ["document"])
-    config.require("keep_only_token_ids", (None,), None)
-    return words_of(config)
-
-
 def _add_pooling(found: Modules, config: Fields) -> None:
     if not config.boolean("include_prompt", default=True):
         found.own[POOLS_PROMPT_KEY] = False
-    found.set_pooling(_pooling_of(config))
-
-
-def _pooling_of(config: Fields) -> Pooling:
     if config.has("pooling_mode"):
-        return _MODE_NAMES[config.choice("pooling_mode", known=_MODE_NAMES)]
+        found.set_pooling(_MODE_NAMES[config.choice("pooling_mode", known=_MODE_NAMES)])
+        return
     chosen = [name for name in config.values if name.startswith("pooling_mode_") and config.boolean(name)]
     if len(chosen) != 1 or chosen[0] not in _MODES:
         raise config.unsupported(
             f"sets {', '.join(chosen) or 'no pooling_mode'}; supported is one of {', '.join(_MODES)}"
         )
-    return _MODES[chosen[0]]
+    found.set_pooling(_MODES[chosen[0]])
 
 
 def _add_norm(found: Modules, place: Path) -> str:
@@ -373,7 +363,12 @@ def _add_labels(found: Modules, folder: Path, config: Fields, task: Task) -> Non
         _add_scores(found, folder, config)
     else:
         _add_transitions(found, Fields.read_if_present(folder / "viterbi_calibration.json"))
-    labels = _labels_of(config.object("id2label").values, config)
+    stated = config.object("id2label").values
+    if set(stated) != {str(i) for i in range(len(stated))}:
+        raise config.error(f"id2label must have a label for each number from 0, got {', '.join(stated)}")
+    labels = [stated[str(i)] for i in range(len(stated))]
+    if not all(isinstance(label, str) for label in labels):
+        raise config.error("id2label must contain strings")
     # Labels that transformers makes up are left out, except where llama.cpp counts outputs by them.
     if labels and (
         labels != [f"LABEL_{i}" for i in range(len(labels))] or (task == "sequence" and labels[1:])
@@ -438,12 +433,3 @@ def _activation_of_module(folder: Path) -> str:
     if default is not None and stated.object("prompts").values.get(default):
         raise stated.unsupported(f"default_prompt_name is {default!r}; a classifier has no prompts")
     return stated.string("activation_fn", default="")
-
-
-def _labels_of(stated: Mapping[str, Any], config: Fields) -> list[str]:
-    if set(stated) != {str(i) for i in range(len(stated))}:
-        raise config.error(f"id2label must have a label for each number from 0, got {', '.join(stated)}")
-    labels = [stated[str(i)] for i in range(len(stated))]
-    if not all(isinstance(label, str) for label in labels):
-        raise config.error("id2label must contain strings")
-    return labels

@@ -198,7 +198,7 @@ def smollm3(config: Fields) -> dict[str, Any]:
 def phi3(config: Fields) -> dict[str, Any]:
     """Return the metadata of the rotation of a part of a head, and of LongRoPE if there is any."""
     rope = rope_of(config)
-    found = rotated_part(config, rope, "partial_rotary_factor", 1.0)
+    found = rotated_part(config, default=1.0)
     if not _has_long_rope(config):
         return found | rope_scaling(config, ("default",))
     if rope.has("rope_theta"):
@@ -237,26 +237,12 @@ def long_rope_factors(config: Fields) -> dict[str, FloatArray]:
     return found
 
 
-def rotated_part(config: Fields, rope: Fields, name: str, default: float) -> dict[str, Any]:
+def rotated_part(config: Fields, *, name: str = "partial_rotary_factor", default: float) -> dict[str, Any]:
     """Return the number of rotated dimensions of a head, from a part of its width."""
-    part = rope.number("partial_rotary_factor", default=config.number(name, default=default))
+    part = rope_of(config).number("partial_rotary_factor", default=config.number(name, default=default))
     if part > 1:
         raise config.error(f"{name} is {part}, must be at most 1")
     return {"rope.dimension_count": int(head_width(config) * part)}
-
-
-def phi2(config: Fields) -> dict[str, Any]:
-    """Return the rotation of a part of a head, and the activation."""
-    return {
-        **rotated_part(config, rope_of(config), "partial_rotary_factor", 0.5),
-        **rope_scaling(config),
-        "hidden_activation": config.string("hidden_act", default="gelu_new"),
-    }
-
-
-def stablelm(config: Fields) -> dict[str, Any]:
-    """Return the rotation of a part of a head."""
-    return rotated_part(config, rope_of(config), "partial_rotary_factor", 0.25) | rope_scaling(config)
 
 
 def eurobert(config: Fields) -> dict[str, Any]:

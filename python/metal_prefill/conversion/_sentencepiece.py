@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from metal_prefill.conversion._folder import MAX_TEXT, Fields, is_number
-from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, ListedTokens, listed_tokens, steps
+from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, listed_tokens, steps
 from metal_prefill.errors import GGUFError
 from metal_prefill.text._encoder_vocabulary import CHARSMAP, SPACE, SPACE_STEPS, STEPS_KEY
 from metal_prefill.text._vocabulary import PREPEND_SCHEMES, SPELLING_KEYS, TokenType
@@ -42,24 +42,23 @@ def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
             case _:
                 raise model.error(f"{model.name('vocab')}[{i}] must be a token and its score, a number")
     tokens = [piece[0] for piece in pieces]
-    listed = listed_tokens(json, ids, tokens, survives=lambda text, options: False, lists_added=True)
+    found = listed_tokens("t5", json, ids, tokens, survives=lambda text, options: False, lists_added=True)
     for added in json.objects("added_tokens"):
         if added.boolean("special", default=False) and added.string("content") in ids:
             # The model makes it where it is not recognized.
             added.require("single_word", (False,), False)
-    scores += [0.0] * (len(listed.tokens) - len(scores))
+    found.scores = scores + [0.0] * (len(found.tokens) - len(scores))
     unknown = model.integer("unk_id", least=0)
     if unknown >= len(tokens):
         raise model.error(f"{model.name('unk_id')} is {unknown}, must be less than {len(tokens)}")
-    if listed.types[unknown] == TokenType.NORMAL:
+    if found.types[unknown] == TokenType.NORMAL:
         raise model.unsupported(
             f"{model.name('unk_id')} is {unknown}, {tokens[unknown]!r}, which is not an added token"
         )
-    listed.types[unknown] = TokenType.UNKNOWN
+    found.types[unknown] = TokenType.UNKNOWN
     if model.boolean("byte_fallback", default=False):
-        listed.mark_bytes()
-    found = FolderVocabulary("t5", "default", listed, scores=scores)
-    prefix, white_space = _words(json, listed)
+        found.mark_bytes()
+    prefix, white_space = _words(json, found)
     _set_normalizer(found, json, white_space)
     found.flags["add_space_prefix"] = prefix
     found.ids["unk"] = unknown
@@ -113,7 +112,7 @@ def _step_name(found: FolderVocabulary, step: Fields) -> str:
     return name
 
 
-def _words(json: Fields, listed: ListedTokens) -> tuple[bool, bool]:
+def _words(json: Fields, found: FolderVocabulary) -> tuple[bool, bool]:
     """Return whether words begin with a space of their own, and whether other spaces are removed."""
     words = steps(json, "pre_tokenizer", "pretokenizers")
     kinds = [step.string("type") for step in words]
@@ -122,7 +121,7 @@ def _words(json: Fields, listed: ListedTokens) -> tuple[bool, bool]:
             f"pre_tokenizer is {', '.join(kinds) or 'missing'}; supported with a Unigram model: Metaspace, "
             "or WhitespaceSplit and Metaspace"
         )
-    scheme = _prepend_scheme(words[-1], listed, splits=True)
+    scheme = _prepend_scheme(words[-1], found, splits=True)
     if scheme == "first":
         raise words[-1].unsupported(
             f"{words[-1].name('prepend_scheme')} is 'first'; supported with a Unigram model: always, never"
@@ -140,24 +139,22 @@ def byte_fallback_bpe(
         spaced = {" ", SPACE}.intersection(text) or {"lstrip", "rstrip"}.intersection(options)
         return not (prepends or spaced)
 
-    listed = listed_tokens(json, ids, survives=survives)
+    found = listed_tokens("llama", json, ids, survives=survives)
     rank: dict[str, int] = {}
     for i, (left, right) in enumerate(merges):
         rank.setdefault(left + right, i)
-    listed.mark_bytes()
-    found = FolderVocabulary("llama", "default", listed)
-    found.scores = [-float(rank.get(token, len(merges))) for token in listed.tokens]
-    if not _follow_from_scores(listed, merges):
+    found.mark_bytes()
+    found.scores = [-float(rank.get(token, len(merges))) for token in found.tokens]
+    if not _follow_from_scores(found, merges):
         found.merges = [f"{left} {right}" for left, right in merges]
     found.flags["add_space_prefix"] = False
-    replaced = _space_steps(json, listed, found)
-    if not replaced:
+    if not _replaces_spaces(json, found):
         raise json.unsupported(f"no step of normalizer or pre_tokenizer replaces spaces by {SPACE}")
     found.mark_spaces()
     return found
 
 
-def _space_steps(json: Fields, listed: ListedTokens, found: FolderVocabulary) -> bool:
+def _replaces_spaces(json: Fields, found: FolderVocabulary) -> bool:
     """Set how a text begins; return whether spaces are replaced."""
     replaced = False
     normalizers = steps(json, "normalizer", "normalizers")
@@ -179,7 +176,7 @@ def _space_steps(json: Fields, listed: ListedTokens, found: FolderVocabulary) ->
     for step in words:
         kind = step.string("type")
         if kind == "Metaspace":
-            scheme = _prepend_scheme(step, listed, splits=False)
+            scheme = _prepend_scheme(step, found, splits=False)
             found.flags |= {"add_space_prefix": scheme != "never", "prepend_scheme": scheme}
             replaced = True
         elif kind == "Split" and replaced:  # no space is left
@@ -189,7 +186,7 @@ def _space_steps(json: Fields, listed: ListedTokens, found: FolderVocabulary) ->
     return replaced
 
 
-def _prepend_scheme(step: Fields, listed: ListedTokens, *, splits: bool) -> str:
+def _prepend_scheme(step: Fields, found: FolderVocabulary, *, splits: bool) -> str:
     """Return which texts a Metaspace step begins with a space.
 
     `splits` is whether the tokenizer separates words, which matters if a token contains the end of one.
@@ -197,19 +194,17 @@ def _prepend_scheme(step: Fields, listed: ListedTokens, *, splits: bool) -> str:
     step.require("replacement", (SPACE,), SPACE)
     if any(
         kind == TokenType.NORMAL and SPACE in text[1:]
-        for text, kind in zip(listed.tokens, listed.types, strict=True)
+        for text, kind in zip(found.tokens, found.types, strict=True)
     ):
         step.require("split", (splits,), True)
     default = "always" if step.boolean("add_prefix_space", default=True) else "never"
     return step.choice("prepend_scheme", known=PREPEND_SCHEMES, default=default)
 
 
-def _follow_from_scores(listed: ListedTokens, merges: Sequence[tuple[str, str]]) -> bool:
+def _follow_from_scores(found: FolderVocabulary, merges: Sequence[tuple[str, str]]) -> bool:
     """Return whether the merges are all pairs of tokens that form a token, in the order of the scores."""
-    normal = {
-        text for text, kind in zip(listed.tokens, listed.types, strict=True) if kind == TokenType.NORMAL
-    }
-    known = set(listed.tokens)
+    normal = {text for text, kind in zip(found.tokens, found.types, strict=True) if kind == TokenType.NORMAL}
+    known = set(found.tokens)
     counts: dict[str, int] = {}
     last = ""
     for left, right in merges:

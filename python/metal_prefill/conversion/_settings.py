@@ -1,23 +1,23 @@
 """Metadata and weights that depend on several fields of ``config.json``."""
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import gguf
 import numpy as np
 
 from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._rotation import (
+    MAX_HEAD,
     head_width,
     original_context,
     phi3,
     rope_of,
     rope_scaling,
     rope_scaling_or_factors,
-    rotated_part,
 )
-from metal_prefill.conversion._weights import Weight
+from metal_prefill.conversion._weights import FloatArray, Weight
 from metal_prefill.files._architecture import ARCHITECTURES
 
 
@@ -94,28 +94,6 @@ def gpt2(config: Fields) -> dict[str, Any]:
     }
 
 
-def gpt_neox(config: Fields) -> dict[str, Any]:
-    """Return the rotation of a part of a head, the activation, and whether blocks of a layer are parallel."""
-    return {
-        **rotated_part(config, rope_of(config), "rotary_pct", 0.25),
-        **rope_scaling(config),
-        "hidden_activation": config.string("hidden_act", default="gelu"),
-        "use_parallel_residual": config.boolean("use_parallel_residual", default=True),
-    }
-
-
-def starcoder2(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation, the window of all layers if there is one, and the activation."""
-    window = _window(config) if config.has("sliding_window") else {}
-    activation = config.string("hidden_act", default="gelu_pytorch_tanh")
-    return {**rope_scaling(config), **window, "hidden_activation": activation}
-
-
-def cohere2(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation, and the layers with a window, which are those that rotate."""
-    return rope_scaling(config) | _layers_with_window(config, 4)
-
-
 def modern_bert(config: Fields) -> dict[str, Any]:
     """Return the windows and the bases of the rotation in layers with and without one."""
     layers = config.layers()
@@ -164,51 +142,6 @@ def windowed_layers(config: Fields, usual: Callable[[int], bool]) -> list[bool]:
     return [kind == known[1] for kind in layer_kinds(config, known, lambda layer: known[usual(layer)])]
 
 
-def lfm2(config: Fields) -> dict[str, Any]:
-    """Return the layers with attention, the inner width of the feed-forward, and the rotation.
-
-    Unless ``block_auto_adjust_ff_dim`` is false, the width is two thirds of the stated one, times a factor,
-    rounded up.
-    """
-    known = ("full_attention", "conv")
-    chosen = config.sequence("full_attn_idxs") if config.has("full_attn_idxs") else range(config.layers())
-    attends = {layer for layer in chosen if isinstance(layer, int)}
-    kinds = layer_kinds(config, known, lambda layer: known[layer not in attends])
-    heads = config.integer("num_key_value_heads")
-    width = config.integer("block_ff_dim", "intermediate_size")
-    if config.boolean("block_auto_adjust_ff_dim", default=True):
-        step = config.integer("block_multiple_of", default=256)
-        width = int(config.number("block_ffn_dim_multiplier", default=1.0) * (2 * width // 3))
-        width = -(-width // step) * step
-    return {
-        "attention.head_count_kv": [heads if kind == "full_attention" else 0 for kind in kinds],
-        "feed_forward_length": width,
-        **rope_scaling(config),
-    }
-
-
-def lfm2_moe(config: Fields) -> dict[str, Any]:
-    """Return the metadata of `lfm2`, the first layers, which have no experts, and the rules of the router."""
-    fields = {**config.values, "block_auto_adjust_ff_dim": False}
-    return {
-        **lfm2(Fields(config.path, fields)),
-        "leading_dense_block_count": config.integer("num_dense_layers", default=2, least=0),
-        "expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID),
-        "expert_weights_scale": config.number("routed_scaling_factor", default=1.0),
-        **normalized_routes(config, default=True),
-    }
-
-
-def normalized_routes(config: Fields, default: bool = False) -> dict[str, Any]:
-    """Return whether the factors of a token's experts are divided by their sum."""
-    return {"expert_weights_norm": config.boolean("norm_topk_prob", default=default)}
-
-
-def with_experts(config: Fields) -> dict[str, Any]:
-    """Return the metadata of a rotation, and the rules of the router."""
-    return {**rope_scaling(config), **normalized_routes(config)}
-
-
 def granite_moe(config: Fields) -> dict[str, Any]:
     """Return the metadata of a rotation, and the width of the expert for all tokens if there is one."""
     shared = config.integer("shared_intermediate_size", default=0, least=0)
@@ -216,62 +149,7 @@ def granite_moe(config: Fields) -> dict[str, Any]:
     return {**rope_scaling(config), **({"expert_shared_feed_forward_length": shared} if has_one else {})}
 
 
-def qwen35(config: Fields) -> dict[str, Any]:
-    """Return the layers with attention, the width of the delta rule, and the rotation of a part of a head."""
-    known, layers = ("full_attention", "linear_attention"), config.layers()
-    every = config.integer("full_attention_interval", default=4)
-    kinds = layer_kinds(config, known, lambda layer: known[(layer + 1) % every != 0])
-    recurrent = [kind == "linear_attention" for kind in kinds]
-    every = recurrent.index(False) + 1 if False in recurrent else layers + 1
-    found: dict[str, Any] = {"full_attention_interval": every}
-    if recurrent != [(i + 1) % every != 0 for i in range(layers)]:
-        found = {"attention.recurrent_layers": recurrent}
-    rope = config.object("rope_parameters")
-    part = rope.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=0.25))
-    dims = int(config.integer("head_dim", default=256) * part)
-    # Pairs that rotate by the time, the row and the column of an image; the same in a text.
-    third = dims // 2 // 3
-    sections = rope.sequence("mrope_section") or [dims // 2 - 2 * third, third, third]
-    inner = config.integer("linear_num_value_heads", default=32)
-    inner *= config.integer("linear_value_head_dim", default=128)
-    return {
-        **found,
-        "ssm.inner_size": inner,
-        "rope.dimension_count": dims,
-        "rope.dimension_sections": [*sections, 0],
-        **rope_scaling(config),
-    }
-
-
-def rates_of_decay(config: Fields, name: str, weight: Weight) -> Weight:
-    """Return the rates of decay, of which a folder has the logarithms."""
-    return weight.computed(lambda index: -np.exp(weight.rows(index)))
-
-
-def value_heads_by_turns(config: Fields, name: str, weight: Weight) -> Weight:
-    """Reorder the value heads of a delta rule.
-
-    In a folder those of one key head follow each other. In a file, value head h has key head
-    ``h % groups``.
-    """
-    groups = config.integer("linear_num_key_heads", default=16)
-    heads = config.integer("linear_num_value_heads", default=32)
-    width = config.integer("linear_value_head_dim", default=128)
-    keys = 2 * groups * config.integer("linear_key_head_dim", default=128)
-
-    part = name.split(".")[2]
-    if part == "ssm_norm" or heads % groups:
-        return weight
-    width = width if part in ("attn_qkv", "ssm_conv1d", "ssm_out", "attn_gate") else 1
-    order = np.arange(heads * width).reshape(groups, heads // groups, width).swapaxes(0, 1).ravel()
-    if part == "ssm_out":
-        return weight.computed(lambda index: weight.rows(index)[:, order])
-    if part in ("attn_qkv", "ssm_conv1d"):
-        order = np.concatenate([np.arange(keys), keys + order])
-    return weight.reordered(order) if len(order) == weight.shape[0] else weight
-
-
-def _layers_with_window(config: Fields, usual_period: int) -> dict[str, Any]:
+def layers_with_window(config: Fields, usual_period: int) -> dict[str, Any]:
     """Return which layers have a window, unless that is all but the last of each usual period."""
     if not config.sequence("layer_types"):
         period = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=usual_period)
@@ -288,14 +166,9 @@ def _layers_with_window(config: Fields, usual_period: int) -> dict[str, Any]:
 _WINDOW = 4096  # of classes in transformers whose configuration has no field for it; null means none
 
 
-def mistral(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation, and the window of all layers, if there is one."""
-    return rope_scaling_or_factors(config) | _window(config)
-
-
 def ministral3(config: Fields) -> dict[str, Any]:
     """Return the metadata of the rotation, the growth of scores with the position, and the window."""
-    found = rope_scaling(config) | (_window(config) if config.has("sliding_window") else {})
+    found = rope_scaling(config) | stated_window(config)
     rope = rope_of(config)
     if rope.has("llama_4_scaling_beta"):
         found["attention.temperature_scale"] = rope.number("llama_4_scaling_beta")
@@ -322,17 +195,22 @@ def qwen(config: Fields) -> dict[str, Any]:
         return found
     first = config.integer("max_window_layers", default=28, least=0)
     windowed = windowed_layers(config, lambda layer: layer >= first)
-    if not any(windowed) or not (window := _window(config)):
+    if not any(windowed) or not (size := window(config)):
         return found
-    return {**found, **window, "attention.sliding_window_pattern": windowed}
+    return {**found, **size, "attention.sliding_window_pattern": windowed}
 
 
-def _window(config: Fields) -> dict[str, Any]:
+def window(config: Fields) -> dict[str, Any]:
     """Return the window of a folder, nothing if it has none or one that is as large as its context."""
     if config.values.get("sliding_window", _WINDOW) is None:
         return {}
-    window = config.integer("sliding_window", default=_WINDOW)
-    return {"attention.sliding_window": window} if window < config.integer("max_position_embeddings") else {}
+    size = config.integer("sliding_window", default=_WINDOW)
+    return {"attention.sliding_window": size} if size < config.integer("max_position_embeddings") else {}
+
+
+def stated_window(config: Fields) -> dict[str, Any]:
+    """Return the window of a folder that states one."""
+    return window(config) if config.has("sliding_window") else {}
 
 
 def exaone4(config: Fields) -> dict[str, Any]:
@@ -343,7 +221,7 @@ def exaone4(config: Fields) -> dict[str, Any]:
     return {
         **found,
         "attention.sliding_window": config.integer("sliding_window", default=_WINDOW),
-        **_layers_with_window(config, 4),
+        **layers_with_window(config, 4),
     }
 
 
@@ -363,15 +241,15 @@ def olmo3(config: Fields) -> dict[str, Any]:
     if "rope.scaling.attn_factor" in found:
         raise config.unsupported("attention_factor of layers without a window alone is not supported")
     # Layers with a window rotate differently, so one as large as the context also counts.
-    window = {"attention.sliding_window": config.integer("sliding_window", default=_WINDOW)}
-    return found | window | _layers_with_window(config, 4)
+    size = config.integer("sliding_window", default=_WINDOW)
+    return found | {"attention.sliding_window": size} | layers_with_window(config, 4)
 
 
 def gemma2(config: Fields) -> dict[str, Any]:
     """Return the rotation, the window and its layers, the soft limits, and the scale of q.k."""
     found = rope_scaling(config) | {
         "attention.sliding_window": config.integer("sliding_window", default=_WINDOW),
-        **_layers_with_window(config, 2),
+        **layers_with_window(config, 2),
     }
     # Null means that there is no limit.
     for key, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
@@ -400,7 +278,7 @@ def gemma3(config: Fields) -> dict[str, Any]:
             "rope_theta", default=config.number("rope_local_base_freq", default=10000.0)
         ),
         "attention.sliding_window": config.integer("sliding_window"),
-        **_layers_with_window(config, 6),
+        **layers_with_window(config, 6),
     }
     if factor != 1:
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
@@ -413,3 +291,87 @@ def jina_v3(config: Fields) -> dict[str, Any]:
     rope.require("rope_type", ("default",), "default")
     base = rope.number("rope_theta", default=config.number("rotary_emb_base", default=20000.0))
     return {**activation(config), "rope.freq_base": base}
+
+
+_UNROTATED = 1e30  # divisor of the frequencies of pairs that are not rotated, as in files of llama.cpp
+_OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\.weight")
+
+
+def gemma4(config: Fields) -> dict[str, Any]:
+    """Return the heads of layers, their rotations, the widths of feed-forwards, and what layers share."""
+    layers, windowed = config.layers(), _gemma4_windows(config)
+    head_dim, full_dim = config.integer("head_dim", default=256), _full_head_dim(config)
+    rope = config.object("rope_parameters")
+    full, local = rope.object("full_attention"), rope.object("sliding_attention")
+    full.require("rope_type", ("proportional",), "proportional")
+    full.require("factor", (1.0,), 1.0)
+    local.require("rope_type", ("default",), "default")
+    shared = config.integer("num_kv_shared_layers", default=0, least=0, most=layers - 1)
+    width = config.integer("intermediate_size")
+    found: dict[str, Any] = {
+        "attention.key_length": full_dim,
+        "attention.value_length": full_dim,
+        "attention.key_length_swa": head_dim,
+        "attention.value_length_swa": head_dim,
+        "attention.shared_kv_layers": shared,
+        "attention.sliding_window": config.integer("sliding_window", default=512),
+        "attention.sliding_window_pattern": windowed,
+        "embedding_length_per_layer_input": config.integer(
+            "hidden_size_per_layer_input", default=256, least=0
+        ),
+        "rope.dimension_count": full_dim,
+        "rope.dimension_count_swa": head_dim,
+        "rope.freq_base": full.number("rope_theta", default=1e6),
+        "rope.freq_base_swa": local.number("rope_theta", default=1e4),
+    }
+    if config.boolean("use_double_wide_mlp", default=False):
+        found["feed_forward_length"] = [width] * (layers - shared) + [2 * width] * shared
+    if config.has("final_logit_softcapping"):
+        found["final_logit_softcapping"] = config.number("final_logit_softcapping")
+    return found
+
+
+def gemma4_rope_factors(config: Fields) -> dict[str, FloatArray]:
+    """Return divisors of the frequencies of layers without a window, of which only the first pairs rotate."""
+    full = config.object("rope_parameters").object("full_attention")
+    pairs = _full_head_dim(config) // 2
+    part = full.number("partial_rotary_factor", default=0.25)
+    if part > 1:
+        raise full.error(f"{full.name('partial_rotary_factor')} is {part}, must be at most 1")
+    rotated = np.arange(pairs) < int(part * 2 * pairs // 2)
+    return {"rope_freqs.weight": np.where(rotated, 1.0, _UNROTATED).astype(np.float32)}
+
+
+def without_unused_keys(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """Leave out the projections and norms of keys and values that those of other layers replace."""
+    own = config.layers() - config.integer("num_kv_shared_layers", default=0, least=0)
+
+    def is_used(name: str) -> bool:
+        match = _OWN_KEYS.fullmatch(name)
+        return match is None or int(match[1]) < own or ".vision_tower." in name
+
+    return {name: weight for name, weight in weights.items() if is_used(name)}
+
+
+def _gemma4_windows(config: Fields) -> list[bool]:
+    """Return whether each layer has a window; the last one never has."""
+    return [*windowed_layers(config, lambda layer: (layer + 1) % 6 != 0)[:-1], False]
+
+
+def _full_head_dim(config: Fields) -> int:
+    """Return the width of heads in layers without a window."""
+    if not config.has("per_layer_config"):
+        return config.integer("global_head_dim", default=512, most=MAX_HEAD)
+    head_dim = config.integer("head_dim", default=256, most=MAX_HEAD)
+    of_layers = config.object("per_layer_config")
+    kv_heads = config.integer("num_key_value_heads", default=4)
+    widths: dict[bool, set[int]] = {True: set(), False: set()}
+    for layer, windowed in enumerate(_gemma4_windows(config)):
+        own = of_layers.object(str(layer))
+        own.require("num_key_value_heads", (kv_heads,), kv_heads)
+        widths[windowed].add(own.integer("head_dim", default=head_dim, most=MAX_HEAD))
+    if widths[True] - {head_dim} or len(widths[False]) > 1:
+        raise config.unsupported(
+            f"{of_layers.name('head_dim')} differs between layers with a window, or between those without one"
+        )
+    return next(iter(widths[False]))

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import gguf
 
-from metal_prefill.conversion._folder import MAX_LAYERS, Fields
+from metal_prefill.conversion._folder import MAX_LAYERS, REQUIRED, Fields
 from metal_prefill.conversion._weights import FloatArray, Weight
 from metal_prefill.errors import UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, MISSING_STEPS
@@ -25,20 +25,33 @@ Change: TypeAlias = Callable[[Fields, str, Weight], Weight]
 
 
 class Key(NamedTuple):
-    """A number in ``config.json``, under the first of several names that is present."""
+    """A field of ``config.json``, under the first of several names that is present."""
 
     names: tuple[str, ...]
-    # Used if the field is missing; None requires the field, and 0 leaves the key out. Numbers whose default
-    # is a float may have fractions.
-    default: float | None
+    # Used if the field is missing, unless the field is `REQUIRED`; 0 leaves the key out. The field has the
+    # type of the default: numbers whose default is a float may have fractions, and others are integers.
+    default: Any
     most: int  # largest integer
 
 
-def stated(*names: str, default: float | None = None, most: int = MAX_INT) -> Key:
-    """Return the key of a number under one of these names."""
+def stated(*names: str, default: float | str | bool = REQUIRED, most: int = MAX_INT) -> Key:
+    """Return the key of a field under one of these names."""
     return Key(names, default, most)
 
 
+def read_keys(config: Fields, keys: Mapping[str, Key]) -> dict[str, Any]:
+    """Return the metadata of fields."""
+    found: dict[str, Any] = {}
+    getters: dict[type, Callable[..., Any]] = {float: config.number, str: config.string, bool: config.boolean}
+    for suffix, (names, default, most) in keys.items():
+        if (get := getters.get(type(default))) is not None:
+            found[suffix] = get(*names, default=default)
+        elif default != 0 or any(map(config.has, names)):
+            found[suffix] = config.integer(*names, default=default, most=most)
+    return found
+
+
+More: TypeAlias = Callable[[Fields], Mapping[str, Any]] | Mapping[str, Key]
 LAYERS = stated("num_hidden_layers", "n_layer", most=MAX_LAYERS)
 SHAPE = {
     "embedding_length": stated("hidden_size", "n_embd"),
@@ -101,8 +114,7 @@ class Source:
     # Functions of configuration, name in the GGUF file and tensor that return the tensor to write, by a
     # pattern of the name.
     changes: Mapping[str, Change] = field(default_factory=dict)
-    # Function of the configuration that returns more metadata.
-    more: Callable[[Fields], Mapping[str, Any]] = lambda config: {}
+    more: tuple[More, ...] = ()  # more metadata: fields, and functions of the configuration
     # Function of the configuration that returns tensors that the folder does not contain.
     computed: Callable[[Fields], Mapping[str, FloatArray]] = lambda config: {}
     # Function of the configuration and the tensors of a folder by name that returns those to write, by the
@@ -116,26 +128,15 @@ class Source:
     # Function of the configuration that returns the row for a folder that differs from others of its class.
     variant: Callable[[Fields], Source | None] = lambda config: None
 
-    def text_fields(self, config: Fields) -> Fields:
-        """Return the part of a configuration that describes the text model."""
-        part = self.text_part
-        return config.object(part) if part and config.has(part) else config
-
     def metadata(self, config: Fields) -> dict[str, Any]:
         """Return the metadata of the architecture, without its prefix."""
         for name, accepted in self.accepted.items():
             config.require(name, accepted, accepted[0])
         is_causal = ARCHITECTURES[self.architecture].causal
         found: dict[str, Any] = ({} if is_causal else {"attention.causal": False}) | dict(self.constants)
-        for suffix, key in self.keys.items():
-            default: dict[str, Any] = {} if key.default is None else {"default": key.default}
-            if key.default == 0 and not any(map(config.has, key.names)):
-                continue
-            if isinstance(key.default, float):
-                found[suffix] = config.number(*key.names, default=key.default)
-            else:
-                found[suffix] = config.integer(*key.names, **default, most=key.most)
-        return {**found, **self.more(config)}
+        for part in (self.keys, *self.more):
+            found |= part(config) if callable(part) else read_keys(config, part)
+        return found
 
     def gguf_name(self, task: Task, names: gguf.TensorNameMap, name: str) -> str | None:
         """Return the name of a tensor in a GGUF file, or None for a tensor that is left out."""

@@ -69,16 +69,13 @@ def _with_tokens(json: Fields, added: Sequence[str]) -> Fields:
     """Return the contents of ``tokenizer.json`` with more control tokens."""
     listed = {token.string("content"): token.integer("id", least=0) for token in json.objects("added_tokens")}
     vocabulary = json.object("model").values.get("vocab")
-    known = {*listed, *(vocabulary if isinstance(vocabulary, dict) else _texts_of(vocabulary))}
+    items = vocabulary if isinstance(vocabulary, (dict, list)) else ()
+    texts = (item[0] if isinstance(item, list) and item else item for item in items)
+    known = {*listed, *(text for text in texts if isinstance(text, str))}
     missing = [text for text in dict.fromkeys(added) if text not in known]
     first = max(len(known), *(i + 1 for i in listed.values()), 0)
     more = [{"id": i, "content": text, "special": True} for i, text in enumerate(missing, first)]
     return Fields(json.path, {**json.values, "added_tokens": [*json.sequence("added_tokens"), *more]})
-
-
-def _texts_of(vocabulary: Any) -> set[str]:
-    items = vocabulary if isinstance(vocabulary, list) else []
-    return {item[0] for item in items if isinstance(item, list) and item and isinstance(item[0], str)}
 
 
 def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:
@@ -145,7 +142,8 @@ def _word_piece(json: Fields, model: Fields, settings: Fields) -> FolderVocabula
     normalizer = json.object("normalizer")
     normalizer.require("type", ("BertNormalizer",), None)
     json.object("pre_tokenizer").require("type", ("BertPreTokenizer",), None)
-    listed = listed_tokens(json, _ids_of(model), survives=lambda text, options: False, lists_added=True)
+    ids = _ids_of(model)
+    found = listed_tokens("bert", json, ids, survives=lambda text, options: False, lists_added=True)
 
     def stored(text: str, kind: int) -> str:
         if kind == TokenType.CONTROL:
@@ -157,17 +155,13 @@ def _word_piece(json: Fields, model: Fields, settings: Fields) -> FolderVocabula
         settings = Fields(settings.path, {})  # those classes take tokenizer.json as it is
     lowercase = settings.boolean("do_lower_case", default=normalizer.boolean("lowercase", default=True))
     accents = settings if settings.has("strip_accents") else normalizer
-    flags: dict[str, bool] = {
-        "normalizer.lowercase": lowercase,
-        "normalizer.strip_accents": accents.boolean("strip_accents", default=lowercase),
-    }
+    found.flags["normalizer.lowercase"] = lowercase
+    found.flags["normalizer.strip_accents"] = accents.boolean("strip_accents", default=lowercase)
     for name, key in (("clean_text", "clean_text"), ("handle_chinese_chars", "tokenize_chinese_chars")):
         value = settings.boolean(key, default=normalizer.boolean(name, default=True))
         if not value:  # the value of files without the key is true
-            flags[f"normalizer.{name}"] = value
-    found = FolderVocabulary("bert", "default", listed)
-    found.tokens = [stored(text, kind) for text, kind in zip(listed.tokens, listed.types, strict=True)]
-    found.flags |= flags
+            found.flags[f"normalizer.{name}"] = value
+    found.tokens = [stored(text, kind) for text, kind in zip(found.tokens, found.types, strict=True)]
     return found
 
 
@@ -178,10 +172,10 @@ def _bpe(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
     merges = [_merge(model, i, merge) for i, merge in enumerate(model.sequence("merges"))]
     if model.boolean("byte_fallback", default=False):
         return byte_fallback_bpe(json, _ids_of(model), merges)
-    listed = listed_tokens(json, _ids_of(model), survives=_survives_nfc)
-    pre, nfc = _pre_tokenizer(json, model)
-    found = FolderVocabulary("gpt2", pre, listed, merges=[f"{left} {right}" for left, right in merges])
-    if nfc != PRE_TOKENIZERS[pre].nfc:
+    found = listed_tokens("gpt2", json, _ids_of(model), survives=_survives_nfc)
+    found.pre, nfc = _pre_tokenizer(json, model)
+    found.merges = [f"{left} {right}" for left, right in merges]
+    if nfc != PRE_TOKENIZERS[found.pre].nfc:
         found.flags["normalizer.nfc"] = nfc
     return found
 

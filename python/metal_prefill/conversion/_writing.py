@@ -151,7 +151,11 @@ def convert(
     tensors = model.planned(tensor_type)
     writer = GGUFWriter(None, model.source.architecture)
     writer.add_name(os.fsencode(name or folder.resolve().name).decode("utf-8", "replace"))
-    writer.add_file_type(_file_type(_type_of(model.weights) if tensor_type == AUTO else tensor_type))
+    chosen = _type_of(model.weights) if tensor_type == AUTO else tensor_type
+    kinds = gguf.LlamaFileType.__members__
+    writer.add_file_type(
+        int(kinds.get(f"ALL_{chosen}", kinds.get(f"MOSTLY_{chosen}", gguf.LlamaFileType.GUESSED)))
+    )
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     extras = model.modules.own | model.settings()
     if entities is not None:
@@ -197,7 +201,8 @@ class _Model:
         whole = encoder.config
         _refuse_quantized(whole)
         self.source, task = find_source(SOURCES, whole)
-        self.config = config = self.source.text_fields(whole)
+        part = self.source.text_part
+        self.config = config = whole.object(part) if part and whole.has(part) else whole
         self.metadata = self.source.metadata(config)  # without the prefix of the architecture
         modules, self.is_late = encoder.modules, task == "late"
         if modules is None and self.is_late:
@@ -275,16 +280,11 @@ def _by_role(
             continue
         if role in found:
             raise GGUFError(f"{weight.file}: tensors {found[role].name} and {weight.name} are both {role}")
-        _check_bias(source, config, role, weight)
+        for pattern, name in source.biases.items():  # which transformers ignores without these fields
+            if re.fullmatch(rf"{pattern}\.bias", role) and not config.boolean(name, default=False):
+                raise config.error(f"{name} is not true, but the weights have the tensor {weight.name}")
         found[role] = weight
     return found
-
-
-def _check_bias(source: Source, config: Fields, role: str, weight: Weight) -> None:
-    """Refuse a bias that the configuration excludes, and which transformers ignores."""
-    for pattern, name in source.biases.items():
-        if re.fullmatch(rf"{pattern}\.bias", role) and not config.boolean(name, default=False):
-            raise config.error(f"{name} is not true, but the weights have the tensor {weight.name}")
 
 
 def _refuse_quantized(config: Fields) -> None:
@@ -381,28 +381,13 @@ def _add(writer: GGUFWriter, folder: Path, key: str, value: Any) -> None:
     values = value if isinstance(value, list) else [value]
     if len({type(v) for v in values}) != 1 or not all(map(_is_writable, values)):
         raise GGUFError(shortened(f"{folder}: {key} would be {value!r}, which a GGUF file cannot contain"))
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_key_value(key, value, gguf.GGUFValueType.STRING)  # add_string leaves out empty ones
-    else:
-        writer.add_array(key, value)
+    writer.add_value(key, value)
 
 
 def _is_writable(value: Any) -> bool:
     if isinstance(value, float):
         return is_number(value)
     return isinstance(value, (bool, str)) or (isinstance(value, int) and 0 <= value <= MAX_INT)
-
-
-def _file_type(chosen: str) -> int:
-    kinds = gguf.LlamaFileType
-    names = (f"ALL_{chosen}", f"MOSTLY_{chosen}")
-    return int(next((kinds[name] for name in names if name in kinds.__members__), kinds.GUESSED))
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: FolderVocabulary, config: Fields) -> None:

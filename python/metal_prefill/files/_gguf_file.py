@@ -35,6 +35,7 @@ from metal_prefill.files._other_formats import RECOGNIZED_BYTES, recognized
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+_ALIGNMENT = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 MIN_ALIGNMENT = 8  # the specification requires a multiple of 8
 MAX_TENSOR_NAME_BYTES = 64
@@ -182,7 +183,10 @@ class GGUFFile:
             data, starts = _read_files(self.parts)
             for i in range(1, len(starts)):
                 self._add_part(i, data[starts[i] :], starts[i])
-            self._check_count()
+            if (wanted := self.metadata.get(_TENSORS, len(self.tensors))) != len(self.tensors):
+                raise GGUFError(
+                    f"{self.path}: {_TENSORS} is {wanted}, but the parts have {len(self.tensors)}"
+                )
         self._mapping: npt.NDArray[np.uint8] | None = np.frombuffer(data, np.uint8)
         self._mapping.flags.writeable = False
 
@@ -197,10 +201,6 @@ class GGUFFile:
             raise GGUFError(f"{path}: tensor {min(same)} is in another part, too")
         for name, tensor in header.tensors.items():
             self.tensors[name] = replace(tensor, offset=start + tensor.offset)
-
-    def _check_count(self) -> None:
-        if (wanted := self.metadata.get(_TENSORS, len(self.tensors))) != len(self.tensors):
-            raise GGUFError(f"{self.path}: {_TENSORS} is {wanted}, but the parts have {len(self.tensors)}")
 
     @property
     def mapping(self) -> npt.NDArray[np.uint8]:
@@ -343,7 +343,9 @@ def _read_header(path: Path, data: memoryview) -> _Header:
     n_metadata = cursor.count("metadata entries", MIN_METADATA_BYTES)
     metadata = Metadata(path, data)
     metadata.read(cursor, n_metadata)
-    alignment = _read_alignment(cursor, metadata)
+    alignment: int = metadata.typed(_ALIGNMENT, "uint32", default=DEFAULT_ALIGNMENT)
+    if alignment < MIN_ALIGNMENT or alignment & (alignment - 1):
+        raise cursor.error(f"{_ALIGNMENT} is {alignment}, must be a power of two of at least {MIN_ALIGNMENT}")
     return _Header(version, metadata, alignment, *_read_tensors(cursor, n_tensors, alignment))
 
 
@@ -360,14 +362,6 @@ def _read_version(cursor: Cursor) -> int:
     if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
         raise cursor.error("is a big-endian GGUF file; only little-endian files are supported")
     raise cursor.error(f"GGUF version {version} is not one of {', '.join(map(str, VERSIONS))}")
-
-
-def _read_alignment(cursor: Cursor, metadata: Metadata) -> int:
-    key = "general.alignment"
-    alignment: int = metadata.typed(key, "uint32", default=DEFAULT_ALIGNMENT)
-    if alignment < MIN_ALIGNMENT or alignment & (alignment - 1):
-        raise cursor.error(f"{key} is {alignment}, must be a power of two of at least {MIN_ALIGNMENT}")
-    return alignment
 
 
 def _read_tensors(cursor: Cursor, count: int, alignment: int) -> tuple[dict[str, TensorInfo], int]:

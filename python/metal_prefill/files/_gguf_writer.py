@@ -30,6 +30,15 @@ class GGUFWriter(gguf.GGUFWriter):  # type: ignore[misc]
         aligned = (-(-size // self.data_alignment) for size in (self.fout[0].tell(), *sizes))
         os.truncate(path, sum(aligned) * self.data_alignment)
 
+    def add_value(self, key: str, value: Any) -> None:
+        """Add a value, or a list of values, of the type in which files usually have it."""
+        kinds = gguf.GGUFValueType
+        kind = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}.get(type(value))
+        if kind is None:
+            self.add_array(key, value)
+        else:
+            self.add_key_value(key, value, kind)
+
     def add_vocabulary(self, vocabulary: Any) -> None:
         """Add the tokens of a vocabulary, and what they are made by."""
         self.add_tokenizer_model(vocabulary.model)

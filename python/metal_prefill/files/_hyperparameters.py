@@ -30,13 +30,14 @@ _UNSUPPORTED_KEYS: dict[str, float] = {
     "rope.scaling.yarn_ext_factor": 1,
 }
 
-_NORM_EPS_KEYS: dict[NormKind, str] = {
+NORM_EPS_KEYS: dict[NormKind, str] = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
 }
 
 # Values of expert_gating_func.
-_ROUTER_SCORES: dict[int, RouterScore] = {1: "softmax", 2: "sigmoid"}
+SIGMOID = 2
+_ROUTER_SCORES: dict[int, RouterScore] = {1: "softmax", SIGMOID: "sigmoid"}
 
 # Keys of the trait `scales`.
 SCALE_KEYS = ("embedding_scale", "residual_scale", "logit_scale")
@@ -78,7 +79,9 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         raise keys.error(
             f"{name}.block_count is {n_blocks}, but the file has only {len(gguf.tensors)} tensors"
         )
-    n_layers = n_blocks - _prediction_layers(keys, traits, n_blocks)
+    n_layers = n_blocks
+    if traits.ignored:  # blocks after the layers predict several tokens
+        n_layers -= keys.integer("nextn_predict_layers", 0, n_blocks - 1, default=0)
     dim = keys.positive("embedding_length")
     n_heads, n_kv_heads, kinds = _heads(keys, traits, n_layers, n_blocks)
     key_dim = _head_dim(keys, "attention.key_length", dim, n_heads)
@@ -92,7 +95,11 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         )
     if "short_conv" in kinds and dim > MAX_INT // 3:
         raise keys.error(f"{name}.embedding_length {dim} is more than {MAX_INT // 3}")
-    feed_forwards = _feed_forwards(keys, traits, n_layers)
+    feed_forwards, ffn_dim = _feed_forwards(keys, traits, n_layers), 0
+    if "dense" in feed_forwards:
+        read = keys.list_each_layer if traits.layers_differ else keys.count_each_layer
+        ffn_dim = max(read("feed_forward_length", n_layers, least=1))
+    distinct = keys.integer("distinct_block_count", 1, n_layers, default=n_layers) if n_layers else 0
     default = None if traits.scales == "required" else 1.0
     scales = {suffix: keys.positive_float(suffix, default=default) for suffix in SCALE_KEYS}
     nominal = n_layers and n_layers == traits.nominal_scale_layers
@@ -100,18 +107,18 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
     config = ModelConfig(
         architecture=name,
         n_layers=n_layers,
-        distinct_layers=_distinct_layers(keys, n_layers),
+        distinct_layers=distinct if distinct < n_layers else 0,
         dim=dim,
         embedding_dim=_size_of(keys, traits.embedding_projection, "token_embd_proj.weight", -1),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        ffn_dim=_ffn_dim(keys, traits, n_layers) if "dense" in feed_forwards else 0,
+        ffn_dim=ffn_dim,
         vocab_size=_vocab_size(keys),
         context_length=keys.positive("context_length"),
         norm_kind=traits.norm_kind,
-        norm_eps=keys.positive_float(_NORM_EPS_KEYS[traits.norm_kind]),
+        norm_eps=keys.positive_float(NORM_EPS_KEYS[traits.norm_kind]),
         rope_dim=rope_dim,
         rope_base=keys.positive_float("rope.freq_base", default=10000.0),
         rope_style=traits.rope_style,
@@ -154,7 +161,8 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
     if traits.layers_differ:
         config = with_layer_dimensions(config, keys)
     if traits.per_layer_inputs != "absent":
-        config = replace(config, per_layer_dim=_per_layer_dim(keys, n_layers))
+        width = keys.integer("embedding_length_per_layer_input", 0, MAX_INT // n_layers, default=0)
+        config = replace(config, per_layer_dim=width)
     return config
 
 
@@ -181,25 +189,6 @@ def _soft_cap(keys: Keys, suffix: str, default: float | None) -> float:
     return keys.positive_float(suffix, default=stated) if stated else 0.0
 
 
-def _ffn_dim(keys: Keys, traits: Architecture, n_layers: int) -> int:
-    """Return the largest width of a feed-forward."""
-    key = "feed_forward_length"
-    return max(
-        keys.list_each_layer(key, n_layers)
-        if traits.layers_differ
-        else (keys.positive_each_layer(key, n_layers),)
-    )
-
-
-def _per_layer_dim(keys: Keys, n_layers: int) -> int:
-    return keys.integer("embedding_length_per_layer_input", 0, MAX_INT // n_layers, default=0)
-
-
-def _distinct_layers(keys: Keys, n_layers: int) -> int:
-    distinct = keys.integer("distinct_block_count", 1, n_layers, default=n_layers) if n_layers else 0
-    return distinct if distinct < n_layers else 0
-
-
 def _size_of(keys: Keys, presence: str, name: str, axis: int) -> int:
     """Return a size of an optional tensor; 0 without it."""
     tensor = keys.gguf.tensors.get(name)
@@ -217,11 +206,6 @@ def _activation(keys: Keys, traits: Architecture) -> Activation:
             f"{keys.architecture}.hidden_activation is {name}; supported: {', '.join(traits.activations)}"
         )
     return traits.activations[name]
-
-
-def _prediction_layers(keys: Keys, traits: Architecture, n_blocks: int) -> int:
-    """Return the number of blocks after the layers, which predict several tokens and are ignored."""
-    return keys.integer("nextn_predict_layers", 0, n_blocks - 1, default=0) if traits.ignored else 0
 
 
 def _head_dim(keys: Keys, suffix: str, dim: int, n_heads: int) -> int:
@@ -278,7 +262,9 @@ def _layers_with_attention(
         return tuple(heads > 0 for heads in kv_heads)
     key = "attention.recurrent_layers"
     if keys.has(key):
-        attends = tuple(not recurrent for recurrent in keys.flag_each_layer(key, n_blocks))
+        attends = tuple(
+            not value for value in keys.each_layer(key, n_blocks, "array[bool]", "array[integer]")
+        )
     else:
         n = keys.positive("full_attention_interval", default=traits.attention_every)
         attends = tuple((layer + 1) % n == 0 for layer in range(n_blocks))

@@ -81,7 +81,7 @@ class Keys:
         if not self._is_list(suffix):
             return (self.positive(suffix, default),) * n_layers
         key = self._key(suffix)
-        values = tuple(map(int, self._each_layer(key, n_layers, "array[integer]")))
+        values = tuple(map(int, self.each_layer(suffix, n_layers, "array[integer]")))
         for value in values:
             if not least <= value <= MAX_INT:
                 raise self.error(f"{key} is {value}, must be between {least} and {MAX_INT}")
@@ -100,11 +100,6 @@ class Keys:
         """Read a positive integer, stored once or per layer with the same value in every layer."""
         return self.count_each_layer(suffix, n_layers, default, least=1)[0]
 
-    def flag_each_layer(self, suffix: str, n_layers: int) -> tuple[bool, ...]:
-        """Read a list of a bool, or of 0 or 1, per layer."""
-        values = self._each_layer(self._key(suffix), n_layers, "array[bool]", "array[integer]")
-        return tuple(bool(value) for value in values)
-
     def each_layer_but_every_nth(
         self, suffix: str, n_layers: int, default: int, *, first: bool = False
     ) -> tuple[bool, ...]:
@@ -115,7 +110,7 @@ class Keys:
         if not self._is_list(suffix):
             n = self.positive(suffix, default)
             return tuple((layer + (not first)) % n != 0 for layer in range(n_layers))
-        values = self._each_layer(self._key(suffix), n_layers, "array[bool]")
+        values = self.each_layer(suffix, n_layers, "array[bool]")
         return tuple(bool(value) for value in values)
 
     def positive_float(self, suffix: str, default: float | None = None) -> float:
@@ -146,8 +141,9 @@ class Keys:
     def _is_list(self, suffix: str) -> bool:
         return self.has(suffix) and self.gguf.metadata.type_name(self._key(suffix)).startswith("array[")
 
-    def _each_layer(self, key: str, n_layers: int, *types: str) -> npt.NDArray[Any]:
+    def each_layer(self, suffix: str, n_layers: int, *types: str) -> npt.NDArray[Any]:
         """Read a list with a value per layer."""
+        key = self._key(suffix)
         values: npt.NDArray[Any] = self.gguf.metadata.typed(key, *types)
         if len(values) != n_layers:
             raise self.error(f"{key} lists {len(values)} values for {n_layers} layers")

@@ -40,11 +40,6 @@ def core_config(config: ModelConfig) -> _core.Config:
     return core
 
 
-def stored_layer(config: ModelConfig, layer: int) -> int:
-    """Return the layer whose weights a layer has; -1 for tensors outside the layers."""
-    return layer % config.distinct_layers if config.distinct_layers and layer >= 0 else layer
-
-
 def layers_differ(config: ModelConfig) -> bool:
     """Return whether the tensors of a role have other shapes in some layers."""
     return bool(config.layer_kv_heads or config.layer_head_dim or config.layer_ffn_dim)
@@ -135,11 +130,13 @@ def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, in
             if f"blk.{layer}.{traits.reversed_with.get(whole)}" in gguf.tensors:
                 roles = roles[::-1]
             whole = f"blk.{layer}.{whole}"
-            own = {names[role].format(layer=layer) for role in roles}
-            if whole in gguf.tensors and not (own - {whole}) & gguf.tensors.keys():
+            separate = {names[role].format(layer=layer) for role in roles}
+            if whole in gguf.tensors and not (separate - {whole}) & gguf.tensors.keys():
                 yield spec.role, layer, _part(gguf, whole, {role: shapes[role] for role in roles}, spec.role)
                 continue
-        name = tensor_name(traits, spec, stored_layer(config, layer))
+        # Layers may share weights.
+        own = layer % config.distinct_layers if config.distinct_layers and layer >= 0 else layer
+        name = tensor_name(traits, spec, own)
         tensor = gguf.tensors.get(name)
         if tensor is not None:
             if spec.shape[0] == 1 and tensor.shape == spec.shape[1:]:  # a matrix of one row, as a vector
@@ -148,15 +145,11 @@ def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, in
             _check_tensor(gguf, tensor, spec.shape, MATRIX_TYPES if is_any else ("F32",))
             yield spec.role, layer, tensor
         elif presence == "required":
-            raise GGUFError(f"{gguf.path}: tensor {name} is missing{_or_part(parts, spec.role, layer, name)}")
+            whole = f"blk.{layer}.{parts[spec.role][0]}" if spec.role in parts else name
+            other = f", as is {whole}, which may contain it" if whole != name else ""
+            raise GGUFError(f"{gguf.path}: tensor {name} is missing{other}")
         elif presence == "tied":
             yield spec.role, layer, gguf.tensors[embedding]
-
-
-def _or_part(parts: Mapping[str, tuple[str, tuple[str, ...]]], role: str, layer: int, name: str) -> str:
-    """Return, for messages, the other tensor that may hold the rows of a role."""
-    whole = f"blk.{layer}.{parts[role][0]}" if role in parts else name
-    return f", as is {whole}, which may contain it" if whole != name else ""
 
 
 def _part(gguf: GGUFFile, name: str, shapes: Mapping[str, tuple[int, ...]], role: str) -> TensorInfo:

@@ -223,7 +223,12 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         _one_of(keys, f"{prefix}.vocabulary_activation", HEAD_ACTIVATIONS, "gelu_erf"),
         keys.positive("vocabulary_logarithms", default=1),
         _read_entities(keys, dim),
-        _read_transitions(keys),
+        TransitionBiases(
+            *(
+                keys.number(f"{prefix}.{TRANSITION_KEYS}{name}", default=0.0)
+                for name in TransitionBiases._fields
+            )
+        ),
     )
 
 
@@ -240,12 +245,6 @@ def _read_entities(keys: Keys, dim: int) -> EntityHead | None:
         if width != entities.width:
             raise keys.error(f"vectors of labels have {width} values, and those of words {entities.width}")
     return entities
-
-
-def _read_transitions(keys: Keys) -> TransitionBiases:
-    names = TransitionBiases._fields
-    stated = (f"{keys.architecture}.{TRANSITION_KEYS}{name}" for name in names)
-    return TransitionBiases(*(float(keys.number(key, default=0.0)) for key in stated))
 
 
 def _read_vocabulary_pooling(keys: Keys, dim: int) -> VocabularyPooling | None:
@@ -304,7 +303,15 @@ def _read_steps(keys: Keys, dim: int) -> tuple[tuple[str, ...], int]:
     width = dim
     for name in stated:
         if name in DENSE:
-            width = _dense_width(keys, name, width)
+            rows = _layer(keys, name, width)
+            for end, actual in (("out", rows), ("in", width)):
+                declared = keys.positive(f"{name}_feat_{end}", default=actual)
+                if declared != actual:
+                    raise keys.error(
+                        f"tensor {name}.weight has shape ({rows}, {width}), but {name}_feat_{end} is "
+                        f"{declared}"
+                    )
+            width = rows
         elif name == NORM:
             for end in ("weight", "bias"):
                 _check_vector(keys, f"{name}.{end}", width)
@@ -326,18 +333,6 @@ def _check_presence(keys: Keys, name: str, *, listed: bool) -> None:
     if missing == listed:
         problem = "is missing" if missing else "is not listed"
         raise keys.error(f"tensor {name}.weight {problem}, unlike in {architecture}.embedding_steps")
-
-
-def _dense_width(keys: Keys, name: str, width: int) -> int:
-    """Return the number of outputs of a dense layer with `width` inputs."""
-    rows = _layer(keys, name, width)
-    for end, actual in (("out", rows), ("in", width)):
-        stated = keys.positive(f"{name}_feat_{end}", default=actual)
-        if stated != actual:
-            raise keys.error(
-                f"tensor {name}.weight has shape ({rows}, {width}), but {name}_feat_{end} is {stated}"
-            )
-    return rows
 
 
 def _layer(keys: Keys, name: str, width: int) -> int:

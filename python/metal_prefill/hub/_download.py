@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metal_prefill.errors import HubError
 from metal_prefill.files._gguf_file import is_later_part, part_names
-from metal_prefill.hub._answers import check_file, list_files, safe_answers
+from metal_prefill.hub._repository import Repository, listing
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-_LISTED = 12  # maximum number of files in an error message
 _CONFIGURATIONS = ("config.json", "modules.json", "gliner_config.json")  # of which a model folder has one
 # Files of a model folder: configuration and tokenizer, weights, and the modules of sentence-transformers.
 _FOLDER_FILES = (
@@ -72,7 +71,7 @@ def fetch(
         The repository, revision or file does not exist; several files match; access is denied; or the Hub is
         unreachable or returns an invalid response, and the file is not in the cache.
     """
-    repository = _Repository(import_hub(), repo_id, revision, token, cache_dir)
+    repository = Repository(import_hub(), repo_id, revision, token, cache_dir)
     name, path = pattern, repository.cached(pattern)
     if path is None:
         name = repository.only_match(pattern)
@@ -80,91 +79,6 @@ def fetch(
     for other in part_names(name)[1:]:
         repository.file(other)
     return path
-
-
-class _Repository(NamedTuple):
-    """A revision of a repository, and the cache for its files."""
-
-    hub: ModuleType
-    repo_id: str
-    revision: str | None
-    token: str | bool | None
-    cache_dir: str | os.PathLike[str] | None
-
-    @property
-    def name(self) -> str:
-        return f"{self.repo_id}@{self.revision}" if self.revision else self.repo_id
-
-    @property
-    def cache(self) -> str | None:
-        return None if self.cache_dir is None else os.fspath(self.cache_dir)
-
-    def files(self) -> tuple[list[str], str]:
-        """Return the paths of all files, and the name of their place: the cache if the Hub is unreachable."""
-        try:
-            with safe_answers(self.hub):
-                return list_files(self.hub, self.repo_id, self.revision, self.token), self.name
-        except HubError:
-            raise
-        except Exception as error:  # of the library or its HTTP client
-            held = self.held()
-            if not held:
-                reason = f"the Hub is unreachable: {_reason(error)}"
-                raise HubError(f"{self.name} is not in the cache, and {reason}") from error
-            return list(held), f"{self.name} in the cache (the Hub is unreachable)"
-
-    def only_match(self, pattern: str) -> str:
-        """Return the path of the only file that matches a pattern."""
-        files, where = self.files()
-        found = [f for f in files if f == pattern]
-        found = found or [f for f in files if fnmatchcase(f, pattern) and not is_later_part(f)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise HubError(f"{len(found)} files in {where} match {pattern!r}; name one of {_listing(found)}")
-        models = [f for f in files if f.endswith(".gguf")]
-        has = f"available models: {_listing(models)}" if models else "it contains no GGUF files"
-        raise HubError(f"no file in {where} matches {pattern!r}; {has}")
-
-    def cached(self, name: str) -> Path | None:
-        """Return the local path of a file if the cache has it."""
-        found = self.hub.try_to_load_from_cache(
-            self.repo_id, name, cache_dir=self.cache, revision=self.revision
-        )
-        return Path(found) if isinstance(found, str) else None
-
-    def download(self, name: str) -> Path:
-        """Return the local path of the newest version of a file, or of a cached one without the Hub."""
-        options: dict[str, Any] = {"revision": self.revision, "token": self.token, "cache_dir": self.cache}
-        try:
-            with safe_answers(self.hub):
-                check_file(self.hub, self.repo_id, name, self.revision, self.token)
-                return Path(self.hub.hf_hub_download(self.repo_id, name, **options))
-        except Exception as error:
-            held = self.held()
-            if name in held:
-                return held[name]
-            raise HubError(f"cannot download {name} from {self.name}: {_reason(error)}") from error
-
-    def file(self, name: str) -> Path:
-        """Return the local path of a file, which is downloaded if it is not in the cache."""
-        return self.cached(name) or self.download(name)
-
-    def held(self) -> dict[str, Path]:
-        """Return the files in the cache by their paths in the repository."""
-        try:
-            repos = self.hub.scan_cache_dir(self.cache).repos
-        except self.hub.errors.CacheNotFound:
-            return {}
-        revision = self.revision or "main"
-        return {
-            file.file_path.relative_to(kept.snapshot_path).as_posix(): file.file_path
-            for repo in repos
-            if repo.repo_type == "model" and repo.repo_id == self.repo_id
-            for kept in repo.revisions
-            if revision in kept.refs or revision == kept.commit_hash
-            for file in kept.files
-        }
 
 
 def fetch_folder(
@@ -190,7 +104,7 @@ def fetch_folder(
         The repository does not exist, has no ``config.json`` and safetensors, or access is denied; or the Hub
         is unreachable or returns an invalid response, and the files are not in the cache.
     """
-    repository = _Repository(import_hub(), repo_id, revision, token, cache_dir)
+    repository = Repository(import_hub(), repo_id, revision, token, cache_dir)
     files, where = repository.files()
     wanted = [name for name in files if any(_matches(name, pattern) for pattern in _FOLDER_FILES)]
     about = next((name for name in _CONFIGURATIONS if name in wanted), None)
@@ -199,7 +113,7 @@ def fetch_folder(
     found = [name for name in wanted if name.endswith((".safetensors", ".bin"))]
     if about is None or (weights and not found):
         models = [name for name in files if name.endswith(".gguf")]
-        rest = f"; write {repo_id}:FILE for one of {_listing(models)}" if models else ", and no GGUF files"
+        rest = f"; write {repo_id}:FILE for one of {listing(models)}" if models else ", and no GGUF files"
         adapter = ", but an adapter (adapter_config.json)" if "adapter_config.json" in files else ""
         raise HubError(f"{where} does not have config.json and model.safetensors{adapter}{rest}")
     if "model.safetensors" in wanted:  # other weights in the repository are copies, split or older
@@ -216,10 +130,6 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
 def import_hub() -> ModuleType:
     """Import the Hub's client on first use, as its import takes longer than that of this package."""
     import huggingface_hub
@@ -228,11 +138,6 @@ def import_hub() -> ModuleType:
     import huggingface_hub.utils
 
     return huggingface_hub
-
-
-def _listing(files: list[str]) -> str:
-    more = len(files) - _LISTED
-    return ", ".join(files[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 class CachedModel(NamedTuple):

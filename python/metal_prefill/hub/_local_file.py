@@ -37,6 +37,7 @@ LIMIT = 16 << 30  # bytes of all converted models
 LAYOUT = 13  # counts changes of what a conversion writes
 
 _KEY_DIGITS = 16
+_MOST_BYTES = 191  # of the name of a model in that of a file, which may have 255
 _PATTERN = "converted/*.gguf"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _WEIGHTS = ("*.safetensors", "*_linear.pt")
@@ -184,9 +185,19 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
     """Return the path of a folder's conversion in the cache, writing it if it is not there."""
     encoders = encoder_folders(folder)
     key = _key(folder, adapter, encoders)
-    path = _cache() / f"{_shortened(name)}-{key[:_KEY_DIGITS]}.gguf"
+    beginning = os.fsencode(name)[:_MOST_BYTES].decode("utf-8", "ignore")
+    path = _cache() / f"{beginning}-{key[:_KEY_DIGITS]}.gguf"
     if not path.is_file():
-        _convert(folder, path, name, adapter, encoders, key, progress)
+        from metal_prefill.conversion._writing import convert  # imports gguf, which takes 0.1 s
+
+        _log.info("converting %s to %s", folder, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            convert(folder, temporary, name=name, adapter=adapter, encoders=encoders, progress=progress)
+            if _key(folder, adapter, encoders) != key:
+                raise GGUFError(f"{folder}: changed while it was converted; open it again")
+        # Processes that have mapped a deleted file keep it.
+        remove_oldest(_PATTERN, LIMIT - path.stat().st_size, keep=path)
     with suppress(OSError):  # a read-only file system cannot record the time of use
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
     return path
@@ -211,34 +222,6 @@ def encoder_folders(folder: Path) -> dict[str, Path]:
         elif REPOSITORY.fullmatch(name):
             found[key] = fetch_folder(name, weights=False)
     return found
-
-
-def _convert(
-    folder: Path,
-    path: Path,
-    name: str,
-    adapter: Path | None,
-    encoders: Mapping[str, Path],
-    key: str,
-    progress: Progress | None,
-) -> None:
-    from metal_prefill.conversion._writing import convert  # imports gguf, which takes 0.1 s
-
-    _log.info("converting %s to %s", folder, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        convert(folder, temporary, name=name, adapter=adapter, encoders=encoders, progress=progress)
-        if _key(folder, adapter, encoders) != key:
-            raise GGUFError(f"{folder}: changed while it was converted; open it again")
-    # Processes that have mapped a deleted file keep it.
-    remove_oldest(_PATTERN, LIMIT - path.stat().st_size, keep=path)
-
-
-def _shortened(name: str) -> str:
-    """Return the first characters of a name, with which that of a file is not too long."""
-    from metal_prefill.conversion._folder import MAX_FILE_NAME
-
-    return os.fsencode(name)[: MAX_FILE_NAME - 64].decode("utf-8", "ignore")
 
 
 def conversions() -> list[StoredFile]:

@@ -15,10 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal_prefill.files._gguf_writer import check_header
-from metal_prefill.synth._blocks import TENSOR_TYPES, random_norm, random_tensor
+from metal_prefill.synth._blocks import TENSOR_TYPES, random_decay, random_norm, random_step, random_tensor
 from metal_prefill.synth._file import write, write_outline
-from metal_prefill.synth._layers import ExpertShape, LayerShape, ScanShape, random_decay, random_step
-from metal_prefill.synth._shape import ROPE_SCALINGS, TIED, ModelShape, check
+from metal_prefill.synth._shape import (
+    ROPE_SCALINGS,
+    TIED,
+    ExpertShape,
+    LayerShape,
+    ModelShape,
+    ScanShape,
+    check,
+)
 from metal_prefill.synth._tensors import (
     TOKEN_TYPES,
     Role,

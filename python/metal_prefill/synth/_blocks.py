@@ -208,3 +208,19 @@ def random_norm(rng: np.random.Generator, count: int, *, signed: bool = False) -
     if signed:
         weights *= np.where(_random_bytes(rng, count) & 1, np.float32(1), np.float32(-1))
     return weights.view(np.uint8)
+
+
+_STEPS = (0.01, 0.3)  # range of the steps that the biases select
+
+
+def random_decay(rng: np.random.Generator, count: int) -> Bytes:
+    """Generate rates at which heads forget, as float32 bytes: between -1 and -16, as models begin with."""
+    return (-rng.uniform(1.0, 16.0, count)).astype(np.float32).view(np.uint8)
+
+
+def random_step(rng: np.random.Generator, count: int) -> Bytes:
+    """Generate biases of steps, before softplus, as float32 bytes."""
+    low, high = (float(bound) for bound in np.log(_STEPS))
+    steps = np.exp(rng.uniform(low, high, count))
+    biases: NDArray[np.float32] = np.log(np.expm1(steps)).astype(np.float32)  # the inverse of softplus
+    return biases.view(np.uint8)

@@ -7,23 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import (
-    GGML_QUANT_VERSION,
-    ExpertGatingFuncType,
-    GGMLQuantizationType,
-    LlamaFileType,
-    PoolingType,
-    RopeScalingType,
-)
+from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 from numpy.typing import NDArray
 
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_writer import GGUFWriter
-from metal_prefill.files._hyperparameters import SCALE_KEYS
+from metal_prefill.files._hyperparameters import NORM_EPS_KEYS, SCALE_KEYS, SIGMOID
 from metal_prefill.files._model_config import has_attention
 from metal_prefill.files._task_config import NUMBERED_POOLINGS
-from metal_prefill.synth._layers import LayerShape
 from metal_prefill.synth._shape import ModelShape
 from metal_prefill.synth._tensors import TOKEN_TYPES, Tensor
 from metal_prefill.synth._tokenizer import VOCABULARIES, Vocabulary
@@ -37,113 +29,105 @@ _FILE_TYPES = {  # the rest: MOSTLY_<type>
 }
 
 
-def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type: str) -> None:
-    writer.add_name(name)
-    writer.add_file_type(LlamaFileType[_FILE_TYPES.get(tensor_type, f"MOSTLY_{tensor_type}")])
-    writer.add_quantization_version(GGML_QUANT_VERSION)
-    writer.add_vocab_size(shape.vocab)
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.dim)
-    writer.add_block_count(shape.layers)
-    widths = shape.ffn_of_layers
-    writer.add_feed_forward_length(widths if len(set(widths)) > 1 else shape.ffn)
-    writer.add_head_count(shape.heads)
-    traits = shape.traits
-    counts = [shape.kv_heads] if traits.attention_every else shape.kv_heads_of_layers
-    writer.add_head_count_kv(counts if len(set(counts)) > 1 else counts[0])
+def _metadata(shape: ModelShape) -> dict[str, Any]:
+    """Return the metadata of the architecture, without its prefix."""
+    traits, experts = shape.traits, shape.experts
+    kv_heads = [shape.kv_heads] if traits.attention_every else shape.kv_heads_of_layers
+    found: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "context_length": shape.context,
+        "embedding_length": shape.dim,
+        "block_count": shape.layers,
+        "feed_forward_length": _once(shape.ffn_of_layers),
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": _once(kv_heads),
+    }
     if traits.attention_every:
-        _add_layers_with_attention(writer, shape)
-    if shape.layered is not None:
-        _add_layers(writer, shape, shape.layered)
+        found |= _layers_with_attention(shape)
+    if (layered := shape.layered) is not None:
+        found |= {
+            "attention.sliding_window_pattern": layered.windowed(shape.layers),
+            "attention.key_length_swa": layered.window_head_dim,
+            "attention.value_length_swa": layered.window_head_dim,
+            "rope.dimension_count_swa": layered.window_head_dim,
+            "attention.shared_kv_layers": layered.shared,
+            "embedding_length_per_layer_input": layered.inputs,
+        }
     if traits.image_sections:
         pairs = shape.rotated // 2
-        writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
+        found["rope.dimension_sections"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0]
     if shape.conv_layers:
-        writer.add_shortconv_l_cache(shape.conv_taps)
-    if shape.scan is not None:
-        writer.add_ssm_conv_kernel(shape.scan.taps)
-        writer.add_ssm_inner_size(shape.scan.inner)
-        writer.add_ssm_state_size(shape.scan.state)
-        writer.add_ssm_time_step_rank(shape.scan.heads)
-        writer.add_ssm_group_count(shape.scan.groups)
-    if (experts := shape.experts) is not None:
-        writer.add_expert_count(experts.count)
-        writer.add_expert_used_count(experts.used)
-        if experts.ffn != shape.ffn:
-            writer.add_expert_feed_forward_length(experts.ffn)
-        if experts.shared:
-            writer.add_expert_shared_feed_forward_length(experts.shared)
-        if experts.dense_layers:
-            writer.add_leading_dense_block_count(experts.dense_layers)
-        if traits.router_score == "sigmoid":
-            writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-    (writer.add_layer_norm_rms_eps if traits.norm_kind == "rms" else writer.add_layer_norm_eps)(
-        shape.norm_eps
-    )
+        found["shortconv.l_cache"] = shape.conv_taps
+    if (scan := shape.scan) is not None:
+        found |= {
+            "ssm.conv_kernel": scan.taps,
+            "ssm.inner_size": scan.inner,
+            "ssm.state_size": scan.state,
+            "ssm.time_step_rank": scan.heads,
+            "ssm.group_count": scan.groups,
+        }
+    if experts is not None:
+        optional = {
+            "expert_feed_forward_length": experts.ffn if experts.ffn != shape.ffn else 0,
+            "expert_shared_feed_forward_length": experts.shared,
+            "leading_dense_block_count": experts.dense_layers,
+            "expert_gating_func": SIGMOID if traits.router_score == "sigmoid" else 0,
+        }
+        found |= {"expert_count": experts.count, "expert_used_count": experts.used}
+        found |= {key: value for key, value in optional.items() if value}
+    found[NORM_EPS_KEYS[traits.norm_kind]] = float(shape.norm_eps)
     if shape.head_dim * shape.heads != shape.dim or shape.value_width != shape.head_dim or shape.layered:
-        writer.add_key_length(shape.head_dim)
-        writer.add_value_length(shape.value_width)
+        found |= {"attention.key_length": shape.head_dim, "attention.value_length": shape.value_width}
     if traits.parallel == "optional":
-        writer.add_parallel_residual(shape.parallel)
+        found["use_parallel_residual"] = shape.parallel
     if shape.window is not None:
-        writer.add_sliding_window(shape.window)
-    unscaled = dict.fromkeys(SCALE_KEYS, 1.0) if traits.scales == "required" else {}
-    for key, value in (unscaled | dict(shape.scales)).items():
-        writer.add_float32(f"{shape.architecture}.{key}", value)
+        found["attention.sliding_window"] = shape.window
+    found |= dict.fromkeys(SCALE_KEYS, 1.0) if traits.scales == "required" else {}
+    found |= {key: float(value) for key, value in shape.scales}
     if traits.rope_switch and traits.recurrent:  # as published: states know the order of tokens
-        writer.add_rope_scaling_finetuned(False)
+        found["rope.scaling.finetuned"] = False
     if traits.rope:
-        writer.add_rope_dimension_count(shape.rotated)
-        writer.add_rope_freq_base(shape.rope_base)
-    if shape.rope_scaling in ("linear", "yarn"):
-        writer.add_rope_scaling_type(RopeScalingType(shape.rope_scaling))
-        writer.add_rope_scaling_factor(shape.rope_factor)
-    if shape.rope_scaling == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(shape.context_before)
-    if shape.rope_scaling == "longrope":  # the factor as published in Phi-3
-        scale, original = shape.context / shape.context_before, shape.context_before
-        attn_factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
-        writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
-        writer.add_rope_scaling_orig_ctx_len(original)
-        writer.add_rope_scaling_attn_factors(attn_factor)
+        found |= {"rope.dimension_count": shape.rotated, "rope.freq_base": float(shape.rope_base)}
+    found |= _rope_scaling(shape)
     if shape.pooling is not None:
-        writer.add_pooling_type(PoolingType(NUMBERED_POOLINGS.index(shape.pooling)))
+        found["pooling_type"] = NUMBERED_POOLINGS.index(shape.pooling)
     if not traits.causal:
-        writer.add_causal_attention(False)
-    if traits.token_types != "absent":
-        writer.add_token_type_count(TOKEN_TYPES)
+        found["attention.causal"] = False
     if shape.dense is not None:
-        for name, end, width in (
-            ("dense_2", "in", shape.dim),
-            ("dense_2", "out", shape.dense),
-            ("dense_3", "in", shape.dense),
-            ("dense_3", "out", shape.dim),
-        ):
-            writer.add_uint32(f"{shape.architecture}.{name}_feat_{end}", width)
+        found |= {"dense_2_feat_in": shape.dim, "dense_2_feat_out": shape.dense}
+        found |= {"dense_3_feat_in": shape.dense, "dense_3_feat_out": shape.dim}
     if shape.labels:
-        writer.add_array(f"{shape.architecture}.classifier.output_labels", list(shape.labels))
+        found["classifier.output_labels"] = list(shape.labels)
+    return found
 
 
-def _add_layers(writer: GGUFWriter, shape: ModelShape, layered: LayerShape) -> None:
-    prefix = shape.architecture
-    writer.add_array(f"{prefix}.attention.sliding_window_pattern", layered.windowed(shape.layers))
-    for key, value in {
-        "attention.key_length_swa": layered.window_head_dim,
-        "attention.value_length_swa": layered.window_head_dim,
-        "rope.dimension_count_swa": layered.window_head_dim,
-        "attention.shared_kv_layers": layered.shared,
-        "embedding_length_per_layer_input": layered.inputs,
-    }.items():
-        writer.add_uint32(f"{prefix}.{key}", value)
+def _once(values: list[int]) -> int | list[int]:
+    """Return the value of all layers, or a list if it differs."""
+    return values if len(set(values)) > 1 else values[0]
 
 
-def _add_layers_with_attention(writer: GGUFWriter, shape: ModelShape) -> None:
+def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
+    kind, original = shape.rope_scaling, shape.context_before
+    if kind not in ("linear", "yarn", "longrope"):
+        return {}
+    found: dict[str, Any] = {"rope.scaling.type": kind}
+    if kind != "longrope":
+        found["rope.scaling.factor"] = float(shape.rope_factor)
+    if kind != "linear":
+        found["rope.scaling.original_context_length"] = original
+    if kind == "longrope":  # the factor as published in Phi-3
+        scale = shape.context / original
+        growth = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        found["rope.scaling.attn_factor"] = growth
+    return found
+
+
+def _layers_with_attention(shape: ModelShape) -> dict[str, Any]:
     attends = [has_attention(kind) for kind in shape.kinds]
     every = attends.index(True) + 1 if True in attends else shape.layers + 1
     if attends == [(layer + 1) % every == 0 for layer in range(shape.layers)]:
-        writer.add_full_attention_interval(every)
-    else:
-        writer.add_array(f"{shape.architecture}.attention.recurrent_layers", [not has for has in attends])
+        return {"full_attention_interval": every}
+    return {"attention.recurrent_layers": [not has for has in attends]}
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
@@ -209,7 +193,13 @@ def write_outline(
 
 def _writer(name: str, shape: ModelShape, tensor_type: str, tensors: Sequence[Tensor]) -> GGUFWriter:
     writer = GGUFWriter(None, shape.architecture)
-    _add_metadata(writer, name, shape, tensor_type)
+    writer.add_name(name)
+    writer.add_file_type(LlamaFileType[_FILE_TYPES.get(tensor_type, f"MOSTLY_{tensor_type}")])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    for suffix, value in _metadata(shape).items():
+        writer.add_value(f"{shape.architecture}.{suffix}", value)
+    if shape.traits.token_types != "absent":
+        writer.add_token_type_count(TOKEN_TYPES)
     for tensor in tensors:
         kind = GGMLQuantizationType[tensor.kind]
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)

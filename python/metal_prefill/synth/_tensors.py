@@ -211,31 +211,28 @@ def _core_config(shape: ModelShape) -> _core.Config:
 
 
 def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
-    if spec.role == "rope_freqs":
-        return shape.rope_scaling == "llama3" or shape.layered is not None
-    if spec.presence == "per_layer_inputs":
-        return shape.layered is not None and shape.layered.inputs > 0
-    if spec.presence == "long_rope":
-        return shape.rope_scaling == "longrope"
-    presence = presence_of(spec.presence, shape.traits)
+    layered, presence = shape.layered, presence_of(spec.presence, shape.traits)
+    # Whether a model has tensors with these roles or presences: always, and where they are optional.
+    own = {
+        "rope_freqs": shape.rope_scaling == "llama3" or layered is not None,
+        "per_layer_inputs": layered is not None and layered.inputs > 0,
+        "long_rope": shape.rope_scaling == "longrope",
+    }
+    optional = {
+        "position_bias": shape.position_bias,
+        "embedding_projection": shape.embedding_dim > 0,
+        "scan_group_norm": shape.scan is not None and shape.scan.norm,
+        "qkv_bias": shape.all_biases or shape.qkv_bias,
+        **dict.fromkeys(_OPTIONAL_NORMS, shape.all_norms),
+    }
+    found = own | (optional if presence == "optional" else {})
+    for key in (spec.role, spec.presence):
+        if key in found:
+            return found[key]
     if presence == "tied":
         return shape.output_type != TIED
-    if spec.presence == "position_bias" and presence == "optional":
-        return shape.position_bias
-    if spec.presence == "embedding_projection" and presence == "optional":
-        return shape.embedding_dim > 0
-    if spec.role == "scan_group_norm" and presence == "optional":
-        return shape.scan is not None and shape.scan.norm
-    if presence == "optional" and spec.presence in _OPTIONAL_NORMS:
-        return shape.all_norms
-    return presence == "required" or (
-        presence == "optional"
-        and (
-            shape.all_biases
-            or (spec.presence == "qkv_bias" and shape.qkv_bias)
-            or not spec.presence.endswith("bias")
-        )
-    )
+    is_bias = spec.presence.endswith("bias")
+    return presence == "required" or (presence == "optional" and (shape.all_biases or not is_bias))
 
 
 def with_types(tensor: Tensor, overrides: Mapping[str, str]) -> Tensor:
@@ -278,12 +275,7 @@ def llama3_rope_factors(
 
 
 def rows_of_distances(rows: int, count: int) -> NDArray[np.float32]:
-    """Return the row of each distance, of which those beyond the number of rows share the last ones.
-
-    Returns
-    -------
-    float32 [count]
-    """
+    """Return the row of each distance, ``[count]``; those beyond the number of rows share the last ones."""
     return np.clip(np.arange(count) - count // 2 + rows // 2, 0, rows - 1).astype(np.float32)
 
 

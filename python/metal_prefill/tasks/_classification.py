@@ -98,7 +98,11 @@ def classify(
     """
     engine, rules = model.engine, PromptRules(truncate, unicode, split_special_tokens).checked()
     if labels is None:
-        return _by_head(engine, texts, rules)
+        prompts, doubles, cut = encode_for_head(engine, texts, rules)
+        logits = head_logits(TextPasses(engine), prompts, doubles)
+        warn_of_cut(cut, len(logits), engine.max_context, "text")
+        found = probabilities_of(engine.head, logits).astype(np.float32)
+        return Classification(engine.head.labels, found, logits, np.ones(logits.shape, np.int64))
     if not engine.config.has_head:
         instead = "leave labels out to use the classes of its classification head"
         if not engine.head.labels:
@@ -160,15 +164,6 @@ def classify(
 def _excess(engine: Engine, pairs: Iterable[tuple[Ids, Ids]]) -> int:
     """Return by how many tokens the longest pair exceeds the context; its last token is only predicted."""
     return max(len(context) + len(label) for context, label in pairs) - 1 - engine.max_context
-
-
-def _by_head(engine: Engine, texts: Iterable[TextOrPair], rules: PromptRules) -> Classification:
-    head = engine.head
-    prompts, pairs, cut = encode_for_head(engine, texts, rules)
-    scores = head_logits(TextPasses(engine), prompts, pairs)
-    warn_of_cut(cut, len(scores), engine.max_context, "text")
-    probabilities = probabilities_of(head, scores).astype(np.float32)
-    return Classification(head.labels, probabilities, scores, np.ones(scores.shape, np.int64))
 
 
 def head_logits(passes: TextPasses, prompts: Sequence[Ids], pairs: Sequence[int]) -> npt.NDArray[np.float64]:

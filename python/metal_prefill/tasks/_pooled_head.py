@@ -88,7 +88,8 @@ def probabilities_of(head: PooledHead, logits: npt.NDArray[np.floating[Any]]) ->
 
 def affine(head: PooledHead, name: str, x: FloatArray, weight: str = "") -> FloatArray:
     """Apply a layer: a matrix, by default of the same name, and its bias if it has one."""
-    y = _product(head.matrix(weight or f"{name}.weight"), x)
+    matrix = head.matrix(weight or f"{name}.weight").reshape(-1, x.shape[-1])
+    y: FloatArray = matrix @ x if x.ndim == 1 else x @ matrix.T
     return y + head.matrix(f"{name}.bias") if f"{name}.bias" in head.gguf.tensors else y
 
 
@@ -107,22 +108,11 @@ def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _normed(head: PooledHead, name: str, x: FloatArray, eps: float) -> FloatArray:
-    y = _layer_norm(x, eps) * head.matrix(f"{name}.weight")
-    return y + head.matrix(f"{name}.bias") if f"{name}.bias" in head.gguf.tensors else y
-
-
-def _product(matrix: FloatArray, x: FloatArray) -> FloatArray:
-    y: FloatArray = (
-        matrix.reshape(-1, x.shape[-1]) @ x if x.ndim == 1 else x @ matrix.reshape(-1, x.shape[-1]).T
-    )
-    return y
-
-
-def _layer_norm(x: FloatArray, eps: float) -> FloatArray:
     centred = x - x.mean(axis=-1, keepdims=True, dtype=np.float64)
     variance = np.square(centred).mean(axis=-1, keepdims=True)
     normed: FloatArray = (centred / np.sqrt(variance + eps)).astype(np.float32)
-    return normed
+    y = normed * head.matrix(f"{name}.weight")
+    return y + head.matrix(f"{name}.bias") if f"{name}.bias" in head.gguf.tensors else y
 
 
 def _gelu(x: FloatArray) -> FloatArray:

@@ -374,12 +374,8 @@ def query_role(engine: Engine, *, expanded: bool = True) -> TextRole:
 
 def document_role(engine: Engine) -> TextRole:
     limit = _limit(engine, engine.lengths.document, engine.lengths.text)
-    return TextRole("document", limit, skipped=_skipped_tokens(engine))
-
-
-def _skipped_tokens(engine: Engine) -> tuple[int, ...]:
-    """Return the ids of tokens of documents that are not compared."""
-    return tuple(map(int, engine.gguf.metadata.typed(SKIPPED_KEY, "array[integer]", default=())))
+    skipped = engine.gguf.metadata.typed(SKIPPED_KEY, "array[integer]", default=())
+    return TextRole("document", limit, skipped=tuple(map(int, skipped)))
 
 
 def _limit(engine: Engine, *lengths: int | None) -> int:

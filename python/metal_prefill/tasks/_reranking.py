@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -81,18 +81,27 @@ class Options(NamedTuple):
     most_tokens: int | None = None  # of a document, whose further ones are left out
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ranking:
     """Documents to rank, in tokens."""
 
     documents: Sequence[str]
-    # Prompt of each document, int32 ``[n]``: with the query, or for late interaction alone.
-    prompts: list[Ids]
-    cut: list[int]  # indices of documents that lost their ends
     limit: int  # maximum number of tokens of a prompt
+    label: str | None = None  # class whose probability is the score
     query: EncodedText | None = None  # the query, for late interaction
     query_cut: bool = False  # whether the query lost its end in any prompt
-    label: str | None = None  # class whose probability is the score
+    # Prompt of each document, int32 ``[n]``: with the query, or for late interaction alone.
+    prompts: list[Ids] = field(default_factory=list)
+    cut: list[int] = field(default_factory=list)  # indices of documents that lost their ends
+
+    def add(self, ids: Ids, cut: bool) -> None:
+        """Add the prompt of the next document, which may have lost its end."""
+        i = len(self.prompts)
+        if not len(ids):
+            raise ValueError(f"document {i}: its prompt has no tokens")
+        if cut:
+            self.cut.append(i)
+        self.prompts.append(ids)
 
     @property
     def cut_texts(self) -> int:
@@ -208,16 +217,15 @@ def encode_documents(engine: Engine, query: str, documents: Sequence[str], optio
     encode = {"late": _encode_late, "pair": _encode_pairs, "template": _encode_templates}
     kind = kind_of(engine, options)
     texts = documents
-    if options.most_tokens is not None:
-        texts = [_first_tokens(engine, text, i, options.most_tokens) for i, text in enumerate(documents)]
-    return replace(encode[kind](engine, query, texts, options), documents=documents)
-
-
-def _first_tokens(engine: Engine, document: str, i: int, count: int) -> str:
-    """Return a document up to the end of its first tokens."""
-    with errors_of(f"document {i}"):
-        spans = engine.tokenizer.encode_spans(document)
-    return document if len(spans) <= count else document[: spans[count].start]
+    if (count := options.most_tokens) is not None:
+        spans = numbered(map(engine.tokenizer.encode_spans, documents), "document")
+        texts = [
+            text if len(tokens) <= count else text[: tokens[count].start]
+            for text, tokens in zip(documents, spans, strict=True)
+        ]
+    ranking = encode[kind](engine, query, texts, options)
+    ranking.documents = documents
+    return ranking
 
 
 def kind_of(engine: Engine, options: Options) -> str:
@@ -262,11 +270,11 @@ def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: 
         raise ValueError("the query has no tokens")
     form = prompt_form(engine, "document" if known else None)
     role = document_role(engine)
-    ranking = Ranking(documents, [], [], role.limit, encoded, encoded.cut)
+    ranking = Ranking(documents, role.limit, None, encoded, encoded.cut)
     texts = encode_texts(engine, documents, form, options.rules, role, "document")
     cut = frozenset(texts.cut)
     for i, ids in enumerate(texts.prompts):
-        _add(ranking, ids, i in cut)
+        ranking.add(ids, i in cut)
     return ranking
 
 
@@ -276,13 +284,11 @@ def _encode_pairs(engine: Engine, query: str, documents: Sequence[str], options:
     parts = engine.tokenizer.encode_all(
         map(rules.normalized, documents), parse_special=rules.parses(engine.tokenizer)
     )
-    pairs = []
+    ranking = Ranking(documents, engine.max_context, options.label)
     for i, second in enumerate(numbered(parts, "document")):
-        pairs.append(encode_pair(engine, first, second, f"document {i}", rules))
-    query_cut = any(pair.first_cut for pair in pairs)
-    ranking = Ranking(documents, [], [], engine.max_context, query_cut=query_cut, label=options.label)
-    for pair in pairs:
-        _add(ranking, pair.ids, pair.second_cut)
+        pair = encode_pair(engine, first, second, f"document {i}", rules)
+        ranking.query_cut |= pair.first_cut
+        ranking.add(pair.ids, pair.second_cut)
     return ranking
 
 
@@ -296,7 +302,7 @@ def _encode_templates(engine: Engine, query: str, documents: Sequence[str], opti
     def encode(document: str) -> Ids:
         return encode_template(engine, form, {**values, "document": document}, options.rules)
 
-    ranking = Ranking(documents, [], [], engine.max_context, label=options.label)
+    ranking = Ranking(documents, engine.max_context, options.label)
     for i, document in enumerate(documents):
         with errors_of(f"document {i}"):
             ids = encode(document)
@@ -307,17 +313,8 @@ def _encode_templates(engine: Engine, query: str, documents: Sequence[str], opti
         check_length(engine, len(ids), f"document {i}")
         if i == 0:
             _scorer(engine, options.label)  # raises an error before further documents are encoded
-        _add(ranking, ids, cut)
+        ranking.add(ids, cut)
     return ranking
-
-
-def _add(ranking: Ranking, ids: Ids, cut: bool) -> None:
-    i = len(ranking.prompts)
-    if not len(ids):
-        raise ValueError(f"document {i}: its prompt has no tokens")
-    if cut:
-        ranking.cut.append(i)
-    ranking.prompts.append(ids)
 
 
 def scores_of(

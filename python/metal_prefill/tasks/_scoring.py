@@ -1,6 +1,6 @@
 """Many prompts at once: what they share is computed once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -21,12 +21,23 @@ from metal_prefill.engine import EngineOwner
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.session import Session
-from metal_prefill.tasks._text_passes import TextPasses
+from metal_prefill.tasks._text_passes import Ids, TextPasses
 
 BatchOutput: TypeAlias = Literal["none", "greedy", "logits", "log_probs", "hidden", "residual"]
 OutputRows: TypeAlias = int | Literal["all"] | None
 
 _OUTPUTS: dict[str, BatchOutput] = {name: name for name in get_args(BatchOutput)}
+
+
+def _checked(noun: str, check: Callable[..., Ids], items: Iterable[tuple[Any, ...]]) -> list[Ids]:
+    """Return the token ids that a function makes of its arguments for each item; an error names the item."""
+    arrays = []
+    for i, item in enumerate(items):
+        try:
+            arrays.append(check(*item))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{noun} {i}: {error}") from None
+    return arrays
 
 
 def _batch_requests(
@@ -38,20 +49,13 @@ def _batch_requests(
     reuse: bool,
 ) -> list[_core.Request]:
     """Check the arguments of `forward_batch`, and return a request for each session."""
-    arrays = []
-    for i, (session, ids) in enumerate(zip(sessions, tokens, strict=True)):
-        try:
-            arrays.append(
-                token_array(
-                    ids,
-                    config.vocab_size,
-                    context=session.native.max_context,
-                    position=session.native.position,
-                    unread=int(outputs[i] == "log_probs"),
-                )
-            )
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"session {i}: {error}") from None
+
+    def ids_of(session: Session, ids: TokenIds, output: BatchOutput) -> Ids:
+        context, position = session.native.max_context, session.native.position
+        unread = int(output == "log_probs")
+        return token_array(ids, config.vocab_size, context=context, position=position, unread=unread)
+
+    arrays = _checked("session", ids_of, zip(sessions, tokens, outputs, strict=True))
     kinds: list[BatchOutput] = [one_of("output", name, _OUTPUTS) for name in outputs]
     counts = [
         _row_count(i, *item) for i, item in enumerate(zip(kinds, map(len, arrays), wanted, strict=True))
@@ -62,9 +66,7 @@ def _batch_requests(
     ]
 
 
-def _request(
-    output: BatchOutput, session: _core.Session, ids: npt.NDArray[np.int32], rows: int, reuse: bool
-) -> _core.Request:
+def _request(output: BatchOutput, session: _core.Session, ids: Ids, rows: int, reuse: bool) -> _core.Request:
     match output:
         case "none":
             return _core.Request.none(session, ids, reuse=reuse)
@@ -90,16 +92,13 @@ def _row_count(session: int, output: str, tokens: int, rows: object) -> int:
     return integer(f"session {session}: rows of output {output!r}", rows, 1, most)
 
 
-Prompts = Sequence[npt.NDArray[np.int32]]
-
-
 def check_prompt(
     prompt: TokenIds,  # token ids
     vocab_size: int,  # ids must be in ``[0, vocab_size)``
     # How many tokens there must and may be.
     least: int,
     limit: int,
-) -> npt.NDArray[np.int32]:
+) -> Ids:
     """Convert token ids to an array; errors are those of a prompt to be processed."""
     if length_of(prompt) > limit:
         raise ContextOverflowError(f"{length_of(prompt)} tokens exceed the limit of {limit}")
@@ -109,15 +108,10 @@ def check_prompt(
     return array
 
 
-def check_prompts(prompts: Sequence[TokenIds], vocab_size: int, least: int, limit: int) -> Prompts:
+def check_prompts(prompts: Sequence[TokenIds], vocab_size: int, least: int, limit: int) -> Sequence[Ids]:
     """Convert all prompts before anything is computed; an error names the prompt. See `check_prompt`."""
-    arrays = []
-    for i, prompt in enumerate(prompts):
-        try:
-            arrays.append(check_prompt(prompt, vocab_size, least, limit))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"prompt {i}: {error}") from None
-    return arrays
+    items = ((prompt, vocab_size, least, limit) for prompt in prompts)
+    return _checked("prompt", check_prompt, items)
 
 
 def score_many(

@@ -2,7 +2,6 @@
 
 import math
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +15,7 @@ from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.files._task_config import TransitionBiases
 from metal_prefill.tasks._embedding import check_length, checked_texts
 from metal_prefill.tasks._pooled_head import logits_of, probabilities_of
-from metal_prefill.tasks._prompts import PromptRules, cut_message, errors_of
+from metal_prefill.tasks._prompts import PromptRules, errors_of, warn_of_cut
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 from metal_prefill.text._tokenizer import TokenSpan
 
@@ -64,15 +63,6 @@ class _Piece(NamedTuple):
     start: int
     end: int
     probabilities: Probabilities
-
-
-class _Tagged(NamedTuple):
-    """A token or a word, with a tag and its probability."""
-
-    tag: str
-    start: int
-    end: int
-    score: float
 
 
 def label_tokens(
@@ -139,8 +129,7 @@ def label_tokens(
     decoding = decoding_of(engine, strategy, transitions)
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
     spanned, cut = encode_spans(engine, texts, rules)
-    if cut:
-        warnings.warn(cut_message(cut, len(spanned), engine.max_context, "text"), stacklevel=2)
+    warn_of_cut(cut, len(spanned), engine.max_context, "text")
     return list(entities_of(TextPasses(engine), spanned, decoding, ignore, progress))
 
 
@@ -249,39 +238,31 @@ def _entities(
         if strategy not in ("none", "simple"):
             pieces = [_merged(word, strategy) for word in _words(engine, item, pieces)]
         chosen = [int(piece.probabilities.argmax()) for piece in pieces]
-    tagged = [
-        _Tagged(labels[i], piece.start, piece.end, float(piece.probabilities[i]))
-        for i, piece in zip(chosen, pieces, strict=True)
-    ]
-    if strategy == "none":
-        return [_entity(item.text, piece.tag, [piece]) for piece in tagged]
-    parts_of = _bioes_parts if strategy == "viterbi" else _bio_parts
-    groups: list[tuple[str, list[_Tagged]]] = []
-    for piece in tagged:
-        begins, label = parts_of(piece.tag)
-        if groups and groups[-1][0] == label and not begins:
-            groups[-1][1].append(piece)
+    # Prefixes of tags that begin an entity, and of those that continue one. A tag without prefix does, too.
+    begin, other = _PREFIXES.get(strategy, (("B-",), ("I-",)))
+    groups: list[tuple[str, list[tuple[_Piece, float]]]] = []
+    for i, piece in zip(chosen, pieces, strict=True):
+        tag, scored = labels[i], (piece, float(piece.probabilities[i]))
+        label = tag[2:] if tag.startswith((*begin, *other)) else tag
+        if groups and groups[-1][0] == label and strategy != "none" and not tag.startswith(begin):
+            groups[-1][1].append(scored)
         else:
-            groups.append((label, [piece]))
+            groups.append((label, [scored]))
     return [_entity(item.text, label, group) for label, group in groups]
 
 
-def _bio_parts(tag: str) -> tuple[bool, str]:
-    """Return whether a BIO tag begins an entity, and the label; a tag without prefix continues its entity."""
-    return tag.startswith("B-"), tag[2:] if tag.startswith(("B-", "I-")) else tag
+_PREFIXES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "none": ((), ()),
+    "viterbi": (("B-", "S-"), ("I-", "E-")),
+}
 
 
-def _bioes_parts(tag: str) -> tuple[bool, str]:
-    """Return whether a BIOES tag begins an entity, and the label."""
-    return tag.startswith(("B-", "S-")), tag if tag == OUTSIDE else tag[2:]
-
-
-def _entity(text: str, label: str, pieces: Sequence[_Tagged]) -> Entity:
-    start, end = pieces[0].start, pieces[-1].end
+def _entity(text: str, label: str, scored: Sequence[tuple[_Piece, float]]) -> Entity:
+    start, end = scored[0][0].start, scored[-1][0].end
     inside = text[start:end]
     start += len(inside) - len(inside.lstrip())  # tokens of some vocabularies begin with a space
     inside = inside.strip()
-    score = float(np.mean([piece.score for piece in pieces]))
+    score = float(np.mean([score for _, score in scored]))
     return Entity(label, score, start, start + len(inside), inside)
 
 

@@ -77,7 +77,10 @@ def word_piece(
 
 def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_]) -> Segmenter:
     """Build a Unigram segmenter; its parameters are those of `word_piece`."""
-    steps = _normalizer_steps(gguf)
+    key = f"tokenizer.ggml.{STEPS_KEY}"
+    steps = gguf.metadata.get(key, [CHARSMAP])
+    if not isinstance(steps, list) or not all(name == CHARSMAP or name in STEPS for name in steps):
+        raise GGUFError(f"{gguf.path}: {key} must be a list of {CHARSMAP}, {', '.join(STEPS)}, is {steps!r}")
     scores = gguf.metadata.numbers("tokenizer.ggml.scores", "float", len(tokens))
     if not np.isfinite(scores).all():
         raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
@@ -106,14 +109,6 @@ def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_])
         words.insert(0, pre_tokenizers.WhitespaceSplit())
     segmenter.pre_tokenizer = pre_tokenizers.Sequence(words)
     return segmenter
-
-
-def _normalizer_steps(gguf: GGUFFile) -> list[str]:
-    key = f"tokenizer.ggml.{STEPS_KEY}"
-    names = gguf.metadata.get(key, [CHARSMAP])
-    if not isinstance(names, list) or not all(name == CHARSMAP or name in STEPS for name in names):
-        raise GGUFError(f"{gguf.path}: {key} must be a list of {CHARSMAP}, {', '.join(STEPS)}, is {names!r}")
-    return names
 
 
 def _unknown_id(gguf: GGUFFile, tokens: Sequence[str], spelling: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from metal_prefill.errors import GGUFError
@@ -60,18 +59,11 @@ class TokenFrame(NamedTuple):
         return TokenPair(before + after, [0] * len(before) + [self.second_type] * len(after))
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Ids of the special tokens of a file, None for those that it does not define; see `Tokenizer`."""
+class SpecialTokens(NamedTuple):
+    """Special tokens of a file."""
 
-    bos: int | None
-    eos: int | None
-    eot: int | None
-    eom: int | None
-    pad: int | None
-    unk: int | None
-    sep: int | None
-    mask: int | None
+    ids: dict[str, int | None]  # by the names in `_KEYS`; None for those that the file does not define
+    # Whether a text begins with ``bos``, and whether it ends with ``eos``; see `Tokenizer`.
     add_bos: bool
     add_eos: bool
     frame: TokenFrame
@@ -117,8 +109,7 @@ class SpecialTokens:
         typed = separated if word_piece else gguf.metadata.flag(TYPES_KEY, default=False)
         types = gguf.metadata.integer("tokenizer.ggml.token_type_count", 0, MAX_INT, default=2)
         frame = TokenFrame(_known(ids["bos"] if add_bos else None), separator, end, int(typed and types > 1))
-        del ids["cls"]
-        return cls(**ids, add_bos=add_bos, add_eos=add_eos, frame=frame)
+        return cls(ids, add_bos, add_eos, frame)
 
 
 def _first(*ids: int | None) -> int | None:

@@ -79,12 +79,9 @@ class Tokenizer:
         self._vocabulary = Vocabulary.from_gguf(gguf)
         self._bytes = TokenBytes(gguf, self._vocabulary)
         self.vocab_size = len(self._vocabulary.tokens)
-        special = SpecialTokens.from_gguf(gguf, self._vocabulary)
-        self.bos_id, self.eos_id, self.unk_id = special.bos, special.eos, special.unk
-        self.eot_id, self.eom_id, self.pad_id = special.eot, special.eom, special.pad
-        self.sep_id, self.mask_id = special.sep, special.mask
-        self.add_bos, self.add_eos = special.add_bos, special.add_eos
-        self.frame = special.frame
+        ids, self.add_bos, self.add_eos, self.frame = SpecialTokens.from_gguf(gguf, self._vocabulary)
+        self.bos_id, self.eos_id, self.eot_id, self.eom_id = (ids[n] for n in ("bos", "eos", "eot", "eom"))
+        self.pad_id, self.unk_id, self.sep_id, self.mask_id = (ids[n] for n in ("pad", "unk", "sep", "mask"))
         self.space_prefix = self._vocabulary.kind == "llama" and gguf.metadata.flag(
             "add_space_prefix", default=True
         )
@@ -202,10 +199,15 @@ class Tokenizer:
         return ids
 
     def _checked_ids(self, piece: str, strict: bool) -> list[int]:
-        made = self._made_of(piece)
+        """Return the tokens of text without spelled tokens."""
+        ids = None if self._words is None else self._words.encode(piece)
+        if ids is None:
+            ids = []
+            for part in self._parts(piece):
+                ids += segmented_ids(self._text_segmenter, self._plain(part))
         if strict:
-            self._check_whole(piece, made)
-        return made
+            self._check_whole(piece, ids)
+        return ids
 
     @cached_property
     def _normal(self) -> NormalText | None:
@@ -260,15 +262,6 @@ class Tokenizer:
             return 0
         shrinks = 4 if self._segmenter.normalizer is not None else 1  # NFC: 9 bytes of Hangul become 3
         return shrinks * max(len(token.encode("utf-8", "replace")) for token in self._vocabulary.tokens)
-
-    def _made_of(self, piece: str) -> list[int]:
-        """Return the tokens of text without spelled tokens."""
-        ids = None if self._words is None else self._words.encode(piece)
-        if ids is None:
-            ids = []
-            for part in self._parts(piece):
-                ids += segmented_ids(self._text_segmenter, self._plain(part))
-        return ids
 
     def _parts(self, piece: str) -> Iterator[str]:
         """Divide a long text so that Ctrl-C takes effect between its parts, whose tokens are its own.
@@ -551,11 +544,6 @@ class Tokenizer:
         decoder = self.decoder(skip_special=skip_special, whole=True)
         return "".join([*map(decoder.step, ids), decoder.flush()])
 
-    @property
-    def strips_space(self) -> bool:
-        """Whether `decode` omits a space at the beginning of a text."""
-        return self.space_prefix or self._vocabulary.kind in ENCODER_KINDS
-
     def decoder(
         self, *, skip_special: bool = True, whole: bool = False, shown: Container[int] = ()
     ) -> TokenDecoder:
@@ -563,7 +551,8 @@ class Tokenizer:
 
         Special tokens in `shown` are not skipped.
         """
-        first = self._bytes.first if whole and self.strips_space else None
+        strips_space = self.space_prefix or self._vocabulary.kind in ENCODER_KINDS
+        first = self._bytes.first if whole and strips_space else None
         return TokenDecoder(self._bytes.piece, skip_special, first, shown)
 
     def turn_ends(self, ids: npt.NDArray[np.int32]) -> list[int]:
@@ -605,7 +594,7 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str:
         """Return the text of a token as written in the file, such as ``Ġthe`` or ``<0x0A>``."""
-        return self._vocabulary.tokens[self._checked(token_id)]
+        return self._vocabulary.tokens[check_token_id(token_id, self.vocab_size)]
 
     def is_special(self, token_id: int) -> bool:
         """Return whether a token is a control token or the unknown token."""
@@ -657,9 +646,6 @@ class Tokenizer:
                 yield piece
             else:
                 yield from self._normal.split_as_written(pieces, i, parse_special)
-
-    def _checked(self, token_id: int) -> int:
-        return check_token_id(token_id, self.vocab_size)
 
 
 def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -487,10 +487,9 @@ class ToolCallParser:
         calls = value.scanner.calls(self._text[begin : begin + end])
         names = self._names
         allows_all = value.tagged or names is None  # without names, a list needs a tag to begin
-        if calls is not None and not allows_all and not all(call.name in (names or ()) for call in calls):
-            calls = None
-        read = None if calls is None else [ToolCall(call.name, call.arguments) for call in calls]
-        return begin + end - self._at, read
+        if calls is None or not (allows_all or all(name in (names or ()) for name, _ in calls)):
+            return begin + end - self._at, None
+        return begin + end - self._at, [ToolCall(*call) for call in calls]
 
 
 def _joined(parts: list[str | ToolCall]) -> list[str | ToolCall]:

@@ -25,7 +25,7 @@ that is rejected is examined again.
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from metal_prefill.text._json_calls import read_json
 
@@ -34,11 +34,7 @@ STRING_MARKS = ('<|"|>', "<escape>")  # around strings in calls of Gemma 4 and F
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 
-class WrittenCall(NamedTuple):
-    """Name and arguments of a call."""
-
-    name: str
-    arguments: dict[str, Any]
+WrittenCall: TypeAlias = tuple[str, dict[str, Any]]  # name and arguments of a call
 
 
 def types_of(tool: Mapping[str, Any]) -> dict[str, frozenset[str]]:
@@ -175,7 +171,7 @@ class ElementScanner(Scanner):
         while (found := self._form.argument.match(text, at)) is not None:
             arguments[found[1]] = _typed(found[2], types.get(found[1], frozenset()))
             at = found.end()
-        return _valid([WrittenCall(begin[1], arguments)]) if text[at:] == self._form.end else None
+        return _valid([(begin[1], arguments)]) if text[at:] == self._form.end else None
 
 
 _MARKED_STRING = "|".join(rf"{mark}(.*?){mark}" for mark in map(re.escape, STRING_MARKS))
@@ -212,7 +208,7 @@ class MarkedScanner(Scanner):
             arguments = read_json(self._PART.sub(_as_json, text[name.end() :]))
         except ValueError:
             return None
-        return _valid([WrittenCall(name[0].rstrip(), arguments)])
+        return _valid([(name[0].rstrip(), arguments)])
 
 
 def _as_json(part: re.Match[str]) -> str:
@@ -352,7 +348,7 @@ class _PythonReader:
             if key in arguments:
                 raise ValueError(f"{key} is repeated")
             arguments[key] = self._value(1)
-        return WrittenCall(name, arguments)
+        return name, arguments
 
     def _value(self, depth: int) -> Any:
         if depth > MOST_DEPTH:

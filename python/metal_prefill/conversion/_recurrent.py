@@ -1,8 +1,9 @@
-"""Metadata and weights of state-space layers (Mamba-2) that depend on several fields of ``config.json``."""
+"""Metadata and weights of layers with a state: short convolutions, delta rules and Mamba-2."""
 
 import math
 from typing import Any
 
+import gguf
 import numpy as np
 
 from metal_prefill.conversion._folder import Fields, is_number
@@ -45,17 +46,17 @@ def mamba2(config: Fields) -> dict[str, Any]:
     return {"ssm.inner_size": inner}
 
 
-def only_rotated_attention(config: Fields) -> bool:
-    """Return whether every layer of a Granite 4 model has attention, with rotated positions."""
-    kinds = set(_granite_layers(config))
-    return kinds <= _ATTENTION and config.string("position_embedding_type", default="nope") == "rope"
-
-
-def _granite_layers(config: Fields) -> list[Any]:
-    """Return the kind of each layer, under any of the names of versions."""
+def granite_attends(config: Fields) -> list[bool]:
+    """Return whether each layer of a Granite 4 model has attention, under any of the names of versions."""
     stated = config.sequence("layer_types") or config.sequence("layers_block_type")
     config = Fields(config.path, {**config.values, "layer_types": stated})
-    return layer_kinds(config, ("attention", "mamba", *_ATTENTION, *_STATE_SPACE), lambda layer: "mamba")
+    known = ("attention", "mamba", *_ATTENTION, *_STATE_SPACE)
+    return [kind in _ATTENTION for kind in layer_kinds(config, known, lambda layer: "mamba")]
+
+
+def granite_rotates(config: Fields) -> bool:
+    """Return whether the layers of a Granite 4 model with attention rotate."""
+    return config.string("position_embedding_type", default="nope") == "rope"
 
 
 def granite_hybrid(config: Fields) -> dict[str, Any]:
@@ -64,13 +65,12 @@ def granite_hybrid(config: Fields) -> dict[str, Any]:
     heads = config.integer("num_attention_heads")
     heads = config.integer("num_key_value_heads", default=heads)
     scaling = rope_scaling(config)
-    rotates = config.string("position_embedding_type", default="nope") == "rope"
     if "rope.scaling.type" in scaling:
         raise config.unsupported("the rotation of a granitehybrid model is scaled")
     return {
         **scaling,
-        "attention.head_count_kv": [heads if kind in _ATTENTION else 0 for kind in _granite_layers(config)],
-        "rope.scaling.finetuned": rotates,
+        "attention.head_count_kv": [heads if attends else 0 for attends in granite_attends(config)],
+        "rope.scaling.finetuned": granite_rotates(config),
         "ssm.inner_size": config.integer("mamba_expand", default=2) * config.integer("hidden_size"),
     }
 
@@ -139,3 +139,93 @@ def _rows_of_scan(config: Fields, rows: int) -> FloatArray:
     if sum(counts) != rows:
         raise config.error(f"ssm_in has {rows} rows, the configuration requires {sum(counts)}")
     return np.repeat(np.array(_factors(config, "ssm_multipliers", len(counts)), np.float32), counts)
+
+
+def lfm2(config: Fields) -> dict[str, Any]:
+    """Return the layers with attention, the inner width of the feed-forward, and the rotation.
+
+    Unless ``block_auto_adjust_ff_dim`` is false, the width is two thirds of the stated one, times a factor,
+    rounded up.
+    """
+    known = ("full_attention", "conv")
+    chosen = config.sequence("full_attn_idxs") if config.has("full_attn_idxs") else range(config.layers())
+    attends = {layer for layer in chosen if isinstance(layer, int)}
+    kinds = layer_kinds(config, known, lambda layer: known[layer not in attends])
+    heads = config.integer("num_key_value_heads")
+    width = config.integer("block_ff_dim", "intermediate_size")
+    if config.boolean("block_auto_adjust_ff_dim", default=True):
+        step = config.integer("block_multiple_of", default=256)
+        width = int(config.number("block_ffn_dim_multiplier", default=1.0) * (2 * width // 3))
+        width = -(-width // step) * step
+    return {
+        "attention.head_count_kv": [heads if kind == "full_attention" else 0 for kind in kinds],
+        "feed_forward_length": width,
+        **rope_scaling(config),
+    }
+
+
+def lfm2_moe(config: Fields) -> dict[str, Any]:
+    """Return the metadata of `lfm2`, the first layers, which have no experts, and the rules of the router."""
+    fields = {**config.values, "block_auto_adjust_ff_dim": False}
+    return {
+        **lfm2(Fields(config.path, fields)),
+        "leading_dense_block_count": config.integer("num_dense_layers", default=2, least=0),
+        "expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID),
+        "expert_weights_scale": config.number("routed_scaling_factor", default=1.0),
+        "expert_weights_norm": config.boolean("norm_topk_prob", default=True),
+    }
+
+
+def qwen35(config: Fields) -> dict[str, Any]:
+    """Return the layers with attention, the width of the delta rule, and the rotation of a part of a head."""
+    known, layers = ("full_attention", "linear_attention"), config.layers()
+    every = config.integer("full_attention_interval", default=4)
+    kinds = layer_kinds(config, known, lambda layer: known[(layer + 1) % every != 0])
+    recurrent = [kind == "linear_attention" for kind in kinds]
+    every = recurrent.index(False) + 1 if False in recurrent else layers + 1
+    found: dict[str, Any] = {"full_attention_interval": every}
+    if recurrent != [(i + 1) % every != 0 for i in range(layers)]:
+        found = {"attention.recurrent_layers": recurrent}
+    rope = config.object("rope_parameters")
+    part = rope.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=0.25))
+    dims = int(config.integer("head_dim", default=256) * part)
+    # Pairs that rotate by the time, the row and the column of an image; the same in a text.
+    third = dims // 2 // 3
+    sections = rope.sequence("mrope_section") or [dims // 2 - 2 * third, third, third]
+    inner = config.integer("linear_num_value_heads", default=32)
+    inner *= config.integer("linear_value_head_dim", default=128)
+    return {
+        **found,
+        "ssm.inner_size": inner,
+        "rope.dimension_count": dims,
+        "rope.dimension_sections": [*sections, 0],
+        **rope_scaling(config),
+    }
+
+
+def rates_of_decay(config: Fields, name: str, weight: Weight) -> Weight:
+    """Return the rates of decay, of which a folder has the logarithms."""
+    return weight.computed(lambda index: -np.exp(weight.rows(index)))
+
+
+def value_heads_by_turns(config: Fields, name: str, weight: Weight) -> Weight:
+    """Reorder the value heads of a delta rule.
+
+    In a folder those of one key head follow each other. In a file, value head h has key head
+    ``h % groups``.
+    """
+    groups = config.integer("linear_num_key_heads", default=16)
+    heads = config.integer("linear_num_value_heads", default=32)
+    width = config.integer("linear_value_head_dim", default=128)
+    keys = 2 * groups * config.integer("linear_key_head_dim", default=128)
+
+    part = name.split(".")[2]
+    if part == "ssm_norm" or heads % groups:
+        return weight
+    width = width if part in ("attn_qkv", "ssm_conv1d", "ssm_out", "attn_gate") else 1
+    order = np.arange(heads * width).reshape(groups, heads // groups, width).swapaxes(0, 1).ravel()
+    if part == "ssm_out":
+        return weight.computed(lambda index: weight.rows(index)[:, order])
+    if part in ("attn_qkv", "ssm_conv1d"):
+        order = np.concatenate([np.arange(keys), keys + order])
+    return weight.reordered(order) if len(order) == weight.shape[0] else weight
