@@ -80,10 +80,13 @@ $(VENV)/.model: pyproject.toml $(VENV)/.ready
 demo: build/.plain $(VENV)/.model
 	$(BIN)/metal-prefill demo
 
+# NumPy's products are small here. Its threads would wait for each other in loops, several times as long as they compute.
+ONE_BLAS_THREAD := OPENBLAS_NUM_THREADS=1
+
 # File by file in their order: the emulator's tests, few and long, come first, and no core idles at the end. One
 # worker more than cores, as some tests wait for time limits. Python keeps the tests that it compiled.
 test: build/.emulator build/.shader_libraries build/.arm $(VENV)/.model
-	env -u PYTHONDONTWRITEBYTECODE METAL_EMULATOR_LIBRARIES=$(SHADER_LIBRARIES) $(BIN)/python -m pytest \
+	env -u PYTHONDONTWRITEBYTECODE $(ONE_BLAS_THREAD) METAL_EMULATOR_LIBRARIES=$(SHADER_LIBRARIES) $(BIN)/python -m pytest \
 	  --numprocesses $$(expr $(CMAKE_BUILD_PARALLEL_LEVEL) + 1) --dist loadfile --no-loadscope-reorder
 
 # The emulator by itself, as it builds and tests where there is no package around it.
@@ -95,7 +98,7 @@ test-emulator: build/.emulator
 # The CPU engine on this processor: each instruction set that it has, in under two minutes.
 test-processor: build/.testing
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5"
-	$(BIN)/python -m pytest -q -n $(CMAKE_BUILD_PARALLEL_LEVEL) -m "not emulator" tests/cpu/test_machine_code.py tests/cpu/kernels tests/engine/test_engine.py
+	$(ONE_BLAS_THREAD) $(BIN)/python -m pytest -q -n $(CMAKE_BUILD_PARALLEL_LEVEL) -m "not emulator" tests/cpu/test_machine_code.py tests/cpu/kernels tests/engine/test_engine.py
 	for isa in $$($(BIN)/python -c "from metal_prefill import _core; print(*_core.cpu.kernel_sets())"); do \
 	  $(BIN)/python tools/measure/bench_kernels.py --types Q4_0,Q6_K --tokens 1,32 -r 1 --isa $$isa || exit 1; \
 	done
@@ -248,7 +251,7 @@ endef
 check: $(if $(wildcard build/.emulator),build/.emulator,build/.testing) $(VENV)/.dev-tools
 	$(LINTERS)
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5" "hypothesis>=6.100"
-	$(BIN)/python -m pytest -q tests -m "not emulator and not slow" -k "not metal and not neon" --dist loadfile \
+	$(ONE_BLAS_THREAD) $(BIN)/python -m pytest -q tests -m "not emulator and not slow" -k "not metal and not neon" --dist loadfile \
 	  --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL) $(addprefix --ignore=tests/,$(SLOW_TESTS))
 
 # Files and folders that take more than two seconds of processor time; single tests have the marker `slow`.
