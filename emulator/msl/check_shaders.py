@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from scanner.ast_check import Checker
 from scanner.preprocess import find_clang
-from scanner.program import lints, translate
+from scanner.program import translate_for_check
 from scanner.tokens import SourceError
 
 SHIM = Path(__file__).resolve().parent / "shim"
@@ -82,14 +82,14 @@ def check(source: Path, metal_version: int, flags: list[str], compiler: list[str
         Where files may be written.
     """
     try:
-        messages = [str(error) for error in lints(source, metal_version, flags)]
-        text = translate(source, "check", metal_version, flags)
+        text, errors = translate_for_check(source, metal_version, flags)
     except SourceError as error:
         return [str(error)]
     cpp = folder / (source.stem + ".check.cpp")
     cpp.write_text(text, encoding="utf-8")
     command = [*compiler, *WARNINGS, "-Xclang", "-ast-dump=json", str(cpp)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
+    messages = [str(error) for error in errors]
     messages += diagnostics(result.stderr.splitlines())
     if any(": error: " in message or "fatal error" in message for message in messages):
         return messages

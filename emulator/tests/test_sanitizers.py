@@ -6,8 +6,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from shader_library import build
@@ -18,19 +18,36 @@ EMULATOR = Path(__file__).resolve().parents[1]
 COMPILE_SHADER = EMULATOR / "msl" / "compile_shader.py"
 RUNTIMES = {"address,undefined": "asan", "thread": "tsan"}
 OPTIONS = "halt_on_error=1:exitcode=66:detect_leaks=0:print_stacktrace=1:external_symbolizer_path="
-# Dispatches kernels of a library one after another and prints the first results of each.
+# Runs kernels of a library, each in a fork, which a report ends; prints the exit status and messages of each.
 DISPATCH = """
-import json, sys
+import json, os, sys, tempfile
 import numpy as np
 from shader_library import ShaderLibrary
 
 library = ShaderLibrary(sys.argv[1])
+found = []
 for kernel, planted, seed, dtype in json.loads(sys.argv[2]):
-    x, out = np.arange(64).astype(dtype), np.zeros(64, dtype)
-    library.run(kernel, (1,), (64,), [x, out, np.uint32(planted)], seed=seed, workers=2)
-    print("results", *out[:3])
+    with tempfile.TemporaryFile() as output:
+        if (child := os.fork()) == 0:
+            os.dup2(output.fileno(), 2)
+            x, out = np.arange(64).astype(dtype), np.zeros(64, dtype)
+            library.run(kernel, (1,), (64,), [x, out, np.uint32(planted)], seed=seed, workers=2)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output.seek(0)
+        found.append((status, output.read().decode()))
+print(json.dumps(found))
 """
-Dispatch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class Outcome(NamedTuple):
+    """End of a process that ran a kernel."""
+
+    status: int
+    messages: str
+
+
+Outcomes = dict[tuple[str, bool, int], Outcome]  # by kernel, whether its mistake is planted, and seed
 
 
 def test_sanitized_shaders_are_identified_by_their_full_source(tmp_path: Path) -> None:
@@ -62,8 +79,23 @@ def missing(what: str, package: str) -> None:
     pytest.skip(message)
 
 
-def dispatcher(clang: str, folder: Path, sanitizers: str) -> Dispatch:
-    """Build the faulty shaders with sanitizers; return a function that runs one in a new Python process."""
+SEEDS = (0, 1, 2)
+BETWEEN_OTHERS = ("exchange_between", "exchange_in_simdgroup")
+MISTAKES = [
+    ("read_beyond_buffer", "beyond a buffer", "AddressSanitizer", "f4"),
+    ("read_beyond_threadgroup_array", "beyond a threadgroup array", "AddressSanitizer", "f4"),
+    ("read_beyond_local_array", "beyond a local array", "out of bounds", "f4"),
+    ("overflow", "signed overflow", "signed integer overflow", "i4"),
+]
+RACES = [
+    *(("exchange", seed, "f4") for seed in SEEDS),
+    *((kernel, seed, "f4") for kernel in BETWEEN_OTHERS for seed in SEEDS[:2]),
+    ("exchange_far", 0, "f4"),
+]
+
+
+def outcomes(clang: str, folder: Path, sanitizers: str, runs: list[tuple[str, int, str]]) -> Outcomes:
+    """Build the faulty shaders with sanitizers, and run kernels with and without their mistakes."""
     runtime = f"libclang_rt.{RUNTIMES[sanitizers]}-{platform.machine()}.so"
     found = subprocess.run([clang, f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
     runtime = found.stdout.strip()
@@ -74,91 +106,63 @@ def dispatcher(clang: str, folder: Path, sanitizers: str) -> Dispatch:
         missing("llvm-symbolizer", "llvm-19")
     library = build(SOURCE, folder, sanitizers)
     environment = os.environ | {"LD_PRELOAD": runtime, "PYTHONPATH": str(EMULATOR / "testing")}
+    environment["OPENBLAS_NUM_THREADS"] = "1"  # ThreadSanitizer does not support forks of several threads
     for name in ("ASAN_OPTIONS", "UBSAN_OPTIONS", "TSAN_OPTIONS"):
         environment[name] = f"{OPTIONS}{symbolizer}"
-
-    def dispatch(*runs: tuple[str, bool, int, str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", DISPATCH, str(library), json.dumps(runs)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-
-    return dispatch
-
-
-@pytest.fixture(scope="module")
-def address(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Dispatch:
-    return dispatcher(clang, tmp_path_factory.mktemp("address"), "address,undefined")
+    each = [(kernel, planted, seed, dtype) for kernel, seed, dtype in runs for planted in (True, False)]
+    done = subprocess.run(
+        [sys.executable, "-c", DISPATCH, str(library), json.dumps(each)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    ended = [Outcome(*outcome) for outcome in json.loads(done.stdout)]
+    return {run[:3]: outcome for run, outcome in zip(each, ended, strict=True)}
 
 
 @pytest.fixture(scope="module")
-def thread(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Dispatch:
-    return dispatcher(clang, tmp_path_factory.mktemp("thread"), "thread")
+def address(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    runs = [(kernel, 0, dtype) for kernel, *_, dtype in MISTAKES]
+    return outcomes(clang, tmp_path_factory.mktemp("address"), "address,undefined", runs)
 
 
-SEEDS = (0, 1, 2)
-BETWEEN_OTHERS = ("exchange_between", "exchange_in_simdgroup")
-MISTAKES = [
-    ("read_beyond_buffer", "beyond a buffer", "AddressSanitizer", "f4"),
-    ("read_beyond_threadgroup_array", "beyond a threadgroup array", "AddressSanitizer", "f4"),
-    ("read_beyond_local_array", "beyond a local array", "out of bounds", "f4"),
-    ("overflow", "signed overflow", "signed integer overflow", "i4"),
-]
+@pytest.fixture(scope="module")
+def thread(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return outcomes(clang, tmp_path_factory.mktemp("thread"), "thread", RACES)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_missing_threadgroup_barrier_is_a_race_in_any_order(thread: Dispatch, seed: int) -> None:
-    found = thread(("exchange", True, seed, "f4"))
-    assert found.returncode == 66
-    assert "data race" in found.stderr
-    assert line_of("written") in found.stderr
-    assert line_of("read") in found.stderr
+def test_a_missing_threadgroup_barrier_is_a_race_in_any_order(thread: Outcomes, seed: int) -> None:
+    found = thread["exchange", True, seed]
+    assert found.status == 66
+    assert "data race" in found.messages
+    assert line_of("written") in found.messages
+    assert line_of("read") in found.messages
 
 
 @pytest.mark.parametrize("seed", SEEDS[:2])
 @pytest.mark.parametrize("kernel", BETWEEN_OTHERS)
-def test_a_barrier_missing_between_others_is_a_race(thread: Dispatch, kernel: str, seed: int) -> None:
-    assert "data race" in thread((kernel, True, seed, "f4")).stderr
+def test_a_barrier_missing_between_others_is_a_race(thread: Outcomes, kernel: str, seed: int) -> None:
+    assert "data race" in thread[kernel, True, seed].messages
 
 
-def test_a_simdgroup_barrier_orders_nothing_between_simdgroups(thread: Dispatch) -> None:
-    assert "data race" in thread(("exchange_far", True, 0, "f4")).stderr
+def test_a_simdgroup_barrier_orders_nothing_between_simdgroups(thread: Outcomes) -> None:
+    assert "data race" in thread["exchange_far", True, 0].messages
 
 
 @pytest.mark.parametrize(("kernel", "mistake", "words", "dtype"), MISTAKES)
 def test_a_mistake_is_reported_with_its_line(
-    address: Dispatch, kernel: str, mistake: str, words: str, dtype: str
+    address: Outcomes, kernel: str, mistake: str, words: str, dtype: str
 ) -> None:
-    found = address((kernel, True, 0, dtype))
-    assert found.returncode != 0
-    assert words in found.stderr
-    assert line_of(mistake) in found.stderr
+    found = address[kernel, True, 0]
+    assert found.status != 0
+    assert words in found.messages
+    assert line_of(mistake) in found.messages
 
 
-@pytest.mark.parametrize(
-    ("sanitizer", "runs"),
-    [
-        (
-            "thread",
-            [("exchange", seed) for seed in SEEDS]
-            + [(kernel, seed) for kernel in BETWEEN_OTHERS for seed in SEEDS[:2]]
-            + [("exchange_far", 0)],
-        ),
-        ("address", [(kernel, 0) for kernel, *_ in MISTAKES]),
-    ],
-    ids=["thread", "address"],
-)
-def test_without_the_mistakes_nothing_is_reported(
-    request: pytest.FixtureRequest, sanitizer: str, runs: list[tuple[str, int]]
-) -> None:
-    """Of all kernels, in one process: its start takes longer than they do."""
-    dispatch: Dispatch = request.getfixturevalue(sanitizer)
-    dtypes = {kernel: dtype for kernel, *_, dtype in MISTAKES}
-    result = dispatch(*((kernel, False, seed, dtypes.get(kernel, "f4")) for kernel, seed in runs))
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("results") == len(runs)
-    assert result.stderr == ""
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_without_the_mistakes_nothing_is_reported(request: pytest.FixtureRequest, sanitizer: str) -> None:
+    found: Outcomes = request.getfixturevalue(sanitizer)
+    assert {outcome for (_, planted, _), outcome in found.items() if not planted} == {(0, "")}

@@ -14,6 +14,7 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "shaders" / "tensor.metal"
 sys.path.insert(0, str(HERE.parent / "msl"))
 
+check_shaders: Any = importlib.import_module("check_shaders")
 compile_shader: Any = importlib.import_module("compile_shader")
 translate: Any = importlib.import_module("scanner.program").translate
 
@@ -110,22 +111,26 @@ PRODUCT = """kernel void k(device float* c [[buffer(0)]]) {{
 RIGHT = {"descriptor": "32, 32, 32, false, true", "operand": "Staged", "result": "float", "target": "c"}
 
 
-def check(tmp_path: Path, changed: dict[str, str], metal_version: int = 400) -> list[str]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tensors")
+
+
+@pytest.fixture(scope="module")
+def compiler(clang: str, folder: Path) -> list[str]:
+    """Return the command that checks sources in Metal 4.0, whose headers it has compiled."""
+    command: list[str] = check_shaders.precompile(folder, 400)
+    return command
+
+
+def check(folder: Path, compiler: list[str], changed: dict[str, str], metal_version: int = 400) -> list[str]:
     """Return the messages of the static check about the product above."""
-    source = tmp_path / "k.metal"
+    source = folder / "k.metal"
     source.write_text(HEAD + PRODUCT.format(**RIGHT | changed))
-    module: Any = importlib.import_module("check_shaders")
-    try:
-        compiler = module.precompile(tmp_path, metal_version)
-        messages: list[str] = module.check(source, metal_version, [], compiler, tmp_path)
-    except Exception as error:
-        if type(error).__name__ != "SourceError":
-            raise
-        messages = [str(error)]
+    messages: list[str] = check_shaders.check(source, metal_version, [], compiler, folder)
     return messages
 
 
-@pytest.mark.usefixtures("clang")
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -137,15 +142,15 @@ def check(tmp_path: Path, changed: dict[str, str], metal_version: int = 400) -> 
     ],
 )
 def test_the_static_check_accepts_only_modelled_features(
-    tmp_path: Path, changed: dict[str, str], message: str | None
+    folder: Path, compiler: list[str], changed: dict[str, str], message: str | None
 ) -> None:
-    messages = check(tmp_path, changed)
+    messages = check(folder, compiler, changed)
     assert any(message in line for line in messages) if message else not messages, messages
 
 
-@pytest.mark.usefixtures("clang")
-def test_tensors_require_the_language_version_that_introduced_them(tmp_path: Path) -> None:
-    assert any("metal_tensor needs Metal 4.0" in line for line in check(tmp_path, {}, metal_version=320))
+def test_tensors_require_the_language_version_that_introduced_them(folder: Path, compiler: list[str]) -> None:
+    messages = check(folder, compiler, {}, metal_version=320)
+    assert any("metal_tensor needs Metal 4.0" in line for line in messages)
 
 
 @pytest.mark.usefixtures("clang")

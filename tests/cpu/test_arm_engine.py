@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.arm_machine import PROCESSORS, SETS, ArmMachine
+from support.arm_machine import PROCESSORS, SETS, ArmMachine, machine_of
 from support.reference import ReferenceModel
 from support.small_models import MODELS, write
 
@@ -26,7 +28,9 @@ FIELDS = [
     "n_layers", "dim", "n_heads", "n_kv_heads", "key_dim", "value_dim", "ffn_dim", "vocab_size", "rope_dim",
     "context_length", "norm_eps", "rope_base",
 ]  # fmt: skip
-TEXT = "ROMEO:\nBut, soft! what light through yonder window breaks?"
+TEXT = "ROMEO:\nBut, soft! what light"
+SHAPE = replace(MODELS["smollm shape"], layers=1, ffn=608)
+IDS = np.random.default_rng(0).integers(0, SHAPE.vocab, 21)
 
 
 @contextmanager
@@ -54,38 +58,36 @@ def open_model(
 
 
 def forward_prompt(
-    machine: ArmMachine, path: Path, ids: npt.ArrayLike, **options: int | str
+    machine: ArmMachine, path: Path, ids: npt.ArrayLike, **options: Any
 ) -> npt.NDArray[np.float32]:
     """Logits of the last token of a prompt, of a fresh session."""
-    open_model(machine, path, **options)  # type: ignore[arg-type]
+    open_model(machine, path, **options)
     logits = np.full(read_config(GGUFFile(path)).vocab_size, np.nan, np.float32)
     machine.call("forward_prompt", np.asarray(ids, np.int32), logits)
     return logits
 
 
 @pytest.fixture(scope="module")
-def ids(demo_path: Path) -> list[int]:
-    """Token ids of a short prompt."""
-    with Model(demo_path, device="cpu") as model:
-        return list(model.tokenizer.encode(TEXT))
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a layer of the shape of SmolLM: an emulated processor is slow."""
+    return write(tmp_path_factory.mktemp("arm") / "m.gguf", SHAPE)
 
 
 @pytest.fixture(scope="module")
-def logits_of(demo_path: Path, ids: list[int]) -> Logits:
+def logits_of(path: Path) -> Logits:
     """Return the logits of the prompt in one chunk on two threads, by set and type of compute."""
 
     @cache
     def logits(isa: str, compute: str) -> npt.NDArray[np.float32]:
-        with processor(PROCESSORS[isa]) as machine:
-            return forward_prompt(machine, demo_path, ids, compute=compute)
+        return forward_prompt(machine_of(isa), path, IDS, compute=compute)
 
     return logits
 
 
 @pytest.fixture(scope="module")
-def expected(demo_path: Path, ids: list[int]) -> npt.NDArray[np.float64]:
+def expected(path: Path) -> npt.NDArray[np.float64]:
     """Logits of the prompt in float64."""
-    last: npt.NDArray[np.float64] = ReferenceModel(demo_path).forward(ids).logits[-1]
+    last: npt.NDArray[np.float64] = ReferenceModel(path).forward(IDS).logits[-1]
     return last
 
 
@@ -103,49 +105,51 @@ def test_each_processor_runs_its_instruction_sets(name: str, sets: list[str]) ->
 
 
 @pytest.mark.parametrize("isa", PROCESSORS)
-def test_the_engine_selects_the_fastest_set_of_the_processor(isa: str, demo_path: Path) -> None:
-    with processor(PROCESSORS[isa]) as machine:
-        open_model(machine, demo_path)
-        assert machine.call("device_name") == f"CPU ({isa}, 2 threads)"
+def test_the_engine_selects_the_fastest_set_of_the_processor(isa: str, path: Path) -> None:
+    open_model(machine_of(isa), path)
+    assert machine_of(isa).call("device_name") == f"CPU ({isa}, 2 threads)"
 
 
-def test_a_set_can_be_selected_and_a_missing_set_is_an_error(demo_path: Path) -> None:
+def test_a_set_can_be_selected_and_a_missing_set_is_an_error(path: Path) -> None:
     with processor("max", METAL_PREFILL_CPU_ISA="neon") as machine:
-        open_model(machine, demo_path, threads=1)
+        open_model(machine, path, threads=1)
         assert machine.call("device_name") == "CPU (neon, 1 thread)"
     with (
         processor("cortex-a76", METAL_PREFILL_CPU_ISA="neon_i8mm") as machine,
         pytest.raises(ValueError, match="'neon_i8mm', but this machine runs: neon_dotprod, neon, scalar"),
     ):
-        open_model(machine, demo_path)
+        open_model(machine, path)
 
 
-@pytest.mark.parametrize("compute", ["int8", "w8a8", "f32"])
-@pytest.mark.parametrize("isa", PROCESSORS)
-def test_the_bundled_model_agrees_with_the_reference(
-    isa: str, compute: str, logits_of: Logits, expected: npt.NDArray[np.float64]
-) -> None:
-    logits = logits_of(isa, compute)
+def test_the_bundled_model_agrees_with_the_reference(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        ids = model.tokenizer.encode(TEXT)
+    expected = ReferenceModel(demo_path).forward(ids).logits[-1]
+    logits = forward_prompt(machine_of(next(iter(PROCESSORS))), demo_path, ids)
     assert np.argmax(logits) == np.argmax(expected)
     assert np.corrcoef(logits, expected)[0, 1] > 0.9999
+
+
+# Lowest correlations of logits; those of random weights are sensitive to activations in 8 bits.
+@pytest.mark.parametrize(("compute", "lowest"), [("int8", 0.998), ("w8a8", 0.998), ("f32", 1 - 1e-9)])
+@pytest.mark.parametrize("isa", PROCESSORS)
+def test_logits_agree_with_the_reference(
+    isa: str, compute: str, lowest: float, logits_of: Logits, expected: npt.NDArray[np.float64]
+) -> None:
+    logits = logits_of(isa, compute)
+    assert np.corrcoef(logits, expected)[0, 1] > lowest
     if compute == "f32":
         assert np.square(logits - expected).sum() <= 1e-9 * np.square(expected).sum()
 
 
-@pytest.mark.parametrize("isa", PROCESSORS)
-def test_results_are_bit_identical_for_any_split_and_number_of_threads(isa: str, tmp_path: Path) -> None:
-    shape = replace(MODELS["smollm shape"], layers=1, ffn=608)
-    path = write(tmp_path / "m.gguf", shape)
-    ids = np.random.default_rng(0).integers(0, shape.vocab, 21)
-    with processor(PROCESSORS[isa]) as machine:
-        for compute in ("int8", "w8a8"):
-            whole = forward_prompt(machine, path, ids, compute=compute)
-            for chunk_tokens, threads in ((1, 1), (5, 3)):
-                split = forward_prompt(
-                    machine, path, ids, chunk_tokens=chunk_tokens, threads=threads, compute=compute
-                )
-                message = f"{compute}, chunks of {chunk_tokens}"
-                np.testing.assert_array_equal(split, whole, err_msg=message)
+@pytest.mark.parametrize(("isa", "compute"), [*product(PROCESSORS, ["int8"]), ("neon_i8mm", "w8a8")])
+def test_results_are_bit_identical_for_any_split_and_number_of_threads(
+    isa: str, compute: str, logits_of: Logits, path: Path
+) -> None:
+    for chunk_tokens, threads in ((1, 1), (5, 3)):
+        options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "threads": threads, "compute": compute}
+        split = forward_prompt(machine_of(isa), path, IDS, **options)
+        np.testing.assert_array_equal(split, logits_of(isa, compute), err_msg=f"chunks of {chunk_tokens}")
 
 
 def test_sets_with_equal_vectors_are_bit_identical(logits_of: Logits) -> None:
@@ -155,12 +159,12 @@ def test_sets_with_equal_vectors_are_bit_identical(logits_of: Logits) -> None:
 
 
 def test_arm_and_the_scalar_kernels_of_this_machine_agree(
-    logits_of: Logits, demo_path: Path, ids: list[int], monkeypatch: pytest.MonkeyPatch
+    logits_of: Logits, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")
-    with Model(demo_path, device="cpu", compute="f32", kv_dtype="f32") as model:
-        expected = model.session().forward_prompt_logits(ids)
+    with Model(path, device="cpu", compute="f32", kv_dtype="f32") as model:
+        expected = model.session().forward_prompt_logits(IDS)
     for isa in PROCESSORS:
         logits = logits_of(isa, "f32")
-        # float32 sums in another order, through 8 layers
+        # float32 sums in another order
         assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()

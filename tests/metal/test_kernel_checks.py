@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.emulated_gpu import open_metal, require_emulator
-from support.small_models import ENCODERS, MODELS, write
+from support.small_models import ENCODERS, MODELS, TYPES, write
 
 from metal_prefill import _core
 from metal_prefill.gpu import _self_test
@@ -20,14 +20,20 @@ require_emulator()
 
 # Models whose dispatches have the kernels, the set arguments and the checks of others, with other values.
 COMPARED_WITH_OTHERS = {
-    *("type F32", "type F16", "type Q8_0", "head_dim 32", "head_dim 64", "separate output", "sentencepiece"),
+    *(f"type {kind}" for kind in TYPES),
+    *("head_dim 32", "head_dim 64", "separate output", "sentencepiece"),
     *("vocabulary of 301", "vocabulary of 1021, separate", "long context", "wide feed-forward", "rope base"),
     *("linear rope scaling", "yarn rope scaling", "rope frequency factors", "smollm3", "granite", "bert"),
     *("ernie4_5", "phi3", "phi3, long rope", "minicpm", "minicpm, long rope", "mistral3", "qwen3vl", "phi2"),
     *("gptneox, blocks in sequence", "stablelm", "lfm2, attention last", "gemma3, scaled", "bert, cls"),
     *("gemma4, without inputs", "granitemoe", "qwen3moe", "nomic-bert"),
 }
+# Kernels of every type, each in a layer of its own.
+EVERY_TYPE = replace(
+    MODELS["type F32"], layers=len(TYPES), types={f"blk.{i}.*": kind for i, kind in enumerate(TYPES)}
+)
 ALL = {name: m for name, m in (MODELS | ENCODERS).items() if name not in COMPARED_WITH_OTHERS}
+ALL["every type"] = EVERY_TYPE
 
 
 @pytest.mark.parametrize("architecture", sorted({model.architecture for model in ALL.values()}))

@@ -1,6 +1,8 @@
 """Instruction sets, shapes and arrays for the tests of the CPU kernels."""
 
+from collections.abc import Sequence
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +25,22 @@ COMMON = [kind for kind in QUANTIZED if kind.name in COMMON_TYPES]
 SENTINEL = np.float32(-12345.0)
 
 Floats = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 each_set = pytest.mark.parametrize("isa", SETS)
+
+
+def share(isa: str, cases: Sequence[T]) -> Sequence[T]:
+    """Return all cases, or for a set on an emulated processor, which takes 30 times as long, a part of them.
+
+    For kernels of which the sets of Arm compile the same source: between them they have all cases.
+    """
+    return cases[ARM_SETS.index(isa) :: len(ARM_SETS)] if isa in ARM_SETS else cases
+
+
+def batches_of(isa: str) -> tuple[int, ...]:
+    """Return numbers of tokens, on an emulated processor of at most three tiles."""
+    return BATCHES[:-1] if isa in ARM_SETS else BATCHES
 
 
 def normal(*shape: int, seed: int = 0) -> Floats:

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from . import emit, selection
-from .declarations import declarations
+from .declarations import Declaration, declarations
 from .kernels import analyze
 from .lint import lint
 from .preprocess import preprocess
 from .rewrite import rewrite
-from .tokens import SourceError, tokenize
+from .tokens import SourceError, TokenList, tokenize
 
 
 def translate(
@@ -21,7 +21,7 @@ def translate(
     path
         A source; local includes are looked up as the preprocessor does.
     backend
-        'cpu' for the fiber executor, 'ptx' for NVIDIA GPUs, 'check' for the static check.
+        'cpu' for the fiber executor, 'ptx' for NVIDIA GPUs.
     metal_version
         Value of ``__METAL_VERSION__``.
     flags
@@ -34,14 +34,10 @@ def translate(
     SourceError
         The source is not Metal, or uses unsupported constructs; the message has file and line.
     """
-    tokens, directives = tokenize(preprocess(str(path), metal_version, flags), str(path))
-    check_directives(path, directives)
-    found = list(declarations(tokens))
+    tokens, found = _scan(path, metal_version, flags)
     program = analyze(tokens, found)
-    rewrite(tokens, found, program, check=backend == "check")
+    rewrite(tokens, found, program, check=False)
     text = emit.unit(tokens, backend) + "\n"
-    if backend == "check":
-        return text + emit.check_table(program)
     if backend == "ptx":
         return text + emit.ptx_table(program)
     source = path.read_text(encoding="utf-8")
@@ -50,10 +46,22 @@ def translate(
     return text + emit.cpu_table(program, path.name, source, selected)
 
 
-def lints(path: Path, metal_version: int, flags: list[str]) -> list[SourceError]:
-    """Return the constructs of a source that Metal does not support; see :mod:`scanner.lint`."""
-    tokens, _ = tokenize(preprocess(str(path), metal_version, flags), str(path))
-    return lint(tokens, list(declarations(tokens)))
+def translate_for_check(path: Path, metal_version: int, flags: list[str]) -> tuple[str, list[SourceError]]:
+    """Return C++ for the static check, and the constructs that Metal does not support (:mod:`scanner.lint`).
+
+    Raises SourceError as `translate` does.
+    """
+    tokens, found = _scan(path, metal_version, flags)
+    errors = lint(tokens, found)
+    program = analyze(tokens, found)
+    rewrite(tokens, found, program, check=True)
+    return emit.unit(tokens, "check") + "\n" + emit.check_table(program), errors
+
+
+def _scan(path: Path, metal_version: int, flags: list[str]) -> tuple[TokenList, list[Declaration]]:
+    tokens, directives = tokenize(preprocess(str(path), metal_version, flags), str(path))
+    check_directives(path, directives)
+    return tokens, list(declarations(tokens))
 
 
 def check_directives(path: Path, directives: list[tuple[str, int, str]]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
-from support.kernel_cases import SENTINEL, SETS, Floats, cpu, each_set, normal
+from support.kernel_cases import SENTINEL, SETS, Floats, cpu, each_set, normal, share
 
 
 def reference_attention(
@@ -111,7 +111,7 @@ def assert_rows(
 
 @each_set
 def test_attention(isa: str) -> None:
-    for kv_dtype, shape in product(KV_DTYPES, ATTENTION_SHAPES):
+    for kv_dtype, shape in share(isa, [*product(KV_DTYPES, ATTENTION_SHAPES)]):
         heads, key_dim, value_dim, window, both_ways = shape
         if kv_dtype == "q8_0" and (key_dim % 32 or value_dim % 32):  # its blocks have 32 dimensions
             continue
@@ -126,42 +126,67 @@ def test_attention(isa: str) -> None:
             assert np.all(np.delete(out, np.s_[first : first + count], axis=0) == SENTINEL), shape
 
 
+@cache
+def with_sinks(kv_dtype: str, window: int, both_ways: bool, sinks: tuple[float, ...]) -> Case:
+    """Return queries, keys and values of `long_case`, and attention with sinks in float64."""
+    q, keys, values, _ = long_case(kv_dtype, window, both_ways, positions=528)
+    k, v, of_heads = as_cached(keys, kv_dtype), as_cached(values, kv_dtype), np.array(sinks, np.float32)
+    return q, keys, values, reference_attention(q, k, v, 3, window, 32**-0.5, both_ways, of_heads)
+
+
+SINKS = ((-30.0, 0.5, 4.0), (-3e38, 3e38, 60.0))
+
+
 @each_set
 def test_sinks_take_part_in_the_softmax_without_a_value(isa: str) -> None:
     """Sinks are far below scores, among them, or above them; in one split of positions and in two."""
-    for kv_dtype, (window, both_ways) in product(KV_DTYPES, ((0, False), (20, False), (1200, True))):
-        q, keys, values, without = long_case(kv_dtype, window, both_ways, positions=528)
-        k, v, scale = as_cached(keys, kv_dtype), as_cached(values, kv_dtype), 32**-0.5
-        for sinks in ([-30.0, 0.5, 4.0], [-3e38, 3e38, 60.0]):
-            of_heads = np.array(sinks, np.float32)
-            expected = reference_attention(q, k, v, 3, window, scale, both_ways, of_heads)
-            inputs, options = (isa, q, keys, values, kv_dtype, window, scale), {"both_ways": both_ways}
-            bound = error_of(isa, kv_dtype) * np.abs(without).max()
-            single = singles(expected, bound, *inputs, sinks=of_heads, **options)
-            for first, count, by_splits in ((0, 32, False), (0, 32, True), (20, 1, True)):
-                out = np.full_like(single, np.nan)
-                cpu.attention(*inputs, first, count, out, sinks=of_heads, by_splits=by_splits, **options)
-                assert_rows(out, first, count, single, expected, bound, f"{kv_dtype}, window {window}")
+    cases = product(((0, False), (20, False), (1200, True)), KV_DTYPES, SINKS)
+    for (window, both_ways), kv_dtype, sinks in share(isa, [*cases]):
+        without = long_case(kv_dtype, window, both_ways, positions=528)[-1]
+        q, keys, values, expected = with_sinks(kv_dtype, window, both_ways, sinks)
+        of_heads = np.array(sinks, np.float32)
+        inputs, options = (isa, q, keys, values, kv_dtype, window, 32**-0.5), {"both_ways": both_ways}
+        bound = error_of(isa, kv_dtype) * np.abs(without).max()
+        single = singles(expected, bound, *inputs, sinks=of_heads, **options)
+        for first, count, by_splits in ((0, 32, False), (0, 32, True), (20, 1, True)):
+            out = np.full_like(single, np.nan)
+            cpu.attention(*inputs, first, count, out, sinks=of_heads, by_splits=by_splits, **options)
+            assert_rows(out, first, count, single, expected, bound, f"{kv_dtype}, window {window}")
     for kv_dtype in KV_DTYPES:
-        q, keys, values, expected = attention_case(kv_dtype, 3, 64, 64, 0, True)
-        of_heads = np.array([-1.0, 2.0, 5.0], np.float32)
-        k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
-        expected = reference_attention(q, k, v, 3, 0, 0.125, True, of_heads)
+        q, keys, values, expected = wide_with_sinks(kv_dtype)
+        of_heads = np.array(WIDE_SINKS, np.float32)
         out = np.full(expected.shape, np.nan, np.float32)
         cpu.attention(isa, q, keys, values, kv_dtype, 0, 0.125, 0, 32, out, sinks=of_heads, both_ways=True)
         assert np.abs(out - expected)[:32].max() <= error_of(isa, kv_dtype), kv_dtype
 
 
+WIDE_SINKS = (-1.0, 2.0, 5.0)
+
+
+@cache
+def wide_with_sinks(kv_dtype: str) -> Case:
+    """Return a bidirectional `attention_case` with heads of 64 dimensions, and with sinks."""
+    q, keys, values, _ = attention_case(kv_dtype, 3, 64, 64, 0, True)
+    k, v, of_heads = as_cached(keys, kv_dtype), as_cached(values, kv_dtype), np.array(WIDE_SINKS, np.float32)
+    return q, keys, values, reference_attention(q, k, v, 3, 0, 0.125, True, of_heads)
+
+
+@cache
+def last_position_case(kv_dtype: str, positions: int) -> Case:
+    """Return the query of a token, keys and values of some positions, and attention in float64."""
+    q, keys, values = normal(1, 96), normal(130, 32, seed=1)[:positions], normal(130, 32, seed=2)[:positions]
+    k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
+    return q, keys, values, reference_attention(q, k, v, 3, 0, 32**-0.5)
+
+
 @each_set
 def test_attention_at_any_last_position_within_a_page(isa: str) -> None:
     """It is followed only by NaN in memory."""
-    q, keys, values = normal(1, 96), normal(130, 32, seed=1), normal(130, 32, seed=2)
-    for kv_dtype, n in product(KV_DTYPES, range(1, len(keys) + 1)):
+    for kv_dtype, n in product(KV_DTYPES, range(1, 131)):
+        q, keys, values, expected = last_position_case(kv_dtype, n)
         out = np.full_like(q, np.nan)
-        cpu.attention(isa, q, keys[:n], values[:n], kv_dtype, 0, 32**-0.5, 0, 1, out)
-        k, v = as_cached(keys[:n], kv_dtype), as_cached(values[:n], kv_dtype)
-        expected = reference_attention(q, k, v, 3, 0, 32**-0.5)
-        largest = np.abs(values[:n]).max()
+        cpu.attention(isa, q, keys, values, kv_dtype, 0, 32**-0.5, 0, 1, out)
+        largest = np.abs(values).max()
         assert np.abs(out - expected).max() <= error_of(isa, kv_dtype) * largest, (kv_dtype, n)
 
 
@@ -177,7 +202,7 @@ def long_case(kv_dtype: str, window: int, both_ways: bool, positions: int = 1040
 def test_attention_may_be_computed_split_by_split(isa: str) -> None:
     """The third split begins among the positions, and a window ends before some splits."""
     windows = ((0, False), (600, False), (20, False), (1200, True))
-    for kv_dtype, (window, both_ways) in product(KV_DTYPES, windows):
+    for (window, both_ways), kv_dtype in share(isa, [*product(windows, KV_DTYPES)]):
         q, keys, values, expected = long_case(kv_dtype, window, both_ways)
         inputs = (isa, q, keys, values, kv_dtype, window, 32**-0.5)
         bound = error_of(isa, kv_dtype) * np.abs(expected).max()

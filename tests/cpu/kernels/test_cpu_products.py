@@ -18,6 +18,7 @@ from support.kernel_cases import (
     QUANTIZED,
     SETS,
     Floats,
+    batches_of,
     bfloat16,
     cpu,
     each_set,
@@ -25,6 +26,7 @@ from support.kernel_cases import (
     inside,
     normal,
     random_weight,
+    share,
     widened,
 )
 
@@ -205,7 +207,7 @@ def test_product_of_a_token_does_not_depend_on_the_batch(isa: str) -> None:
         cols = 512
         raw, _ = random_weight(kind, 64, cols)
         # With many tokens, the other types multiply the same wide blocks; they differ in products of a few.
-        batches = BATCHES if kind in (*COMMON, *INTEGER_SCALES) else (*BATCHES[:7], 17, 33)
+        batches = batches_of(isa) if kind in (*COMMON, *INTEGER_SCALES) else (*BATCHES[:7], 17, 33)
         # 37 different tokens, repeated: a prime, so that no two tiles of a batch start with the same one.
         tokens = normal(37, cols)
         alone = np.empty((len(tokens), 64), np.float32)
@@ -237,13 +239,13 @@ def test_quantized_products_are_bit_identical_on_all_sets_with_fma() -> None:
 @pytest.mark.parametrize("name", ["multiply_float", "multiply_float_panels"])
 @each_set
 def test_float_products_agree_with_float64(isa: str, name: str) -> None:
-    for cols in [80, 100, 2048]:
+    for cols in share(isa, [80, 100, 2048]):
         padded = (cols + 15) // 16 * 16
         weight, x = np.zeros((32, padded), np.float32), np.zeros((512, padded), np.float32)
         weight[:, :cols], x[:, :cols] = normal(32, cols), normal(512, cols, seed=1)
         expected = x.astype(np.float64) @ weight.astype(np.float64).T
         single = None
-        for batch in reversed(BATCHES):
+        for batch in reversed(batches_of(isa)):
             out = guarded(batch, 32)
             getattr(cpu, name)(isa, weight, cols, x[:batch], out)
             actual = inside(out, batch, 32)
