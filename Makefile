@@ -129,7 +129,7 @@ mutants: build/.emulator $(VENV)/.mutators
 	$(BIN)/python tools/check/mutate.py
 
 # Clients of other projects, each in an environment of its own; requirements that differ from the name.
-CLIENTS := anthropic cohere instructor langchain-core langchain-openai litellm llama-index-core llm lancedb mteb openai openai-2 \
+CLIENTS := cohere instructor langchain-core langchain-openai litellm llama-index-core llm lancedb mteb openai openai-2 \
   openai-agents pydantic-ai-slim
 REQUIREMENT_openai-2 := openai<3
 REQUIREMENT_pydantic-ai-slim := pydantic-ai-slim[openai]

@@ -7,18 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.bench_fakes import options_for
 from support.programs import finished
 
 from metal_prefill import bench, cli
 from metal_prefill.bench import _engines, _worker
 from metal_prefill.bench._cases import Case
-from metal_prefill.bench._engines import Options
 from metal_prefill.bench._worker import WorkerProcess
 from metal_prefill.synth import synthesize
-
-
-def options_for(path: Path) -> Options:
-    return Options(path=str(path), max_context=64, max_prompt=32, threads=1, device="cpu")
 
 
 def test_a_worker_that_cannot_load_reports_the_reason(tmp_path: Path) -> None:

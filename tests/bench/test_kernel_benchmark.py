@@ -34,13 +34,13 @@ def test_kernel_benchmark_measures_all_cases(
     cpu_testing()
     for name in ("SAMPLE_S", "LIMIT_S"):
         monkeypatch.setattr(kernels, name, 1e-5)
-    monkeypatch.setattr(kernels, "SHAPES", ((33, 64), (576, 1536)))
+    monkeypatch.setattr(kernels, "SHAPES", ((33, 64), (64, 512)))
     monkeypatch.setattr(kernels, "ATTENTION_TOKENS", (20,))
     monkeypatch.setenv("COLUMNS", "200")
     assert kernels.main(["--types", "Q4_0,Q4_K,F16", "--tokens", "1,17", "-t", "1,2", "-r", "1"]) == 0
     cells = [[c.strip() for c in line.split("│")] for line in capsys.readouterr().out.splitlines()]
     rows = {tuple(row[1:4]): row[4:8] for row in cells if len(row) > 5}
-    shapes = {"Q4_0": ("33x64", "576x1536"), "Q4_K": ("576x1536",), "F16": ("33x64", "576x1536")}
+    shapes = {"Q4_0": ("33x64", "64x512"), "Q4_K": ("64x512",), "F16": ("33x64", "64x512")}
     expected = {
         (f"{kind} {shape}", n, threads)
         for kind in shapes

@@ -11,12 +11,11 @@ import metal_prefill
 from metal_prefill.bench import BenchResults, _engines, _machine
 from metal_prefill.bench._report import EMULATOR_NOTE
 
-# Fields by their type; the first have the names of llama-bench.
-FIELDS: dict[type, str] = {
-    str: "cpu_info model_filename model_type test_time engine test build device note",
-    int: "model_size model_n_params n_threads n_prompt n_gen n_depth load_ns peak_rss n_dropped n_degraded",
-    float: "avg_ns stddev_ns avg_ts stddev_ts median_ns median_ts",
-    list: "samples_ns samples_ts",
+# Names that llama-bench uses.
+FIELDS = {
+    *("cpu_info", "model_filename", "model_type", "test_time", "model_size", "model_n_params", "n_threads"),
+    *("n_prompt", "n_gen", "n_depth", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns"),
+    "samples_ts",
 }
 
 
@@ -46,9 +45,7 @@ def test_rows_have_the_fields_of_llama_bench(measured: BenchResults) -> None:
     rows = json.loads(measured.to_json())
     assert [row["test"] for row in rows] == ["pp4", "pp16", "tg3"]
     for row in rows:
-        for kind, names in FIELDS.items():
-            for name in names.split():
-                assert isinstance(row[name], (int, float) if kind is float else kind), name
+        assert row.keys() >= FIELDS
         assert len(row["samples_ns"]) == len(row["samples_ts"]) == 2
         tokens = row["n_prompt"] + row["n_gen"]
         assert row["samples_ts"] == pytest.approx([tokens * 1e9 / ns for ns in row["samples_ns"]])

@@ -28,42 +28,30 @@ def test_engines_alternate(demo_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_disturbed_samples_are_repeated_and_counted(demo_path: Path) -> None:
-    workers = fakes(ours=10)
-    workers[_engines.OURS].switches = iter([0, 99, 0, 99, 0, 0])  # the first is the warm-up
-    row = compare(workers, demo_path, n_gen=0).row(_engines.OURS, "pp8")
-    assert len(row.samples_ns) == 3
-    assert (row.n_dropped, row.n_degraded) == (2, 0)
-    assert row.note == ""
-
-
-@pytest.mark.usefixtures("_quiet_machine")
-def test_repetition_is_bounded_and_reported(demo_path: Path) -> None:
-    workers = fakes(ours=10)
-    workers[_engines.OURS].switches = iter([99] * 1000)
-    results = compare(workers, demo_path, n_gen=0)
+@pytest.mark.parametrize(
+    ("ns_per_token", "switches", "options", "dropped", "degraded"),
+    [
+        (10, [0, 99, 0, 99, 0, 0], {}, 2, 0),  # the first is the warm-up
+        (10, [99] * 1000, {}, 3 * _runner.ATTEMPTS - 3, 3),  # repetition is bounded
+        (10, [99] * 1000, {"patience": 0.0}, 0, 3),
+        (10**9, [999] * 1000, {"patience": 30.0}, 1, 3),  # each sample of 8 tokens uses up 8 s of it
+    ],
+)
+def test_disturbed_samples_are_repeated_within_limits_and_counted(
+    demo_path: Path,
+    ns_per_token: int,
+    switches: list[int],
+    options: dict[str, Any],
+    dropped: int,
+    degraded: int,
+) -> None:
+    workers = fakes(ours=ns_per_token)
+    workers[_engines.OURS].switches = iter(switches)
+    results = compare(workers, demo_path, n_gen=0, **options)
     row = results.row(_engines.OURS, "pp8")
-    assert len(row.samples_ns) == 3
-    assert row.n_degraded == 3
-    assert row.n_dropped == 3 * _runner.ATTEMPTS - 3
-    assert "3 of 3 samples taken while the machine was busy or slow" in row.note
-    assert any("9 samples" in note for note in results.notes())
-
-
-@pytest.mark.usefixtures("_quiet_machine")
-def test_nothing_is_repeated_without_patience(demo_path: Path) -> None:
-    workers = fakes(ours=10)
-    workers[_engines.OURS].switches = iter([99] * 1000)
-    row = compare(workers, demo_path, n_gen=0, patience=0.0).row(_engines.OURS, "pp8")
-    assert (len(row.samples_ns), row.n_dropped, row.n_degraded) == (3, 0, 3)
-
-
-@pytest.mark.usefixtures("_quiet_machine")
-def test_repeated_samples_use_up_the_patience(demo_path: Path) -> None:
-    workers = fakes(ours=10**9)  # a sample of 8 tokens reports 8 s
-    workers[_engines.OURS].switches = iter([999] * 1000)
-    row = compare(workers, demo_path, n_gen=0, patience=30.0).row(_engines.OURS, "pp8")
-    assert (len(row.samples_ns), row.n_dropped, row.n_degraded) == (3, 1, 3)
+    assert (len(row.samples_ns), row.n_dropped, row.n_degraded) == (3, dropped, degraded)
+    assert ("3 of 3 samples taken while the machine was busy or slow" in row.note) == (degraded == 3)
+    assert any("9 samples" in note for note in results.notes()) == (dropped == 3 * _runner.ATTEMPTS - 3)
 
 
 def test_earlier_samples_are_repeated_if_the_machine_gets_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +68,16 @@ def test_earlier_samples_are_repeated_if_the_machine_gets_faster(monkeypatch: py
     assert selection.n_dropped == 2
 
 
-@pytest.mark.parametrize(("prompts", "n_gen"), [([0], 1), ([-3], 1), ([4, 4], 1), ([], 0), ([4], -1)])
-def test_invalid_cases_are_rejected(prompts: list[int], n_gen: int) -> None:
-    with pytest.raises(ValueError, match=r"prompt|decod|measure"):
-        make_cases(prompts, n_gen)
+@pytest.mark.parametrize(
+    ("prompts", "n_gen", "streams"),
+    [
+        *(([0], 1, []), ([-3], 1, []), ([4, 4], 1, []), ([], 0, []), ([4], -1, [])),
+        *(([8], 4, [0]), ([8], 4, [-1]), ([8], 4, [2, 2]), ([8], 0, [2])),
+    ],
+)
+def test_invalid_cases_are_rejected(prompts: list[int], n_gen: int, streams: list[int]) -> None:
+    with pytest.raises(ValueError, match="streams" if streams else r"prompt|decod|measure"):
+        make_cases(prompts, n_gen, streams=streams)
 
 
 def test_cases_have_names_tokens_and_enough_context() -> None:
@@ -102,12 +96,6 @@ def test_cases_have_names_tokens_and_enough_context() -> None:
     for options in ({"sampled": True}, {"task": 90}):
         with pytest.raises(ValueError, match="no tokens to choose: n_gen is 0"):
             make_cases([8], 0, **options)
-
-
-@pytest.mark.parametrize(("n_gen", "streams"), [(4, [0]), (4, [-1]), (4, [2, 2]), (0, [2])])
-def test_invalid_streams_are_rejected(n_gen: int, streams: list[int]) -> None:
-    with pytest.raises(ValueError, match="streams"):
-        make_cases([8], n_gen, streams=streams)
 
 
 def test_streams_start_with_different_tokens() -> None:

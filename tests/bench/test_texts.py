@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.bench_fakes import RecordingEngine, compare, fakes
+from support.bench_fakes import RecordingEngine, compare, fakes, options_for
 from support.comparison import SEPARATOR
 from support.reference import ReferenceModel
 from support.small_models import ENCODERS, write
@@ -14,7 +14,7 @@ from support.small_models import ENCODERS, write
 from metal_prefill import synth
 from metal_prefill.bench import _engines, _worker
 from metal_prefill.bench._cases import Case, make_embeddings, text_ids, text_lengths
-from metal_prefill.bench._engines import Ids, Options, Vectors
+from metal_prefill.bench._engines import Ids, Vectors
 from metal_prefill.bench._peers import metal_prefill
 
 CASE = Case(0, 0, 0, n_texts=64)
@@ -23,10 +23,6 @@ CASE = Case(0, 0, 0, n_texts=64)
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synth.synthesize(tmp_path_factory.mktemp("m") / "small.gguf", preset="tiny-embedding")
-
-
-def options_for(path: Path) -> Options:
-    return Options(path=str(path), max_context=512, max_prompt=1, threads=1, device="cpu", compute="f32")
 
 
 def test_texts_vary_in_length_and_are_reproducible() -> None:
@@ -43,7 +39,7 @@ def test_texts_vary_in_length_and_are_reproducible() -> None:
 def test_every_engine_matches_the_reference_vectors(embedder: Path) -> None:
     case = Case(0, 0, 0, n_texts=4)
     texts = text_ids(case, 512)
-    engine = metal_prefill.load(options_for(embedder))
+    engine = metal_prefill.load(options_for(embedder, 512))
     vectors = engine.embed(texts)
     reference = ReferenceModel(embedder)
     for text, vector in zip(texts, vectors, strict=True):
@@ -57,7 +53,7 @@ def test_llama_cpp_returns_the_same_vectors(embedder: Path) -> None:
     from metal_prefill.bench._peers import llama_cpp
 
     texts = text_ids(Case(0, 0, 0, n_texts=9), 512)
-    options = options_for(embedder)
+    options = options_for(embedder, 512)
     theirs = llama_cpp.load(options)
     ours = metal_prefill.load(options)
     assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-3)
@@ -71,7 +67,7 @@ def test_transformers_returns_the_same_vectors(tmp_path: Path) -> None:
     texts = text_ids(Case(0, 0, 0, n_texts=9), 512)
     # transformers uses heads of 128 dimensions for this architecture, regardless of the file.
     path = synth.synthesize(tmp_path / "m.gguf", preset="tiny-embedding", head_dim=128)
-    options = options_for(path)
+    options = options_for(path, 512)
     theirs = transformers.load(options)
     ours = metal_prefill.load(options)
     assert "float32" in theirs.identity().settings
@@ -83,7 +79,7 @@ def test_transformers_returns_the_same_vectors(tmp_path: Path) -> None:
 def test_peers_return_the_same_vectors_for_encoders(tmp_path: Path, peer: str, architecture: str) -> None:
     pytest.importorskip(f"metal_prefill.bench._peers.{'openvino_encoders' if peer == 'openvino' else peer}")
     model = replace(ENCODERS[architecture], types={"*": "F32"}, embedding="F32")
-    options = replace(options_for(write(tmp_path / "m.gguf", model)), compute="f32")
+    options = options_for(write(tmp_path / "m.gguf", model), 512)
     theirs, ours = _engines.load(peer, options), metal_prefill.load(options)
     texts = [ids[: model.context] for ids in text_ids(Case(0, 0, 0, n_texts=9), model.vocab)]
     for ids in texts:

@@ -104,18 +104,6 @@ def test_openai_answers_types_and_calls(server: Running, client: str) -> None:
     assert found["overflow"] == "context_length_exceeded"
 
 
-def test_anthropic_answers_calls_and_counts_tokens(server: Running) -> None:
-    found = answers("anthropic", server.url)
-    assert found["same"]
-    assert found["text"]
-    assert found["call"] == found["streamed_call"]
-    name, arguments, reason = found["call"]
-    assert (name, arguments["city"] in CITIES, reason) == ("weather", True, "tool_use")
-    assert found["after"]
-    assert found["counted"]
-    assert "prompt is too long" in found["overflow"]
-
-
 def test_instructor_returns_types(server: Running) -> None:
     found = answers("instructor", server.url)
     for whole, partial in found.values():
@@ -149,14 +137,8 @@ def test_llm_continues_a_conversation_with_its_schema(tmp_path: Path) -> None:
         second = "".join(model.generate(model.tokenizer.apply_chat_template(asked), **options))
     assert llm(tmp_path, "-c", "-o", "max_tokens", "9", "And why?") == f"{second}\n"
     age = {"properties": {"age": {"enum": [9, 12]}}, "required": ["age"], "additionalProperties": False}
-    typed = llm(
-        tmp_path,
-        "-m",
-        "metal_prefill/demo",
-        "--schema",
-        json.dumps({"type": "object", **age}),
-        "How old art thou?",
-    )
+    schema = json.dumps({"type": "object", **age})
+    typed = llm(tmp_path, "-m", "metal_prefill/demo", "--schema", schema, "How old art thou?")
     assert json.loads(typed)["age"] in (9, 12)
 
 
@@ -174,15 +156,8 @@ def test_lines_in_lancedb_are_embedded_once_and_found(tmp_path: Path) -> None:
 
     def found(database: str, count: int) -> list[str]:
         (tmp_path / "lines.txt").write_text("\n".join(lines[:count]))
-        arguments = (
-            tmp_path / "lines.txt",
-            "Long live the queen",
-            "--database",
-            tmp_path / database,
-            "-n",
-            "1",
-        )
-        return within("lancedb", code, *arguments, "--block", "4").splitlines()
+        arguments = (tmp_path / "lines.txt", "Long live the queen", "--database", tmp_path / database)
+        return within("lancedb", code, *arguments, "-n", "1", "--block", "4").splitlines()
 
     def stored(database: str) -> str:
         read = "import lancedb; t = lancedb.connect(sys.argv[1]).open_table('texts').to_arrow().to_pylist()"

@@ -11,7 +11,7 @@ from support.gguf_reader import GGUFReader
 from support.sampling_reference import Drawn, log_softmax, sample
 from support.small_models import MODELS, write
 
-from metal_prefill import Conversation, Model, NumericalError, Piece
+from metal_prefill import Model, NumericalError, Piece
 from metal_prefill.generation._sampling import REPEAT_WINDOW
 from metal_prefill.generation._stream import make_streams
 
@@ -72,14 +72,6 @@ def test_a_text_generated_in_parts_equals_the_whole_text(cpu: Model) -> None:
     whole = tokens_of(cpu.session().stream(ids, 40, **options))
     for cut in (1, 20):
         assert tokens_of(cpu.session().stream([*ids, *whole[:cut]], 40 - cut, **options)) == whole[cut:]
-
-
-def test_conversations_sample_in_the_core_too(cpu: Model) -> None:
-    chat = Conversation(cpu)
-    answer = "".join(chat.answer("Who art thou?", 20, seed=5, **CHAINS[0]))
-    ids = cpu.tokenizer.apply_chat_template([{"role": "user", "content": "Who art thou?"}])
-    stop = cpu.tokenizer.chat_stop
-    assert answer == "".join(cpu.generate(ids, 20, seed=5, stop=stop, **CHAINS[0]))
 
 
 @pytest.mark.parametrize("options", [{}, CHAINS[0]], ids=["greedy", "sampled"])

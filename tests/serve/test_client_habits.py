@@ -275,24 +275,30 @@ def test_a_suffix_is_filled_in(cpu_model: Model) -> None:
     assert answer["usage"]["prompt_tokens"] == len(ids)
 
 
+@pytest.fixture(scope="module")
+def reasoning(demo_path: Path) -> Iterator[tuple[Running, Model]]:
+    with running_with_template(demo_path, "{{ messages[0].content }}{# </think> #}") as served:
+        yield served
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("stop", "content"), [(None, ";bc;d"), (";a", ";bc;d"), ("a", ";bc;d"), ("c", ";b"), (";b", "")]
 )
 def test_reasoning_ends_at_a_control_token_and_has_no_stop_strings(
-    demo_path: Path, stream: bool, stop: str | None, content: str
+    reasoning: tuple[Running, Model], stream: bool, stop: str | None, content: str
 ) -> None:
-    with running_with_template(demo_path, "{{ messages[0].content }}{# </think> #}") as (server, model):
-        tokenizer = model.tokenizer
-        begin, end = (tokenizer.encode(letter, add_bos=False)[0] for letter in "QZ")
-        tags = {begin: Piece(b"<think>", True), end: Piece(b"</think>", True)}
-        options = {"regex": "Q;a;Z;bc;d", "stop": stop, "stream": stream, "max_tokens": 30}
-        post(server, **options)  # the constraint knows both tokens by their bytes
-        with (
-            patch.dict(tokenizer._bytes._pieces, tags),
-            patch.dict(tokenizer._spelled.special, {"<think>": begin, "</think>": end}),
-        ):
-            answer = post(server, **options)
+    server, model = reasoning
+    tokenizer = model.tokenizer
+    begin, end = (tokenizer.encode(letter, add_bos=False)[0] for letter in "QZ")
+    tags = {begin: Piece(b"<think>", True), end: Piece(b"</think>", True)}
+    options = {"regex": "Q;a;Z;bc;d", "stop": stop, "stream": stream, "max_tokens": 30}
+    post(server, **options)  # the constraint knows both tokens by their bytes
+    with (
+        patch.dict(tokenizer._bytes._pieces, tags),
+        patch.dict(tokenizer._spelled.special, {"<think>": begin, "</think>": end}),
+    ):
+        answer = post(server, **options)
     if stream:
         events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
         deltas = [event["choices"][0]["delta"] for event in events]

@@ -285,6 +285,7 @@ def test_reasoning_is_a_block(thinking: Running) -> None:
         ({"messages": [USER]}, 400, "invalid_request_error"),
         ({"messages": [{"role": "tool", "content": "a"}], "max_tokens": 1}, 400, "invalid_request_error"),
         ({"messages": [USER], "max_tokens": 1, "model": "other"}, 404, "not_found_error"),
+        ({"messages": [{**USER, "content": "word " * 3000}], "max_tokens": 1}, 400, "invalid_request_error"),
         (
             {
                 "messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}],
@@ -301,3 +302,4 @@ def test_errors_have_the_format_of_messages(
     answer = served.post("/v1/messages", body)
     found = answer.json()
     assert (answer.status_code, found["type"], found["error"]["type"]) == (status, "error", kind)
+    assert ("prompt is too long" in found["error"]["message"]) == (len(body["messages"][0]["content"]) > 99)

@@ -1,7 +1,7 @@
 """Prefixes of prompts on disk, and their namespaces: a key finds no prefix of another one."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,24 +39,11 @@ def text_alone(model: Model, question: str) -> str:
         return "".join(session.generate(ids, 6, stop=model.tokenizer.chat_stop))
 
 
-@pytest.fixture
-def restarted(demo_path: Path, tmp_path: Path) -> Callable[..., Any]:
-    """Serve with a fresh model, as after a restart, and a persistent store."""
-
-    def serve(**limits: Any) -> Any:
-        class Served:
-            def __enter__(self) -> tuple[Running, Model]:
-                self.model = Model(demo_path, device="cpu")
-                self.running = running(self.model, prefix_store=tmp_path / "store", **limits)
-                return self.running.__enter__(), self.model
-
-            def __exit__(self, *error: Any) -> None:
-                self.running.__exit__(None, None, None)
-                self.model.close()
-
-        return Served()
-
-    return serve
+@contextmanager
+def serving(path: Path, **limits: Any) -> Iterator[Running]:
+    """Serve with a fresh model, as after a restart."""
+    with Model(path, device="cpu") as model, running(model, **limits) as server:
+        yield server
 
 
 def files(tmp_path: Path) -> list[Path]:
@@ -82,13 +69,13 @@ def test_the_state_after_a_system_message_is_loaded_after_a_restart(tmp_path: Pa
 
 
 def test_a_known_system_message_is_loaded_after_a_restart(
-    restarted: Callable[..., Any], tmp_path: Path, cpu_model: Model
+    demo_path: Path, tmp_path: Path, cpu_model: Model
 ) -> None:
-    with restarted() as (server, _):
+    with serving(demo_path, prefix_store=tmp_path / "store") as server:
         assert ask(server, "Who art thou?").usage.prompt_tokens_details.cached_tokens == 0
         ask(server, "What is thy name?")
     (stored,) = files(tmp_path)
-    with restarted() as (server, _):
+    with serving(demo_path, prefix_store=tmp_path / "store") as server:
         answer = ask(server, "Whence comest thou?")
     n = int(stored.name.split("-")[0])
     assert n >= 128
@@ -99,9 +86,9 @@ def test_a_known_system_message_is_loaded_after_a_restart(
 
 @pytest.mark.parametrize("spoilt", ["damaged", "exchanged"])
 def test_a_wrong_file_is_removed_and_its_prefix_computed(
-    restarted: Callable[..., Any], tmp_path: Path, cpu_model: Model, spoilt: str
+    demo_path: Path, tmp_path: Path, cpu_model: Model, spoilt: str
 ) -> None:
-    with restarted() as (server, _):
+    with serving(demo_path, prefix_store=tmp_path / "store") as server:
         for system in (SYSTEM, SYSTEM[5:]):
             ask(server, "Who art thou?", system)
             ask(server, "What is thy name?", system)
@@ -114,7 +101,7 @@ def test_a_wrong_file_is_removed_and_its_prefix_computed(
             content[-100] ^= 1
     for path, content in zip((first, second), contents, strict=True):
         path.write_bytes(content)
-    with restarted() as (server, _):
+    with serving(demo_path, prefix_store=tmp_path / "store") as server:
         answer = ask(server, "Whence comest thou?")
         assert len(files(tmp_path)) == 1
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
@@ -122,7 +109,7 @@ def test_a_wrong_file_is_removed_and_its_prefix_computed(
 
 
 def test_a_conversation_that_continues_is_stored_once_when_the_server_closes(
-    restarted: Callable[..., Any], tmp_path: Path
+    demo_path: Path, tmp_path: Path
 ) -> None:
     messages: list[Any] = [{"role": "user", "content": SYSTEM}]
 
@@ -134,36 +121,40 @@ def test_a_conversation_that_continues_is_stored_once_when_the_server_closes(
         messages.append({"role": "user", "content": "And then?"})
         return answer.usage
 
-    with restarted() as (server, _):
+    with serving(demo_path, prefix_store=tmp_path / "store") as server:
         turn(server)
         assert turn(server).prompt_tokens_details.cached_tokens > 0
         last = turn(server).prompt_tokens
         assert files(tmp_path) == []
-    with restarted() as (server, _):
+    with serving(demo_path, prefix_store=tmp_path / "store") as server:
         ask(server, "Who art thou?")
     (stored,) = files(tmp_path)  # also not that of a single question
     n = int(stored.name.split("-")[0])
     assert last - 64 <= n < last
-    with restarted() as (server, _):
+    with serving(demo_path, prefix_store=tmp_path / "store") as server:
         usage = turn(server)
     assert usage.prompt_tokens_details.cached_tokens == n
 
 
 def test_files_beyond_the_limit_are_removed_least_recently_used_first(
-    restarted: Callable[..., Any], tmp_path: Path
+    demo_path: Path, tmp_path: Path
 ) -> None:
     def store(server: Running, i: int) -> None:
         for question in ("Who art thou?", "What is thy name?"):
             ask(server, question, f"{i}. {SYSTEM}")
 
-    with restarted() as (server, _):
+    with serving(demo_path, prefix_store=tmp_path / "store") as server:
         store(server, 0)
     (oldest,) = files(tmp_path)
-    with restarted(prefix_store_bytes=oldest.stat().st_size * 5 // 2) as (server, _):
+    with serving(
+        demo_path, prefix_store=tmp_path / "store", prefix_store_bytes=oldest.stat().st_size * 5 // 2
+    ) as server:
         store(server, 1)
     newer = set(files(tmp_path)) - {oldest}
     assert len(newer) == 1
-    with restarted(prefix_store_bytes=oldest.stat().st_size * 5 // 2) as (server, _):
+    with serving(
+        demo_path, prefix_store=tmp_path / "store", prefix_store_bytes=oldest.stat().st_size * 5 // 2
+    ) as server:
         ask(server, "Whence?", f"0. {SYSTEM}")
         store(server, 2)
     left = set(files(tmp_path))
@@ -183,12 +174,6 @@ def cached(server: Running, key: str, prompt: Any = PROMPT, **more: Any) -> int:
     answer = server.post("/v1/completions", body, headers=headers)
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-
-@contextmanager
-def serving(path: Path, **limits: Any) -> Iterator[Running]:
-    with Model(path, device="cpu") as model, running(model, **limits) as server:
-        yield server
 
 
 def test_a_key_does_not_reuse_prompts_of_another(demo_path: Path) -> None:

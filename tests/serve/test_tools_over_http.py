@@ -1,7 +1,6 @@
 """Tools and reasoning over HTTP, whole and in streams; and documents to answer from."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,22 +43,6 @@ def test_a_call_is_separated_from_the_answer(with_tools: tuple[Running, Model]) 
     assert set(json.loads(call.function.arguments)) == {"city"}
     prompt = model.tokenizer.apply_chat_template(ASKED, tools=[WEATHER])
     assert answer.usage.prompt_tokens == len(prompt)
-
-
-@pytest.mark.parametrize(
-    "regex",
-    [
-        r"I look\.\n<tool_call><function=weather><parameter=city>\n[a-z]\n</parameter></function>",
-        r"I look\.\n\[weather\(city='[a-z]'\)\]",
-    ],
-    ids=["elements", "python"],
-)
-def test_a_call_may_have_the_form_of_its_model(with_tools: tuple[Running, Model], regex: str) -> None:
-    choice = ask(with_tools[0], regex).choices[0]
-    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
-    (call,) = choice.message.tool_calls
-    assert call.function.name == "weather"
-    assert re.fullmatch(r'\{"city": "[a-z]"\}', call.function.arguments)
 
 
 def test_control_tokens_may_mark_a_call(with_tools: tuple[Running, Model]) -> None:
@@ -307,18 +290,6 @@ def test_reasoning_is_separated_from_the_answer(thinking: tuple[Running, Model])
         reasoning += part or ""
         answer += delta.content or ""
     assert (reasoning, answer) == (message.reasoning_content, message.content)
-
-
-def test_reasoning_may_have_the_tags_of_gemma_4(demo_path: Path) -> None:
-    tags = {"<think>": "<|channel>thought", "</think>": "<channel|>"}
-    template, text = TEMPLATE, "<think>\na\n</think>b"
-    for think, channel in tags.items():
-        template, text = template.replace(think, channel), text.replace(think, channel)
-    with running_with_template(demo_path, template) as (server, _):
-        answer = ask_for_reasoning(server, re.escape(text))
-    assert answer.choices[0].message.reasoning_content == "a"
-    assert answer.choices[0].message.content == "b"
-    assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
 
 
 def test_tokens_of_the_reasoning_are_counted(thinking: tuple[Running, Model]) -> None:

@@ -1,8 +1,7 @@
 """Embeddings and reranking over HTTP: the vectors and scores of the library."""
 
-import asyncio
 import base64
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,7 @@ from support.running_server import Running, running
 
 from metal_prefill import Model
 from metal_prefill.conversion import convert
-from metal_prefill.generation._engine_loop import EngineLoop
-from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, ROWS_PER_WRITING
-from metal_prefill.serve._vectors import SharedPasses
 from metal_prefill.tasks import prompt_names
-from metal_prefill.tasks._text_passes import pooled_states
 
 TEXTS = ["a text", "another one, which is longer", "a text"]
 
@@ -199,42 +194,6 @@ def test_truncated_documents_are_counted(ranker: tuple[Running, Model]) -> None:
 def test_a_model_that_cannot_rerank_is_an_error(server: Running) -> None:
     error = server.refused("/v1/rerank", {"query": "a", "documents": ["b"]})
     assert "demo does not support reranking" in error["message"]
-
-
-def test_vectors_take_few_rows_of_a_pass_while_texts_are_generated(vector_model: Model) -> None:
-    """And the same vectors result; without texts they fill passes."""
-    text = [7 * i % 250 for i in range(200)]
-    loop = EngineLoop(vector_model)
-    rows: list[tuple[int, int]] = []
-
-    def noted(scheduler: Any) -> None:
-        rows.append((scheduler.last_pass.writing, scheduler.last_pass.calls))
-
-    loop._after_pass = noted
-
-    def vector() -> Any:
-        passes = SharedPasses(vector_model.engine, loop)
-        return next(pooled_states(passes, "last", [np.array(text, np.int32)], ["text"]))
-
-    alone = vector()
-    assert max(calls for _, calls in rows) == len(text)
-
-    async def together() -> Any:
-        pieces = loop.generate([1, 2, 3], 400, speculate="off")
-        assert isinstance(pieces, AsyncGenerator)
-        await anext(pieces)
-        rows.clear()
-        task = asyncio.create_task(asyncio.to_thread(vector))
-        async for _ in pieces:
-            if task.done():
-                break
-        await pieces.aclose()
-        return await task
-
-    np.testing.assert_array_equal(asyncio.run(together()), alone)
-    next_to_writing = [calls for writing, calls in rows if writing and calls]
-    assert sum(next_to_writing) > 0
-    assert max(next_to_writing) <= LEAST_PROMPT_ROWS + ROWS_PER_WRITING
 
 
 @pytest.fixture(scope="module")

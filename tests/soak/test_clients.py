@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.small_models import EMBEDDERS, write
-from support.soak import SETTLING, Footprint
+from support.soak import Footprint, assert_steady
 from support.soak_clients import KINDS, run_round
 
 SEED = int(os.environ.get("SOAK_SEED", "1")) % 100_000
@@ -49,5 +49,4 @@ def test_each_client_gets_what_it_gets_alone_whatever_others_send(tmp_path: Path
     print(f"at the start {footprints[0]}, at the end {footprints[-1]}")
     assert set(rounds) == set(KINDS)
     assert set(sent) == {"grammar bombs", "vanishing", "half-closing"}
-    if len(footprints) > SETTLING:
-        footprints[-1].assert_no_growth(footprints[SETTLING - 1])
+    assert_steady(footprints)

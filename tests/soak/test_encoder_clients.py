@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from support import model_folders, task_folders
 from support.hostile_texts import hostile_texts
-from support.soak import SETTLING, Footprint
+from support.soak import Footprint, assert_steady
 from support.task_folders import CLASSIFIERS, LATE, RANKERS, TAGGERS
 
 from metal_prefill import Model
@@ -133,6 +133,4 @@ def test_results_of_encoders_match_sequential_calls(tmp_path: Path) -> None:
             print(f"{footprints[-1]} {dict(counts)}", flush=True)
     for model in (*shared.values(), *alone.values()):
         model.close()
-    if len(footprints) > SETTLING:
-        for footprint in footprints[SETTLING:]:
-            footprint.assert_no_growth(footprints[SETTLING - 1])
+    assert_steady(footprints)

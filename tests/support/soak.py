@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -334,6 +335,12 @@ class Footprint:
         assert UNDER_SANITIZER or self.resident <= settled.resident + GROWTH
 
 
+def assert_steady(footprints: list[Footprint]) -> None:
+    """Require that nothing grew after the rounds in which a process settles."""
+    for footprint in footprints[SETTLING:]:
+        footprint.assert_no_growth(footprints[SETTLING - 1])
+
+
 def _names_of_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
 
@@ -378,22 +385,11 @@ def soak(path: Path, device: str, folder: Path, seconds: float, seed: str) -> di
     shared = [model.session(max_context=CONTEXT) for _ in range(2)]
     workers = [Worker(model, oracle, shared, folder, f"{seed}-{i}") for i in range(6)]
     end = time.monotonic() + seconds
-    problems: list[BaseException] = []
-
-    def work(worker: Worker) -> None:
-        try:
-            worker.run(end)
-        except BaseException as error:
-            problems.append(error)
-
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    faults = fail_now_and_then(device, Random(seed), end)
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise problems[0]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        running = [pool.submit(worker.run, end) for worker in workers]
+        faults = fail_now_and_then(device, Random(seed), end)
+    for worker in running:
+        worker.result()
     for session in shared:
         session.close()
     while any(thread.name == "metal_prefill engine loop" for thread in threading.enumerate()):
