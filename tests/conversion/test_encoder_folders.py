@@ -93,9 +93,8 @@ def test_a_vector_over_the_vocabulary_is_that_of_transformers(device: str, tmp_p
 @pytest.mark.parametrize(
     "name",
     [
-        *("albert, odd", "electra", "t5, gated", "deberta", "deberta, absolute", "jina v3, odd"),
-        *PRIVACY_FILTERS,
-        *NOMIC_MOE,
+        *("albert, odd", "t5, gated", "deberta", "jina v3, odd"),
+        *("privacy filter, odd", "privacy filter, many experts", "nomic moe, odd"),
     ],
 )
 def test_a_text_has_the_same_bits_in_any_batch(tmp_path: Path, name: str, compute: str) -> None:
@@ -149,19 +148,6 @@ def test_states_of_a_folder_match_float64(device: str, tmp_path: Path, name: str
                 expected = states(folder, ids, prefix, names)
                 error = np.square(_states(model, [ids])[0] - expected).sum()
                 assert error <= NMSE[device] * np.square(expected).sum(), tokens
-
-
-@pytest.mark.parametrize("name", ["mpnet", "distilbert", "gte"])
-def test_states_of_a_folder_match_transformers(device: str, tmp_path: Path, name: str) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    folder = MADE[name][0](tmp_path / "folder").write()
-    ids = np.random.default_rng(0).integers(5, 300, 200)
-    with torch.inference_mode():
-        expected = transformers.AutoModel.from_pretrained(folder)(torch.from_numpy(ids)[None])[0][0].numpy()
-    with Model(convert(folder, tmp_path / "m.gguf"), device=device, compute="f32", kv_dtype="f32") as model:
-        (found,) = _states(model, [ids])
-    assert np.square(found - expected).sum() <= NMSE[device] * np.square(expected).sum()
 
 
 def test_pairs_of_mpnet_have_two_separators(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import encoder_folders, model_folders
-from support.bert_relatives import JINA_CODE, jina_code
-from support.folder_reference import FolderTensors, states
+from support.bert_relatives import jina_code
 from support.model_folders import LAYERS, Folder, linear, read, values
 from support.task_folders import TEXTS
 
@@ -182,20 +181,15 @@ def test_a_colbert_model_has_that_body_and_a_projection(tmp_path: Path) -> None:
 
 
 def test_a_head_is_that_of_bert(tmp_path: Path) -> None:
-    folder = jina_code(tmp_path / "folder")
-    names = ("a", "b", "c")
+    folder, names = jina_code(tmp_path / "folder"), ["a", "b", "c"]
     folder.config |= {
         "architectures": ["JinaBertForSequenceClassification"],
-        "id2label": {str(i): name for i, name in enumerate(names)},
+        "id2label": dict(enumerate(names)),
     }
-    folder.add(linear("bert.pooler.dense") | linear("classifier", len(names)), 50, size=5)
-    path = convert(folder.write(), tmp_path / "m.gguf")
-    with Model(path, device="cpu", compute="f32", kv_dtype="f32") as model:
-        found = model.classify(["the king is dead"])
-        ids = np.array(model.tokenizer.frame.text(model.tokenizer.encode("the king is dead", add_bos=False)))
-    t = FolderTensors(folder.tensors)
-    first = states(folder, ids, "bert.", JINA_CODE)[0]
-    logits = t.linear("classifier", np.tanh(t.linear("bert.pooler.dense", first)))
-    expected = np.exp(logits) / np.exp(logits).sum()
-    assert tuple(found.labels) == names
-    np.testing.assert_allclose(found.probabilities[0], expected, rtol=0, atol=1e-5)
+    heads = {"bert.pooler.dense": "cls", "classifier": "cls.output"}
+    folder.add(linear("bert.pooler.dense") | linear("classifier", len(names)), 50)
+    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+    assert fields["jina-bert-v2.classifier.output_labels"] == names
+    for theirs, ours in heads.items():
+        for end in ("weight", "bias"):
+            np.testing.assert_array_equal(tensors[f"{ours}.{end}"], folder.tensors[f"{theirs}.{end}"])

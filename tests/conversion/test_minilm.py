@@ -57,8 +57,6 @@ def converted(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         ("auto", "int8", 0.99999),
         ("auto", "w8a8", 0.998),
         ("auto", "int16", 0.9999),
-        ("F16", "int8", 0.99999),
-        ("Q8_0", "f32", 0.9995),
         ("Q8_0", "int8", 0.998),
     ],
 )

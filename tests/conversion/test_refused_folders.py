@@ -277,6 +277,7 @@ LETTERS = settings(sliding_window=9, layer_types=None, sliding_window_pattern="L
 GATE = "model.layers.0.mlp.experts.2.gate_proj.weight"
 UNEQUAL = r"rope_parameters\.full_attention\.rope_type is 'yarn'; supported: 'proportional'"
 DYNAMIC = {"type": "dynamic"}
+TRUNCATED = {"rope_type": "yarn", "factor": 4.0, "truncate": False}
 DECODERS: list[tuple[str, Change, Error, str]] = [
     ("smollm3", settings(no_rope_layers=[1] * 5), NOT, FOURTH),
     ("smollm3", settings(no_rope_layer_interval=3), NOT, FOURTH),
@@ -286,7 +287,7 @@ DECODERS: list[tuple[str, Change, Error, str]] = [
     ("granite", settings(rope_scaling={"type": "longrope"}), NOT, "is 'longrope'"),
     ("granite", settings(rope_theta=1e39), BAD, r"is 1e\+39, must be positive"),
     ("mistral, YaRN", settings(rope_scaling={"rope_type": "yarn"}), BAD, "factor is missing"),
-    ("mistral, YaRN", inner("rope_scaling", truncate=False), NOT, r"\.truncate is False; supported: True"),
+    ("mistral, YaRN", settings(rope_scaling=TRUNCATED), NOT, r"\.truncate is False; supported: True"),
     ("granite", settings(rope_parameters={"rope_type": "llama3"}), NOT, "'llama3'; supported: 'default', 'd"),
     ("qwen2, window", attends("conv", "conv"), NOT, "for each of the 2 layers"),
     ("qwen3, window", settings(use_sliding_window="no"), NOT, "use_sliding_window is 'no'"),

@@ -27,19 +27,10 @@ from metal_prefill.files import GGUFFile
 from metal_prefill.text import Tokenizer
 
 TEXTS = [
-    *(
-        *("", " ", "a", " a", "a ", "  two  spaces  ", "Hello World", "don't we'll", "\n\na\r\n c\t\td"),
-        "1,000.50",
-    ),
-    *(
-        *("e\u0301x y", "\u00e9x \u212b", "\u6f22\u5b57", "foo_bar-baz C++", "\u2581a \u2581 b"),
-        "a\u00a0b\u3000c",
-    ),
-    *(
-        *("<tool>", "a<tool>b", "a <tool> b", " <tool>\n<tool>  y", "<TOOL>", "the king"),
-        "the the  the",
-        "x" * 101,
-    ),
+    *("", " ", "a", " a", "a ", "  two  spaces  ", "Hello World", "don't we'll", "\n\na\r\n c\t\td"),
+    *("1,000.50", "e\u0301x y", "\u00e9x \u212b", "\u6f22\u5b57", "foo_bar-baz C++", "\u2581a \u2581 b"),
+    *("a\u00a0b\u3000c", "<tool>", "a<tool>b", "a <tool> b", " <tool>\n<tool>  y", "<TOOL>", "the king"),
+    *("the the  the", "x" * 101),
     *hostile_texts(seed=5, count=40),
 ]
 SPELLED = ["the<s>king", "a </s> b", "</s></s> a", "a</s>\n b", "a [SEP] b", "a[MASK]b", "a <mask> b"]
@@ -314,9 +305,7 @@ def test_decoded_texts_are_those_of_the_library(tmp_path: Path, name: str) -> No
 
 
 _SPACED = (
-    "\u2581\u2581",
-    "\u2581" * 4,
-    *("\u2581the", "the\u2581", "x\u2581y", "  ", "\u00e9", "a\u00e9", "\n\n"),
+    *("\u2581\u2581", "\u2581" * 4, "\u2581the", "the\u2581", "x\u2581y", "  ", "\u00e9", "a\u00e9", "\n\n"),
 )
 
 

@@ -15,7 +15,7 @@ from support.llama_file import model_file
 from support.programs import finished
 from support.small_models import MODELS, with_tensor, write
 
-from metal_prefill import GGUFError, Model, NumericalError
+from metal_prefill import GGUFError, Model, NumericalError, _core
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 
@@ -106,13 +106,11 @@ def test_frequency_factors_must_be_positive(
             Model(path, device=device, max_context=max_context)
 
 
-@pytest.mark.slow
-def test_too_many_layers_are_a_file_error(tmp_path: Path) -> None:
-    n = 100_001
-    path = tmp_path / "m.gguf"
-    path.write_bytes(model_file({"llama.block_count": integer(n)}, {f"x{i}": ((1,), 0) for i in range(n)}))
-    with pytest.raises(GGUFError, match="100001 layers are more than 100000"):
-        Model(path, device="cpu")
+def test_too_many_layers_are_refused() -> None:
+    config = _core.Config()
+    config.n_layers = 100_001
+    with pytest.raises(ValueError, match="100001 layers are more than 100000"):
+        _core.ModelBuilder(config, np.zeros(1, np.uint8), config)
 
 
 def test_a_nan_logit_is_an_error_and_changes_nothing(device: str, tmp_path: Path) -> None:

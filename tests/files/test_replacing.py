@@ -64,8 +64,10 @@ def make_socket(path: Path) -> None:
 
 
 @posix_only
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS.keys())
-@pytest.mark.parametrize(("make", "kind"), [(make_fifo, "FIFO"), (make_socket, "socket")])
+@pytest.mark.parametrize(
+    ("write", "make", "kind"),
+    [*((write, make_fifo, "FIFO") for write in WRITERS.values()), (save, make_socket, "socket")],
+)
 def test_special_files_are_rejected_and_kept(
     tmp_path: Path, write: Callable[[Path], None], make: Callable[[Path], None], kind: str
 ) -> None:

@@ -30,8 +30,16 @@ def tensor_types(path: Path) -> dict[str, str]:
     return {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
 
 
-def weights(path: Path) -> dict[str, NDArray[np.float32]]:
-    return {t.name: quants.dequantize(t.data, t.tensor_type) for t in GGUFReader(path).tensors}
+class Weights:
+    """Values of the tensors of a file, by name."""
+
+    def __init__(self, path: Path) -> None:
+        self._tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        tensor = self._tensors[name]
+        values: NDArray[np.float32] = quants.dequantize(tensor.data, tensor.tensor_type)
+        return values
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -45,7 +53,7 @@ def test_matrices_have_the_requested_type_and_preserve_activation_variance(tmp_p
     assert {types[name] for name in norms} == {"F32"}
     assert {types[name] for name in types.keys() - norms} == {kind}
     assert "output.weight" in types
-    tensors = weights(path)
+    tensors = Weights(path)
     additions = math.sqrt(2 * 2)  # two a layer, two layers
     expected = {
         "token_embd.weight": 3 / 16,
@@ -65,7 +73,7 @@ def test_matrices_have_the_requested_type_and_preserve_activation_variance(tmp_p
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q6_K"])
 def test_every_column_of_a_block_varies(tmp_path: Path, kind: str) -> None:
     path = synth.synthesize(tmp_path / "m.gguf", **WIDE, tensor_type=kind)
-    assert (weights(path)["blk.0.ffn_up.weight"].std(axis=0) > 0).all()
+    assert (Weights(path)["blk.0.ffn_up.weight"].std(axis=0) > 0).all()
 
 
 def test_q8_0_never_holds_minus_128(tmp_path: Path) -> None:
@@ -77,7 +85,7 @@ def test_q8_0_never_holds_minus_128(tmp_path: Path) -> None:
 
 
 def test_norms_are_around_one_and_the_last_has_both_signs(tmp_path: Path) -> None:
-    tensors = weights(synth.synthesize(tmp_path / "m.gguf", **WIDE))
+    tensors = Weights(synth.synthesize(tmp_path / "m.gguf", **WIDE))
     assert tensors["blk.0.attn_norm.weight"].min() >= 0.75
     assert tensors["blk.0.attn_norm.weight"].max() <= 1.25
     last = tensors["output_norm.weight"]
@@ -175,7 +183,7 @@ def test_long_rope_has_two_tensors_and_the_published_factor_of_magnitude(tmp_pat
     assert value(reader, "phi3.rope.scaling.original_context_length") == 256 // 4
     magnitude = math.sqrt(1 + math.log(4) / math.log(64))
     assert value(reader, "phi3.rope.scaling.attn_factor") == pytest.approx(magnitude)
-    long, short = (weights(path)[f"rope_factors_{name}.weight"] for name in ("long", "short"))
+    long, short = (Weights(path)[f"rope_factors_{name}.weight"] for name in ("long", "short"))
     assert (long[0], long[-1], short[0]) == (1.0, 4.0, 1.0)
     assert 1.0 < short[-1] < 2.0
     with Model(path, device="cpu") as model:
@@ -191,7 +199,7 @@ def test_llama3_rope_factors_stretch_only_long_waves(tmp_path: Path) -> None:
         rope_scaling="llama3",
         rope_factor=8.0,
     )
-    factors = weights(path)["rope_freqs.weight"]
+    factors = Weights(path)["rope_freqs.weight"]
     original_context = 8192 / 8
     for i, factor in enumerate(factors):
         wavelength = 2 * math.pi * 500000.0 ** (2 * i / 32)

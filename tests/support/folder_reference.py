@@ -46,23 +46,22 @@ def attended(
     v: Array,
     heads: int,
     *,
-    seen: int | None = None,
     slopes: Sequence[float] = (),
     bias: Array | None = None,
 ) -> Array:
-    """Return attention of ``[n, dim]`` to the first `seen` tokens.
+    """Return attention of ``[n, dim]``.
 
     Slopes of ALiBi are those of each head; `bias` is added to scores, ``[heads, n, n]``.
     """
     q, k, v = (np.stack(np.split(x, heads, axis=1)) for x in (q, k, v))
-    scores = q @ k[:, :seen].swapaxes(1, 2) / math.sqrt(q.shape[2])
+    scores = q @ k.swapaxes(1, 2) / math.sqrt(q.shape[2])
     if slopes:
         place = np.arange(q.shape[1])
-        scores = scores - np.reshape(slopes, (-1, 1, 1)) * np.abs(place[:, None] - place[None, :seen])
+        scores = scores - np.reshape(slopes, (-1, 1, 1)) * np.abs(place[:, None] - place[None, :])
     if bias is not None:
         scores = scores + bias
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-    joined: Array = np.concatenate(list(weights / weights.sum(axis=2, keepdims=True) @ v[:, :seen]), axis=1)
+    joined: Array = np.concatenate(list(weights / weights.sum(axis=2, keepdims=True) @ v), axis=1)
     return joined
 
 
@@ -89,10 +88,8 @@ def rotated(x: Array, heads: int, base: float, factor: float = 1.0) -> Array:
     return joined
 
 
-def states(
-    folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: Mapping[str, str], seen: int | None = None
-) -> Array:
-    """Return the states of BERT or a relative after the last layer; tokens attend to the first `seen`.
+def states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: Mapping[str, str]) -> Array:
+    """Return the states of BERT or a relative after the last layer.
 
     `names` are those of BERT's modules in the class. Its tensors and settings tell what a layer does.
     """
@@ -128,9 +125,7 @@ def states(
         if config.get("position_embedding_type") == "rope":
             factor = (config["rope_scaling"] or {"factor": 1.0})["factor"]
             q, k = (rotated(y, heads, config["rope_theta"], factor) for y in (q, k))
-        read = t.linear(
-            of("attention.output.dense"), attended(q, k, v, heads, seen=seen, slopes=slopes, bias=bias)
-        )
+        read = t.linear(of("attention.output.dense"), attended(q, k, v, heads, slopes=slopes, bias=bias))
         block = t.normed(of("attention.output.LayerNorm"), x + read)
         x = t.normed(f"{at}layer_norm_1", x + block) if f"{at}layer_norm_1.weight" in t else block
         if f"{of('intermediate.gated')}.weight" in t:

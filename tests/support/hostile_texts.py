@@ -3,31 +3,22 @@
 from collections.abc import Iterator
 from random import Random
 
-COUNT = 10_000
+COUNT = 3_000
 
 # First and last code points.
 _RANGES = (
     *((0x20, 0x7E), (0x41, 0x5A), (0x61, 0x7A), (0x30, 0x39)),  # ASCII: all, letters, digits
     *((0x00, 0x1F), (0x7F, 0x9F)),  # control characters
-    *(
-        (0xA0, 0x17F),
-        (0x180, 0x24F),
-        (0x370, 0x3FF),
-        (0x400, 0x52F),
-        (0x1E00, 0x1FFF),
-    ),  # letters with accents
+    # Letters with accents.
+    *((0xA0, 0x17F), (0x180, 0x24F), (0x370, 0x3FF), (0x400, 0x52F), (0x1E00, 0x1FFF)),
     *((0x300, 0x36F), (0x1AB0, 0x1AFF), (0x20D0, 0x20FF), (0xFE20, 0xFE2F)),  # combining marks
     *((0x590, 0x6FF), (0x900, 0xDFF), (0xE00, 0xFFF)),  # Semitic, Indic, Thai, Tibetan
     *((0x3000, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0xF900, 0xFAFF)),  # East Asian
     *((0x20000, 0x2A6DF), (0x2F800, 0x2FA1F)),  # ideographs of the second plane
     *((0x2000, 0x206F), (0x2070, 0x218F), (0x2190, 0x27BF), (0xFF00, 0xFFEF)),  # spaces, numbers, symbols
     *((0x1D400, 0x1D7FF), (0x1F100, 0x1F2FF), (0x1F300, 0x1FAFF)),  # mathematical letters, squares, emoji
-    *(
-        (0xE000, 0xF8FF),
-        (0xFDD0, 0xFDEF),
-        (0xFFF0, 0xFFFF),
-        (0xE0000, 0xE01EF),
-    ),  # private, noncharacters, tags
+    # Private, noncharacters, tags.
+    *((0xE000, 0xF8FF), (0xFDD0, 0xFDEF), (0xFFF0, 0xFFFF), (0xE0000, 0xE01EF)),
     *((0x0, 0xD7FF), (0xE000, 0x10FFFF)),  # all but the surrogates
 )
 _SPACES = (
@@ -39,10 +30,7 @@ _ACCENTED = (
     "\u01c5 \u03a3\u03c2 \u0345 \u1fb3"
 )
 _EMOJI = (
-    "\U0001f469\u200d\U0001f469\u200d\U0001f467",
-    "\U0001f1e9\U0001f1ea",
-    "\u2764\ufe0f",
-    "1\ufe0f\u20e3",
+    *("\U0001f469\u200d\U0001f469\u200d\U0001f467", "\U0001f1e9\U0001f1ea", "\u2764\ufe0f", "1\ufe0f\u20e3"),
 )
 _WORDS = (
     "prefill processes whole prompts in one call; it decodes, scores, embeds and reranks unaffable "

@@ -238,26 +238,6 @@ def test_the_harness_can_select_the_device(
     assert opened == [{"device": expected, "threads": 3}]
 
 
-def test_results_match_the_harness_backend(tmp_path: Path) -> None:
-    """The same task and file, by lm-eval's backend hf on the weights that transformers dequantizes."""
-    for module in ("lm_eval", "torch", "transformers", "accelerate"):
-        pytest.importorskip(module)
-    from metal_prefill.integrations import MetalPrefillLM
-
-    path = choice_task.model(tmp_path)
-    ours = MetalPrefillLM(str(path), device="cpu", compute="f32", kv_dtype="f32")
-    found = choice_task.evaluate(ours, tmp_path)
-    expected = choice_task.evaluate(choice_task.transformers_model(path), tmp_path)
-    assert len(found["requests"]) == 20
-    agrees(found["requests"], expected["requests"])
-    assert found["scores"] == expected["scores"]
-    from lm_eval.api.instance import Instance
-
-    texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in choice_task.TEXTS]
-    theirs = choice_task.transformers_model(path).loglikelihood_rolling(texts)
-    assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs, abs=1e-3)
-
-
 def test_likelihoods_of_long_texts_match_transformers(tmp_path: Path) -> None:
     """Texts of up to several contexts, recorded as above."""
     recorded = json.loads(choice_task.FILE.read_text(encoding="utf-8"))["rolling"]

@@ -118,23 +118,6 @@ def test_texts_cannot_contain_control_tokens_or_placeholders(model: Model) -> No
     )
 
 
-def test_unsupported_models_are_reported(model: Model, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"document 0: .*surrogates"):
-        model.rerank(QUERY, ["\ud800"], template=TEMPLATE)
-    with pytest.raises(ContextOverflowError, match=r"document 1: \d+ tokens exceed the context of 1024"):
-        model.rerank(QUERY, ["a", "b " * 3000], template=TEMPLATE)
-    with pytest.raises(ValueError, match=r"a template for reranking has {query} and {document}"):
-        model.rerank(QUERY, ["a"], template="{query}")
-    with pytest.raises(ValueError, match="top_n must be at least 1, got 0"):
-        model.rerank(QUERY, ["a"], 0, template=TEMPLATE)
-    three = write(tmp_path / "three.gguf", CLASSIFIERS["qwen3, three classes"])
-    with (
-        Model(three, device="cpu") as other,
-        pytest.raises(ValueError, match=r"a head of 3 classes .low, middle, high.: set label to the one"),
-    ):
-        other.rerank(QUERY, ["a"], template=TEMPLATE)
-
-
 def test_documents_beyond_the_context_are_truncated_on_request(reranker: Path) -> None:
     long = "a b, " * 60
     with Model(reranker, device="cpu", max_context=40) as short, Model(reranker, device="cpu") as whole:
@@ -157,21 +140,6 @@ def test_queries_and_documents_are_normalized_to_nfc_on_request(model: Model) ->
     (plain,) = model.rerank(decomposed, [decomposed], template=TEMPLATE)
     (found,) = model.rerank(decomposed, [decomposed], template=TEMPLATE, unicode="NFC")
     assert found.score == expected.score != plain.score
-
-
-def test_a_pair_without_tokens_is_named(model: Model) -> None:
-    assert not model.tokenizer.add_bos
-    with pytest.raises(ValueError, match="document 1: its prompt has no tokens"):
-        model.rerank("", ["a", ""], template="{query}{document}")
-
-
-def test_a_model_without_the_answer_tokens_is_rejected(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        with pytest.raises(ValueError, match="no template is known for llama: a template is required"):
-            model.rerank(QUERY, ["a"])
-        too_long = "a " * 2 * model.max_context  # documents after the first are not encoded
-        with pytest.raises(ValueError, match=r"'yes' is . tokens: it is not a reranker"):
-            model.rerank(QUERY, ["a", too_long], template=TEMPLATE)
 
 
 # Classes.
@@ -320,22 +288,3 @@ def test_texts_and_labels_are_normalized_to_nfc_on_request(demo_path: Path) -> N
         np.testing.assert_array_equal(found.log_likelihoods, expected.log_likelihoods)
         assert not np.array_equal(found.log_likelihoods, plain.log_likelihoods)
         assert found.labels == (decomposed, "x")  # as they were given
-
-
-def test_invalid_classifications_are_reported(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        with pytest.raises(
-            ValueError, match=r"no classification head .cls.output.weight.: labels are required"
-        ):
-            model.classify(["a"])
-        with pytest.raises(ValueError, match="a label appears twice"):
-            model.classify(["a"], ["x", "x"])
-        with pytest.raises(ValueError, match=r"ends with {label}"):
-            model.classify(["a"], ["x"], "{label} {text}")
-        with pytest.raises(TypeError, match="labels must be a sequence of strings"):
-            model.classify(["a"], [])
-        with pytest.raises(ContextOverflowError, match="text 1, label 'x': "):
-            model.classify(["a", "word " * 5000], ["x"])
-        with pytest.raises(TypeError, match="template must be a string, got int"):
-            model.classify(["a"], ["x"], 3)  # type: ignore[arg-type]
-        assert model.classify([], ["x"]).probabilities.shape == (0, 1)

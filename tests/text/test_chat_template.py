@@ -25,11 +25,6 @@ CHATML = (
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TRIMMING = "{% for m in messages %}[INST] {{ m.content | trim }} [/INST]{% endfor %}"
-THINKING = (  # inspects messages and slices them
-    "{% for m in messages %}<turn>{% if m.content.startswith('<tool_response>') %}TOOL {% endif %}"
-    "{{ m.content.split('</think>')[-1].lstrip('\n') }}</s>{% endfor %}"
-)
 STRADDLING = "{% for m in messages %}<|im_{{ m.content }}{% endfor %}"
 
 USER_HI = [{"role": "user", "content": "Hi"}]
@@ -129,19 +124,6 @@ def test_the_text_of_a_message_is_unchanged(tokenizer_with: GGUFMaker) -> None:
     assert tokenizer.decode(ids, skip_special=False) == f"{START}user\n{content}{END}\n"
 
 
-def test_templates_may_trim_and_slice_messages() -> None:
-    messages = [{"role": "user", "content": f"  a {END} <b>\n"}]
-    assert text(ChatTemplate(TRIMMING, SPECIAL).render(messages, {})) == f"[INST] a {END} <b> [/INST]"
-    messages = [
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes </s>"},
-        {"role": "user", "content": "<tool_response>42"},
-        {"role": "user", "content": ">x"},
-    ]
-    pieces = ChatTemplate(THINKING, SPECIAL).render(messages, {})
-    assert text(pieces) == "<turn>Yes </s></s><turn>TOOL <tool_response>42</s><turn>>x</s>"
-    assert special(pieces) == ["<turn>", "</s>"] * 3
-
-
 def test_a_message_cannot_complete_a_control_token_of_the_template() -> None:
     for content in ("end|>", " end|>", "end|>end|>"):
         pieces = ChatTemplate(STRADDLING, SPECIAL).render([{"role": "user", "content": content}], {})
@@ -196,14 +178,6 @@ def test_nested_contents_are_searched_too() -> None:
     assert text(pieces) == f'a{END}{{"k{END}": ["é{END}", 1, null]}}'
 
 
-def test_variables_reach_the_template() -> None:
-    template = ChatTemplate("{{ bos_token }}{% if enable_thinking %}think{% endif %}", SPECIAL)
-    assert template.render([], {"bos_token": "<s>", "enable_thinking": True}) == [
-        ("<s>", True),
-        ("think", False),
-    ]
-
-
 def test_template_functions_work() -> None:
     source = (
         "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{% if i == 4 %}{% break %}{% endif %}"
@@ -256,18 +230,6 @@ def test_a_template_stays_in_its_sandbox(source: str) -> None:
 def test_a_template_of_the_wrong_type_is_a_file_error(tokenizer_with: GGUFMaker) -> None:
     with pytest.raises(GGUFError, match=r"tokenizer.chat_template has type int32, expected string"):
         tokenizer_with(7).apply_chat_template(USER_HI)
-
-
-def test_sentencepiece_vocabularies_have_templates_too(tokenizer_with: GGUFMaker) -> None:
-    tokenizer = tokenizer_with(
-        "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", VOCABULARIES["llama"](400)
-    )
-    bos, eos = tokenizer.bos_id, tokenizer.eos_id
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "</s>the"}]) == [
-        bos,
-        *tokenizer.encode("</s>the", add_bos=False),
-        eos,
-    ]
 
 
 def test_the_template_writes_the_bos_token(tokenizer_with: GGUFMaker) -> None:

@@ -17,7 +17,7 @@ from metal_prefill.text import Tokenizer, _segmentation, _tokenizer
 
 RECORD: dict[str, Any] = json.loads(comparison.TOKENS.read_text())
 WHOLE = 1 << 40  # characters of a part, which no text has
-TEXTS = [*RECORD["texts"], *hostile_texts(600, seed=5), "И был вечер и было утро", "a  b c\n d"]
+TEXTS = [*RECORD["texts"], *hostile_texts(150, seed=5), "И был вечер и было утро", "a  b c\n d"]
 BETWEEN = " and  the King's \u2581x "
 TEXT = BETWEEN.join(TEXTS)
 SHORT = BETWEEN.join(TEXTS[:: max(len(TEXTS) // 60, 1)])  # for the places, which add up whatever the words

@@ -263,11 +263,8 @@ TEXTS = [
     *('<|tool_call>call:clock{a:<escape>b<|"|>}', "<|tool_call>call:clock{a:[1}}", "<|tool_call>call"),
     '<|tool_call>call:clock{a:"b}"}',
     "<|tool_call>call:clock{a:" + "[" * 65 + "]" * 65 + "}",
-    *(
-        "```python\nclock()\n```",
-        "```tool_code\nprint(clock()\n```",
-        "```tool_code\nprint(print(clock()))\n```",
-    ),
+    *("```python\nclock()\n```", "```tool_code\nprint(clock()\n```"),
+    "```tool_code\nprint(print(clock()))\n```",
     '<function=other>{"city": "Verona"}</function>',
     "<function=clock>{]</function>",
 ]
@@ -472,7 +469,7 @@ def steps_of(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
 )
 def test_parsing_takes_linear_time(parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (5, 100_000):
-        once, twice = (steps_of("".join(part * n for part in parts), size, monkeypatch) for n in (100, 200))
+        once, twice = (steps_of("".join(part * n for part in parts), size, monkeypatch) for n in (50, 100))
         assert twice < 2.2 * once
 
 

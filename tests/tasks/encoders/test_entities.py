@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from support.encoder_tasks import NEAR, FileOf, opened
 from support.entity_folders import LABELS, RECORD, RECORDED, TEXTS, calls_of
-from support.task_folders import TAGGERS
 
 from metal_prefill import ClosedError, ContextOverflowError, Model
 from metal_prefill.cli import main
@@ -152,41 +151,6 @@ def test_texts_and_labels_that_do_not_fit_are_named(file_of: FileOf) -> None:
             model.find_entities(["king " * 29], LABELS)
         with pytest.warns(UserWarning, match="context of 40 tokens"):
             assert model.find_entities(["king " * 29], LABELS, truncate="end", threshold=0.0)[0]
-
-
-@pytest.mark.parametrize("name", ["bert", "modernbert and bert"])
-def test_arguments_that_are_not_valid_are_refused(file_of: FileOf, name: str) -> None:
-    with opened(file_of(RECORDED[name])) as model:
-        assert model.find_entities([], LABELS) == []
-        for labels, error, message in (
-            ([], ValueError, "labels must name at least one"),
-            ("person", TypeError, "labels must be a sequence of strings, got one str"),
-            (["a", 1], TypeError, "label 1 must be a string, got int"),
-            (["a", "\u200b"], ValueError, "label '\\\\u200b' has no tokens"),
-        ):
-            with pytest.raises(error, match=message):
-                model.find_entities(["a"], labels)  # type: ignore[arg-type]
-        for options, error, message in (
-            ({"threshold": 1.5}, ValueError, "threshold must be between 0 and 1, got 1.5"),
-            ({"threshold": "1"}, TypeError, "threshold must be a number, got str"),
-            ({"flat_ner": 1}, TypeError, "flat_ner must be a bool, got int"),
-            ({"truncate": "start"}, ValueError, "truncate must be one of error, end"),
-        ):
-            with pytest.raises(error, match=message):
-                model.find_entities(["a"], ["b"], **options)
-        with pytest.raises(TypeError, match="text 0 must be a string, got NoneType"):
-            model.find_entities([None], ["b"])  # type: ignore[list-item]
-        with pytest.raises(ValueError, match=r"text 0: .*surrogates"):
-            model.find_entities(["\ud800"], ["b"])
-        with pytest.raises(ValueError, match="labels that a call names: use find_entities"):
-            model.label_tokens(["a"])
-        with pytest.raises(ValueError, match=r"is an encoder, .*: use find_entities"):
-            list(model.generate("a", 1))
-    with (
-        opened(file_of(TAGGERS["bert"])) as model,
-        pytest.raises(ValueError, match="it has no head of GLiNER: use label_tokens"),
-    ):
-        model.find_entities(["a"], ["b"])
 
 
 def test_a_command_prints_entities(file_of: FileOf, capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,11 +108,6 @@ def test_pooling_for_classes_is_a_setting_of_modernbert_alone(tmp_path: Path) ->
     assert "bert.classifier.pooling_type" not in fields
 
 
-def test_pairs_require_an_encoder(demo: Model) -> None:
-    with pytest.raises(ValueError, match="has no classification head"):
-        demo.classify([("a", "b")])
-
-
 def test_a_command_prints_classes(
     file_of: FileOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,14 +190,6 @@ def test_classes_without_an_affirmative_one_need_a_label(tmp_path: Path, labels:
             model.rerank(QUERY, DOCUMENTS, label="Gut")
         with pytest.raises(TypeError, match="label must be a string, got int"):
             model.rerank(QUERY, DOCUMENTS, label=1)  # type: ignore[arg-type]
-
-
-def test_a_single_output_has_no_label_to_choose(file_of: FileOf) -> None:
-    with (
-        opened(file_of(RANKERS["bert"])) as model,
-        pytest.raises(ValueError, match=r"label is 'x', but .* a head of 1 classes"),
-    ):
-        model.rerank(QUERY, DOCUMENTS, label="x")
 
 
 @pytest.fixture(params=[0, 100], ids=["scores near 1", "scores of 1"])

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from support import encoder_tokenizers, gguf_bytes, model_folders, task_folders, tokenizer_folders
 from support.encoder_tasks import NEAR, FileOf, opened, scores_of
-from support.folder_reference import Array, states
 from support.gguf_mutator import take_apart
-from support.model_folders import Folder
+from support.model_folders import read
 from support.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS
 from tokenizers import Tokenizer
 
@@ -166,8 +165,6 @@ def test_late_interaction_works_without_a_projection(tmp_path: Path) -> None:
         query, *documents = model.embed([QUERY, *DOCUMENTS], pooling="none")
         expected = [(query @ rows.T).max(axis=1).sum() for rows in documents]
         np.testing.assert_allclose(scores_of(model, how="late"), expected, rtol=1e-6)
-        with pytest.raises(ValueError, match="is an encoder without a classification head: it does not rank"):
-            model.rerank(QUERY, DOCUMENTS)
 
 
 def test_token_vectors_are_projected_and_truncated(file_of: FileOf) -> None:
@@ -200,70 +197,37 @@ def test_a_command_ranks_by_late_interaction(
     assert "has a vector for each token" in capsys.readouterr().err
 
 
-class ColBert:
-    """The model of a folder, as its paper and library describe it.
-
-    A marker replaces the token of a full stop in front of the text. Masks fill a query up; other tokens do
-    not attend to them unless `attend`.
-    """
-
-    def __init__(self, folder: Folder) -> None:
-        self.folder = folder
-        self.projection = folder.tensors["linear.weight"].astype(np.float64)
-        self.tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-
-    def query(self, text: str, *, attend: bool = False, length: int = 32) -> Array:
-        ids = self._marked(text, "[unused0]")
-        end = [self._id("[SEP]")]
-        ids = ids if len(ids) <= length else ids[: length - 1] + end
-        seen = len(ids)
-        ids += [self._id("[MASK]")] * (length - len(ids))
-        return self._vectors(ids, length if attend else seen)
-
-    def document(self, text: str) -> Array:
-        ids = self._marked(text, "[unused1]")
-        punctuation = [self._id(symbol) for symbol in string.punctuation]
-        return self._vectors(ids, len(ids))[[i not in punctuation for i in ids]]
-
-    def score(self, query: str, document: str) -> float:
-        return float((self.query(query) @ self.document(document).T).max(axis=1).sum())
-
-    def _marked(self, text: str, marker: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(". " + text).ids
-        return [ids[0], self._id(marker), *ids[2:]]
-
-    def _id(self, token: str) -> int:
-        found = self.tokenizer.token_to_id(token)
-        return -1 if found is None else found
-
-    def _vectors(self, ids: list[int], seen: int) -> Array:
-        x = states(self.folder, np.array(ids), "bert.", {}, seen)
-        vectors = x @ self.projection.T
-        unit: Array = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-        return unit
+STANFORD = "metal_prefill.query_expansion."
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> ColBert:
-    folder = task_folders.stanford(tmp_path_factory.mktemp("colbert"))
-    return ColBert(folder)
-
-
-def test_vectors_and_scores_match_float64(device: str, file_of: FileOf, expected: ColBert) -> None:
-    near: dict[str, Any] = {"rtol": 0, "atol": 4 * NEAR[device]}
-    with opened(file_of(task_folders.stanford), device) as model:
-        for query in (QUERY, "who", ""):
-            vectors = model.embed([query], instruction="query")[0]
-            np.testing.assert_allclose(vectors, expected.query(query), **near)
-        with pytest.raises(ContextOverflowError, match="exceed the 32 of this model's queries"):
-            model.embed([LONG_QUERY], instruction="query")
-        with pytest.warns(UserWarning, match="lost their ends"):
-            cut = model.embed([LONG_QUERY], instruction="query", truncate="end")[0]
-        np.testing.assert_allclose(cut, expected.query(LONG_QUERY), **near)
-        scores = [expected.score(QUERY, document) for document in DOCUMENTS]
-        np.testing.assert_allclose(scores_of(model), scores, rtol=2e-6 if device == "cpu" else 2e-3)
+@pytest.mark.parametrize(
+    ("settings", "expansion", "skipped"),
+    [
+        ({}, (32, False), string.punctuation),
+        ({"attend_to_mask_tokens": True, "query_maxlen": 20}, (20, True), string.punctuation),
+        ({"mask_punctuation": False}, (32, False), ""),
+        (None, (32, False), string.punctuation),
+    ],
+)
+def test_a_checkpoint_of_colbert_states_markers_masks_and_punctuation(
+    tmp_path: Path, settings: dict[str, Any] | None, expansion: tuple[int, bool], skipped: str
+) -> None:
+    """Those of the library, of which a checkpoint may state none."""
+    folder = task_folders.stanford(tmp_path / "m", **(settings or {}))
+    if settings is None:
+        folder.tensors["linear.weight"] = np.resize(folder.tensors["linear.weight"], (128, 32))
+        (folder.path / "artifact.metadata").unlink()
+    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+    ids = json.loads((folder.path / "tokenizer.json").read_bytes())["model"]["vocab"]
+    found = {key.removeprefix(STANFORD): value for key, value in fields.items() if key.startswith(STANFORD)}
+    length, seen = expansion
+    assert found == {"length": length, "seen": seen, "fixed": True, "token": ids["[MASK]"]}
+    assert [fields[f"{PROMPT_KEYS}{name}"] for name in ("query", "document")] == ["[unused0] ", "[unused1] "]
+    assert {fields["tokenizer.ggml.token_type"][ids[f"[unused{i}]"]] for i in (0, 1)} == {3}
+    assert set(fields.get("metal_prefill.skipped_tokens", ())) == {
+        ids[symbol] for symbol in skipped if symbol in ids
+    }
+    np.testing.assert_array_equal(tensors["dense_2.weight"], folder.tensors["linear.weight"])
 
 
 def test_texts_follow_their_markers_as_they_follow_a_full_stop(tmp_path: Path) -> None:
@@ -277,37 +241,3 @@ def test_texts_follow_their_markers_as_they_follow_a_full_stop(tmp_path: Path) -
     for text in ("the king", " the", "  a  b", ".", "1,2", ""):
         expected = [ours.bos_id, *theirs.encode(f". {text}", add_special_tokens=False).ids[1:]]
         assert form.tokens(ours, text, PromptRules()) == expected, repr(text)
-
-
-def test_tokens_attend_to_masks_on_request(tmp_path: Path) -> None:
-    folder = task_folders.stanford(tmp_path / "folder", attend_to_mask_tokens=True, query_maxlen=20)
-    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
-        vectors = model.embed([QUERY], instruction="query")[0]
-    np.testing.assert_allclose(
-        vectors, ColBert(folder).query(QUERY, attend=True, length=20), atol=4 * NEAR["cpu"]
-    )
-
-
-def test_punctuation_is_compared_on_request(tmp_path: Path, file_of: FileOf, expected: ColBert) -> None:
-    folder = task_folders.stanford(tmp_path / "folder", mask_punctuation=False)
-    with (
-        opened(convert(folder.write(), tmp_path / "m.gguf")) as model,
-        opened(file_of(task_folders.stanford)) as usual,
-    ):
-        documents = ["!?", "The king, the queen: dead.", "who?"]
-        query, scores = expected.query(QUERY), scores_of(model, documents)
-        whole = model.embed(documents, instruction="document")
-        np.testing.assert_allclose(scores, [(query @ rows.T).max(axis=1).sum() for rows in whole], rtol=2e-6)
-        added = (scores - scores_of(usual, documents)) / scores
-        assert np.all(added > -2e-6)  # products of other sizes round differently
-        assert np.any(added > 1e-3)
-
-
-def test_missing_settings_are_those_of_the_library(tmp_path: Path) -> None:
-    folder = task_folders.stanford(tmp_path / "folder")
-    folder.tensors["linear.weight"] = np.resize(folder.tensors["linear.weight"], (128, 32))
-    (folder.path / "artifact.metadata").unlink()
-    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
-        np.testing.assert_allclose(
-            model.embed([QUERY], instruction="query")[0], ColBert(folder).query(QUERY), atol=4 * NEAR["cpu"]
-        )

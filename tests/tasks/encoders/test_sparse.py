@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import model_folders, task_folders
+from support import task_folders
 from support.bert_relatives import distilbert_masked, gte_masked, routed, vocabulary_vector
 from support.encoder_tasks import NEAR, opened
 from support.folder_reference import Array, FolderTensors
@@ -129,11 +129,6 @@ def test_queries_of_a_router_match_sentence_transformers(tmp_path: Path, device:
             model.embed_sparse([long], instruction="query", truncate="end")
 
 
-def test_other_models_have_no_such_vectors(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, pytest.raises(ValueError, match="no head for vectors over"):
-        model.embed_sparse(["a"])
-
-
 @pytest.fixture
 def hybrid(tmp_path: Path) -> Folder:
     folder = task_folders.hybrid(tmp_path / "m")
@@ -173,16 +168,6 @@ def test_three_kinds_of_vectors_match_float64(hybrid: Folder, tmp_path: Path, de
             np.testing.assert_allclose(
                 found.sparse[i].weights, [expected[j] for j in sorted(expected)], atol=NEAR[device]
             )
-
-
-def test_a_model_without_the_heads_is_refused(tmp_path: Path) -> None:
-    hybrid = model_folders.bert(tmp_path / "m")
-    hybrid.pool()
-    with (
-        Model(hybrid.write(), device="cpu") as model,
-        pytest.raises(ValueError, match="lacks the heads for weights"),
-    ):
-        model.embed_hybrid(["a"])
 
 
 def test_a_damaged_pickle_is_an_error(hybrid: Folder) -> None:

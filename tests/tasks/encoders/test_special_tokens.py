@@ -106,9 +106,9 @@ RULES = PromptRules("end")
 WORDS = ("the", "king", "is", "dead", "unaffable")
 
 
-@pytest.fixture(params=RANKERS)
+@pytest.fixture(params=TOKENIZERS)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return RANKERS[request.param](tmp_path / "m").write()
+    return TOKENIZERS[request.param](tmp_path / "m").write()
 
 
 def text(random: Random) -> str:

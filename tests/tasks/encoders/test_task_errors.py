@@ -4,6 +4,8 @@ import asyncio
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from support.encoder_tasks import FileOf, opened
 from support.entity_folders import RECORDED
 from support.gguf_bytes import text
 from support.gguf_mutator import take_apart
-from support.small_models import with_tensor
+from support.model_folders import Folder
+from support.small_models import CLASSIFIERS as SMALL_CLASSIFIERS
+from support.small_models import EMBEDDERS, SmallModel, with_tensor, write
 from support.task_folders import CLASSIFIERS, DOCUMENTS, QUERY, RANKERS, TAGGERS, TEXTS
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, NumericalError
@@ -77,41 +81,137 @@ def test_long_texts_are_rejected_or_truncated(file_of: FileOf, kind: str) -> Non
             assert model.rerank(QUERY, [shorter])[0].score == cut
 
 
-def test_options_unsupported_by_the_model_are_rejected(file_of: FileOf) -> None:
-    pairs = file_of(RANKERS["bert"])
-    tags = file_of(TAGGERS["bert"])
-    late = file_of(task_folders.late_interaction)
-    with opened(pairs) as ranker, opened(tags) as tagger, opened(late) as projecting:
-        for options, message in (
-            ({"template": "{query} {document}"}, "template is not supported"),
-            ({"instruction": "web search"}, "instruction is not supported"),
-            ({"how": "late"}, "has a classification head, which scores pairs"),
-            ({"how": "early"}, "how must be 'late' or None, got 'early'"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                ranker.rerank(QUERY, DOCUMENTS, **options)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="template is not supported"):
-            projecting.rerank(QUERY, DOCUMENTS, template="{query} {document}")
-        with pytest.raises(ValueError, match="has labels for whole texts: use classify"):
-            ranker.label_tokens(TEXTS)
-        with pytest.raises(ValueError, match="has labels for tokens: use label_tokens"):
-            tagger.classify(TEXTS)
-        with pytest.raises(ValueError, match="has no classification head"):
-            projecting.label_tokens(TEXTS)
-        with pytest.raises(ValueError, match=r"no classification head .*: use embed, or rerank$"):
-            projecting.classify(TEXTS)
-        with pytest.raises(ValueError, match=r"predicts no text: use embed, or rerank$"):
-            projecting.classify(TEXTS, ["a", "b"])
-        with pytest.raises(ValueError, match="is an encoder, which predicts no text: leave labels out"):
-            ranker.classify(TEXTS, ["a", "b"])
-        with pytest.raises(TypeError, match="text 0 must be a string or a pair of strings, got tuple"):
-            ranker.classify([("a", "b", "c")])  # type: ignore[list-item]
-        with pytest.raises(ValueError, match="strategy must be one of"):
-            tagger.label_tokens(TEXTS, strategy="best")
-        with pytest.raises(ValueError, match=r"text 1: .*surrogates"):
-            tagger.label_tokens(["a", "\ud800"])
-        with pytest.raises(TypeError, match="texts must be a sequence of strings"):
-            tagger.label_tokens("a")
+Call = Callable[[Model], Any]
+# Models by the name that a row of `REFUSED` gives them.
+MADE: dict[str, Callable[[Path], Folder]] = {
+    "plain": lambda path: model_folders.bert(path).pool(),
+    "pairs": RANKERS["bert"],
+    "tags": TAGGERS["bert"],
+    "late": task_folders.late_interaction,
+    "entities": RECORDED["bert"],
+    "labelled": RECORDED["modernbert and bert"],
+}
+WRITTEN: dict[str, SmallModel] = {
+    "yes or no": SMALL_CLASSIFIERS["qwen3, yes and no"],
+    "classes": SMALL_CLASSIFIERS["qwen3, three classes"],
+    "vectors": EMBEDDERS["qwen3, last"],
+}
+PAIR = "{query} {document}"
+
+
+def ranks(query: Any = QUERY, documents: Any = DOCUMENTS, *more: Any, **options: Any) -> Call:
+    return lambda model: model.rerank(query, documents, *more, **options)
+
+
+def classifies(texts: Any = TEXTS, *more: Any, **options: Any) -> Call:
+    return lambda model: model.classify(texts, *more, **options)
+
+
+def labels(texts: Any = TEXTS, **options: Any) -> Call:
+    return lambda model: model.label_tokens(texts, **options)
+
+
+def embeds(**options: Any) -> Call:
+    return lambda model: model.embed(["a"], **options)
+
+
+def finds(texts: Any = ("a",), of: Any = ("b",), **options: Any) -> Call:
+    return lambda model: model.find_entities(texts, of, **options)
+
+
+# Models, calls, and the errors.
+REFUSED: list[tuple[str, Call, type[Exception], str]] = [
+    ("pairs", ranks(template=PAIR), ValueError, "template is not supported"),
+    ("pairs", ranks(instruction="web search"), ValueError, "instruction is not supported"),
+    ("pairs", ranks(how="late"), ValueError, "has a classification head, which scores pairs"),
+    ("pairs", ranks(how="early"), ValueError, "how must be 'late' or None, got 'early'"),
+    ("pairs", ranks(label="x"), ValueError, "label is 'x', but .* a head of 1 classes"),
+    ("pairs", labels(), ValueError, "has labels for whole texts: use classify"),
+    ("pairs", classifies(TEXTS, ["a", "b"]), ValueError, "an encoder, which predicts no text: leave labels"),
+    ("pairs", classifies([("a", "b", "c")]), TypeError, "text 0 must be a string or a pair of .*got tuple"),
+    ("late", ranks(template=PAIR), ValueError, "template is not supported"),
+    ("late", labels(), ValueError, "has no classification head"),
+    ("late", classifies(), ValueError, "no classification head .*: use embed, or rerank$"),
+    ("late", classifies(TEXTS, ["a", "b"]), ValueError, "predicts no text: use embed, or rerank$"),
+    ("tags", classifies(), ValueError, "has labels for tokens: use label_tokens"),
+    ("tags", labels(strategy="best"), ValueError, "strategy must be one of"),
+    ("tags", labels(["a", "\ud800"]), ValueError, r"text 1: .*surrogates"),
+    ("tags", labels("a"), TypeError, "texts must be a sequence of strings"),
+    ("tags", finds(), ValueError, "it has no head of GLiNER: use label_tokens"),
+    ("plain", ranks(), ValueError, "is an encoder without a classification head: it does not rank"),
+    ("plain", lambda model: model.embed_hybrid(["a"]), ValueError, "lacks the heads for weights"),
+    *(
+        (name, call, error, message)
+        for name in ("entities", "labelled")
+        for call, error, message in (
+            (finds(of=[]), ValueError, "labels must name at least one"),
+            (finds(of="person"), TypeError, "labels must be a sequence of strings, got one str"),
+            (finds(of=["a", 1]), TypeError, "label 1 must be a string, got int"),
+            (finds(of=["a", "\u200b"]), ValueError, "label '\\\\u200b' has no tokens"),
+            (finds(threshold=1.5), ValueError, "threshold must be between 0 and 1, got 1.5"),
+            (finds(threshold="1"), TypeError, "threshold must be a number, got str"),
+            (finds(flat_ner=1), TypeError, "flat_ner must be a bool, got int"),
+            (finds(truncate="start"), ValueError, "truncate must be one of error, end"),
+            (finds([None]), TypeError, "text 0 must be a string, got NoneType"),
+            (finds(["\ud800"]), ValueError, r"text 0: .*surrogates"),
+            (labels(), ValueError, "labels that a call names: use find_entities"),
+            (lambda model: list(model.generate("a", 1)), ValueError, "is an encoder, .*: use find_entities"),
+        )
+    ),
+    ("yes or no", ranks(QUERY, ["\ud800"], template=PAIR), ValueError, r"document 0: .*surrogates"),
+    (
+        "yes or no", ranks(QUERY, ["a", "b " * 3000], template=PAIR),
+        ContextOverflowError, r"document 1: \d+ tokens exceed the context of 1024",
+    ),
+    ("yes or no", ranks(template="{query}"), ValueError, "template for reranking has {query} and {document}"),
+    ("yes or no", ranks(QUERY, ["a"], 0, template=PAIR), ValueError, "top_n must be at least 1, got 0"),
+    ("yes or no", ranks("", ["a", ""], template="{query}{document}"), ValueError, "its prompt has no tokens"),
+    ("classes", ranks(template=PAIR), ValueError, "head of 3 classes .low, middle, high.: set label"),
+    ("vectors", embeds(dimensions=65), ValueError, "dimensions must be between 1 and 64, got 65"),
+    ("vectors", embeds(dimensions=0), ValueError, "dimensions must be between 1 and 64, got 0"),
+    ("vectors", embeds(pooling="sum"), ValueError, "must be one of none, mean, .*, mean_sqrt_len; got 'sum'"),
+    ("vectors", embeds(pooling="rank"), ValueError, "use rerank, or classify"),
+    ("vectors", embeds(pooling="cls"), ValueError, "its attention is causal"),
+    ("vectors", embeds(unicode="nfc"), ValueError, "unicode must be one of NFC; got 'nfc'"),
+    ("demo", embeds(), ValueError, "sets no pooling .llama.pooling_type.: choose one, such as"),
+    ("demo", lambda model: model.embed_sparse(["a"]), ValueError, "no head for vectors over"),
+    ("demo", ranks(), ValueError, "no template is known for llama: a template is required"),
+    # Documents after the first are not encoded.
+    ("demo", ranks(QUERY, ["a", "a " * 3000], template=PAIR), ValueError, "'yes' is . tokens: it is not"),
+    ("demo", classifies([("a", "b")]), ValueError, "has no classification head"),
+    ("demo", classifies(), ValueError, "no classification head .cls.output.weight.: labels are required"),
+    ("demo", classifies(["a"], ["x", "x"]), ValueError, "a label appears twice"),
+    ("demo", classifies(["a"], ["x"], "{label} {text}"), ValueError, "ends with {label}"),
+    ("demo", classifies(["a"], []), TypeError, "labels must be a sequence of strings"),
+    ("demo", classifies(["a", "word " * 5000], ["x"]), ContextOverflowError, "text 1, label 'x': "),
+    ("demo", classifies(["a"], ["x"], 3), TypeError, "template must be a string, got int"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_of(
+    file_of: FileOf, demo_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Model]]:
+    """Return a function that opens a model by its name, once."""
+    with ExitStack() as stack:
+
+        @cache
+        def model_of(name: str) -> Model:
+            if name in WRITTEN:
+                path = write(tmp_path_factory.mktemp("model") / "m.gguf", WRITTEN[name])
+            else:
+                path = file_of(MADE[name]) if name in MADE else demo_path
+            return stack.enter_context(opened(path))
+
+        yield model_of
+
+
+@pytest.mark.parametrize(("name", "call", "error", "message"), REFUSED, ids=[row[3] for row in REFUSED])
+def test_calls_that_a_model_does_not_take_are_refused_by_name(
+    model_of: Callable[[str], Model], name: str, call: Call, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call(model_of(name))
 
 
 def test_generating_methods_name_the_alternatives(file_of: FileOf, tmp_path: Path) -> None:
