@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,14 @@ from support.adapter_folders import RANK, TASKS, WORDS, adapter
 from support.bert_relatives import gte
 from support.encoder_folders import RECORDED
 from support.model_folders import DIM, Folder, read, values
-from support.task_folders import TEXTS
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 from metal_prefill.sentence_transformers import SentenceTransformer
 
-deberta = RECORDED["deberta"]
-QUERY = "encoder.layer.0.attention.self.query"
+QUERY, PREFIX = "encoder.layer.0.attention.self.query", "new."
+VOCAB = 1517  # of `bert`
 
 
 def summed(folder: Folder, shapes: dict[str, tuple[int, int]], scale: float, prefix: str = "") -> Folder:
@@ -43,59 +43,35 @@ def bert(path: Path) -> Folder:
     return folder
 
 
-def test_vectors_are_those_of_the_sums(tmp_path: Path, device: str) -> None:
-    folder = bert(tmp_path / "m")
-    shapes = {QUERY: (DIM, DIM), WORDS: folder.tensors[f"{WORDS}.weight"].shape}
-    added = adapter(tmp_path / "adapter", shapes, lora_alpha=80)
-    options: dict[str, Any] = {"device": device, "compute": "f32", "kv_dtype": "f32"}
-    if device == "metal":
-        del options["compute"]
-    with Model(folder.write(), **options) as model:
-        plain = model.embed(TEXTS)
-    with Model(folder.path, adapter=added, **options) as model:
-        found = model.embed(TEXTS)
-    with Model(summed(folder, shapes, 20.0).write(), **options) as model:
-        expected = model.embed(TEXTS)
-    assert (found * expected).sum(axis=1).min() > 0.99999
-    assert np.abs(found - plain).max() > 0.01
+# Folders, modules with an adapter, settings, and the factor of the products.
+ADDED: list[tuple[Callable[[Path], Folder], dict[str, tuple[int, int]], dict[str, Any], float]] = [
+    (bert, {QUERY: (DIM, DIM), WORDS: (VOCAB, DIM)}, {}, 2.0),
+    (bert, {QUERY: (DIM, DIM)}, {"use_rslora": True}, 8 / math.sqrt(RANK)),
+    (bert, {QUERY: (DIM, DIM)}, {"alpha_pattern": {"query": 2}}, 0.5),
+    (bert, {QUERY: (DIM, DIM)}, {"alpha_pattern": {"key": 2}}, 2.0),
+    # Relative positions follow from the sums.
+    (RECORDED["deberta"], {"encoder.layer.0.attention.self.key_proj": (DIM, DIM)}, {"lora_alpha": 80}, 20.0),
+    # Several projections in one matrix are divided with it.
+    (gte, {f"{PREFIX}encoder.layer.1.attention.qkv_proj": (3 * DIM, DIM)}, {}, 2.0),
+]
 
 
-def test_relative_positions_follow_from_the_sums(tmp_path: Path) -> None:
-    folder = deberta(tmp_path / "m")
-    shapes = {"encoder.layer.0.attention.self.key_proj": (DIM, DIM)}
-    added = adapter(tmp_path / "adapter", shapes, lora_alpha=80)
-    _, found = read(convert(folder.write(), tmp_path / "a.gguf", adapter=added))
-    _, expected = read(convert(summed(folder, shapes, 20.0).write(), tmp_path / "b.gguf"))
-    name = "blk.0.attn_rel_k.weight"
-    np.testing.assert_allclose(found[name], expected[name], atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("config", "scale"),
-    [
-        ({}, 2.0),
-        ({"use_rslora": True}, 8 / math.sqrt(RANK)),
-        ({"alpha_pattern": {"query": 2}}, 0.5),
-        ({"alpha_pattern": {"key": 2}}, 2.0),
-    ],
-)
-def test_the_scale_is_that_of_peft(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
-    folder = bert(tmp_path / "m")
-    added = adapter(tmp_path / "adapter", {QUERY: (DIM, DIM)}, **config)
-    found = read(convert(folder.write(), tmp_path / "found.gguf", adapter=added))[1]["blk.0.attn_q.weight"]
-    expected = summed(folder, {QUERY: (DIM, DIM)}, scale).tensors[f"{QUERY}.weight"]
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_an_adapter_of_several_projections_in_one_matrix_is_divided_with_it(tmp_path: Path) -> None:
-    folder = gte(tmp_path / "m")
-    shapes = {"new.encoder.layer.1.attention.qkv_proj": (3 * DIM, DIM)}
-    added = adapter(tmp_path / "adapter", shapes)
+@pytest.mark.parametrize(("make", "shapes", "config", "scale"), ADDED)
+def test_products_are_added_to_the_weights_as_by_peft(
+    tmp_path: Path,
+    make: Callable[[Path], Folder],
+    shapes: dict[str, tuple[int, int]],
+    config: dict[str, Any],
+    scale: float,
+) -> None:
+    folder = make(tmp_path / "m")
+    added = adapter(tmp_path / "adapter", shapes, **config)
     found = read(convert(folder.write(), tmp_path / "found.gguf", adapter=added))[1]
-    summed(folder, shapes, 2.0, prefix="new.").write()
-    expected = read(convert(folder.path, tmp_path / "expected.gguf"))[1]
+    whole = summed(folder, shapes, scale, PREFIX).write()
+    expected = read(convert(whole, tmp_path / "expected.gguf"))[1]
+    assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        np.testing.assert_allclose(found[name], tensor, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 def test_the_commands_have_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

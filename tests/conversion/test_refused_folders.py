@@ -92,12 +92,8 @@ def damaged(name: str, content: bytes | None = None) -> Change:
 
 def indexed(files: dict[str, Any]) -> Change:
     """Write an index of the weights in their place."""
-
-    def change(folder: Folder) -> Path:
-        folder.json("model.safetensors.index.json", {"weight_map": files})
-        return damaged("model.safetensors")(folder)
-
-    return change
+    index = file("model.safetensors.index.json", weight_map=files)
+    return both(index, damaged("model.safetensors"))
 
 
 def tensor(name: str, shape: Sequence[int]) -> Change:
@@ -126,6 +122,10 @@ def in_tokenizer(change: Callable[[Any], Any]) -> Change:
         folder.json("tokenizer.json", content)
 
     return apply
+
+
+def with_score(model: dict[str, Any], score: float) -> None:
+    model["vocab"][5][1] = score
 
 
 def with_lines(folder: Folder) -> None:
@@ -520,10 +520,9 @@ def pickle(content: bytes) -> Change:
 
 
 MODULES: list[Case] = [
-    *(
-        (gemma3, attends(*kinds), NOT, "full_attention or sliding_attention for each of the 2")
-        for kinds in (["conv"] * 2, ["full_attention"], [{}, []])
-    ),
+    (gemma3, attends("conv", "conv"), NOT, "full_attention or sliding_attention for each of the 2"),
+    (gemma3, attends("full_attention"), NOT, "full_attention or sliding_attention for each of the 2"),
+    (gemma3, attends({}, []), NOT, "full_attention or sliding_attention for each of the 2"),
     (gemma3, rope_of_windows(rope_type="yarn"), NOT, r"sliding_attention\.rope_type is 'yarn'"),
     (bert, modules("Transformer", "Dense", "Pooling"), NOT, "modules are Transformer, Dense, Pooling"),
     (bert, modules("Transformer", "Pooling", "Pooling"), NOT, "modules are Transformer, Pooling"),
@@ -622,7 +621,7 @@ MODULES: list[Case] = [
     *((hybrid, pickle(content), (BAD, NOT), message) for content, message in PICKLES),
     *((hybrid, file(PICKLE, content), NOT, "is not a zip archive") for content in (b"\x80\x02.", b"")),
     *(
-        (unigram, in_tokenizer(lambda m, n=n: m["vocab"][5].__setitem__(1, n)), BAD, SCORES)
+        (unigram, in_tokenizer(partial(with_score, score=n)), BAD, SCORES)
         for n in (10**400, 1e300, ABOVE, -ABOVE, math.nan)
     ),
     (

@@ -13,7 +13,11 @@ from support.model_folders import Folder
 
 from metal_prefill.conversion import _weights, convert
 
-_ALL = {**decoder_folders.RECORDED, **encoder_folders.RECORDED, **encoder_folders.NOMIC_MOE}
+_ALL: dict[str, Callable[[Path], Folder]] = {
+    **decoder_folders.RECORDED,
+    **encoder_folders.RECORDED,
+    **encoder_folders.NOMIC_MOE,
+}
 # Matrices that are divided, turned or stacked, and those that are changed in another way.
 FOLDERS: dict[str, Callable[[Path], Folder]] = {
     name: _ALL[name]

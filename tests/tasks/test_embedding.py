@@ -96,16 +96,6 @@ def test_shared_prefixes_are_computed_once(model: Model, monkeypatch: pytest.Mon
     np.testing.assert_array_equal(vectors, plain)
 
 
-def test_every_pooling_matches_the_hidden_states(model: Model) -> None:
-    states = model.embed(TEXTS[:3], pooling="none", normalize=False)
-    assert [len(s) for s in states] == [len(tokens_of(model, text)) for text in TEXTS[:3]]
-    last = model.embed(TEXTS[:3], pooling="last", normalize=False)
-    mean = model.embed(TEXTS[:3], pooling="mean", normalize=False)
-    for i, state in enumerate(states):
-        np.testing.assert_array_equal(last[i], state[-1])
-        np.testing.assert_allclose(mean[i], state.astype(np.float64).mean(axis=0), rtol=1e-6)
-
-
 def test_a_truncated_vector_is_normalized_again(model: Model) -> None:
     whole = model.embed(TEXTS)
     cut = model.embed(TEXTS, dimensions=16)
@@ -153,15 +143,6 @@ def test_every_length_up_to_the_context(path: Path) -> None:
         assert model.embed([piece, ""]).shape == (2, 64)
         with pytest.raises(ContextOverflowError, match=r"text 1: 4[1-9] tokens exceed the context of 40"):
             model.embed(["a", piece + "? !", "b"])
-
-
-def test_many_texts_in_one_call(model: Model) -> None:
-    texts = [f"{i % 2000}" for i in range(10_000)]
-    vectors = model.embed(texts)
-    np.testing.assert_array_equal(vectors[:2000], vectors[8000:])
-    np.testing.assert_array_equal(vectors[1234], model.embed(["1234"])[0])
-    assert model.embed([]).shape == (0, 64)
-    assert model.embed(iter(["a"])).shape == (1, 64)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "none"])

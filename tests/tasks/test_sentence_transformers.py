@@ -207,16 +207,6 @@ def test_an_unknown_similarity_names_the_known_ones(made: Paths, model: st.Sente
         late.similarity_fn_name = "foo"
 
 
-def test_queries_of_late_interaction_are_expanded(tmp_path: Path) -> None:
-    path = task_folders.LATE["unseen"](tmp_path / "late").write()
-    model = st.MultiVectorEncoder(path, device="cpu")
-    expected = Model(path, device="cpu").embed([QUERY], pooling="none", instruction="query")[0]
-    query = model.encode_query(QUERY)
-    assert len(query) == 32
-    np.testing.assert_allclose(query, expected, atol=NEAR)
-    assert len(model.encode_document(QUERY)) < 32
-
-
 def test_a_mean_of_similarities(made: Paths) -> None:
     model = st.MultiVectorEncoder(made.late, similarity_fn_name="meanmaxsim", device="cpu")
     (query,), documents = model.encode_query([QUERY]), model.encode_document(DOCUMENTS)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import pytest
 from support.tools import CLOCK, WEATHER
 
-from metal_prefill import ChatTemplateError
 from metal_prefill.text import ChatTemplate, parse_tool_calls
 
 
@@ -53,26 +52,7 @@ FUNCTIONARY = Rules(
     '<function=weather>{"city": "Verona"}</function>',
     "tool:rain",
 )
-# The template numbers calls itself, and has other names of their fields.
-COMMAND_R7B = Rules(
-    """{%- set ns = namespace(ids=[]) %}
-{%- for m in messages %}
-  {%- if m.role == 'assistant' and m.tool_calls %}{{ '<|START_ACTION|>[' }}
-    {%- for call in m.tool_calls %}
-      {{- '\\n    {"tool_call_id": "' + ns.ids | length | string + '", "tool_name": "' + call.function.name }}
-      {{- '", "parameters": ' + call.function.arguments | tojson + '}' + ('' if loop.last else ',') }}
-      {%- set ns.ids = ns.ids + [call.id] %}
-    {%- endfor %}{{ '\\n]<|END_ACTION|>' }}
-  {%- elif m.role == 'tool' %}
-    {%- if m.tool_call_id not in ns.ids %}{{ raise_exception('no such call') }}{% endif %}
-    {{- '<|START_TOOL_RESULT|>' + m.content.strip() + '<|END_TOOL_RESULT|>' }}
-  {%- else %}{{ m.role + m.content.strip() }}{% endif %}
-{%- endfor %}""",
-    '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Verona"}}'
-    "\n]<|END_ACTION|>",
-    "<|START_TOOL_RESULT|>rain",
-)
-FAMILIES = {"mistral": MISTRAL, "functionary": FUNCTIONARY, "command r7b": COMMAND_R7B}
+FAMILIES = {"mistral": MISTRAL, "functionary": FUNCTIONARY}
 
 
 def rendered(template: str, messages: list[dict[str, Any]]) -> str:
@@ -97,18 +77,9 @@ def test_tools_are_called_in_two_turns(name: str, as_text: bool) -> None:
             {"role": "tool", "tool_call_id": called["id"], "name": "weather", "content": "rain"},
         ]
         found = rendered(rules.template, messages)
-        written = rules.call.replace('"0"', f'"{turn}"')
         assert found.count(rules.result) == turn + 1
-        assert written in found
+        assert rules.call in found
         assert [call.name for call in parse_tool_calls(found).calls] == ["weather"] * (turn + 1)
         assert "None" not in found
         messages.append({"role": "assistant", "content": "Rain."})
     assert messages[1]["content"] is None, "a message of the caller was changed"
-
-
-def test_a_template_without_a_role_names_it() -> None:
-    template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    )
-    with pytest.raises(ChatTemplateError, match="rejects the messages: System role not supported"):
-        rendered(template, [{"role": "system", "content": "Be brief."}])

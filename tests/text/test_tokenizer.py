@@ -82,23 +82,6 @@ def test_ids_match_llama_cpp(open_variant: Open, name: str) -> None:
         assert ids == expected, text
 
 
-def test_pre_tokenizers_differ_in_the_record() -> None:
-    by_pre = [
-        json.dumps(RECORD["expected"][name]) for name in ("default", "gpt-2", "smollm", "llama-bpe", "qwen2")
-    ]
-    assert len(set(by_pre)) == 5
-
-
-def test_the_record_contains_whole_words_without_merges() -> None:
-    made = {merge.replace(" ", "") for merge in GPT2["merges"]}
-    alone = {i for i, token in enumerate(GPT2["tokens"]) if len(token) > 1 and token not in made} - set(
-        range(5)
-    )
-    used = {name: {i for ids in RECORD["expected"][name] for i in ids} for name in ("llama-bpe", "gpt-2")}
-    assert used["llama-bpe"] & alone
-    assert not used["gpt-2"] & alone
-
-
 def test_text_of_the_bundled_model_is_tokenized_as_in_training(demo_path: Path) -> None:
     fields = GGUFReader(demo_path).fields
     vocab = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"].contents())}

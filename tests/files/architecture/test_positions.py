@@ -102,23 +102,23 @@ def test_long_rope_requires_both_tensors(long_rope: GGUFFile) -> None:
         read_config(long_rope)
 
 
-def gemma3(open_model: Open, layers: int = 3, **changes: Any) -> ModelConfig:
+def gemma3(open_model: Open, changes: dict[str, Any], layers: int = 3) -> ModelConfig:
     stated = {f"gemma3.{key}": value for key, value in {**EIGHT, **changes}.items()}
     return read_config(open_model(stated, architecture="gemma3", layers=layers))
 
 
 def test_gemma3_states_its_windows_in_several_ways(open_model: Open) -> None:
-    config = gemma3(open_model, 4, **{PATTERN: integer(2), "rope.freq_base_swa": number(5e3)})
+    config = gemma3(open_model, {PATTERN: integer(2), "rope.freq_base_swa": number(5e3)}, 4)
     assert config.layer_window == (8, 0, 8, 0)
     assert config.layer_rope_base == (5e3, 1e4, 5e3, 1e4)
-    assert gemma3(open_model, **{PATTERN: numbers(BOOL, 0, 1, 1)}).layer_window == (0, 8, 8)
+    assert gemma3(open_model, {PATTERN: numbers(BOOL, 0, 1, 1)}).layer_window == (0, 8, 8)
     # Layers with a window may state the heads of the others.
     same = {"rope.dimension_count_swa": integer(4), "attention.key_length_swa": integer(4)}
-    assert gemma3(open_model, 2, **same).layer_window == (8, 8)
+    assert gemma3(open_model, same, 2).layer_window == (8, 8)
     with pytest.raises(GGUFError, match="sliding_window_pattern lists 2 values for 3 layers"):
-        gemma3(open_model, **{PATTERN: numbers(BOOL, 0, 1)})
+        gemma3(open_model, {PATTERN: numbers(BOOL, 0, 1)})
     with pytest.raises(GGUFError, match=r"has type array\[uint8\], expected array\[bool\]"):
-        gemma3(open_model, **{PATTERN: numbers(U8, 0, 1, 1)})
+        gemma3(open_model, {PATTERN: numbers(U8, 0, 1, 1)})
 
 
 def test_layers_of_gemma4_differ_and_share(open_model: Open) -> None:
