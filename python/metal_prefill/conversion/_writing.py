@@ -19,8 +19,7 @@ from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill._support.messages import shortened
-from metal_prefill.conversion._adapter import adapted
-from metal_prefill.conversion._combined import STATIC_TABLE, static_table
+from metal_prefill.conversion._combined import STATIC_TABLE, adapted, static_table
 from metal_prefill.conversion._decoder_sources import DECODERS
 from metal_prefill.conversion._encoder_sources import ENCODERS
 from metal_prefill.conversion._folder import (

@@ -228,7 +228,7 @@ def _heads(
         return 0, 0, ()
     if traits.recurrent and keys.number(f"{name}.attention.head_count", default=-1) == 0:
         return 0, 0, (traits.recurrent,) * n_layers
-    n_heads = keys.positive_each_layer("attention.head_count", n_layers)
+    n_heads = keys.count_each_layer("attention.head_count", n_layers, least=1)[0]
     kinds: tuple[LayerKind, ...]
     if traits.recurrent:
         counts = keys.count_each_layer("attention.head_count_kv", n_blocks)[:n_layers]
@@ -238,14 +238,8 @@ def _heads(
         attends = _layers_with_attention(keys, traits, counts, n_blocks)
         kinds = tuple(traits.mixer if has else traits.recurrent for has in attends)
     else:
-        of_layers = traits.layers_differ and keys.list_each_layer(
-            "attention.head_count_kv", n_layers, n_heads
-        )
-        n_kv_heads = (
-            max(of_layers)
-            if of_layers
-            else keys.positive_each_layer("attention.head_count_kv", n_layers, default=n_heads)
-        )
+        read = keys.list_each_layer if traits.layers_differ else keys.count_each_layer
+        n_kv_heads = max(read("attention.head_count_kv", n_layers, n_heads, least=1))
         kinds = () if traits.mixer == "attention" else (traits.mixer,) * n_layers
     if n_heads % n_kv_heads:
         raise keys.error(

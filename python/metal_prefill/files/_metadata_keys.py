@@ -96,10 +96,6 @@ class Keys:
             raise self.unsupported(f"{self._key(suffix)} differs between layers, which is not supported")
         return counts
 
-    def positive_each_layer(self, suffix: str, n_layers: int, default: int | None = None) -> int:
-        """Read a positive integer, stored once or per layer with the same value in every layer."""
-        return self.count_each_layer(suffix, n_layers, default, least=1)[0]
-
     def each_layer_but_every_nth(
         self, suffix: str, n_layers: int, default: int, *, first: bool = False
     ) -> tuple[bool, ...]:

@@ -178,7 +178,7 @@ def read(path: str | os.PathLike[str], owner: Owner) -> State:
     path = os.fspath(path)  # `open` takes a number for a descriptor, and closes it
     # Without O_NONBLOCK, opening a FIFO for reading would wait for a writer.
     nonblocking = getattr(os, "O_NONBLOCK", 0)
-    with open(path, "rb", buffering=0, opener=lambda p, flags: os.open(p, flags | nonblocking)) as file:
+    with open(path, "rb", opener=lambda p, flags: os.open(p, flags | nonblocking)) as file:
         header = _read_header(path, file)
         _check_owner(path, header, owner)
         arrays = _read_arrays(path, file, header)
@@ -247,7 +247,7 @@ class _Header(NamedTuple):
     size: int  # size of the file in bytes
 
 
-def _read_header(path: str | os.PathLike[str], file: io.FileIO) -> _Header:
+def _read_header(path: str | os.PathLike[str], file: io.BufferedReader) -> _Header:
     """Read the header, and check that the tensors fill the rest of the file without gaps."""
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
@@ -286,7 +286,7 @@ def _read_header(path: str | os.PathLike[str], file: io.FileIO) -> _Header:
     return _Header(metadata, tensors, size)
 
 
-def _read_arrays(path: str | os.PathLike[str], file: io.FileIO, header: _Header) -> dict[str, Bytes]:
+def _read_arrays(path: str | os.PathLike[str], file: io.BufferedReader, header: _Header) -> dict[str, Bytes]:
     """Read the bytes of the tensors after the header, and verify the checksum."""
     arrays: dict[str, Bytes] = {}
     try:
@@ -302,16 +302,12 @@ def _read_arrays(path: str | os.PathLike[str], file: io.FileIO, header: _Header)
     return arrays
 
 
-def _fill(file: io.FileIO, buffer: memoryview) -> None:
-    done = 0
-    while done < len(buffer):
-        n = file.readinto(buffer[done:])
-        if not n:
-            raise ValueError(f"the file ends at {file.tell()} bytes")
-        done += n
+def _fill(file: io.BufferedReader, buffer: memoryview) -> None:
+    if file.readinto(buffer) < len(buffer):
+        raise ValueError(f"the file ends at {file.tell()} bytes")
 
 
-def _read_exactly(file: io.FileIO, n: int) -> bytes:
+def _read_exactly(file: io.BufferedReader, n: int) -> bytes:
     if n > os.fstat(file.fileno()).st_size - file.tell():
         raise ValueError(f"the file ends before byte {file.tell() + n}")
     buffer = bytearray(n)

@@ -295,7 +295,7 @@ class PythonScanner:
 
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", **{c: c for c in "\\\"'/"}}
-_CLOSING = {"[": "]", "(": ")", "{": "}"}
+_CLOSING = {"[": "]", "(": ")"}
 
 
 def _unescaped(match: re.Match[str]) -> str:
@@ -317,13 +317,8 @@ class _PythonReader:
         self._at = 0
 
     def calls(self) -> list[WrittenCall]:
-        calls: list[WrittenCall] = []
-        if not self._text.startswith("["):
-            calls.append(self._call())
-        else:
-            self._expect("[")
-            while not self._ends("]", first=not calls):
-                calls.append(self._call())
+        is_list = self._text.startswith("[")
+        calls = [self._call() for _ in self._items("[", "]")] if is_list else [self._call()]
         if self._at != len(self._text) or not calls:
             raise ValueError("text after the calls, or no call")
         return calls
@@ -340,9 +335,8 @@ class _PythonReader:
 
     def _plain_call(self) -> WrittenCall:
         name = self._word()
-        self._expect("(")
         arguments: dict[str, Any] = {}
-        while not self._ends(")", first=not arguments):
+        for _ in self._items("(", ")"):
             key = self._word()
             self._expect("=")
             if key in arguments:
@@ -355,8 +349,10 @@ class _PythonReader:
             raise ValueError("nested too deeply")
         self._skip_space()
         character = self._text[self._at : self._at + 1]
+        if character == "{":
+            return self._mapping(depth)
         if character in _CLOSING:
-            return self._sequence(character, depth) if character != "{" else self._mapping(depth)
+            return [self._value(depth + 1) for _ in self._items(character, _CLOSING[character])]
         if character in ("'", '"'):
             return self._string()
         if (number := self._NUMBER.match(self._text, self._at)) is not None:
@@ -367,18 +363,9 @@ class _PythonReader:
             raise ValueError(f"{word} is not a value")
         return _WORDS[word]
 
-    def _sequence(self, opening: str, depth: int) -> list[Any]:
-        self._expect(opening)
-        values: list[Any] = []
-        while not self._ends(_CLOSING[opening], first=not values):
-            values.append(self._value(depth + 1))
-        return values
-
     def _mapping(self, depth: int) -> dict[str, Any]:
-        self._expect("{")
         values: dict[str, Any] = {}
-        while not self._ends("}", first=not values):
-            self._skip_space()
+        for _ in self._items("{", "}"):
             key = self._string()
             self._expect(":")
             values[key] = self._value(depth + 1)
@@ -411,15 +398,16 @@ class _PythonReader:
             raise ValueError(f"no {character}")
         self._at += 1
 
-    def _ends(self, closing: str, first: bool) -> bool:
-        """Take the comma before an element, or the closing bracket; return whether it was the bracket."""
+    def _items(self, opening: str, closing: str) -> Iterator[None]:
+        """Take an opening bracket, yield where each element begins, and take the closing bracket."""
+        self._expect(opening)
         self._skip_space()
-        if not first and self._text.startswith(",", self._at):
-            self._at += 1
+        while not self._text.startswith(closing, self._at):
+            yield
             self._skip_space()
-        elif not first and not self._text.startswith(closing, self._at):
-            raise ValueError(f"no {closing}")
-        if not self._text.startswith(closing, self._at):
-            return False
+            if self._text.startswith(",", self._at):
+                self._at += 1
+                self._skip_space()
+            elif not self._text.startswith(closing, self._at):
+                raise ValueError(f"no {closing}")
         self._at += 1
-        return True
