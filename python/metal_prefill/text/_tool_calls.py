@@ -242,7 +242,7 @@ class ToolCallParser:
         self._at = 0  # index in `_text` of the first undecided character
         self._position = 0  # position of `_text` in the answer
         self._arrived: list[str] = []  # pieces to append to `_text` once the value may end in them
-        self._value: _Value | _Written | None = None
+        self._value: _Value | None = None
         self._brackets = Brackets()
         self._space: list[
             str
@@ -254,10 +254,8 @@ class ToolCallParser:
     def step(self, piece: str) -> list[str | ToolCall]:
         """Add a piece of the answer and return the texts and calls that are now decided, in order."""
         self._arrived.append(piece)
-        if isinstance(self._value, _Written):
-            self._value.scan(piece)
-        elif self._value is not None:
-            self._brackets.scan(piece)
+        if self._value is not None:
+            self._scan(self._value, piece)
         return self._advance(final=False)
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str | ToolCall]:
@@ -294,7 +292,7 @@ class ToolCallParser:
                 self._begin(value)
             if not final and self._is_open(value):
                 break
-            length, calls = self._read(value) if isinstance(value, _Value) else self._read_written(value)
+            length, calls = self._read(value)
             if calls is None:
                 self._take_text(length, made)
             else:
@@ -302,7 +300,7 @@ class ToolCallParser:
                 self._at += length
                 self._called = self._after_call = True
                 self._closing = value.closing
-                self._in_lines = isinstance(value, _Written) and value.in_lines
+                self._in_lines = value.in_lines
             self._value = None
         return _joined(made)
 
@@ -328,23 +326,30 @@ class ToolCallParser:
             if value is _UNDECIDED and not final:
                 return False
             self._after_call = False
-            if isinstance(value, _Written):
+            if isinstance(value, _Value) and value.scanner is not None:
                 self._value = value
                 self._begin(value)
         return True
 
-    def _begin(self, value: _Value | _Written) -> None:
+    def _begin(self, value: _Value) -> None:
         """Scan the part of a value that has arrived."""
-        if isinstance(value, _Written):
-            value.scan(self._text[value.start - self._position :])
-        else:
-            self._brackets.begin(value.start)
-            self._brackets.scan(self._text[self._brackets.scanned - self._position :])
+        first = value.start
+        if value.scanner is None:
+            self._brackets.begin(first)
+            first = self._brackets.scanned
+        self._scan(value, self._text[first - self._position :])
 
-    def _is_open(self, value: _Value | _Written) -> bool:
+    def _scan(self, value: _Value, piece: str) -> None:
+        """Take the next characters of a value; those of a call that is not JSON up to the limit."""
+        if value.scanner is None:
+            self._brackets.scan(piece)
+        elif value.scanner.end is None:
+            value.scanner.scan(piece[: LONGEST_CALL - value.scanner.scanned])
+
+    def _is_open(self, value: _Value) -> bool:
         """Return whether an incomplete value may still become a call."""
-        if isinstance(value, _Written):
-            return value.scanner.end is None and value.scanned < LONGEST_CALL
+        if value.scanner is not None:
+            return value.scanner.end is None and value.scanner.scanned < LONGEST_CALL
         brackets = self._brackets
         return brackets.end(value.start) is None and brackets.scanned - value.start <= LONGEST_CALL
 
@@ -364,17 +369,17 @@ class ToolCallParser:
         if len(text) < length:
             self._space.append(taken[len(text) :])
 
-    def _opening(self, final: bool) -> tuple[int, _Value | _Written | None]:
+    def _opening(self, final: bool) -> tuple[int, _Value | None]:
         """Return the index of the next possible call, and its value if that has begun."""
         for match in _CANDIDATE.finditer(self._text, self._at):
             value = self._begun(match.start())
             if value is _UNDECIDED and not final:
                 return match.start(), None
-            if isinstance(value, (_Value, _Written)):
+            if isinstance(value, _Value):
                 return match.start(), value
         return len(self._text), None
 
-    def _begun(self, at: int) -> _Value | _Written | object | None:
+    def _begun(self, at: int) -> _Value | object | None:
         """Return the value that begins at an index, after a tag or without one; None, or `_UNDECIDED`."""
         text, start, tags = self._text, at, list[str]()
         possible = _TAGS
@@ -394,18 +399,18 @@ class ToolCallParser:
         if written is not None:
             return written
         if tags and arrived[0] in "{[":
-            return _Value(self._position + start, start - at, True, closing)
+            return _Value(self._position + start, True, closing, skipped=start - at)
         if tags:
             return self._headed(start, start - at, closing, marked=_MARKED in tags)
         squeezed = "".join(arrived.split())
         if squeezed.startswith(_BEGINNINGS):
-            return _Value(self._position + at, 1, tagged=False)
+            return _Value(self._position + at, tagged=False)
         undecided = len(arrived) < _LONGEST_BEGINNING and any(b.startswith(squeezed) for b in _BEGINNINGS)
         return _UNDECIDED if undecided else None
 
     def _headed(
         self, start: int, skipped: int, closing: tuple[str, ...], marked: bool = False
-    ) -> _Value | _Written | object | None:
+    ) -> _Value | object | None:
         """Return the call that begins with its name after a tag or another call; None, or `_UNDECIDED`."""
         head = _HEAD.match(self._text, start)
         if head is None:
@@ -414,22 +419,20 @@ class ToolCallParser:
         if rest.startswith(_ELEMENT_MARKS):
             has_arguments = not rest.startswith(GLM.end)
             if has_arguments or self._names is None or head[1] in self._names:
-                return _Written(self._position + start, ElementScanner(GLM, self._types), True, closing)
+                return _Value(self._position + start, True, closing, ElementScanner(GLM, self._types))
         elif not rest or any(mark.startswith(rest) for mark in _AFTER_NAME):
             return _UNDECIDED
         if rest[0] == "{" and marked:
-            return _Written(self._position + start, MarkedScanner(), True, closing)
+            return _Value(self._position + start, True, closing, MarkedScanner())
         if rest[0] == "(":
-            return _Written(self._position + start, PythonScanner(), True, closing, in_lines=True)
+            return _Value(self._position + start, True, closing, PythonScanner(), in_lines=True)
         if rest[0] != "{":
             return None
         closing = (*closing, *([_FENCE] if head[3] else []))
-        begin = head.end() - start
-        return _Value(self._position + start + begin, skipped + begin, True, closing, head[1], head[2])
+        skipped += head.end() - start
+        return _Value(self._position + head.end(), True, closing, skipped=skipped, name=head[1], id=head[2])
 
-    def _written(
-        self, start: int, at: int, tagged: bool, closing: tuple[str, ...]
-    ) -> _Value | _Written | object | None:
+    def _written(self, start: int, at: int, tagged: bool, closing: tuple[str, ...]) -> _Value | object | None:
         """Return the call in elements, or list in Python, that begins at an index; None, or `_UNDECIDED`.
 
         `at` is the index of the tag, if there is one.
@@ -455,12 +458,15 @@ class ToolCallParser:
         if not is_whole or (elements and inner == len(text)):
             return _UNDECIDED
         if elements and text[inner] == "{":
-            return _Value(self._position + inner, inner - at, tagged, (*closing, _END_FUNCTION), name)
+            closing = (*closing, _END_FUNCTION)
+            return _Value(self._position + inner, tagged, closing, skipped=inner - at, name=name)
         scanner = ElementScanner(QWEN, self._types) if elements else PythonScanner()
-        return _Written(self._position + start, scanner, tagged, closing)
+        return _Value(self._position + start, tagged, closing, scanner)
 
     def _read(self, value: _Value) -> tuple[int, list[ToolCall] | None]:
-        """Return the number of characters to take, and the calls of the JSON; None if they are text."""
+        """Return the number of characters to take, and the calls in them; None if they are text."""
+        if value.scanner is not None:
+            return self._read_written(value, value.scanner)
         end, limit = self._brackets.end(value.start), value.start + LONGEST_CALL
         if (end is None or end > limit) and self._brackets.scanned > limit:
             return limit - self._position - self._at, None
@@ -479,12 +485,13 @@ class ToolCallParser:
             return value.skipped, None
         return end - self._position - self._at, read
 
-    def _read_written(self, value: _Written) -> tuple[int, list[ToolCall] | None]:
-        """Return the number of characters to take, and the calls in them; None if they are text."""
-        begin, end = value.start - self._position, value.scanner.end
+    def _read_written(
+        self, value: _Value, scanner: Scanner | PythonScanner
+    ) -> tuple[int, list[ToolCall] | None]:
+        begin, end = value.start - self._position, scanner.end
         if end is None:
-            return begin + value.scanned - self._at, None
-        calls = value.scanner.calls(self._text[begin : begin + end])
+            return begin + scanner.scanned - self._at, None
+        calls = scanner.calls(self._text[begin : begin + end])
         names = self._names
         allows_all = value.tagged or names is None  # without names, a list needs a tag to begin
         if calls is None or not (allows_all or all(name in (names or ()) for name, _ in calls)):
@@ -501,38 +508,21 @@ def _joined(parts: list[str | ToolCall]) -> list[str | ToolCall]:
 
 
 class _Value(NamedTuple):
-    """JSON in brackets that may be a call."""
+    """Text that may be calls."""
 
-    start: int  # position of the first bracket in the answer
-    # Number of characters to treat as text if the JSON is not a call; the search continues after them.
-    skipped: int
-    tagged: bool  # whether a tag precedes the JSON
+    start: int  # position of its first character in the answer
+    tagged: bool  # whether a tag precedes it
     closing: tuple[str, ...] = ()  # texts that end the call, in addition to tags
+    scanner: Scanner | PythonScanner | None = None  # finds the end; None for JSON, whose brackets do
+    # Of JSON, the number of characters to treat as text if it is not a call; the search continues after them.
+    skipped: int = 1
     # Those of a call whose arguments are the JSON.
     name: str | None = None
     id: str | None = None
+    in_lines: bool = False  # whether this is one call in Python without brackets
 
 
 _UNDECIDED = object()
-
-
-@dataclass
-class _Written:
-    """Calls in elements or in Python."""
-
-    start: int  # position of the first character after a tag in the answer
-    scanner: Scanner | PythonScanner  # finds their end
-    tagged: bool  # whether a tag precedes them
-    closing: tuple[str, ...] = ()  # texts that end the call, in addition to tags
-    in_lines: bool = False  # whether this is one call in Python without brackets
-    scanned: int = 0  # number of characters that the scanner has taken
-
-    def scan(self, piece: str) -> None:
-        """Take the next characters, up to the limit of a call."""
-        if self.scanner.end is None:
-            taken = piece[: LONGEST_CALL - self.scanned]
-            self.scanner.scan(taken)
-            self.scanned += len(taken)
 
 
 def _call(value: Any, tagged: bool) -> ToolCall | None:

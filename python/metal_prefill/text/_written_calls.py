@@ -91,14 +91,14 @@ class Scanner:
 
     def __init__(self, mark: re.Pattern[str]) -> None:
         self.end: int | None = None  # number of characters of the calls; None while they are open
+        self.scanned = 0  # number of characters taken
         self._mark = mark
-        self._scanned = 0
         self._rest = ""  # the last characters, which may begin a mark
 
     def scan(self, piece: str) -> None:
         """Take the next characters."""
         text, after = self._rest + piece, 0
-        begin, self._scanned = self._scanned - len(self._rest), self._scanned + len(piece)
+        begin, self.scanned = self.scanned - len(self._rest), self.scanned + len(piece)
         for mark in self._mark.finditer(text):
             after = mark.end()
             if self._ends(mark[0]):
@@ -235,7 +235,7 @@ class PythonScanner:
 
     def __init__(self) -> None:
         self.end: int | None = None  # number of characters of the list; None while it is open
-        self._scanned = 0
+        self.scanned = 0  # number of characters taken
         self._depth = 0
         self._quote = ""  # of the string that is open
         self._begin = 0  # of that string, after its quote
@@ -245,8 +245,8 @@ class PythonScanner:
 
     def scan(self, piece: str) -> None:
         """Take the next characters."""
-        base, at = self._scanned, 0
-        self._scanned += len(piece)
+        base, at = self.scanned, 0
+        self.scanned += len(piece)
         while at < len(piece):
             if self._escaped:
                 self._escaped = False
