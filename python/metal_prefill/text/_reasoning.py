@@ -53,46 +53,32 @@ class ReasoningParser:
         tags: Tags = THINK,  # texts around the reasoning
     ) -> None:
         self.tags = tags
-        self._tag = tags.end if begun else tags.begin  # the next one
-        self._is_answer = False
+        self._gate = ReasoningGate(begun=begun, tags=tags)
+        self._begun, self._ended = begun, False  # whether the tags of the reasoning are known
         self._started = False  # whether the current part has text
         self._space: list[str] = []  # white space that is part of the text only if more text follows
-        self._tail = ""  # text that may be the start of the next tag
+        self._tail = ""  # text that may be the start of the tag that ends the reasoning
 
     def step(self, piece: str, *, last: bool = False) -> Parsed:
         """Add a piece; return the new text of both parts, with all pending text if it is the `last` piece."""
+        text, answer = self._gate.step(piece)
+        if last and (pending := self._gate.flush()).lstrip() != self.tags.begin:
+            answer += pending
+        if text and not self._begun:
+            text, self._begun = text.lstrip().removeprefix(self.tags.begin), True
         reasoning = ""
-        text = self._tail + piece
-        if not self._is_answer and self._tag == self.tags.begin:
-            text = self._after_begin(text, last)
-        if not self._is_answer and self._tag == self.tags.end:
-            body, found, rest = text.partition(self.tags.end)
-            keep = 0 if found or last else _overlap(body, self.tags.end)
-            self._tail = body[len(body) - keep :]
-            reasoning = self._stripped(body[: len(body) - keep])
-            if found:
-                self._is_answer, self._started, self._space, self._tail = True, False, [], ""
-            text = rest
-        if not self._is_answer:
-            return Parsed(reasoning, "")
-        if not self._started:
-            text = text.lstrip()
-            self._started = bool(text)
-        return Parsed(reasoning, text)
-
-    def _after_begin(self, text: str, last: bool) -> str:
-        """Look for the first tag, which only white space may precede; return the text after it."""
-        stripped = text.lstrip()
-        self._space.append(text[: len(text) - len(stripped)])
-        if stripped.startswith(self.tags.begin):
-            self._tag, self._space = self.tags.end, []
-            return stripped[len(self.tags.begin) :]
-        if self.tags.begin.startswith(stripped) and not last:
-            self._tail = stripped
-            return ""
-        self._is_answer = self._started = True
-        self._tail = ""
-        return "".join(self._space) + stripped
+        if self._begun and not self._ended:
+            text, self._ended = self._tail + text, self._gate.is_answer
+            text = text.removesuffix(self.tags.end) if self._ended else text
+            keep = 0 if self._ended or last else _overlap(text, self.tags.end)
+            text, self._tail = text[: len(text) - keep], text[len(text) - keep :]
+            reasoning = self._stripped(text)
+            if self._ended:
+                self._started, self._space = False, []
+        if self._ended and not self._started:
+            answer = answer.lstrip()
+            self._started = bool(answer)
+        return Parsed(reasoning, answer)
 
     def _stripped(self, body: str) -> str:
         """Return a piece of the reasoning with the pending white space before it, not that after it."""
@@ -117,12 +103,12 @@ class ReasoningGate:
     ) -> None:
         self._tags = tags
         self._begun = begun
-        self._is_answer = False
+        self.is_answer = False  # whether the answer has begun
         self._seen = ""  # text that may begin with the tag; within reasoning, its last characters
 
     def step(self, piece: str) -> tuple[str, str]:
         """Add a piece; return the new text of the reasoning and of the answer."""
-        if self._is_answer:
+        if self.is_answer:
             return "", piece
         if not self._begun:
             piece, self._seen = self._seen + piece, ""
@@ -131,21 +117,21 @@ class ReasoningGate:
                 self._seen = piece
                 return "", ""
             self._begun = stripped.startswith(self._tags.begin)
-            self._is_answer = not self._begun
-            if self._is_answer:
+            self.is_answer = not self._begun
+            if self.is_answer:
                 return "", piece
         text = self._seen + piece
         end = text.find(self._tags.end)
         if end < 0:
             self._seen = text[1 - len(self._tags.end) :]
             return piece, ""
-        self._is_answer = True
+        self.is_answer = True
         cut = end + len(self._tags.end) - len(self._seen)
         return piece[:cut], piece[cut:]
 
     def flush(self) -> str:
         """End the text, and return the pending text, which belongs to the answer."""
-        return "" if self._begun or self._is_answer else self._seen
+        return "" if self._begun or self.is_answer else self._seen
 
 
 def _overlap(text: str, tag: str) -> int:
