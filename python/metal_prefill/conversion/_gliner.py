@@ -75,16 +75,10 @@ class Encoder:
     # In a folder of GLiNER, its own tensors, and the tensors and metadata of what follows it.
     weights: dict[str, Weight] | None = None
     modules: Modules | None = None
-
-
-@dataclass
-class EntityFolder:
-    """Contents of a folder."""
-
-    texts: Encoder  # with the head as its modules
-    labels: Encoder | None  # None if the encoder of texts reads labels, too
-    spellings: tuple[str, ...]  # tokens before a label, and between labels and text; if texts follow labels
-    stated_id: int  # id of the first of these; -1 if the folder states none
+    spellings: tuple[
+        str, ...
+    ] = ()  # tokens before a label, and between labels and the text that follows them
+    stated_id: int = -1  # id of the first of these; -1 if the folder states none
 
     @property
     def added_tokens(self) -> tuple[str, ...]:
@@ -95,7 +89,7 @@ class EntityFolder:
         """Return the ids of `spellings`, by their full keys."""
         ids = [vocabulary.by_text[text] for text in self.spellings]
         if ids and self.stated_id not in (-1, ids[0]):
-            raise self.texts.config.error(
+            raise self.config.error(
                 f"class_token_index is {self.stated_id}, but the token {self.spellings[0]} is {ids[0]}"
             )
         return {f"{ENTITY_KEYS}{name}": i for name, i in zip(("label_token", "separator"), ids, strict=False)}
@@ -142,8 +136,8 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def read_gliner(folder: Path, encoders: Mapping[str, Path]) -> EntityFolder:
-    """Read the configuration and list the weights of a folder.
+def read_gliner(folder: Path, encoders: Mapping[str, Path]) -> tuple[Encoder, Encoder | None]:
+    """Return the encoder of texts, with the head as its modules, and that of labels; None without one.
 
     A configuration and a tokenizer that it lacks are those in the folders `encoders`, by the names that
     `lacking_encoders` returns.
@@ -195,12 +189,10 @@ def read_gliner(folder: Path, encoders: Mapping[str, Path]) -> EntityFolder:
         weights = bodies[_ENCODERS[key].body]
         return _encoder(folder, encoders.get(key), settings, key, weights, modules)
 
-    return EntityFolder(
-        read("texts", found),
-        read("labels", labels) if separate else None,
-        tuple(settings.string(name, default=text) for name, text in spellings),
-        settings.integer("class_token_index", default=-1, least=-1),
-    )
+    texts, reads_labels = read("texts", found), read("labels", labels) if separate else None
+    texts.spellings = tuple(settings.string(name, default=text) for name, text in spellings)
+    texts.stated_id = settings.integer("class_token_index", default=-1, least=-1)
+    return texts, reads_labels
 
 
 def _weights(folder: Path) -> Iterable[Weight]:

@@ -4,7 +4,7 @@ import importlib.metadata
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -140,13 +140,10 @@ def convert(
         problem = "is a file, not a model folder" if folder.exists() else "no such folder"
         raise GGUFError(f"{folder}: {problem}")
     adapter = adapter_folder(folder, None if adapter is None else Path(adapter))
-    entities = None
+    texts, labels = None, None
     if (folder / GLINER).is_file():
-        entities = read_gliner(folder, {key: Path(place) for key, place in encoders.items()})
-    if entities is None:
-        model = _Model(folder, _encoder(folder), adapter)
-    else:
-        model = _Model(folder, entities.texts, adapter, entities.added_tokens)
+        texts, labels = read_gliner(folder, {key: Path(place) for key, place in encoders.items()})
+    model = _Model(folder, texts or _encoder(folder), adapter)
     tensors = model.planned(tensor_type)
     writer = GGUFWriter(None, model.source.architecture)
     writer.add_name(os.fsencode(name or folder.resolve().name).decode("utf-8", "replace"))
@@ -156,20 +153,13 @@ def convert(
         int(kinds.get(f"ALL_{chosen}", kinds.get(f"MOSTLY_{chosen}", gguf.LlamaFileType.GUESSED)))
     )
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    extras = model.modules.own | model.settings()
-    if entities is not None:
-        extras |= entities.tokens_of(model.vocabulary)
-    model.add_metadata(writer)
-    for key, value in extras.items():
-        _add(writer, folder, key, value)
-    add_vocabulary(writer, model.vocabulary, model.config)
-    if entities is not None and entities.labels is not None:
-        labels = _Model(folder, entities.labels)
-        inner = GGUFWriter(None, labels.source.architecture)
-        labels.add_metadata(inner)
-        add_vocabulary(inner, labels.vocabulary, labels.config)
-        writer.kv_data[0] |= {f"{LABEL_ENCODER}{key}": value for key, value in inner.kv_data[0].items()}
-        tensors += [t._replace(name=f"{LABEL_ENCODER}{t.name}") for t in labels.planned(tensor_type)]
+    model.add_metadata(writer, model.modules.own | model.settings())
+    if labels is not None:
+        inner = _Model(folder, labels)
+        own = GGUFWriter(None, inner.source.architecture)
+        inner.add_metadata(own, {})
+        writer.kv_data[0] |= {f"{LABEL_ENCODER}{key}": value for key, value in own.kv_data[0].items()}
+        tensors += [t._replace(name=f"{LABEL_ENCODER}{t.name}") for t in inner.planned(tensor_type)]
     _write(Path(path), folder, writer, tensors, progress)
     return Path(path)
 
@@ -194,9 +184,7 @@ def _encoder(folder: Path) -> Encoder:
 class _Model:
     """A model of a folder: its row, its tensors by their names in a GGUF file, and what describes them."""
 
-    def __init__(
-        self, folder: Path, encoder: Encoder, adapter: Path | None = None, added: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, encoder: Encoder, adapter: Path | None = None) -> None:
         whole = encoder.config
         _refuse_quantized(whole)
         self.source, task = find_source(SOURCES, whole)
@@ -224,11 +212,13 @@ class _Model:
         ):
             name = tied.name("tie_word_embeddings")
             raise tied.error(f"{name} is false, but the weights lack lm_head.weight")
-        self.vocabulary = read_vocabulary(encoder.place, config, frames=self.source.frames, added=added)
-        self._folder, self._place, self._is_alone = folder, encoder.place, encoder.modules is None
+        self.vocabulary = read_vocabulary(
+            encoder.place, config, frames=self.source.frames, added=encoder.added_tokens
+        )
+        self._folder, self._encoder = folder, encoder
 
     def settings(self) -> dict[str, Any]:
-        """Return prompts, lengths and the expansion of queries, by their full keys."""
+        """Return prompts, lengths, the expansion of queries and tokens of labels, by their full keys."""
         folder, vocabulary = self._folder, self.vocabulary
         if self.is_late:
             found = colbert_metadata(folder, vocabulary)
@@ -236,10 +226,10 @@ class _Model:
             found = prompt_metadata(folder, self.modules, vocabulary)
         if self.modules.logit_score is not None:
             found |= rerank_metadata(folder, self.modules.logit_score, vocabulary)
-        if not self._is_alone:
-            return found
+        if self._encoder.modules is not None:
+            return found | self._encoder.tokens_of(vocabulary)
         if "block_count" not in self.metadata:
-            return found | static_lengths(self._place)
+            return found | static_lengths(self._encoder.place)
         if self.task != "causal" or (folder / "modules.json").is_file():
             expanded = found.get(f"{EXPANSION_KEYS}length", 0)
             found |= max_tokens(folder, self.metadata["context_length"], expanded)
@@ -253,10 +243,12 @@ class _Model:
             for role, values in self.source.computed(self.config).items()
         ]
 
-    def add_metadata(self, writer: GGUFWriter) -> None:
-        """Add the metadata of the architecture."""
-        for suffix, value in self.metadata.items():
-            _add(writer, self._folder, f"{self.source.architecture}.{suffix}", value)
+    def add_metadata(self, writer: GGUFWriter, extras: dict[str, Any]) -> None:
+        """Add the metadata of the architecture, `extras` by their full keys, and the vocabulary."""
+        own = {f"{self.source.architecture}.{suffix}": value for suffix, value in self.metadata.items()}
+        for key, value in (own | extras).items():
+            _add(writer, self._folder, key, value)
+        add_vocabulary(writer, self.vocabulary, self.config)
 
 
 def _by_role(

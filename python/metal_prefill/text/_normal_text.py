@@ -7,22 +7,13 @@ the option ``normalized`` in the normalized text between those of the first step
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.text._encoder_vocabulary import SPACE
-from metal_prefill.text._segmentation import SpelledTokens, Spellings
-
-
-class Section(NamedTuple):
-    """A token in a text, or the text between two tokens."""
-
-    start: int
-    end: int
-    token: int | None
+from metal_prefill.text._segmentation import Section, SpelledTokens, Spellings
 
 
 class NormalText:
@@ -70,12 +61,7 @@ class NormalText:
 
     def split(self, text: str, parse_special: bool) -> list[Section]:
         """Split normalized text at its tokens, without the white space that belongs to them."""
-        found: list[Section] = []
-        end = 0
-        for start, stop, token in self._spellings.spans(text, parse_special):
-            found += [Section(end, start, None), Section(start, stop, token)]
-            end = stop
-        found.append(Section(end, len(text), None))
+        found = list(self._spellings.sections(text, parse_special))
         kept = self._spelled.without_white_space(
             [text[start:stop] if token is None else token for start, stop, token in found]
         )

@@ -12,6 +12,7 @@ import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Encoding
@@ -166,6 +167,14 @@ def _divided(ids: list[int]) -> Iterator[list[int]]:
         start = end + 1
 
 
+class Section(NamedTuple):
+    """A token in a text, or the text between two tokens."""
+
+    start: int
+    end: int
+    token: int | None
+
+
 class Spellings:
     """Spellings of tokens that are recognized in the same text."""
 
@@ -177,13 +186,17 @@ class Spellings:
         self._finders = (Finder(user_defined), Finder(self._ids))
         self._words = words  # ids of tokens that are recognized between words only
 
-    def spans(self, text: str, parse_special: bool) -> Iterator[tuple[int, int, int]]:
-        """Yield the start and end of each token in a text, and its id."""
+    def sections(self, text: str, parse_special: bool) -> Iterator[Section]:
+        """Yield the tokens in a text, and the texts before and after each, which may be empty."""
+        last = 0
         for start, end in self._finders[parse_special].spans(text):
             token = self._ids[text[start:end]]
             adjacent = text[max(start - 1, 0) : start], text[end : end + 1]
             if token not in self._words or not any(map(_is_word, adjacent)):
-                yield start, end, token
+                yield Section(last, start, None)
+                yield Section(start, end, token)
+                last = end
+        yield Section(last, len(text), None)
 
 
 def _is_word(character: str) -> bool:
@@ -238,14 +251,11 @@ class SpelledTokens:
 
     def split(self, text: str, parse_special: bool) -> Iterator[str | int]:
         """Split text at the tokens that are recognized in it as it is written."""
-        end = 0
-        for start, stop, token in self._as_written.spans(text, parse_special):
-            if start > end:
-                yield text[end:start]
-            yield token
-            end = stop
-        if end < len(text):
-            yield text[end:]
+        for start, end, token in self._as_written.sections(text, parse_special):
+            if token is not None:
+                yield token
+            elif end > start:
+                yield text[start:end]
 
     @property
     def take_white_space(self) -> bool:
