@@ -8,7 +8,7 @@ import pytest
 
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm
-from metal_prefill.serve._tools import RequiredCall, RequiredCalls, call_constraint
+from metal_prefill.serve._tools import RequiredCalls, call_constraint
 
 PLACE = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 
@@ -134,18 +134,18 @@ def test_a_call_keeps_its_arguments(
     text: str, names: list[str], expected: tuple[str, str, bool] | None
 ) -> None:
     for pieces in ([text], list(text) or [""]):
-        call = RequiredCall(names)
+        calls = RequiredCalls(names)
         made = [
-            part for i, piece in enumerate(pieces) for part in call.step(piece, last=i == len(pieces) - 1)
+            part for i, piece in enumerate(pieces) for part in calls.step(piece, last=i == len(pieces) - 1)
         ]
         if expected is None:
-            assert (made, call.message) == ([], None)
+            assert (made, calls.messages) == ([], [])
             continue
-        assert call.message is not None
-        function = call.message["function"]
-        assert (function["name"], function["arguments"], call.whole) == expected
+        (message,) = calls.messages
+        function = message["function"]
+        assert (function["name"], function["arguments"], calls.whole) == expected
         assert "".join(part["function"]["arguments"] for part in made) == function["arguments"]
-        assert [part.get("id") for part in made] == [call.message["id"], *[None] * (len(made) - 1)]
+        assert [part.get("id") for part in made] == [message["id"], *[None] * (len(made) - 1)]
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ class AgentResults:
         return json.dumps(asdict(self), indent=2)
 
     def __rich__(self) -> Any:
-        from metal_prefill.bench._report import table
+        from metal_prefill._support.tables import table
 
         title = f"{self.model}, {self.machine}: computed tokens of each prompt, by turn"
         header = ("session", "server", "prompts", "computed", "first token, ms", "in later turns, ms")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from statistics import median
@@ -14,6 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from metal_prefill._support.tables import table
 from metal_prefill.bench._cases import COMPARED, LONGEST_TEXT, SAMPLING, SHORTEST_TEXT, Case, Choice
 from metal_prefill.bench._engines import OURS, Options
 from metal_prefill.bench._machine import counted
@@ -175,16 +176,6 @@ _CHOICES = {
     "greedy": "a text copied, one token at a time",
     "lookup": "the same with drafts from the text so far",
 }
-
-
-def table(title: str, header: Iterable[str], rows: Iterable[Iterable[str]], names: int = 1) -> Table:
-    """Return a table of text cells, whose first columns name the row."""
-    made = Table(title=title, title_justify="left")
-    for i, name in enumerate(header):
-        made.add_column(name, justify="left" if i < names else "right")
-    for cells in rows:
-        made.add_row(*cells)
-    return made
 
 
 def rate(value: float) -> str:

@@ -159,7 +159,7 @@ class ServingResults:
         return json.dumps(asdict(self), indent=2)
 
     def __rich__(self) -> Any:
-        from metal_prefill.bench._report import table
+        from metal_prefill._support.tables import table
 
         title = (
             f"{self.model}, {self.threads} threads, {self.machine}\n"

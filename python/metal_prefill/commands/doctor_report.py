@@ -15,7 +15,7 @@ import numpy as np
 
 from metal_prefill import _core
 from metal_prefill.errors import MetalPrefillError, NumericalError, UnsupportedModelError
-from metal_prefill.gpu._cost_model import CHIPS, UnknownKernelError, find_chip, plan, predict, shape_of
+from metal_prefill.gpu._cost_model import CHIPS, UnknownKernelError, find_chip, predict_run, shape_of
 from metal_prefill.gpu._self_test import QUICK, kernel_differences, known_tokens
 from metal_prefill.model import Model
 from metal_prefill.session import Session
@@ -194,20 +194,16 @@ def _add_predictions(model: Model, results: list[Report], prompt: int, decodes: 
     chip = next((name for name in sorted(CHIPS, key=len, reverse=True) if words.startswith(name)), None)
     if chip is None:
         return
-    shape = shape_of(model.gguf)
     stats = model.stats()
-    options: dict[str, Any] = {
-        "family": find_chip(chip).family,
-        "gpu": model.device,
-        "fused_norm": bool(stats["fused_norm"]),
-        "matvec_rows": int(stats["matvec_rows"]),
-        "matmul_tensor": bool(stats["matmul_tensor"]),
-    }
-    steps = [d for i in range(decodes) for d in plan(shape, 1, position=prompt + i, **options)]
-    listed = (plan(shape, prompt, **options), steps)
-    waits = (1, decodes)
-    for result, dispatches, n, wait in zip(results, listed, (prompt, decodes), waits, strict=False):
-        prediction = predict(find_chip(chip), dispatches, n, waits=wait)
+    found = predict_run(
+        *(find_chip(chip), shape_of(model.gguf), prompt, decodes),
+        waits=decodes,
+        gpu=model.device,
+        fused_norm=bool(stats["fused_norm"]),
+        matvec_rows=int(stats["matvec_rows"]),
+        matmul_tensor=bool(stats["matmul_tensor"]),
+    )
+    for result, (_, prediction) in zip(results, found, strict=True):
         result |= {"chip": chip, "predicted_range": list(prediction.tokens_per_second_range)}
 
 

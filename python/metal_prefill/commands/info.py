@@ -57,9 +57,8 @@ def devices() -> list[tuple[str, str]]:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print the tables."""
-    from rich.table import Table
-
     from metal_prefill import default_model_path
+    from metal_prefill._support.tables import table
     from metal_prefill.engine import chosen_mode
     from metal_prefill.files._gguf_file import GGUFFile
     from metal_prefill.files._hyperparameters import read_config
@@ -73,30 +72,24 @@ def execute(arguments: argparse.Namespace) -> None:
         config = read_config(gguf)
         size = sum(part.stat().st_size for part in gguf.parts)
         console.print(f"{path}: GGUF version {gguf.version}, {size:,} bytes", highlight=False)
-        title = "configuration (settings other than defaults)"
-        table = Table("setting", "value", title=title, title_justify="left")
-        for field in fields(config):
-            value = getattr(config, field.name)
-            if value != field.default:
-                table.add_row(field.name, f"{value:g}" if isinstance(value, float) else str(value))
+        settings = [
+            (field.name, f"{value:g}" if isinstance(value, float) else str(value))
+            for field in fields(config)
+            if (value := getattr(config, field.name)) != field.default
+        ]
         model_name, pre = gguf.metadata.get("tokenizer.ggml.model"), gguf.metadata.get("tokenizer.ggml.pre")
-        table.add_row(
-            "tokenizer", "none" if model_name is None else f"{model_name}" + (f" ({pre})" if pre else "")
-        )
-        table.add_row("compute on the CPU", chosen_mode(gguf, config))
-        console.print(table)
+        tokenizer = "none" if model_name is None else f"{model_name}" + (f" ({pre})" if pre else "")
+        settings += [("tokenizer", tokenizer), ("compute on the CPU", chosen_mode(gguf, config))]
+        title = "configuration (settings other than defaults)"
+        console.print(table(title, ("setting", "value"), settings, names=2))
 
-        table = Table(title="tensors", title_justify="left")
-        for i, name in enumerate(("type", "tensors", "weights", "bytes", "MiB", "bits per weight")):
-            table.add_column(name, justify="left" if i == 0 else "right")
-        for kind, count, weights, size in bytes_by_type(gguf):
-            bits = f"{8 * size / weights:.2f}"
-            table.add_row(kind, str(count), f"{weights:,}", f"{size:,}", f"{size / MIB:.2f}", bits)
-        console.print(table)
+        header = ("type", "tensors", "weights", "bytes", "MiB", "bits per weight")
+        rows = (
+            (kind, f"{n}", f"{weights:,}", f"{size:,}", f"{size / MIB:.2f}", f"{8 * size / weights:.2f}")
+            for kind, n, weights, size in bytes_by_type(gguf)
+        )
+        console.print(table("tensors", header, rows))
         for purpose, count in Counter(ignored_tensors(gguf, config).values()).items():
             console.print(f"{count} tensors for {purpose} are ignored", highlight=False)
 
-    table = Table("device", "state", title="devices", title_justify="left")
-    for device, state in devices():
-        table.add_row(device, state)
-    console.print(table)
+    console.print(table("devices", ("device", "state"), devices(), names=2))

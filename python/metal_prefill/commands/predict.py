@@ -85,7 +85,7 @@ def _shape(arguments: argparse.Namespace) -> Shape:
 
 def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
     """Return the requested predictions with their benchmark names."""
-    from metal_prefill.gpu._cost_model import find_chip, plan, predict
+    from metal_prefill.gpu._cost_model import find_chip, predict, predict_run
     from metal_prefill.gpu._trace import HOST_CLOCK, read_trace
 
     chip = find_chip(arguments.chip)
@@ -103,12 +103,6 @@ def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
         return found + ([(f"tg{len(steps) - 1}", predict(chip, decode, len(steps) - 1))] if decode else [])
     prompt = 512 if arguments.prompt is None else arguments.prompt
     shape = _shape(arguments)
-    options: dict[str, Any] = {
-        "family": chip.family,
-        "gpu": chip.gpu,
-        "kv_type": arguments.kv_dtype,
-        "fused_norm": arguments.fused_norm,
-    }
     if not prompt and not arguments.n_gen:
         raise ValueError("nothing to predict: set -p or -n")
     if arguments.n_gen and not shape.config.generates:
@@ -116,13 +110,8 @@ def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
     limit = shape.config.context_length
     if prompt + arguments.n_gen > limit:
         raise ValueError(f"{prompt + arguments.n_gen} tokens exceed the model's context of {limit}")
-    found = []
-    if prompt:
-        found.append((f"pp{prompt}", predict(chip, plan(shape, prompt, **options), prompt, waits=1)))
-    if arguments.n_gen:
-        decode = [d for i in range(arguments.n_gen) for d in plan(shape, 1, position=prompt + i, **options)]
-        found.append((f"tg{arguments.n_gen}", predict(chip, decode, arguments.n_gen)))
-    return found
+    options = {"kv_type": arguments.kv_dtype, "fused_norm": arguments.fused_norm}
+    return predict_run(chip, shape, prompt, arguments.n_gen, **options)
 
 
 def _measured(prediction: Prediction) -> dict[str, float]:

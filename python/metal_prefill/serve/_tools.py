@@ -149,7 +149,7 @@ class RequiredCalls:
     def __init__(self, names: Collection[str]) -> None:
         self.text = ""  # the answer so far
         self._names = names
-        self._calls: list[RequiredCall] = []
+        self._calls: list[_RequiredCall] = []
         self._brackets = Brackets()
         self._begin: int | None = None  # of the call that arrives
         self._taken = 0
@@ -164,7 +164,7 @@ class RequiredCalls:
         return all(call.whole for call in self._calls)
 
     def step(self, piece: str, *, last: bool) -> list[dict[str, Any]]:
-        """Add a piece; return what is new of the calls, as `RequiredCall` does, each part with its index."""
+        """Add a piece; return what is new of the calls, each part with its index."""
         self.text += piece
         self._brackets.scan(piece)
         made: list[dict[str, Any]] = []
@@ -174,9 +174,9 @@ class RequiredCalls:
                 if begin < 0:
                     return made
                 self._begin = self._taken = begin
-                self._calls.append(RequiredCall(self._names))
+                self._calls.append(_RequiredCall(self._names))
             end = self._brackets.end(self._begin)
-            parts = self._calls[-1].step(self.text[self._taken : end], last=last or end is not None)
+            parts = self._calls[-1].step(self.text[self._taken : end], last=last, whole=end is not None)
             made += [{"index": len(self._calls) - 1, **part} for part in parts]
             self._taken = len(self.text) if end is None else end
             if end is None or not self.text.startswith("["):
@@ -184,7 +184,7 @@ class RequiredCalls:
             self._begin = None
 
 
-class RequiredCall:
+class _RequiredCall:
     """A call that is the whole answer or a part of it, as it arrives; it may be truncated."""
 
     def __init__(self, names: Collection[str]) -> None:
@@ -196,16 +196,19 @@ class RequiredCall:
         self._names = names
         self._sent = 0  # characters of the text up to the end of the arguments so far
 
-    def step(self, piece: str, *, last: bool) -> list[dict[str, Any]]:
-        """Add a piece; return what is new: the call with its name, then parts of its arguments."""
+    def step(self, piece: str, *, last: bool, whole: bool) -> list[dict[str, Any]]:
+        """Add a piece; return what is new: the call with its name, then parts of its arguments.
+
+        `whole`: the call ends with the piece; `last`: so does the answer.
+        """
         self.text += piece
+        self.whole, last = whole, last or whole
         begins = self.message is None
         if begins:
             name = self._name(last)
             if name is None:
                 return []
             self.message = written_call(name, "")
-        self.whole = last and _is_json(self.text)
         # The last bracket is that of the object around the arguments.
         arguments = self.text[self._sent : len(self.text) - (self.whole or not last)]
         self._sent += len(arguments)
@@ -229,14 +232,6 @@ class RequiredCall:
             return None
         self._sent = len(self.text)
         return possible[0]
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def call_beginning(name: str) -> str:

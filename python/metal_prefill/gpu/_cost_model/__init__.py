@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from metal_prefill.gpu._cost_model import attention, products
 from metal_prefill.gpu._cost_model.chips import CHIPS, Chip, find_chip
@@ -26,7 +26,7 @@ from metal_prefill.gpu._trace import Dispatch
 
 __all__ = [
     "CHIPS", "SPREAD", "Chip", "Ops", "Prediction", "Shape", "Time", "UnknownKernelError", "Work",
-    "find_chip", "plan", "predict", "shape_of", "time_of", "work_of",
+    "find_chip", "plan", "predict", "predict_run", "shape_of", "time_of", "work_of",
 ]  # fmt: skip
 
 SCHEDULERS = 4  # of a core
@@ -202,3 +202,20 @@ def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int, *, waits: i
             known[key] = time_of(chip, work_of(d))
         times.append(known[key])
     return Prediction(chip, tokens, listed, times, waits)
+
+
+def predict_run(
+    chip: Chip, shape: Shape, prompt: int, decodes: int, *, waits: int = 0, **options: Any
+) -> list[tuple[str, Prediction]]:
+    """Predict a prompt that a program waits for and tokens after it, each with its name in benchmarks.
+
+    `waits` is how often the program waits for the GPU during the tokens; `options` are those of :func:`plan`.
+    """
+    options = {"family": chip.family, "gpu": chip.gpu, **options}
+    found = []
+    if prompt:
+        found.append((f"pp{prompt}", predict(chip, plan(shape, prompt, **options), prompt, waits=1)))
+    if decodes:
+        steps = [d for i in range(decodes) for d in plan(shape, 1, position=prompt + i, **options)]
+        found.append((f"tg{decodes}", predict(chip, steps, decodes, waits=waits)))
+    return found
