@@ -402,7 +402,6 @@ logit_bias
         prompt: str | TokenIds,
         max_tokens: int = 128,
         *,
-        logprobs: int | None = None,
         progress: Progress | None = None,
         **options: Unpack[TextOptions],
     ) -> Iterator[Piece]:
@@ -415,8 +414,8 @@ logit_bias
         prompt, max_tokens, progress, options
             As in :meth:`generate`.
         logprobs
-            Number of most probable tokens, 0 to 1000, whose log probabilities are returned together with that
-            of the chosen token. None returns neither.
+            One of the options. Number of most probable tokens, 0 to 1000, whose log probabilities are
+            returned together with that of the chosen token. None returns neither.
         prompt_logprobs
             One of the options. If True, first yield the tokens of the prompt, except the first, with their
             log probabilities and, unless `echo` is set, without text. They do not count towards `max_tokens`,
@@ -427,12 +426,10 @@ logit_bias
         Piece
             One for each token; the last one has a `finish_reason`.
         """
-        text = self._continuation(prompt, max_tokens, options, logprobs)
+        text = self._continuation(prompt, max_tokens, options)
         return self._pieces(text, progress) if text.wanted else iter(())
 
-    def _continuation(
-        self, prompt: str | TokenIds, max_tokens: int, options: TextOptions, logprobs: int | None = None
-    ) -> Continuation:
+    def _continuation(self, prompt: str | TokenIds, max_tokens: int, options: TextOptions) -> Continuation:
         engine = self._engine
         engine.check_generates()
         return Continuation(
@@ -442,7 +439,6 @@ logit_bias
             self.max_context,
             options,
             prompt=prompt if isinstance(prompt, str) else None,
-            logprobs=logprobs,
             prefix_namespace=self._prefix_namespace,
         )
 
@@ -461,7 +457,7 @@ logit_bias
             position += 1
             yield piece
         while text.ended is None:
-            following = text.next_tokens(self._engine.exact_rows, self._engine.row_cost, sent=ahead.sent)
+            following = text.next_tokens(self._engine.exact_rows, sent=ahead.sent)
             core, continues = self.native, ahead.begin(text.can_run_ahead)
             chosen = text.request(core, following, continues=continues, claim=claim).run(None, "generate")
             ahead.end(0 if following.forced else len(following.ids), core)

@@ -134,6 +134,7 @@ class TextOptions(SamplingOptions, total=False):
     reasoning: bool
     calls: bool
     echo: bool
+    logprobs: int | None
     prompt_logprobs: bool
     speculate: Speculate
     json_schema: Mapping[str, Any] | str | None
@@ -151,6 +152,7 @@ class Rules:
     reasoning: bool = False  # see `Continuation`
     calls: bool = False
     echo: bool = False
+    logprobs: int | None = None  # see :meth:`metal_prefill.Session.stream`
     prompt_logprobs: bool = False
     speculate: Speculate = "lookup"
     json_schema: Mapping[str, Any] | str | None = None

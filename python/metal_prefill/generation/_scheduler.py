@@ -152,14 +152,7 @@ class Scheduler:
         """Whether there is anything to compute."""
         return bool(self._waiting or self._active or self._calls)
 
-    def submit(
-        self,
-        prompt: str | TokenIds,
-        max_tokens: int = 128,
-        *,
-        logprobs: int | None = None,
-        **options: Unpack[TextOptions],
-    ) -> Stream:
+    def submit(self, prompt: str | TokenIds, max_tokens: int = 128, **options: Unpack[TextOptions]) -> Stream:
         """Add a stream. Parameters are those of :meth:`metal_prefill.Session.stream`.
 
         Raises
@@ -170,16 +163,10 @@ class Scheduler:
             The prompt would not fit in ``kv_memory`` even alone. One that has to wait for the pages of others
             waits.
         """
-        return self.submit_answers(prompt, 1, max_tokens, logprobs=logprobs, **options)[0]
+        return self.submit_answers(prompt, 1, max_tokens, **options)[0]
 
     def submit_answers(
-        self,
-        prompt: str | TokenIds,
-        n: int,
-        max_tokens: int = 128,
-        *,
-        logprobs: int | None = None,
-        **options: Unpack[TextOptions],
+        self, prompt: str | TokenIds, n: int, max_tokens: int = 128, **options: Unpack[TextOptions]
     ) -> list[Stream]:
         """Add `n` streams of one prompt, which is computed once.
 
@@ -187,7 +174,7 @@ class Scheduler:
         seed. Other parameters and errors are those of :meth:`submit`.
         """
         self._engine.check_generates()
-        streams = make_streams(self._engine, prompt, n, max_tokens, logprobs=logprobs, **options)
+        streams = make_streams(self._engine, prompt, n, max_tokens, **options)
         self._waiting += streams
         return streams
 
@@ -325,9 +312,7 @@ class Scheduler:
             stream.text.choosing.wait_until(deadline if stream.text.choosing.pending is None else 0.0)
             most = min(self._engine.exact_rows, self._core.pass_rows - rows + 1)
             try:
-                tokens = stream.text.next_tokens(
-                    most, self._engine.row_cost, rows, expected, sent=self._ahead.sent
-                )
+                tokens = stream.text.next_tokens(most, rows, expected, sent=self._ahead.sent)
             except ConstraintPending:  # about the drafts; the stream is left out of the pass
                 continue
             except Exception as error:  # of the user's function
@@ -384,7 +369,7 @@ class Scheduler:
             turn = max(min(PROMPT_TURN, room), -(-room // (len(scored) - i)))
             most = min(stream.left, self._engine.exact_rows, turn, room)
             if most > 0:
-                rows.append((stream, stream.text.next_tokens(most, self._engine.row_cost)))
+                rows.append((stream, stream.text.next_tokens(most)))
                 room -= len(rows[-1][1].ids)
         return rows
 

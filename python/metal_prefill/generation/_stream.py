@@ -182,7 +182,6 @@ def make_streams(
     n: int,
     max_tokens: int,
     *,
-    logprobs: int | None = None,
     prefix_namespace: str = "",
     **options: Unpack[TextOptions],
 ) -> list[Stream]:
@@ -216,7 +215,6 @@ def make_streams(
             engine.max_context,
             options,
             prompt=prompt if isinstance(prompt, str) else None,
-            logprobs=logprobs,
             answer=answer,
             prefix_namespace=prefix_namespace,
         )

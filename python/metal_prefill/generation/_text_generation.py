@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._support.arguments import integer, token_id
-from metal_prefill.engine import Engine, RowCost
+from metal_prefill.engine import Engine
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation._sampling import Choosing, TextOptions, core_sampler, divided_options
 from metal_prefill.generation._speculation import MOST_DRAFTS, Speculation, make_drafter
@@ -240,8 +240,6 @@ class Continuation:
         options: TextOptions,
         *,
         prompt: str | None = None,  # text of the prompt; None if it was passed as ids
-        # Number of most probable tokens in each piece; None omits all log probabilities.
-        logprobs: int | None = None,
         answer: int = 0,  # index of the text among those of one prompt and seed
         prefix_namespace: str = "",  # namespace of the session, for a draft model
     ) -> None:
@@ -253,8 +251,8 @@ class Continuation:
         if rules.seed is not None:
             integer("seed", rules.seed, 0)
         least = min(integer("min_tokens", rules.min_tokens, 0), context)
-        if logprobs is not None:
-            logprobs = integer("logprobs", logprobs, 0, MOST_LOGPROBS)
+        # Number of most probable tokens in each piece; None omits all log probabilities.
+        logprobs = None if rules.logprobs is None else integer("logprobs", rules.logprobs, 0, MOST_LOGPROBS)
         if rules.prompt_logprobs and logprobs is None:
             raise ValueError("prompt_logprobs returns log probabilities and therefore requires logprobs")
         self.prompt = ids  # ids of the prompt, int32 ``[n]``
@@ -302,6 +300,7 @@ class Continuation:
         drafter = make_drafter(rules.speculate, vocab_size, constraint is not None, prefix_namespace)
         may_draft = drafter is not None and max_tokens > 2
         self._speculation = Speculation(drafter, ids) if drafter is not None and may_draft else None
+        self._cost = engine.row_cost
         self._next: list[int] = []  # tokens of the text that are not computed
 
     @property
@@ -312,7 +311,6 @@ class Continuation:
     def next_tokens(
         self,
         room: int,  # tokens that the pass may have of this text, if drafts are to be among them
-        cost: RowCost,  # of passes
         # Of the pass without drafts and forced tokens: its rows, and the expected number of tokens that it
         # generates.
         rows: int = 1,
@@ -331,7 +329,9 @@ class Continuation:
         if self._speculation is None:
             return NextTokens(np.array(self._next, np.int32), 0, 0.0)
         allow = None if self.choosing.constraint is None else self.choosing.allow
-        drafts = self._speculation.drafts(min(most, MOST_DRAFTS), cost, rows + forced, tokens, allow, sent)
+        drafts = self._speculation.drafts(
+            min(most, MOST_DRAFTS), self._cost, rows + forced, tokens, allow, sent
+        )
         expected = self._speculation.expected()
         return NextTokens(np.array([*self._next, *drafts], np.int32), len(drafts), expected)
 

@@ -1,6 +1,5 @@
 """Answers in blocks, as the APIs of Anthropic and of OpenAI's responses have them: reasoning, text, calls."""
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -90,11 +89,10 @@ async def answer_in_blocks(service: Service, form: ChatForm, reply: Reply, forma
 
     Once the client has the answer, it may disconnect, which cancels this call.
     """
-    begin = time.perf_counter()
     blocks = _Blocks(format_)
     async with conversation(service, form, reply) as (choice,):
         has_begun = False
-        async with aclosing(generate(service, [choice], format_.id, begin)) as passes:
+        async with aclosing(generate(service, [choice], format_.id, reply.begin)) as passes:
             async for made in passes:
                 parts = [part for _, text in made for part in choice.parts(text.pieces)]
                 events = [] if has_begun else format_.begin(usage_of([choice]))

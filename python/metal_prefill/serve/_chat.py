@@ -1,6 +1,5 @@
 """``/v1/chat/completions``."""
 
-import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -286,7 +285,8 @@ class ChatChoice(Choice):
 
     def parts(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Add the pieces of a pass, and return parsed parts: reasoning, texts, and calls with their index."""
-        text, made = "".join(piece.text for piece in pieces), []
+        text = "".join(piece.text for piece in pieces)
+        made: list[dict[str, Any]] = []
         if self.required is not None:
             return self._call_parts(self.required, text)
         if self.reasoning_parser is not None:
@@ -417,12 +417,11 @@ async def conversation(service: Service, form: ChatForm, reply: Reply) -> AsyncI
 
 
 async def chat(service: Service, form: ChatForm, reply: Reply) -> None:
-    begin = time.perf_counter()
     name = service.check_model(form.model)
     async with conversation(service, form, reply) as choices:
         head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", name)
         if form.truncation == "auto":
             head["dropped_messages"] = choices[0].dropped_messages
-        answer = await send_choices(service, form, reply, choices, head, begin)
+        answer = await send_choices(service, form, reply, choices, head)
     if answer is not None:
         await reply.encoded(answer)

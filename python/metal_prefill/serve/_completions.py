@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,7 +47,6 @@ def prompts_of(prompt: str | list[TokenOrText], param: str) -> list[str | list[i
 
 
 async def complete(service: Service, form: CompletionForm, reply: Reply) -> None:
-    begin = time.perf_counter()
     name = service.check_model(form.model)
     prompts = prompts_of(form.prompt, "prompt")
     made = candidates_of(form)
@@ -99,7 +97,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply) -> None
             ]
             head = head_of("cmpl", "text_completion", name)
             best = partial(best_texts, made, form.n or 1)
-            answer = await send_choices(service, form, reply, choices, head, begin, best)
+            answer = await send_choices(service, form, reply, choices, head, best)
     if answer is not None:
         await reply.encoded(answer)
 

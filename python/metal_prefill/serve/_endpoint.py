@@ -56,8 +56,9 @@ OPENAI = Style()
 class Reply:
     """Sender of the answer to a request."""
 
-    namespace = ""  # of the request's prefixes
-    end_turn: Callable[[], None]  # to be called once the request is prepared
+    begin = 0.0  # time of the request, once its body is read
+    namespace = ""  # of its prefixes
+    end_turn: Callable[[], None]  # to be called once it is prepared
 
     def __init__(
         self,
@@ -213,6 +214,7 @@ class Endpoint(Generic[_Form]):
             with anyio.move_on_after(seconds) as scope:
                 async with self._service.bodies.turn(len(body)) as reply.end_turn:
                     form = await self._decoded(body)
+                    reply.begin = time.perf_counter()
                     reply.namespace = prefix_namespace(key, form.prompt_cache_key)
                     await self._answer(self._service, form, reply)
             if scope.cancelled_caught:

@@ -256,7 +256,6 @@ async def send_choices(
     reply: Reply,
     choices: Sequence[_Choice],
     head: Mapping[str, Any],
-    begin: float,
     select: Callable[[Sequence[_Choice]], Sequence[_Choice]] = tuple,
 ) -> bytes | None:
     """Generate texts, and send them as a stream of events or return the answer, with those that are selected.
@@ -265,7 +264,7 @@ async def send_choices(
     """
     with_usage = form.stream_options is not None and form.stream_options.include_usage
     no_usage: dict[str, Any] = {"usage": None} if with_usage else {}
-    async with aclosing(generate(service, choices, head["id"], begin)) as passes:
+    async with aclosing(generate(service, choices, head["id"], reply.begin)) as passes:
         async for made in passes:
             if form.stream:
                 chunks = [chunk for choice, text in made for chunk in choice.chunks(text.pieces)]
@@ -275,7 +274,7 @@ async def send_choices(
                     choice.score(text.pieces)
 
     def last(texts: list[dict[str, Any]]) -> dict[str, Any]:
-        usage = {"usage": usage_of(choices), "timings": timings_of(choices, begin)}
+        usage = {"usage": usage_of(choices), "timings": timings_of(choices, reply.begin)}
         return {**head, "choices": texts, **usage}
 
     if not form.stream:

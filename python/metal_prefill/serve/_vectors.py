@@ -32,11 +32,11 @@ from metal_prefill.tasks._embedding import (
     check_length,
     check_pooling,
     embed_prompts,
-    encode_tokens,
+    encode_texts,
     vector_width,
 )
 from metal_prefill.tasks._pooled_head import probabilities_of
-from metal_prefill.tasks._prompts import PromptRules, TextRole, errors_of, prompt_form, role_of
+from metal_prefill.tasks._prompts import PromptRules, TextRole, prompt_form, role_of
 from metal_prefill.tasks._reranking import Options, encode_documents, kind_of, template_of
 from metal_prefill.tasks._text_passes import TextPasses
 
@@ -148,27 +148,23 @@ async def _embedded(
         role = role_of(engine, pooling, form.instruction)
         prompt = prompt_form(engine, form.instruction)
         rules = PromptRules(form.truncate or "error", form.unicode, form.split_special_tokens)
-        for i, text in enumerate(inputs):
-            if isinstance(text, str):
-                service.check_text(text, f"text {i}")
-        encoded = EncodedTexts.none(engine, prompt)
-        made = prompt.tokens_of_all(engine.tokenizer, (t for t in inputs if isinstance(t, str)), rules)
-        for i, text in enumerate(inputs):
-            if isinstance(text, str):
-                name = f"text {i}"
-                with errors_of(name):
-                    tokens = next(made)
-                encoded.add(encode_tokens(engine, tokens, text, name, prompt, rules, role))
-            else:
-                try:
-                    ids = token_array(text, engine.config.vocab_size)
-                except ValueError as error:
-                    raise ApiError(f"text {i}: {error}", param="input") from None
-                cut = form.truncate == "end" and len(ids) > engine.max_context
-                ids = ids[: engine.max_context] if cut else ids
-                check_length(engine, len(ids), f"text {i}")
-                service.note_foreign_ids(ids.tolist())
-                encoded.add(EncodedText(ids, cut))
+        texts = [text for text in inputs if isinstance(text, str)]
+        tokens = [ids for ids in inputs if not isinstance(ids, str)]
+        if texts and tokens:
+            raise ApiError("input must be texts or token ids, not some of both", param="input")
+        for i, text in enumerate(texts):
+            service.check_text(text, f"text {i}")
+        encoded = encode_texts(engine, texts, prompt, rules, role)
+        for i, given in enumerate(tokens):
+            try:
+                ids = token_array(given, engine.config.vocab_size)
+            except ValueError as error:
+                raise ApiError(f"text {i}: {error}", param="input") from None
+            cut = form.truncate == "end" and len(ids) > engine.max_context
+            ids = ids[: engine.max_context] if cut else ids
+            check_length(engine, len(ids), f"text {i}")
+            service.note_foreign_ids(ids.tolist())
+            encoded.add(EncodedText(ids, cut))
         count = sum(map(len, encoded.prompts)) if pooling == "none" else len(inputs)
         if count * width > MOST_NUMBERS:
             raise ApiError(
