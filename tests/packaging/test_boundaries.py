@@ -85,10 +85,9 @@ def recording_a_pass_needs_no_metal(sources: Sources) -> list[str]:
 
 
 @functools.cache
-def nodes_of(text: str) -> list[Any]:
-    """Nodes of a module of the kinds that rules are about."""
-    kinds = (ast.Import, ast.ImportFrom, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+def imports_of(text: str) -> list[Any]:
+    """Return the imports of a module."""
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def imports(sources: Sources) -> dict[str, set[str]]:
@@ -102,7 +101,7 @@ def imports(sources: Sources) -> dict[str, set[str]]:
             name = (
                 path.removeprefix("python/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             )
-            modules[name] = nodes_of(text)
+            modules[name] = imports_of(text)
 
     def home(name: str) -> str:
         if name.partition(".")[0] != "metal_prefill":
@@ -156,9 +155,6 @@ def no_module_imports_itself_through_others(sources: Sources) -> list[str]:
     return [" -> ".join(found) for module in graph if (found := circle(module, []))]
 
 
-NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public, and named so that no field clashes
-
-
 def dependencies_point_in_one_direction(sources: Sources) -> list[str]:
     def layer(module: str) -> int:
         return LAYERS.index(module.split(".")[1])
@@ -171,33 +167,6 @@ def dependencies_point_in_one_direction(sources: Sources) -> list[str]:
         if target.startswith("metal_prefill.") and target.rpartition(".")[2] not in NATIVE
         if layer(target) > layer(module)
     ]
-
-
-def no_module_uses_private_attributes_of_others(sources: Sources) -> list[str]:
-    """Objects of the same module may access each other, as a copy does with its original."""
-    found = []
-    for path, text in sources.items():
-        if not path.startswith("python/"):
-            continue
-        nodes = nodes_of(text)
-        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-        own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-        own |= {
-            node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"
-        }
-        modules = {
-            (alias.asname or alias.name).partition(".")[0]
-            for node in nodes
-            if isinstance(node, (ast.Import, ast.ImportFrom))
-            for alias in node.names
-        }
-        found += [
-            f"{path} uses {ast.unparse(node)}"
-            for node in attributes
-            if re.match(r"_[a-z]", node.attr) and node.attr not in own | NAMED_TUPLE
-            if not (isinstance(node.value, ast.Name) and node.value.id in modules)
-        ]
-    return found
 
 
 def locks_survive_a_fork(sources: Sources) -> list[str]:
@@ -297,10 +266,6 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
         ("python/metal_prefill/hub/_download.py", "from metal_prefill.bench._model_file import cache_dir"),
         ("python/metal_prefill/text/_tokenizer.py", "def f():\n    import metal_prefill.session"),
         ("python/metal_prefill/bench/_runner.py", "from metal_prefill.commands import common"),
-    ],
-    no_module_uses_private_attributes_of_others: [
-        ("python/metal_prefill/model.py", "def f(engine):\n    return engine._core"),
-        ("python/metal_prefill/serve/_chat.py", "stream._text = None"),
     ],
     # Python knows native code by the bindings alone, and errors know nothing of the package.
     Forbidden(imported, "", r"^(metal_prefill\._metal_testing|ctypes|cffi|support|embed_shaders|scanner)$"): [

@@ -40,8 +40,8 @@ class Texts:
 
         self.streams = list(streams)
         self.cancelled = False
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[list[Made] | Exception] = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        self.results: asyncio.Queue[list[Made] | Exception] = asyncio.Queue()
         self._running = len(self.streams)
         self._left = dict(enumerate(self.streams))  # whose end the engine loop has not reported
 
@@ -71,7 +71,7 @@ class Texts:
     async def __anext__(self) -> list[Made]:
         if not self._running:
             raise StopAsyncIteration
-        made = await self._queue.get()
+        made = await self.results.get()
         if isinstance(made, Exception):
             self._running = 0
             raise made
@@ -83,7 +83,7 @@ def _deliver(items: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
     """Deliver the results of a pass with one call into each event loop, for all tasks that wait there."""
     of_loops: dict[asyncio.AbstractEventLoop, list[tuple[Texts, list[Made] | Exception]]] = {}
     for item in items:
-        of_loops.setdefault(item[0]._loop, []).append(item)
+        of_loops.setdefault(item[0].loop, []).append(item)
     for loop, batch in of_loops.items():
         try:
             loop.call_soon_threadsafe(_put, batch)
@@ -94,7 +94,7 @@ def _deliver(items: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
 
 def _put(batch: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
     for texts, made in batch:
-        texts._queue.put_nowait(made)
+        texts.results.put_nowait(made)
 
 
 class EngineLoop:
