@@ -149,7 +149,7 @@ def test_answers_accept_text_options(model: Model, chat: Conversation) -> None:
     cases: list[dict[str, Any]] = [
         {"stop": "e"},
         {"stop": [comma, "\n"], "min_tokens": 3},
-        {"stop": comma},
+        {"stop": comma, "speculate": "lookup"},
         {"logit_bias": {comma: -float("inf")}, "temperature": 1.0, "seed": 2},
     ]
     for options in cases:

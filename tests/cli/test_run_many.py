@@ -253,8 +253,8 @@ def test_a_killed_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[s
         tmp_path / "prompts.jsonl",
         # Results after the long one wait for it.
         *(
-            {"prompt": f"{SPEAKERS[i % 5]}{i} ", "max_tokens": 400 if i == 30 else 5 + i % 7}
-            for i in range(50)
+            {"prompt": f"{SPEAKERS[i % 5]}{i} ", "max_tokens": 200 if i == 12 else 5 + i % 7}
+            for i in range(25)
         ),
     )
     killed, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
@@ -265,12 +265,12 @@ def test_a_killed_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[s
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     lines = killed.read_bytes().count(b"\n")
-    assert 5 <= lines < 50
+    assert 5 <= lines < 25
     assert run("--prompts", prompts, "-o", killed) == 0
     assert f"{lines} prompts done before" in capsys.readouterr().err
     assert run("--prompts", prompts, "-o", whole) == 0
     assert killed.read_bytes() == whole.read_bytes()
-    assert [line["prompt"] for line in read_lines(whole)] == [f"{SPEAKERS[i % 5]}{i} " for i in range(50)]
+    assert [line["prompt"] for line in read_lines(whole)] == [f"{SPEAKERS[i % 5]}{i} " for i in range(25)]
 
 
 def test_an_interrupted_run_keeps_finished_results(

@@ -10,7 +10,7 @@ import pytest
 from support.native_requests import passes_of_texts
 from support.small_models import MODELS, write
 
-from metal_prefill import Conversation, Model, SessionBusyError, _core
+from metal_prefill import Model, SessionBusyError, _core
 from metal_prefill.engine import Engine, RowCost
 from metal_prefill.generation._speculation import MOST_DRAFTS, Acceptance, LookupDrafter, Speculation
 from metal_prefill.generation._stream import make_streams
@@ -158,16 +158,6 @@ def test_drafts_of_the_same_model_are_all_accepted(
         text = "".join(session.generate("JULIET:\n", 60, speculate=other))
     assert len(passes) < sum(rows for rows, _ in passes) == 59
     assert text == "".join(shakespeare.generate("JULIET:\n", 60, speculate="off"))
-
-
-def test_a_conversation_is_unchanged(shakespeare: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    always(monkeypatch)
-    answers = []
-    for speculate in ("off", "lookup"):
-        chat = Conversation(shakespeare)
-        for text in ("Speak!", "Speak again!"):
-            answers.append("".join(chat.answer(text, 25, speculate=speculate)))
-    assert answers[:2] == answers[2:]
 
 
 def test_a_session_that_another_call_changed_ends_the_text(

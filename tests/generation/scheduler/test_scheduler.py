@@ -31,12 +31,6 @@ def test_metal_generates_for_many_prompts(demo: Model) -> None:
     assert texts == [alone(demo, p, n) for p in TEXTS[:3]]
 
 
-def test_stop_strings_end_a_text_as_they_do_alone(cpu: Model) -> None:
-    whole = alone(cpu, TEXTS[0], 40)
-    stop = whole[10:13]
-    assert texts_of(cpu.generate_many([TEXTS[0]], 40, stop=stop), 1) == [whole[: whole.index(stop)]]
-
-
 def test_each_text_has_its_finish_reason(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", max_context=30) as model:
         scheduler = Scheduler(model)
