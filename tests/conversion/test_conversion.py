@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-from support import bert_relatives, comparison, entity_folders, model_folders, task_folders
+from support import bert_relatives, entity_folders, model_folders, task_folders
 from support.adapter_folders import QUERY, adapter
 from support.gguf_reader import GGUFReader
 from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, read
-from tokenizers import Tokenizer as HubTokenizer
-from tokenizers import models, normalizers
 
 from metal_prefill import GGUFError, Model
 from metal_prefill.cli import main
@@ -159,35 +157,6 @@ def test_a_llama_folder_can_be_opened(tmp_path: Path, own_cache: Path) -> None:
             model.session().forward_prompt_logits(ids), again.session().forward_prompt_logits(ids)
         )
     assert [path.suffix for path in (own_cache / "converted").iterdir()] == [".gguf"]
-
-
-def test_sentencepiece_vocabularies_match_the_folder(tmp_path: Path, own_cache: Path) -> None:
-    vocabulary = json.loads(comparison.TOKENS.read_text())["vocabularies"]["llama"]
-    tokens, scores = vocabulary["tokens"], vocabulary["scores"]
-    normal = {t: i for i, t in enumerate(tokens) if vocabulary["types"][i] == 1}
-    merges = [
-        (token[:at], token[at:])
-        for token in sorted(normal, key=lambda token: -scores[normal[token]])
-        for at in range(1, len(token))
-        if token[:at] in normal and token[at:] in normal
-    ]
-    ids = {token: i for i, token in enumerate(tokens)}
-    theirs = HubTokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    theirs.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    theirs.add_special_tokens(["<unk>", "<s>", "</s>"])
-    folder = model_folders.llama(tmp_path / "m", vocab_size=len(tokens))
-    folder.tensors["model.embed_tokens.weight"] = model_folders.values((len(tokens), DIM))
-    folder.tensors["lm_head.weight"] = model_folders.values((len(tokens), DIM), 1)
-    theirs.save(str(folder.path / "tokenizer.json"))
-    with Model(folder.write(), device="cpu") as model:
-        assert model.tokenizer.bos_id == ids["<s>"]
-        for text in comparison.texts():
-            if text and not any(
-                token in text for token in ("<s>", "</s>", "<unk>", *comparison.USER_DEFINED)
-            ):
-                assert model.tokenizer.encode(text, add_bos=False) == theirs.encode(text).ids, repr(text)
 
 
 @pytest.mark.parametrize("revealed_by", ["time", "samples"])

@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import encoder_tokenizers
-from support.gguf_reader import GGUFReader
 from support.hostile_texts import hostile_texts
 from support.minilm_texts import TEXTS, VECTORS, least_cosine
 from tokenizers import Tokenizer as HubTokenizer
 
 from metal_prefill import ContextOverflowError, Model
 from metal_prefill.conversion import convert
-from metal_prefill.hub._local_file import local_file
 from metal_prefill.text import Tokenizer
 
 pytestmark = pytest.mark.real_model
@@ -29,18 +27,6 @@ def test_tokens_match_its_own_tokenizer(minilm_folder: Path, tmp_path: Path) -> 
     theirs.no_padding()
     for text in hostile_texts():
         assert ours.frame.text(ours.encode(text, add_bos=False)) == theirs.encode(text).ids, repr(text)
-
-
-def test_the_model_is_converted_once_into_the_cache(minilm_folder: Path, own_cache: Path) -> None:
-    path = local_file("minilm")
-    assert path.parent == own_cache / "converted"
-    assert path.name.startswith("all-MiniLM-L6-v2-")
-    written = path.stat().st_mtime_ns
-    assert local_file("minilm") == path
-    assert path.stat().st_mtime_ns == written
-    fields = GGUFReader(path).fields
-    assert fields["general.name"].contents() == "all-MiniLM-L6-v2"
-    assert fields["bert.pooling_type"].contents() == 1
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +71,3 @@ def test_long_texts_are_cut_where_sentence_transformers_cuts_them(
         with pytest.warns(UserWarning, match="1 of 1 texts did not fit the context of 256 tokens"):
             made = model.embed(TEXTS[-1:], truncate="end")
     assert least_cosine(made, expected[None]) >= 0.9999  # of the default, on any processor
-
-
-def test_similar_texts_have_similar_vectors(minilm_folder: Path, own_cache: Path) -> None:
-    with Model("minilm", device="cpu") as model:
-        assert model.path.parent == own_cache / "converted"
-        person, dog, day = model.embed(TEXTS[:3])
-    assert person @ dog > 0.6 > person @ day

@@ -109,16 +109,12 @@ _ALBERT = [
 ]
 FOLLOWED: list[tuple[str, str, Change]] = [
     *((name, "unchanged", lambda made: None) for name in TOKENIZERS),
-    *((name, option, tool(**{option: True})) for name in TOKENIZERS for option in ("lstrip", "single_word")),
     ("llama 2", "normalized", tool(normalized=True)),
     (
         "byte level",
         "normalized",
         lambda made: (normalizers(NFC)(made), tool(content="\u00e9]", normalized=True)(made)),
     ),
-    *((name, "rstrip", tool(rstrip=True)) for name in TOKENIZERS),
-    *((name, "lstrip of a control token", control(1, lstrip=True)) for name in ("byte level", "llama 2")),
-    *((name, "rstrip of a control token", control(2, rstrip=True)) for name in ("llama 2", "mistral")),
     ("byte level", "NFC", normalizers(NFC)),
     ("byte level", "a pair as two texts", template("<s> $A", "<s> $A $B")),
     ("byte level", "an end", template("<s> $A </s>", "<s> $A </s> <s> $B </s>")),

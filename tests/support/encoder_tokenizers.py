@@ -5,8 +5,7 @@ The tool that records the ids of transformers, and the tests that compare with t
 
 import io
 import json
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,6 @@ from support.gguf_bytes import Value, entry, gguf
 from support.places import DATA
 
 RECORD = DATA / "transformers_tokenizers.npz"
-WHOLE = 1000  # texts whose ids are all recorded; of the others a checksum is
 PAIRS = 200  # pairs of neighbouring texts
 
 
@@ -71,10 +69,6 @@ def open_vocabulary(folder: Path, base: Mapping[str, Value], **changes: Value | 
     content = [entry(VOCABULARY_KEYS + key, *value) for key, value in entries.items() if value is not None]
     (folder / "v.gguf").write_bytes(gguf(content))
     return Tokenizer.from_gguf(GGUFFile(folder / "v.gguf"))
-
-
-def checksums(ids: Iterable[Sequence[int]]) -> npt.NDArray[np.uint32]:
-    return np.array([zlib.crc32(np.array(row, "<i4").tobytes()) for row in ids], np.uint32)
 
 
 def packed(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:

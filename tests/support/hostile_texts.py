@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from random import Random
 
-COUNT = 3_000
+COUNT = 1_000
 
 # First and last code points.
 _RANGES = (

@@ -84,14 +84,6 @@ def test_a_spelled_token_of_white_space_is_left_to_the_library() -> None:
     assert WordTokens(segmenter, lowercase=True, spelled=[" "]).encode("un") is None
 
 
-def test_other_text_is_left_to_the_library(opened: Opened) -> None:
-    _, words = opened
-    for text in ("é", "a\x00b", "a\vb", "\x7f", "漢", "\u2028"):
-        assert words.encode(text) is None
-        assert words.encode_all([text]) == [None]
-    assert words.encode_all(["", " \t\r\n"]) == [[], []]
-
-
 def test_tokens_longer_than_a_word_may_be_are_not_found() -> None:
     words = ("long" * 25, "long" * 25 + "s")
     vocabulary = {"[UNK]": 0, **{word: i + 1 for i, word in enumerate(words)}}
