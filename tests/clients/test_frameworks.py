@@ -11,7 +11,7 @@ import pytest
 from support import model_folders
 from support.client_environments import environment, within
 from support.places import ROOT
-from support.programs import finished
+from support.programs import output
 from support.running_server import Running, running, running_with_template
 from support.task_folders import DOCUMENTS, TEXTS
 from support.tools import HERMES
@@ -32,11 +32,8 @@ def answers(client: str, *arguments: str, program: str = "") -> Any:
     python = environment(client)
     path = PROGRAMS / f"{program or client.replace('-', '_')}.py"
     home = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "PYTHONSAFEPATH": "1"}
-    done = finished(
-        [python, path, *arguments], env={**os.environ, **home, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    env = {**os.environ, **home, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return json.loads(output([python, path, *arguments], env=env).splitlines()[-1])
 
 
 CITIES = ("Verona", "Padua")

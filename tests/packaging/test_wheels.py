@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.places import ROOT
-from support.programs import finished
+from support.programs import finished, output
 
 FOLDER = os.environ.get("METAL_PREFILL_WHEELS")
 # Their modules need no module for tests; together they use all of the extension.
@@ -80,9 +80,7 @@ class Environment:
 
     def run(self, *command: str | Path) -> str:
         """Run a program of the environment; return its output."""
-        done = finished([self.bin / command[0], *command[1:]], env=self.env, cwd=self.work)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
+        return output([self.bin / command[0], *command[1:]], env=self.env, cwd=self.work)
 
 
 @pytest.fixture(
@@ -157,9 +155,7 @@ def test_uvx_runs_the_command(tmp_path: Path) -> None:
     wheel_for("3.12")
     command = [uv.find_uv_bin(), "tool", "run", "--python", build_wheels.find_python("3.12")]
     command += ["--find-links", wheels_folder(), "metal-prefill", "--version"]
-    done = finished(command, env=os.environ | {"UV_CACHE_DIR": str(tmp_path)})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("metal-prefill ")
+    assert output(command, env=os.environ | {"UV_CACHE_DIR": str(tmp_path)}).startswith("metal-prefill ")
 
 
 def install_for(wheel: Path, site: Path, *tags: str) -> None:
@@ -184,13 +180,8 @@ def emulated_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
     install_for(wheel_for("3.13", "manylinux_aarch64"), site, *older, "manylinux2014_aarch64")
 
     def run(processor: str, *arguments: str) -> str:
-        done = finished(
-            [qemu, "-L", root, "-cpu", processor, python, *arguments],
-            env={"PYTHONPATH": str(site), "HOME": str(site), "PATH": str(site / "bin")},
-            cwd=site,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
+        environment = {"PYTHONPATH": str(site), "HOME": str(site), "PATH": str(site / "bin")}
+        return output([qemu, "-L", root, "-cpu", processor, python, *arguments], env=environment, cwd=site)
 
     return run
 
@@ -221,9 +212,7 @@ def musl(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
     def run(*arguments: str) -> str:
         command: list[str | Path] = [root / "loader", root / "bin/python3.13", *arguments]
-        done = finished(command, env={"PYTHONPATH": str(site), "HOME": str(site)}, cwd=site)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
+        return output(command, env={"PYTHONPATH": str(site), "HOME": str(site)}, cwd=site)
 
     return run
 

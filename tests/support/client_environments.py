@@ -8,7 +8,7 @@ import pytest
 
 import metal_prefill
 from support.places import ROOT
-from support.programs import finished
+from support.programs import output
 
 
 def environment(client: str) -> Path:
@@ -24,8 +24,5 @@ def within(client: str, code: str, *arguments: str | Path, **variables: str) -> 
     python = environment(client)
     packages = str(Path(metal_prefill.__file__).parents[1])
     code = f"import sys; sys.path.append({packages!r}); {code}"
-    done = finished(
-        [python, "-c", code, *arguments], env={**os.environ, **variables}, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    env = {**os.environ, **variables}
+    return output([python, "-c", code, *arguments], env=env, stdin=subprocess.DEVNULL)

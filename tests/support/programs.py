@@ -9,3 +9,10 @@ from typing import Any
 def finished(command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, whatever its exit code; options are those of `subprocess.run`."""
     return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, **options})
+
+
+def output(command: Sequence[str | Path], **options: Any) -> str:
+    """Return what a program prints, which must succeed; options are those of `subprocess.run`."""
+    done = finished(command, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
