@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import comparison
-from support.programs import finished
+from support.programs import Run, finished
 
 import metal_prefill
 from metal_prefill import Model, _core, cli
@@ -40,16 +40,14 @@ def _plain_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    out = capsys.readouterr().out
+def test_help_lists_every_command(output: Run) -> None:
+    out = output("--help")
     for name in cli.COMMANDS:
         assert re.search(rf"^\s+{name}\b", out, re.MULTILINE), name
 
 
-def test_a_missing_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
-    assert "usage:" in capsys.readouterr().err
+def test_a_missing_command_is_a_usage_error(errors: Run) -> None:
+    assert "usage:" in errors()
 
 
 def imported_by(code: str, late: tuple[str, ...]) -> str:
@@ -76,9 +74,8 @@ def test_the_first_token_loads_no_unneeded_library() -> None:
     assert imported_by(code, late) == "[]"
 
 
-def test_run_continues_the_prompt_as_the_model_does(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "-p", PROMPT, "-n", "20", "--device", "cpu"]) == 0
-    out = capsys.readouterr().out
+def test_run_continues_the_prompt_as_the_model_does(output: Run) -> None:
+    out = output("run", "-p", PROMPT, "-n", "20", "--device", "cpu")
     with Model(device="cpu") as model:
         expected = "".join(model.generate(PROMPT, 20))
     assert len(expected) > 20
@@ -102,20 +99,17 @@ def test_sampling_options_default_to_those_of_the_library() -> None:
 
 
 def test_run_reads_the_file_without_mapping_on_request(
-    capsys: pytest.CaptureFixture[str], demo_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: Run, demo_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft model, too: neither may end the process when its file is truncated."""
     options = ["run", "-m", str(demo_path), "--speculate", str(demo_path), "-p", PROMPT, "-n", "6"]
-    assert cli.main([*options, "--device", "cpu"]) == 0
-    expected = capsys.readouterr().out
+    expected = output(*options, "--device", "cpu")
     monkeypatch.setattr(_gguf_file, "_map_file", lambda path: pytest.fail(f"{path} is mapped"))
-    assert cli.main([*options, "--device", "cpu", "--no-mmap"]) == 0
-    assert capsys.readouterr().out == expected
+    assert output(*options, "--device", "cpu", "--no-mmap") == expected
 
 
-def test_run_reports_prompt_and_decode_separately(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "-p", PROMPT, "-n", "20"]) == 0
-    line = capsys.readouterr().err
+def test_run_reports_prompt_and_decode_separately(errors: Run) -> None:
+    line = errors("run", "-p", PROMPT, "-n", "20", code=0)
     with Model() as model:
         n_prompt = len(model.tokenizer.encode(PROMPT))
     match = re.search(
@@ -135,40 +129,33 @@ def test_run_without_tokens_prints_the_prompt_only(capsys: pytest.CaptureFixture
     assert "tok/s" not in captured.err
 
 
-def test_run_samples_reproducibly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_samples_reproducibly(output: Run) -> None:
     texts = []
     for seed in ("1", "1", "2"):
         options = "--temperature 1 --top-k 50 --top-p 0.95 --min-p 0.01 --repeat-penalty 1.1 --seed"
-        assert cli.main(["run", "-p", PROMPT, "-n", "16", *options.split(), seed]) == 0
-        texts.append(capsys.readouterr().out)
+        texts.append(output("run", "-p", PROMPT, "-n", "16", *options.split(), seed))
     assert texts[0] == texts[1]
     assert texts[0] != texts[2]
 
 
-def test_run_stops_before_the_stop_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "-p", PROMPT, "-n", "60"]) == 0
-    word = capsys.readouterr().out.removeprefix(PROMPT).split()[3]
-    assert cli.main(["run", "-p", PROMPT, "-n", "60", "--stop", word]) == 0
-    assert word not in capsys.readouterr().out.removeprefix(PROMPT)
+def test_run_stops_before_the_stop_text(output: Run) -> None:
+    word = output("run", "-p", PROMPT, "-n", "60").removeprefix(PROMPT).split()[3]
+    assert word not in output("run", "-p", PROMPT, "-n", "60", "--stop", word).removeprefix(PROMPT)
 
 
 def test_run_reads_the_prompt_from_a_file_or_stdin(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, output: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["run", "-p", PROMPT, "-n", "8"]) == 0
-    expected = capsys.readouterr().out
+    expected = output("run", "-p", PROMPT, "-n", "8")
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT, encoding="utf-8")
-    assert cli.main(["run", "-f", str(file), "-n", "8"]) == 0
-    assert capsys.readouterr().out == expected
+    assert output("run", "-f", file, "-n", "8") == expected
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
-    assert cli.main(["run", "-f", "-", "-n", "8"]) == 0
-    assert capsys.readouterr().out == expected
+    assert output("run", "-f", "-", "-n", "8") == expected
 
 
-def test_info_counts_every_byte_of_the_tensors(capsys: pytest.CaptureFixture[str], demo_path: Path) -> None:
-    assert cli.main(["info"]) == 0
-    out = capsys.readouterr().out
+def test_info_counts_every_byte_of_the_tensors(output: Run, demo_path: Path) -> None:
+    out = output("info")
     with GGUFFile(demo_path) as gguf:
         for kind in {tensor.type_name for tensor in gguf.tensors.values()}:
             size = sum(tensor.nbytes for tensor in gguf.tensors.values() if tensor.type_name == kind)
@@ -181,47 +168,40 @@ def test_info_counts_every_byte_of_the_tensors(capsys: pytest.CaptureFixture[str
     assert (f"bfloat16 pairs measured {speedup:.1f} times" in out) == (speedup > 0)
 
 
-def test_info_accepts_the_model_without_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_accepts_the_model_without_an_option(tmp_path: Path, output: Run, errors: Run) -> None:
     path = tmp_path / "tiny.gguf"
     assert cli.main(["synth", str(path), "--preset", "tiny", "--context", "333"]) == 0
-    assert cli.main(["info", "-m", str(path)]) == 0
-    named = capsys.readouterr().out
-    assert cli.main(["info", str(path)]) == 0
-    assert capsys.readouterr().out == named
+    named = output("info", "-m", path)
+    assert output("info", path) == named
     assert re.search(r"context_length\W+333\b", named)
-    assert cli.main(["info", str(path), "-m", str(path)]) == 2
-    assert "name the model once: -m FILE or FILE" in capsys.readouterr().err
+    assert "name the model once: -m FILE or FILE" in errors("info", path, "-m", path)
 
 
-def test_decoding_of_an_encoder_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["predict", "--preset", "minilm-l6", "-p", "32"]) == 0
-    capsys.readouterr()
-    assert cli.main(["predict", "--preset", "minilm-l6", "-p", "32", "-n", "4"]) == 2
-    assert "-n predicts decoding, which the model, an encoder, does not do" in capsys.readouterr().err
+def test_decoding_of_an_encoder_is_not_predicted(output: Run, errors: Run) -> None:
+    command = ("predict", "--preset", "minilm-l6", "-p", "32")
+    output(*command)
+    assert "-n predicts decoding, which the model, an encoder, does not do" in errors(*command, "-n", "4")
 
 
-def test_the_speed_of_an_encoder_with_experts_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["predict", "--preset", "privacy-filter", "-p", "300", "--json"]) == 0
-    (predicted,) = json.loads(capsys.readouterr().out)
+def test_the_speed_of_an_encoder_with_experts_is_predicted(output: Run) -> None:
+    (predicted,) = json.loads(output("predict", "--preset", "privacy-filter", "-p", "300", "--json"))
     kernels = {kernel["kernel"]: kernel["dispatches"] for kernel in predicted["kernels"]}
     assert kernels["matmul_experts_swiglu_q4_0"] == kernels["choose_experts_f32"] == 8
 
 
-def test_label_predicts_labels_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_label_predicts_labels_in_words(tmp_path: Path, output: Run) -> None:
     file = tmp_path / "texts.txt"
     file.write_text("O Romeo\n\nThe king is dead\n")
     words, template = ["love", "death"], "{text}: of {label}"
     command = ["label", "-f", str(file), "--labels", "love, death", "--template", template]
     with Model(device="cpu") as model:
         found = model.classify(["O Romeo", "The king is dead"], words, template)
-    assert cli.main([*command, "--device", "cpu", "--json"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    lines = [json.loads(line) for line in output(*command, "--device", "cpu", "--json").splitlines()]
     assert [line["label"] for line in lines] == found.best
     for line, values in zip(lines, found.probabilities.tolist(), strict=True):
         assert line["probabilities"] == dict(zip(words, values, strict=True))
     default = ["label", "-f", str(file), "--labels", "love,death", "--device", "cpu", "--json"]
-    assert cli.main(default) == 0
-    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    first = json.loads(output(*default).splitlines()[0])
     assert first["probabilities"] != lines[0]["probabilities"]
 
 
@@ -236,18 +216,17 @@ def test_label_predicts_labels_in_words(tmp_path: Path, capsys: pytest.CaptureFi
     ],
 )
 def test_invalid_labels_are_usage_errors(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, tmp_path: Path, errors: Run
 ) -> None:
     file = tmp_path / "texts.txt"
     file.write_text("a\n")
-    assert cli.main(["label", "-f", str(file), *options]) == 2
-    assert message in capsys.readouterr().err
+    assert message in errors("label", "-f", file, *options)
 
 
-def test_synth_writes_a_model_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_synth_writes_a_model_that_runs(tmp_path: Path, errors: Run) -> None:
     path = tmp_path / "tiny.gguf"
-    assert cli.main(["synth", str(path), "--preset", "tiny"]) == 0
-    assert f"{path.stat().st_size:,} bytes" in capsys.readouterr().err
+    message = errors("synth", path, "--preset", "tiny", code=0)
+    assert f"{path.stat().st_size:,} bytes" in message
     assert cli.main(["run", "-m", str(path), "-p", "ab", "-n", "3"]) == 0
 
 
@@ -268,24 +247,23 @@ def test_usage_errors_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
         assert "Traceback" not in printed, line
 
 
-def test_a_missing_file_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_exits_with_one(tmp_path: Path, errors: Run) -> None:
     path = tmp_path / "none.gguf"
     for command in (["run", "-p", "a", "-m"], ["info", "-m"], ["bench", "-m"], ["run", "-f"]):
-        assert cli.main([*command, str(path)]) == 1
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = errors(*command, path, code=1).splitlines()
         hint = "" if command == ["run", "-f"] else "; a model is a GGUF file"
         assert line.startswith(f"error: {path}: No such file or directory{hint}")
 
 
 def test_a_missing_folder_is_reported_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, errors: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("metal_prefill.bench.run", lambda *_, **__: pytest.fail("measured all the same"))
     folder = tmp_path / "none"
     assert cli.main(["bench", "--demo", "--json", str(folder / "out.json")]) == 1
     assert capsys.readouterr() == ("", f"error: {folder / 'out.json'}: No such file or directory\n")
-    assert cli.main(["synth", str(folder / "out.gguf"), "--preset", "tiny"]) == 1
-    assert capsys.readouterr().err == f"error: {folder / 'out.gguf'}: No such file or directory\n"
+    message = errors("synth", folder / "out.gguf", "--preset", "tiny", code=1)
+    assert message == f"error: {folder / 'out.gguf'}: No such file or directory\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -300,11 +278,10 @@ def test_a_full_disk_is_reported(unbuffered: str) -> None:
 
 
 def test_a_traceback_is_printed_on_request(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, errors: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_TRACEBACK", "1")
-    assert cli.main(["info", "-m", str(tmp_path / "none.gguf")]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    assert "Traceback" in errors("info", "-m", tmp_path / "none.gguf", code=1)
 
 
 def test_an_interrupt_of_the_first_imports_ends_cleanly() -> None:
@@ -382,26 +359,22 @@ def test_perplexity_counts_second_halves_only() -> None:
 
 
 @pytest.mark.parametrize("compute", ["int8", "f32"])
-def test_perplexity_matches_llama_cpp(
-    compute: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_perplexity_matches_llama_cpp(compute: str, tmp_path: Path, output: Run) -> None:
     recorded = json.loads(comparison.PERPLEXITY.read_text())
     (tmp_path / "verse.txt").write_text(comparison.VERSE)
     options = ["-f", str(tmp_path / "verse.txt"), "-c", str(comparison.VERSE_WINDOW), "--compute", compute]
-    assert cli.main(["perplexity", *options]) == 0
-    match = re.match(r"perplexity ([\d.]+) ± [\d.]+ over (\d+) tokens", capsys.readouterr().out)
+    match = re.match(r"perplexity ([\d.]+) ± [\d.]+ over (\d+) tokens", output("perplexity", *options))
     assert match
     assert float(match[1]) == pytest.approx(recorded["perplexity"], rel=0.005)
     assert int(match[2]) == recorded["tokens"]
 
 
-def test_a_text_shorter_than_a_window_is_a_usage_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_shorter_than_a_window_is_a_usage_error(tmp_path: Path, errors: Run) -> None:
     file = tmp_path / "short.txt"
     file.write_text("To be", encoding="utf-8")
-    assert cli.main(["perplexity", "-f", str(file)]) == 2
-    assert "fewer than a window of 512: use a longer text, or set --window" in capsys.readouterr().err
+    assert "fewer than a window of 512: use a longer text, or set --window" in errors(
+        "perplexity", "-f", file
+    )
 
 
 def test_progress_is_not_shown_in_a_pipe() -> None:
@@ -425,28 +398,25 @@ def test_progress_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "1,024/4,096 tokens" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
 
 
-def test_texts_follow_a_json_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_follow_a_json_schema(tmp_path: Path, output: Run, errors: Run) -> None:
     pytest.importorskip("llguidance", reason="needs the extra guide")
     schema = tmp_path / "schema.json"
     schema.write_text('{"enum": ["ROMEO", "JULIET"]}')
-    assert cli.main(["run", "-p", "He: ", "--device", "cpu", "--json-schema", str(schema)]) == 0
-    assert capsys.readouterr().out.strip() in ('He: "ROMEO"', 'He: "JULIET"')
-    assert cli.main(["run", "-p", "A", "-p", "B", "--device", "cpu", "--json-schema", str(schema)]) == 0
-    assert [line[1:] in ('"ROMEO"', '"JULIET"') for line in capsys.readouterr().out.split()] == [True, True]
+    command = ("run", "--device", "cpu", "--json-schema", schema)
+    assert output(*command, "-p", "He: ").strip() in ('He: "ROMEO"', 'He: "JULIET"')
+    texts = output(*command, "-p", "A", "-p", "B").split()
+    assert [line[1:] in ('"ROMEO"', '"JULIET"') for line in texts] == [True, True]
     schema.write_text('{"type": "nope"}')
-    assert cli.main(["run", "-p", "A", "--device", "cpu", "--json-schema", str(schema)]) != 0
-    assert "Invalid type: nope" in capsys.readouterr().err
+    assert "Invalid type: nope" in errors(*command, "-p", "A", code=1)
     schema.write_text('{"type": ')
-    assert cli.main(["run", "-p", "A", "--device", "cpu", "--json-schema", str(schema)]) == 2
-    assert "schema.json is not JSON" in capsys.readouterr().err
+    assert "schema.json is not JSON" in errors(*command, "-p", "A")
 
 
 def test_a_closed_standard_input_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: Run
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", None)  # as Python sets it for `<&-` in a shell
     for line in ("run -f -", "run --prompts - -o a.jsonl", "chat", "embed -f - -o a.npy", "rerank -q a -f -"):
-        assert cli.main(line.split()) == 2
-        (error,) = capsys.readouterr().err.splitlines()
+        (error,) = errors(*line.split()).splitlines()
         assert "standard input is closed" in error

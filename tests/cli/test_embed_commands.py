@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.programs import Run
 from support.small_models import CLASSIFIERS, write
 
 from metal_prefill import Model, synth
@@ -25,8 +26,11 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synth.synthesize(tmp_path_factory.mktemp("m") / "small.gguf", preset="tiny-embedding")
 
 
+EMBED = ("embed", "--device", "cpu", "-m")
+
+
 def embed(embedder: Path, *arguments: Any) -> int:
-    return main(["embed", "--device", "cpu", "-m", str(embedder), *map(str, arguments)])
+    return main([*EMBED, *map(str, (embedder, *arguments))])
 
 
 def test_vectors_of_lines_and_json_match_the_library(
@@ -48,18 +52,16 @@ def test_vectors_of_lines_and_json_match_the_library(
 
 
 def test_texts_may_be_arguments_or_lines_of_stdin_and_vectors_are_printed(
-    embedder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    embedder: Path, monkeypatch: pytest.MonkeyPatch, output: Run
 ) -> None:
     texts = ["The king", "is dead."]
     with Model(embedder, device="cpu") as model:
         vectors = model.embed(texts)
-    assert embed(embedder, "--json", *texts) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    lines = [json.loads(line) for line in output(*EMBED, embedder, "--json", *texts).splitlines()]
     assert [line["text"] for line in lines] == texts
     np.testing.assert_array_equal(np.array([line["embedding"] for line in lines], np.float32), vectors)
     monkeypatch.setattr("sys.stdin", io.StringIO("The king\n\nis dead.\n"))
-    assert embed(embedder) == 0
-    shown = capsys.readouterr().out.splitlines()
+    shown = output(*EMBED, embedder).splitlines()
     for line, text, vector in zip(shown, texts, vectors, strict=True):
         assert line.endswith(f" ... {len(vector)} values]  {text}")
         assert line.startswith(f"[{vector[0]:7.4f} ")
@@ -82,13 +84,12 @@ class Terminal(io.StringIO):
 def test_texts_have_one_source_and_vectors_one_target(
     embedder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    errors: Run,
     arguments: tuple[str, ...],
     message: str,
 ) -> None:
     monkeypatch.setattr("sys.stdin", Terminal())
-    assert embed(embedder, *arguments) == 2
-    assert message in capsys.readouterr().err
+    assert message in errors(*EMBED, embedder, *arguments)
 
 
 def test_columns_are_read_and_a_byte_order_mark_is_not_text(
@@ -128,15 +129,14 @@ def test_columns_are_read_and_a_byte_order_mark_is_not_text(
 def test_a_column_that_cannot_be_read_is_an_error(
     embedder: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    errors: Run,
     name: str,
     content: str,
     options: tuple[str, ...],
     message: str,
 ) -> None:
     (tmp_path / name).write_text(content)
-    assert embed(embedder, "-f", tmp_path / name, "-o", tmp_path / "v.npy", *options) == 2
-    assert message in capsys.readouterr().err
+    assert message in errors(*EMBED, embedder, "-f", tmp_path / name, "-o", tmp_path / "v.npy", *options)
 
 
 def interrupt_block(patch: pytest.MonkeyPatch, block: int) -> list[Any]:
@@ -207,7 +207,7 @@ def interrupt(*_: Any) -> None:
 
 
 def test_a_full_disk_is_reported_with_the_name_of_the_file(
-    embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: Run
 ) -> None:
     (tmp_path / "t.txt").write_text("a\nb\n")
 
@@ -216,8 +216,8 @@ def test_a_full_disk_is_reported_with_the_name_of_the_file(
 
     monkeypatch.setattr(os, "fsync", full)
     output = tmp_path / "v.npy"
-    assert embed(embedder, "-f", tmp_path / "t.txt", "-o", output) == 1
-    assert capsys.readouterr().err == f"error: {output}: No space left on device\n"
+    printed = errors(*EMBED, embedder, "-f", tmp_path / "t.txt", "-o", output, code=1)
+    assert printed == f"error: {output}: No space left on device\n"
     with pytest.raises(OSError, match=r"No space left on device: '.*/x'"), replacing(tmp_path / "x") as path:
         path.write_bytes(b"a")
     assert not (tmp_path / "x").exists()
@@ -267,19 +267,18 @@ def test_parquet_has_texts_and_vectors(embedder: Path, tmp_path: Path) -> None:
 def test_invalid_usage_is_reported(
     embedder: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    errors: Run,
     name: str,
     content: str | bytes,
     output: str,
     message: str,
 ) -> None:
     (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    assert embed(embedder, "-f", tmp_path / name, "-o", tmp_path / output) == 2
-    assert message in capsys.readouterr().err
+    assert message in errors(*EMBED, embedder, "-f", tmp_path / name, "-o", tmp_path / output)
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
-def test_documents_are_printed_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documents_are_printed_in_order(tmp_path: Path, output: Run) -> None:
     path = write(tmp_path / "m.gguf", replace(CLASSIFIERS["qwen3, yes and no"]))
     documents = ["The king is dead.", "A rose", "Long live the king"]
     (tmp_path / "d.txt").write_text("\n".join(documents))
@@ -288,25 +287,20 @@ def test_documents_are_printed_in_order(tmp_path: Path, capsys: pytest.CaptureFi
         ranked = model.rerank("king", documents, template=template)
     command = ["rerank", "--device", "cpu", "-m", str(path), "-q", "king", "-f", str(tmp_path / "d.txt")]
     command += ["--template", template]
-    assert main(command) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{r.score:.4f}  {r.document}" for r in ranked]
-    assert main([*command, "--json", "-n", "1"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
+    assert output(*command).splitlines() == [f"{r.score:.4f}  {r.document}" for r in ranked]
+    assert json.loads(output(*command, "--json", "-n", "1")) == {
         "index": ranked[0].index,
         "score": ranked[0].score,
         "document": ranked[0].document,
     }
 
 
-def test_texts_are_truncated_and_counted_or_normalized(
-    embedder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_texts_are_truncated_and_counted_or_normalized(embedder: Path, tmp_path: Path, errors: Run) -> None:
     (tmp_path / "t.txt").write_text("a\n" + "a b " * 600 + "\n")
     files = ("-f", tmp_path / "t.txt", "-o", tmp_path / "a.npy")
-    assert embed(embedder, *files) != 0
-    assert "text 1: " in capsys.readouterr().err
-    assert embed(embedder, *files, "--truncate", "end") == 0
-    assert "warning: 1 of 2 texts did not fit the context of 512 tokens" in capsys.readouterr().err
+    assert "text 1: " in errors(*EMBED, embedder, *files, code=1)
+    printed = errors(*EMBED, embedder, *files, "--truncate", "end", code=0)
+    assert "warning: 1 of 2 texts did not fit the context of 512 tokens" in printed
     assert np.load(tmp_path / "a.npy").shape == (2, 64)
     (tmp_path / "t.txt").write_text("cafe\u0301\n", encoding="utf-8")
     assert embed(embedder, *files, "--unicode", "NFC") == 0

@@ -15,25 +15,32 @@ from typing import Any
 import pytest
 from support import model_folders
 from support.places import ROOT
-from support.programs import finished
+from support.programs import Run, finished
 
 from metal_prefill import Model, UnsupportedModelError, _core, engine, synth
 from metal_prefill.cli import main
 from metal_prefill.hub._download import import_hub
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """Return the one line that a failing command prints."""
-    assert main([str(argument) for argument in arguments]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("error: ")
-    return line
+@pytest.fixture
+def error_of(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command that must fail, and return the one line that it prints."""
+
+    def error_of(*arguments: str | Path) -> str:
+        assert main([str(argument) for argument in arguments]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        (line,) = captured.err.splitlines()
+        assert line.startswith("error: ")
+        return line
+
+    return error_of
 
 
-def run_error(capsys: pytest.CaptureFixture[str], model: str | Path) -> str:
-    return error_of(capsys, "run", "-m", model, "-p", "a", "-n", "1")
+@pytest.fixture
+def run_error(error_of: Run) -> Run:
+    """Run a model that cannot be opened, and return the line that says why."""
+    return lambda model: error_of("run", "-m", model, "-p", "a", "-n", "1")
 
 
 def configure(folder: Path, *options: str, **environment: str) -> str:
@@ -70,13 +77,13 @@ def test_an_old_compiler_is_reported_with_the_required_version(tmp_path: Path) -
     assert f"{compiler} is GNU 10.2.0, which is too old: install GCC 11 or clang 14" in message
 
 
-def test_a_missing_file_lists_what_a_model_may_be(capsys: pytest.CaptureFixture[str]) -> None:
-    line = run_error(capsys, "smollm.gguf")
+def test_a_missing_file_lists_what_a_model_may_be(run_error: Run) -> None:
+    line = run_error("smollm.gguf")
     assert line.startswith(
         "error: smollm.gguf: No such file or directory; a model is a GGUF file, a folder, "
     )
     assert "smollm2" in line
-    assert run_error(capsys, "").startswith("error: '': No such")  # such as an unset variable of the shell
+    assert run_error("").startswith("error: '': No such")  # such as an unset variable of the shell
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 98123456\n"
@@ -100,18 +107,18 @@ SAFETENSORS = (2).to_bytes(8, "little") + b"{}" + bytes(64)
     ids=["LFS", "HTML", "JSON", "safetensors", "ZIP", "gzip", "GGML", "unknown", "empty", "damaged"],
 )
 def test_a_file_of_another_format_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
+    tmp_path: Path, run_error: Run, content: bytes, message: str
 ) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
-    line = run_error(capsys, path)
+    line = run_error(path)
     assert line.startswith(f"error: {path}: ")
     assert message in line
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_a_file_of_a_folder_that_was_not_downloaded_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    tmp_path: Path, run_error: Run, name: str
 ) -> None:
     folder = model_folders.bert(tmp_path / "folder").write()
     for content, message in (
@@ -119,14 +126,12 @@ def test_a_file_of_a_folder_that_was_not_downloaded_is_named(
         (b"<!DOCTYPE html><html>Sign in</html>", "but a web page: download the file itself"),
     ):
         (folder / name).write_bytes(content)
-        line = run_error(capsys, folder)
+        line = run_error(folder)
         assert line.startswith(f"error: {folder / name}: is not ")
         assert message in line
 
 
-def test_an_mlx_folder_is_rejected_with_an_alternative(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_mlx_folder_is_rejected_with_an_alternative(tmp_path: Path, run_error: Run) -> None:
     settings = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "model.safetensors").write_bytes(SAFETENSORS)
     for key, value, method in (
@@ -134,14 +139,14 @@ def test_an_mlx_folder_is_rejected_with_an_alternative(
         ("quantization_config", {"quant_method": "gptq", "bits": 4}, "gptq"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(settings | {key: value}))
-        line = run_error(capsys, tmp_path)
+        line = run_error(tmp_path)
         assert f"the weights are quantized by {method} ({key}); open the original model" in line
 
 
-def test_a_folder_of_gguf_files_names_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_gguf_files_names_one(tmp_path: Path, run_error: Run) -> None:
     (tmp_path / "b.gguf").touch()
     (tmp_path / "a.gguf").touch()
-    assert f"name one, such as {tmp_path / 'a.gguf'}" in run_error(capsys, tmp_path)
+    assert f"name one, such as {tmp_path / 'a.gguf'}" in run_error(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -177,16 +182,16 @@ def test_chat_warns_about_a_base_model(
     assert "-m smollm2" in note
 
 
-def test_a_prompt_without_room_names_the_limit_and_remedies(capsys: pytest.CaptureFixture[str]) -> None:
-    line = error_of(capsys, "run", "-p", "word " * 3000)
+def test_a_prompt_without_room_names_the_limit_and_remedies(error_of: Run) -> None:
+    line = error_of("run", "-p", "word " * 3000)
     assert "exceeds the context of 1024: shorten the text, or use a model with a longer context" in line
 
 
-def test_a_busy_port_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_busy_port_names_the_option(error_of: Run) -> None:
     pytest.importorskip("starlette", reason="needs the extra serve")
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        line = error_of(capsys, "serve", "--port", str(port))
+        line = error_of("serve", "--port", str(port))
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in line
     assert "choose another port with --port" in line
 
@@ -210,7 +215,7 @@ class SignIn(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize(("spec", "status"), [("owner/repo:a.gguf", 404), ("owner/repo", 200)])
 def test_a_proxy_that_answers_for_the_hub_is_reported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, spec: str, status: int
+    run_error: Run, monkeypatch: pytest.MonkeyPatch, spec: str, status: int
 ) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), SignIn)
     server.status = status  # type: ignore[attr-defined]
@@ -224,7 +229,7 @@ def test_a_proxy_that_answers_for_the_hub_is_reported(
         url + "/{repo_id}/resolve/{revision}/{filename}",
     )
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    line = run_error(capsys, spec)
+    line = run_error(spec)
     server.shutdown()
     server.server_close()
     assert f"a web page with status {status}, as proxies and sign-in pages send" in line

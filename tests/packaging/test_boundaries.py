@@ -11,7 +11,8 @@ import functools
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from support.places import ROOT
@@ -181,7 +182,8 @@ def locks_survive_a_fork(sources: Sources) -> list[str]:
     ]
 
 
-class Forbidden(NamedTuple):
+@dataclass(frozen=True)
+class Forbidden:
     """A rule that one kind of files or modules, `where`, has none of `what`."""
 
     of: Callable[[Sources], Iterable[tuple[str, str]]]

@@ -5,21 +5,18 @@ import json
 import re
 import runpy
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.places import ROOT
+from support.programs import Run
 
 from metal_prefill import Model, synth
 
 EXAMPLES = ROOT / "examples"
 DATA = EXAMPLES / "data"
-
-
-Run = Callable[..., str]
 
 
 @pytest.fixture

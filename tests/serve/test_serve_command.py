@@ -17,7 +17,8 @@ from starlette.testclient import TestClient
 from support.running_server import LOCAL
 
 from metal_prefill import cli
-from metal_prefill.serve._connections import CLOSING_SECONDS, Server
+from metal_prefill.serve._connections import Server
+from metal_prefill.serve._service import CLOSING_SECONDS
 
 
 @contextmanager

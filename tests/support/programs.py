@@ -1,9 +1,11 @@
 """Programs that tests run to their end."""
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+Run = Callable[..., str]  # runs a program with arguments; returns what it prints
 
 
 def finished(command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
