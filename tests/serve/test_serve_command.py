@@ -18,7 +18,7 @@ from support.running_server import LOCAL
 
 from metal_prefill import cli
 from metal_prefill.serve._connections import Server
-from metal_prefill.serve._service import CLOSING_SECONDS
+from metal_prefill.serve._endpoint import CLOSING_SECONDS
 
 
 @contextmanager
