@@ -17,8 +17,9 @@ from concurrent import futures
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet, finalize, proxy
+from weakref import WeakKeyDictionary, finalize, proxy
 
+from metal_prefill._support.forks import renew_in_child
 from metal_prefill._support.threads import in_thread
 from metal_prefill.errors import ConstraintError, MissingExtraError
 from metal_prefill.generation._constraint_process import (
@@ -80,6 +81,7 @@ class _Vocabulary:
         # Nothing of a vocabulary may keep its tokenizer alive, nor itself.
         self._encode = partial(_encode, proxy(tokenizer))
         self.begin()
+        renew_in_child(self, _Vocabulary.begin)
         self._known: OrderedDict[tuple[str, str], _Compiled | ConstraintError] = OrderedDict()
 
     def begin(self) -> None:
@@ -142,7 +144,7 @@ class _Compiled:
         self._strikes = 0
         self.begin()
         self._worker, self.mask = self._compile(Limits(COMPILE_SECONDS, PATIENCE), trial=True)
-        _compiled.add(self)
+        renew_in_child(self, _Compiled.begin)
 
     def begin(self) -> None:
         """Create the lock, again in a forked process, where another thread may have held it."""
@@ -238,17 +240,6 @@ def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
     return _vocabularies.setdefault(tokenizer, _Vocabulary(tokenizer))
 
 
-_compiled: WeakSet[_Compiled] = WeakSet()
-
-
-def _begin_in_child() -> None:
-    for vocabulary in _vocabularies.values():
-        vocabulary.begin()
-    for compiled in _compiled:
-        compiled.begin()
-
-
-os.register_at_fork(after_in_child=_begin_in_child)
 _numbers = itertools.count()
 
 

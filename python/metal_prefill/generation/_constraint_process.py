@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import signal
 import socket
@@ -16,8 +15,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakSet, finalize
+from weakref import finalize
 
+from metal_prefill._support.forks import renew_in_child
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation._constraint_worker import END, FORK, READY, SPELL
 
@@ -72,7 +72,7 @@ class Worker:
         self._lock = threading.Lock()
         self._released: deque[int] = deque()  # texts whose matchers it can forget
         self._finalizer = finalize(self, _end_quietly, requests, server.ended, pid)
-        _processes.add(self)
+        renew_in_child(self, Worker.forget)
 
     def ask(
         self,
@@ -154,7 +154,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None
         self._finalizer: Any = None
-        _processes.add(self)
+        renew_in_child(self, ForkServer.forget)
 
     def fork(self) -> Worker:
         """Return a new worker; raise NoWorkerError if no process could be started."""
@@ -270,16 +270,3 @@ def _stop(process: subprocess.Popen[bytes], control: Connection) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
-
-
-_processes: WeakSet[Worker | ForkServer] = WeakSet()
-
-
-def _begin_in_child() -> None:
-    """Start anew in a forked process."""
-    for process in list(_processes):
-        process.forget()
-    _processes.clear()
-
-
-os.register_at_fork(after_in_child=_begin_in_child)

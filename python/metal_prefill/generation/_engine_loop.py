@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakSet
 
 from metal_prefill import _core
+from metal_prefill._support.forks import renew_in_child
 from metal_prefill.engine import EngineOwner
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import PendingCall, Stream, make_streams
@@ -112,7 +111,7 @@ class EngineLoop:
         self._max_streams = max_streams
         self._after_pass = after_pass
         self.begin()
-        _loops.add(self)
+        renew_in_child(self, EngineLoop.begin)
 
     def begin(self) -> None:
         """Start anew, also in a forked process, which has neither the thread nor the waiting tasks."""
@@ -202,14 +201,3 @@ class EngineLoop:
                 for stream in item.streams:
                     stream.cancel()
         return True
-
-
-_loops: WeakSet[EngineLoop] = WeakSet()
-
-
-def _begin_in_child() -> None:
-    for loop in _loops:
-        loop.begin()
-
-
-os.register_at_fork(after_in_child=_begin_in_child)

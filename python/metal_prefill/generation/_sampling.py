@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from metal_prefill.generation._constraint import Constraint, Step
 
 REPEAT_WINDOW = 64  # most recent tokens that the penalties cover
+_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda x: 0 <= x < math.inf, "finite and not negative"),
+    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "min_p": (lambda x: 0 <= x <= 1, "between 0 and 1"),
+    "repeat_penalty": (lambda x: 0 < x < math.inf, "positive and finite"),
+    "typical_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "frequency_penalty": (math.isfinite, "finite"),
+    "presence_penalty": (math.isfinite, "finite"),
+}
 
 
 @dataclass(frozen=True)
@@ -77,20 +86,10 @@ class Options:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= number("temperature", self.temperature) < math.inf:
-            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
         integer("top_k", self.top_k, 0)
-        if not 0 < number("top_p", self.top_p) <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= number("min_p", self.min_p) <= 1:
-            raise ValueError(f"min_p must be between 0 and 1, got {self.min_p}")
-        if not 0 < number("repeat_penalty", self.repeat_penalty) < math.inf:
-            raise ValueError(f"repeat_penalty must be positive and finite, got {self.repeat_penalty}")
-        if not 0 < number("typical_p", self.typical_p) <= 1:
-            raise ValueError(f"typical_p must be above 0 and at most 1, got {self.typical_p}")
-        for name in ("frequency_penalty", "presence_penalty"):
-            if not math.isfinite(number(name, getattr(self, name))):
-                raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
+        for name, (allows, values) in _RANGES.items():
+            if not allows(number(name, getattr(self, name))):
+                raise ValueError(f"{name} must be {values}, got {getattr(self, name)}")
         if not isinstance(self.logit_bias, Mapping):
             kind = type(self.logit_bias).__name__
             raise TypeError(f"logit_bias must be a mapping of token ids to numbers, got {kind}")
