@@ -32,3 +32,8 @@ def shortened(text: str) -> str:
     """Return a text without its middle if it is long."""
     half = MOST_CHARACTERS // 2
     return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return the count and the noun, in the plural where it belongs."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

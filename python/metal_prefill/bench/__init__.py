@@ -108,13 +108,12 @@ def run(
     from metal_prefill.bench._report import make_row
     from metal_prefill.bench._runner import Runner
     from metal_prefill.engine import AUTO
-    from metal_prefill.hub._local_file import local_file
 
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
-    path = _model_file.smollm_shape() if model is None else local_file(model)
+    path = _model_file.found(model)
     facts = _model_file.read_facts(path)
     if not embed and not facts.generates:
         raise ValueError(f"{path.name} is an encoder, which does not generate text: use bench embed")
@@ -214,7 +213,6 @@ def run_serving(
     from metal_prefill.bench import _cases, _engines, _machine, _model_file, _serving
     from metal_prefill.bench._peers import servers
     from metal_prefill.files._gguf_file import GGUFFile
-    from metal_prefill.hub._local_file import local_file
     from metal_prefill.text._tokenizer import Tokenizer
 
     if repetitions < 1:
@@ -225,7 +223,7 @@ def run_serving(
     names = [_engines.OURS, *dict.fromkeys(compare)]
     for name in names:
         servers.check_server(name)
-    path = _model_file.smollm_shape() if model is None else local_file(model)
+    path = _model_file.found(model)
     tokenizer = Tokenizer.from_gguf(GGUFFile(path))
     options = servers.ServerOptions(
         path=os.fspath(path),
@@ -259,9 +257,8 @@ def run_agents(
     """
     from metal_prefill.bench import _agents, _engines, _machine, _model_file
     from metal_prefill.bench._peers import servers
-    from metal_prefill.hub._local_file import local_file
 
-    path = _model_file.smollm_shape() if model is None else local_file(model)
+    path = _model_file.found(model)
     threads = threads or _machine.available_threads()
     options = servers.ServerOptions(os.fspath(path), threads, clients=1, context=4096)
     turns: list[_agents.Turn] = []

@@ -24,11 +24,6 @@ KERNEL_VALUES = 4096  # float64 values, 32 KiB: within L1
 KERNEL_PASSES = 1024  # about 2 ms: short compared with a sample, long compared with the start of a thread
 
 
-def counted(count: int, noun: str) -> str:
-    """Return the count and the noun, in the plural where it belongs."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def available_threads() -> int:
     """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

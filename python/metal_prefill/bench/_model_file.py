@@ -1,5 +1,6 @@
 """Model file to measure, which is found or synthesized and cached."""
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
@@ -12,17 +13,21 @@ from metal_prefill.bench._cases import TASK
 from metal_prefill.engine import chosen_mode
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.hub._local_file import local_file
 from metal_prefill.storage._cache_folder import cache_folder
 from metal_prefill.text._tokenizer import Tokenizer
 
 SHAPE = "smollm-135m"
 
 
-def smollm_shape() -> Path:
-    """Return a model of SmolLM-135M's shape, tensor types and vocabulary size with random weights.
+def found(model: str | os.PathLike[str] | None) -> Path:
+    """Return the file of a model; by default one that is written on first use, with random weights.
 
-    Speed depends on the shape and not on the words. Written on first use.
+    It has SmolLM-135M's shape, tensor types and vocabulary size. Speed depends on the shape and not on the
+    words.
     """
+    if model is not None:
+        return local_file(model)
     from metal_prefill import __version__, synth
 
     path = cache_folder() / f"{SHAPE}-{__version__}.Q4_0.gguf"

@@ -14,10 +14,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from metal_prefill._support.messages import counted
 from metal_prefill._support.tables import table
 from metal_prefill.bench._cases import COMPARED, LONGEST_TEXT, SAMPLING, SHORTEST_TEXT, Case, Choice
 from metal_prefill.bench._engines import OURS, Options
-from metal_prefill.bench._machine import counted
 from metal_prefill.bench._model_file import ModelFacts
 from metal_prefill.bench._runner import Selection, Spread, ratios, spread, stddev
 from metal_prefill.bench._worker import WorkerProcess

@@ -1,10 +1,11 @@
 """Server benchmark: many concurrent clients send the same requests to each server, in alternation."""
 
 import json
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -43,12 +44,10 @@ def prompts(tokenizer: Tokenizer, clients: int, round_: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to a client, with its latencies."""
+    """Answer to a client."""
 
     text: str  # text of the answer
-    # Seconds from the request to the first piece of text, and to the end.
-    first_s: float
-    last_s: float
+    first_s: float  # seconds from the request to the first piece of text
 
 
 def ask(server: ServerProcess, prompt: str) -> Answer:
@@ -70,35 +69,15 @@ def ask(server: ServerProcess, prompt: str) -> Answer:
             pieces += [text] if text else []
     if not pieces:
         raise BenchError(f"{server.name}: an answer has no text")
-    return Answer("".join(pieces), first, time.perf_counter() - begin)
+    return Answer("".join(pieces), first)
 
 
 def ask_all(server: ServerProcess, requests: Sequence[str]) -> tuple[float, list[Answer]]:
     """Send requests at the same time; return the seconds until all are answered, and the answers."""
-    answers: list[Answer | Exception | None] = [None] * len(requests)
-    ready = threading.Barrier(len(requests) + 1)
-
-    def run(client: int) -> None:
-        ready.wait()
-        try:
-            answers[client] = ask(server, requests[client])
-        except Exception as error:  # raised below, in the thread that waits
-            answers[client] = error
-
-    threads = [threading.Thread(target=run, args=(client,)) for client in range(len(requests))]
-    for thread in threads:
-        thread.start()
-    ready.wait()
-    begin = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - begin
-    done = []
-    for answer in answers:
-        if not isinstance(answer, Answer):
-            raise answer or BenchError(f"{server.name}: a client died")
-        done.append(answer)
-    return seconds, done
+    with ThreadPoolExecutor(len(requests)) as clients:
+        begin = time.perf_counter()
+        answers = list(clients.map(partial(ask, server), requests))
+        return time.perf_counter() - begin, answers
 
 
 @dataclass

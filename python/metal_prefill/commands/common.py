@@ -50,6 +50,14 @@ def read_input() -> str:
     return standard_input().read().removeprefix("\ufeff")
 
 
+def read_text(path: str | Path) -> str:
+    """Read a file in UTF-8, without a byte order mark."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error}") from error
+
+
 def positive(text: str) -> int:
     """Parse an integer of at least 1."""
     value = _integer(text)

@@ -196,7 +196,10 @@ def _add_predictions(model: Model, results: list[Report], prompt: int, decodes: 
         return
     stats = model.stats()
     found = predict_run(
-        *(find_chip(chip), shape_of(model.gguf), prompt, decodes),
+        find_chip(chip),
+        shape_of(model.gguf),
+        prompt,
+        decodes,
         waits=decodes,
         gpu=model.device,
         fused_norm=bool(stats["fused_norm"]),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from metal_prefill._support.atomic_write import named, replacing
+from metal_prefill._support.messages import counted
 from metal_prefill.commands import common
 from metal_prefill.commands.text_files import (
     DEFAULT_COLUMN,
@@ -148,7 +149,7 @@ def summary(done: int, before: int, tokens: int, seconds: float) -> str:
     """Summarize the number of texts and the speed."""
     rate = f" ({done / seconds:,.0f} texts/s, {tokens / seconds:,.0f} tokens/s)" if done and seconds else ""
     known = f"; {before:,} done before" if before else ""
-    return f"{done:,} text{'' if done == 1 else 's'} in {seconds:.1f} s{rate}{known}"
+    return f"{counted(done, 'text')} in {seconds:.1f} s{rate}{known}"
 
 
 def _identity(model: Model, texts: list[str], options: dict[str, Any]) -> str:

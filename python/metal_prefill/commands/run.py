@@ -4,10 +4,9 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from metal_prefill._support.messages import counted
 from metal_prefill.commands import common
 
 EXAMPLE = "metal-prefill run -p 'ROMEO:' -n 20"
@@ -72,36 +71,9 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        return {"json_schema": json.loads(_read_text(path))}
+        return {"json_schema": json.loads(common.read_text(path))}
     except (json.JSONDecodeError, RecursionError) as error:
         raise common.UsageError(f"{path} is not JSON: {error}") from error
-
-
-@dataclass
-class Timing:
-    """Times of a prompt and its continuation, in seconds on a monotonic clock.
-
-    The prompt's time ends with its last logits, which determine the first new token. `n` new tokens therefore
-    take `n - 1` further passes, from which the decoding speed is computed.
-    """
-
-    prompt_tokens: int
-    begin: float = 0.0
-    prompt_done: float = 0.0
-    end: float = 0.0
-    decoded: int = 0
-
-    def line(self) -> str:
-        """Return a line with the rates of prompt and decoding in tokens per second."""
-        prompt_s, decode_s = self.prompt_done - self.begin, self.end - self.prompt_done
-        text = f"prompt: {_tokens(self.prompt_tokens)}, {self.prompt_tokens / prompt_s:.1f} tok/s"
-        if self.decoded and decode_s > 0:
-            text += f"  |  decode: {_tokens(self.decoded)}, {self.decoded / decode_s:.1f} tok/s"
-        return text
-
-
-def _tokens(count: int) -> str:
-    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
@@ -110,14 +82,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
         return str(arguments.prompt[0])
     if arguments.file == "-":
         return common.read_input()
-    return _read_text(arguments.file)
-
-
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise common.UsageError(f"{path} is not UTF-8 text: {error}") from error
+    return common.read_text(arguments.file)
 
 
 def execute(arguments: argparse.Namespace) -> None:
@@ -137,12 +102,13 @@ def continue_one(arguments: argparse.Namespace) -> None:
     prompt = read_prompt(arguments)
     with common.open_model(arguments, generates=True) as model:
         ids = model.tokenizer.encode(prompt)
-        timing = Timing(prompt_tokens=len(ids))
+        prompt_done = 0.0
         with common.progress_bar("prompt", "tokens", len(ids) >= common.PROGRESS_FROM) as progress:
 
             def on_progress(done: int, total: int) -> None:
+                nonlocal prompt_done
                 if done == total:
-                    timing.prompt_done = time.perf_counter()
+                    prompt_done = time.perf_counter()
                 if progress is not None:
                     progress(done, total)
 
@@ -155,15 +121,26 @@ def continue_one(arguments: argparse.Namespace) -> None:
                 **common.speculation(arguments),
                 **constraint(arguments),
             )
-            timing.begin = time.perf_counter()
+            begin = time.perf_counter()
             first = next(pieces, "")
         try:
             print(prompt, first, sep="", end="", flush=True)
             for piece in pieces:
                 print(piece, end="", flush=True)
         finally:
-            timing.end = time.perf_counter()
-            timing.decoded = model.position - len(ids)
+            end, decoded = time.perf_counter(), model.position - len(ids)
             print(flush=True)
-        if timing.prompt_done:
-            print(timing.line(), file=sys.stderr)
+        if prompt_done:
+            print(_rates(len(ids), prompt_done - begin, decoded, end - prompt_done), file=sys.stderr)
+
+
+def _rates(prompt_tokens: int, prompt_s: float, decoded: int, decode_s: float) -> str:
+    """Return a line with the rates of prompt and decoding in tokens per second.
+
+    The prompt's time ends with its last logits, which determine the first new token. `n` new tokens therefore
+    take `n - 1` further passes, from which the decoding speed is computed.
+    """
+    text = f"prompt: {counted(prompt_tokens, 'token')}, {prompt_tokens / prompt_s:.1f} tok/s"
+    if decoded and decode_s > 0:
+        text += f"  |  decode: {counted(decoded, 'token')}, {decoded / decode_s:.1f} tok/s"
+    return text

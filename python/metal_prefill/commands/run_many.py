@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from metal_prefill._support.messages import counted
 from metal_prefill.commands import common
 from metal_prefill.commands.result_lines import Prompt, continued, read_prompts
 from metal_prefill.errors import MetalPrefillError
@@ -160,11 +161,7 @@ def execute(
 
 def summary(done: int, failed: int, done_before: int, seconds: float) -> str:
     """Summarize the number of prompts, the time, and the numbers of failed and previously done prompts."""
-    text = f"{_prompts(done)} in {seconds:.1f} s"
+    text = f"{counted(done, 'prompt')} in {seconds:.1f} s"
     if failed:
         text += f", {failed} failed"
-    return text + (f"; {_prompts(done_before)} done before" if done_before else "")
-
-
-def _prompts(count: int) -> str:
-    return "1 prompt" if count == 1 else f"{count:,} prompts"
+    return text + (f"; {counted(done_before, 'prompt')} done before" if done_before else "")

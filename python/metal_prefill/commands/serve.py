@@ -180,11 +180,7 @@ def _names(arguments: argparse.Namespace) -> list[str]:
 def _keys(path: Path | None) -> list[str]:
     if path is None:
         return []
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise common.UsageError(f"{path} is not UTF-8 text: {error}") from error
-    lines = map(str.strip, text.splitlines())
+    lines = map(str.strip, common.read_text(path).splitlines())
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise common.UsageError(f"{path} contains no API key")

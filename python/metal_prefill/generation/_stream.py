@@ -35,7 +35,9 @@ class StreamTimes:
 
     def note_tokens(self, now: float) -> None:
         """Note that a pass which chose tokens has ended now."""
-        self.first_token, self.last_token = now if self.first_token is None else self.first_token, now
+        if self.first_token is None:
+            self.first_token = now
+        self.last_token = now
 
 
 # Errors of `make_streams` that concern one prompt only.
@@ -62,8 +64,10 @@ class Stream:
         Number of tokens of the prompt that are among its pieces: all but the first one, or none.
     most_pieces : int
         Number of pieces that it has at most, including those of the prompt.
+    first : bool
+        Whether it is the first text of its prompt.
     reuses : bool
-        Whether it is the first text of its prompt, and a cached prefix of that is reused.
+        Whether it is, and a cached prefix of the prompt is reused.
     prefix_namespace : str
         Namespace in which prefixes of its prompt are found; see :meth:`metal_prefill.Model.session`.
     times : StreamTimes
@@ -82,6 +86,7 @@ class Stream:
         self.scored_tokens = len(text.prompt) - len(text.ids)
         self.most_pieces = text.most_pieces
         self.prompt = text.prompt
+        self.first = first
         self.reuses = first and self.scored_tokens == 0
         self.prefix_namespace = prefix_namespace
         self.times = StreamTimes()

@@ -24,7 +24,8 @@ try:
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
     from pydantic import BaseModel
 
-    from metal_prefill.integrations._shared import Embedder, Reranker, Writer
+    from metal_prefill.integrations._shared import Reranker, Writer
+    from metal_prefill.model import Model
 except ImportError as error:
     raise MissingExtraError(f"classes for LangChain need: pip install langchain-core ({error})") from error
 
@@ -54,13 +55,14 @@ class LangChainEmbeddings(Embeddings):  # type: ignore[misc,unused-ignore]
         model_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self._embedder = Embedder(model, query, document, model_options or {}, options)
+        self._model = Model(model, **(model_options or {}))
+        self._query, self._document, self._options = query, document, options
 
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        return self._embedder.documents(texts)
+    def embed_documents(self, texts: list[str]) -> Any:
+        return self._model.embed(texts, instruction=self._document, **self._options).tolist()
 
-    def embed_query(self, text: str) -> list[float]:
-        return self._embedder.query(text)
+    def embed_query(self, text: str) -> Any:
+        return self._model.embed([text], instruction=self._query, **self._options)[0].tolist()
 
 
 class LangChainChat(Writer, BaseChatModel):  # type: ignore[misc,unused-ignore]

@@ -13,31 +13,6 @@ if TYPE_CHECKING:
     from metal_prefill.tasks._reranking import Ranked
 
 
-class Embedder:
-    """Vectors of documents and queries, each with its instruction."""
-
-    def __init__(
-        self,
-        model: str | None,
-        query: str | None,
-        document: str | None,
-        model_options: Mapping[str, Any],
-        options: Mapping[str, Any],  # of :meth:`metal_prefill.Model.embed`
-    ) -> None:
-        self._model = Model(model, **model_options)
-        self._query, self._document, self._options = query, document, dict(options)
-
-    def documents(self, texts: Sequence[str]) -> list[list[float]]:
-        found: list[list[float]] = self._model.embed(
-            texts, instruction=self._document, **self._options
-        ).tolist()
-        return found
-
-    def query(self, text: str) -> list[float]:
-        (found,) = self._model.embed([text], instruction=self._query, **self._options).tolist()
-        return list(found)
-
-
 class Opened(BaseModel):  # type: ignore[misc,unused-ignore]
     """A model, and the options with which it is opened."""
 

@@ -345,6 +345,9 @@ class Metrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"metal_prefill_{name}", text, labels, registry=registry)
 
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"metal_prefill_{name}", text, registry=registry)
+
         def histogram(
             name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
         ) -> Histogram:
@@ -362,13 +365,11 @@ class Metrics:
         self._repeated = counter(
             "repeated_tokens", "Tokens that were computed again because a token before them changed"
         )
-        self._position = Gauge(
-            "metal_prefill_changed_position",
-            "Position of the first difference in the latest prompt with a change",
-            registry=registry,
+        self._position = gauge(
+            "changed_position", "Position of the first difference in the latest prompt with a change"
         )
-        self._waiting = Gauge("metal_prefill_waiting_texts", "Queued texts", registry=registry)
-        self._writing = Gauge("metal_prefill_active_texts", "Texts in flight", registry=registry)
+        self._waiting = gauge("waiting_texts", "Queued texts")
+        self._writing = gauge("active_texts", "Texts in flight")
         self._passes = counter("passes", "Passes through the model")
         self._pass_seconds = counter("pass_seconds", "Time of passes")
         self._prefill = counter("prefill_tokens", "Computed tokens of prompts and other inputs")
@@ -377,8 +378,7 @@ class Metrics:
             ("kv_pool_bytes", "K and V in use"),
             ("prefix_bytes", "K and V kept for later prompts with the same prefix"),
         ):
-            memory = Gauge(f"metal_prefill_{name}", text, registry=registry)
-            memory.set_function(partial(_memory, model, name))
+            gauge(name, text).set_function(partial(_memory, model, name))
 
     def after_pass(self, scheduler: Scheduler) -> None:
         rows = scheduler.last_pass

@@ -402,7 +402,6 @@ async def conversation(service: Service, form: ChatForm, reply: Reply) -> AsyncI
                 ChatChoice(
                     i,
                     stream,
-                    i == 0,
                     scores[i],
                     reasoning_parser=_reasoning_parser(form, tokenizer, stream),
                     parser=ToolCallParser(tools) if tools else None,

@@ -88,12 +88,8 @@ async def complete(service: Service, form: CompletionForm, reply: Reply) -> None
         with scores_of(service.bodies.scores, streams, form.logprobs) as scores:
             tokenizer = service.engine.tokenizer if form.logprobs is not None else None
             choices = [
-                CompletionChoice(
-                    *(i, stream, i % made == 0, scores[i]),
-                    tokenizer=tokenizer,
-                    known=stream.prompt_tokens if scored else 0,
-                )
-                for i, stream in enumerate(streams)
+                CompletionChoice(i, s, scores[i], tokenizer=tokenizer, known=s.prompt_tokens if scored else 0)
+                for i, s in enumerate(streams)
             ]
             head = head_of("cmpl", "text_completion", name)
             best = partial(best_texts, made, form.n or 1)

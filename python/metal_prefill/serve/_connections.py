@@ -12,7 +12,7 @@ from typing import Any
 import h11
 import uvicorn
 from starlette.applications import Starlette
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from metal_prefill.serve._endpoint import CLOSING_SECONDS
@@ -80,18 +80,13 @@ def allow_files(settings: Settings) -> None:
 
 
 def _refusal(settings: Settings) -> ASGIApp:
-    """Return the application that answers connections beyond the limit."""
-    error = ApiError(
+    """Return the answer to connections beyond the limit, which is an application."""
+    return ApiError(
         f"{settings.max_connections} connections are open, which is the limit of this server; retry later",
         status=503,
         code="too_many_connections",
         headers={**RETRY, "Connection": "close"},
-    )
-
-    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        await error.response()(scope, receive, send)
-
-    return refuse
+    ).response()
 
 
 class _TooManyChunksError(Exception):

@@ -171,7 +171,6 @@ class Choice:
 
     index: int
     stream: Stream
-    counts_prompt: bool  # whether it is the first text of its prompt
     scores: Scores
     pieces: list[Piece] = field(default_factory=list)  # without the most probable tokens
     ended: bool = False
@@ -228,7 +227,7 @@ async def generate(
                 choice.ended = text.ended
                 if text.ended and choice.stream.error is not None:
                     raise choice.stream.error
-                if choice.counts_prompt and not choice.pieces:
+                if choice.stream.first and not choice.pieces:
                     metrics.count_prompt(choice.stream)
                 choice.pieces += [
                     replace(piece, top_logprobs=()) if piece.top_logprobs else piece for piece in text.pieces
@@ -292,7 +291,7 @@ async def send_choices(
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return token counts; each prompt counts once."""
-    streams = [choice.stream for choice in choices if choice.counts_prompt]
+    streams = [choice.stream for choice in choices if choice.stream.first]
     prompt = sum(s.prompt_tokens for s in streams)
     made = sum(len(c.pieces) - c.stream.scored_tokens for c in choices)
     return {

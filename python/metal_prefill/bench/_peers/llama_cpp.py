@@ -17,9 +17,10 @@ import llama_cpp as llama
 import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
+from metal_prefill._support.messages import counted
 from metal_prefill.bench._cases import SAMPLING, Choice
 from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options, Vectors
-from metal_prefill.bench._machine import available_threads, counted, cpu_name
+from metal_prefill.bench._machine import available_threads, cpu_name
 
 GGML_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # of the KV cache, by kv_dtype
 # Build features of llama.cpp that determine the speed of its products, best first.

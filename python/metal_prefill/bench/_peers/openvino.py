@@ -21,8 +21,9 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
+from metal_prefill._support.messages import counted
 from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options
-from metal_prefill.bench._machine import available_threads, counted
+from metal_prefill.bench._machine import available_threads
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.storage._cache_folder import cache_folder

@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from metal_prefill._support.messages import counted
 from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options, Vectors
-from metal_prefill.bench._machine import available_threads, counted, cpu_name
+from metal_prefill.bench._machine import available_threads, cpu_name
 from metal_prefill.files._gguf_file import GGUFFile, dequantized
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig

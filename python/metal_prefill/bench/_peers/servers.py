@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,25 +124,20 @@ class ServerProcess(LoggedProcess):
         while time.monotonic() < end:
             if (code := self._process.poll()) is not None:
                 raise BenchError(f"{self.name}: its process ended with code {code}: {self.last_words()}")
-            try:
-                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_S)
-                connection.request("GET", "/v1/models")
-                response = connection.getresponse()
-                content = response.read()
-                connection.close()
-                if response.status == 200:
-                    return str(json.loads(content)["data"][0]["id"])
-            except OSError:
-                pass
+            with suppress(BenchError), self.asked("GET", "/v1/models", timeout=START_S) as response:
+                return str(json.load(response)["data"][0]["id"])
             time.sleep(0.1)
         raise BenchError(f"{self.name}: it did not answer within {START_S:g} s: {self.last_words()}")
 
     @contextmanager
-    def asked(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
-        """Send a request with a JSON body, and yield its answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+    def asked(
+        self, method: str, path: str, body: Any = None, timeout: float = ANSWER_S
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Send a request, with a JSON body if there is one, and yield its answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        content = None if body is None else json.dumps(body)
         try:
-            connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
+            connection.request(method, path, content, {"content-type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
                 raise BenchError(f"{self.name}: status {response.status}: {response.read(500)!r}")
