@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from support.encoder_tokenizers import open_folder
 from support.places import DATA
-from support.spm_texts import TEXTS
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.text import Tokenizer
@@ -28,7 +27,7 @@ def opened(path: Path, **settings: object) -> Tokenizer:
 def test_tokens_are_those_of_sentencepiece(tmp_path: Path) -> None:
     tokenizer = opened(tmp_path / "m")
     expected = json.loads((DATA / "sentencepiece_tokens.json").read_bytes())
-    assert {text: tokenizer.encode(text, add_bos=False) for text in TEXTS} == expected
+    assert {text: tokenizer.encode(text, add_bos=False) for text in expected} == expected
     frame = [tokenizer.token(i) for i in (*tokenizer.frame.begin, *tokenizer.frame.end)]
     assert frame == ["[CLS]", "[SEP]"]
     assert tokenizer.token(tokenizer.vocab_size - 1) == "[MASK]"

@@ -238,18 +238,15 @@ def test_missing_files_and_directories_raise_the_errors_of_open(tmp_path: Path) 
         GGUFFile(tmp_path)
 
 
-def test_empty_file_and_device_are_not_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mmap", [True, False])
+def test_empty_files_devices_and_pipes_are_not_models(tmp_path: Path, mmap: bool) -> None:
     (tmp_path / "empty.gguf").touch()
-    with pytest.raises(GGUFError, match=r"empty\.gguf: the file is empty"):
-        GGUFFile(tmp_path / "empty.gguf")
-    with pytest.raises(GGUFError, match="not a regular file"):
-        GGUFFile(os.devnull)
-
-
-def test_named_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
-    with pytest.raises(GGUFError, match="not a regular file"):
-        GGUFFile(tmp_path / "pipe.gguf")
+    with pytest.raises(GGUFError, match=r"empty\.gguf: the file is empty"):
+        GGUFFile(tmp_path / "empty.gguf", mmap=mmap)
+    for path in (os.devnull, tmp_path / "pipe.gguf"):
+        with pytest.raises(GGUFError, match="not a regular file"):
+            GGUFFile(path, mmap=mmap)
 
 
 def test_a_header_truncated_anywhere_is_an_error(write: Callable[[bytes], Path]) -> None:

@@ -152,6 +152,7 @@ def test_values_per_layer_must_be_equal(open_model: Open) -> None:
 BAD, NOT = GGUFError, UnsupportedModelError
 SCALING = "rope.scaling."
 YARN = {SCALING + "type": string("yarn"), SCALING + "factor": number(2.0)}
+ROUNDED = {"rope.freq_base": (F64, scalar(F64, 1 + 1e-12))}  # to 1 in 32 bits
 WINDOW = {"attention.sliding_window": integer(8)}
 LONG_ROPE = {SCALING + "type": string("longrope")}
 # Architectures, keys that are changed or left out, without the architecture unless they have a prefix of
@@ -186,6 +187,10 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("llama", LONG_ROPE, NOT, "rope scaling of type longrope is not supported"),
     ("llama", {SCALING + "type": string("linear")}, BAD, "metadata llama.rope.scale_linear is missing"),
     ("llama", YARN, BAD, "scaling.original_context_length is missing"),
+    (
+        "llama", {**YARN, SCALING + "original_context_length": integer(32), **ROUNDED},
+        BAD, r"freq_base is 1\.0, must be greater than 1 for YaRN",
+    ),
     ("llama", {SCALING + "factor": number(0.0)}, BAD, "scaling.factor is 0.0, must be positive"),
     ("llama", {SCALING + "factor": number(math.nan)}, BAD, "scaling.factor is nan"),
     ("llama", {SCALING + "type": integer(1)}, BAD, "scaling.type has type uint32, expected string"),

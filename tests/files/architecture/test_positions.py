@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import small_models
-from support.gguf_bytes import BOOL, FALSE, TRUE, U8, U32, integer, number, numbers, string
+from support.gguf_bytes import BOOL, F64, FALSE, TRUE, U8, U32, integer, number, numbers, scalar, string
 from support.llama_file import LAYERS, Open
 
 from metal_prefill import GGUFError, UnsupportedModelError
@@ -59,6 +60,8 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"context_length": 32},
     ),
     ("llama", {SCALING + "attn_factor": number(1.25)}, {"rope_attn_factor": 1.25}),
+    # The engines use numbers of 32 bits.
+    ("llama", {"rope.freq_base": (F64, scalar(F64, 123.4))}, {"rope_base": float(np.float32(123.4))}),
     ("llama", {WINDOW: integer(64)}, {"layer_window": (64,) * LAYERS}),
     ("llama", {WINDOW: integer(64), PATTERN: numbers(BOOL, 1, 0)}, {"layer_window": (64, 0)}),
     ("phi3", EIGHT, {"layer_window": (8,) * LAYERS}),
