@@ -30,8 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("emulator")
 
 
+def pytest_collection() -> None:
+    """Search for no unreachable objects while there are only new ones."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Exclude the collected tests from each later search for unreachable objects."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

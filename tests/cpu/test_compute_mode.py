@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.closeness import hidden_states
 from support.reference import ReferenceModel
 from support.small_models import EMBEDDERS, ENCODERS, MODELS, write
 
@@ -24,11 +25,6 @@ FLOATS = {
 GENERATORS = {"quantized": MODELS["type Q8_0"], "float weights": MODELS["type F32"]}
 
 
-def states(model: Model) -> Any:
-    with model.session() as session:
-        return model.forward_batch([session], [IDS], output="hidden", rows="all")[0]
-
-
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_encoders_use_pairs_on_amx_alone(
@@ -39,7 +35,7 @@ def test_quantized_encoders_use_pairs_on_amx_alone(
     expected = "bf16" if isa == "amx" else "int8"
     with Model(path, device="cpu") as model, Model(path, device="cpu", compute=expected) as stated:
         assert model.compute == expected
-        np.testing.assert_array_equal(states(model), states(stated))
+        np.testing.assert_array_equal(hidden_states(model, IDS), hidden_states(stated, IDS))
 
 
 def test_the_kernel_set_decides_even_where_it_cannot_run(
@@ -92,7 +88,7 @@ def test_the_choice_on_amx_is_closer_to_float32(tmp_path: Path, name: str) -> No
     errors = {}
     for compute in ("auto", "int8"):
         with Model(path, device="cpu", compute=compute) as model:
-            errors[compute] = float(np.square(states(model) - expected).sum())
+            errors[compute] = float(np.square(hidden_states(model, IDS) - expected).sum())
     assert errors["auto"] < errors["int8"]
 
 

@@ -55,7 +55,7 @@ def test_a_cached_measurement_is_used(tmp_path: Path) -> None:
 
 
 def test_an_invalid_measurement_is_replaced(tmp_path: Path) -> None:
-    texts = ("", "fast", "nan", "inf", "0", "-2", "1e9", "\x00")
+    texts = ("", "fast", "nan", "0", "1e9")
     for text, (measured, _, kept) in zip((None, *texts), outcomes(tmp_path, *texts), strict=True):
         assert 0.05 <= measured <= 20, text
         assert float(kept) == measured, text

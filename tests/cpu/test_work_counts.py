@@ -79,15 +79,6 @@ def test_scoring_computes_the_logits_of_every_token_but_the_last(
         assert session.stats()["multiply_adds"] == expected(shape, range(39), range(39))
 
 
-def test_reused_tokens_are_not_computed(model_path: Callable[[str], Path]) -> None:
-    shape = MODELS["gqa 3"]
-    with Model(model_path("gqa 3"), device="cpu") as model, model.session() as session:
-        session.forward_prompt(ids(shape, 50))
-        session.forward_prompt([*ids(shape, 50), 1, 2, 3], reuse=True)
-        assert session.stats()["tokens_reused"] == 50
-        assert session.stats()["multiply_adds"] == expected(shape, range(50, 53), [52])
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_computes_the_outputs_of_its_sessions(model_path: Callable[[str], Path], name: str) -> None:
     """The last rows of two prompts, and only K and V of another: the count is that of their shared pass."""
@@ -101,15 +92,3 @@ def test_a_batch_computes_the_outputs_of_its_sessions(model_path: Callable[[str]
             expected(shape, range(30), [29]) + expected(shape, [20], [20]) + expected(shape, range(17), [])
         )
         assert [session.stats()["multiply_adds"] for session in sessions] == [total] * 3
-
-
-def test_prompts_of_a_batch_compute_a_common_prefix_once(model_path: Callable[[str], Path]) -> None:
-    shape = MODELS["gqa 3"]
-    common = ids(shape, 64)
-    with Model(model_path("gqa 3"), device="cpu") as model:
-        sessions = [model.session() for _ in range(2)]
-        model.forward_batch(sessions, [[*common, 1, 2], [*common, 3, 4, 5]], reuse=True)
-        counts = sorted(session.stats()["multiply_adds"] for session in sessions)
-        alone = expected(shape, range(66), [65]), expected(shape, range(67), [66])
-        later = expected(shape, [64, 65, 66], [66]), expected(shape, [64, 65], [65])
-        assert counts in ([later[0], alone[0]], [later[1], alone[1]])

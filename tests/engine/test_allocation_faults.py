@@ -21,7 +21,7 @@ from metal_prefill import DeviceError, Model, Session, _core
 
 OUT_OF_MEMORY = (MemoryError, DeviceError)
 FIRST = [(7 * i + 3) % VOCAB for i in range(70)]  # a page and a part of the next
-SECOND = [(11 * i + 5) % VOCAB for i in range(150)]  # three chunks
+SECOND = [(11 * i + 5) % VOCAB for i in range(90)]  # three chunks
 State = tuple[list[int], list[bytes]]
 
 
@@ -68,7 +68,7 @@ class Sessions:
     """A model that has computed only FIRST, in a session that shares its pages with a fork."""
 
     def __init__(self, inputs: Inputs, device: str) -> None:
-        self.model = Model(inputs.path, device=device, threads=1, chunk_tokens=64)
+        self.model = Model(inputs.path, device=device, threads=1, chunk_tokens=40)
         self.inputs = inputs
         self.device = device
         self.used = self.model.session()
@@ -208,7 +208,7 @@ def test_reuse_without_memory_never_keeps_wrong_rows(inputs: Inputs) -> None:
     def sessions_with_the_prompt_known() -> Sessions:
         sessions = Sessions(inputs, "cpu")
         with sessions.model.session() as other:
-            other.forward_prompt(prompt[:140], reuse=True)
+            other.forward_prompt(prompt[:120], reuse=True)
         return sessions
 
     plain = sessions_with_the_prompt_known()
@@ -238,7 +238,7 @@ def test_reuse_without_memory_never_keeps_wrong_rows(inputs: Inputs) -> None:
         sessions.close()
         if not fault.came:
             break
-    assert lengths == {140}
+    assert lengths == {120}
 
 
 def test_sessions_close_without_memory(inputs: Inputs) -> None:

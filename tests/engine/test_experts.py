@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.closeness import hidden_states, lowest_cosine, random_ids
 from support.gguf_bytes import BOOL, F32, U32, scalar, u32
 from support.gguf_mutator import with_key
 from support.reference import ReferenceModel
@@ -23,17 +24,12 @@ IN_FLOAT32 = SmallModel(architecture="qwen3moe", types={"*": "F32"}, embedding="
 LFM2 = replace(EXPERTS["lfm2moe"], types={"*": "F32"}, embedding="F32")
 
 
-def prompt(n: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(0, 320, n)
-
-
 def all_states(
     path: Path, ids: npt.NDArray[np.int64], compute: str = "f32", device: str = "cpu"
 ) -> npt.NDArray[np.float64]:
     """Compute the hidden states of every token."""
-    with Model(path, device=device, compute=compute, kv_dtype="f32") as model, model.session() as session:
-        (states,) = model.forward_batch([session], [ids], output="hidden", rows="all")
-    return np.asarray(states, np.float64)
+    with Model(path, device=device, compute=compute, kv_dtype="f32") as model:
+        return hidden_states(model, ids).astype(np.float64)
 
 
 def all_logits(path: Path, ids: npt.NDArray[np.int64], compute: str = "f32") -> npt.NDArray[np.float64]:
@@ -50,12 +46,6 @@ def least_correlation(logits: Array, expected: Array) -> float:
     return min(float(np.corrcoef(row, other)[0, 1]) for row, other in pairs)
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-def test_logits_of_every_position_match_the_reference(name: str, model_path: Callable[[str], Path]) -> None:
-    path, ids = model_path(name), prompt(70)
-    assert least_correlation(all_logits(path, ids), ReferenceModel(path).forward(ids).logits) > 0.99999
-
-
 @pytest.mark.parametrize(
     ("count", "used", "ffn", "n"),
     [(3, 1, 64, 40), (3, 3, 40, 40), (7, 2, 72, 100), (16, 5, 32, 100), (33, 8, 48, 300), (64, 8, 32, 700)],
@@ -64,7 +54,7 @@ def test_any_number_of_experts_matches_the_reference(
     tmp_path: Path, count: int, used: int, ffn: int, n: int
 ) -> None:
     path = write(tmp_path / "m.gguf", replace(IN_FLOAT32, experts=ExpertShape(count, used, ffn)))
-    ids = prompt(n, 1)
+    ids = random_ids(n, seed=1)
     assert least_correlation(all_logits(path, ids), ReferenceModel(path).forward(ids).logits) > 0.99999
 
 
@@ -82,7 +72,7 @@ def chosen_by_bias(path: Path, plain: Path, bias: list[float]) -> Path:
 def test_all_tokens_may_go_to_the_same_experts(tmp_path: Path) -> None:
     """Others have no rows. The bias decides the choice, but is no part of the factors."""
     plain = write(tmp_path / "plain.gguf", LFM2)
-    path, ids = chosen_by_bias(tmp_path / "m.gguf", plain, [0, 9, 0, 0, 8, 0]), prompt(100)
+    path, ids = chosen_by_bias(tmp_path / "m.gguf", plain, [0, 9, 0, 0, 8, 0]), random_ids(100)
     expected = ReferenceModel(path).forward(ids).logits
     assert least_correlation(all_logits(path, ids), expected) > 0.99999
     weights = GGUFFile(path).tensors["blk.3.ffn_down_exps.weight"]
@@ -101,7 +91,7 @@ def test_ties_go_to_the_first_experts(tmp_path: Path) -> None:
         values[:] = 0
 
     path = with_tensor(tmp_path / "m.gguf", plain, "blk.0.ffn_gate_inp.weight", change)
-    ids = prompt(20)
+    ids = random_ids(20)
     assert least_correlation(all_logits(path, ids), ReferenceModel(path).forward(ids).logits) > 0.99999
 
 
@@ -118,27 +108,12 @@ def test_extreme_scores_leave_states_finite(device: str, tmp_path: Path, extreme
             values *= 1e6
 
     path = with_tensor(tmp_path / "m.gguf", plain, router, change)
-    assert np.all(np.isfinite(all_states(path, prompt(200), device=device)))
-
-
-@pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
-@pytest.mark.parametrize("compute", ["int8", "bf16"])
-def test_texts_of_a_batch_have_the_results_that_they_have_alone(
-    isa: str, compute: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
-    texts = [prompt(n, n) for n in (1, 7, 40, 65)]
-    with Model(model_path("granitemoe, mixed types"), device="cpu", compute=compute) as model:
-        sessions = [model.session() for _ in texts]
-        together = model.forward_batch(sessions, texts, output="logits")
-        for text, logits in zip(texts, together, strict=True):
-            with model.session() as session:
-                np.testing.assert_array_equal(logits, session.forward_prompt_logits(text))
+    assert np.all(np.isfinite(all_states(path, random_ids(200), device=device)))
 
 
 @pytest.mark.parametrize("name", ["granitemoe, mixed types", "olmoe", "lfm2moe"])
 def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callable[[str], Path]) -> None:
-    path, ids = model_path(name), prompt(33)
+    path, ids = model_path(name), random_ids(33)
     logits = all_logits(path, ids, "int8")
     # A token that has other experts, because two scores nearly agree, differs more: so the median counts.
     rows = zip(logits, ReferenceModel(path).forward(ids).logits, strict=True)
@@ -188,17 +163,16 @@ PRIVACY_FILTER = replace(
 )
 
 
-def lowest_cosine(path: Path, ids: npt.NDArray[np.int64], device: str) -> float:
+def lowest_cosine_of(path: Path, ids: npt.NDArray[np.int64], device: str) -> float:
     """Return the smallest cosine of a hidden state with the reference.
 
     On Metal, tokens of which scores nearly agree may have other experts.
     """
     reference = ReferenceModel(path)
     states, expected = all_states(path, ids, device=device), reference.forward(ids).hidden
-    lengths = np.linalg.norm(states, axis=1) * np.linalg.norm(expected, axis=1)
     decided = reference.decided(0.02 if device == "metal" else 0)
     assert decided.mean() > 0.5
-    return float(((states * expected).sum(axis=1) / lengths)[decided].min())
+    return lowest_cosine(states[decided], expected[decided])
 
 
 @pytest.mark.parametrize(
@@ -215,7 +189,7 @@ def test_experts_with_biases_and_limits_match_the_reference(
     device: str, tmp_path: Path, count: int, used: int, ffn: int, window: int, n: int
 ) -> None:
     shape = replace(PRIVACY_FILTER, experts=ExpertShape(count, used, ffn), window=window, seed=count)
-    assert lowest_cosine(write(tmp_path / "m.gguf", shape), prompt(n, n), device) > 0.99999
+    assert lowest_cosine_of(write(tmp_path / "m.gguf", shape), random_ids(n, seed=n), device) > 0.99999
 
 
 def test_a_bias_of_the_router_decides_the_choice(device: str, tmp_path: Path) -> None:
@@ -228,9 +202,9 @@ def test_a_bias_of_the_router_decides_the_choice(device: str, tmp_path: Path) ->
         values[: values.size // 6] = np.nan
 
     shape = replace(PRIVACY_FILTER, experts=ExpertShape(6, 2, 48), layers=1)
-    path, ids = write(tmp_path / "m.gguf", shape), prompt(70)
+    path, ids = write(tmp_path / "m.gguf", shape), random_ids(70)
     path = with_tensor(tmp_path / "a.gguf", path, "blk.0.ffn_gate_inp.bias", change)
-    assert lowest_cosine(path, ids, device) > 0.99999
+    assert lowest_cosine_of(path, ids, device) > 0.99999
     expected = all_states(path, ids, device=device)
     for name in ("gate", "up", "down"):
         path = with_tensor(tmp_path / f"{name}.gguf", path, f"blk.0.ffn_{name}_exps.bias", spoil)
@@ -244,7 +218,7 @@ def test_texts_of_an_encoder_with_experts_do_not_depend_on_others(
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
     shape = replace(PRIVACY_FILTER, types={"*": "Q8_0"}, experts=ExpertShape(7, 2, 64), window=65)
-    texts = [prompt(n, n) for n in (1, 7, 40, 65, 600)]
+    texts = [random_ids(n, seed=n) for n in (1, 7, 40, 65, 600)]
     with Model(write(tmp_path / "m.gguf", shape), device="cpu", compute=compute, threads=2) as model:
         sessions = [model.session() for _ in texts]
         together = model.forward_batch(sessions, texts, output="hidden", rows="all")
@@ -260,7 +234,7 @@ def test_texts_of_an_encoder_with_experts_are_near_those_of_a_batch_on_metal(
     """All tokens have the same experts: tiles depend on the number of rows, and with them the last bits."""
     shape = replace(PRIVACY_FILTER, types={"*": "Q8_0"}, experts=ExpertShape(5, 5, 64), window=65)
     path = write(tmp_path / "m.gguf", shape)
-    texts = [prompt(n, n) for n in (1, 7, 40, 65, 300)]
+    texts = [random_ids(n, seed=n) for n in (1, 7, 40, 65, 300)]
     with Model(path, device="metal") as model:
         sessions = [model.session() for _ in texts]
         together = model.forward_batch(sessions, texts, output="hidden", rows="all")

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.forked import in_child
-from support.kinds import assert_same_logits
 from support.programs import finished
 from support.threads import at_once
 
@@ -89,21 +88,6 @@ def test_calls_of_threads_on_one_session_run_one_after_another(demo_path: Path) 
         assert session.forward_token(6).tobytes() == alone.forward_token(6).tobytes()
 
 
-def test_sessions_of_threads_get_the_results_that_they_get_alone(tiny_demo: Model) -> None:
-    prompts = [[*PROMPT, number, *PROMPT[:number]] for number in range(THREADS)]
-    expected = [tiny_demo.session().forward_prompt_logits(prompt) for prompt in prompts]
-
-    def compute(number: int) -> None:
-        for _ in range(4):
-            with tiny_demo.session() as session:
-                logits = session.forward_prompt_logits(prompts[number], reuse=True)
-                assert_same_logits(tiny_demo, logits, expected[number])
-            assert tiny_demo.forward_prompt(PROMPT, reuse=True) == first
-
-    first = tiny_demo.session().forward_prompt(PROMPT)
-    at_once(compute)
-
-
 def test_a_request_of_several_threads_is_computed_once(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", threads=1) as model:
         engine = model.engine
@@ -118,19 +102,6 @@ def test_a_request_of_several_threads_is_computed_once(demo_path: Path) -> None:
                 return True
 
             assert sum(at_once(compute)) == 1
-
-
-def test_the_first_calls_of_several_threads_build_one_tokenizer(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu", threads=1) as model:
-        expected = model.tokenizer.encode("ROMEO:")
-    for _ in range(3):
-        with Model(demo_path, device="cpu", threads=1) as model:
-
-            def encode(number: int, model: Model = model) -> int:
-                assert model.tokenizer.encode("ROMEO:") == expected
-                return id(model.tokenizer)
-
-            assert len(set(at_once(encode))) == 1
 
 
 def test_closing_a_model_lets_other_threads_finish_or_raise(demo_path: Path) -> None:

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from support.closeness import LOWEST_COSINE, assert_close, hidden_states, lowest_cosine, random_ids
 from support.gguf_bytes import U32, u32
 from support.gguf_mutator import with_key
 from support.reference import ReferenceModel
@@ -19,29 +19,17 @@ from metal_prefill.synth import TIED
 NAMES = [name for name, model in MODELS.items() if model.layered is not None]
 
 
-NMSE, LOWEST_COSINE = {"cpu": 1e-9, "metal": 5e-6}, 0.9995  # as in test_encoders.py
-
-
 @pytest.fixture(params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
 
 
-def assert_near(device: str, found: npt.NDArray[np.float32], expected: npt.NDArray[np.float64]) -> None:
-    """Check an engine with float32 compute against its bound of the squared error."""
-    assert np.square(found - expected).sum() <= NMSE[device] * np.square(expected).sum()
-
-
-def tokens(n: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(0, 320, n)
-
-
 def test_every_position_and_the_cache_match_the_reference(
     device: str, name: str, model_path: Callable[[str], Path]
 ) -> None:
     """Log probabilities of all rows, then single tokens and a few, beyond the window and across pages."""
-    ids = tokens(100)
+    ids = random_ids(100)
     expected = ReferenceModel(model_path(name)).forward(ids)
     with (
         Model(model_path(name), device=device, compute="f32", kv_dtype="f32", chunk_tokens=64) as model,
@@ -52,13 +40,13 @@ def test_every_position_and_the_cache_match_the_reference(
         logits = [session.forward_prompt_logits(ids[:90])]
         logits += [session.forward_token(int(token)) for token in ids[90:95]]
         logits += [session.forward_prompt_logits(ids[95:])]
-        assert_near(device, np.stack(logits), expected.logits[[*range(89, 95), 99]])
+        assert_close(device, np.stack(logits), expected.logits[[*range(89, 95), 99]])
         _, _, rows = session.native.export_state()
     # Keys and values of the layers that have their own, in turn.
     wanted = [part for pair in zip(expected.keys, expected.values, strict=True) for part in pair]
     assert len(rows) == len(wanted)
     for row, part in zip(rows, wanted, strict=True):
-        assert_near(device, row.view(np.float32).reshape(part.shape), part)
+        assert_close(device, row.view(np.float32).reshape(part.shape), part)
 
 
 def test_all_layers_can_have_windows(tmp_path: Path) -> None:
@@ -66,7 +54,7 @@ def test_all_layers_can_have_windows(tmp_path: Path) -> None:
     whole = MODELS["gemma4"]
     assert whole.layered is not None
     model = replace(whole, layers=2, layered=replace(whole.layered, window_period=3, shared=0))
-    path, ids = write(tmp_path / "m.gguf", model), tokens(40)
+    path, ids = write(tmp_path / "m.gguf", model), random_ids(40)
     expected = ReferenceModel(path).forward(ids).logits[-1]
     with Model(path, device="cpu", compute="f32", kv_dtype="f32") as opened:
         logits = opened.session().forward_prompt_logits(ids)
@@ -104,9 +92,7 @@ def test_states_of_encoders_match_the_reference(device: str, tmp_path: Path, nam
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
         for n in (1, 9, 70):
             ids = np.random.default_rng(n).integers(5, 300, n)
-            with model.session() as session:
-                (states,) = model.forward_batch([session], [ids], output="hidden", rows="all")
-            assert_near(device, states, reference.forward(ids).hidden)
+            assert_close(device, hidden_states(model, ids), reference.forward(ids).hidden)
 
 
 @pytest.mark.parametrize("key_dim", [13, 39])
@@ -126,8 +112,7 @@ def test_fewer_bits_stay_near_the_reference_in_any_batch(tmp_path: Path, key_dim
             # The keys of many rows are stored as they are computed, a group of columns at a time.
             states, other = hidden([model.session(), model.session()], [long, short])
             np.testing.assert_array_equal(other, hidden([model.session()], [short])[0], err_msg=compute)
-        norms = np.linalg.norm(states, axis=1) * np.linalg.norm(expected, axis=1)
-        assert ((states * expected).sum(axis=1) / norms).min() >= LOWEST_COSINE, compute
+        assert lowest_cosine(states, expected) >= LOWEST_COSINE, compute
 
 
 @pytest.mark.parametrize("name", ["gpt2", "phi2"])
@@ -138,7 +123,7 @@ def test_logits_of_decoders_match_the_reference(device: str, tmp_path: Path, nam
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model, model.session() as session:
         for end in (40, 41, 45):
             logits = session.forward_prompt_logits(ids[session.position : end])
-            assert_near(device, logits, expected[end - 1])
+            assert_close(device, logits, expected[end - 1])
 
 
 def test_projected_embeddings_are_not_padded(metal: None, tmp_path: Path) -> None:
@@ -160,7 +145,7 @@ def test_the_embedding_of_inputs_stays_in_the_file(metal: None, tmp_path: Path) 
         assert stats["weights_mapped_bytes"] <= size - table.nbytes + 4 * 65536
         logits = model.session().forward_prompt_logits([19999, 0, 12345])
     expected = ReferenceModel(path).forward(np.array([19999, 0, 12345])).logits[-1]
-    assert_near("metal", logits, expected)
+    assert_close("metal", logits, expected)
 
 
 def test_feed_forwards_of_several_widths_may_have_gate_and_up_of_two_types(
@@ -168,8 +153,8 @@ def test_feed_forwards_of_several_widths_may_have_gate_and_up_of_two_types(
 ) -> None:
     """The activation is then a dispatch of its own, with the width of the layer."""
     mixed = replace(MODELS["gemma4"], types={"*": "Q4_0", "*.ffn_up.*": "Q8_0"})
-    path, ids = write(tmp_path / "m.gguf", mixed), tokens(20)
+    path, ids = write(tmp_path / "m.gguf", mixed), random_ids(20)
     expected = ReferenceModel(path).forward(ids).logits[-1]
     with Model(path, device="metal", kv_dtype="f32") as model:
         logits = model.session().forward_prompt_logits(ids)
-    assert_near("metal", logits, expected)
+    assert_close("metal", logits, expected)

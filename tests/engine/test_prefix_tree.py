@@ -205,50 +205,6 @@ def test_pages_in_use_are_skipped_once(pages: int) -> None:
     tree.release(held)
 
 
-def test_nothing_is_evicted_if_all_pages_are_in_use() -> None:
-    tree = filled(20, 2)
-    held = [page for first in range(10) for page in tree.find("", tokens_of(("", first, 0)))[1]]
-    assert not tree.evict()
-    assert tree.pages == 20
-    tree.release(held)
-    assert tree.evict()
-
-
-def test_a_page_before_those_of_a_session_is_evicted_with_them() -> None:
-    tree = filled(4, 2)
-    for first in (0, 1):
-        before, _ = tree.find("", tokens_of(("", first, 0)))[1]
-        tree.release([before])  # computed again by the session, in a page of its own
-    assert tree.evict()
-    assert tree.pages == 2
-    assert tree.pages_in_use == 3  # the session still has its page
-    assert tree.evict()
-    assert not tree.evict()
-    assert tree.pages_in_use == 2
-
-
-def test_prefixes_are_found_only_in_their_namespace() -> None:
-    tree = tree_of(10)
-    prompt = tokens_of(("", 1, 2))
-    assert tree.insert("one", prompt)
-    assert [tree.known(space, prompt) for space in ("one", "two", "")] == [2 * PAGE, 0, 0]
-    assert tree.find("two", prompt)[:2] == (0, [])
-    assert tree.insert("two", prompt[:PAGE])
-    assert [tree.known(space, prompt) for space in ("one", "two", "")] == [2 * PAGE, PAGE, 0]
-    assert (tree.pages, tree.namespaces) == (3, 2)
-
-
-def test_a_namespace_ends_with_its_last_page() -> None:
-    tree = tree_of(4)
-    for i in range(1000):
-        assert tree.insert(f"namespace {i}", [i] * (PAGE + 1))
-        assert tree.insert(f"empty {i}", [])
-        assert tree.namespaces <= 3
-    while tree.evict():
-        pass
-    assert (tree.pages, tree.namespaces) == (0, 0)
-
-
 def test_states_of_earlier_turns_are_dropped_before_pages() -> None:
     """A conversation grows by half a page in each turn; a state takes the memory of two pages."""
     tree = tree_of(34, 100, state_pages=2)

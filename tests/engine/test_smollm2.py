@@ -37,7 +37,7 @@ def test_texts_match_a_reference_sampler(smollm2: Model) -> None:
     options: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repeat_penalty": 1.1}
     for chain in (options, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7}):
         ids = smollm2.tokenizer.encode("The history of the town begins with")
-        pieces = smollm2.session().stream(ids, 16, seed=3, stop=(), **chain)
+        pieces = smollm2.session().stream(ids, 8, seed=3, stop=(), **chain)
         made = list(ids)
         with smollm2.session() as session:
             logits = session.forward_prompt_logits(ids)
@@ -53,7 +53,7 @@ def test_8_bit_activations_predict_a_text_as_well_as_float32(smollm2_path: Path)
     for compute in ("int8", "f32"):
         with Model(smollm2_path, device="cpu", compute=compute) as model:
             ids = model.tokenizer.encode(TEXT.read_text(encoding="utf-8"))
-            values.append(perplexity(model.score, windows(ids, 256, None)[:2]).value)
-    # On 18,000 tokens they differ by 0.2% (docs/accuracy.md); on 500 the noise of single tokens adds to that.
+            values.append(perplexity(model.score, windows(ids, 256, None)[:1]).value)
+    # On 18,000 tokens they differ by 0.2% (docs/accuracy.md); on 256 the noise of single tokens adds to that.
     assert values[0] == pytest.approx(values[1], rel=0.01)
     assert np.isfinite(values).all()

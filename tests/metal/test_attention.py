@@ -162,10 +162,10 @@ def test_prompts_with_relative_positions(run: Run, prefill: Prefill) -> None:
 
 @pytest.mark.parametrize(
     ("prefill", "shape"),
-    [*((Case.prefill, shape) for shape in SHAPES[:3]), (Case.prefill_on_tensors, SHAPES[0])],
+    [*((Case.prefill, shape) for shape in SHAPES[:2]), (Case.prefill_on_tensors, SHAPES[0])],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-@pytest.mark.parametrize("sinks", [-30.0, 0.0, 6.0, 12.0, 200.0])
+@pytest.mark.parametrize("sinks", [-30.0, 6.0, 200.0])
 def test_prompts_with_sinks(run: Run, prefill: Prefill, shape: dict[str, Any], sinks: float) -> None:
     """Errors are relative to each head, whose values are smaller the larger its sink is."""
     case = Case((50, 0), (3, 0), (170, 0), **shape, window=65, both_ways=True, sinks=sinks)

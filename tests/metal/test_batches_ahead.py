@@ -133,15 +133,6 @@ def test_a_stopped_text_keeps_the_work_sent_for_others(model: Model, wanted: lis
     ]
 
 
-def test_nothing_is_sent_after_a_known_last_token(model: Model, wanted: list[list[int]]) -> None:
-    scheduler, texts = Scheduler(model), []
-    streams = submit(scheduler, {}, {"max_tokens": 5}, {})
-    passes = passes_of(lambda: texts.extend(finish(scheduler, streams)))
-    assert texts == [wanted[0][:TOKENS], wanted[1][:5], wanted[2][:TOKENS]]
-    rows = [p.tokens for p in passes[1:]]
-    assert rows == [3] * 4 + [2] * (TOKENS - 5)
-
-
 def test_a_cancelled_stream_releases_its_memory_and_others_continue(
     model: Model, wanted: list[list[int]]
 ) -> None:

@@ -52,13 +52,13 @@ def test_bindings_of_a_pass_do_not_overlap(tmp_path: Path, name: str) -> None:
     path = small_models.write(tmp_path / "model.gguf", GENERATORS[name])
     with Model(path, device="metal") as model:
         sessions = [model.session() for _ in range(3)]
-        for session, tokens in zip(sessions, (33, 9, 2), strict=True):
+        for session, tokens in zip(sessions, (17, 9, 2), strict=True):
             session.forward_prompt(ids(tokens))
         sessions[0].forward_token_greedy(3)
         model.forward_batch(sessions, [[5]] * 3)
         model.forward_batch(sessions, [[5, 6, 7]] * 3)
         sessions[1].reset()
-        sessions[1].score(ids(20))
+        sessions[1].score(ids(10))
 
 
 def test_bindings_of_a_divided_attention_do_not_overlap(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_buffers_are_freed_with_the_last_session(path: Path) -> None:
     assert gpu.live_objects() == 0
 
 
-def test_a_thousand_mixed_calls_leak_nothing(tmp_path: Path) -> None:
+def test_hundreds_of_mixed_calls_leak_nothing(tmp_path: Path) -> None:
     shape: dict[str, Any] = {
         "layers": 1,
         "dim": 32,
@@ -237,61 +237,11 @@ def test_a_thousand_mixed_calls_leak_nothing(tmp_path: Path) -> None:
 
     made = calls()
     objects, memory = gpu.live_objects(), gpu.allocated_bytes()
-    while made < 1_000:
+    while made < 300:
         made += calls()
     assert gpu.live_objects() == objects
     assert gpu.allocated_bytes() == memory
     model.close()
-
-
-FEATURES: dict[str, dict[str, Any]] = {
-    "smollm": {},
-    "tied_q8_0": {"embedding_type": "Q8_0"},
-    "mixed": {
-        "tensor_type": "Q4_K",
-        "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q5_K"},
-        "output_type": "Q6_K",
-    },
-    "f16": {"tensor_type": "F16", "embedding_type": "F16"},
-}
-
-
-@pytest.mark.parametrize(
-    ("features", "fused"), [("smollm", False), ("tied_q8_0", True), ("mixed", True), ("f16", False)]
-)
-def test_prewarm_builds_exactly_the_pipelines_that_calls_use(
-    tmp_path: Path, features: str, fused: bool
-) -> None:
-    shape: dict[str, Any] = {
-        "preset": "tiny",
-        "layers": 1,
-        "dim": 256,
-        "heads": 4,
-        "head_dim": 64,
-        "ffn": 768,
-        "vocab": 320,
-        "context": 300,
-    }
-    path = synth.synthesize(tmp_path / "m.gguf", **(shape | FEATURES[features]))
-    gpu.set_limits(gpu.Limits(apple_family=7))
-    before = gpu.counters()
-    with Model(path, device="metal", fused_norm=fused) as model:
-        built = gpu.counters().pipelines - before.pipelines
-        assert built == model.stats()["pipelines"]
-        used: set[str] = set()
-        for tokens in (1, 3, 20, 270):  # one, few, many; the last in a context that is split
-            model.forward_prompt(list(range(tokens)))
-            used |= set(kernels())
-        model.forward_token(5)
-        used |= set(kernels())
-        for tokens in (2, 4, 12, 33, 64, 97, 129, 193, 280):  # tiles change with the number of tokens
-            model.reset()
-            gpu.fail_command_buffer(message="not run", dispatches=0)  # it is encoded, which is enough here
-            with pytest.raises(DeviceError, match="not run"):
-                model.score(list(range(tokens)))
-            used |= set(kernels())
-        assert gpu.counters().pipelines - before.pipelines == built, "a call built a pipeline"
-        assert len(used) == built
 
 
 @pytest.mark.parametrize("family", [7, 8, 9])
@@ -332,18 +282,6 @@ def test_a_failed_command_buffer_leaves_position_and_cache_usable(model: Model) 
     assert [session.forward_token_greedy(token)] == expected
 
 
-def test_a_failure_in_the_second_chunk_restores_the_state_before_the_call(path: Path) -> None:
-    with Model(path, device="metal", chunk_tokens=16) as model, model.session() as session:
-        token = session.forward_prompt(prompt(10))
-        expected = session.forward_token_greedy(token)
-        session.rewind(10)
-        gpu.fail_command_buffer(nth=2)
-        with pytest.raises(DeviceError):
-            session.forward_prompt(prompt(40, 9))
-        assert session.position == 10
-        assert session.forward_token_greedy(token) == expected
-
-
 def test_every_failed_allocation_is_an_error_and_the_next_call_works(tiny_path: Path) -> None:
     with Model(tiny_path, device="metal") as model:
         before = gpu.counters().buffers
@@ -357,22 +295,6 @@ def test_every_failed_allocation_is_an_error_and_the_next_call_works(tiny_path: 
                 model.forward_prompt(prompt(70))
             assert model.position == 0
             assert model.forward_prompt(prompt(70)) == expected
-
-
-@pytest.mark.parametrize(
-    ("layers", "features"),
-    [(14, {}), (2, {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q8_0"}})],
-    ids=str,
-)
-def test_a_fused_norm_gives_the_same_bits(tmp_path: Path, layers: int, features: dict[str, Any]) -> None:
-    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=layers, dim=256, ffn=512, **features)
-    logits = []
-    for fused in (False, True):
-        with Model(path, device="metal", fused_norm=fused) as model:
-            assert model.stats()["fused_norm"] == fused
-            logits.append([model.forward_token(token) for token in (3, 1, 4)])
-            assert any(kernel.startswith("rmsnorm_matvec") for kernel in kernels()) == fused
-    np.testing.assert_array_equal(*np.array(logits))
 
 
 LARGE_PAGES: dict[str, Any] = {  # of 2 MiB: the first four fill the initial pool
@@ -445,13 +367,13 @@ def test_the_number_of_dispatches_does_not_grow_with_the_number_of_sequences(
     """Except where the norms of one token alone are part of the products."""
     with Model(tiny_path, device="metal", **options) as model:
         layers = model.config.n_layers
-        sessions = [model.session() for _ in range(20)]
+        sessions = [model.session() for _ in range(9)]
         for session in sessions[::3]:
             session.forward_prompt(prompt(5))
         counts: dict[str, set[float]] = {"tokens": set(), "a few": set(), "prompts": set(), "scores": set()}
         model.forward_batch(sessions[:1], [[3]])
         assert sessions[0].stats()["dispatches"] == alone * layers + 5
-        for n in (2, 20):
+        for n in (2, 9):
             some = sessions[:n]
             model.forward_batch(some, [[3]] * n)
             counts["tokens"].add(some[0].stats()["dispatches"])
@@ -478,7 +400,7 @@ def test_a_table_of_sequences_is_written_once_for_all_layers(model: Model) -> No
     assert "tiles" not in {b.label for b in gpu.live_buffers()}  # of prompts alone
 
 
-@pytest.mark.parametrize(("sequences", "each"), [(8, 1), (9, 1), (33, 1), (5, 3), (7, 8)])
+@pytest.mark.parametrize(("sequences", "each"), [(8, 1), (17, 1), (5, 3)])
 def test_tiles_of_many_sequences_have_the_bits_that_each_has_alone(
     tiny: Model, sequences: int, each: int
 ) -> None:

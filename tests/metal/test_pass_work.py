@@ -89,14 +89,13 @@ def test_attention_of_a_long_context_is_split_by_its_work_and_is_bit_identical(
     ("encoder", "limits", "kernel"),
     [
         ("jina-bert-v2", {}, "attention_prefill"),
-        ("modern-bert", {}, "attention_prefill"),
         ("nomic-bert", {"apple_family": 10}, "attention_tensor"),
     ],
 )
 def test_attention_of_several_texts_is_split_by_its_work_and_is_bit_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: str, limits: dict[str, int], kernel: str
 ) -> None:
-    """Tiles of texts of unequal lengths, the longest first, with ALiBi, a window, and on matrix units."""
+    """Tiles of texts of unequal lengths, the longest first, with ALiBi, and on matrix units."""
     shape = replace(ENCODERS[encoder], dim=192, head_dim=64) if limits else ENCODERS[encoder]
     file = write(tmp_path / "m.gguf", shape)
     texts = [np.arange(5, 5 + n) for n in (200, 9, 77, 130)]

@@ -123,25 +123,6 @@ def test_a_plan_lists_the_dispatches_that_reach_the_gpu(
                 assert actual == expected, f"{tokens} tokens, {options}"
 
 
-ARCHITECTURES = (
-    *("qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "smollm3", "phi3", "granite", "hunyuan-dense", "olmo2"),
-    *("exaone4", "lfm2", "mamba2", "granitehybrid", "falcon-h1", "qwen35"),
-    *("granitemoe", "qwen3moe", "olmoe", "lfm2moe"),
-)
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
-    found = [model for model in small_models.MODELS.values() if model.architecture == name]
-    assert found
-    path = small_models.write(tmp_path / "m.gguf", found[0])
-    claim(9)
-    with Model(path, device="metal") as model:
-        for tokens in (1, 5, 40):
-            model.reset()
-            assert encoded(model, tokens) == comparable(plan(shape_in(path), tokens))
-
-
 # Dispatches of each layer, of one token, of up to 8 and of more. One token has its rotation in attention.
 LAYERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
     "gqa 3": ((7, 7), (8, 8), (8, 8)),

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from support.kernel_harness import (
     CONSTANTS,
-    STRUCTS,
     Array,
     Output,
     Run,
@@ -14,7 +13,6 @@ from support.kernel_harness import (
     make_args,
     near,
 )
-from support.paged import Pages
 from support.state_rows import BEFORE, LENGTHS, NONE, SLOTS, TOKENS, state_rows
 
 
@@ -71,96 +69,6 @@ def test_causal_conv(run: Run, channels: int, taps: int, kind: str) -> None:
             run(name, *buffers, groups=grid, threads=(64, 1))
             check(out.check(), expected[first_out:])
             np.testing.assert_allclose(held.check(), after, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("skip_queries", [0, 1])
-@pytest.mark.parametrize("cache", [np.float16, np.float32], ids=["f16", "f32"])
-def test_rope_append_conv_is_bit_identical_to_its_two_steps(run: Run, cache: type, skip_queries: int) -> None:
-    rng = np.random.default_rng(7)
-    n_heads, n_kv, dim, channels, taps, threads = 6, 3, 32, 150, 4, 64
-    heads = 2 * n_kv + (0 if skip_queries else n_heads)
-    conv_column, qkv_column = 5, 160
-    projected = rng.standard_normal((TOKENS, qkv_column + (n_heads + 2 * n_kv) * dim + 7)).astype(np.float32)
-    stride = projected.shape[1]
-    bias, norms = projected[0, : (n_heads + 2 * n_kv) * dim].copy(), projected[1:3, :dim].copy()
-    table = rng.standard_normal((80, dim // 2, 2)).astype(np.float32)
-    filters = rng.standard_normal((channels, taps)).astype(np.float32)
-    conv_bias = rng.standard_normal(channels).astype(np.float32)
-    states = rng.standard_normal((SLOTS, (taps - 1) * channels)).astype(np.float32)
-    state_table, sequences = state_rows()
-    places = {row: (i, 60 + token) for i, own in enumerate(sequences) for token, row in enumerate(own)}
-    rope = make_args(
-        "RopeArgs",
-        n_heads=n_heads,
-        n_kv_heads=n_kv,
-        key_dim=dim,
-        value_dim=dim,
-        rope_dim=dim,
-        style=CONSTANTS["ROPE_NEOX"],
-        page_stride=Pages([1], n_kv, (dim, dim), cache).stride,
-        has_bias=1,
-        has_q_norm=1,
-        has_k_norm=1,
-        has_v_norm=0,
-        norm_after=0,
-        eps=1e-6,
-        skip_queries=skip_queries,
-        skip_keys=0,
-        query_step=dim,
-        row_stride=stride,
-    )
-    conv = make_args(
-        "CausalConvArgs",
-        channels=channels,
-        taps=taps,
-        in_stride=stride,
-        slot_stride=(taps - 1) * channels,
-        tokens=TOKENS,
-        first_out=0,
-        gated=0,
-        biased=1,
-    )
-    kind = "f16" if cache is np.float16 else "f32"
-    found = []
-    for together in (False, True):
-        pages = Pages([60 + n for n in LENGTHS], n_kv, (dim, dim), cache)
-        out, held = Output([TOKENS, channels]), Output(states.shape, initial=states)
-        tables = (pages.row_table([places[row] for row in range(TOKENS)]).view(np.uint8), pages.pages)
-        pools, inputs = (pages.k.buffer, pages.v.buffer), (bias, norms[0], norms[1], table)
-        convolved = (state_table, held.buffer, out.buffer)
-        groups = heads // (threads // 32)
-        if together:
-            rows = Output(projected.shape, initial=projected)
-            args = np.zeros(1, STRUCTS["RopeConvArgs"])
-            args["rope"], args["conv"] = rope, conv
-            args["qkv_column"], args["conv_column"], args["head_groups"] = qkv_column, conv_column, groups
-            run(
-                f"rope_append_conv_{kind}",
-                *(*inputs, rows.buffer, *tables, *pools, filters, conv_bias, *convolved, args),
-                groups=(groups + ceil_div(channels, threads), TOKENS),
-                threads=(threads,),
-            )
-            rotated = rows.check().ravel()[qkv_column:]
-        else:
-            given = projected.ravel()[conv_column:].copy()
-            run(
-                "causal_conv_f32",
-                *(filters, conv_bias, given, *convolved, conv),
-                groups=(ceil_div(channels, threads), TOKENS),
-                threads=(threads, 1),
-            )
-            tail = projected.ravel()[qkv_column:]
-            rows = Output(tail.shape, initial=tail)
-            run(
-                f"rope_append_{kind}",
-                *(*inputs, rows.buffer, *tables, *pools, rope),
-                groups=(groups, TOKENS),
-                threads=(threads,),
-            )
-            rotated = rows.check()
-        found.append((rotated, out.check(), held.check(), pages.k.check(), pages.v.check()))
-    for alone, joined in zip(*found, strict=True):
-        np.testing.assert_array_equal(alone, joined)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gguf import GGML_QUANT_SIZES, quants
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
 from metal_prefill.synth._blocks import BLOCK_FORMATS
 from support.arm_machine import SETS as ARM_SETS
 from support.arm_machine import Kernels
 from support.cpu_testing import native_sets
+from support.reference import dequantized
 from support.small_models import COMMON_TYPES, TYPES, half_fields
 
 cpu = Kernels()
@@ -60,7 +61,7 @@ def random_weight(kind: Type, rows: int, cols: int, seed: int = 0) -> tuple[npt.
         blocks[:, at : at + 2] = values.view(np.uint8).reshape(-1, 2)
     if BLOCK_FORMATS[kind.name].exponent_scale:
         blocks[:, BLOCK_FORMATS[kind.name].scale_at] = rng.integers(118, 124, len(blocks))
-    return blocks.reshape(-1), quants.dequantize(blocks, kind).reshape(rows, cols)
+    return blocks.reshape(-1), dequantized(blocks, kind).reshape(rows, cols)
 
 
 def guarded(rows: int, cols: int) -> Floats:

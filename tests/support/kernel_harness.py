@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from metal_prefill import _core
 from metal_prefill.synth._blocks import random_tensor
 from support.places import ROOT
+from support.reference import dequantized
 
 sys.path.insert(0, str(ROOT / "cmake"))
 
@@ -134,7 +135,7 @@ class Weights:
             parts.append(raw)
             quant_type = gguf.GGMLQuantizationType[kind]
             flat = raw.view({"F32": np.float32, "F16": np.float16}.get(kind, np.uint8)).reshape(n, -1)
-            values.append(gguf.quants.dequantize(flat, quant_type).astype(np.float64))
+            values.append(dequantized(flat, quant_type).astype(np.float64))
         self.row_bytes = parts[0].size // rows[0]
         # Each matrix starts at a multiple of 32 bytes, as in a file, not at the end of the previous one.
         self.offsets, size = [], 0

@@ -49,8 +49,16 @@ STEPS = {
 # Caches that the Metal engine does not have, or that differ in the size of an element only.
 CACHES = {
     "blocks": Kind(replace(TINY, value_dim=64), "q8_0"),
-    "layers that differ, blocks": Kind(MODELS["gemma4"], "q8_0"),
-    "layers that differ, float32": Kind(MODELS["gemma4, equal feed-forwards"], "f32"),
+    "layers that differ, blocks": Kind(
+        replace(
+            TINY_MODELS["gemma4"],
+            vocab=VOCAB,
+            head_dim=64,
+            layered=LayerShape(2, 32, 1, inputs=32, shared=1, shared_ffn=64),
+        ),
+        "q8_0",
+    ),
+    "layers that differ, float32": Kind(replace(TINY_MODELS["gemma4"], vocab=VOCAB), "f32"),
 }
 ALL_KINDS = KINDS | STEPS | CACHES
 

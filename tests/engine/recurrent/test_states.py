@@ -48,11 +48,15 @@ def test_the_state_is_that_of_the_reference(
     device: str, name: str, model_path: Callable[[str], Path]
 ) -> None:
     """Inputs of the next convolution, and the matrices of recurrences."""
-    path = model_path(name)
-    for n in (1, 2, 70):
-        ids = ids_of(n)
-        expected = ReferenceModel(path).forward(ids)
-        with Model(path, device=device, compute="f32", kv_dtype="f32") as model, model.session() as session:
+    reference = ReferenceModel(model_path(name))
+    with (
+        Model(model_path(name), device=device, compute="f32", kv_dtype="f32") as model,
+        model.session() as session,
+    ):
+        for n in (1, 2, 70):
+            session.reset()
+            ids = ids_of(n)
+            expected = reference.forward(ids)
             session.forward_prompt(ids)
             parts = iter(session.native.export_state()[2])
             for layer, kind in enumerate(kinds_of(model)):
@@ -165,7 +169,7 @@ def test_a_prefix_stored_on_disk_continues_from_its_state(
 def test_devices_continue_each_others_sessions(
     metal: None, model_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    for name in ("values wider than keys", *NAMES):
+    for name in ("values wider than keys", *ARCHITECTURES):
         models = [Model(model_path(name), device=device, compute="f32") for device in ("cpu", "metal")]
         ids = ids_of(90)
         for first, second in (models, models[::-1]):
