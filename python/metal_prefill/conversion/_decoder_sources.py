@@ -358,8 +358,7 @@ DECODERS: dict[str, Source] = {
         more=(_recurrent.lfm2_moe,),
     ),
     "Gemma2": _GEMMA2,
-    "Gemma3": _GEMMA3,
-    "Gemma3Text": _GEMMA3,
+    **dict.fromkeys(("Gemma3", "Gemma3Text"), _GEMMA3),
     "Gemma4": replace(
         _LLAMA,
         architecture="gemma4",

@@ -271,17 +271,14 @@ _NOMIC_BERT_MOE = replace(
 
 ENCODERS: dict[str, Source] = {
     "Bert": _BERT,
-    "Roberta": _ROBERTA,
-    "XLMRoberta": _ROBERTA,
-    "Camembert": _ROBERTA,
+    **dict.fromkeys(("Roberta", "XLMRoberta", "Camembert"), _ROBERTA),
     "MPNet": _MPNET,
     "DistilBert": _DISTILBERT,
     "Electra": _ELECTRA,
     "Albert": _ALBERT,
     "DebertaV2": _DEBERTA,
     "T5": _T5,
-    "New": _GTE,
-    "Gte": _GTE,
+    **dict.fromkeys(("New", "Gte"), _GTE),
     "NomicBert": replace(
         _NOMIC_BERT,
         variant=lambda config: (

@@ -39,7 +39,19 @@ class Architecture:
     activations: Mapping[str, Activation] = field(default_factory=dict)
     # Activation of a feed-forward without a gate, if it has another one.
     ungated_activation: Activation | None = None
-    norm_kind: NormKind = "rms"  # same as in `ModelConfig`
+    # As in `ModelConfig`; those that metadata can set, for files that do not.
+    norm_kind: NormKind = "rms"
+    qk_norm_place: QkNormPlace = "heads"
+    causal: bool = True
+    query_gate: bool = False
+    value_norm: bool = False
+    max_alibi_bias: float = 0.0
+    attention_scale: float = 0.0
+    router_score: RouterScore = "softmax"
+    normalize_routes: bool = False
+    # Likewise; None: the metadata must not have one.
+    score_cap: float | None = None
+    logit_cap: float | None = None
     # Presence of the tensors whose rows in ``cpp/model/tensors.inc`` name the field: biases of q, k and v, of
     # the projections with which attention and feed-forward end, of the gate, and of the up projection.
     qkv_bias: Presence = "absent"
@@ -81,15 +93,11 @@ class Architecture:
     experts_bias: Presence = "absent"  # presence of a bias of the sum of a token's experts
     # Presence of attention sinks: a score of each head without a value, which takes part in the softmax.
     sinks: Presence = "absent"
-    # Same as in `ModelConfig`, for files that do not set them.
-    router_score: RouterScore = "softmax"
-    normalize_routes: bool = False
     ssm_norm: Presence = "optional"  # presence of the norm of the output of state-space layers
     # ``"absent"`` for encoders, which have no output projection; ``"tied"`` if the embedding can replace it.
     head: Literal["tied", "absent"] = "tied"
     head_bias: Presence = "absent"  # presence of a bias of the logits
     rope: bool = True  # whether any layer rotates q and k
-    max_alibi_bias: float = 0.0  # same as in `ModelConfig`, for files that do not set it
     rope_free_every: int = 0  # every n-th layer does not rotate; 0 means that every layer rotates
     window: Presence = "absent"  # presence of an attention window in the metadata
     # Every n-th layer attends to all positions despite the window; 0 means that none does. The metadata may
@@ -101,9 +109,6 @@ class Architecture:
     # scaling; the only layers that rotate; or without scaling. Without a window, all layers rotate in the
     # same way.
     window_rope: WindowRope = "same"
-    # Same as in `ModelConfig`, for files that do not set them. None: the metadata must not have one.
-    score_cap: float | None = None
-    logit_cap: float | None = None
     scale_embedding: bool = False  # multiply embeddings by ``sqrt(dim)``
     # Presence of the scales of embeddings, residual additions and logits in the metadata. The logits are
     # divided by theirs.
@@ -112,16 +117,12 @@ class Architecture:
     # Whether attention and feed-forward of a layer read the same input; ``"optional"`` if the metadata set
     # it.
     parallel: Presence = "absent"
-    qk_norm_place: QkNormPlace = "heads"  # same as in `ModelConfig`
-    causal: bool = True  # default of `ModelConfig.causal` for files that do not set it
     mixer: LayerKind = "attention"  # kind of the layers with attention
     recurrent: LayerKind | None = None  # kind of the layers without attention; None if every layer has it
     # Every n-th layer has attention, unless the metadata set another period or list the layers. 0: the layers
     # with key-value heads in the metadata have it.
     attention_every: int = 0
     rope_switch: bool = False  # whether the metadata can say that no layer rotates
-    query_gate: bool = False  # same as in `ModelConfig`
-    value_norm: bool = False  # same as in `ModelConfig`
     # Presence of the inputs of layers from the tokens themselves, if the metadata state their width; and of a
     # scale of the output of each layer.
     per_layer_inputs: Presence = "absent"
@@ -140,7 +141,6 @@ class Architecture:
     reversed_with: Mapping[str, str] = field(default_factory=dict)
     # Layer tensors that may hold the rows of several tensors in sequence, and the roles of those tensors.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    attention_scale: float = 0.0  # same as in `ModelConfig`, for files that do not set it
     # Number of layers of the models of Gemma that scale by the nominal instead of the actual width of a head,
     # which the metadata of their files do not record.
     nominal_scale_layers: int = 0

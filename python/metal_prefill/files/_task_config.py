@@ -48,18 +48,10 @@ STEPS = (*DENSE, NORM, NORMALIZE, TANH_INT8)
 # Activation of a dense layer, under its name with _activation.
 DenseActivation: TypeAlias = Literal["none", "tanh", "gelu_erf", "relu", "silu", "sigmoid"]
 DENSE_ACTIVATIONS: tuple[DenseActivation, ...] = get_args(DenseActivation)
-CLASSIFIER = (
-    *("cls.weight", "cls.bias", "cls.norm.weight", "cls.norm.bias"),
-    *("cls.output.weight", "cls.output.bias"),
-)
-# The head that predicts masked tokens; without an output matrix, that is the embedding.
-MASKED = (
-    "mlm.weight",
-    "mlm.bias",
-    "mlm.norm.weight",
-    "mlm.norm.bias",
-    "mlm.output.weight",
-    "mlm.output.bias",
+# The classification head, and the one that predicts masked tokens, whose output matrix may be the embedding.
+CLASSIFIER, MASKED = (
+    tuple(f"{head}.{part}{end}" for part in ("", "norm.", "output.") for end in ("weight", "bias"))
+    for head in ("cls", "mlm")
 )
 # Weight of each token of a query, [vocab], in models for vectors over the vocabulary.
 QUERY_WEIGHTS = "query_weights"

@@ -112,30 +112,16 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3 = PreTokenizer((_CL100K % r"\p{N}{1,3}",), whole_words=True, adds_bos=True)
-_QWEN2 = PreTokenizer((_CL100K % r"\p{N}",))
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": PreTokenizer((_GPT2,)),
-    "mpt": PreTokenizer((_GPT2,)),  # the name in files of Mamba-2
-    "olmo": PreTokenizer((_GPT2,)),  # also in files of Pythia
-    "phi-2": PreTokenizer((_GPT2,)),
-    "jina-v2-code": PreTokenizer((_GPT2,)),
-    "roberta-bpe": PreTokenizer((_GPT2,)),
+    # Files of Mamba-2 name mpt, those of Pythia olmo.
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "phi-2", "jina-v2-code", "roberta-bpe"), PreTokenizer((_GPT2,))),
     "modern-bert": PreTokenizer((_GPT2,), nfc=True),
-    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
-    "starcoder": PreTokenizer((r"\p{N}", _GPT2)),
-    "command-r": PreTokenizer((r"\p{N}", _GPT2)),
-    "llama-bpe": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "falcon-h1": _LLAMA3,
-    "lfm2": _LLAMA3,
-    "smaug-bpe": PreTokenizer(_LLAMA3.patterns),  # the name in SmolLM3 files
-    "dbrx": PreTokenizer(_LLAMA3.patterns),  # the name in Granite 4 files
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "stablelm2": _QWEN2,
+    **dict.fromkeys(("smollm", "starcoder", "command-r"), PreTokenizer((r"\p{N}", _GPT2))),
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "lfm2"), _LLAMA3),
+    # Files of SmolLM3 name the first, those of Granite 4 the second.
+    **dict.fromkeys(("smaug-bpe", "dbrx"), PreTokenizer(_LLAMA3.patterns)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), PreTokenizer((_CL100K % r"\p{N}",))),
     "qwen35": PreTokenizer((_QWEN35,)),
     "gpt-4o": PreTokenizer((_O200K,)),
     "tekken": PreTokenizer((_TEKKEN,), whole_words=True, adds_bos=True),
