@@ -40,7 +40,12 @@ _EXPANDS = (
 def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary) -> dict[str, Any]:
     """Return metadata, by their full keys."""
     config = Fields.read_if_present(folder / "config_sentence_transformers.json")
-    prompts = _prompts(config)
+    stated = config.object("prompts")
+    prompts = {name: stated.string(name) for name in stated.values if stated.has(name)}
+    for key, name in _PREFIXES.items():
+        if config.has(key):
+            prefix = config.string(key)
+            prompts[name] = prefix + prompts.get(name, "").removeprefix(prefix)
     found: dict[str, Any] = {f"{PROMPT_KEYS}{name}": text for name, text in prompts.items()}
     if config.has("default_prompt_name"):
         name = config.string("default_prompt_name")
@@ -105,16 +110,6 @@ def _expansion(folder: Path, config: Fields, vocabulary: FolderVocabulary) -> It
         missing = f"token {token!r}" if token else "mask token"
         raise options.error(f"queries are expanded, but the vocabulary has no {missing}")
     yield from {"length": length, "token": known, "seen": seen, "fixed": fixed}.items()
-
-
-def _prompts(config: Fields) -> dict[str, str]:
-    stated = config.object("prompts")
-    prompts = {name: stated.string(name) for name in stated.values if stated.has(name)}
-    for key, name in _PREFIXES.items():
-        if config.has(key):
-            prefix = config.string(key)
-            prompts[name] = prefix + prompts.get(name, "").removeprefix(prefix)
-    return prompts
 
 
 COLBERT_FILE = "artifact.metadata"  # JSON; missing fields have the defaults of the library

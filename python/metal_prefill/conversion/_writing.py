@@ -203,7 +203,7 @@ class _Model:
             prefixes = (*self.source.prefixes, self.source.added_prefix)
             weights = adapted(whole, weights, adapter, prefixes)
         self.weights = self.source.combined(config, weights)
-        self.tensors = _by_role(self.source, config, self.task, self.metadata, self.weights, self.modules)
+        self.tensors = self._by_role()
         tied = whole if whole.has("tie_word_embeddings") else config
         if (
             self.task == "causal"
@@ -216,6 +216,28 @@ class _Model:
             encoder.place, config, frames=self.source.frames, added=encoder.added_tokens
         )
         self._folder, self._encoder = folder, encoder
+
+    def _by_role(self) -> dict[str, Weight]:
+        """Return the weights by their names in a GGUF file."""
+        source, config = self.source, self.config
+        names = gguf.get_tensor_name_map(_architecture(source), self.metadata.get("block_count", 0))
+        found: dict[str, Weight] = dict(self.modules.tensors)
+        for weight in divided(self.weights, source.parts):
+            try:
+                role = source.gguf_name(self.task, names, weight.name)
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"{weight.file}: {error}") from None
+            if role is None:
+                continue
+            if role in found:
+                raise GGUFError(
+                    f"{weight.file}: tensors {found[role].name} and {weight.name} are both {role}"
+                )
+            for pattern, name in source.biases.items():  # which transformers ignores without these fields
+                if re.fullmatch(rf"{pattern}\.bias", role) and not config.boolean(name, default=False):
+                    raise config.error(f"{name} is not true, but the weights have the tensor {weight.name}")
+            found[role] = weight
+        return found
 
     def settings(self) -> dict[str, Any]:
         """Return prompts, lengths, the expansion of queries and tokens of labels, by their full keys."""
@@ -249,33 +271,6 @@ class _Model:
         for key, value in (own | extras).items():
             _add(writer, self._folder, key, value)
         add_vocabulary(writer, self.vocabulary, self.config)
-
-
-def _by_role(
-    source: Source,
-    config: Fields,
-    task: Task,
-    metadata: Mapping[str, Any],
-    weights: Mapping[str, Weight],
-    modules: Modules,
-) -> dict[str, Weight]:
-    """Return the weights by their names in a GGUF file."""
-    names = gguf.get_tensor_name_map(_architecture(source), metadata.get("block_count", 0))
-    found: dict[str, Weight] = dict(modules.tensors)
-    for weight in divided(weights, source.parts):
-        try:
-            role = source.gguf_name(task, names, weight.name)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{weight.file}: {error}") from None
-        if role is None:
-            continue
-        if role in found:
-            raise GGUFError(f"{weight.file}: tensors {found[role].name} and {weight.name} are both {role}")
-        for pattern, name in source.biases.items():  # which transformers ignores without these fields
-            if re.fullmatch(rf"{pattern}\.bias", role) and not config.boolean(name, default=False):
-                raise config.error(f"{name} is not true, but the weights have the tensor {weight.name}")
-        found[role] = weight
-    return found
 
 
 def _refuse_quantized(config: Fields) -> None:

@@ -210,7 +210,8 @@ def found_entities(
     for done, item in enumerate(encoded.texts, 1):
         found: list[Entity] = []
         if item.places:
-            made = projected(pooled, next(states)[[*encoded.places, *item.tokens]])
+            made = next(states)[[*encoded.places, *item.tokens]]
+            made = affine(pooled, PROJECTION, made) if head.projected else made
             labels, words = np.split(made, [len(encoded.places)])
             labels = labels if separate is None else separate
             score = span_scores if head.mode == "spans" else word_scores
@@ -295,11 +296,6 @@ def _entities(
             name, score = encoded.labels[label], float(probabilities[i])
             chosen.append((first, Entity(name, score, start, end, item.text[start:end])))
     return [entity for _, entity in sorted(chosen, key=lambda pair: pair[0])]
-
-
-def projected(head: PooledHead, states: FloatArray) -> FloatArray:
-    entities = head.entities
-    return affine(head, PROJECTION, states) if entities is not None and entities.projected else states
 
 
 def span_scores(head: PooledHead, entities: EntityHead, words: FloatArray, labels: FloatArray) -> FloatArray:

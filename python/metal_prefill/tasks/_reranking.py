@@ -380,21 +380,14 @@ def scored_class(engine: Engine, label: str | None) -> int:
         return labels.index(label)
     if len(labels) == 1:
         return 0
-    chosen = _affirmative(*map(str.casefold, labels)) if len(labels) == 2 else None
-    if chosen is None:
-        raise ValueError(f"{listed}: set label to the one whose probability ranks documents")
-    return chosen
-
-
-def _affirmative(first: str, second: str) -> int | None:
-    """Return which of two classes affirms, None if their names do not show it."""
-    numbers = [name[len(name.rstrip("0123456789")) :] for name in (first, second)]
-    if numbers == ["0", "1"]:  # without names
-        return 1
-    for i, (name, other) in enumerate(((first, second), (second, first))):
-        if name in AFFIRMATIVE or other.endswith(name):  # not_relevant, irrelevant, nicht relevant
-            return i
-    return None
+    if len(labels) == 2:
+        names = list(map(str.casefold, labels))
+        if [name[len(name.rstrip("0123456789")) :] for name in names] == ["0", "1"]:  # without names
+            return 1
+        for i, name in enumerate(names):
+            if name in AFFIRMATIVE or names[1 - i].endswith(name):  # not_relevant, nicht relevant
+                return i
+    raise ValueError(f"{listed}: set label to the one whose probability ranks documents")
 
 
 class _Scorer(NamedTuple):

@@ -121,8 +121,17 @@ def pooled_blocks(
         for block in pooled_blocks(passes, "none", prompts, names, expansions, pairs):
             yield [pooled(states, pooling, unpooled) for states in block]
         return
-    if not passes.engine.config.causal:
-        yield from _whole_blocks(passes, pooling, prompts, names, expansions, pairs)
+    if not passes.engine.config.causal:  # each prompt goes through the layers whole
+        if any(expansions):
+            expansion = query_expansion(passes.engine)
+            seen = expansion is not None and expansion.seen
+        else:
+            expansions, seen = _of_one_type(passes.engine, prompts, pairs), True
+        for part in _slices(list(map(len, prompts)), MOST_STATES):
+            results = whole_texts(passes, prompts[part], pooling, expansions[part], seen=seen)
+            if isinstance(results, list):
+                passes.check(results, names[part])
+            yield results
         return
     rows = [1 if pooling == "last" else len(ids) for ids in prompts]
     for part in _slices(rows, MOST_TEXTS if pooling == "last" else MOST_STATES):
@@ -158,27 +167,6 @@ def pooled(states: npt.NDArray[np.float32], pooling: Pooling, unpooled: int = 0)
             divisor = len(rows) if pooling == "mean" else np.sqrt(len(rows))
             vector = (rows.sum(axis=0, dtype=np.float64) / divisor).astype(np.float32)
     return vector
-
-
-def _whole_blocks(
-    passes: TextPasses,
-    pooling: Pooling,
-    prompts: Sequence[Ids],
-    names: Sequence[str],
-    expansions: Sequence[int],
-    pairs: Container[int],
-) -> Iterator[Block]:
-    """Yield the results of prompts that go through the layers whole, several in a call."""
-    if any(expansions):
-        expansion = query_expansion(passes.engine)
-        seen = expansion is not None and expansion.seen
-    else:
-        expansions, seen = _of_one_type(passes.engine, prompts, pairs), True
-    for part in _slices(list(map(len, prompts)), MOST_STATES):
-        results = whole_texts(passes, prompts[part], pooling, expansions[part], seen=seen)
-        if isinstance(results, list):
-            passes.check(results, names[part])
-        yield results
 
 
 def whole_texts(
