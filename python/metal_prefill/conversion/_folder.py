@@ -186,16 +186,14 @@ def body_folder(folder: Path) -> Path:
     """
     if any((folder / name).is_file() for name in ("config.json", GLINER)):
         return folder
-    if (folder / "modules.json").is_file():
-        first, *_ = (*modules_of(folder), None)
-        if first is not None:
-            place, kind = folder / place_of(first), first.string("type").rpartition(".")[2]
-            if (place / "config.json").is_file() or kind == STATIC:
-                return place
-            if kind != "Transformer":
-                raise first.unsupported(
-                    f"{first.name('type')} is {kind}; supported first are a Transformer and a {STATIC}"
-                )
+    for first in modules_of(folder)[:1]:
+        place, kind = folder / place_of(first), class_of(first)
+        if (place / "config.json").is_file() or kind == STATIC:
+            return place
+        if kind != "Transformer":
+            raise first.unsupported(
+                f"{first.name('type')} is {kind}; supported first are a Transformer and a {STATIC}"
+            )
     refuse_adapter(folder)
     files = sorted(path.name for path in folder.glob("*.gguf"))
     hint = f"; it contains GGUF files, so name one, such as {folder / files[0]}" if files else ""
@@ -239,24 +237,32 @@ def refuse_adapter(folder: Path) -> None:
 
 def modules_of(folder: Path) -> list[Fields]:
     """Read the modules of sentence-transformers that a folder lists; of a Router, those of documents."""
-    path = folder / "modules.json"
-    listed = Fields(path, {"modules": read_json(path)}).objects("modules")
+    listed = _listed_modules(folder)
     documents = _route(folder, listed, "document")
     return [*documents, *listed[1:]] if documents else listed
 
 
 def query_modules(folder: Path) -> list[Fields]:
     """Read the modules that compute queries alone; none if documents have the same."""
-    path = folder / "modules.json"
-    listed = Fields(path, {"modules": read_json(path)}).objects("modules") if path.is_file() else []
+    listed = _listed_modules(folder)
     queries, documents = (_route(folder, listed, name) for name in ("query", "document"))
     places = [[place_of(module) for module in route] for route in (queries, documents)]
     return queries if places[0] != places[1] else []
 
 
+def _listed_modules(folder: Path) -> list[Fields]:
+    path = folder / "modules.json"
+    return Fields(path, {"modules": read_json(path)}).objects("modules") if path.is_file() else []
+
+
+def class_of(module: Fields) -> str:
+    """Return the class of a module, without its package."""
+    return module.string("type").rpartition(".")[2]
+
+
 def _route(folder: Path, listed: list[Fields], name: str) -> list[Fields]:
     """Read the modules of a route, if the first module is a Router."""
-    if not listed or listed[0].string("type").rpartition(".")[2] != "Router":
+    if not listed or class_of(listed[0]) != "Router":
         return []
     place = place_of(listed[0])
     config = Fields.read(folder / place / "router_config.json")

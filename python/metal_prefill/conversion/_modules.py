@@ -196,7 +196,7 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
 
 def _pools_itself(folder: Path) -> bool:
     """Return whether a folder of jina-embeddings-v5 leaves pooling to its class."""
-    listed = modules_of(folder) if (folder / "modules.json").is_file() else []
+    listed = modules_of(folder)
     return all(m.string("type") == _CHOOSES_ADAPTER and m.sequence("kwargs") == _POOLS for m in listed)
 
 

@@ -29,6 +29,7 @@ from metal_prefill.conversion._folder import (
     Fields,
     adapter_folder,
     body_folder,
+    class_of,
     is_number,
     modules_of,
 )
@@ -168,8 +169,7 @@ def _encoder(folder: Path) -> Encoder:
     """Return the only model of a folder, which may be a table without layers (StaticEmbedding, model2vec)."""
     body = body_folder(folder)
     path = body / "config.json"
-    listed = modules_of(folder) if (folder / "modules.json").is_file() else []
-    kinds = [module.string("type").rpartition(".")[2] for module in listed]
+    kinds = list(map(class_of, modules_of(folder)))
     stated = Fields.read_if_present(path)
     if kinds[:1] != [STATIC] and (kinds or stated.values.get("model_type") != "model2vec"):
         return Encoder(Fields.read(path), body)

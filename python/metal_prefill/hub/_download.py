@@ -10,11 +10,11 @@ import os
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metal_prefill.errors import HubError
 from metal_prefill.files._gguf_file import is_later_part, part_names
-from metal_prefill.hub._repository import Repository, listing
+from metal_prefill.hub._repository import Repository, cached_repositories, listing
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -150,7 +150,7 @@ class CachedModel(NamedTuple):
 
 def cached_models() -> Iterator[CachedModel]:
     """Yield the model folders and GGUF files of the branches in the cache."""
-    for repo in _repositories():
+    for repo in cached_repositories(import_hub()):
         for revision in repo.revisions:
             files = {f.file_path.relative_to(revision.snapshot_path).as_posix(): f for f in revision.files}
             if "main" not in revision.refs:
@@ -171,18 +171,9 @@ def delete_cached(repo_id: str) -> int:
     """
     import shutil  # imports bz2 and lzma
 
-    repositories = {repo.repo_id: repo for repo in _repositories()}
+    repositories = {repo.repo_id: repo for repo in cached_repositories(import_hub())}
     if repo_id not in repositories:
         raise HubError(f"{repo_id} is not in the cache, which has {', '.join(repositories) or 'nothing'}")
     # By folder: forks of a repository have the same revisions, by which the Hub's client deletes.
     shutil.rmtree(repositories[repo_id].repo_path)
     return int(repositories[repo_id].size_on_disk)
-
-
-def _repositories() -> list[Any]:
-    hub = import_hub()
-    try:
-        repos = hub.scan_cache_dir().repos
-    except hub.errors.CacheNotFound:
-        return []
-    return sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: str(repo.repo_id))

@@ -106,15 +106,11 @@ class Repository(NamedTuple):
 
     def held(self) -> dict[str, Path]:
         """Return the files in the cache by their paths in the repository."""
-        try:
-            repos = self.hub.scan_cache_dir(self.cache).repos
-        except self.hub.errors.CacheNotFound:
-            return {}
         revision = self.revision or "main"
         return {
             file.file_path.relative_to(kept.snapshot_path).as_posix(): file.file_path
-            for repo in repos
-            if repo.repo_type == "model" and repo.repo_id == self.repo_id
+            for repo in cached_repositories(self.hub, self.cache)
+            if repo.repo_id == self.repo_id
             for kept in repo.revisions
             if revision in kept.refs or revision == kept.commit_hash
             for file in kept.files
@@ -187,6 +183,15 @@ class Repository(NamedTuple):
             raise HubError(f"repository {self.repo_id} does not exist on the Hub, or is private")
         if status != 200:
             raise ValueError(f"its response has status {status}")
+
+
+def cached_repositories(hub: ModuleType, cache: str | None = None) -> list[Any]:
+    """Return the repositories of models in the cache, by their names."""
+    try:
+        repos = hub.scan_cache_dir(cache).repos
+    except hub.errors.CacheNotFound:
+        return []
+    return sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: str(repo.repo_id))
 
 
 def listing(files: list[str]) -> str:
