@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 from support import encoder_tokenizers, tokenizer_folders
-from support.gguf_bytes import ARRAY, F32, STRING, array, scalar
-from support.gguf_bytes import text as encoded
-from support.gguf_mutator import take_apart
+from support.gguf_bytes import F32, numbers, string, strings
+from support.gguf_mutator import with_entries
 from support.hostile_texts import hostile_texts
 from support.tokenizer_folders import DECODERS, TOKENIZERS, Json
 from tokenizers import Tokenizer as HubTokenizer
@@ -439,19 +438,18 @@ def test_a_file_of_llama_cpp_with_the_vocabulary_of_gemma4_has_the_same_ids(tmp_
     """It has merges, all scores are equal, and no pre-tokenizer is named."""
     _, theirs = opened(tmp_path, "gemma", lambda made: None)
     made = json.loads((tmp_path / "tokenizer.json").read_text())
-    parts = take_apart(tmp_path / "vocabulary.gguf")
     n = len(made["model"]["vocab"]) + 1  # one is added
-    merges = [encoded(m if isinstance(m, str) else " ".join(m)) for m in made["model"]["merges"]]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in made["model"]["merges"]]
     changed = {
-        b"tokenizer.ggml.model": (STRING, encoded("gemma4")),
-        b"tokenizer.ggml.scores": (ARRAY, array(F32, [scalar(F32, -1000.0)] * n)),
-        b"tokenizer.ggml.merges": (ARRAY, array(STRING, merges)),
+        "tokenizer.ggml.model": string("gemma4"),
+        "tokenizer.ggml.scores": numbers(F32, *[-1000.0] * n),
+        "tokenizer.ggml.merges": strings(*merges),
+        "tokenizer.ggml.pre": None,
     }
-    kept = [entry for entry in parts.metadata if entry[0] not in {*changed, b"tokenizer.ggml.pre"}]
-    parts.metadata = kept + [(key, *value) for key, value in changed.items()]
-    ours = Tokenizer.from_gguf(GGUFFile(parts.write(tmp_path / "llama.gguf")))
+    whole = with_entries(tmp_path / "llama.gguf", tmp_path / "vocabulary.gguf", changed)
+    ours = Tokenizer.from_gguf(GGUFFile(whole))
     for words in TEXTS:
         assert ours.frame.text(ours.encode(words, add_bos=False)) == theirs.encode(words).ids, repr(words)
-    parts.metadata = [entry for entry in parts.metadata if entry[0] != b"tokenizer.ggml.merges"]
+    without = with_entries(tmp_path / "none.gguf", whole, {"tokenizer.ggml.merges": None})
     with pytest.raises(GGUFError, match=r"tokenizer\.ggml\.merges is missing, which .* gemma4 needs"):
-        Tokenizer.from_gguf(GGUFFile(parts.write(tmp_path / "none.gguf")))
+        Tokenizer.from_gguf(GGUFFile(without))

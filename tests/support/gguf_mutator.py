@@ -1,12 +1,13 @@
 """GGUF files with a few errors: parsed, changed and reassembled."""
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 from metal_prefill.files import GGUFFile
-from support.gguf_bytes import ARRAY, SCALAR_FORMATS, STRING, gguf, scalar, tensor, text
+from support.gguf_bytes import ARRAY, SCALAR_FORMATS, STRING, Value, gguf, scalar, tensor, text
 
 INTEGERS = [
     *(0, 1, 2, 7, 8, 31, 32, 33, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1),
@@ -47,15 +48,19 @@ class Parts:
         self.tensors[i] = (new_name or name, dims, held if kind is None else kind, offset)
 
 
+def with_entries(path: Path, whole: Path, entries: Mapping[str, Value | None]) -> Path:
+    """Write a copy of a file with other values of keys, or without them."""
+    parts = take_apart(whole)
+    parts.metadata = [entry for entry in parts.metadata if entry[0].decode() not in entries]
+    parts.metadata += [(key.encode(), *value) for key, value in entries.items() if value is not None]
+    return parts.write(path)
+
+
 def with_key(path: Path, whole: Path, key: str, kind: int, value: bytes) -> Path:
     """Write a copy of a file with another value of a key of its architecture, or without it if empty."""
-    parts = take_apart(whole)
-    (architecture,) = (held[8:] for name, _, held in parts.metadata if name == b"general.architecture")
-    full = architecture + b"." + key.encode()
-    parts.metadata = [entry for entry in parts.metadata if entry[0] != full]
-    if value:
-        parts.metadata.append((full, kind, value))
-    return parts.write(path)
+    with GGUFFile(whole) as opened:
+        full = f"{opened.metadata['general.architecture']}.{key}"
+    return with_entries(path, whole, {full: (kind, value) if value else None})
 
 
 def take_apart(path: Path) -> Parts:

@@ -1,17 +1,16 @@
 """Late interaction, next to sentence-transformers', and checkpoints of Stanford's ColBERT."""
 
 import json
-import shutil
-import string
-from collections.abc import Callable
 from pathlib import Path
+from string import punctuation
 from typing import Any
 
 import numpy as np
 import pytest
-from support import encoder_tokenizers, gguf_bytes, model_folders, task_folders, tokenizer_folders
+from support import encoder_tokenizers, model_folders, task_folders, tokenizer_folders
 from support.encoder_tasks import NEAR, FileOf, opened, scores_of
-from support.gguf_mutator import take_apart
+from support.gguf_bytes import Value, integer, string
+from support.gguf_mutator import with_entries
 from support.model_folders import read
 from support.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS
 from tokenizers import Tokenizer
@@ -22,7 +21,7 @@ from metal_prefill.conversion import convert
 from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._text_settings import colbert_metadata
 from metal_prefill.conversion._vocabulary import read_vocabulary
-from metal_prefill.files._metadata_keys import PROMPT_KEYS
+from metal_prefill.files._metadata_keys import EXPANSION_KEYS, PROMPT_KEYS
 from metal_prefill.tasks import maxsim
 from metal_prefill.tasks._prompts import PromptForm, PromptRules
 from metal_prefill.tasks._text_passes import TextPasses, whole_texts
@@ -102,32 +101,21 @@ def test_only_queries_are_expanded(file_of: FileOf) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("key", "value", "message"),
     [
-        ({"length": 0}, "metal_prefill.query_expansion.length is 0, must be between 1 and"),
-        ({"length": "32"}, "metal_prefill.query_expansion.length has type string, expected an integer"),
-        ({"token": 1 << 20}, "metal_prefill.query_expansion.token is 1048576, must be between 0 and"),
-        ({"seen": 1}, "metal_prefill.query_expansion.seen has type uint32, expected bool"),
-        ({"fixed": None}, "metal_prefill.query_expansion.fixed is missing"),
-        ({"length": 41}, "the query: 41 tokens exceed the context of 40"),
+        ("length", integer(0), f"{EXPANSION_KEYS}length is 0, must be between 1 and"),
+        ("length", string("32"), f"{EXPANSION_KEYS}length has type string, expected an integer"),
+        ("token", integer(1 << 20), f"{EXPANSION_KEYS}token is 1048576, must be between 0 and"),
+        ("seen", integer(1), f"{EXPANSION_KEYS}seen has type uint32, expected bool"),
+        ("fixed", None, f"{EXPANSION_KEYS}fixed is missing"),
+        ("length", integer(41), "the query: 41 tokens exceed the context of 40"),
     ],
 )
 def test_wrong_expansions_are_rejected(
-    file_of: FileOf, tmp_path: Path, changed: dict[str, Any], message: str
+    file_of: FileOf, tmp_path: Path, key: str, value: Value | None, message: str
 ) -> None:
-    path = Path(shutil.copy(file_of(LATE["unseen"]), tmp_path))
-    parts = take_apart(path)
-    values = {f"metal_prefill.query_expansion.{key}".encode(): value for key, value in changed.items()}
-    kinds: dict[type, Callable[[Any], tuple[int, bytes]]] = {
-        int: lambda value: (4, value.to_bytes(4, "little")),
-        str: lambda value: (8, gguf_bytes.text(value)),
-    }
-    parts.metadata = [
-        item if item[0] not in values else (item[0], *kinds[type(values[item[0]])](values[item[0]]))
-        for item in parts.metadata
-        if item[0] not in values or values[item[0]] is not None
-    ]
-    path.write_bytes(parts.assemble())
+    entries = {f"{EXPANSION_KEYS}{key}": value}
+    path = with_entries(tmp_path / "m.gguf", file_of(LATE["unseen"]), entries)
     with opened(path) as model, pytest.raises((GGUFError, ContextOverflowError), match=message):
         model.rerank(QUERY, DOCUMENTS)
 
@@ -197,16 +185,13 @@ def test_a_command_ranks_by_late_interaction(
     assert "has a vector for each token" in capsys.readouterr().err
 
 
-STANFORD = "metal_prefill.query_expansion."
-
-
 @pytest.mark.parametrize(
     ("settings", "expansion", "skipped"),
     [
-        ({}, (32, False), string.punctuation),
-        ({"attend_to_mask_tokens": True, "query_maxlen": 20}, (20, True), string.punctuation),
+        ({}, (32, False), punctuation),
+        ({"attend_to_mask_tokens": True, "query_maxlen": 20}, (20, True), punctuation),
         ({"mask_punctuation": False}, (32, False), ""),
-        (None, (32, False), string.punctuation),
+        (None, (32, False), punctuation),
     ],
 )
 def test_a_checkpoint_of_colbert_states_markers_masks_and_punctuation(
@@ -219,7 +204,11 @@ def test_a_checkpoint_of_colbert_states_markers_masks_and_punctuation(
         (folder.path / "artifact.metadata").unlink()
     fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
     ids = json.loads((folder.path / "tokenizer.json").read_bytes())["model"]["vocab"]
-    found = {key.removeprefix(STANFORD): value for key, value in fields.items() if key.startswith(STANFORD)}
+    found = {
+        key.removeprefix(EXPANSION_KEYS): value
+        for key, value in fields.items()
+        if key.startswith(EXPANSION_KEYS)
+    }
     length, seen = expansion
     assert found == {"length": length, "seen": seen, "fixed": True, "token": ids["[MASK]"]}
     assert [fields[f"{PROMPT_KEYS}{name}"] for name in ("query", "document")] == ["[unused0] ", "[unused1] "]

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -14,8 +13,8 @@ import pytest
 from support import model_folders, task_folders
 from support.encoder_tasks import FileOf, opened
 from support.entity_folders import RECORDED
-from support.gguf_bytes import text
-from support.gguf_mutator import take_apart
+from support.gguf_bytes import string
+from support.gguf_mutator import with_entries
 from support.model_folders import Folder
 from support.small_models import CLASSIFIERS as SMALL_CLASSIFIERS
 from support.small_models import EMBEDDERS, SmallModel, with_tensor, write
@@ -286,13 +285,8 @@ def test_errors_name_the_folder_of_a_model(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_damaged_vocabulary_is_an_error_of_the_file(file_of: FileOf, tmp_path: Path) -> None:
-    path = Path(shutil.copy(file_of(model_folders.bert), tmp_path))
-    parts = take_apart(path)
-    parts.metadata = [
-        (name, kind, text("t5") if name == b"tokenizer.ggml.model" else value)
-        for name, kind, value in parts.metadata
-    ]
-    path.write_bytes(parts.assemble())
+    entries = {"tokenizer.ggml.model": string("t5")}
+    path = with_entries(tmp_path / "m.gguf", file_of(model_folders.bert), entries)
     with opened(path) as model:
         for call in (
             lambda: model.embed(["a"], pooling="mean"),
