@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from support.missing import REQUIRE_METAL, fail_or_skip, skip_where_the_cpu_is_selected
@@ -16,6 +17,10 @@ from support.tiny_models import TINY
 import metal_prefill
 from metal_prefill import MissingExtraError, Model, _core
 from metal_prefill.hub import resolve_model
+
+if TYPE_CHECKING:
+    from support.encoder_tasks import FileOf
+    from support.model_folders import Folder
 
 METAL_MISSING = (
     "there is neither Metal nor its emulator: install clang 19 (Debian: apt-get install clang-19 lld-19 "
@@ -104,6 +109,19 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return write(folder / f"{name.replace(' ', '_').replace(',', '')}.gguf", MODELS[name])
 
     return path
+
+
+@pytest.fixture(scope="session")
+def file_of(tmp_path_factory: pytest.TempPathFactory) -> "FileOf":
+    """Return a function that converts a folder; each is converted once for each type of tensors."""
+    from metal_prefill.conversion import convert
+
+    @cache
+    def file_of(make: "Callable[[Path], Folder]", tensor_type: str = "auto") -> Path:
+        path = tmp_path_factory.mktemp("folder")
+        return convert(make(path / "folder").write(), path / "model.gguf", tensor_type=tensor_type)
+
+    return file_of
 
 
 def real_model(name: str) -> Path:

@@ -22,6 +22,7 @@ from support.encoder_folders import (
     rows_of,
     texts,
 )
+from support.encoder_tasks import FileOf, opened
 from support.folder_reference import FolderTensors, nomic_moe_states, states
 from support.gguf_mutator import with_key
 from support.model_folders import Folder, llama
@@ -49,9 +50,8 @@ def _states(model: Model, ids: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_states_are_those_of_transformers(device: str, tmp_path: Path, name: str) -> None:
-    path = convert(RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf")
-    with Model(path, device=device, compute="f32", kv_dtype="f32") as model, np.load(RECORD) as record:
+def test_states_are_those_of_transformers(device: str, file_of: FileOf, name: str) -> None:
+    with opened(file_of(RECORDED[name]), device) as model, np.load(RECORD) as record:
         for ids in texts():
             expected = record[f"{name}/{len(ids)}"]
             found = rows_of(_states(model, [ids])[0])
@@ -97,11 +97,8 @@ def test_a_vector_over_the_vocabulary_is_that_of_transformers(device: str, tmp_p
         *("privacy filter, odd", "privacy filter, many experts", "nomic moe, odd"),
     ],
 )
-def test_a_text_has_the_same_bits_in_any_batch(tmp_path: Path, name: str, compute: str) -> None:
-    kind = "F32" if compute == "f32" else "Q8_0"
-    path = convert(
-        (RECORDED | NOMIC_MOE)[name](tmp_path / "m").write(), tmp_path / "m.gguf", tensor_type=kind
-    )
+def test_a_text_has_the_same_bits_in_any_batch(file_of: FileOf, name: str, compute: str) -> None:
+    path = file_of((RECORDED | NOMIC_MOE)[name], "auto" if compute == "f32" else "Q8_0")
     ids = [np.random.default_rng(n).integers(5, 300, n) for n in (1, 40, 9, 300, 65)]
     with Model(path, device="cpu", compute=compute, threads=2) as model:
         together = _states(model, ids)
@@ -118,8 +115,10 @@ def test_embeddings_that_the_configuration_excludes_have_no_effect(tmp_path: Pat
 
 
 @pytest.mark.parametrize("row", [-1.0, 32.0, np.nan])
-def test_a_distance_without_a_row_is_refused(device: str, tmp_path: Path, row: float) -> None:
-    plain = convert(RECORDED["deberta"](tmp_path / "m").write(), tmp_path / "plain.gguf")
+def test_a_distance_without_a_row_is_refused(
+    device: str, file_of: FileOf, tmp_path: Path, row: float
+) -> None:
+    plain = file_of(RECORDED["deberta"])
     path = with_tensor(tmp_path / "m.gguf", plain, "attn_rel_row.weight", lambda rows: rows.put(7, row))
     with pytest.raises(GGUFError, match=r"attn_rel_row.weight' has the row .*, must be at least 0 and below"):
         Model(path, device=device)
@@ -184,8 +183,8 @@ def vectors(path: Path, device: str = "cpu", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name in bidirectional_folders.RECORDED if name != INTEGERS])
-def test_vectors_are_those_of_transformers(device: str, tmp_path: Path, name: str) -> None:
-    path = convert(bidirectional_folders.RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf")
+def test_vectors_are_those_of_transformers(device: str, file_of: FileOf, name: str) -> None:
+    path = file_of(bidirectional_folders.RECORDED[name])
     with np.load(bidirectional_folders.RECORD) as record:
         expected = record[name]
     found = vectors(path, device)
@@ -193,8 +192,8 @@ def test_vectors_are_those_of_transformers(device: str, tmp_path: Path, name: st
     assert (found * expected).sum(axis=1).min() >= {"cpu": 0.999999, "metal": 0.9999}[device]
 
 
-def test_vectors_of_pplx_embed_are_rounded_tangents(device: str, tmp_path: Path) -> None:
-    path = convert(bidirectional_folders.RECORDED[INTEGERS](tmp_path / "m").write(), tmp_path / "m.gguf")
+def test_vectors_of_pplx_embed_are_rounded_tangents(device: str, file_of: FileOf) -> None:
+    path = file_of(bidirectional_folders.RECORDED[INTEGERS])
     with np.load(bidirectional_folders.RECORD) as record:
         means = record[INTEGERS].astype(np.float64)
     found = vectors(path, device, normalize=False)
@@ -206,16 +205,13 @@ def test_vectors_of_pplx_embed_are_rounded_tangents(device: str, tmp_path: Path)
     if device == "cpu":
         clear = np.abs(exact - np.rint(exact)) < 0.49  # of those next to a half, either neighbour is right
         np.testing.assert_array_equal(found[clear], np.rint(exact)[clear])
-        model = SentenceTransformer(str(tmp_path / "m"), model_kwargs={"dtype": "float32"})
+        model = SentenceTransformer(path, model_kwargs={"dtype": "float32"})
         np.testing.assert_array_equal(model.encode(bidirectional_folders.TEXTS), found)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3, projected", INTEGERS])
-def test_a_text_without_causality_has_the_same_bits_in_any_batch(tmp_path: Path, name: str) -> None:
-    path = convert(
-        bidirectional_folders.RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf", tensor_type="Q8_0"
-    )
-    with Model(path, device="cpu") as model:
+def test_a_text_without_causality_has_the_same_bits_in_any_batch(file_of: FileOf, name: str) -> None:
+    with Model(file_of(bidirectional_folders.RECORDED[name], "Q8_0"), device="cpu") as model:
         together = model.embed(bidirectional_folders.TEXTS)
         for text, vector in zip(bidirectional_folders.TEXTS, together, strict=True):
             np.testing.assert_array_equal(model.embed([text])[0], vector)
@@ -228,8 +224,10 @@ def test_the_pooling_may_be_that_of_the_configuration(tmp_path: Path) -> None:
     np.testing.assert_array_equal(vectors(convert(folder.path, tmp_path / "n.gguf"), normalize=True), whole)
 
 
-def test_a_file_of_a_decoder_may_state_that_its_attention_is_not_causal(tmp_path: Path) -> None:
-    path = convert(bidirectional_folders.RECORDED["llama"](tmp_path / "m").write(), tmp_path / "m.gguf")
+def test_a_file_of_a_decoder_may_state_that_its_attention_is_not_causal(
+    file_of: FileOf, tmp_path: Path
+) -> None:
+    path = file_of(bidirectional_folders.RECORDED["llama"])
     causal = with_key(tmp_path / "causal.gguf", path, "attention.causal", GGUFValueType.BOOL, b"\1")
     with Model(causal, device="cpu") as model:
         assert model.engine.config.causal
