@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.allocation_faults import failing_allocation
+from support.kinds import contents
 from support.native_requests import choose
 from support.small_models import write
 from support.tiny_models import TINY_MODELS, VOCAB
@@ -60,8 +61,7 @@ def new_sampler() -> _core.Sampler:
 
 
 def state(session: Session) -> State:
-    ids, _, rows = session.native.export_state()
-    return ids.tolist(), [array.tobytes() for array in rows]
+    return session.tokens, contents(session)
 
 
 class Sessions:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.kinds import contents
 from support.small_models import SmallModel, write, write_with_nan
 
 from metal_prefill import ContextOverflowError, KVMemoryError, Model, NumericalError, Session, _core
@@ -39,14 +40,8 @@ def assert_largest(model: Model, token: int, logits: Any, few: bool = False) -> 
 
 
 def assert_same_cache(model: Model, actual: Session, expected: Session, few: bool = False) -> None:
-    for rows, wanted in zip(cache_of(actual), cache_of(expected), strict=True):
-        assert_same(model, rows.view(np.float16), wanted.view(np.float16), few)
-
-
-def cache_of(session: Session) -> list[npt.NDArray[np.uint8]]:
-    """Rows of K and V in saved form."""
-    assert session._core is not None
-    return [np.array(rows) for rows in session._core.export_state()[2]]
+    for rows, wanted in zip(contents(actual), contents(expected), strict=True):
+        assert_same(model, np.frombuffer(rows, np.float16), np.frombuffer(wanted, np.float16), few)
 
 
 def alone(model: Model, *pieces: Ids) -> Session:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.closeness import assert_close, random_ids
+from support.kinds import contents
 from support.native_requests import choose
 from support.reference import ReferenceModel
 from support.sampling_reference import log_softmax
@@ -36,11 +37,6 @@ def one_by_one(model: Model, prompt: npt.NDArray[np.int32], n: int, sampled: boo
         for _ in range(n):
             made += choose(core, made[-1:] if made else prompt, 0, sampler)
     return made
-
-
-def state_of(session: Any) -> list[bytes]:
-    ids, _, rows = session._core.export_state()
-    return [np.asarray(ids).tobytes(), *(np.asarray(row).tobytes() for row in rows)]
 
 
 def test_the_largest_logit_is_found_after_each_token(tiny_demo: Model) -> None:
@@ -75,7 +71,7 @@ def test_drafts_of_a_sampler_count_up_to_the_first_wrong_one(tiny_demo: Model, r
         assert sampler.position == len(prompt) + right + 2
         for step in [prompt, *(np.array([t], np.int32) for t in expected[: right + 1])]:
             other.forward_prompt(step)
-        assert state_of(session) == state_of(other)
+        assert (session.tokens, contents(session)) == (other.tokens, contents(other))
         assert session.forward_token_greedy(chosen[-1]) == other.forward_token_greedy(chosen[-1])
 
 

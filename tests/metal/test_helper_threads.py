@@ -4,13 +4,12 @@ They check results, and are what ThreadSanitizer observes (``tools/check/sanitiz
 """
 
 import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.emulated_gpu import require_emulator
+from support.threads import at_once
 
 from metal_prefill import DeviceError, Model, synth
 
@@ -31,25 +30,6 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def at_once(*tasks: Callable[[], object]) -> None:
-    """Run each task on a thread of its own; raises what the first of them raised."""
-    errors: list[BaseException] = []
-
-    def run(task: Callable[[], object]) -> None:
-        try:
-            task()
-        except BaseException as error:
-            errors.append(error)
-
-    users = [threading.Thread(target=run, args=(task,)) for task in tasks]
-    for user in users:
-        user.start()
-    for user in users:
-        user.join()
-    if errors:
-        raise errors[0]
-
-
 def test_caches_grow_while_residency_is_requested(path: Path) -> None:
     """A request each half second, and buffers that come and go on two other threads."""
     prompts = [np.arange(n) % 300 for n in LENGTHS]
@@ -59,29 +39,27 @@ def test_caches_grow_while_residency_is_requested(path: Path) -> None:
     gpu.set_limits(gpu.Limits(residency_lapse_ms=200))  # so that requests have an effect
     for _ in range(3):
         with Model(path, device="metal") as model:
-            found: dict[int, list[bytes]] = {}
 
-            def run(user: int, model: Model = model, found: dict[int, list[bytes]] = found) -> None:
+            def run(user: int, model: Model = model) -> list[bytes]:
                 with model.session() as session:
+                    found = []
                     for prompt in prompts:
                         session.reset()
-                        logits = session.forward_prompt_logits(prompt)
-                        found.setdefault(user, []).append(logits.tobytes())
+                        found.append(session.forward_prompt_logits(prompt).tobytes())
+                return found
 
-            at_once(lambda: run(0), lambda: run(1))
-            assert found == {0: alone, 1: alone}
+            assert at_once(run, 2) == [alone, alone]
     assert gpu.resident_bytes() == 0
 
 
 def test_models_are_opened_and_closed_while_archives_are_written(path: Path, own_cache: Path) -> None:
     """All of them write the same file; the last one to rename it wins."""
-    logits: list[bytes] = []
 
-    def use() -> None:
+    def use(user: int) -> bytes:
         with Model(path, device="metal") as model:
-            logits.append(model.session().forward_prompt_logits(PROMPT).tobytes())
+            return model.session().forward_prompt_logits(PROMPT).tobytes()
 
-    at_once(use, use, use)
+    logits = at_once(use, 3)
     with Model(path, device="metal") as model:
         assert model.stats()["pipelines_compiled"] == 0
         logits.append(model.session().forward_prompt_logits(PROMPT).tobytes())

@@ -100,6 +100,22 @@ def add_args(dim: int, **fields: int) -> Array:
     return make_args("RmsnormAddArgs", dim=dim, eps=1e-5, next_eps=1e-3, **chosen)
 
 
+@pytest.mark.parametrize(("dim", "threads"), [(576, 160), (72, 1024)])
+def test_rmsnorm_add_norm(run: Run, dim: int, threads: int) -> None:
+    """Without a second norm, the second step is a copy."""
+    rng = np.random.default_rng(dim)
+    x, before = (10 * rng.standard_normal((2, 5, dim))).astype(np.float32)
+    weight, following = rng.uniform(-1.5, 1.5, (2, dim)).astype(np.float32)
+    stream = before + rms(x.astype(np.float64), 1e-5) * weight
+    for has_next, expected in ((1, rms(stream, 1e-3) * following), (0, stream)):
+        for name, kind, check in (("f32", np.float32, close), ("f16", np.float16, near)):
+            y, normed = Output([5, dim], initial=before), Output([5, dim], kind)
+            buffers = (weight, following, x, y.buffer, normed.buffer, add_args(dim, has_next=has_next))
+            run(f"rmsnorm_add_norm_{name}", *buffers, groups=(5,), threads=(threads,))
+            close(y.check(), stream)
+            check(normed.check(), expected)
+
+
 @pytest.mark.parametrize(("dim", "used", "layers"), [(256, 256, 7), (16, 10, 3)])
 def test_layer_inputs(run: Run, dim: int, used: int, layers: int) -> None:
     rng = np.random.default_rng(dim)
