@@ -84,15 +84,7 @@ def items_of(name: str, values: Any) -> list[Any]:
 
 
 def token_id(token: object, vocab_size: int) -> int:
-    """Check a token id.
-
-    Raises
-    ------
-    TypeError
-        `token` is not an integer.
-    ValueError
-        `token` is outside the vocabulary.
-    """
+    """Return a token id, or raise TypeError for another type, ValueError outside the vocabulary."""
     value = token if type(token) is int else integer("a token id", token)
     if not 0 <= value < vocab_size:
         raise ValueError(f"token id {value} is outside the vocabulary of {vocab_size}")

@@ -27,15 +27,9 @@ _KINDS = {
 def check_target(path: str | os.PathLike[str]) -> Path:
     """Return the path of the regular file, existing or not, that `path` names, following links.
 
-    Raises
-    ------
-    OutputError
-        `path` is a special file, which writing would replace with a regular file, or names an open file, such
-        as ``/dev/stdout``.
-    IsADirectoryError
-        `path` is a directory.
-    FileNotFoundError
-        The folder does not exist.
+    Raises OutputError if `path` is a special file, which writing would replace with a regular file, or names
+    an open file, such as ``/dev/stdout``; IsADirectoryError if it is a directory; FileNotFoundError if its
+    folder does not exist.
     """
     step = os.path.abspath(path)
     for _ in range(40):  # the limit of Linux
@@ -78,10 +72,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     The file is empty and has the name of `path`, in a temporary folder next to it. It takes over the
     permissions of the file that it replaces. Temporary folders left by killed processes are removed.
 
-    Raises
-    ------
-    OutputError, OSError
-        `check_target` raises, before the block runs; or the folder is not writable.
+    Raises the errors of `check_target`, and OSError if the folder is not writable, before the block runs.
     """
     target = check_target(path)
     with deferred_interruptions():

@@ -75,15 +75,11 @@ class Encoder:
     # In a folder of GLiNER, its own tensors, and the tensors and metadata of what follows it.
     weights: dict[str, Weight] | None = None
     modules: Modules | None = None
-    spellings: tuple[
-        str, ...
-    ] = ()  # tokens before a label, and between labels and the text that follows them
-    stated_id: int = -1  # id of the first of these; -1 if the folder states none
-
-    @property
-    def added_tokens(self) -> tuple[str, ...]:
-        """Tokens that the library adds to a tokenizer that lacks them."""
-        return (_ADDED, *self.spellings) if self.spellings else ()
+    # Tokens before a label, and between labels and text, if texts follow labels; all that the library adds to
+    # a tokenizer that lacks them; and the id of the first, -1 if the folder states none.
+    spellings: tuple[str, ...] = ()
+    added_tokens: tuple[str, ...] = ()
+    stated_id: int = -1
 
     def tokens_of(self, vocabulary: FolderVocabulary) -> dict[str, int]:
         """Return the ids of `spellings`, by their full keys."""
@@ -191,6 +187,7 @@ def read_gliner(folder: Path, encoders: Mapping[str, Path]) -> tuple[Encoder, En
 
     texts, reads_labels = read("texts", found), read("labels", labels) if separate else None
     texts.spellings = tuple(settings.string(name, default=text) for name, text in spellings)
+    texts.added_tokens = (_ADDED, *texts.spellings) if texts.spellings else ()
     texts.stated_id = settings.integer("class_token_index", default=-1, least=-1)
     return texts, reads_labels
 

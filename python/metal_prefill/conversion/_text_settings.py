@@ -60,7 +60,7 @@ def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary
         if module.boolean("do_lower_case", default=False):
             lowercase = vocabulary.flags.get("normalizer.lowercase", False)
             module.require("do_lower_case", (lowercase,), False)
-    similarity = config.string("similarity_fn_name", default="") if config.has("similarity_fn_name") else ""
+    similarity = config.string("similarity_fn_name", default="")
     if similarity == "meanmaxsim":
         raise config.unsupported(
             "similarity_fn_name is 'meanmaxsim'; supported with late interaction: 'maxsim'"
@@ -182,8 +182,7 @@ def rerank_metadata(folder: Path, place: Path, vocabulary: FolderVocabulary) -> 
         if settings.values.get(name) != vocabulary.by_text.get(answer, -1):
             raise settings.unsupported(f"{name} is not the token {answer!r}")
     stated = Fields.read_if_present(folder / "config_sentence_transformers.json")
-    default = stated.string("default_prompt_name", default="") if stated.has("default_prompt_name") else ""
-    prompt = stated.object("prompts").values.get(default)
+    prompt = stated.object("prompts").values.get(stated.string("default_prompt_name", default=""))
     variables: dict[str, Any] = {}
     for module in transformer_settings(folder):
         variables |= module.object("processing_kwargs").object("chat_template").values

@@ -101,12 +101,8 @@ class Weight:
     def rows(self, index: Index = ALL) -> FloatArray:
         """Read rows as float32; of a vector, values.
 
-        Raises
-        ------
-        GGUFError
-            A value is not finite, or the file was truncated.
-        UnsupportedModelError
-            The tensor does not contain floating-point numbers.
+        Raises GGUFError if a value is not finite, or the file was truncated; UnsupportedModelError if the
+        tensor does not contain floating-point numbers.
         """
         wanted = np.arange(self.shape[0])[index]
         if wanted.size == 0:

@@ -40,11 +40,6 @@ def core_config(config: ModelConfig) -> _core.Config:
     return core
 
 
-def layers_differ(config: ModelConfig) -> bool:
-    """Return whether the tensors of a role have other shapes in some layers."""
-    return bool(config.layer_kv_heads or config.layer_head_dim or config.layer_ffn_dim)
-
-
 def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int, TensorInfo]]:
     """Find the tensor of every role, and check its shape and type.
 
@@ -90,7 +85,8 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, in
     traits = ARCHITECTURES[config.architecture]
     core = core_config(config)
     specs = _core.tensors(core)
-    differ = layers_differ(config)
+    # Whether the tensors of a role have other shapes in some layers.
+    differ = config.layer_kv_heads or config.layer_head_dim or config.layer_ffn_dim
     for layer in range(-1, config.n_layers):
         if layer >= 0 and differ:
             specs = _core.tensors(core.of_layer(layer))

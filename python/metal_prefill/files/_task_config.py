@@ -167,13 +167,9 @@ class PooledHead:
 def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
     """Read and check the pooling and heads of a file.
 
-    Raises
-    ------
-    GGUFError
-        A tensor that the metadata declares is missing, a shape contradicts the metadata, or the pooling
-        requires a head that the file lacks.
-    UnsupportedModelError
-        The pooling or the type of a tensor is not supported.
+    Raises GGUFError if a tensor that the metadata declares is missing, a shape contradicts the metadata, or
+    the pooling requires a head that the file lacks; UnsupportedModelError if the pooling or the type of a
+    tensor is not supported.
     """
     keys, metadata = Keys(gguf), gguf.metadata
     own = POOLING_KEY in metadata

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from metal_prefill.files._gguf_writer import check_header
 from metal_prefill.synth._blocks import TENSOR_TYPES, random_decay, random_norm, random_step, random_tensor
-from metal_prefill.synth._file import write, write_outline
+from metal_prefill.synth._file import write, writer_of
 from metal_prefill.synth._shape import (
     ROPE_SCALINGS,
     TIED,
@@ -148,10 +148,16 @@ PRESETS: Mapping[str, ModelShape] = {
 def write_preset_outline(path: Path, preset: str) -> Path:
     """Write a file with the metadata and the tensors of a preset, but without vocabulary and values.
 
-    Programs that look at the shape of a model can read it, such as the cost model.
+    Programs that look at the shape of a model can read it, such as the cost model. It has the size of the
+    model, but takes no space where the file system supports that.
     """
     shape = PRESETS[preset]
-    write_outline(path, shape, "Q4_0", stacked(tensors(shape, "Q4_0", "Q8_0"), shape))
+    listed = stacked(tensors(shape, "Q4_0", "Q8_0"), shape)
+    writer = writer_of("outline", shape, "Q4_0", listed)
+    try:
+        writer.write_header(path, [tensor.size for tensor in listed])
+    finally:
+        writer.close()
     return path
 
 

@@ -186,13 +186,7 @@ def random_tensor(
     # Standard deviation of the weights. They are uniform or, for the K-quants, a product of uniforms.
     std: float,
 ) -> Bytes:
-    """Generate random weights of mean zero.
-
-    Returns
-    -------
-    uint8 [tensor_bytes(kind, count)]
-        The tensor in file format, little-endian.
-    """
+    """Generate random weights of mean zero in file format, uint8 ``[tensor_bytes(kind, count)]``."""
     if kind in BLOCK_FORMATS:
         return _quantized(rng, kind, count, std)
     return _FLOAT_TYPES[kind][1](rng, count, std)

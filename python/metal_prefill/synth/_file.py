@@ -157,7 +157,7 @@ def write(
 ) -> None:
     """Write a model atomically."""
     vocabulary = VOCABULARIES[shape.tokenizer](shape.vocab)
-    writer = _writer(name, shape, tensor_type, tensors)
+    writer = writer_of(name, shape, tensor_type, tensors)
     add_vocabulary(writer, vocabulary)
     writer.add_add_bos_token(vocabulary.model != "gpt2")
     if shape.pooling is not None:
@@ -177,21 +177,8 @@ def write(
             writer.close()
 
 
-def write_outline(
-    path: str | os.PathLike[str], shape: ModelShape, tensor_type: str, tensors: Sequence[Tensor]
-) -> None:
-    """Write a file with the metadata and the tensors of a model, but without vocabulary and values.
-
-    It has the size of the model, but takes no space where the file system supports that.
-    """
-    writer = _writer("outline", shape, tensor_type, tensors)
-    try:
-        writer.write_header(path, [tensor.size for tensor in tensors])
-    finally:
-        writer.close()
-
-
-def _writer(name: str, shape: ModelShape, tensor_type: str, tensors: Sequence[Tensor]) -> GGUFWriter:
+def writer_of(name: str, shape: ModelShape, tensor_type: str, tensors: Sequence[Tensor]) -> GGUFWriter:
+    """Return a writer with the metadata and the tensors of a model, without vocabulary and values."""
     writer = GGUFWriter(None, shape.architecture)
     writer.add_name(name)
     writer.add_file_type(LlamaFileType[_FILE_TYPES.get(tensor_type, f"MOSTLY_{tensor_type}")])

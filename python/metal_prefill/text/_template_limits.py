@@ -108,10 +108,18 @@ def size_of(value: object) -> int:
     return budget_of_call.get().measure(value)[0]
 
 
-def _guard_width(value: object, width: object = 0, *_: object, **named: object) -> None:
-    for number in (width, *named.values()):
-        if isinstance(number, int):
-            budget_of_call.get().room_for(number)
+def _guard_size(unit: int) -> Guard:
+    """Return the guard of a function whose second argument is the size of its result, in such units."""
+
+    def guard(value: object, size: object = 0, *_: object, **named: object) -> None:
+        for number in (size, *named.values()):
+            if isinstance(number, int):
+                budget_of_call.get().room_for(unit * number)
+
+    return guard
+
+
+_guard_width, _guard_groups = _guard_size(1), _guard_size(NODE)
 
 
 def _guard_replace(value: object, old: object = "", new: object = "", *_: object, **named: object) -> None:
@@ -130,12 +138,6 @@ def _guard_indent(value: object, width: object = 4, *_: object, **named: object)
     width = named.get("width", width)
     lines = str(value).count("\n") + 1
     budget_of_call.get().room_for(lines * (len(width) if isinstance(width, str) else int(str(width))))
-
-
-def _guard_groups(value: object, count: object = 1, *_: object, **named: object) -> None:
-    for number in (count, *named.values()):
-        if isinstance(number, int):
-            budget_of_call.get().room_for(NODE * number)
 
 
 def _guard_number(value: object, *_: object, **__: object) -> None:

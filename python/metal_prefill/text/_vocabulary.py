@@ -341,16 +341,13 @@ class TokenBytes:
         elif self._vocabulary.kind == "gpt2":
             raw = bytes(_BYTES[c] for c in text) if _BYTES.keys() >= set(text) else text.encode("utf-8")
         elif kind == TokenType.BYTE:
-            raw = bytes([self._byte_value(text)])
+            match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
+            if match is None:
+                raise GGUFError(f"{self._path}: byte token {text!r} does not have the form <0x0A>")
+            raw = bytes.fromhex(match[1])
         else:
             raw = text.replace(SPACE, " ").encode("utf-8")
         return Piece(raw, special)
-
-    def _byte_value(self, text: str) -> int:
-        match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
-        if match is None:
-            raise GGUFError(f"{self._path}: byte token {text!r} does not have the form <0x0A>")
-        return int(match[1], 16)
 
     def first(self, token_id: int) -> bytes:
         """Return the bytes of a token that begins a text, without the space that was put before the text.
