@@ -1,4 +1,4 @@
-"""Requests of evaluation harnesses against the float64 reference."""
+"""Requests of evaluation harnesses, next to lm-eval with transformers."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support import choice_task
-from support.reference import ReferenceModel
 
 from metal_prefill import Model
 from metal_prefill.integrations._evaluation import (
@@ -24,40 +23,10 @@ from metal_prefill.text._file_templates import FileTemplates
 CONTEXT = "ROMEO:\nBut soft, what light through"
 
 
-@pytest.fixture(scope="module")
-def reference(demo_path: Path) -> ReferenceModel:
-    return ReferenceModel(demo_path)
-
-
 @pytest.fixture
 def model(demo_path: Path) -> Iterator[Model]:
     with Model(demo_path, device="cpu", compute="f32", kv_dtype="f32") as opened:
         yield opened
-
-
-def expected_of(
-    model: Model, reference: ReferenceModel, context: str, continuation: str
-) -> tuple[float, bool]:
-    whole = model.tokenizer.encode(context + continuation)
-    n = len(model.tokenizer.encode(context))
-    result = reference.forward(whole)
-    greedy = result.logits.argmax(axis=1)[n - 1 : -1].tolist() == whole[n:]
-    return float(result.log_probs(whole)[n - 1 :].sum()), greedy
-
-
-def test_likelihoods_match_the_reference_for_any_shared_context(
-    model: Model, reference: ReferenceModel
-) -> None:
-    greedy = "".join(model.generate(CONTEXT, 6))
-    pairs = [(CONTEXT, text) for text in (greedy, " yonder window", " the", "!")]
-    pairs += [(CONTEXT + " yonder", " window breaks?"), ("JULIET:", " O")]
-    found = loglikelihood(model, pairs)
-    for pair, (value, is_greedy) in zip(pairs, found, strict=True):
-        expected, wanted = expected_of(model, reference, *pair)
-        assert value == pytest.approx(expected, abs=1e-3)
-        assert is_greedy == wanted
-    assert found[0][1]
-    assert not found[3][1]
 
 
 def test_trailing_spaces_of_a_context_belong_to_the_continuation(model: Model) -> None:
@@ -76,27 +45,6 @@ def test_a_context_that_is_too_long_is_truncated_at_its_start(demo_path: Path) -
         assert value == pytest.approx(float(scores[-added:].sum(dtype=np.float64)), rel=1e-12)
         with pytest.raises(ValueError, match=r"request 0: a continuation of \d+ tokens does not fit"):
             loglikelihood(short, [("a", " word" * 100)])
-
-
-def test_whole_texts_are_split_into_windows(model: Model, demo_path: Path, reference: ReferenceModel) -> None:
-    """Each token is predicted once. All windows but the first have a token before them; the last is full."""
-    text = CONTEXT * 3
-    start = model.tokenizer.bos_id if model.tokenizer.bos_id is not None else model.tokenizer.eos_id
-    assert start is not None
-    ids = [start, *model.tokenizer.encode(text, add_bos=False)]
-    assert loglikelihood_rolling(model, [text])[0] == pytest.approx(
-        float(reference.forward(ids).log_probs(ids).sum()), abs=1e-2
-    )
-    n = len(ids) - 1
-    assert n % 10  # the last window predicts fewer tokens than it has room for
-    with Model(demo_path, device="cpu", compute="f32", kv_dtype="f32", max_context=10) as short:
-        expected = 0.0
-        for first in range(0, n - n % 10, 10):
-            window = ids[first : first + 11]
-            expected += float(reference.forward(window).log_probs(window).sum())
-        last = ids[-11:]
-        expected += float(reference.forward(last).log_probs(last)[-(n % 10) :].sum())
-        assert loglikelihood_rolling(short, [text, text]) == pytest.approx([expected, expected], abs=1e-2)
 
 
 @pytest.mark.parametrize(("bos", "eos", "start"), [(7, 9, 7), (None, 9, 9), (7, None, 7)])
