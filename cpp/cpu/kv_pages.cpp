@@ -9,6 +9,7 @@
 
 #include "../base/release_pages.h"
 #include "kernels/prefetch.h"
+#include "kernels/transpose_halves.h"
 
 namespace metal_prefill::cpu {
 
@@ -148,49 +149,11 @@ void copy_elements(int rows, int columns, const Matrix& from, const Matrix& to) 
     for (int c = 0; c < columns; ++c) std::memcpy(to.at(r, c).data, from.at(r, c).data, kElement);
 }
 
-using Row = std::uint16_t __attribute__((vector_size(16)));
-
-// The elements of a and b, counted together, with these numbers. GCC has the builtin of clang since version
-// 12.
-template <int... kNumbers>
-Row shuffled(Row a, Row b) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, kNumbers...);
-#else
-  return __builtin_shuffle(a, b, Row{kNumbers...});
-#endif
-}
-
-// Elements of a and b in turns, of their first halves and of their second ones; and back.
-Row zip_low(Row a, Row b) {
-  return shuffled<0, 8, 1, 9, 2, 10, 3, 11>(a, b);
-}
-Row zip_high(Row a, Row b) {
-  return shuffled<4, 12, 5, 13, 6, 14, 7, 15>(a, b);
-}
-Row evens(Row a, Row b) {
-  return shuffled<0, 2, 4, 6, 8, 10, 12, 14>(a, b);
-}
-
-// 8x8 elements of two bytes, from contiguous rows to contiguous columns: three perfect shuffles transpose
-// them.
-void copy_tile(const Matrix& from, const Matrix& to) {
-  std::array<Row, 8> rows, zipped;
-  for (std::size_t r = 0; r < 8; ++r) std::memcpy(&rows[r], from.data + r * from.row, sizeof(Row));
-  for (int shuffle = 0; shuffle < 3; ++shuffle) {
-    for (std::size_t r = 0; r < 4; ++r) {
-      zipped[2 * r] = zip_low(rows[r], rows[r + 4]);
-      zipped[2 * r + 1] = zip_high(rows[r], rows[r + 4]);
-    }
-    rows = zipped;
-  }
-  for (std::size_t c = 0; c < 8; ++c) std::memcpy(to.data + c * to.column, &rows[c], sizeof(Row));
-}
-
 void copy_tiles(int rows, int columns, const Matrix& from, const Matrix& to) {
   const int whole_rows = rows / 8 * 8, whole_columns = columns / 8 * 8;
   for (int r = 0; r < whole_rows; r += 8)
-    for (int c = 0; c < whole_columns; c += 8) copy_tile(from.at(r, c), to.at(r, c));
+    for (int c = 0; c < whole_columns; c += 8)
+      transpose_halves(from.at(r, c).data, from.row, to.at(r, c).data, to.column);
   copy_elements<2>(whole_rows, columns - whole_columns, from.at(0, whole_columns), to.at(0, whole_columns));
   copy_elements<2>(rows - whole_rows, columns, from.at(whole_rows, 0), to.at(whole_rows, 0));
 }
@@ -227,13 +190,14 @@ Words half_of(Words bfloat16) {
 template <Words (*kConvert)(Words)>
 void convert_row(const std::byte* in, int n, std::byte* out) {
   const auto convert = [&](std::size_t at, std::size_t bytes) {
-    Row row{};
+    Halves row{};
     std::memcpy(&row, in + at, bytes);
-    row = evens(Row(kConvert(Words(zip_low(row, Row{})))), Row(kConvert(Words(zip_high(row, Row{})))));
+    row = evens(Halves(kConvert(Words(zip_low(row, Halves{})))),
+                Halves(kConvert(Words(zip_high(row, Halves{})))));
     std::memcpy(out + at, &row, bytes);
   };
-  const std::size_t bytes = std::size_t(n) * 2, whole = bytes / sizeof(Row) * sizeof(Row);
-  for (std::size_t at = 0; at < whole; at += sizeof(Row)) convert(at, sizeof(Row));
+  const std::size_t bytes = std::size_t(n) * 2, whole = bytes / sizeof(Halves) * sizeof(Halves);
+  for (std::size_t at = 0; at < whole; at += sizeof(Halves)) convert(at, sizeof(Halves));
   if (whole < bytes) convert(whole, bytes - whole);
 }
 

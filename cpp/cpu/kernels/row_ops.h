@@ -1,6 +1,7 @@
 // Operations on single rows, in terms of the vectors of one instruction set (Simd, included before).
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -9,6 +10,7 @@
 
 #include "kernels.h"
 #include "prefetch.h"
+#include "transpose_halves.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -349,20 +351,6 @@ double sum_exp(const float* x, float shift, int n) {
   return total;
 }
 
-// Every kColumn-th element from `out` on.
-template <int kColumn>
-inline void store_floats(const float* x, int dim, float* out) {
-  for (int d = 0; d < dim; ++d) out[d * kColumn] = x[d];
-}
-template <int kColumn>
-inline void store_halves(const float* x, int dim, std::uint16_t* out) {
-  std::uint16_t lanes[Simd::kLanes];
-  for (int d = 0; d < dim; d += Simd::kLanes) {
-    Simd::store_half(lanes, load_part(x + d, dim - d));
-    for (int i = 0; i < Simd::kLanes && d + i < dim; ++i) out[(d + i) * kColumn] = lanes[i];
-  }
-}
-
 // A block of Q8_0: the largest magnitude becomes 127, halves are rounded away from zero. Codes are 128 more
 // than there. Returns the scale, which is NaN if the block has NaN or infinity.
 inline std::uint16_t round_to_q8(const float* x, std::uint8_t (&codes)[kBlockCols]) {
@@ -396,9 +384,19 @@ inline void store_q8(const float* row, int dim, std::byte* scales, Put&& put) {
 
 void store_key(const float* key, int dim, int stride, KvLayout layout, void* keys, int position) {
   const int first = position / kKeyBlock * kKeyBlock * stride + position % kKeyBlock;
-  if (layout == KvLayout::kFloat) return store_floats<kKeyBlock>(key, dim, static_cast<float*>(keys) + first);
-  if (layout == KvLayout::kHalf)
-    return store_halves<kKeyBlock>(key, dim, static_cast<std::uint16_t*>(keys) + first);
+  if (layout == KvLayout::kFloat) {
+    for (int d = 0; d < dim; ++d) static_cast<float*>(keys)[first + d * kKeyBlock] = key[d];
+    return;
+  }
+  if (layout == KvLayout::kHalf) {
+    std::uint16_t lanes[Simd::kLanes];
+    for (int d = 0; d < dim; d += Simd::kLanes) {
+      Simd::store_half(lanes, load_part(key + d, dim - d));
+      for (int i = 0; i < Simd::kLanes && d + i < dim; ++i)
+        static_cast<std::uint16_t*>(keys)[first + (d + i) * kKeyBlock] = lanes[i];
+    }
+    return;
+  }
   auto* head = static_cast<std::byte*>(keys);
   std::byte* out = head + std::size_t(position) * kKeyLane;
   store_q8(key, dim, head + q8_scale(dim, 0, position), [&](int d, const std::uint8_t* codes) {
@@ -406,21 +404,45 @@ void store_key(const float* key, int dim, int stride, KvLayout layout, void* key
   });
 }
 
+// Zeros follow the last dimension, up to whole vectors of the row.
 void store_value(const float* value, int dim, int stride, KvLayout layout, void* values, int position) {
   const int first = position * stride;
-  if (layout == KvLayout::kFloat) return store_floats<1>(value, dim, static_cast<float*>(values) + first);
-  if (layout == KvLayout::kHalf)
-    return store_halves<1>(value, dim, static_cast<std::uint16_t*>(values) + first);
-  auto* head = static_cast<std::byte*>(values);
-  std::byte* out = head + q8_value(dim, position);
-  store_q8(value, dim, head + q8_scale(dim, 0, position), [&](int d, const std::uint8_t* codes) {
-    for (int i = 0; i < kBlockCols; ++i) out[(d + i) * 4] = std::byte(codes[i]);
-  });
+  if (layout == KvLayout::kQ8) {
+    auto* head = static_cast<std::byte*>(values);
+    std::byte* out = head + q8_value(dim, position);
+    return store_q8(value, dim, head + q8_scale(dim, 0, position), [&](int d, const std::uint8_t* codes) {
+      for (int i = 0; i < kBlockCols; ++i) out[(d + i) * 4] = std::byte(codes[i]);
+    });
+  }
+  for (int d = 0; d < dim; d += Simd::kLanes) {
+    const F part = load_part(value + d, dim - d);
+    if (layout == KvLayout::kFloat)
+      Simd::store(static_cast<float*>(values) + first + d, part);
+    else
+      Simd::store_half(static_cast<std::uint16_t*>(values) + first + d, part);
+  }
+}
+
+// A tile of positions, in one block of keys, with whole tiles of dimensions.
+inline void store_key_tile(const float* key, std::size_t step, int dim, int stride, std::uint16_t* keys,
+                           int position) {
+  alignas(64) std::uint16_t halves[kHalvesTile][kMaxHeadDim];
+  for (int i = 0; i < kHalvesTile; ++i, key += step)
+    for (int d = 0; d < dim; d += Simd::kLanes) Simd::store_half(halves[i] + d, load_part(key + d, dim - d));
+  keys += position / kKeyBlock * kKeyBlock * stride + position % kKeyBlock;
+  for (int d = 0; d < dim; d += kHalvesTile)
+    transpose_halves(halves[0] + d, sizeof *halves, keys + d * kKeyBlock, kKeyBlock * sizeof *keys);
 }
 
 void store_keys(const float* key, std::size_t step, int count, int dim, int stride, KvLayout layout,
                 void* keys, int position) {
-  for (int i = 0; i < count; ++i, key += step) store_key(key, dim, stride, layout, keys, position + i);
+  const int tiled =
+      layout == KvLayout::kHalf && dim % kHalvesTile == 0 ? count / kHalvesTile * kHalvesTile : 0;
+  for (int i = 0; i < tiled; i += kHalvesTile)
+    store_key_tile(key + std::size_t(i) * step, step, dim, stride, static_cast<std::uint16_t*>(keys),
+                   position + i);
+  for (int i = tiled; i < count; ++i)
+    store_key(key + std::size_t(i) * step, dim, stride, layout, keys, position + i);
 }
 
 void store_values(const float* value, std::size_t step, int count, int dim, int stride, KvLayout layout,

@@ -211,7 +211,7 @@ struct StoredSpan {
   template <int kRows>
   using Tile = AttentionTile<kRows>;
 
-  const Element* keys(const AttentionHead& head, int span) {
+  const Element* keys(const AttentionHead& head, int span, int) {
     return static_cast<const Element*>(head.keys_of(span));
   }
   const Element* values(const AttentionHead& head, int span, int) {
@@ -224,11 +224,11 @@ struct WidenedSpan {
   using Tile = AttentionTile<kRows>;
   float elements[kKeySpan * kMaxHeadDim];
 
-  const float* keys(const AttentionHead& head, int span) {
-    return widened(head.keys_of(span), kKeySpan * head.key_stride);
+  const float* keys(const AttentionHead& head, int span, int n) {
+    return widened(head.keys_of(span), round_up(n, kKeyBlock) * head.key_stride);
   }
-  const float* values(const AttentionHead& head, int span, int) {
-    return widened(head.values_of(span), kKeySpan * head.value_stride);
+  const float* values(const AttentionHead& head, int span, int n) {
+    return widened(head.values_of(span), n * head.value_stride);
   }
 
  private:
@@ -258,14 +258,15 @@ void attention_span(const AttentionHead& head, int span, bool more, Span& elemen
   };
   const Lines next_keys = more ? next(head.keys_of(span + 1), head.key_stride) : Lines({}, 1);
   const Lines next_values = more ? next(head.values_of(span + 1), head.value_stride) : Lines({}, 1);
-  const auto keys = elements.keys(head, span);
+  const int most = seen(tiles.back());
+  const auto keys = elements.keys(head, span, most);
   for (Tile& tile : tiles) {
     if (!sees(tile)) continue;
     const int n = Span::kWhole ? kKeySpan : round_up(seen(tile), Simd::kLanes);
     score_span(head, keys, n, tile, next_keys);
     softmax_span<kRows>(span, tile, n);
   }
-  const auto values = elements.values(head, span, seen(tiles.back()));
+  const auto values = elements.values(head, span, most);
   for (Tile& tile : tiles)
     if (sees(tile)) value_span(head, values, seen(tile), tile, next_values);
 }

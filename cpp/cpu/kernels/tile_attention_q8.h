@@ -45,7 +45,7 @@ struct Q8Codes {
   using Tile = KindOfTile<kRows>;
   Q8Values stored;
 
-  Q8Keys keys(const AttentionHead& head, int span) {
+  Q8Keys keys(const AttentionHead& head, int span, int) {
     return {static_cast<const std::byte*>(head.keys_of(span))};
   }
   const Q8Values* values(const AttentionHead& head, int span, int n) {
@@ -75,7 +75,7 @@ struct WidenedQ8Span {
   using Tile = AttentionTile<kRows>;
   float elements[kKeySpan * kMaxHeadDim];
 
-  const float* keys(const AttentionHead& head, int span) {
+  const float* keys(const AttentionHead& head, int span, int) {
     const auto* codes = static_cast<const std::byte*>(head.keys_of(span));
     const int dim = head.key_dim;
     for (int block = 0; block < dim / kBlockCols; ++block) {
