@@ -8,14 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.computed_tokens import ComputedTokens
-from support.encoder_tasks import head_file
 from support.reference import ReferenceModel
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import ContextOverflowError, GGUFError, Model
-from metal_prefill.files import GGUFFile
-from metal_prefill.files._task_config import read_head
-from metal_prefill.tasks._pooled_head import logits_of
 
 QUERY = "who is the king"
 DOCUMENTS = ["The king is dead.", "A rose by any other name", "Long live the king! " * 8, "x"]
@@ -178,23 +174,6 @@ def test_a_text_without_tokens_has_no_class_of_a_head(tmp_path: Path) -> None:
         model.tokenizer.frame = model.tokenizer.frame._replace(end=())  # which would be the only token
         with pytest.raises(ValueError, match="text 1 has no tokens"):
             model.classify(["a", ""])
-
-
-def test_a_head_of_two_layers_has_an_activation_between_them(tmp_path: Path) -> None:
-    """Like RoBERTa's: a dense layer with tanh comes before the classes. Its biases are optional."""
-    rng = np.random.default_rng(3)
-    shapes = {"cls.weight": (5, 8), "cls.bias": (5,), "cls.output.weight": (3, 5), "cls.output.bias": (3,)}
-    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    pooled = rng.standard_normal(8).astype(np.float32)
-    for names in (list(shapes), ["cls.weight", "cls.output.weight"]):
-        path = head_file(tmp_path / "head.gguf", {name: arrays[name] for name in names})
-        kept = {name: arrays[name].astype(float) if name in names else 0.0 for name in shapes}
-        hidden = np.tanh(kept["cls.weight"] @ pooled + kept["cls.bias"])
-        with GGUFFile(path) as gguf:
-            logits = logits_of(read_head(gguf, "bert", 8), pooled)
-        np.testing.assert_allclose(
-            logits, kept["cls.output.weight"] @ hidden + kept["cls.output.bias"], rtol=1e-5, atol=1e-5
-        )
 
 
 def test_a_head_and_its_labels_must_agree(tmp_path: Path) -> None:

@@ -22,28 +22,6 @@ from metal_prefill.tasks._reranking import Options, encode_documents
 TOKENIZERS = {name: RANKERS[name] for name in ("bert", "xlm-roberta", "modernbert")}
 
 
-def spelled(path: Path) -> list[str]:
-    """Return texts with each special token of a folder, in odd places."""
-    names = [token.content for token in Tokenizer.from_file(str(path)).get_added_tokens_decoder().values()]
-    texts = [f"The king {name} is{name}dead. {name}{name} {name.lower()}" for name in names]
-    return [*texts, " ".join(names), "".join(names), "no special token, é"]
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_special_tokens_in_texts_are_those_of_the_tokenizers_library(tmp_path: Path, name: str) -> None:
-    folder = TOKENIZERS[name](tmp_path / "m").write()
-    theirs, texts = Tokenizer.from_file(str(folder / "tokenizer.json")), spelled(folder / "tokenizer.json")
-    with opened(convert(folder, tmp_path / "m.gguf")) as model:
-        limit = model.max_context
-        made = [ids.tolist() for ids in encode_texts(model.engine, texts, rules=PromptRules("end")).prompts]
-        expected = [theirs.encode(text).ids for text in texts]
-        assert [ids for ids in made if len(ids) < limit] == [ids for ids in expected if len(ids) < limit]
-        assert sum(len(ids) < limit for ids in made) >= 3
-        for text in texts:
-            spans = model.tokenizer.encode_spans(text, parse_special=True)
-            assert [span.id for span in spans] == theirs.encode(text, add_special_tokens=False).ids
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_special_tokens_are_split_on_request(file_of: FileOf, name: str) -> None:
     with opened(file_of(TOKENIZERS[name])) as model:
