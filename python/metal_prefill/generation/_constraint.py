@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize, proxy
 
 from metal_prefill._support.forks import renew_in_child
@@ -269,12 +268,6 @@ class Step:
             raise ConstraintError(self._error)
 
 
-class _Request(NamedTuple):
-    pid: int  # of the process that sent it
-    action: str
-    arguments: tuple[Any, ...]
-
-
 class Constraint:
     """The constraint of one text, token by token.
 
@@ -315,11 +308,16 @@ class Constraint:
         # Until when requests wait for an answer, on the clock of :func:`time.monotonic`; after that they
         # raise `ConstraintPending`. None waits as long as the limits on time allow.
         self.deadline: float | None = None
-        self._request: _Request | None = None  # whose answer is not taken
-        self._answer: futures.Future[tuple[list[Any], bytes]] | None = None
+        self._forget_request()
+        renew_in_child(self, Constraint._forget_request)  # it has no thread that answers
         self._release: Any = None
         self._step: Step | None = None  # the latest one
         self._mask = self._compiled.mask  # of the next token; empty where there is none, or an error
+
+    def _forget_request(self) -> None:
+        # Whose answer is not taken: an action of the worker, and its arguments.
+        self._request: tuple[Any, ...] | None = None
+        self._answer: futures.Future[tuple[list[Any], bytes]] | None = None
 
     def be_in(self, worker: Worker) -> None:
         """Record the worker that has the matcher of the text."""
@@ -332,7 +330,8 @@ class Constraint:
     def close(self) -> None:
         """Let the worker forget the text. If the text continues, it is replayed."""
         if self._answer is not None:  # the worker still needs it
-            answer, self._request, self._answer = self._answer, None, None
+            answer = self._answer
+            self._forget_request()
             answer.add_done_callback(lambda _: self._forget())
         else:
             self._forget()
@@ -346,7 +345,7 @@ class Constraint:
     def send_advance(self, tokens: Sequence[int], *, most_forced: int = 0, room: int | None = None) -> None:
         """Send the request of :meth:`advance`, which takes its answer."""
         if self._answer is None:
-            self._send(_Request(os.getpid(), "advance", _advance_arguments(tokens, most_forced, room)))
+            self._send(_advance_request(tokens, most_forced, room))
 
     def advance(
         self,
@@ -360,18 +359,17 @@ class Constraint:
         Raises ConstraintError if the request took too much time, memory or depth, ConstraintPending if there
         is no answer yet.
         """
-        arguments = _advance_arguments(tokens, most_forced, room)
-        request = _Request(os.getpid(), "advance", arguments)
+        request = _advance_request(tokens, most_forced, room)
         self._drop_other(request)
         (taken, complete, forced, error, met), self._mask = self._ask(request)
-        self.taken += [*arguments[0], *forced][:taken]
+        self.taken += [*request[1], *forced][:taken]
         message = self._compiled.message(error) if error else ""
         self._step = Step(taken, complete, forced, message, met)
         return self._step
 
     def ahead(self, drafts: Sequence[int]) -> list[bytes]:
         """Return the mask after each draft, up to one that is not allowed or ends the text."""
-        request = _Request(os.getpid(), "ahead", (list(map(int, drafts)),))
+        request = ("ahead", list(map(int, drafts)))
         if self._drop_other(request):
             return []
         if not drafts:
@@ -391,26 +389,24 @@ class Constraint:
         """The answer that the text waits for; None if it waits for none."""
         return self._answer
 
-    def _drop_other(self, request: _Request) -> bool:
+    def _drop_other(self, request: tuple[Any, ...]) -> bool:
         """Discard the answer to an earlier request, such as about drafts that are no longer proposed."""
         if self._request is None or self._request == request:
             return False
-        if self._request.pid == request.pid:
-            self._take_answer()
-        self._request = self._answer = None
+        self._take_answer()
         return True
 
-    def _ask(self, request: _Request) -> tuple[list[Any], bytes]:
+    def _ask(self, request: tuple[Any, ...]) -> tuple[list[Any], bytes]:
         """Send a request, unless it was sent before, and return its answer."""
         if self.deadline is None and self._answer is None:
-            return self._compiled.ask(self, request.action, *request.arguments)
+            return self._compiled.ask(self, *request)
         if self._answer is None:
             self._send(request)
         return self._take_answer()
 
-    def _send(self, request: _Request) -> None:
+    def _send(self, request: tuple[Any, ...]) -> None:
         self._request = request
-        self._answer = in_thread(self._compiled.ask, self, request.action, *request.arguments)
+        self._answer = in_thread(self._compiled.ask, self, *request)
 
     def _take_answer(self) -> tuple[list[Any], bytes]:
         assert self._answer is not None
@@ -420,14 +416,14 @@ class Constraint:
         except futures.TimeoutError:
             raise ConstraintPending from None
         except Exception:
-            self._request = self._answer = None
+            self._forget_request()
             raise
-        self._request = self._answer = None
+        self._forget_request()
         return answer
 
 
-def _advance_arguments(
+def _advance_request(
     tokens: Sequence[int], most_forced: int, room: int | None
-) -> tuple[list[int], int, int]:
+) -> tuple[str, list[int], int, int]:
     room = len(tokens) + most_forced + 1 if room is None else room
-    return list(map(int, tokens)), most_forced, room
+    return "advance", list(map(int, tokens)), most_forced, room
