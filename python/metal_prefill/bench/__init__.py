@@ -10,15 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from metal_prefill.bench._agents import AgentResults
 from metal_prefill.bench._engines import BenchError
 from metal_prefill.bench._report import BenchResults, Row
+from metal_prefill.bench._runner import Progress, no_progress
 from metal_prefill.bench._serving import ServingResults
-
-if TYPE_CHECKING:
-    from metal_prefill.bench._runner import Progress
 
 __all__ = [
     "AgentResults", "BenchError", "BenchResults", "Row", "ServingResults", "run", "run_agents", "run_serving",
@@ -44,7 +41,7 @@ def run(
     kv_dtype: str = "f16",
     compare: Sequence[str] = (),
     patience: float = 60.0,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> BenchResults:
     """Measure this package on a model, and peers on the same file.
 
@@ -144,8 +141,7 @@ def run(
     with ExitStack() as stack:
         workers = []
         for name in names:
-            if progress is not None:
-                progress(f"loading {name}", 0, 1)
+            progress(f"loading {name}", 0, 1)
             worker = _worker.WorkerProcess(name, options, facts.vocab_size)
             stack.callback(worker.close)
             workers.append(worker)
@@ -178,7 +174,7 @@ def run_serving(
     compare: Sequence[str] = (),
     repetitions: int = 5,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> ServingResults:
     """Measure this package's server on a model, and peers on the same file.
 
@@ -235,8 +231,7 @@ def run_serving(
     with ExitStack() as stack:
         running = []
         for name in names:
-            if progress is not None:
-                progress(f"starting {name}", 0, 1)
+            progress(f"starting {name}", 0, 1)
             running.append(servers.ServerProcess(os.path.basename(name), options, servers.command_of(name)))
             stack.callback(running[-1].close)
         rows = _serving.measure(running, counts, repetitions, tokenizer, progress)
@@ -248,7 +243,7 @@ def run_agents(
     *,
     compare: Sequence[str] = (),
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> AgentResults:
     """Replay sessions of agents on this package's server, and on peers with the same file.
 
@@ -266,7 +261,6 @@ def run_agents(
         servers.check_server(name)
         shapes = [s for s in _agents.SHAPES if name == _engines.OURS or _agents.SHAPES[s].memory_of is None]
         for i, shape in enumerate(shapes):
-            if progress is not None:
-                progress(f"{name}, {shape}", i, len(shapes))
+            progress(f"{name}, {shape}", i, len(shapes))
             turns += _agents.measured(os.path.basename(name), options, servers.command_of(name), shape)
     return AgentResults(turns, path.name, _machine.cpu_name())

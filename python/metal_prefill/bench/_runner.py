@@ -102,6 +102,10 @@ PATIENCE_S = 60.0  # extra time for a degraded machine, in all
 Progress = Callable[[str, int, int], object]  # what is done now, samples that count so far, samples wanted
 
 
+def no_progress(what: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
 @dataclass
 class Runner:
     """Runner that interleaves engines, and tests that are compared with each other.
@@ -114,7 +118,7 @@ class Runner:
     workers: Sequence[WorkerProcess]
     calibrator: Calibrator
     repetitions: int  # samples wanted of each test of each engine
-    progress: Progress | None = None
+    progress: Progress = no_progress
     # Seconds left to lose to a degraded machine, by waiting for it and by samples that do not count.
     patience_s: float = PATIENCE_S
     # All that were taken, in order.
@@ -179,6 +183,5 @@ class Runner:
         return sample
 
     def _report(self, what: str, group: Sequence[Case]) -> None:
-        if self.progress is not None:
-            counts = [min(self._clean(worker, case), self.repetitions) for case, worker in self._of(group)]
-            self.progress(what, sum(counts), self.repetitions * len(counts))
+        counts = [min(self._clean(worker, case), self.repetitions) for case, worker in self._of(group)]
+        self.progress(what, sum(counts), self.repetitions * len(counts))

@@ -13,7 +13,7 @@ import numpy as np
 
 from metal_prefill.bench._engines import OURS, BenchError
 from metal_prefill.bench._peers.servers import ServerProcess
-from metal_prefill.bench._runner import Spread, ratios, spread
+from metal_prefill.bench._runner import Progress, Spread, ratios, spread
 from metal_prefill.text._tokenizer import Tokenizer
 
 SHARED_TOKENS = 300  # of the prefix shared by all prompts
@@ -178,7 +178,7 @@ def measure(
     clients: Sequence[int],
     rounds: int,
     tokenizer: Tokenizer,
-    progress: Any = None,
+    progress: Progress,
 ) -> list[ServingRow]:
     """Measure servers in alternation, round by round, after a warm-up round for each number of clients."""
     rows = []
@@ -187,8 +187,7 @@ def measure(
         for round_ in range(rounds + 1):
             requests = prompts(tokenizer, count, round_)
             for server, row in zip(servers, of_count, strict=True):
-                if progress is not None:
-                    progress(f"{server.name}, {count} clients", round_, rounds + 1)
+                progress(f"{server.name}, {count} clients", round_, rounds + 1)
                 seconds, answers = ask_all(server, requests)
                 if round_ > 0:
                     row.add(seconds, answers, tokenizer)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +16,7 @@ from metal_prefill.commands import common
 
 if TYPE_CHECKING:
     from metal_prefill.bench import AgentResults, BenchResults, ServingResults
+    from metal_prefill.bench._runner import Progress
 
 _OF_SERVERS = ("threads", "compare")
 _OF_ENGINES = (*_OF_SERVERS, "repetitions", "device", "compute", "kv_dtype", "patience")
@@ -161,8 +164,7 @@ def execute(arguments: argparse.Namespace) -> None:
     mode = _MODES[arguments.mode]
     names = (*mode.options, *(_OF_SERVERS if serves else _OF_ENGINES))
     options = {name: getattr(arguments, name) for name in names} | dict.fromkeys(mode.settings, True)
-    with common.status_line() as show:
-        progress = _counted(show)
+    with _shown_progress() as progress:
         results: BenchResults | ServingResults | AgentResults
         if arguments.mode == "agents":
             results = bench.run_agents(model, progress=progress, **options)
@@ -185,6 +187,15 @@ def _model(arguments: argparse.Namespace) -> Path | None:
     return default_model_path() if arguments.demo else common.model_path(arguments.model)
 
 
-def _counted(show: Callable[[str], object] | None) -> Callable[[str, int, int], object] | None:
-    """Return a progress callback that shows the current measurement and its progress."""
-    return None if show is None else lambda what, done, total: show(f"{what}  {done}/{total}")
+@contextmanager
+def _shown_progress() -> Iterator[Progress]:
+    """Show the current measurement and its progress on stderr, if that is a terminal."""
+    from rich.console import Console
+
+    from metal_prefill.bench._runner import no_progress
+
+    if not sys.stderr.isatty():
+        yield no_progress
+        return
+    with Console(stderr=True).status("") as status:
+        yield lambda what, done, total: status.update(f"{what}  {done}/{total}")

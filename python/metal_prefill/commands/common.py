@@ -288,15 +288,3 @@ def progress_bar(what: str, unit: str, enabled: bool = True) -> Iterator[Callabl
         yield lambda done, total: bar.update(
             task, completed=done, total=total, count=f"{done:,}/{total:,} {unit}"
         )
-
-
-@contextmanager
-def status_line() -> Iterator[Callable[[str], object] | None]:
-    """Show a status line on stderr; yield a callback that sets it, or None if stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("") as status:
-        yield status.update

@@ -15,14 +15,7 @@ import numpy as np
 
 from metal_prefill._support.atomic_write import named, replacing
 from metal_prefill._support.messages import counted
-from metal_prefill.commands import common
-from metal_prefill.commands.text_files import (
-    DEFAULT_COLUMN,
-    add_prompt_arguments,
-    add_text_arguments,
-    given_texts,
-    prompt_rules,
-)
+from metal_prefill.commands import common, text_files
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.files._task_config import TEXT_POOLINGS
 from metal_prefill.tasks._text_passes import TextPasses
@@ -38,7 +31,7 @@ EXAMPLE = "metal-prefill embed -m minilm 'The king is dead.' 'Long live the king
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    add_text_arguments(parser, "texts")
+    text_files.add_text_arguments(parser, "texts")
     parser.add_argument(
         "-o",
         "--output",
@@ -58,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompt of each text: query, document or another name that the model knows; a description of "
         "the task; or a template with {text} (default: the model's default prompt, if it has one)",
     )
-    add_prompt_arguments(parser, "texts")
+    text_files.add_prompt_arguments(parser, "texts")
     common.add_model_arguments(parser)
     common.add_engine_arguments(parser)
 
@@ -69,7 +62,7 @@ def execute(arguments: argparse.Namespace) -> None:
     from metal_prefill.tasks._prompts import prompt_form
 
     kind = _kind(arguments.output, arguments.json)
-    texts = given_texts(arguments)
+    texts = text_files.given_texts(arguments)
     options: dict[str, Any] = {
         "dimensions": arguments.dimensions,
         "pooling": arguments.pooling,
@@ -81,7 +74,7 @@ def execute(arguments: argparse.Namespace) -> None:
                 f"{model.engine.name} has a vector for each token, not for each text: set --pooling"
             )
         form = prompt_form(model.engine, arguments.instruction)
-        rules = prompt_rules(arguments)
+        rules = text_files.prompt_rules(arguments)
         encoded = encode_texts(model.engine, texts, form, rules)
         for note in encoded.notes(model.max_context):
             print(f"warning: {note}", file=sys.stderr)
@@ -116,7 +109,7 @@ def execute(arguments: argparse.Namespace) -> None:
         with replacing(arguments.output) as path, open(path, "wb") as file:
             np.save(file, vectors)
     else:
-        _write_parquet(arguments.output, arguments.column or DEFAULT_COLUMN, texts, vectors)
+        _write_parquet(arguments.output, arguments.column or text_files.DEFAULT_COLUMN, texts, vectors)
     part.remove()
     print(summary(len(texts) - before, before, tokens, seconds), file=sys.stderr)
 

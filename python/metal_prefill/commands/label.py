@@ -8,13 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from metal_prefill.commands import common
-from metal_prefill.commands.text_files import (
-    add_prompt_arguments,
-    add_text_arguments,
-    given_texts,
-    prompt_rules,
-)
+from metal_prefill.commands import common, text_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +28,7 @@ def _labels(text: str) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    add_text_arguments(parser, "texts")
+    text_files.add_text_arguments(parser, "texts")
     parser.add_argument(
         "--labels",
         type=_labels,
@@ -59,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="with a model of GLiNER: probability that a part of a text exceeds (default: 0.5)",
     )
-    add_prompt_arguments(parser, "texts")
+    text_files.add_prompt_arguments(parser, "texts")
     parser.add_argument("--json", action="store_true", help="print lines of JSON, one for each text")
     common.add_model_arguments(parser)
     common.add_engine_arguments(parser)
@@ -69,7 +63,7 @@ def execute(arguments: argparse.Namespace) -> None:
     """Print the labels of each text: of the whole text, or of its parts with their positions."""
     if arguments.template is not None and arguments.labels is None:
         raise common.UsageError("--template requires --labels")
-    texts = given_texts(arguments)
+    texts = text_files.given_texts(arguments)
     with common.open_model(arguments) as model:
         head = model.engine.head
         if head.entities is not None:
@@ -90,7 +84,7 @@ def _find_parts(model: Model, texts: list[str], arguments: argparse.Namespace) -
     if arguments.labels is None or arguments.template is not None:
         raise common.UsageError("a model of GLiNER requires --labels, and has no --template")
     choice = Choice() if arguments.threshold is None else Choice(arguments.threshold).checked()
-    encoded = encode_entities(model.engine, texts, arguments.labels, prompt_rules(arguments))
+    encoded = encode_entities(model.engine, texts, arguments.labels, text_files.prompt_rules(arguments))
     if encoded.cut:
         print(f"warning: {cut_note(model.engine, encoded)}", file=sys.stderr)
     _print_parts(found_entities(TextPasses(model.engine), encoded, choice), arguments)
@@ -108,7 +102,7 @@ def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) 
 
     _check_positions(arguments)
     decoding = decoding_of(model.engine, arguments.strategy)
-    spanned, cut = encode_spans(model.engine, texts, prompt_rules(arguments))
+    spanned, cut = encode_spans(model.engine, texts, text_files.prompt_rules(arguments))
     if cut:
         print(f"warning: {cut_message(cut, len(texts), model.max_context, 'text')}", file=sys.stderr)
     _print_parts(entities_of(TextPasses(model.engine), spanned, decoding), arguments)
@@ -124,7 +118,7 @@ def _print_parts(found: Iterable[list[Entity]], arguments: argparse.Namespace) -
 
 
 def _label_texts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
-    rules = prompt_rules(arguments)._asdict()
+    rules = text_files.prompt_rules(arguments)._asdict()
     found = model.classify(texts, arguments.labels, arguments.template, **rules)
     for i, (label, values) in enumerate(zip(found.best, found.probabilities, strict=True)):
         if arguments.json:

@@ -5,13 +5,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from metal_prefill.commands import common
-from metal_prefill.commands.text_files import (
-    add_prompt_arguments,
-    add_text_arguments,
-    given_texts,
-    prompt_rules,
-)
+from metal_prefill.commands import common, text_files
 
 EXAMPLE = "metal-prefill rerank -m minilm --how late -q 'Who is dead?' 'The queen lives.' 'The king is dead.'"
 
@@ -19,7 +13,7 @@ EXAMPLE = "metal-prefill rerank -m minilm --how late -q 'Who is dead?' 'The quee
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("-q", "--query", required=True, metavar="TEXT", help="query to rank for")
-    add_text_arguments(parser, "documents")
+    text_files.add_text_arguments(parser, "documents")
     common.add_number(parser, "-n", "--top-n", help="print only the best N")
     parser.add_argument(
         "--instruction", metavar="TEXT", help="task description (default: from the model card)"
@@ -40,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="class whose probability is the score (default: the affirmative one of two)",
     )
-    add_prompt_arguments(parser, "documents")
+    text_files.add_prompt_arguments(parser, "documents")
     parser.add_argument("--json", action="store_true", help="print lines of JSON: index, score, document")
     common.add_model_arguments(parser)
     common.add_engine_arguments(parser)
@@ -51,9 +45,9 @@ def execute(arguments: argparse.Namespace) -> None:
     from metal_prefill.tasks._reranking import Options, encode_documents
     from metal_prefill.tasks._text_passes import TextPasses
 
-    documents = given_texts(arguments)
+    documents = text_files.given_texts(arguments)
     with common.open_model(arguments) as model:
-        rules, how = prompt_rules(arguments), arguments.how
+        rules, how = text_files.prompt_rules(arguments), arguments.how
         options = Options(arguments.instruction, arguments.template, how, rules, arguments.label)
         ranking = encode_documents(model.engine, arguments.query, documents, options)
         for note in ranking.notes():

@@ -284,12 +284,6 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 
 
-def _divided(message: str) -> tuple[str, str | None]:
-    """Return a message of msgspec without the place in the body that it names, and that place."""
-    text, found, place = message.rpartition(" - at `$")  # a field's name may contain the same
-    return (text, place.removesuffix("`").removeprefix(".")) if found else (message, None)
-
-
 def count_values(body: bytes) -> int:
     """Return the number of strings (also names), arrays and objects in JSON; other threads can run."""
     text = np.frombuffer(body.replace(rb"\\", b"  ").replace(rb"\"", b"  "), np.uint8)
@@ -342,7 +336,8 @@ def _members(kind: Any) -> Mapping[str, Any] | None:
 
 def _invalid(message: str, body: bytes) -> ApiError:
     """Return the error for a body that msgspec refuses with this message."""
-    text, place = _divided(message)
+    text, found_place, rest = message.rpartition(" - at `$")  # a field's name may contain the same
+    text, place = (text, rest.removesuffix("`").removeprefix(".")) if found_place else (message, None)
     if place is not None and place.startswith("messages[...]"):
         place = place.replace("[...]", f"[{_first_invalid(body)}]", 1)
     for pattern, problem, code in (
