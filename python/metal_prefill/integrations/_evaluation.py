@@ -35,14 +35,9 @@ def loglikelihood(
             encoded.append(_cut(model, *encode_continuation(model.engine, context, continuation, encode)))
         except ValueError as error:
             raise ValueError(f"request {i}: {error}") from None
-    return loglikelihood_of_tokens(model, encoded)
-
-
-def loglikelihood_of_tokens(model: Model, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
-    """Return what `loglikelihood` returns, for token ids that fit the context."""
-    names = [f"request {i}" for i in range(len(pairs))]
-    scores = score_continuations(TextPasses(model.engine), pairs, names)
-    greedy = _are_greedy(model, pairs, scores, names)
+    names = [f"request {i}" for i in range(len(encoded))]
+    scores = score_continuations(TextPasses(model.engine), encoded, names)
+    greedy = _are_greedy(model, encoded, scores, names)
     return [
         (float(score.sum(dtype=np.float64)), is_greedy)
         for score, is_greedy in zip(scores, greedy, strict=True)

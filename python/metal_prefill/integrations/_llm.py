@@ -11,6 +11,7 @@ one as the option ``model``. ``metal_prefill/minilm`` embeds texts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import llm
@@ -20,19 +21,6 @@ from pydantic import Field
 from metal_prefill.model import Model
 
 _NAMES = {"demo": None, "smollm2": "smollm2"}  # of models that write, and their files
-
-
-class _Opened:
-    """The last model that was used, which stays open."""
-
-    def __init__(self) -> None:
-        self._name: str | None = ""
-        self._model: Model | None = None
-
-    def __call__(self, name: str | None) -> Model:
-        if self._model is None or name != self._name:
-            self._model, self._name = Model(name), name
-        return self._model
 
 
 class ChatModel(llm.Model):  # type: ignore[misc,unused-ignore]
@@ -52,7 +40,7 @@ class ChatModel(llm.Model):  # type: ignore[misc,unused-ignore]
     def __init__(self, name: str, file: str | None) -> None:
         self.model_id = f"metal_prefill/{name}"
         self._file = file
-        self._open = _Opened()
+        self._open = lru_cache(maxsize=1)(Model)  # the last one stays open
 
     def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any) -> Iterator[str]:
         """Yield the parts of the answer to a prompt, which includes the messages before it."""
@@ -92,7 +80,7 @@ class TextModel(llm.EmbeddingModel):  # type: ignore[misc,unused-ignore]
     def __init__(self, name: str, file: str) -> None:
         self.model_id = f"metal_prefill/{name}"
         self._file = file
-        self._open = _Opened()
+        self._open = lru_cache(maxsize=1)(Model)  # the last one stays open
 
     def embed_batch(self, items: Iterable[str | bytes]) -> Iterator[list[float]]:
         texts = [item if isinstance(item, str) else item.decode("utf-8") for item in items]
