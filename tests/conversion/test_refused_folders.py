@@ -475,6 +475,8 @@ unigram = partial(plain, architecture="XLMRobertaModel", variant="unigram as wri
 SCORES = r"model.vocab\[5\] must be a token and its score, a number"
 splade, routed, pairs = bert_relatives.distilbert_masked, bert_relatives.routed, task_folders.generative
 SPLADE, ROUTER, QUERIES = "1_SpladePooling/config.json", "router_config.json", "query_0_SparseStaticEmbedding"
+classes, modern = (task_folders.CLASSIFIERS[name] for name in ("bert", "modernbert"))
+POOLER = "bert.pooler.dense"
 hybrid, PICKLE = task_folders.hybrid, "sparse_linear.pt"
 PICKLES = [
     (b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.", "GLOBAL os system; only plain tensors are read"),
@@ -595,7 +597,17 @@ MODULES: list[Case] = [
     *((bert, file(CLASS, truncate_dim=n), BAD, f"truncate_dim is {n}") for n in (0, DIM + 1)),
     (late, expanded("fixed"), BAD, r"are expanded, but the vocabulary has no token '\[EXPAND\]'"),
     (late, expanded("max"), NOT, r"query_expansion\.strategy is 'max'; supported: 'fixed', 'min'"),
-    (task_folders.CLASSIFIERS["bert"], settings(problem_type="regression"), NOT, "'regression', and its 3"),
+    (classes, settings(problem_type="regression"), NOT, "'regression', and its 3"),
+    (classes, put(f"{POOLER}.weight", DIM, DIM + 1), BAD, r"cls\.weight has rows of 33 values, its"),
+    (classes, put(f"{POOLER}.bias", DIM + 1), BAD, r"cls\.bias has shape \(33,\) .*expected \(32,\) and F32"),
+    (classes, lose(f"{POOLER}.weight"), BAD, r"cls\.bias requires cls\.weight"),
+    (modern, put("head.norm.weight", DIM - 1), BAD, r"cls\.norm\.weight has shape \(31,\)"),
+    (modern, both(lose("head.norm.weight"), put("head.norm.bias", DIM)), BAD, r"requires cls\.norm\.w"),
+    (classes, put("classifier.weight", 3, DIM - 1), BAD, r"cls\.output\.weight has rows of 31 values"),
+    (classes, lose("classifier.weight"), BAD, r"cls\.output\.bias requires cls\.output\.weight"),
+    (classes, lose("classifier.weight", "classifier.bias"), BAD, r"cls\.\w+ requires cls\.output\.weight"),
+    (classes, put("classifier.bias", 2), BAD, r"cls\.output\.bias has shape \(2,\)"),
+    (classes, put("classifier.weight", 3, DIM, 2), BAD, r"has shape \(3, 32, 2\), expected 1 or 2"),
     (splade, file(SPLADE, pooling_strategy="mean"), NOT, "'mean'"),
     (splade, file(SPLADE, activation_function="softplus"), NOT, "'softplus'"),
     (

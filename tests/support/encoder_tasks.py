@@ -1,12 +1,11 @@
 """Shared by the tests of tasks of encoders."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter, PoolingType
 
 from metal_prefill import Model
 from support.model_folders import Folder
@@ -33,19 +32,3 @@ def scores_of(model: Model, documents: list[str] = DOCUMENTS, **options: Any) ->
     for item in model.rerank(QUERY, documents, **options):
         scores[item.index] = item.score
     return scores
-
-
-def head_file(path: Path, tensors: Mapping[str, npt.NDArray[np.float32]], **settings: Any) -> Path:
-    """Write a file of BERT that contains a head alone, with settings of its classifier."""
-    writer = GGUFWriter(path, "bert")
-    writer.add_pooling_type(PoolingType.RANK)
-    for key, value in settings.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_uint32
-        add(f"bert.classifier.{key}", value)
-    for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path

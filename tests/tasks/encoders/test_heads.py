@@ -6,65 +6,34 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.encoder_tasks import INT8, NEAR, FileOf, head_file, opened, scores_of
-from support.model_folders import DIM, read
+from support.encoder_tasks import INT8, NEAR, FileOf, opened, scores_of
+from support.gguf_bytes import Value, integer, string
+from support.gguf_mutator import with_entries
+from support.model_folders import read
 from support.task_folders import CLASSIFIERS, DOCUMENTS, PAIRS, QUERY, RANKERS, TEXTS
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
-from metal_prefill.files import GGUFFile
-from metal_prefill.files._task_config import read_head
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("key", "value", "message"),
     [
-        ({"cls.weight": (DIM, DIM + 1)}, r"cls\.weight has rows of 33 values, its input has 32"),
-        ({"cls.bias": (DIM + 1,)}, r"cls\.bias has shape \(33,\) .*expected \(32,\) and F32"),
-        ({"cls.weight": None}, r"cls\.bias requires cls\.weight"),
-        ({"cls.norm.weight": (DIM - 1,)}, r"cls\.norm\.weight has shape \(31,\)"),
-        ({"cls.norm.bias": (DIM,)}, r"cls\.norm\.bias requires cls\.norm\.weight"),
-        ({"cls.output.weight": (3, DIM - 1)}, r"cls\.output\.weight has rows of 31 values, its input has 32"),
-        ({"cls.output.weight": None}, r"cls\.\w+(\.\w+)? requires cls\.output\.weight"),
-        ({"cls.output.bias": (2,)}, r"cls\.output\.bias has shape \(2,\)"),
-        ({"cls.output.weight": (3, DIM, 2)}, r"cls\.output\.weight has shape"),
-    ],
-)
-def test_mismatched_heads_are_rejected(
-    tmp_path: Path, changed: dict[str, tuple[int, ...] | None], message: str
-) -> None:
-    shapes: dict[str, tuple[int, ...] | None] = {
-        "cls.weight": (DIM, DIM),
-        "cls.bias": (DIM,),
-        "cls.output.weight": (3, DIM),
-        "cls.output.bias": (3,),
-        **changed,
-    }
-    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items() if shape is not None}
-    with pytest.raises((GGUFError, UnsupportedModelError), match=message):
-        read_head(GGUFFile(head_file(tmp_path / "head.gguf", tensors)), "bert", DIM)
-
-
-@pytest.mark.parametrize(
-    ("strings", "message"),
-    [
-        ({"activation": "relu"}, "classifier.activation 'relu' is not supported; supported are softmax"),
-        ({"activation": 3}, "classifier.activation has type uint32, expected string"),
-        (
-            {"pooling_type": 0},
-            "classifier.pooling_type is none, must be the pooling whose result the head reads",
-        ),
-        ({"pooling_type": 4}, "classifier.pooling_type is rank"),
-        ({"pooling_type": 9}, "classifier.pooling_type 9 is not supported"),
+        ("activation", string("relu"), "activation 'relu' is not supported; supported are softmax"),
+        ("activation", integer(3), "activation has type uint32, expected string"),
+        ("pooling_type", integer(0), "pooling_type is none, must be the pooling whose result the head reads"),
+        ("pooling_type", integer(4), "pooling_type is rank"),
+        ("pooling_type", integer(9), "pooling_type 9 is not supported"),
     ],
 )
 def test_unknown_metadata_of_a_head_is_rejected(
-    tmp_path: Path, strings: dict[str, Any], message: str
+    file_of: FileOf, tmp_path: Path, key: str, value: Value, message: str
 ) -> None:
-    output = {"cls.output.weight": np.zeros((3, DIM), np.float32)}
-    with pytest.raises((GGUFError, UnsupportedModelError), match=message):
-        read_head(GGUFFile(head_file(tmp_path / "head.gguf", output, **strings)), "bert", DIM)
+    name = f"bert.classifier.{key}"
+    path = with_entries(tmp_path / "m.gguf", file_of(CLASSIFIERS["bert"]), {name: value})
+    with pytest.raises((GGUFError, UnsupportedModelError), match=rf"classifier\.{message}"):
+        Model(path, device="cpu")
 
 
 def test_gelu_uses_the_error_function() -> None:
