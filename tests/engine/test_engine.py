@@ -131,26 +131,20 @@ def test_bfloat16_mode_rounds_weights_of_every_type_if_supported(
         assert correlation(logits[0], other) > CORRELATION_BFLOAT16 - 0.001
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q6_K"])
-def test_bfloat16_mode_is_float32_if_unsupported(
-    kind: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "compute"),
+    [*product(["F32", "F16", "Q4_0", "Q6_K"], ["bf16"]), *product(["F32", "F16"], ["int8"])],
+)
+def test_modes_are_float32_if_unsupported_or_if_weights_are_exact(
+    kind: str, compute: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")
+    """Of sets without products of pairs, and of float weights in 8-bit mode."""
+    if compute == "bf16":
+        monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")
     logits = []
-    for compute in ("bf16", "f32"):
-        with Model(model_path(f"type {kind}"), device="cpu", compute=compute) as model:
-            logits.append(model.session().forward_prompt_logits(random_ids(9, 320)))
-    np.testing.assert_array_equal(logits[0], logits[1])
-
-
-@pytest.mark.parametrize("kind", ["F32", "F16"])
-def test_exact_weights_give_float32_results_in_both_modes(
-    kind: str, model_path: Callable[[str], Path]
-) -> None:
-    logits = []
-    for compute in ("int8", "f32"):
-        with Model(model_path(f"type {kind}"), device="cpu", compute=compute) as model:
-            logits.append(model.session().forward_prompt_logits(random_ids(33, 320)))
+    for mode in (compute, "f32"):
+        with Model(model_path(f"type {kind}"), device="cpu", compute=mode) as model:
+            logits.append(model.session().forward_prompt_logits(random_ids(33)))
     np.testing.assert_array_equal(logits[0], logits[1])
 
 

@@ -6,6 +6,7 @@ On a Mac these tests are skipped.
 import logging
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,24 @@ def be_m5(**limits: Any) -> None:
     gpu.set_limits(gpu.Limits(apple_family=M5, name=f"M5 {limits}", **limits))
 
 
-def logits_of(path: Path) -> tuple[np.ndarray[Any, Any], set[str], float]:
-    """Return the logits after a prompt, the kernels that ran, and the entry of stats() about tensors."""
-    with open_metal(path) as model:
+def logits_of(
+    path: Path, prompt: Sequence[int] = PROMPT, **options: Any
+) -> tuple[np.ndarray[Any, Any], set[str], dict[str, float]]:
+    """Return the logits after a prompt, the kernels that ran, and stats()."""
+    with open_metal(path, **options) as model:
         gpu.set_history_depth(0)
         gpu.set_history_depth(16)  # from here on
-        logits = model.session().forward_prompt_logits(PROMPT)
+        logits = model.session().forward_prompt_logits(prompt)
         kernels = {d.kernel for buffer in gpu.history() for d in buffer.dispatches}
-        return logits, kernels, model.stats()["matmul_tensor"]
+        return logits, kernels, model.stats()
 
 
 @pytest.fixture(scope="module")
 def plain(path: Path) -> np.ndarray[Any, Any]:
     """Return the logits without tensors."""
     gpu.set_limits(gpu.Limits(apple_family=9))
-    logits, kernels, used = logits_of(path)
-    assert used == 0
+    logits, kernels, stats = logits_of(path)
+    assert stats["matmul_tensor"] == 0
     assert not any("tensor" in kernel for kernel in kernels)
     assert _core.metal_device()["matmul_tensor"] == "not for this GPU"
     return logits
@@ -61,8 +64,8 @@ def plain(path: Path) -> np.ndarray[Any, Any]:
 def on_tensors(path: Path) -> tuple[np.ndarray[Any, Any], set[str]]:
     """Return the logits with tensors, and the kernels that ran."""
     be_m5()
-    logits, kernels, used = logits_of(path)
-    assert used == 1
+    logits, kernels, stats = logits_of(path)
+    assert stats["matmul_tensor"] == 1
     return logits, kernels
 
 
@@ -80,21 +83,15 @@ def test_an_m5_uses_tensor_products(
     assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
 
 
-def long_prompt(path: Path) -> tuple[np.ndarray[Any, Any], set[str], dict[str, float]]:
-    """Return the logits after a prompt that has tall tiles, the kernels that ran, and stats()."""
-    with open_metal(path, kv_memory=1 << 20, max_context=256) as model:
-        gpu.set_history_depth(0)
-        gpu.set_history_depth(16)
-        logits = model.session().forward_prompt_logits([5 + i % 300 for i in range(130)])
-        kernels = {d.kernel for buffer in gpu.history() for d in buffer.dispatches}
-        return logits, kernels, model.stats()
+# A prompt that has tall tiles.
+LONG: dict[str, Any] = {"prompt": [5 + i % 300 for i in range(130)], "kv_memory": 1 << 20, "max_context": 256}
 
 
 @pytest.fixture(scope="module")
 def with_tall_tiles(path: Path) -> tuple[np.ndarray[Any, Any], set[str]]:
     """Return the logits after a long prompt, and the kernels that ran, where all kernels pass."""
     be_m5()
-    logits, kernels, stats = long_prompt(path)
+    logits, kernels, stats = logits_of(path, **LONG)
     assert (stats["matmul_tensor"], stats["matmul_tall"]) == (1, 1)
     return logits, kernels
 
@@ -111,7 +108,7 @@ def test_an_m5_avoids_tall_tiles_that_fail(
     expected, kernels = with_tall_tiles
     assert any(kernel.endswith("tall") for kernel in kernels)
     be_m5(**limits)
-    logits, kernels, stats = long_prompt(path)
+    logits, kernels, stats = logits_of(path, **LONG)
     assert (stats["matmul_tensor"], stats["matmul_tall"]) == (1, 0)
     assert not any(kernel.endswith("tall") for kernel in kernels)
     assert np.abs(logits - expected).max() <= 1e-3 * np.abs(expected).max()
@@ -137,13 +134,12 @@ def test_an_m5_attends_without_tensors_if_that_fails(
     assert not any(kernel.startswith("attention_prefill") for kernel in kernels)
     assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
     be_m5(**limits)
-    logits, kernels, used = logits_of(path)
-    assert used == 1
+    logits, kernels, stats = logits_of(path)
+    assert stats["matmul_tensor"] == 1
     assert "attention_prefill_f16_64" in kernels
     assert not any(kernel.startswith("attention_tensor") for kernel in kernels)
     assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
-    with open_metal(path) as model:
-        assert model.stats()["attention_tensor"] == 0
+    assert stats["attention_tensor"] == 0
 
 
 def test_the_trial_runs_once_per_process_and_is_stored(
@@ -220,8 +216,8 @@ def test_an_m5_avoids_kernels_that_fail(
     path: Path, plain: np.ndarray[Any, Any], limits: dict[str, Any], reason: str
 ) -> None:
     be_m5(**limits)
-    logits, kernels, used = logits_of(path)
-    assert used == 0
+    logits, kernels, stats = logits_of(path)
+    assert stats["matmul_tensor"] == 0
     assert not any("tensor" in kernel for kernel in kernels)
     np.testing.assert_array_equal(logits, plain)
     with open_metal(path) as model, model.session() as session:
@@ -265,8 +261,8 @@ def test_the_environment_disables_tensor_kernels(
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_MATMUL_TENSOR", "0")
     be_m5()
-    logits, _, used = logits_of(path)
-    assert used == 0
+    logits, _, stats = logits_of(path)
+    assert stats["matmul_tensor"] == 0
     np.testing.assert_array_equal(logits, plain)
     with open_metal(path) as model:
         report = doctor_report.check_kernels(model, quick=True)
