@@ -606,6 +606,10 @@ MODULES: list[Case] = [
     (classes, put("classifier.weight", 3, DIM - 1), BAD, r"cls\.output\.weight has rows of 31 values"),
     (classes, lose("classifier.weight"), BAD, r"cls\.output\.bias requires cls\.output\.weight"),
     (classes, lose("classifier.weight", "classifier.bias"), BAD, r"cls\.\w+ requires cls\.output\.weight"),
+    (
+        classes, lose(*(f"{name}.{end}" for name in (POOLER, "classifier") for end in ("weight", "bias"))),
+        BAD, "output_labels names 3 labels, but tensor cls.output.weight is missing",
+    ),
     (classes, put("classifier.bias", 2), BAD, r"cls\.output\.bias has shape \(2,\)"),
     (classes, put("classifier.weight", 3, DIM, 2), BAD, r"has shape \(3, 32, 2\), expected 1 or 2"),
     (splade, file(SPLADE, pooling_strategy="mean"), NOT, "'mean'"),

@@ -2,7 +2,6 @@
 
 import math
 import os
-import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gguf_bytes import scalar
+from support.gguf_bytes import integer
+from support.gguf_mutator import with_entries
 from support.programs import finished
 from support.small_models import MODELS, with_tensor, write
 
@@ -23,22 +23,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("plain") / "m.gguf", MODELS["gqa 1"])
 
 
-def with_number(path: Path, plain: Path, key: str, value: float) -> Path:
-    """Write a copy of a file in which a number of 4 bytes is replaced."""
-    content = bytearray(plain.read_bytes())
-    name = struct.pack("<Q", len(key)) + key.encode()
-    at = content.index(name) + len(name)
-    (kind,) = struct.unpack_from("<I", content, at)
-    content[at + 4 : at + 8] = scalar(kind, value)
-    path.write_bytes(content)
-    return path
-
-
 @pytest.mark.parametrize("context", [2**31 - 1, 2**31 - 64, 2**31 - 513, 2**30 + 1])
 def test_contexts_near_the_limit_of_32_bits_work(
     device: str, plain: Path, tmp_path: Path, context: int
 ) -> None:
-    path = with_number(tmp_path / "m.gguf", plain, "llama.context_length", context)
+    path = with_entries(tmp_path / "m.gguf", plain, {"llama.context_length": integer(context)})
     ids = list(range(70))
     with Model(plain, device=device) as small, Model(path, device=device) as large:
         assert large.max_context == context

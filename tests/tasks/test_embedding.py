@@ -9,7 +9,8 @@ import numpy.typing as npt
 import pytest
 from support.computed_tokens import ComputedTokens
 from support.cpu_testing import cpu_testing
-from support.gguf_reader import GGUFReader
+from support.gguf_bytes import FALSE, integer
+from support.gguf_mutator import with_entries
 from support.reference import ReferenceModel
 from support.small_models import EMBEDDERS, SmallModel, write
 
@@ -243,39 +244,26 @@ def test_texts_of_a_bidirectional_model_are_not_split(device: str, tmp_path: Pat
 
 
 def test_a_contradictory_file_is_rejected(tmp_path: Path) -> None:
-    embedder = write(tmp_path / "m.gguf", EMBEDDERS["gemma-embedding"])
-    names = [t.name for t in GGUFReader(embedder).tensors]
-    assert "dense_2.weight" in names
-    data = embedder.read_bytes()
-    lost = tmp_path / "lost.gguf"
-    lost.write_bytes(data.replace(b"dense_3.weight", b"dense_3.wrongs"))
+    whole, path = write(tmp_path / "whole.gguf", EMBEDDERS["gemma-embedding"]), tmp_path / "m.gguf"
+    path.write_bytes(whole.read_bytes().replace(b"dense_3.weight", b"dense_3.wrongs"))
     with pytest.raises(GGUFError, match=r"dense_3_feat_in and _out declare .* dense_3.weight is missing"):
-        Model(lost, device="cpu")
-    lost.write_bytes(data.replace(b"dense_2_feat_out", b"dense_2_feat_oof"))
-    Model(lost, device="cpu").close()
-    key = b"gemma-embedding.pooling_type"
-    at = data.index(key) + len(key) + 4  # after the type of the value
-    for value, error, message in (
+        Model(path, device="cpu")
+    for number, error, message in (
         (7, UnsupportedModelError, "pooling_type 7 is not supported; supported are 0 .none., 1 .mean."),
         (4, GGUFError, "pooling_type is rank, but tensor cls.output.weight is missing"),
     ):
-        lost.write_bytes(data[:at] + value.to_bytes(4, "little") + data[at + 4 :])
+        with_entries(path, whole, {"gemma-embedding.pooling_type": integer(number)})
         with pytest.raises(error, match=message):
-            Model(lost, device="cpu")
+            Model(path, device="cpu")
+    Model(with_entries(path, whole, {"gemma-embedding.dense_2_feat_out": None}), device="cpu").close()
 
 
 def test_the_end_of_a_text_is_marked_if_the_file_requires_it(path: Path, tmp_path: Path) -> None:
-    data = path.read_bytes()
-    key = b"tokenizer.ggml.add_eos_token"
-    at = data.index(key) + len(key) + 4
-    assert data[at] == 1
-    without = tmp_path / "without.gguf"
-    without.write_bytes(data[:at] + b"\x00" + data[at + 1 :])
+    without = with_entries(tmp_path / "m.gguf", path, {"tokenizer.ggml.add_eos_token": FALSE})
     with Model(path, device="cpu") as ends, Model(without, device="cpu") as open_:
         assert not np.array_equal(ends.embed(["a"]), open_.embed(["a"]))
         with open_.session() as session:
             state = open_.forward_batch([session], [tokens_of(ends, "a")], output="hidden")[0]
-    with Model(path, device="cpu") as ends:
         np.testing.assert_array_equal(ends.embed(["a"], normalize=False)[0], state)
 
 
