@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from metal_prefill import _core
 from metal_prefill.errors import MetalPrefillError, NumericalError, UnsupportedModelError
 from metal_prefill.gpu._cost_model import CHIPS, UnknownKernelError, find_chip, predict_run, shape_of
+from metal_prefill.gpu._kernel_checks import Difference
 from metal_prefill.gpu._self_test import QUICK, kernel_differences, known_tokens
 from metal_prefill.model import Model
 from metal_prefill.session import Session
@@ -68,9 +70,7 @@ def check_kernels(model: Model, quick: bool) -> Report:
             ],
             "checked": sorted(checked),
             "not_checked": sorted({p.kernel for p in pipelines} - checked),
-            "differences": [
-                {"kernel": d.kernel, "index": d.index, "got": d.got, "expected": d.expected} for d in wrong
-            ],
+            "differences": [asdict(difference) for difference in wrong],
         }
 
 
@@ -244,8 +244,8 @@ def _tell_kernels(model: Model, quick: bool) -> tuple[Report, bool]:
     print(f"kernels that agree: {len(kernels['checked']) - len(kernels['differences'])}")
     if kernels["not_checked"] and not quick:
         print(f"kernels not reached: {', '.join(kernels['not_checked'])}")
-    for d in kernels["differences"]:
-        print(f"DIFFERS: {d['kernel']}: value {d['index']} is {d['got']:.6g}, expected {d['expected']:.6g}")
+    for difference in kernels["differences"]:
+        print(f"DIFFERS: {Difference(**difference)}")
     return {"kernels": kernels}, not kernels["differences"]
 
 

@@ -26,13 +26,7 @@ class Answer:
     """A continuation of a prompt."""
 
     pieces: list[str] = field(default_factory=list)
-    finish_reason: str = (
-        ""  # see :class:`metal_prefill.generation.Stream`; empty while the text is in progress
-    )
-
-    def entry(self) -> dict[str, str]:
-        """Return the answer as a JSON object."""
-        return {"continuation": "".join(self.pieces), "finish_reason": self.finish_reason}
+    finish_reason: str = ""  # see :class:`metal_prefill.generation.Stream`; empty while it is in progress
 
 
 @dataclass
@@ -52,7 +46,9 @@ class Result:
         """Return the result as a line of JSON that ends with `more`."""
         if self.error:
             return self.prompt.line(error=self.error, **more)
-        entries = [answer.entry() for answer in self.answers]
+        entries = [
+            {"continuation": "".join(a.pieces), "finish_reason": a.finish_reason} for a in self.answers
+        ]
         found: dict[str, Any] = {**entries[0]} if len(entries) == 1 else {"answers": entries}
         return self.prompt.line(**found, **more)
 

@@ -180,12 +180,8 @@ def core_sampler(options: Options, seed: int | None, recent: Iterable[int], answ
     """
     core = _core.SamplingOptions()
     core.window = REPEAT_WINDOW
-    core.temperature = options.temperature
-    core.top_k = min(int(options.top_k), _LARGEST_ID)
-    core.typical_p, core.top_p, core.min_p = options.typical_p, options.top_p, options.min_p
-    core.repeat_penalty = options.repeat_penalty
-    core.frequency_penalty, core.presence_penalty = options.frequency_penalty, options.presence_penalty
-    core.logit_bias = dict(options.logit_bias)
+    for name, value in {**vars(options), "top_k": min(int(options.top_k), _LARGEST_ID)}.items():
+        setattr(core, name, value)
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")
     seed = integer("seed", seed, 0)
