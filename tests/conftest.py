@@ -15,7 +15,7 @@ from support.small_models import MODELS, with_tokenizer_of, write
 from support.tiny_models import TINY
 
 import metal_prefill
-from metal_prefill import MissingExtraError, Model, _core
+from metal_prefill import MissingExtraError, Model, _core, synth
 from metal_prefill.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -169,6 +169,19 @@ def tiny_demo(device: str, tiny_demo_path: Path) -> Iterator[Model]:
     """Open a tiny model, for tests in which the weights do not matter."""
     with Model(tiny_demo_path, device=device) as model:
         yield model
+
+
+@pytest.fixture(scope="module")
+def bundled(demo_path: Path) -> Iterator[Model]:
+    """Open the bundled model on the CPU for the tests of a module."""
+    with Model(demo_path, device="cpu", threads=1) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Path of a small embedding model."""
+    return synth.synthesize(tmp_path_factory.mktemp("m") / "small.gguf", preset="tiny-embedding")
 
 
 @pytest.fixture

@@ -50,11 +50,10 @@ def failing(options: ServerOptions, port: int) -> list[str]:
     return [sys.executable, "-c", STAND_IN.replace("FAILS", "True"), str(port)]
 
 
-def test_prompts_share_300_tokens_and_differ_after_them(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        made = [prompts(model.tokenizer, 3, round_) for round_ in range(2)]
-        assert made[0] == prompts(model.tokenizer, 3, 0)
-        every = [model.tokenizer.encode(prompt, add_bos=False) for prompt in made[0] + made[1]]
+def test_prompts_share_300_tokens_and_differ_after_them(bundled: Model) -> None:
+    made = [prompts(bundled.tokenizer, 3, round_) for round_ in range(2)]
+    assert made[0] == prompts(bundled.tokenizer, 3, 0)
+    every = [bundled.tokenizer.encode(prompt, add_bos=False) for prompt in made[0] + made[1]]
     shared = every[0][:290]
     assert all(ids[:290] == shared for ids in every)
     assert len({tuple(ids) for ids in every}) == 6
@@ -99,32 +98,30 @@ def test_each_client_gets_its_own_answer_and_failures_are_named() -> None:
         )
 
 
-def test_ratios_compare_adjacent_rounds(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        ours, peer = ServingRow("metal_prefill", 2), ServingRow("llama-server", 2)
-        for scale in (1.0, 10.0):  # the second round is disturbed
-            text = "a " * 8
-            tokens = len(model.tokenizer.encode(text, add_bos=False))
-            ours.add(scale, [Answer(text, 0.1 * scale)] * 2, model.tokenizer)
-            peer.add(4 * scale, [Answer(text, 0.3 * scale)] * 2, model.tokenizer)
+def test_ratios_compare_adjacent_rounds(bundled: Model) -> None:
+    ours, peer = ServingRow("metal_prefill", 2), ServingRow("llama-server", 2)
+    text, tokenizer = "a " * 8, bundled.tokenizer
+    tokens = len(tokenizer.encode(text, add_bos=False))
+    for scale in (1.0, 10.0):  # the second round is disturbed
+        ours.add(scale, [Answer(text, 0.1 * scale)] * 2, tokenizer)
+        peer.add(4 * scale, [Answer(text, 0.3 * scale)] * 2, tokenizer)
     results = ServingResults([ours, peer], "m.gguf", 2, "a machine")
     assert ours.tokens_per_second == pytest.approx([2 * tokens, 0.2 * tokens])
     assert results.speedup(peer).median == pytest.approx(4)
     assert results.sooner(peer).median == pytest.approx(3)
 
 
-def test_a_row_summarizes_its_clients_and_rounds(demo_path: Path) -> None:
+def test_a_row_summarizes_its_clients_and_rounds(bundled: Model) -> None:
     texts = ["a " * n for n in (1, 2, 3, 5, 9)]
     first_s = [0.9, 0.1, 0.2, 1.5, 0.3]  # median 0.3, mean 0.6
     rounds = [1, 10, 2, 4, 3]  # slowdown of each; median 3, mean 4
     ratios = [4, 2, 9, 3, 7]  # of ours to the peer, round by round; median 4, mean 5
     ours, peer = ServingRow("metal_prefill", 5), ServingRow("llama-server", 5)
-    with Model(demo_path, device="cpu") as model:
-        tokens = sum(len(model.tokenizer.encode(text, add_bos=False)) for text in texts)
-        for row, scales in ((ours, rounds), (peer, [a * b for a, b in zip(rounds, ratios, strict=True)])):
-            for scale in scales:
-                answers = [Answer(text, s * scale) for text, s in zip(texts, first_s, strict=True)]
-                row.add(2 * scale, answers, model.tokenizer)
+    tokens = sum(len(bundled.tokenizer.encode(text, add_bos=False)) for text in texts)
+    for row, scales in ((ours, rounds), (peer, [a * b for a, b in zip(rounds, ratios, strict=True)])):
+        for scale in scales:
+            answers = [Answer(text, s * scale) for text, s in zip(texts, first_s, strict=True)]
+            row.add(2 * scale, answers, bundled.tokenizer)
     assert ours.tokens_per_second == pytest.approx([tokens / (2 * scale) for scale in rounds])
     assert ours.first_token_s == pytest.approx([0.3 * scale for scale in rounds])
     assert ours.slowest_first_token_s == pytest.approx([1.5 * scale for scale in rounds])

@@ -20,11 +20,6 @@ from metal_prefill.bench._peers import metal_prefill
 CASE = Case(0, 0, 0, n_texts=64)
 
 
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synth.synthesize(tmp_path_factory.mktemp("m") / "small.gguf", preset="tiny-embedding")
-
-
 def test_texts_vary_in_length_and_are_reproducible() -> None:
     lengths = text_lengths(64)
     assert (min(lengths), max(lengths)) == (8, 512)

@@ -30,37 +30,30 @@ SYSTEM = {"role": "system", "content": "A room in the castle."}
 
 
 @pytest.fixture
-def model(demo_path: Path) -> Iterator[Model]:
-    """Open the bundled model on the CPU: most tests here do not depend on the engine."""
-    with Model(demo_path, device="cpu") as opened:
-        yield opened
+def chat(bundled: Model) -> Conversation:
+    return Conversation(bundled, system=SYSTEM["content"])
 
 
-@pytest.fixture
-def chat(model: Model) -> Conversation:
-    return Conversation(model, system=SYSTEM["content"])
-
-
-def test_turns_continue_the_template_and_reuse_the_cache(model: Model, chat: Conversation) -> None:
+def test_turns_continue_the_template_and_reuse_the_cache(bundled: Model, chat: Conversation) -> None:
     (answer,) = talk(chat, QUESTIONS[0])
     asked = [SYSTEM, {"role": "user", "content": QUESTIONS[0]}]
-    prompt = model.tokenizer.apply_chat_template(asked)
-    assert answer == "".join(model.generate(prompt, 24, stop="\n\n"))
+    prompt = bundled.tokenizer.apply_chat_template(asked)
+    assert answer == "".join(bundled.generate(prompt, 24, stop="\n\n"))
     assert chat.messages == [*asked, {"role": "assistant", "content": answer}]
 
-    held = model.tokenizer.apply_chat_template(chat.messages, add_generation_prompt=False)
+    held = bundled.tokenizer.apply_chat_template(chat.messages, add_generation_prompt=False)
     talk(chat, QUESTIONS[1])
     # The whole first turn, except the end of its answer, whose tokens were not generated in this form.
     assert chat.session.stats()["tokens_reused"] >= max(len(prompt), len(held) - 4)
 
 
-def test_reuse_changes_no_answer(model: Model, chat: Conversation) -> None:
+def test_reuse_changes_no_answer(bundled: Model, chat: Conversation) -> None:
     answers = talk(chat, *QUESTIONS)
     messages: list[dict[str, str]] = [SYSTEM]
     for question, answer in zip(QUESTIONS, answers, strict=True):
         messages.append({"role": "user", "content": question})
-        with model.session() as fresh:
-            prompt = model.tokenizer.apply_chat_template(messages)
+        with bundled.session() as fresh:
+            prompt = bundled.tokenizer.apply_chat_template(messages)
             assert "".join(fresh.generate(prompt, 24, stop="\n\n")) == answer
         messages.append({"role": "assistant", "content": answer})
 
@@ -91,8 +84,8 @@ def test_a_failed_answer_leaves_the_conversation_unchanged(chat: Conversation) -
     assert chat.messages == before
 
 
-def test_the_oldest_turns_are_dropped_when_the_context_is_full(model: Model) -> None:
-    chat = Conversation(model, system="A room.", max_context=96)
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(bundled: Model) -> None:
+    chat = Conversation(bundled, system="A room.", max_context=96)
     forgotten = 0
     for i in range(12):
         talk(chat, f"Question the {i}th?", max_tokens=8)
@@ -106,8 +99,8 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(model: Model) -> 
     assert forgotten == 2 * 12 - (len(chat.messages) - 1) > 0
 
 
-def test_a_message_that_can_never_fit_is_rejected(model: Model) -> None:
-    chat = Conversation(model, max_context=32)
+def test_a_message_that_can_never_fit_is_rejected(bundled: Model) -> None:
+    chat = Conversation(bundled, max_context=32)
     talk(chat, "Ay?", max_tokens=2)
     before = list(chat.messages)
     with pytest.raises(ContextOverflowError, match="exceeds the context of 32"):
@@ -115,11 +108,11 @@ def test_a_message_that_can_never_fit_is_rejected(model: Model) -> None:
     assert chat.messages == before
 
 
-def test_a_saved_conversation_continues(model: Model, chat: Conversation, tmp_path: Path) -> None:
+def test_a_saved_conversation_continues(bundled: Model, chat: Conversation, tmp_path: Path) -> None:
     talk(chat, QUESTIONS[0])
     chat.save(tmp_path / "talk.session")
     expected = talk(chat, QUESTIONS[1])
-    other = Conversation(model)
+    other = Conversation(bundled)
     talk(other, "Something else.")
     other.load(tmp_path / "talk.session")
     assert talk(other, QUESTIONS[1]) == expected
@@ -127,12 +120,14 @@ def test_a_saved_conversation_continues(model: Model, chat: Conversation, tmp_pa
     assert other.session.stats()["tokens_reused"] > 20
 
 
-def test_files_without_a_conversation_are_rejected(model: Model, chat: Conversation, tmp_path: Path) -> None:
+def test_files_without_a_conversation_are_rejected(
+    bundled: Model, chat: Conversation, tmp_path: Path
+) -> None:
     talk(chat, QUESTIONS[0])
     before = list(chat.messages)
     for i, notes in enumerate(["", "no json", "3", '["text"]', '[{"role": "user"}]', "[" * 100_000]):
         path = tmp_path / f"{i}.session"
-        with model.session() as session:
+        with bundled.session() as session:
             session.notes = notes
             session.save(path)
         with pytest.raises(StateError, match="no conversation"):
@@ -143,9 +138,9 @@ def test_files_without_a_conversation_are_rejected(model: Model, chat: Conversat
     assert talk(chat, QUESTIONS[1])
 
 
-def test_answers_accept_text_options(model: Model, chat: Conversation) -> None:
-    prompt = model.tokenizer.apply_chat_template([SYSTEM, {"role": "user", "content": QUESTIONS[0]}])
-    comma = model.tokenizer.encode(",", add_bos=False)[0]
+def test_answers_accept_text_options(bundled: Model, chat: Conversation) -> None:
+    prompt = bundled.tokenizer.apply_chat_template([SYSTEM, {"role": "user", "content": QUESTIONS[0]}])
+    comma = bundled.tokenizer.encode(",", add_bos=False)[0]
     cases: list[dict[str, Any]] = [
         {"stop": "e"},
         {"stop": [comma, "\n"], "min_tokens": 3},
@@ -155,7 +150,7 @@ def test_answers_accept_text_options(model: Model, chat: Conversation) -> None:
     for options in cases:
         given = options.get("stop", [])
         stop = ["\n\n", *(given if isinstance(given, list) else [given])]
-        with model.session() as fresh:
+        with bundled.session() as fresh:
             expected = list(fresh.stream(prompt, 24, logprobs=1, **{**options, "stop": stop}))
         text = "".join(chat.answer(QUESTIONS[0], 24, **options))
         assert text == "".join(piece.text for piece in expected)
@@ -176,9 +171,9 @@ def test_reset_keeps_the_system_message(chat: Conversation) -> None:
     assert talk(chat, QUESTIONS[0]) == first
 
 
-def test_decoding_runs_no_python_inside_numpy(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_runs_no_python_inside_numpy(bundled: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparing a NumPy integer with an enumeration does, and NumPy swallows a Ctrl-C that arrives there."""
-    decoder = model.tokenizer.decoder()
+    decoder = bundled.tokenizer.decoder()
     calls: list[str] = []
 
     def look_up(cls: type, name: str) -> None:
@@ -186,7 +181,7 @@ def test_decoding_runs_no_python_inside_numpy(model: Model, monkeypatch: pytest.
         raise AttributeError(name)
 
     monkeypatch.setattr(enum.EnumMeta, "__getattr__", look_up, raising=False)
-    for token in range(0, model.config.vocab_size, 7):
+    for token in range(0, bundled.config.vocab_size, 7):
         decoder.step(token)
     assert calls == []
 
@@ -206,8 +201,8 @@ def piped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
-def test_a_conversation_works_through_pipes(piped: Piped, model: Model, tmp_path: Path) -> None:
-    expected = talk(Conversation(model, system="A room."), *QUESTIONS)
+def test_a_conversation_works_through_pipes(piped: Piped, bundled: Model, tmp_path: Path) -> None:
+    expected = talk(Conversation(bundled, system="A room."), *QUESTIONS)
     lines = [QUESTIONS[0], "", f"/save {tmp_path}/talk.session", *QUESTIONS[1:], "/quit", "unheard"]
     code, out, err = piped("\n".join(lines), "--system", "A room.", "-n", "24", "--stats")
     assert (code, out) == (0, "".join(answer + "\n" for answer in expected)), err
@@ -320,8 +315,8 @@ def terminals() -> Iterator[list[Terminal]]:
         terminal.kill()
 
 
-def test_a_conversation_works_in_a_terminal(terminals: list[Terminal], model: Model) -> None:
-    expected = talk(Conversation(model), *QUESTIONS[:2])
+def test_a_conversation_works_in_a_terminal(terminals: list[Terminal], bundled: Model) -> None:
+    expected = talk(Conversation(bundled), *QUESTIONS[:2])
     terminal = Terminal("-n", "24")
     terminals.append(terminal)
     assert "/help lists the commands" in terminal.wait_for("> ")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support import comparison
 from support.programs import Run, finished
+from support.scheduled_texts import alone
 
 import metal_prefill
 from metal_prefill import Model, _core, cli
@@ -74,12 +75,10 @@ def test_the_first_token_loads_no_unneeded_library() -> None:
     assert imported_by(code, late) == "[]"
 
 
-def test_run_continues_the_prompt_as_the_model_does(output: Run) -> None:
-    out = output("run", "-p", PROMPT, "-n", "20", "--device", "cpu")
-    with Model(device="cpu") as model:
-        expected = "".join(model.generate(PROMPT, 20))
+def test_run_continues_the_prompt_as_the_model_does(bundled: Model, output: Run) -> None:
+    expected = alone(bundled, PROMPT, 20)
     assert len(expected) > 20
-    assert out == PROMPT + expected + "\n"
+    assert output("run", "-p", PROMPT, "-n", "20", "--device", "cpu") == PROMPT + expected + "\n"
 
 
 def test_options_of_the_engine_reach_the_model(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,15 +107,13 @@ def test_run_reads_the_file_without_mapping_on_request(
     assert output(*options, "--device", "cpu", "--no-mmap") == expected
 
 
-def test_run_reports_prompt_and_decode_separately(errors: Run) -> None:
+def test_run_reports_prompt_and_decode_separately(bundled: Model, errors: Run) -> None:
     line = errors("run", "-p", PROMPT, "-n", "20", code=0)
-    with Model() as model:
-        n_prompt = len(model.tokenizer.encode(PROMPT))
     match = re.search(
         r"prompt: (\d+) tokens, ([\d.]+) tok/s\s+\|\s+decode: (\d+) tokens, ([\d.]+) tok/s", line
     )
     assert match
-    assert int(match[1]) == n_prompt
+    assert int(match[1]) == len(bundled.tokenizer.encode(PROMPT))
     assert int(match[3]) == 19  # the first of the 20 comes from the prompt's own logits
     assert float(match[2]) > 0
     assert float(match[4]) > 0
@@ -189,19 +186,18 @@ def test_the_speed_of_an_encoder_with_experts_is_predicted(output: Run) -> None:
     assert kernels["matmul_experts_swiglu_q4_0"] == kernels["choose_experts_f32"] == 8
 
 
-def test_label_predicts_labels_in_words(tmp_path: Path, output: Run) -> None:
+def test_label_predicts_labels_in_words(bundled: Model, tmp_path: Path, output: Run) -> None:
     file = tmp_path / "texts.txt"
     file.write_text("O Romeo\n\nThe king is dead\n")
     words, template = ["love", "death"], "{text}: of {label}"
     command = ["label", "-f", str(file), "--labels", "love, death", "--template", template]
-    with Model(device="cpu") as model:
-        found = model.classify(["O Romeo", "The king is dead"], words, template)
+    found = bundled.classify(["O Romeo", "The king is dead"], words, template)
     lines = [json.loads(line) for line in output(*command, "--device", "cpu", "--json").splitlines()]
     assert [line["label"] for line in lines] == found.best
     for line, values in zip(lines, found.probabilities.tolist(), strict=True):
         assert line["probabilities"] == dict(zip(words, values, strict=True))
-    default = ["label", "-f", str(file), "--labels", "love,death", "--device", "cpu", "--json"]
-    first = json.loads(output(*default).splitlines()[0])
+    default = output("label", "-f", file, "--labels", "love,death", "--device", "cpu", "--json")
+    first = json.loads(default.splitlines()[0])
     assert first["probabilities"] != lines[0]["probabilities"]
 
 

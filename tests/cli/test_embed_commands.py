@@ -5,7 +5,6 @@ import io
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,11 @@ import pytest
 from support.programs import Run
 from support.small_models import CLASSIFIERS, write
 
-from metal_prefill import Model, synth
+from metal_prefill import Model
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.cli import main
 from metal_prefill.commands.embed import _Part
 from metal_prefill.tasks import _embedding
-
-
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synth.synthesize(tmp_path_factory.mktemp("m") / "small.gguf", preset="tiny-embedding")
-
 
 EMBED = ("embed", "--device", "cpu", "-m")
 
@@ -279,7 +272,7 @@ def test_invalid_usage_is_reported(
 
 
 def test_documents_are_printed_in_order(tmp_path: Path, output: Run) -> None:
-    path = write(tmp_path / "m.gguf", replace(CLASSIFIERS["qwen3, yes and no"]))
+    path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, yes and no"])
     documents = ["The king is dead.", "A rose", "Long live the king"]
     (tmp_path / "d.txt").write_text("\n".join(documents))
     template = "{query} {document}"
@@ -308,14 +301,11 @@ def test_texts_are_truncated_and_counted_or_normalized(embedder: Path, tmp_path:
         np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), model.embed(["caf\u00e9"]))
 
 
-def test_truncated_documents_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_documents_are_counted(tmp_path: Path, errors: Run) -> None:
     path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, yes and no"])
     (tmp_path / "d.txt").write_text("a\n" + "a b " * 900 + "\n")
     files = ["-m", str(path), "-q", "a", "-f", str(tmp_path / "d.txt")]
     options = ["--device", "cpu", "--template", "{query} {document} ?", "--json", "--max-context", "200"]
-    assert main(["rerank", *files, *options]) != 0
-    assert "document 1: " in capsys.readouterr().err
-    assert main(["rerank", *files, *options, "--truncate", "end", "--unicode", "NFC"]) == 0
-    printed = capsys.readouterr()
-    assert "warning: 1 of 2 documents did not fit the context of 200 tokens" in printed.err
-    assert len(printed.out.splitlines()) == 2
+    assert "document 1: " in errors("rerank", *files, *options, code=1)
+    printed = errors("rerank", *files, *options, "--truncate", "end", "--unicode", "NFC", code=0)
+    assert "warning: 1 of 2 documents did not fit the context of 200 tokens" in printed

@@ -31,12 +31,6 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
 
 
-@pytest.fixture(scope="module")
-def model(demo_path: Path) -> Iterator[Model]:
-    with Model(demo_path, device="cpu") as model:
-        yield model
-
-
 def write_lines(path: Path, *values: Any) -> Path:
     path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
     return path
@@ -59,9 +53,9 @@ def uneven_prompts(tmp_path: Path) -> Path:
     )
 
 
-def test_several_prompts_print_the_same_as_alone(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_prompts_print_the_same_as_alone(bundled: Model, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("-p", SPEAKERS[0], "-p", SPEAKERS[1], "-p", SPEAKERS[2], "-n", "12") == 0
-    expected = "".join(f"{speaker}{alone(model, speaker, 12)}\n" for speaker in SPEAKERS[:3])
+    expected = "".join(f"{speaker}{alone(bundled, speaker, 12)}\n" for speaker in SPEAKERS[:3])
     assert capsys.readouterr().out == expected
 
 
@@ -70,15 +64,15 @@ def all_answers(model: Model, prompt: str, max_tokens: int, n: int) -> list[str]
     return texts_of(model.generate_many([prompt], max_tokens, n=n, temperature=1.0, seed=5), n)
 
 
-def test_several_answers_are_numbered(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = all_answers(model, SPEAKERS[0], 12, 2)
-    assert texts[0] == alone(model, SPEAKERS[0], 12, temperature=1.0, seed=5) != texts[1]
+def test_several_answers_are_numbered(bundled: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = all_answers(bundled, SPEAKERS[0], 12, 2)
+    assert texts[0] == alone(bundled, SPEAKERS[0], 12, temperature=1.0, seed=5) != texts[1]
     assert run("-p", SPEAKERS[0], "-n", "12", "--answers", "2", "--temperature", "1", "--seed", "5") == 0
     expected = [f"--- answer {i + 1} of 2\n{SPEAKERS[0]}{text}\n" for i, text in enumerate(texts)]
     assert capsys.readouterr().out == "".join(expected)
 
 
-def test_several_answers_are_one_line_of_results(model: Model, tmp_path: Path) -> None:
+def test_several_answers_are_one_line_of_results(bundled: Model, tmp_path: Path) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", *SPEAKERS[:2], {"prompt": []}), tmp_path / "out.jsonl"
     sampling = ["-n", "6", "--answers", "3", "--temperature", "1", "--seed", "5"]
     options: list[str | Path] = ["--prompts", prompts, *sampling, "-o", out]
@@ -88,10 +82,10 @@ def test_several_answers_are_one_line_of_results(model: Model, tmp_path: Path) -
     for speaker, line in zip(SPEAKERS, lines[:2], strict=False):
         first, *others = line["answers"]
         assert first == {
-            "continuation": alone(model, speaker, 6, temperature=1.0, seed=5),
+            "continuation": alone(bundled, speaker, 6, temperature=1.0, seed=5),
             "finish_reason": "length",
         }
-        assert [answer["continuation"] for answer in others] == all_answers(model, speaker, 6, 3)[1:]
+        assert [answer["continuation"] for answer in others] == all_answers(bundled, speaker, 6, 3)[1:]
         assert others[0] != first
     assert "empty" in lines[2]["error"]
     out.write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
@@ -100,21 +94,21 @@ def test_several_answers_are_one_line_of_results(model: Model, tmp_path: Path) -
 
 
 def test_prompts_of_a_file_or_stdin_are_answered_in_order(
-    model: Model, uneven: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundled: Model, uneven: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--prompts", uneven, "--streams", "3") == 0
     expected = capsys.readouterr().out
     lines = [json.loads(line) for line in expected.splitlines()]
     assert [line["prompt"] for line in lines] == SPEAKERS
     for i, line in enumerate(lines):
-        assert line["continuation"] == alone(model, SPEAKERS[i], 40 - 9 * i)
+        assert line["continuation"] == alone(bundled, SPEAKERS[i], 40 - 9 * i)
         assert line["finish_reason"] == "length"
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n" + uneven.read_text() + "  \n"))
     assert run("--prompts", "-") == 0
     assert capsys.readouterr().out == expected
 
 
-def test_options_of_a_line_override_those_of_the_command(model: Model, tmp_path: Path) -> None:
+def test_options_of_a_line_override_those_of_the_command(bundled: Model, tmp_path: Path) -> None:
     sampled = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repeat_penalty": 1.1, "seed": 7}
     prompts = write_lines(
         tmp_path / "prompts.jsonl",
@@ -126,17 +120,17 @@ def test_options_of_a_line_override_those_of_the_command(model: Model, tmp_path:
     )
     assert run("--prompts", prompts, "-n", "9", "--seed", "3", "-o", tmp_path / "out.jsonl") == 0
     assert [line["continuation"] for line in read_lines(tmp_path / "out.jsonl")] == [
-        alone(model, SPEAKERS[0], 9),
-        alone(model, SPEAKERS[0], 3),
-        alone(model, SPEAKERS[1], 9, **sampled),
-        alone(model, SPEAKERS[0], 9, stop=["tell", "never"]),
-        alone(model, [1, 2, 3], 9),
+        alone(bundled, SPEAKERS[0], 9),
+        alone(bundled, SPEAKERS[0], 3),
+        alone(bundled, SPEAKERS[1], 9, **sampled),
+        alone(bundled, SPEAKERS[0], 9, stop=["tell", "never"]),
+        alone(bundled, [1, 2, 3], 9),
     ]
     assert read_lines(tmp_path / "out.jsonl")[3]["finish_reason"] == "stop"
 
 
 def test_one_prompt_with_an_output_file_is_a_line(
-    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundled: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("-p", SPEAKERS[0], "-n", "5", "-o", tmp_path / "out.jsonl") == 0
     assert capsys.readouterr().out == ""
@@ -144,7 +138,7 @@ def test_one_prompt_with_an_output_file_is_a_line(
     assert line.pop("options")["max_tokens"] == 5
     assert line == {
         "prompt": SPEAKERS[0],
-        "continuation": alone(model, SPEAKERS[0], 5),
+        "continuation": alone(bundled, SPEAKERS[0], 5),
         "finish_reason": "length",
     }
 
@@ -171,7 +165,7 @@ INVALID = [
 
 
 def test_an_error_of_a_prompt_is_a_line_and_the_others_continue(
-    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundled: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps(SPEAKERS[0]), *(line for line, _ in INVALID), json.dumps(SPEAKERS[1])]
@@ -183,16 +177,16 @@ def test_an_error_of_a_prompt_is_a_line_and_the_others_continue(
     for (line, message), found in zip(INVALID, failed, strict=True):
         assert message in found["error"], line
         assert "continuation" not in found
-    assert first["continuation"] == alone(model, SPEAKERS[0], 4)
-    assert last["continuation"] == alone(model, SPEAKERS[1], 4)
+    assert first["continuation"] == alone(bundled, SPEAKERS[0], 4)
+    assert last["continuation"] == alone(bundled, SPEAKERS[1], 4)
 
 
 def test_an_error_among_several_prompts_is_the_exit_code(
-    model: Model, capsys: pytest.CaptureFixture[str]
+    bundled: Model, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("-p", SPEAKERS[0], "-p", "long " * 1025, "-n", "4") == 1
     captured = capsys.readouterr()
-    assert captured.out == f"{SPEAKERS[0]}{alone(model, SPEAKERS[0], 4)}\n"
+    assert captured.out == f"{SPEAKERS[0]}{alone(bundled, SPEAKERS[0], 4)}\n"
     assert "exceeds the context of 1024" in captured.err.splitlines()[0]
     assert "1 of 2 prompts failed" in captured.err
 
@@ -224,12 +218,12 @@ def test_a_file_truncated_anywhere_is_completed(uneven: Path, tmp_path: Path) ->
         assert out.read_bytes() == data
 
 
-def test_truncated_lines_are_removed(model: Model, tmp_path: Path) -> None:
+def test_truncated_lines_are_removed(bundled: Model, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     cut = json.dumps({"prompt": SPEAKERS[0], "continuation": "long " * 1000})[:-2]
     out.write_text(cut, encoding="utf-8")
     assert run("-p", SPEAKERS[0], "-n", "3", "-o", out) == 0
-    assert [line["continuation"] for line in read_lines(out)] == [alone(model, SPEAKERS[0], 3)]
+    assert [line["continuation"] for line in read_lines(out)] == [alone(bundled, SPEAKERS[0], 3)]
 
 
 def test_existing_results_are_not_recomputed(
@@ -379,10 +373,10 @@ def test_usage_errors_are_not_errors_of_prompts(
     assert "prompt 1" not in capsys.readouterr().err
 
 
-def test_a_result_is_written_when_those_before_it_are_done(model: Model) -> None:
+def test_a_result_is_written_when_those_before_it_are_done(bundled: Model) -> None:
     lengths = [4, 30, 2, 2]
     prompts = iter([Prompt(SPEAKERS[i], {"max_tokens": n}) for i, n in enumerate(lengths)])
-    scheduler = Scheduler(model)
+    scheduler = Scheduler(bundled)
     results = in_order(scheduler, prompts, {})
     assert next(results).prompt.text == SPEAKERS[0]
     assert scheduler.streams == 1  # the long one: later ones are done and wait for it
@@ -412,10 +406,10 @@ def test_a_terminal_shows_progress_separately_from_results(uneven: Path) -> None
     assert b"continuation" not in shown
 
 
-def test_a_prompt_that_never_fits_does_not_affect_others(model: Model) -> None:
+def test_a_prompt_that_never_fits_does_not_affect_others(bundled: Model) -> None:
     prompts = [Prompt("ROMEO:" * 40), Prompt("ROMEO:")]
     with Model(device="cpu", kv_memory=1, prefix_memory=0) as small:  # one page of 64 positions
         long, short = in_order(Scheduler(small), iter(prompts), {"max_tokens": 4})
     assert "exceeds kv_memory" in long.error
     assert short.error == ""
-    assert "".join(short.answers[0].pieces) == alone(model, "ROMEO:", 4)
+    assert "".join(short.answers[0].pieces) == alone(bundled, "ROMEO:", 4)

@@ -56,10 +56,10 @@ def test_agents_of_pydantic_return_types(server: Running) -> None:
 
 
 def test_litellm_answers_calls_ranks_and_recognizes_a_long_prompt(
-    server: Running, embedding: Path, reranker: Path
+    server: Running, embedder: Path, reranker: Path
 ) -> None:
     with (
-        Model(embedding, device="cpu") as vectors,
+        Model(embedder, device="cpu") as vectors,
         Model(reranker, device="cpu") as ranks,
         running(vectors, names=["vectors"]) as second,
         running(ranks, names=["ranks"]) as third,
@@ -185,9 +185,9 @@ def found_by(client: str, *arguments: str | Path) -> Any:
 
 
 def test_langchain_classes_return_what_the_model_does(
-    demo_path: Path, embedding: Path, reranker: Path
+    demo_path: Path, embedder: Path, reranker: Path
 ) -> None:
-    found = found_by("langchain-core", demo_path, embedding, reranker, *PROMPTS)
+    found = found_by("langchain-core", demo_path, embedder, reranker, *PROMPTS)
     later = found.pop("asynchronous")
     assert {name: found[name] for name in later} == later
     with Model(demo_path, device="cpu") as model:
@@ -197,7 +197,7 @@ def test_langchain_classes_return_what_the_model_does(
         assert found["batch"] == [answer_of(model, [{"role": "user", "content": p}]) for p in PROMPTS]
     assert found["typed"] in ("aye", "nay")
     assert found["schema"] == {"word": found["typed"]}
-    check_vectors(found, embedding)
+    check_vectors(found, embedder)
     with Model(reranker, device="cpu") as model:
         ranked = model.rerank(PROMPTS[0], PROMPTS, 2)
         assert [found["place"] for found in found["ranked"]] == [one.index for one in ranked]
@@ -205,9 +205,9 @@ def test_langchain_classes_return_what_the_model_does(
 
 
 def test_llama_index_classes_return_what_the_model_does(
-    demo_path: Path, embedding: Path, reranker: Path
+    demo_path: Path, embedder: Path, reranker: Path
 ) -> None:
-    found = found_by("llama-index-core", demo_path, embedding, reranker, *PROMPTS)
+    found = found_by("llama-index-core", demo_path, embedder, reranker, *PROMPTS)
     later = found.pop("asynchronous")
     assert {name: found[name] for name in later} == later
     with Model(demo_path, device="cpu") as model:
@@ -216,7 +216,7 @@ def test_llama_index_classes_return_what_the_model_does(
         text = "".join(model.generate("ROMEO:", 12))
         assert [found["text"]] * 2 == found["completed"] == [text] * 2
         assert found["batch"] == ["".join(model.session().generate(prompt, 12)) for prompt in PROMPTS]
-    check_vectors(found, embedding)
+    check_vectors(found, embedder)
     with Model(reranker, device="cpu") as model:
         ranked = model.rerank(PROMPTS[0], PROMPTS, 2)
         assert found["ranked"] == [[str(one.index), one.score] for one in ranked]

@@ -1,8 +1,6 @@
 """Random constraints: each compiles or is a ConstraintError, and a text follows it to its end or an error."""
 
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,12 +15,6 @@ pytest.importorskip("llguidance", reason="needs the extra guide")
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
 STEPS = 40  # tokens of a text
-
-
-@pytest.fixture(scope="module")
-def model(demo_path: Path) -> Iterator[Model]:
-    with Model(demo_path, device="cpu", threads=1) as model:
-        yield model
 
 
 def answered(constraint: Any, method: str, *arguments: Any, **named: Any) -> Any:
@@ -71,13 +63,13 @@ def follow(model: Model, kind: str, source: str, random: Random) -> bool:
     return True
 
 
-def test_constraints(model: Model) -> None:
+def test_constraints(bundled: Model) -> None:
     compiled = 0
 
     def run(content: bytes, random: Random) -> None:
         nonlocal compiled
         kind, _, source = content.decode("utf-8", "surrogatepass").partition(" ")
-        compiled += follow(model, kind, source, random)
+        compiled += follow(bundled, kind, source, random)
 
     def write(random: Random) -> bytes:
         return " ".join(write_constraint(random)).encode("utf-8", "surrogatepass")

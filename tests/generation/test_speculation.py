@@ -30,12 +30,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         yield model
 
 
-@pytest.fixture(scope="module")
-def shakespeare(demo_path: Path) -> Iterator[Model]:
-    with Model(demo_path, device="cpu", threads=1) as model:
-        yield model
-
-
 def prompts_of(n: int, seed: int) -> list[list[int]]:
     """Random tokens of a small alphabet, so that much of it repeats."""
     rng = random.Random(seed)
@@ -110,15 +104,15 @@ def test_a_session_ends_as_without_speculation(
 
 
 def test_pieces_have_the_same_text_probabilities_and_ends(
-    shakespeare: Model, monkeypatch: pytest.MonkeyPatch
+    bundled: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always(monkeypatch)
     prompt = "ROMEO:\nto be or not to be, to be or not to be, to be"
     for options in ({}, {"temperature": 0.5, "seed": 4}):
         for end in ({}, {"stop": [", "]}, {"min_tokens": 20, "stop": ["e"]}):
             kwargs: dict[str, Any] = {"logprobs": 2, **options, **end}
-            expected = list(shakespeare.session().stream(prompt, 40, speculate="off", **kwargs))
-            assert list(shakespeare.session().stream(prompt, 40, **kwargs)) == expected
+            expected = list(bundled.session().stream(prompt, 40, speculate="off", **kwargs))
+            assert list(bundled.session().stream(prompt, 40, **kwargs)) == expected
 
 
 def test_a_full_context_ends_the_same_text(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,24 +144,24 @@ def test_every_engine_and_drafter_generates_the_same(
 
 
 def test_drafts_of_the_same_model_are_all_accepted(
-    shakespeare: Model, demo_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundled: Model, demo_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every computed row yields a token."""
-    with Model(demo_path, device="cpu", threads=1) as other, shakespeare.session() as session:
+    with Model(demo_path, device="cpu", threads=1) as other, bundled.session() as session:
         passes = passes_of_texts(monkeypatch)
         text = "".join(session.generate("JULIET:\n", 60, speculate=other))
     assert len(passes) < sum(rows for rows, _ in passes) == 59
-    assert text == "".join(shakespeare.generate("JULIET:\n", 60, speculate="off"))
+    assert text == "".join(bundled.generate("JULIET:\n", 60, speculate="off"))
 
 
 def test_a_session_that_another_call_changed_ends_the_text(
-    shakespeare: Model, monkeypatch: pytest.MonkeyPatch
+    bundled: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also among tokens of one pass."""
     always(monkeypatch)
     prompt = [5, 6, 7] * 8
-    truth = [*prompt, *(p.token for p in shakespeare.session().stream(prompt, 20, speculate="off"))]
-    session = shakespeare.session()
+    truth = [*prompt, *(p.token for p in bundled.session().stream(prompt, 20, speculate="off"))]
+    session = bundled.session()
     pieces = session.stream(prompt, 20, speculate=lambda tokens: truth[len(tokens) : len(tokens) + 5])
     for _ in range(3):
         next(pieces)
@@ -190,13 +184,13 @@ def test_a_session_that_another_call_changed_ends_the_text(
     ],
 )
 def test_invalid_drafts_fail_only_their_text(
-    shakespeare: Model, monkeypatch: pytest.MonkeyPatch, speculate: Any, error: type[Exception], message: str
+    bundled: Model, monkeypatch: pytest.MonkeyPatch, speculate: Any, error: type[Exception], message: str
 ) -> None:
     always(monkeypatch)
     with pytest.raises(error, match=message):
-        list(shakespeare.generate([1, 2], 9, speculate=speculate))
+        list(bundled.generate([1, 2], 9, speculate=speculate))
     results = dict(
-        shakespeare.generate_many(
+        bundled.generate_many(
             [([1, 2], {"speculate": speculate}), [1, 2]], 9, errors="return", speculate="off"
         )
     )
@@ -225,9 +219,9 @@ def test_a_draft_model_finds_prefixes_in_the_namespace_of_the_text(
         assert used == ["key", "key"]
 
 
-def test_a_draft_model_requires_the_same_vocabulary(shakespeare: Model, tiny: Model) -> None:
+def test_a_draft_model_requires_the_same_vocabulary(bundled: Model, tiny: Model) -> None:
     with pytest.raises(ValueError, match="has a vocabulary of 320 tokens, this model one of 1024"):
-        shakespeare.generate([1, 2], 9, speculate=tiny)
+        bundled.generate([1, 2], 9, speculate=tiny)
 
 
 def oracle_of(text: list[int], count: int) -> tuple[int, set[tuple[int, ...]]]:

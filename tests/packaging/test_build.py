@@ -124,7 +124,10 @@ def test_shaders_that_apples_compiler_rejects_stop_no_build_unless_required(tmp_
     tools.mkdir()
     build = tmp_path / "build"
     configure = [cmake, "-U*REQUIRE_METALLIB", "-S", str(tmp_path), "-B", str(build), "-G", "Ninja"]
-    for required, (xcrun, messages) in product((False, True), XCRUNS):
+    for required, (xcrun, messages) in [
+        *product([False], XCRUNS),
+        *product([True], [XCRUNS[0], *XCRUNS[-2:]]),
+    ]:
         environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
         if required:
             environment["METAL_PREFILL_REQUIRE_METALLIB"] = "ON"

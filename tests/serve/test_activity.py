@@ -22,20 +22,16 @@ KEYS = ["the first key", "the second key"]
 
 def complete(server: Running, prompt: Any, key: str = "", **more: Any) -> dict[str, Any]:
     body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, **more}
-    answer = server.post("/v1/completions", body, headers=bearer(key))
+    answer = server.post("/v1/completions", body, key)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def activity(server: Running, key: str = "", query: str = "", *, idle: bool = True) -> dict[str, Any]:
     """Return the activity; `idle`: once the latest pass is recorded, which its clients may not wait for."""
     if idle:
         wait_until(lambda: not server.service.loop._running)
-    answer = server.get(f"/activity{query}", headers=bearer(key))
+    answer = server.get(f"/activity{query}", key)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
@@ -138,22 +134,11 @@ def test_activity_contains_neither_texts_nor_tokens(cpu_model: Model) -> None:
     with running(cpu_model) as server:
         complete(server, "A sentence that nothing else contains. " * 5)
         body = server.get("/activity").text
-        assert "sentence" not in body
-        keys: set[str] = set()
-
-        def visit(value: Any) -> None:
-            if isinstance(value, dict):
-                keys.update(value)
-                for item in value.values():
-                    visit(item)
-            elif isinstance(value, list):
-                for item in value:
-                    visit(item)
-            elif isinstance(value, str):
-                assert value in ("ended",) or value.startswith("cmpl-")
-
-        visit(json.loads(body))
-    assert "ids" not in keys
+    assert "sentence" not in body
+    assert '"ids"' not in body
+    texts = re.findall(r'[:\[,]"([^"]*)"(?!:)', body)
+    assert texts
+    assert all(text == "ended" or text.startswith("cmpl-") for text in texts)
     assert len(body) < 10_000
 
 
@@ -161,7 +146,7 @@ def test_the_size_of_activity_is_bounded(cpu_model: Model) -> None:
     with running(cpu_model, max_streams=64) as server:
         streamed = server.post(
             "/v1/completions",
-            {"prompt": [[i, *PROMPT[: 3 * i]] for i in range(100)], "max_tokens": 40, "stream": True, "n": 1},
+            {"prompt": [[i, *PROMPT[: 3 * i]] for i in range(100)], "max_tokens": 20, "stream": True, "n": 1},
         )
         assert len(events(streamed)) > 100
         found = activity(server)
@@ -328,15 +313,11 @@ def test_a_changed_prompt_is_reported_to_its_key_and_counted(cpu_model: Model) -
     }
     with running(cpu_model, api_keys=list(prompts)) as server:
         for key, sent in prompts.items():
-            headers = {"authorization": f"Bearer {key}"}
             for prompt in sent:
-                body = {"prompt": prompt.tolist(), "max_tokens": 1}
-                assert server.post("/v1/completions", body, headers=headers).status_code == 200
-            wait_until(lambda: not server.service.loop._running)
-            texts = server.get("/activity", headers=headers).json()["texts"]
-            changes = [text["change"] for text in texts]
+                complete(server, prompt.tolist(), key, max_tokens=1)
+            changes = [text["change"] for text in activity(server, key)["texts"]]
             assert changes == ([{"position": 9, "tokens": 190}, None] if len(sent) == 2 else [None])
-        metrics = server.get("/metrics", headers=headers).text
+        metrics = server.get("/metrics", key).text
     found = dict(re.findall(r"^metal_prefill_(changed\w+|repeated\w+_total) (\S+)$", metrics, re.MULTILINE))
     created = {name for name in found if name.endswith("_created")}
     assert {name: float(value) for name, value in found.items() if name not in created} == {

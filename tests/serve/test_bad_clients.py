@@ -57,17 +57,13 @@ def test_disconnected_and_stalled_clients_do_not_affect_others(strict: Running, 
 
 
 def test_half_a_body_ends_with_408(strict: Running) -> None:
-    with strict.connect() as connection:
-        connection.sendall(request_bytes(BODY, length=5000))
-        assert read_all(connection).startswith(b"HTTP/1.1 408 ")
+    assert strict.exchange(request_bytes(BODY, length=5000)).startswith(b"HTTP/1.1 408 ")
 
 
 def test_an_oversized_body_is_rejected_before_it_is_read(strict: Running) -> None:
-    with strict.connect() as connection:
-        connection.sendall(request_bytes(BODY, length=1 << 30))
-        answer = read_all(connection)
-        assert answer.startswith(b"HTTP/1.1 413 ")
-        assert b"more than 20000 bytes" in answer
+    answer = strict.exchange(request_bytes(BODY, length=1 << 30))
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"more than 20000 bytes" in answer
     with strict.connect() as connection:  # one without a declared length
         connection.sendall(POST + b"transfer-encoding: chunked\r\n\r\n")
         for _ in range(3):

@@ -125,15 +125,12 @@ def chunked(chunks: int) -> bytes:
 
 def test_a_body_may_have_many_chunks_but_not_any_number(server: Running) -> None:
     for count, status in ((_connections.MOST_CHUNKS, b"200 "), (2 * _connections.MOST_CHUNKS, b"400 ")):
-        with server.connect() as connection:
-            connection.sendall(chunked(count))
-            answer = read_all(connection)
+        answer = server.exchange(chunked(count))
         assert answer.startswith(b"HTTP/1.1 " + status)
     assert b"the body has 4101 chunks in its first 4101 bytes; the limit is 4096" in answer
     body = chunked(3000)  # chunks are counted for each body
-    with server.connect() as connection:
-        connection.sendall(body.replace(b"connection: close\r\n", b"") + body)
-        assert read_all(connection).count(b"HTTP/1.1 200 ") == 2
+    both = server.exchange(body.replace(b"connection: close\r\n", b"") + body)
+    assert both.count(b"HTTP/1.1 200 ") == 2
 
 
 def test_invalid_data_after_an_answer_closes_the_connection_silently(
@@ -221,20 +218,34 @@ def test_large_bodies_are_prepared_one_at_a_time() -> None:
     asyncio.run(run())
 
 
+def threads_of(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[str]:
+    """Return a list that gets the name of the thread of each call of a function."""
+    names: list[str] = []
+    real = getattr(owner, name)
+
+    def noted(*arguments: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return real(*arguments)
+
+    patch.setattr(owner, name, noted)
+    return names
+
+
 def test_answers_are_assembled_outside_the_event_loop(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = set()
-    whole = CompletionChoice.whole
-
-    def noted(choice: CompletionChoice) -> dict[str, Any]:
-        threads.add(threading.current_thread().name)
-        return whole(choice)
-
-    monkeypatch.setattr(CompletionChoice, "whole", noted)
+    threads = threads_of(monkeypatch, CompletionChoice, "whole")
     assert server.post("/v1/completions", {**BODY, "logprobs": 2}).status_code == 200
-    assert len(threads) == 1
-    assert "AnyIO worker thread" in threads.pop()
+    assert ["AnyIO worker thread" in name for name in threads] == [True]
+
+
+def test_large_bodies_are_decoded_outside_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = threads_of(monkeypatch, _endpoint, "decode")
+    for size in (0, LARGE):
+        assert server.post("/v1/completions", {**BODY, "user": "a" * size}).status_code == 200
+    assert ["AnyIO worker thread" in name for name in threads] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -254,22 +265,6 @@ def test_the_values_of_a_large_body_are_limited(item: str, each: int) -> None:
     count = others + 2 + each * (copies + 1)
     assert str(error) == f"the body has {count} strings, arrays and objects; the limit is {MOST_VALUES}"
     assert error.code == "too_many_values"
-
-
-def test_large_bodies_are_decoded_outside_the_event_loop(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = []
-
-    def noted(body: bytes, form: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        return decode(body, form)
-
-    monkeypatch.setattr(_endpoint, "decode", noted)
-    for size in (0, LARGE):
-        assert server.post("/v1/completions", {**BODY, "user": "a" * size}).status_code == 200
-    assert "AnyIO worker thread" in threads[1]
-    assert "AnyIO worker thread" not in threads[0]
 
 
 def test_lists_of_millions_of_token_ids_are_not_copied() -> None:

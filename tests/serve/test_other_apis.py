@@ -106,11 +106,7 @@ def test_responses_are_kept_for_their_key_within_a_bound(
     monkeypatch.setattr("metal_prefill.serve._responses.MOST_KEPT", 600)
 
     def ask(key: str, **body: Any) -> Any:
-        return server.post(
-            "/v1/responses",
-            {"input": "a" * 100, "max_output_tokens": 1, **body},
-            headers={"authorization": f"Bearer {key}"},
-        )
+        return server.post("/v1/responses", {"input": "a" * 100, "max_output_tokens": 1, **body}, key)
 
     with running(cpu_model, api_keys=["one", "two"]) as server:
         ids = [ask("one").json()["id"] for _ in range(4)]
@@ -131,7 +127,7 @@ def test_the_oldest_turns_of_a_long_conversation_may_be_dropped(served: Running)
     ]
     tokenizer = served.service.model.tokenizer
     cached = []
-    for count in (58, 59, 60):
+    for count in (58, 59):
         history = [system, *turns[: 2 * count], USER]
         with pytest.raises(Exception, match="maximum context length is 1024"):
             chat(served, history)
@@ -144,7 +140,7 @@ def test_the_oldest_turns_of_a_long_conversation_may_be_dropped(served: Running)
         assert found.output_text == chat(served, shorter[dropped]).message.content
         assert chat(served, history, extra_body={"truncation": "auto"}).message.content == found.output_text
         cached.append(found.usage.input_tokens_details.cached_tokens)
-    assert max(cached[1:]) > 700  # one of them shares its prefix with the one before
+    assert cached[1] > 700  # it shares its prefix with the one before
     assert response(served, input=[USER], truncation="auto").dropped_messages == 0
 
 

@@ -73,8 +73,8 @@ def test_the_page_can_be_disabled(cpu_model: Model) -> None:
     with running(cpu_model, page=False, api_keys=["secret"]) as server:
         for path in PATHS:
             assert server.get(path).status_code == 401
-            assert server.get(path, headers={"authorization": "Bearer secret"}).status_code == 404
-        assert server.get("/activity", headers={"authorization": "Bearer secret"}).status_code == 200
+            assert server.get(path, "secret").status_code == 404
+        assert server.get("/activity", "secret").status_code == 200
 
 
 def test_an_app_may_be_mounted_under_a_path(cpu_model: Model) -> None:

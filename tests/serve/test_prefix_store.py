@@ -169,9 +169,8 @@ KEYS = ["the first key", "the second key"]
 
 def cached(server: Running, key: str, prompt: Any = PROMPT, **more: Any) -> int:
     """Return the tokens of a prompt that a request with this key found in the cache."""
-    headers = {"authorization": f"Bearer {key}"}
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
-    answer = server.post("/v1/completions", body, headers=headers)
+    answer = server.post("/v1/completions", body, key)
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -190,8 +189,7 @@ def test_a_key_does_not_reuse_prompts_of_another(demo_path: Path) -> None:
         }
         found = []
         for key in (*KEYS, KEYS[0]):
-            headers = {"authorization": f"Bearer {key}"}
-            usage = server.post("/v1/chat/completions", body, headers=headers).json()["usage"]
+            usage = server.post("/v1/chat/completions", body, key).json()["usage"]
             found.append(usage["prompt_tokens_details"]["cached_tokens"])
         assert found[:2] == [1, 1]  # the first token is that of the other prompts
         assert found[2] > 64

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import jsonschema
 import openai
 import pytest
 from support.running_server import Running, running_with_template
@@ -158,21 +157,6 @@ ROUTE = {  # as pydantic writes a model with a nested one
         },
     },
 }
-
-
-def test_a_required_call_contains_only_its_schema(with_tools: tuple[Running, Model]) -> None:
-    function = ROUTE["function"]
-    assert isinstance(function, dict)
-    for seed in range(4):
-        answer = ask(
-            with_tools[0], None, tools=[WEATHER, ROUTE], seed=seed, temperature=1.5, tool_choice=NAMED
-        )
-        (call,) = answer.choices[0].message.tool_calls
-        found = json.loads(call.function.arguments)
-        jsonschema.validate(found, function["parameters"])
-        assert set(found) == {"start", "end"}
-        assert set(found["start"]) == set(found["end"]) == {"x"}
-        assert answer.choices[0].finish_reason == "tool_calls"
 
 
 NAMED = {"type": "function", "function": {"name": "route"}}

@@ -1,6 +1,6 @@
 """Threads that embed, rank, classify and label hostile texts, each result compared with the same call alone.
 
-The suite runs a second of it; ``make soak MINUTES=n`` runs longer, with another seed each time.
+The suite runs half a second of it; ``make soak MINUTES=n`` runs longer, with another seed each time.
 """
 
 import os
@@ -120,7 +120,7 @@ def test_results_of_encoders_match_sequential_calls(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         while not footprints or time.monotonic() < end:
-            until = time.monotonic() + min(ROUND_S, max(end - time.monotonic(), 1.0)) / 2
+            until = time.monotonic() + min(ROUND_S, max(end - time.monotonic(), 0.5)) / 2
             with ThreadPoolExecutor(THREADS) as pool:
                 seeds = [f"{SEED}.{len(footprints)}.{i}" for i in range(THREADS)]
                 rounds = list(pool.map(work, seeds, [until] * THREADS))

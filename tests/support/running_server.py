@@ -31,6 +31,10 @@ class _Closing(openai.DefaultHttpxClient):  # type: ignore[misc]  # whichever ht
         self.close()
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 class Running:
     """A server that answers at `url`."""
 
@@ -45,10 +49,10 @@ class Running:
         given = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60}
         return openai.OpenAI(**{**given, "http_client": _Closing(**LOCAL), **options})
 
-    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+    def post(self, path: str, body: Any, key: str = "", **options: Any) -> httpx.Response:
         """Send JSON, or bytes unchanged."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {**JSON, **options.pop("headers", {})}
+        headers = {**JSON, **bearer(key), **options.pop("headers", {})}
         return httpx.post(self.url + path, content=content, headers=headers, timeout=60, **LOCAL, **options)
 
     def refused(self, path: str, body: Any, status: int = 400, **options: Any) -> Any:
@@ -57,8 +61,9 @@ class Running:
         assert answer.status_code == status, answer.text
         return answer.json()["error"]
 
-    def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **LOCAL, **options)
+    def get(self, path: str, key: str = "", **options: Any) -> httpx.Response:
+        headers = {**bearer(key), **options.pop("headers", {})}
+        return httpx.get(self.url + path, headers=headers, timeout=60, **LOCAL, **options)
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
         """Return a plain connection, for clients that do not speak HTTP well."""
@@ -68,6 +73,12 @@ class Running:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         connection.connect(("127.0.0.1", self.port))
         return connection
+
+    def exchange(self, sent: bytes) -> bytes:
+        """Send bytes, and read until the server closes the connection."""
+        with self.connect() as connection:
+            connection.sendall(sent)
+            return read_all(connection)
 
     def close(self) -> None:
         """Begin to close, as a signal does; answers in flight may end."""

@@ -26,11 +26,10 @@ def path(
     return write(tmp_path_factory.mktemp("large") / f"{request.param}.gguf", LARGE[request.param])
 
 
-def test_exhausted_memory_makes_streams_wait(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        page = page_bytes(model)
-        prompts = [np.random.default_rng(i).integers(1, 900, 100) for i in range(6)]
-        expected = [alone(model, p, 40) for p in prompts]
+def test_exhausted_memory_makes_streams_wait(bundled: Model, demo_path: Path) -> None:
+    page = page_bytes(bundled)
+    prompts = [np.random.default_rng(i).integers(1, 900, 100) for i in range(6)]
+    expected = [alone(bundled, p, 40) for p in prompts]
     with Model(demo_path, device="cpu", kv_memory=5 * page, prefix_memory=0) as model:
         assert texts_of(model.generate_many(prompts, 40), 6) == expected
 
@@ -70,9 +69,10 @@ def results_together(scheduler: Scheduler, streams: list[Stream]) -> list[tuple[
     return [(texts[s], None if s.error is None else type(s.error)) for s in streams]
 
 
-def test_streams_that_need_a_page_in_the_same_pass_both_get_their_text(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        page = page_bytes(model)
+def test_streams_that_need_a_page_in_the_same_pass_both_get_their_text(
+    bundled: Model, demo_path: Path
+) -> None:
+    page = page_bytes(bundled)
     with Model(demo_path, device="cpu", kv_memory=2 * page, prefix_memory=0) as model:
         prompts = [[1 + i] * 60 for i in range(2)]
         options: dict[str, Any] = {"min_tokens": 20, "speculate": "off"}
@@ -83,9 +83,8 @@ def test_streams_that_need_a_page_in_the_same_pass_both_get_their_text(demo_path
         assert [error for _, error in expected] == [None, None]
 
 
-def test_a_text_has_room_after_it_was_computed_once(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        page = page_bytes(model)
+def test_a_text_has_room_after_it_was_computed_once(bundled: Model, demo_path: Path) -> None:
+    page = page_bytes(bundled)
     with Model(demo_path, device="cpu", kv_memory=4 * page, prefix_memory=4 * page) as model:
         # The second time, its second page is shared in part: that page is kept next to that of the session.
         prompt = np.random.default_rng(1).integers(1, 900, 104)
@@ -158,9 +157,8 @@ def test_a_stream_fails_for_memory_only_where_it_fails_alone(path: Path, data: s
         assert results_together(scheduler, streams) == expected
 
 
-def test_streams_enter_again_after_memory_ran_out(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        page = page_bytes(model)
+def test_streams_enter_again_after_memory_ran_out(bundled: Model, demo_path: Path) -> None:
+    page = page_bytes(bundled)
     with Model(demo_path, device="cpu", kv_memory=6 * page, prefix_memory=0) as model:
         scheduler = Scheduler(model, max_streams=4)
         for i in range(4):
