@@ -105,7 +105,8 @@ def test_a_first_open_compiles_and_stores_once(
 
 
 @pytest.mark.usefixtures("trusted_gpu")
-def test_all_choices_give_the_same_bits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_choices_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = synth.synthesize(tmp_path / "deep.gguf", preset="tiny", layers=30, vocab=320)
     logits, kernels = [], set()
     for choice in _fastest_decode._CHOICES:
         set_engine_options(monkeypatch, metal_matvec_rows=choice.matvec_rows)
