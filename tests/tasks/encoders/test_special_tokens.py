@@ -14,22 +14,11 @@ from tokenizers import Tokenizer
 
 from metal_prefill import ContextOverflowError, Model
 from metal_prefill.conversion import convert
-from metal_prefill.tasks._embedding import encode_texts
-from metal_prefill.tasks._pairs import encode_pair, kept_lengths
+from metal_prefill.tasks._pairs import encode_pair
 from metal_prefill.tasks._prompts import PromptRules
 from metal_prefill.tasks._reranking import Options, encode_documents
 
 TOKENIZERS = {name: RANKERS[name] for name in ("bert", "xlm-roberta", "modernbert")}
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_special_tokens_are_split_on_request(file_of: FileOf, name: str) -> None:
-    with opened(file_of(TOKENIZERS[name])) as model:
-        special = {model.tokenizer.sep_id, model.tokenizer.eos_id, model.tokenizer.mask_id}
-        text = f"a {model.tokenizer.token(model.tokenizer.eos_id or 0)} b"
-        for split in (False, True):
-            (ids,) = encode_texts(model.engine, [text], rules=PromptRules(split_special_tokens=split)).prompts
-            assert special.isdisjoint(ids[1:-1].tolist()) == split
 
 
 CALLS: dict[str, tuple[Callable[[Path], Folder], Callable[..., Any]]] = {
@@ -97,7 +86,8 @@ def check_pairs(model: Model, ids_of: Callable[[str, str], list[int]]) -> None:
     """Compare the tokens of random pairs with those of another library."""
     random = Random(1)
     for _ in range(15):
-        query, documents = text(random), [text(random) for _ in range(4)]
+        query = text(random)
+        documents = [query, *(text(random) for _ in range(3))]
         ranking = encode_documents(model.engine, query, documents, Options(rules=RULES))
         assert [ids.tolist() for ids in ranking.prompts] == [ids_of(query, text) for text in documents]
 
@@ -108,15 +98,6 @@ def test_pairs_are_cut_as_by_tokenizers(folder: Path) -> None:
         assert model.max_context <= CONTEXT
         theirs.enable_truncation(model.max_context, strategy="longest_first")
         check_pairs(model, lambda query, document: theirs.encode(query, document).ids)
-
-
-def test_the_longer_text_is_cut_first() -> None:
-    assert kept_lengths(3, 4, 7) == (3, 4)
-    assert kept_lengths(3, 9, 8) == (3, 5)
-    assert kept_lengths(9, 3, 8) == (5, 3)
-    assert kept_lengths(9, 9, 7) == (3, 4)
-    assert kept_lengths(10, 9, 7) == (4, 3)
-    assert kept_lengths(0, 9, 1) == (0, 1)
 
 
 def test_the_texts_that_lost_their_ends_are_named(folder: Path) -> None:
