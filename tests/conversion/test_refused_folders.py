@@ -477,6 +477,7 @@ splade, routed, pairs = bert_relatives.distilbert_masked, bert_relatives.routed,
 SPLADE, ROUTER, QUERIES = "1_SpladePooling/config.json", "router_config.json", "query_0_SparseStaticEmbedding"
 classes, modern = (task_folders.CLASSIFIERS[name] for name in ("bert", "modernbert"))
 POOLER = "bert.pooler.dense"
+parts, BIAS = encoder_folders.private_parts, "transition_bias_"
 hybrid, PICKLE = task_folders.hybrid, "sparse_linear.pt"
 PICKLES = [
     (b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.", "GLOBAL os system; only plain tensors are read"),
@@ -489,6 +490,10 @@ PICKLES = [
     (pickled({"weight": COLBERT["weight"].T, "bias": COLBERT["bias"]}), "is not contiguous"),
     (pickled({**SPARSE, "weight": values((1, DIM + 1))}), r"weight has shape \(1, 33\), more than data/0"),
 ]
+
+
+def calibration(biases: Any) -> Change:
+    return file("viterbi_calibration.json", operating_points={"default": {"biases": biases}})
 
 
 def only(kind: str, path: str) -> Change:
@@ -597,6 +602,10 @@ MODULES: list[Case] = [
     *((bert, file(CLASS, truncate_dim=n), BAD, f"truncate_dim is {n}") for n in (0, DIM + 1)),
     (late, expanded("fixed"), BAD, r"are expanded, but the vocabulary has no token '\[EXPAND\]'"),
     (late, expanded("max"), NOT, r"query_expansion\.strategy is 'max'; supported: 'fixed', 'min'"),
+    (parts, calibration({f"{BIAS}x": 0.0}), NOT, "transition_bias_x is not supported; known are"),
+    (parts, calibration({f"{BIAS}end_to_start": "0"}), BAD, "end_to_start is '0', must be a finite number"),
+    (parts, calibration({f"{BIAS}end_to_start": -1e39}), BAD, r"is -1e\+39, must be a finite number"),
+    (parts, calibration([]), BAD, "biases is list, expected an object"),
     (classes, settings(problem_type="regression"), NOT, "'regression', and its 3"),
     (classes, put(f"{POOLER}.weight", DIM, DIM + 1), BAD, r"cls\.weight has rows of 33 values, its"),
     (classes, put(f"{POOLER}.bias", DIM + 1), BAD, r"cls\.bias has shape \(33,\) .*expected \(32,\) and F32"),

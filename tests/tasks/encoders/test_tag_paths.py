@@ -11,11 +11,8 @@ import numpy.typing as npt
 import pytest
 from support.encoder_folders import PRIVACY_TAGS, private_parts
 from support.encoder_tasks import NEAR, FileOf, opened
-from support.model_folders import DIM
-from support.task_folders import STRATEGIES, TAGGERS, TAGS, TEXTS
-from tokenizers import Tokenizer
+from support.task_folders import STRATEGIES, TAGGERS, TEXTS
 
-from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 from metal_prefill.files import GGUFFile
@@ -135,29 +132,9 @@ def test_a_score_is_the_mean_probability_of_the_tags(file_of: FileOf) -> None:
 def test_the_default_strategy_follows_the_tags(file_of: FileOf) -> None:
     with opened(file_of(TAGGERS["bert"])) as model:
         assert model.label_tokens(TEXTS) == model.label_tokens(TEXTS, strategy="simple")
-        with pytest.raises(ValueError, match=r"needs BIOES tags: .* has no label O, or none with E- or S-"):
-            model.label_tokens(TEXTS, strategy="viterbi")
-        with pytest.raises(ValueError, match="transitions need the strategy 'viterbi', got 'simple'"):
-            model.label_tokens(TEXTS, transitions={})
     assert stray_tag(("O", "S-x", "B-x", "E-x", "PER")) == "PER"
     assert stray_tag(("S-x", "B-x", "E-x")) == ""
     assert stray_tag(PRIVACY_TAGS) is None
-
-
-@pytest.mark.parametrize(
-    ("biases", "error", "message"),
-    [
-        ({"background": 1.0}, ValueError, "transitions must be one of background_stay, "),
-        ({"end_to_start": "1"}, TypeError, r"transitions\['end_to_start'\] must be a number, got str"),
-        ({"end_to_start": True}, TypeError, r"must be a number, got bool"),
-        ({"end_to_start": float("nan")}, ValueError, r"transitions\['end_to_start'\] is nan, must be finite"),
-    ],
-)
-def test_wrong_biases_are_refused(
-    file_of: FileOf, biases: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with opened(file_of(private_parts)) as model, pytest.raises(error, match=message):
-        model.label_tokens(TEXTS, transitions=biases)
 
 
 def test_parts_on_metal_are_those_of_the_cpu(metal: None, file_of: FileOf) -> None:
@@ -176,57 +153,17 @@ def test_parts_on_metal_are_those_of_the_cpu(metal: None, file_of: FileOf) -> No
                 )
 
 
-def test_texts_have_the_tokens_of_the_folder(file_of: FileOf) -> None:
-    """Byte-level BPE with the pattern of o200k_base, without tokens at the ends of a text."""
-    path = file_of(private_parts)
-    theirs = Tokenizer.from_file(str(path.parent / "folder" / "tokenizer.json"))
-    texts = [*TEXTS, "Call +1 (425) 555-0100, it's URGENT!\r\n\tx2.5\u3000Ünïcödé 你好 👩🏽‍💻 O'Neil's"]
-    with opened(path) as model:
-        for text in texts:
-            assert model.tokenizer.encode(text) == theirs.encode(text).ids
-
-
-def calibrated(path: Path, biases: Any) -> Path:
-    """Write a folder with a calibration."""
-    folder = private_parts(path)
-    folder.json("viterbi_calibration.json", {"operating_points": {"default": {"biases": biases}}})
-    return folder.write()
-
-
 def test_biases_are_those_of_the_folder(tmp_path: Path) -> None:
     stated = {f"transition_bias_{name}": value for name, value in BIASES.items()}
-    path = convert(calibrated(tmp_path / "m", stated), tmp_path / "m.gguf")
+    folder = private_parts(tmp_path / "m")
+    folder.json("viterbi_calibration.json", {"operating_points": {"default": {"biases": stated}}})
+    path = convert(folder.write(), tmp_path / "m.gguf")
     with GGUFFile(path) as gguf:
         assert read_head(gguf, "privacy-filter", 64).transitions == TransitionBiases(**BIASES)
     with opened(path) as model:
         own = model.label_tokens(TEXTS)
         assert own == model.label_tokens(TEXTS, transitions=BIASES)
         assert own != model.label_tokens(TEXTS, transitions={"background_stay": -20.0})
-
-
-@pytest.mark.parametrize(
-    ("biases", "error", "message"),
-    [
-        ({"transition_bias_x": 0.0}, UnsupportedModelError, "transition_bias_x is not supported; known are"),
-        ({"transition_bias_end_to_start": "0"}, GGUFError, "end_to_start is '0', must be a finite number"),
-        ({"transition_bias_end_to_start": -1e39}, GGUFError, "is -1e\\+39, must be a finite number"),
-        ([], GGUFError, "biases is list, expected an object"),
-    ],
-)
-def test_a_wrong_calibration_is_refused(
-    tmp_path: Path, biases: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        convert(calibrated(tmp_path / "m", biases), tmp_path / "m.gguf")
-
-
-def test_a_command_prints_parts(file_of: FileOf, capsys: pytest.CaptureFixture[str]) -> None:
-    path = file_of(private_parts)
-    with opened(path) as model:
-        expected = model.label_tokens(TEXTS[:1])[0]
-    assert main(["label", "-m", str(path), "--json", "--compute", "f32", "--kv-dtype", "f32", TEXTS[0]]) == 0
-    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
-    assert [(e["label"], e["start"]) for e in line["entities"]] == [(e.label, e.start) for e in expected]
 
 
 def trimmed(text: str, entity: dict[str, Any]) -> tuple[str, int, int]:
@@ -283,12 +220,6 @@ def test_ignored_labels_are_omitted(file_of: FileOf) -> None:
         assert {entity.label for entity in everything} == {"O", "PER", "LOC"}
         kept = [e for entities in model.label_tokens(TEXTS, ignore=("O", "PER")) for e in entities]
         assert kept == [entity for entity in everything if entity.label == "LOC"]
-
-
-def test_labels_are_the_tags_of_the_folder(file_of: FileOf) -> None:
-    with GGUFFile(file_of(TAGGERS["bert"])) as gguf:
-        head = read_head(gguf, "bert", DIM)
-        assert (head.labels, head.pooling, head.steps) == (TAGS, "none", ())
 
 
 def test_a_command_prints_labels(file_of: FileOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Collections of texts that tasks accept; texts, options and methods that an encoder does not take."""
 
 import asyncio
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import model_folders, task_folders
+from support.encoder_folders import private_parts
 from support.encoder_tasks import FileOf, opened
 from support.entity_folders import RECORDED
 from support.gguf_bytes import string
@@ -86,6 +88,7 @@ MADE: dict[str, Callable[[Path], Folder]] = {
     "plain": lambda path: model_folders.bert(path).pool(),
     "pairs": RANKERS["bert"],
     "tags": TAGGERS["bert"],
+    "parts": private_parts,
     "late": task_folders.late_interaction,
     "entities": RECORDED["bert"],
     "labelled": RECORDED["modernbert and bert"],
@@ -108,6 +111,10 @@ def classifies(texts: Any = TEXTS, *more: Any, **options: Any) -> Call:
 
 def labels(texts: Any = TEXTS, **options: Any) -> Call:
     return lambda model: model.label_tokens(texts, **options)
+
+
+def biased(**biases: Any) -> Call:
+    return labels(transitions=biases)
 
 
 def embeds(**options: Any) -> Call:
@@ -137,6 +144,12 @@ REFUSED: list[tuple[str, Call, type[Exception], str]] = [
     ("tags", labels(["a", "\ud800"]), ValueError, r"text 1: .*surrogates"),
     ("tags", labels("a"), TypeError, "texts must be a sequence of strings"),
     ("tags", finds(), ValueError, "it has no head of GLiNER: use label_tokens"),
+    ("tags", labels(strategy="viterbi"), ValueError, "needs BIOES tags: .* has no label O, or none with E-"),
+    ("tags", labels(transitions={}), ValueError, "transitions need the strategy 'viterbi', got 'simple'"),
+    ("parts", biased(background=1.0), ValueError, "transitions must be one of background_stay, "),
+    ("parts", biased(end_to_start="1"), TypeError, r"\['end_to_start'\] must be a number, got str"),
+    ("parts", biased(end_to_start=True), TypeError, "must be a number, got bool"),
+    ("parts", biased(end_to_start=math.nan), ValueError, r"\['end_to_start'\] is nan, must be finite"),
     ("plain", ranks(), ValueError, "is an encoder without a classification head: it does not rank"),
     ("plain", lambda model: model.embed_hybrid(["a"]), ValueError, "lacks the heads for weights"),
     *(
