@@ -11,14 +11,12 @@ from support.encoder_tasks import opened
 from support.model_folders import CONTEXT, Folder
 from support.running_server import running
 
-from metal_prefill import Model, UnsupportedModelError
+from metal_prefill import Model
 from metal_prefill._support.messages import as_fields, as_options
 from metal_prefill.cli import main
-from metal_prefill.conversion import convert
 
 TEXTS = ["The king is dead.", "x", "long " * 30]
 LIMIT = 12
-ADAPTER = {"base_model_name_or_path": "owner/base", "peft_type": "LORA", "r": 8}
 
 
 @pytest.fixture
@@ -73,26 +71,6 @@ def test_a_transformer_in_a_folder_of_its_own_is_found(folder: Folder) -> None:
     np.testing.assert_array_equal(vectors(folder.path), expected)
     (body / "config.json").write_text((body / "config.json").read_text().replace("1e-12", "1e-2"))
     assert not np.array_equal(vectors(folder.path), expected)  # not the conversion of the other contents
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["next to weights", "alone"])
-@pytest.mark.parametrize("base", ["owner/base", None])
-def test_an_adapter_is_refused_with_the_name_of_its_base(
-    folder: Folder, whole: bool, base: str | None
-) -> None:
-    folder.write()
-    folder.json("adapter_config.json", {**ADAPTER, "base_model_name_or_path": base})
-    if not whole:
-        (folder.path / "config.json").unlink()
-        (folder.path / "model.safetensors").unlink()
-    of, model = (" of owner/base", "that model") if base else ("", "its base model")
-    message = (
-        rf"{folder.path}: has an adapter \(adapter_config.json\){of}; to apply it, open {model} and name"
-    )
-    with pytest.raises(UnsupportedModelError, match=message):
-        Model(folder.path, device="cpu")
-    with pytest.raises(UnsupportedModelError, match=message):
-        convert(folder.path, folder.path / "m.gguf")
 
 
 def test_a_score_of_logits_is_the_difference_of_two_answers(tmp_path: Path) -> None:

@@ -237,6 +237,8 @@ LLAMA: list[tuple[Change, Error, str]] = [
         (value(*of), BAD, f"tensor {LOST} contains a value that is not finite")
         for of in (("f4", math.nan), ("f2", -math.inf), ("f8", 1e300))
     ),
+    (file("generation_config.json", eos_token_id=[1, 9999]), BAD, "config.json: eos_token_id contains 9999"),
+    (file("generation_config.json", eos_token_id=[1, 2, 3, 4]), NOT, "config.json: eos_token_id has 3 tok"),
     # Finding the merges of a token takes time quadratic in its length.
     (in_tokenizer(lambda m: m["vocab"].update({"x" * 2000: 300})), BAD, "300 has 2000 characters, more than"),
     *(
@@ -597,6 +599,14 @@ MODULES: list[Case] = [
         for path in ("", "0_StaticEmbedding")
     ),
     (bert, unwritten(file("modules.json", [])), BAD, r"has no config\.json"),
+    *(
+        (bert, change(file("adapter_config.json", base_model_name_or_path=base)), NOT, message)
+        for change in (both, unwritten)
+        for base, message in (
+            ("owner/base", r"\(adapter_config.json\) of owner/base; to apply it, open that model and name"),
+            (None, r"has an adapter \(adapter_config.json\); to apply it, open its base model and name"),
+        )
+    ),
     (bert, only("Transformer", "../other"), BAD, r"path is '../other', must be a folder in this one"),
     (bert, merged("2_Dense/config.json", bias=True), BAD, r"bias requires linear\.bias, linear\.weight"),
     *((bert, file(CLASS, truncate_dim=n), BAD, f"truncate_dim is {n}") for n in (0, DIM + 1)),

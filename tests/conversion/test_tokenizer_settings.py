@@ -368,18 +368,6 @@ def test_generation_ends_where_transformers_ends_it(
     assert tokenizer.stop_ids == {1 if stop == "</s>" else stop for stop in stops}
 
 
-@pytest.mark.parametrize(
-    ("ids", "error"), [([1, 9999], GGUFError), ([1, 300, 301, 302], UnsupportedModelError)]
-)
-def test_ends_that_a_file_cannot_describe_are_refused(
-    tmp_path: Path, ids: list[int], error: type[Exception]
-) -> None:
-    path = tokenizer_folders.write(tmp_path, TOKENIZERS["byte level"](), {"eos_token": "</s>"})
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    with pytest.raises(error, match=r"generation_config.json: eos_token_id (contains 9999|has 3 tokens)"):
-        encoder_tokenizers.open_folder(path)
-
-
 def test_pairs_matter_to_classifiers_only(tmp_path: Path) -> None:
     made = TOKENIZERS["byte level"]()
     template("$A </s>", "$A $B </s>")(made)

@@ -185,6 +185,7 @@ REFUSED: list[tuple[str, Call, type[Exception], str]] = [
     ("vectors", embeds(pooling="rank"), ValueError, "use rerank, or classify"),
     ("vectors", embeds(pooling="cls"), ValueError, "its attention is causal"),
     ("vectors", embeds(unicode="nfc"), ValueError, "unicode must be one of NFC; got 'nfc'"),
+    ("vectors", lambda model: model.embed([*["a"] * 7, "\udc80", "b"]), ValueError, r"text 7: .*surrogates"),
     ("demo", embeds(), ValueError, "sets no pooling .llama.pooling_type.: choose one, such as"),
     ("demo", lambda model: model.embed_sparse(["a"]), ValueError, "no head for vectors over"),
     ("demo", ranks(), ValueError, "no template is known for llama: a template is required"),
