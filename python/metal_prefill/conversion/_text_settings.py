@@ -245,9 +245,3 @@ def _number(fields: Fields, key: str, context: int) -> int:
     value = fields.values[key]
     # Tokenizers without a limit state a huge number.
     return context if isinstance(value, (int, float)) and value >= context else fields.integer(key)
-
-
-def static_lengths(body: Path) -> dict[str, int]:
-    """Return the most tokens of a text by its full key: those after which the tokenizer itself cuts texts."""
-    truncation = Fields.read(body / "tokenizer.json").object("truncation")
-    return {f"{LENGTH_KEYS}text": truncation.integer("max_length")} if truncation.values else {}

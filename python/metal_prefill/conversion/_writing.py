@@ -43,13 +43,12 @@ from metal_prefill.conversion._text_settings import (
     max_tokens,
     prompt_metadata,
     rerank_metadata,
-    static_lengths,
 )
 from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.conversion._weights import FILE, Stack, Weight, divided, ignored_index, read_weights
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_writer import GGUFWriter, check_header
-from metal_prefill.files._metadata_keys import EXPANSION_KEYS, LABEL_ENCODER, MAX_INT
+from metal_prefill.files._metadata_keys import EXPANSION_KEYS, LABEL_ENCODER, LENGTH_KEYS, MAX_INT
 
 SOURCES = ENCODERS | DECODERS  # a row for each family of model classes
 AUTO = "auto"
@@ -250,8 +249,11 @@ class _Model:
             found |= rerank_metadata(folder, self.modules.logit_score, vocabulary)
         if self._encoder.modules is not None:
             return found | self._encoder.tokens_of(vocabulary)
-        if "block_count" not in self.metadata:
-            return found | static_lengths(self._encoder.place)
+        if "block_count" not in self.metadata:  # the tokenizer of a table cuts texts itself
+            truncation = Fields.read(self._encoder.place / "tokenizer.json").object("truncation")
+            if truncation.values:
+                found[f"{LENGTH_KEYS}text"] = truncation.integer("max_length")
+            return found
         if self.task != "causal" or (folder / "modules.json").is_file():
             expanded = found.get(f"{EXPANSION_KEYS}length", 0)
             found |= max_tokens(folder, self.metadata["context_length"], expanded)

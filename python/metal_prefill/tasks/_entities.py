@@ -19,7 +19,7 @@ from metal_prefill.files._task_config import PooledHead
 from metal_prefill.tasks._embedding import Vectors, check_length, checked_texts, embed_prompts, encode_texts
 from metal_prefill.tasks._pooled_head import affine, sigmoid
 from metal_prefill.tasks._prompts import PromptRules, errors_of, named
-from metal_prefill.tasks._text_passes import Ids, TextPasses, finite, pooled_states
+from metal_prefill.tasks._text_passes import Ids, TextPasses, finite, pooled_states, reported
 from metal_prefill.tasks._token_labels import Entity
 
 # Words and single signs, as in the library.
@@ -207,7 +207,7 @@ def found_entities(
     states = pooled_states(passes, "none", prompts, [f"text {i}" for i in filled])
     pooled, head = passes.engine.head, _head_of(passes.engine)
     separate = _label_vectors(passes.engine, encoded)
-    for done, item in enumerate(encoded.texts, 1):
+    for item in reported(encoded.texts, len(encoded.texts), progress):
         found: list[Entity] = []
         if item.places:
             made = next(states)[[*encoded.places, *item.tokens]]
@@ -219,8 +219,6 @@ def found_entities(
             candidates = _spans if head.mode == "spans" else _runs
             found = _entities(encoded, item, *candidates(scores, choice.threshold), choice)
         yield found
-        if progress is not None:
-            progress(done, len(encoded.texts))
 
 
 def _label_vectors(engine: Engine, encoded: EntityTexts) -> Vectors | None:

@@ -10,15 +10,8 @@ from metal_prefill import _core
 from metal_prefill.engine import Engine
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.tasks._embedding import check_length
-from metal_prefill.tasks._prompts import PromptRules, errors_of
+from metal_prefill.tasks._prompts import PromptRules
 from metal_prefill.tasks._text_passes import Ids, TextPasses
-
-
-def encode_part(engine: Engine, text: str, name: str, rules: PromptRules) -> list[int]:
-    """Return the tokens of one text of a pair; `name` identifies it in errors."""
-    with errors_of(name):
-        parses = rules.parses(engine.tokenizer)
-        return engine.tokenizer.encode(rules.normalized(text), add_bos=False, parse_special=parses)
 
 
 class EncodedPair(NamedTuple):

@@ -282,11 +282,6 @@ def card_of(engine: Engine) -> Mapping[str, str]:
     return PROMPTS.get(engine.config.architecture, {})
 
 
-def has_prompts(engine: Engine) -> bool:
-    """Return whether prompts of queries and documents are known for a model."""
-    return bool(engine.prompts.by_name or card_of(engine))
-
-
 def prompt_names(model: EngineOwner) -> list[str]:
     """Return the names of a model's prompts, such as ``"query"``, that `instruction` accepts.
 

@@ -22,14 +22,14 @@ from metal_prefill.tasks._embedding import (
     encode_texts,
 )
 from metal_prefill.tasks._late_interaction import late_scores
-from metal_prefill.tasks._pairs import encode_pair, encode_part
+from metal_prefill.tasks._pairs import encode_pair
 from metal_prefill.tasks._pooled_head import logits_of, sigmoid
 from metal_prefill.tasks._prompts import (
     PromptRules,
+    card_of,
     cut_message,
     document_role,
     errors_of,
-    has_prompts,
     numbered,
     prompt_form,
     query_role,
@@ -260,7 +260,7 @@ def kind_of(engine: Engine, options: Options) -> str:
 
 
 def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
-    known = has_prompts(engine)
+    known = bool(engine.prompts.by_name or card_of(engine))  # whether there are prompts of both kinds
     asked = options.instruction if options.instruction is not None else "query" if known else None
     role = query_role(engine)
     has_limit = role.expansion is not None or engine.lengths.query is not None
@@ -280,10 +280,10 @@ def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: 
 
 def _encode_pairs(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
     rules = options.rules
-    first = encode_part(engine, query, "the query", rules)
-    parts = engine.tokenizer.encode_all(
-        map(rules.normalized, documents), parse_special=rules.parses(engine.tokenizer)
-    )
+    tokenizer, parses = engine.tokenizer, rules.parses(engine.tokenizer)
+    with errors_of("the query"):
+        first = tokenizer.encode(rules.normalized(query), add_bos=False, parse_special=parses)
+    parts = tokenizer.encode_all(map(rules.normalized, documents), parse_special=parses)
     ranking = Ranking(documents, engine.max_context, options.label)
     for i, second in enumerate(numbered(parts, "document")):
         pair = encode_pair(engine, first, second, f"document {i}", rules)

@@ -92,26 +92,18 @@ def _row_count(session: int, output: str, tokens: int, rows: object) -> int:
     return integer(f"session {session}: rows of output {output!r}", rows, 1, most)
 
 
-def check_prompt(
-    prompt: TokenIds,  # token ids
-    vocab_size: int,  # ids must be in ``[0, vocab_size)``
-    # How many tokens there must and may be.
-    least: int,
-    limit: int,
-) -> Ids:
-    """Convert token ids to an array; errors are those of a prompt to be processed."""
-    if length_of(prompt) > limit:
-        raise ContextOverflowError(f"{length_of(prompt)} tokens exceed the limit of {limit}")
-    array = token_array(prompt, vocab_size)
-    if len(array) < least:
-        raise ValueError(f"at least {least} tokens are needed, got {len(array)}")
-    return array
-
-
 def check_prompts(prompts: Sequence[TokenIds], vocab_size: int, least: int, limit: int) -> Sequence[Ids]:
-    """Convert all prompts before anything is computed; an error names the prompt. See `check_prompt`."""
-    items = ((prompt, vocab_size, least, limit) for prompt in prompts)
-    return _checked("prompt", check_prompt, items)
+    """Convert all prompts before anything is computed; each must have `least` to `limit` tokens."""
+
+    def ids_of(prompt: TokenIds) -> Ids:
+        if length_of(prompt) > limit:
+            raise ContextOverflowError(f"{length_of(prompt)} tokens exceed the limit of {limit}")
+        array = token_array(prompt, vocab_size)
+        if len(array) < least:
+            raise ValueError(f"at least {least} tokens are needed, got {len(array)}")
+        return array
+
+    return _checked("prompt", ids_of, zip(prompts))
 
 
 def score_many(

@@ -15,7 +15,7 @@ from metal_prefill.files._task_config import QUERY_WEIGHTS
 from metal_prefill.tasks._embedding import check_pooling, encode_texts, vector_width
 from metal_prefill.tasks._pooled_head import embedding_of, positive_weights, token_vectors, vocabulary_vector
 from metal_prefill.tasks._prompts import PromptRules, TextRole, text_role, warn_of_cut
-from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled, pooled_states
+from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled, pooled_states, reported
 from metal_prefill.text._encoder_vocabulary import SPACE, begins_word
 
 
@@ -58,10 +58,7 @@ def embed_sparse(
         weights. Other models compute queries as documents.
     max_active
         Number of largest values of each vector to keep; None keeps all that are positive.
-    truncate
-        ``"error"``: a text longer than the context is an error. ``"end"``: its end is cut off, and a
-        ``UserWarning`` counts and names such texts.
-    split_special_tokens
+    truncate, split_special_tokens
         See :meth:`Model.embed`.
     progress
         Called with the number of texts done and their total.
@@ -84,12 +81,8 @@ def embed_sparse(
     role = sparse_role(engine, instruction)
     encoded = encode_texts(engine, texts, rules=rules, role=role)
     warn_of_cut(encoded.cut, len(encoded.prompts), role.limit, "text")
-    found = []
-    for vector in sparse_vectors(engine, encoded.prompts, role, most):
-        found.append(vector)
-        if progress is not None:
-            progress(len(found), len(encoded.prompts))
-    return found
+    vectors = sparse_vectors(engine, encoded.prompts, role, most)
+    return list(reported(vectors, len(encoded.prompts), progress))
 
 
 def check_sparse(engine: Engine) -> None:
@@ -225,14 +218,13 @@ def embed_hybrid(
     warn_of_cut(encoded.cut, len(encoded.prompts), engine.max_context, "text")
     names = [f"text {i}" for i in range(len(encoded.prompts))]
     found = HybridVectors(np.empty((len(names), vector_width(engine, pooling, None)), np.float32), [], [])
-    for states in pooled_states(TextPasses(engine), "none", encoded.prompts, names):
+    all_states = pooled_states(TextPasses(engine), "none", encoded.prompts, names)
+    for states in reported(all_states, len(names), progress):
         i = len(found.tokens)
         vector = embedding_of(head, pooled(states, pooling))
         found.dense[i] = vector[: found.dense.shape[1]]
         found.sparse.append(token_weights(engine, encoded.prompts[i], states, None))
         found.tokens.append(np.ascontiguousarray(token_vectors(head, states[1:])))
         _core.normalize(found.tokens[-1])
-        if progress is not None:
-            progress(i + 1, len(names))
     _core.normalize(found.dense)
     return found

@@ -1,6 +1,6 @@
 """Passes over many texts that are each computed once, without keeping their K and V."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,6 +17,7 @@ from metal_prefill.tasks._prompts import query_expansion
 Ids = npt.NDArray[np.int32]
 # Vectors of several texts, [texts, dim], or an array for each text.
 Block: TypeAlias = npt.NDArray[np.float32] | list[npt.NDArray[np.float32]]
+Item = TypeVar("Item")
 Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 # Poolings of a text that the engine computes.
@@ -63,6 +64,14 @@ class TextPasses:
                 too_narrow = isinstance(result, NumericalError) and self.engine.kv_dtype == "f16"
                 hint = "; if keys or values exceed 65504, kv_dtype='f32' stores them" if too_narrow else ""
                 raise type(result)(f"{name}: {result}{hint}") from result
+
+
+def reported(items: Iterable[Item], count: int, progress: Progress | None) -> Iterator[Item]:
+    """Yield items, and report after each how many of them are done."""
+    for done, item in enumerate(items, 1):
+        yield item
+        if progress is not None:
+            progress(done, count)
 
 
 def finite(values: Array, what: str) -> Array:

@@ -16,7 +16,7 @@ from metal_prefill.files._task_config import TransitionBiases
 from metal_prefill.tasks._embedding import check_length, checked_texts
 from metal_prefill.tasks._pooled_head import logits_of, probabilities_of
 from metal_prefill.tasks._prompts import PromptRules, errors_of, warn_of_cut
-from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
+from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states, reported
 from metal_prefill.text._tokenizer import TokenSpan
 
 Strategy: TypeAlias = Literal["none", "simple", "first", "average", "max", "viterbi"]
@@ -102,10 +102,7 @@ def label_tokens(
         ``background_stay`` is negative or ``background_to_start`` positive.
     ignore
         Labels to omit from the result.
-    truncate
-        ``"error"``: a text longer than the context is an error. ``"end"``: its end is cut off, and a
-        ``UserWarning`` counts and names such texts.
-    split_special_tokens
+    truncate, split_special_tokens
         See :meth:`Model.embed`.
     progress
         Called with the number of texts done and their total.
@@ -209,7 +206,7 @@ def entities_of(
     begin = len(engine.tokenizer.frame.begin)
     filled = [i for i, item in enumerate(spanned) if item.spans]
     states = pooled_states(passes, "none", [spanned[i].ids for i in filled], [f"text {i}" for i in filled])
-    for done, item in enumerate(spanned, 1):
+    for item in reported(spanned, len(spanned), progress):
         found: list[Entity] = []
         if item.spans:
             logits = logits_of(head, next(states)[begin : begin + len(item.spans)])
@@ -220,8 +217,6 @@ def entities_of(
             found = _entities(engine, item, pieces, logits, decoding)
         # A token of white space alone is not an entity.
         yield [entity for entity in found if entity.text and entity.label not in ignore]
-        if progress is not None:
-            progress(done, len(spanned))
 
 
 def _entities(

@@ -316,15 +316,7 @@ class ChatTemplate:
         ]
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        """Check that tools are valid, and that the template passes them to the model.
-
-        Raises
-        ------
-        ChatTemplateError
-            The template does not support tools.
-        TypeError, ValueError
-            A tool is not a mapping, or has no name.
-        """
+        """Check tools; see :meth:`metal_prefill.text.Tokenizer.check_tools`."""
         if not tools:
             return
         tool_names(tools)

@@ -16,11 +16,6 @@ THINK = Tags("<think>", "</think>")
 CHANNEL = Tags("<|channel>thought", "<channel|>")  # of Gemma 4
 
 
-def tags_in(template: str) -> Tags | None:
-    """Return the tags whose end a chat template names, to remove the reasoning of earlier answers."""
-    return next((tags for tags in (THINK, CHANNEL) if tags.end in template), None)
-
-
 class Parsed(NamedTuple):
     """New text of an answer."""
 

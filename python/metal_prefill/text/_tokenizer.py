@@ -17,7 +17,7 @@ from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._encoder_vocabulary import SPACE, begins_word
 from metal_prefill.text._file_templates import FileTemplates
 from metal_prefill.text._normal_text import NormalText
-from metal_prefill.text._reasoning import LAST_TOKENS, Tags, begins_in, tags_in
+from metal_prefill.text._reasoning import CHANNEL, LAST_TOKENS, THINK, Tags, begins_in
 from metal_prefill.text._segmentation import SpelledTokens, WordTokens, segmented, segmented_ids
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
 from metal_prefill.text._tool_calls import MARKS
@@ -566,7 +566,9 @@ class Tokenizer:
     @cached_property
     def reasoning_tags(self) -> Tags | None:
         """Texts around the reasoning in answers; None if the chat template knows none."""
-        return tags_in(self.chat_template or "")
+        # A template names the end to remove the reasoning of earlier answers.
+        template = self.chat_template or ""
+        return next((tags for tags in (THINK, CHANNEL) if tags.end in template), None)
 
     def ends_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Return whether the tokens of a prompt end within reasoning."""
