@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.stand_in_server import stand_in
 
 from metal_prefill import MissingExtraError, Model, bench, cli
 from metal_prefill.bench import ServingResults
@@ -15,39 +16,7 @@ from metal_prefill.bench._peers import servers
 from metal_prefill.bench._peers.servers import SERVERS, ServerOptions, ServerProcess, check_server
 from metal_prefill.bench._serving import ANSWER_TOKENS, Answer, ServingRow, ask, ask_all, prompts
 
-# Another server with OpenAI's interface: it answers each prompt with its last word, three times.
-STAND_IN = """
-import json, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args): pass
-    def do_GET(self):
-        self.answer("application/json", json.dumps({"data": [{"id": "stand-in"}]}).encode())
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        assert (body["model"], body["max_tokens"], body["stream"]) == ("stand-in", 64, True)
-        word = body["prompt"].split()[-1]
-        if FAILS: return self.answer("text/event-stream", b'data: {"error": {"message": "no"}}\\n\\n')
-        chunks = [{"choices": [{"text": t}]} for t in ("", word, word, word)] + [{"choices": []}]
-        lines = b"".join(b"data: " + json.dumps(c).encode() + b"\\n\\n" for c in chunks)
-        self.answer("text/event-stream", lines + b"data: [DONE]\\n\\n")
-    def answer(self, kind, content):
-        self.send_response(200)
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
 OPTIONS = ServerOptions("m.gguf", threads=2, clients=4, context=468)
-
-
-def stand_in(options: ServerOptions, port: int) -> list[str]:
-    return [sys.executable, "-c", STAND_IN.replace("FAILS", "False"), str(port)]
-
-
-def failing(options: ServerOptions, port: int) -> list[str]:
-    return [sys.executable, "-c", STAND_IN.replace("FAILS", "True"), str(port)]
 
 
 def test_prompts_share_300_tokens_and_differ_after_them(bundled: Model) -> None:
@@ -61,7 +30,7 @@ def test_prompts_share_300_tokens_and_differ_after_them(bundled: Model) -> None:
 
 
 def test_servers_alternate_and_ours_has_no_ratio(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SERVERS, "llama-server", stand_in)
+    monkeypatch.setitem(SERVERS, "llama-server", stand_in())
     monkeypatch.setattr(servers, "check_server", lambda name: None)
     results = bench.run_serving(demo_path, clients=[1, 2], compare=["llama-server"], repetitions=1)
     assert [(r.server, r.clients) for r in results.rows] == [
@@ -79,14 +48,14 @@ def test_servers_alternate_and_ours_has_no_ratio(demo_path: Path, monkeypatch: p
 
 
 def test_each_client_gets_its_own_answer_and_failures_are_named() -> None:
-    server = ServerProcess("stand-in", OPTIONS, stand_in)
+    server = ServerProcess("stand-in", OPTIONS, stand_in())
     try:
         seconds, answers = ask_all(server, [f"question {i}" for i in range(4)])
         assert [answer.text for answer in answers] == [str(i) * 3 for i in range(4)]
         assert all(0 < answer.first_s <= seconds for answer in answers)
     finally:
         server.close()
-    server = ServerProcess("stand-in", OPTIONS, failing)
+    server = ServerProcess("stand-in", OPTIONS, stand_in("fails"))
     try:
         with pytest.raises(bench.BenchError, match=r"stand-in: .*no"):
             ask(server, "question")

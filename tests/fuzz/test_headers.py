@@ -5,9 +5,8 @@ remains after a crash. Of each `EACH` inputs one has a changed structure; the ot
 changed bytes.
 """
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -34,18 +33,6 @@ EACH = 40  # inputs made of one whose structure was changed
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
 
-@contextmanager
-def overwritten(target: str) -> Iterator[tuple[Path, int]]:
-    """Yield a file and its descriptor; it is removed unless the block fails or ends the process."""
-    path = place_of(target)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        yield path, descriptor
-    finally:
-        os.close(descriptor)
-    path.unlink()
-
-
 def variants(content: bytes, header: int, random: Random) -> Iterator[bytes]:
     """Yield the content, and copies with a few other bytes in its first `header` ones."""
     yield content
@@ -67,18 +54,19 @@ def variants(content: bytes, header: int, random: Random) -> Iterator[bytes]:
 
 
 def inputs(target: str, count: int, change: Callable[[Random], tuple[bytes, int]]) -> Iterator[Path]:
-    """Write inputs to one file, and yield its path after each.
+    """Write inputs to one file, and yield its path after each; it remains if a test fails.
 
     `change` returns the content of a file and the length of its header.
     """
-    with overwritten(target) as (path, descriptor), watched() as renew:
+    path = place_of(target)
+    with watched() as renew:
         for random in rounds(count, EACH):
             renew()
             content, header = change(random)
             for variant in variants(content, header, random):
-                os.ftruncate(descriptor, len(variant))
-                os.pwrite(descriptor, variant, 0)
+                path.write_bytes(variant)
                 yield path
+    path.unlink()
 
 
 def model_files(target: str, count: int, parts: Parts) -> Iterator[Path]:

@@ -15,11 +15,12 @@ from rich.console import Console
 from support.chat_templates import CHATML
 from support.running_server import running
 from support.small_models import MODELS, write
+from support.stand_in_server import PROGRAM, stand_in
 
 from metal_prefill import MissingExtraError, Model, bench
 from metal_prefill.bench import _agents
 from metal_prefill.bench._agents import SHAPES, Ask, Messages, replay
-from metal_prefill.bench._peers.servers import Command, ServerOptions, check_server
+from metal_prefill.bench._peers.servers import ServerOptions, check_server
 
 # Positions between the snapshots of states: one page, and the seven that take the memory of a state. With
 # attention alone, each position is one.
@@ -128,47 +129,13 @@ def test_sessions_are_replayed_on_servers(demo_path: Path, monkeypatch: pytest.M
     assert "memory too small" in "".join(str(s.text) for s in Console(width=200).render(results))
 
 
-# A server that keeps the last prompt, as llama-server does in its slot. Its tokens are words.
-STAND_IN = """
-import json, os, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-last = []
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args): pass
-    def do_GET(self):
-        self.answer({"data": [{"id": "stand-in"}]})
-    def do_POST(self):
-        global last
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        assert (self.path, body["model"]) == ("/v1/chat/completions", "stand-in")
-        words = " ".join(m["role"] + " " + m["content"] for m in body["messages"]).split()
-        computed = max(len(words) - len(os.path.commonprefix([words, last])), 1)
-        last = words
-        answer = {"usage": {"prompt_tokens": len(words), "completion_tokens": 2}}
-        if REPORTS: answer["timings"] = {"prompt_n": computed, "prompt_ms": 1.5}
-        self.answer(answer)
-    def answer(self, content):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
-HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-
-
-def stand_in(reports: bool) -> Command:
-    return lambda options, port: [
-        *(sys.executable, "-c"),
-        *(STAND_IN.replace("REPORTS", str(reports)), str(port)),
-    ]
-
-
 @pytest.mark.parametrize("shape", ["growing history", "three agents in turn", "restart"])
 def test_tokens_that_a_peer_computes_are_those_that_it_reports(
     monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
     monkeypatch.setattr(_agents, "UNIT", 3)
     options = ServerOptions("m.gguf", threads=1, clients=1, context=4096)
-    turns = list(_agents.measured("llama-server", options, stand_in(reports=True), shape))
+    turns = list(_agents.measured("llama-server", options, stand_in(), shape))
     last: list[str] = []
     for i, (turn, messages) in enumerate(zip(turns, SHAPES[shape].requests(3), strict=True)):
         words = " ".join(f"{message['role']} {message['content']}" for message in messages).split()
@@ -183,10 +150,7 @@ def test_a_peer_may_be_the_path_of_its_program(
 ) -> None:
     monkeypatch.setattr(_agents, "UNIT", 2)
     program = tmp_path / "llama-server"
-    code = STAND_IN.replace("REPORTS", "True").replace(
-        "sys.argv[1]", 'sys.argv[sys.argv.index("--port") + 1]'
-    )
-    program.write_text(f"#!{sys.executable}\n{code}", encoding="utf-8")
+    program.write_text(f"#!{sys.executable}\n{PROGRAM}", encoding="utf-8")
     with pytest.raises(MissingExtraError, match=r"llama-server of llama\.cpp is not a program"):
         check_server(str(program))
     program.chmod(0o755)
@@ -199,7 +163,7 @@ def test_a_peer_may_be_the_path_of_its_program(
 def test_a_peer_that_does_not_report_tokens_is_named() -> None:
     options = ServerOptions("m.gguf", threads=1, clients=1, context=4096)
     with pytest.raises(bench.BenchError, match="llama-server does not report cached tokens"):
-        list(_agents.measured("llama-server", options, stand_in(reports=False), "retries"))
+        list(_agents.measured("llama-server", options, stand_in("silent"), "retries"))
 
 
 def requests_of(path: Path, shape: str, store: Path) -> list[Asked]:

@@ -5,13 +5,12 @@ import re
 import resource
 import select
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-import httpx
 import pytest
 from support.running_server import Gate, Running, events, read_all, request_bytes, running, wait_until
 
@@ -224,24 +223,22 @@ def test_a_client_that_half_closes_after_two_requests_gets_both_answers(patient:
 def test_answers_that_exceed_the_shutdown_time_end_with_an_error(
     cpu_model: Model, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers: list[httpx.Response] = []
     body = {**BODY, "max_tokens": 900, "stream": stream, "n": 8}
-    with running(cpu_model, shutdown_grace=1) as server, server.connect() as half:
+    with (
+        running(cpu_model, shutdown_grace=1) as server,
+        ThreadPoolExecutor(1) as threads,
+        server.connect() as half,
+    ):
         gate = Gate(server.service)
-        client = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
-        client.start()
+        client = threads.submit(server.post, "/v1/completions", body)
         half.sendall(request_bytes(BODY)[:-3])  # half of a request is in flight, too
         assert gate.reached.wait(60)
         server.close()
-        client.join(60)
+        answer = client.result(60)
         rest = read_all(half)
         gate.open()
-    if stream:
-        assert answers[0].status_code == 200
-        last = events(answers[0])[-1]
-    else:
-        assert answers[0].status_code == 503
-        last = answers[0].json()
+    assert answer.status_code == (200 if stream else 503)
+    last = events(answer)[-1] if stream else answer.json()
     assert last["error"]["code"] == "closing"
     assert last["error"]["message"] == "the server is closing"
     assert rest.startswith(b"HTTP/1.1 503 ")

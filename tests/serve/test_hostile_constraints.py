@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -30,37 +31,31 @@ def text_of(answer: httpx.Response) -> str:
 def test_a_grammar_does_not_stall_the_server(cpu_model: Model) -> None:
     """Its strings have no end, so that each quote could begin one."""
     body = {**PLAIN, "grammar": 'start: "' + '\\"' * 500_000}
-    with running(cpu_model) as server:
-        answers: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
-        thread.start()
-        while not answers:
+    with running(cpu_model) as server, ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(server.post, "/v1/completions", body)
+        while not answer.done():
             assert server.get("/health").elapsed.total_seconds() < 2
-        thread.join()
-    assert answers[0].status_code == 400
+    assert answer.result().status_code == 400
 
 
 def test_answers_next_to_hostile_constraints_are_the_same_as_alone(cpu_model: Model) -> None:
-    with running(cpu_model, max_streams=16) as server:
+    hostile = hostile_requests(cpu_model)
+    with running(cpu_model, max_streams=16) as server, ThreadPoolExecutor(len(hostile)) as threads:
 
-        def post(body: dict[str, Any]) -> None:
+        def post(body: dict[str, Any]) -> httpx.Response:
             answer = server.post("/v1/completions", body)
             while answer.status_code == 503:  # on a busy machine, a worker may answer too late
                 assert answer.json()["error"]["code"] == "no_constraint_worker"
                 answer = server.post("/v1/completions", body)
-            refused.append(answer)
+            return answer
 
         expected = [text_of(server.post("/v1/completions", body)) for body in (PLAIN, CONSTRAINED)]
-        refused: list[httpx.Response] = []
-        threads = [threading.Thread(target=post, args=(body,)) for body in hostile_requests(cpu_model)]
-        for thread in threads:
-            thread.start()
+        answers = threads.map(post, hostile)
         found = [
             [text_of(server.post("/v1/completions", body)) for body in (PLAIN, CONSTRAINED)] for _ in range(4)
         ]
-        for thread in threads:
-            thread.join()
         assert found == [expected] * 4
+        refused = list(answers)
         assert {answer.status_code for answer in refused} <= {200, 400}
         messages = [answer.json()["error"]["message"] for answer in refused if answer.status_code == 400]
         assert sum("matching it takes more than 0.25 s" in message for message in messages) == 2
@@ -99,23 +94,18 @@ def test_only_unknown_constraints_wait_for_those_that_compile(
         return real(*arguments, **named)
 
     real = _Compiled._compile
-    with running(cpu_model) as server:
+    with running(cpu_model) as server, ThreadPoolExecutor(3) as threads:
         known = text_of(server.post("/v1/completions", CONSTRAINED))
         monkeypatch.setattr(_Compiled, "_compile", compile_slowly)
-        answers: list[httpx.Response] = []
-        threads = [threading.Thread(target=lambda: answers.append(server.post(path, body))) for _ in range(3)]
-        for thread in threads:
-            thread.start()
+        answers = [threads.submit(server.post, path, body) for _ in range(3)]
         assert compiling.wait(60)
         assert text_of(server.post("/v1/completions", PLAIN))
         assert text_of(server.post("/v1/completions", CONSTRAINED)) == known
         free = server.post("/v1/chat/completions", chat(response_format={"type": "text"}))
         assert free.status_code == 200
-        assert not answers
+        assert not any(answer.done() for answer in answers)
         go_on.set()
-        for thread in threads:
-            thread.join()
-    assert [answer.status_code for answer in answers] == [200] * 3
+    assert [answer.result().status_code for answer in answers] == [200] * 3
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,10 @@
 
 import math
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from support.running_server import Gate, events, running, wait_until
@@ -18,18 +17,12 @@ BODY = {"prompt": "ROMEO:\n", "max_tokens": 4, "temperature": 0}
 
 
 def test_a_full_queue_answers_429_until_there_is_room(cpu_model: Model) -> None:
-    with running(cpu_model, max_streams=1, max_queue=1) as server:
+    with running(cpu_model, max_streams=1, max_queue=1) as server, ThreadPoolExecutor(2) as threads:
         gate = Gate(server.service)
-        answers: list[httpx.Response] = []
-        threads = [
-            threading.Thread(target=lambda: answers.append(server.post("/v1/completions", BODY)))
-            for _ in range(2)
-        ]
-        threads[0].start()
+        waiting = [threads.submit(server.post, "/v1/completions", BODY)]
         assert gate.reached.wait(60)
-        threads[1].start()
-        while server.service._texts < 2:
-            threads[1].join(0.005)
+        waiting.append(threads.submit(server.post, "/v1/completions", BODY))
+        wait_until(lambda: server.service._texts == 2)
         refused = server.post("/v1/completions", BODY)
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
@@ -37,9 +30,7 @@ def test_a_full_queue_answers_429_until_there_is_room(cpu_model: Model) -> None:
         with pytest.raises(openai.RateLimitError, match="the queue is full: 1 texts wait, of 1 that may"):
             server.client().completions.create(model=server.service.names[0], prompt="a")
         gate.open()
-        for thread in threads:
-            thread.join()
-        assert [answer.status_code for answer in answers] == [200, 200]
+        assert [answer.result().status_code for answer in waiting] == [200, 200]
         assert server.post("/v1/completions", BODY).status_code == 200
 
 
