@@ -15,14 +15,16 @@ import struct
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import lief
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zig
 
 ROOT = Path(__file__).resolve().parents[2]
-MINIMUM_MACOS = (13, 0)
+MINIMUM_MACOS = [13, 0, 0]
 PLATFORM_TAG = "macosx_13_0_arm64"
 KERNEL_SETS = ("neon_i8mm", "neon_dotprod", "neon", "scalar")
 DYLIBS = {
@@ -32,69 +34,13 @@ DYLIBS = {
     "/usr/lib/libSystem.B.dylib",
 }
 
-MAGIC_64, CPU_ARM64, FILE_DYLIB = 0xFEEDFACF, 0x0100000C, 6
-LC_SYMTAB, LC_LOAD_DYLIB, LC_SEGMENT_64, LC_CODE_SIGNATURE, LC_BUILD_VERSION = 0x2, 0xC, 0x19, 0x1D, 0x32
 SIGNATURES, CODE_DIRECTORY, SHA256 = 0xFADE0CC0, 0xFADE0C02, 2
-N_EXT, N_TYPE, N_UNDEFINED = 0x01, 0x0E, 0x00
-PLATFORM_MACOS = 1
+N_EXT, N_TYPE, N_UNDEFINED = 0x01, 0x0E, 0x00  # of a symbol
 DYNAMIC_LOOKUP = (0xFE, 0)  # as ordinal of a library: what dyld finds anywhere; zig writes 0
 
 
 class CheckError(Exception):
     """The wheel is invalid."""
-
-
-@dataclass
-class MachO:
-    """Facts from the load commands of a Mach-O file."""
-
-    cpu: int = 0
-    kind: int = 0
-    platform: int = 0
-    minimum: tuple[int, int] = (0, 0)
-    signature_at: int = 0  # 0: there is none
-    dylibs: set[str] = field(default_factory=set)
-    sections: set[str] = field(default_factory=set)
-    exported: set[str] = field(default_factory=set)
-    undefined: set[str] = field(default_factory=set)
-    looked_up: set[str] = field(default_factory=set)  # at load time, in whatever library has them
-
-
-def read_macho(data: bytes) -> MachO:
-    """Read a 64-bit little-endian Mach-O file; raises CheckError for anything else."""
-    magic, cpu, _, kind, n_commands = struct.unpack_from("<5I", data)
-    if magic != MAGIC_64:
-        raise CheckError(f"no 64-bit Mach-O file: magic {magic:#x}")
-    result = MachO(cpu=cpu, kind=kind)
-    at = 32
-    for _ in range(n_commands):
-        command, size = struct.unpack_from("<2I", data, at)
-        if command & 0x7FFFFFFF == LC_LOAD_DYLIB:
-            (name_at,) = struct.unpack_from("<I", data, at + 8)
-            result.dylibs.add(data[at + name_at : at + size].split(b"\0")[0].decode())
-        elif command == LC_BUILD_VERSION:
-            result.platform, minimum = struct.unpack_from("<2I", data, at + 8)
-            result.minimum = (minimum >> 16, minimum >> 8 & 0xFF)
-        elif command == LC_CODE_SIGNATURE:
-            (result.signature_at,) = struct.unpack_from("<I", data, at + 8)
-        elif command == LC_SEGMENT_64:
-            (n_sections,) = struct.unpack_from("<I", data, at + 64)
-            for i in range(n_sections):
-                name = data[at + 72 + 80 * i : at + 88 + 80 * i]
-                result.sections.add(name.split(b"\0")[0].decode())
-        elif command == LC_SYMTAB:
-            symbols_at, n_symbols, strings_at, _ = struct.unpack_from("<4I", data, at + 8)
-            for i in range(n_symbols):
-                name_at, flags, _, description, _ = struct.unpack_from("<IBBHQ", data, symbols_at + 16 * i)
-                start = strings_at + name_at
-                name_text = data[start : data.index(b"\0", start)].decode()
-                if flags & N_EXT:
-                    undefined = flags & N_TYPE == N_UNDEFINED
-                    (result.undefined if undefined else result.exported).add(name_text)
-                    if undefined and description >> 8 in DYNAMIC_LOOKUP:
-                        result.looked_up.add(name_text)
-        at += size
-    return result
 
 
 def check_signature(data: bytes, at: int) -> int:
@@ -124,34 +70,43 @@ def check_signature(data: bytes, at: int) -> int:
 
 def check_extension(data: bytes) -> list[str]:
     """Check the extension module, and return a report in lines."""
-    found = read_macho(data)
-    if found.cpu != CPU_ARM64 or found.kind != FILE_DYLIB:
-        raise CheckError(f"expected an arm64 library, got cpu {found.cpu:#x}, file type {found.kind}")
-    if found.platform != PLATFORM_MACOS or found.minimum != MINIMUM_MACOS:
-        raise CheckError(f"built for platform {found.platform}, version {found.minimum}")
-    if not found.dylibs <= DYLIBS or len(found.dylibs) < len(DYLIBS):
-        raise CheckError(f"linked to {sorted(found.dylibs)}, expected {sorted(DYLIBS)}")
-    if "_PyInit__core" not in found.exported:
+    file = lief.MachO.parse(data)
+    if file is None:
+        raise CheckError("no Mach-O file")
+    found: Any = file.at(0)
+    header, built = found.header, found.build_version
+    if header.cpu_type != header.CPU_TYPE.ARM64 or header.file_type != header.FILE_TYPE.DYLIB:
+        raise CheckError(f"expected an arm64 library, got {header.cpu_type}, {header.file_type}")
+    if built.platform != built.PLATFORMS.MACOS or built.minos != MINIMUM_MACOS:
+        raise CheckError(f"built for {built.platform}, version {built.minos}")
+    own_name = lief.MachO.LoadCommand.TYPE.ID_DYLIB
+    dylibs = {library.name for library in found.libraries if library.command != own_name}
+    if dylibs != DYLIBS:
+        raise CheckError(f"linked to {sorted(dylibs)}, expected {sorted(DYLIBS)}")
+    symbols = [symbol for symbol in found.symbols if symbol.raw_type & N_EXT]
+    undefined = {symbol.name: symbol for symbol in symbols if symbol.raw_type & N_TYPE == N_UNDEFINED}
+    if "_PyInit__core" not in {symbol.name for symbol in symbols} - undefined.keys():
         raise CheckError("PyInit__core is not exported")
-    if "__objc_selrefs" not in found.sections:
+    if found.get_section("__objc_selrefs") is None:
         raise CheckError("no Objective-C in it")
-    python = {name for name in found.undefined if re.match(r"__?Py", name)}
-    objc = {n for n in found.undefined if n.startswith(("_OBJC_CLASS_$", "_objc_", "_MTL", "__objc"))}
+    python = {name for name in undefined if re.match(r"__?Py", name)}
+    objc = {name for name in undefined if name.startswith(("_OBJC_CLASS_$", "_objc_", "_MTL", "__objc"))}
     if "_MTLCreateSystemDefaultDevice" not in objc:
         raise CheckError("no Metal in it")
     for kernels in KERNEL_SETS:  # their names are strings in the library
         if kernels.encode() + b"\0" not in data:
             raise CheckError(f"the kernels {kernels} are missing")
-    if found.looked_up != python:  # all others were found in a library when linking
-        raise CheckError(f"symbols that nothing has: {sorted(found.looked_up ^ python)}")
-    pages = check_signature(data, found.signature_at)
+    looked_up = {name for name, symbol in undefined.items() if symbol.library_ordinal in DYNAMIC_LOOKUP}
+    if looked_up != python:  # all others were found in a library when linking
+        raise CheckError(f"symbols that nothing has: {sorted(looked_up ^ python)}")
+    pages = check_signature(data, found.code_signature.data_offset if found.has_code_signature else 0)
     return [
-        f"arm64 library for macOS {found.minimum[0]}.{found.minimum[1]} and later",
+        f"arm64 library for macOS {built.minos[0]}.{built.minos[1]} and later",
         f"ad-hoc code signature of {pages} pages",
-        "linked to " + ", ".join(sorted(Path(d).name for d in found.dylibs)),
+        "linked to " + ", ".join(sorted(Path(dylib).name for dylib in dylibs)),
         "kernels of the CPU engine: " + ", ".join(KERNEL_SETS),
         f"{len(python)} symbols of Python, {len(objc)} of Objective-C and Metal, "
-        f"{len(found.undefined) - len(python) - len(objc)} of the system",
+        f"{len(undefined) - len(python) - len(objc)} of the system",
     ]
 
 
