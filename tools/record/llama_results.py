@@ -5,6 +5,8 @@ Run it when a text, a vocabulary or a model of the catalogue changes.
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -138,27 +140,35 @@ def record_perplexity() -> None:
     comparison.PERPLEXITY.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def last_logits(path: Path, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Compute the logits after the last token, with plain kernels and a float32 cache."""
+@contextmanager
+def opened(path: Path, tokens: int, *, embeddings: bool = False) -> Iterator[tuple[Any, Any]]:
+    """Open a model, and a context for a number of tokens, with plain kernels and a float32 cache."""
     model_params = llama_cpp.llama_model_default_params()
     model_params.use_extra_bufts = False  # repacked weights, which some virtual machines' AMX fails on
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {path}")
-    context_params = llama_cpp.llama_context_default_params()
-    context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = len(tokens)
-    context_params.type_k = context_params.type_v = llama_cpp.GGML_TYPE_F32
-    context_params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    context = llama_cpp.llama_init_from_model(model, context_params)
-    ids = (llama_cpp.llama_token * len(tokens))(*tokens.tolist())
-    if llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(ids, len(tokens))) != 0:
-        raise RuntimeError(f"llama.cpp cannot compute {path}")
-    n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    logits: npt.NDArray[np.float32] = np.ctypeslib.as_array(
-        llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,)
-    ).copy()
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = tokens
+    params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+    params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.embeddings = embeddings
+    context = llama_cpp.llama_init_from_model(model, params)
+    yield model, context
     llama_cpp.llama_free(context)
     llama_cpp.llama_model_free(model)
+
+
+def last_logits(path: Path, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Compute the logits after the last token."""
+    with opened(path, len(tokens)) as (model, context):
+        ids = (llama_cpp.llama_token * len(tokens))(*tokens.tolist())
+        if llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(ids, len(tokens))) != 0:
+            raise RuntimeError(f"llama.cpp cannot compute {path}")
+        n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        logits: npt.NDArray[np.float32] = np.ctypeslib.as_array(
+            llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,)
+        ).copy()
     return logits
 
 
@@ -173,32 +183,20 @@ def record_logits(folder: Path) -> None:
 
 
 def vector(path: Path, tokens: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.float32]:
-    """Compute the pooled vector of a text, or the outputs of its classes, with plain kernels."""
-    model_params = llama_cpp.llama_model_default_params()
-    model_params.use_extra_bufts = False
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
-    if not model:
-        raise RuntimeError(f"llama.cpp cannot load {path}")
-    context_params = llama_cpp.llama_context_default_params()
-    context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = max(len(tokens), 64)
-    context_params.type_k = context_params.type_v = llama_cpp.GGML_TYPE_F32
-    context_params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    context_params.embeddings = True
-    context = llama_cpp.llama_init_from_model(model, context_params)
-    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
-    batch.n_tokens = len(tokens)
-    for i, token in enumerate(tokens.tolist()):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, True
-        batch.seq_id[i][0] = 0
-    has_encoder = llama_cpp.llama_model_has_encoder(model)
-    if (llama_cpp.llama_encode if has_encoder else llama_cpp.llama_decode)(context, batch) != 0:
-        raise RuntimeError(f"llama.cpp cannot compute {path}")
-    values: npt.NDArray[np.float32] = np.ctypeslib.as_array(
-        llama_cpp.llama_get_embeddings_seq(context, 0), (width,)
-    ).copy()
-    llama_cpp.llama_batch_free(batch)
-    llama_cpp.llama_free(context)
-    llama_cpp.llama_model_free(model)
+    """Compute the pooled vector of a text, or the outputs of its classes."""
+    with opened(path, max(len(tokens), 64), embeddings=True) as (model, context):
+        batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens.tolist()):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, True
+            batch.seq_id[i][0] = 0
+        has_encoder = llama_cpp.llama_model_has_encoder(model)
+        if (llama_cpp.llama_encode if has_encoder else llama_cpp.llama_decode)(context, batch) != 0:
+            raise RuntimeError(f"llama.cpp cannot compute {path}")
+        values: npt.NDArray[np.float32] = np.ctypeslib.as_array(
+            llama_cpp.llama_get_embeddings_seq(context, 0), (width,)
+        ).copy()
+        llama_cpp.llama_batch_free(batch)
     return values
 
 
