@@ -60,7 +60,7 @@ build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/build/setup_clang.sh | se
 	options=$$(tools/build/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $$options
 	@rm -f build/.plain build/.testing build/.cuda && touch $@
 
-# Shaders of the emulator's tests and its executor, with sanitizers and without.
+# The shader with mistakes that sanitizers must find, and the executor, with each of them.
 SHADER_LIBRARIES := $(CURDIR)/build/shader_libraries
 build/.shader_libraries: build/.emulator $(shell git ls-files emulator)
 	METAL_EMULATOR_LIBRARIES=$(SHADER_LIBRARIES) $(BIN)/python emulator/testing/shader_library.py

@@ -4,10 +4,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
-#include <optional>
-#include <vector>
 
 using namespace nanobind::literals;
 
@@ -28,67 +24,63 @@ const char* status_name(const CommandBuffer& self) {
 }
 
 CommandBuffer new_command_buffer(const Queue& self, bool retained) {
-  const AutoreleasePool pool;
   id<MTLCommandBuffer> buffer =
       retained ? [self.object commandBuffer] : [self.object commandBufferWithUnretainedReferences];
-  return {require(buffer, nil, "commandBuffer")};
+  return require(buffer, nil, "commandBuffer");
 }
 
 ComputeEncoder compute_encoder(const CommandBuffer& self, bool concurrent) {
-  const AutoreleasePool pool;
-  return {require([self.object computeCommandEncoderWithDispatchType:concurrent ? MTLDispatchTypeConcurrent
-                                                                                : MTLDispatchTypeSerial],
-                  nil, "computeCommandEncoder")};
-}
-
-BlitEncoder blit_encoder(const CommandBuffer& self) {
-  const AutoreleasePool pool;
-  return {require([self.object blitCommandEncoder], nil, "blitCommandEncoder")};
+  const MTLDispatchType type = concurrent ? MTLDispatchTypeConcurrent : MTLDispatchTypeSerial;
+  return require([self.object computeCommandEncoderWithDispatchType:type], nil, "computeCommandEncoder");
 }
 
 void set_buffer(const ComputeEncoder& self, NSUInteger index, const Buffer* buffer, NSUInteger offset) {
-  const AutoreleasePool pool;
   [self.object setBuffer:buffer ? buffer->object : nil offset:offset atIndex:index];
 }
 
 void bind_command_buffer(nb::module_& m) {
-  constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
-  nb::class_<CommandBuffer>(m, "CommandBuffer")
+  bind_object<id<MTLCommandBuffer>>(m, "CommandBuffer")
       .def_prop_ro("status", &status_name)
-      .def_prop_ro("error",
-                   [](const CommandBuffer& self) {
-                     const AutoreleasePool pool;
-                     return to_string(self.object.error.localizedDescription);
-                   })
+      .def_prop_ro(
+          "error",
+          [](const CommandBuffer& self) { return to_string(self.object.error.localizedDescription); }, kPool)
       .def_prop_ro("error_code", [](const CommandBuffer& self) { return self.object.error.code; })
       .def_prop_ro("gpu_start", [](const CommandBuffer& self) { return self.object.GPUStartTime; })
       .def_prop_ro("gpu_end", [](const CommandBuffer& self) { return self.object.GPUEndTime; })
       .def(
-          "commit",
-          [](const CommandBuffer& self) {
-            const AutoreleasePool pool;
-            [self.object commit];
-          },
-          kWithoutGil)
+          "commit", [](const CommandBuffer& self) { [self.object commit]; }, kWithoutGil)
       .def(
-          "wait",
+          "wait", [](const CommandBuffer& self) { [self.object waitUntilCompleted]; }, kWithoutGil)
+      .def("compute_encoder", &compute_encoder, "concurrent"_a = false, kPool)
+      .def(
+          "blit_encoder",
           [](const CommandBuffer& self) {
-            const AutoreleasePool pool;
-            [self.object waitUntilCompleted];
+            return require([self.object blitCommandEncoder], nil, "blitCommandEncoder");
           },
-          kWithoutGil)
-      .def("compute_encoder", &compute_encoder, "concurrent"_a = false)
-      .def("blit_encoder", &blit_encoder)
-      .def("release", &release<CommandBuffer>);
+          kPool);
 }
 
-void bind_compute_encoder(nb::module_& m) {
-  nb::class_<ComputeEncoder>(m, "ComputeEncoder")
+// An encoder with the calls that all have.
+template <typename T>
+nb::class_<Object<T>> bind_encoder(nb::module_& m, const char* name) {
+  using Encoder = Object<T>;
+  return bind_object<T>(m, name)
+      .def(
+          "wait_for_fence",
+          [](const Encoder& self, const Fence& fence) { [self.object waitForFence:fence.object]; }, kPool)
+      .def(
+          "update_fence",
+          [](const Encoder& self, const Fence& fence) { [self.object updateFence:fence.object]; }, kPool)
+      .def("end", [](const Encoder& self) { [self.object endEncoding]; });
+}
+
+void bind_encoders(nb::module_& m) {
+  bind_encoder<id<MTLComputeCommandEncoder>>(m, "ComputeEncoder")
       .def("set_pipeline",
            [](const ComputeEncoder& self, const Pipeline& pipeline) {
              [self.object setComputePipelineState:pipeline.object];
            })
-      .def("set_buffer", &set_buffer, "index"_a, "buffer"_a.none(), "offset"_a = 0)
+      .def("set_buffer", &set_buffer, "index"_a, "buffer"_a.none(), "offset"_a = 0, kPool)
       .def(
           "set_bytes",
           [](const ComputeEncoder& self, NSUInteger index, nb::bytes bytes) {
@@ -104,28 +96,12 @@ void bind_compute_encoder(nb::module_& m) {
       .def(
           "dispatch_threadgroups",
           [](const ComputeEncoder& self, const Size& groups, const Size& threads) {
-            const AutoreleasePool pool;
             [self.object dispatchThreadgroups:to_mtl(groups) threadsPerThreadgroup:to_mtl(threads)];
           },
-          "groups"_a, "threads"_a)
+          "groups"_a, "threads"_a, kPool)
       .def("barrier",
-           [](const ComputeEncoder& self) { [self.object memoryBarrierWithScope:MTLBarrierScopeBuffers]; })
-      .def("wait_for_fence",
-           [](const ComputeEncoder& self, const Fence& fence) {
-             const AutoreleasePool pool;
-             [self.object waitForFence:fence.object];
-           })
-      .def("update_fence",
-           [](const ComputeEncoder& self, const Fence& fence) {
-             const AutoreleasePool pool;
-             [self.object updateFence:fence.object];
-           })
-      .def("end", [](const ComputeEncoder& self) { [self.object endEncoding]; })
-      .def("release", &release<ComputeEncoder>);
-}
-
-void bind_blit_encoder(nb::module_& m) {
-  nb::class_<BlitEncoder>(m, "BlitEncoder")
+           [](const ComputeEncoder& self) { [self.object memoryBarrierWithScope:MTLBarrierScopeBuffers]; });
+  bind_encoder<id<MTLBlitCommandEncoder>>(m, "BlitEncoder")
       .def(
           "copy",
           [](const BlitEncoder& self, const Buffer& source, NSUInteger source_offset,
@@ -143,30 +119,16 @@ void bind_blit_encoder(nb::module_& m) {
              std::uint8_t value) {
             [self.object fillBuffer:buffer.object range:NSMakeRange(offset, length) value:value];
           },
-          "buffer"_a, "offset"_a, "length"_a, "value"_a)
-      .def("wait_for_fence",
-           [](const BlitEncoder& self, const Fence& fence) {
-             const AutoreleasePool pool;
-             [self.object waitForFence:fence.object];
-           })
-      .def("update_fence",
-           [](const BlitEncoder& self, const Fence& fence) {
-             const AutoreleasePool pool;
-             [self.object updateFence:fence.object];
-           })
-      .def("end", [](const BlitEncoder& self) { [self.object endEncoding]; });
+          "buffer"_a, "offset"_a, "length"_a, "value"_a);
 }
 
 }  // namespace
 
 void bind_commands(nb::module_& m) {
-  nb::class_<Queue>(m, "Queue")
-      .def("command_buffer", &new_command_buffer, "retained"_a = true,
-           nb::call_guard<nb::gil_scoped_release>())
-      .def("release", &release<Queue>);
+  bind_object<id<MTLCommandQueue>>(m, "Queue")
+      .def("command_buffer", &new_command_buffer, "retained"_a = true, kWithoutGil);
   bind_command_buffer(m);
-  bind_compute_encoder(m);
-  bind_blit_encoder(m);
+  bind_encoders(m);
 }
 
 }  // namespace metal_testing

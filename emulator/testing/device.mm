@@ -36,14 +36,12 @@ Buffer labelled(id<MTLBuffer> buffer, const std::string& label) {
 
 Buffer new_buffer(const Device& self, NSUInteger length, const std::string& storage, const std::string& label,
                   bool untracked) {
-  const AutoreleasePool pool;
   MTLResourceOptions options = storage_options(storage);
   if (untracked) options |= MTLResourceHazardTrackingModeUntracked;
   return labelled([self.object newBufferWithLength:length options:options], label);
 }
 
 Buffer new_buffer_with_bytes(const Device& self, nb::bytes bytes, const std::string& label) {
-  const AutoreleasePool pool;
   return labelled([self.object newBufferWithBytes:bytes.data()
                                            length:bytes.size()
                                           options:MTLResourceStorageModeShared],
@@ -53,7 +51,6 @@ Buffer new_buffer_with_bytes(const Device& self, nb::bytes bytes, const std::str
 // The buffer keeps the array alive until its deallocator runs.
 Buffer new_buffer_no_copy(const Device& self, ByteArray array, NSUInteger offset,
                           std::optional<NSUInteger> length, const std::string& label) {
-  const AutoreleasePool pool;
   auto* owner = new nb::object(nb::cast(array));
   const auto release_owner = [owner] {
     const nb::gil_scoped_acquire gil;
@@ -87,7 +84,6 @@ nb::object contents(const Buffer& self) {
 Library new_library(const Device& self, const std::string& source,
                     const std::map<std::string, std::string>& macros, bool fast_math,
                     std::optional<std::tuple<int, int>> language) {
-  const AutoreleasePool pool;
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
@@ -108,31 +104,28 @@ Library new_library(const Device& self, const std::string& source,
   NSMutableDictionary<NSString*, NSObject*>* values = [NSMutableDictionary dictionary];
   for (const auto& [name, value] : macros) values[to_ns(name)] = to_ns(value);
   options.preprocessorMacros = values;
-  return {made<id<MTLLibrary>>("newLibraryWithSource", [&](auto done) {
+  return made<id<MTLLibrary>>("newLibraryWithSource", [&](auto done) {
     [self.object newLibraryWithSource:to_ns(source)
                               options:options
                     completionHandler:^(id<MTLLibrary> library, NSError* error) {
                       done(library, error);
                     }];
-  })};
+  });
 }
 
 Library load_library(const Device& self, const std::string& path) {
-  const AutoreleasePool pool;
   NSError* error = nil;
   id<MTLLibrary> library = [self.object newLibraryWithURL:[NSURL fileURLWithPath:to_ns(path)] error:&error];
-  return {require(library, error, "newLibraryWithURL")};
+  return require(library, error, "newLibraryWithURL");
 }
 
 std::vector<std::string> function_names(const Library& self) {
-  const AutoreleasePool pool;
   std::vector<std::string> names;
   for (NSString* name in self.object.functionNames) names.push_back(to_string(name));
   return names;
 }
 
 Function new_function(const Library& self, const std::string& name) {
-  const AutoreleasePool pool;
   id<MTLFunction> function = [self.object newFunctionWithName:to_ns(name)];
   if (!function) throw MetalError("the library has no function '" + name + "'");
   return {function};
@@ -140,12 +133,11 @@ Function new_function(const Library& self, const std::string& name) {
 
 // Without a path: an empty one.
 Archive new_archive(const Device& self, const std::optional<std::string>& path) {
-  const AutoreleasePool pool;
   MTLBinaryArchiveDescriptor* descriptor = [[MTLBinaryArchiveDescriptor alloc] init];
   if (path) descriptor.url = [NSURL fileURLWithPath:to_ns(*path)];
   NSError* error = nil;
   id<MTLBinaryArchive> archive = [self.object newBinaryArchiveWithDescriptor:descriptor error:&error];
-  return {require(archive, error, "newBinaryArchive")};
+  return require(archive, error, "newBinaryArchive");
 }
 
 void require_done(BOOL done, NSError* error, const char* call) {
@@ -153,17 +145,20 @@ void require_done(BOOL done, NSError* error, const char* call) {
   throw MetalError(std::string(call) + ": " + to_string(error.localizedDescription));
 }
 
-void add_to_archive(const Archive& self, const Function& function) {
-  const AutoreleasePool pool;
+MTLComputePipelineDescriptor* descriptor_of(const Function& function) {
   MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
   descriptor.computeFunction = function.object;
+  return descriptor;
+}
+
+void add_to_archive(const Archive& self, const Function& function) {
   NSError* error = nil;
-  const BOOL done = [self.object addComputePipelineFunctionsWithDescriptor:descriptor error:&error];
+  const BOOL done = [self.object addComputePipelineFunctionsWithDescriptor:descriptor_of(function)
+                                                                     error:&error];
   require_done(done, error, "addComputePipelineFunctions");
 }
 
 void write_archive(const Archive& self, const std::string& path) {
-  const AutoreleasePool pool;
   NSError* error = nil;
   const BOOL done = [self.object serializeToURL:[NSURL fileURLWithPath:to_ns(path)] error:&error];
   require_done(done, error, "serialize");
@@ -171,20 +166,18 @@ void write_archive(const Archive& self, const std::string& path) {
 
 Pipeline make_pipeline(const Device& self, MTLComputePipelineDescriptor* descriptor,
                        MTLPipelineOption options) {
-  return {made<id<MTLComputePipelineState>>("newComputePipelineState", [&](auto done) {
+  return made<id<MTLComputePipelineState>>("newComputePipelineState", [&](auto done) {
     [self.object newComputePipelineStateWithDescriptor:descriptor
                                                options:options
                                      completionHandler:^(id<MTLComputePipelineState> pipeline,
                                                          MTLComputePipelineReflection*, NSError* error) {
                                        done(pipeline, error);
                                      }];
-  })};
+  });
 }
 
 Pipeline archived_pipeline(const Device& self, const Function& function, const Archive& archive) {
-  const AutoreleasePool pool;
-  MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
-  descriptor.computeFunction = function.object;
+  MTLComputePipelineDescriptor* descriptor = descriptor_of(function);
   descriptor.binaryArchives = @[ archive.object ];
   return make_pipeline(self, descriptor, MTLPipelineOptionFailOnBinaryArchiveMiss);
 }
@@ -205,22 +198,22 @@ void bind_residency(nb::module_& m, nb::class_<Device>& device) {
       .def("commit", [](const ResidencySet& self) { [set_of(self) commit]; })
       .def("request", [](const ResidencySet& self) { [set_of(self) requestResidency]; })
       .def("end", [](const ResidencySet& self) { [set_of(self) endResidency]; });
-  device.def("new_residency_set", [](const Device& self) {
-    const AutoreleasePool pool;
-    NSError* error = nil;
-    id<MTLResidencySet> set =
-        [self.object newResidencySetWithDescriptor:[[MTLResidencySetDescriptor alloc] init] error:&error];
-    return ResidencySet{require(set, error, "newResidencySet")};
-  });
+  device.def(
+      "new_residency_set",
+      [](const Device& self) {
+        NSError* error = nil;
+        id set = [self.object newResidencySetWithDescriptor:[[MTLResidencySetDescriptor alloc] init]
+                                                      error:&error];
+        return require(set, error, "newResidencySet");
+      },
+      kPool);
 }
 #else
 void bind_residency(nb::module_&, nb::class_<Device>&) {}
 #endif
 
 Pipeline new_pipeline(const Device& self, const Function& function, NSUInteger max_threads) {
-  const AutoreleasePool pool;
-  MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
-  descriptor.computeFunction = function.object;
+  MTLComputePipelineDescriptor* descriptor = descriptor_of(function);
   descriptor.maxTotalThreadsPerThreadgroup = max_threads;
   return make_pipeline(self, descriptor, MTLPipelineOptionNone);
 }
@@ -228,76 +221,58 @@ Pipeline new_pipeline(const Device& self, const Function& function, NSUInteger m
 }  // namespace
 
 void bind_device(nb::module_& m) {
-  nb::class_<Buffer>(m, "Buffer")
+  bind_object<id<MTLBuffer>>(m, "Buffer")
       .def_prop_ro("length", [](const Buffer& self) { return self.object.length; })
       .def_prop_ro("contents", &contents, nb::for_getter(nb::sig("def contents(self) -> object")),
-                   "The bytes as a NumPy array that stands on them; None for Private storage.")
-      .def("release", &release<Buffer>);
-
-  nb::class_<Fence>(m, "Fence").def("release", &release<Fence>);
-  nb::class_<Function>(m, "Function").def_prop_ro("name", [](const Function& self) {
-    const AutoreleasePool pool;
-    return to_string(self.object.name);
-  });
-
-  nb::class_<Library>(m, "Library")
-      .def_prop_ro("function_names", &function_names)
-      .def("new_function", &new_function, "name"_a)
-      .def("release", &release<Library>);
-
-  nb::class_<Pipeline>(m, "Pipeline")
+                   "The bytes as a NumPy array that stands on them; None for Private storage.");
+  bind_object<id<MTLFence>>(m, "Fence");
+  bind_object<id<MTLFunction>>(m, "Function");
+  bind_object<id<MTLLibrary>>(m, "Library")
+      .def_prop_ro("function_names", &function_names, kPool)
+      .def("new_function", &new_function, "name"_a, kPool);
+  bind_object<id<MTLComputePipelineState>>(m, "Pipeline")
       .def_prop_ro("max_threads",
                    [](const Pipeline& self) { return self.object.maxTotalThreadsPerThreadgroup; })
       .def_prop_ro("execution_width", [](const Pipeline& self) { return self.object.threadExecutionWidth; });
+  bind_object<id<MTLBinaryArchive>>(m, "Archive")
+      .def("add", &add_to_archive, "function"_a, kPool)
+      .def("write", &write_archive, "path"_a, kPool);
 
-  nb::class_<Archive>(m, "Archive")
-      .def("add", &add_to_archive, "function"_a)
-      .def("write", &write_archive, "path"_a);
-
-  constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
-  nb::class_<Device> device(m, "Device", "MTLCreateSystemDefaultDevice.");
+  auto device = bind_object<id<MTLDevice>>(m, "Device");
   bind_residency(m, device);
   device
-      .def("__init__",
-           [](Device* self) {
-             const AutoreleasePool pool;
-             new (self) Device{require(MTLCreateSystemDefaultDevice(), nil, "MTLCreateSystemDefaultDevice")};
-           })
-      .def_prop_ro("name",
-                   [](const Device& self) {
-                     const AutoreleasePool pool;
-                     return to_string(self.object.name);
-                   })
+      .def(
+          "__init__",
+          [](Device* self) {
+            new (self) Device(require(MTLCreateSystemDefaultDevice(), nil, "MTLCreateSystemDefaultDevice"));
+          },
+          kPool)
+      .def_prop_ro(
+          "name", [](const Device& self) { return to_string(self.object.name); }, kPool)
       .def_prop_ro("max_buffer_length", [](const Device& self) { return self.object.maxBufferLength; })
-      .def_prop_ro("working_set_bytes",
-                   [](const Device& self) { return self.object.recommendedMaxWorkingSetSize; })
       .def("supports_family",
            [](const Device& self, long family) {
              return static_cast<bool>([self.object supportsFamily:static_cast<MTLGPUFamily>(family)]);
            })
       .def("new_buffer", &new_buffer, "length"_a, "storage"_a = "shared", "label"_a = "",
-           "untracked"_a = false)
-      .def("new_buffer_with_bytes", &new_buffer_with_bytes, "data"_a, "label"_a = "")
+           "untracked"_a = false, kPool)
+      .def("new_buffer_with_bytes", &new_buffer_with_bytes, "data"_a, "label"_a = "", kPool)
       .def("new_buffer_no_copy", &new_buffer_no_copy, "array"_a, "offset"_a = 0, "length"_a = nb::none(),
-           "label"_a = "")
+           "label"_a = "", kPool)
       .def("new_library", &new_library, "source"_a, "macros"_a = std::map<std::string, std::string>(),
            "fast_math"_a = true, "language"_a = nb::none(), kWithoutGil)
-      .def("new_fence",
-           [](const Device& self) {
-             const AutoreleasePool pool;
-             return Fence{require([self.object newFence], nil, "newFence")};
-           })
+      .def(
+          "new_fence", [](const Device& self) { return require([self.object newFence], nil, "newFence"); },
+          kPool)
       .def("load_library", &load_library, "path"_a, kWithoutGil)
       .def("new_pipeline", &new_pipeline, "function"_a, "max_threads"_a = 0, kWithoutGil)
-      .def("new_archive", &new_archive, "path"_a = nb::none())
+      .def("new_archive", &new_archive, "path"_a = nb::none(), kPool)
       .def("archived_pipeline", &archived_pipeline, "function"_a, "archive"_a, kWithoutGil,
            "From the archive alone.")
-      .def("new_queue",
-           [](const Device& self) {
-             const AutoreleasePool pool;
-             return Queue{require([self.object newCommandQueue], nil, "newCommandQueue")};
-           })
-      .def("release", &release<Device>);
+      .def(
+          "new_queue",
+          [](const Device& self) { return require([self.object newCommandQueue], nil, "newCommandQueue"); },
+          kPool);
 }
 
 }  // namespace metal_testing

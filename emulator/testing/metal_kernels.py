@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-# A buffer argument: an array is bound as a Shared buffer and has the buffer's contents afterwards; bytes are
-# passed with setBytes; None leaves the index unbound.
-Argument = np.ndarray[Any, Any] | bytes | None
+# A buffer argument: an array is bound as a Shared buffer and has the buffer's contents afterwards; bytes and
+# NumPy's scalars are passed with setBytes; None leaves the index unbound.
+Argument = np.ndarray[Any, Any] | np.generic | bytes | None
 Size = int | tuple[int, ...]
 
 
@@ -108,6 +108,8 @@ class KernelLibrary:
         with encoded(self.queue) as (command_buffer, encoder):
             encoder.set_pipeline(pipeline)
             for index, argument in enumerate(buffers):
+                if isinstance(argument, np.generic):
+                    argument = argument.tobytes()
                 if isinstance(argument, bytes):
                     encoder.set_bytes(index, argument)
                 elif argument is not None:

@@ -28,70 +28,54 @@ using metal_emulator::AutoreleasePool;
 using metal_emulator::to_ns;
 using metal_emulator::to_string;
 
+// Of calls that autorelease objects, so that nothing remains in the pool of an outer scope.
+inline constexpr nb::call_guard<AutoreleasePool> kPool;
+inline constexpr nb::call_guard<AutoreleasePool, nb::gil_scoped_release> kWithoutGil;
+
 using Size = std::tuple<NSUInteger, NSUInteger, NSUInteger>;
 inline MTLSize to_mtl(const Size& size) {
   return MTLSizeMake(std::get<0>(size), std::get<1>(size), std::get<2>(size));
 }
 
+// A Metal object, with one Python class for each protocol. A call that ends in an exception has changed
+// nothing.
 template <typename T>
-T require(T object, NSError* error, const char* call) {
-  if (object) return object;
+struct Object {
+  T object;
+};
+using Device = Object<id<MTLDevice>>;
+using Buffer = Object<id<MTLBuffer>>;
+using Fence = Object<id<MTLFence>>;
+using Library = Object<id<MTLLibrary>>;
+using Function = Object<id<MTLFunction>>;
+using Pipeline = Object<id<MTLComputePipelineState>>;
+using Archive = Object<id<MTLBinaryArchive>>;
+using ResidencySet = Object<id>;  // id<MTLResidencySet>, which older SDKs lack
+using Queue = Object<id<MTLCommandQueue>>;
+using CommandBuffer = Object<id<MTLCommandBuffer>>;
+using ComputeEncoder = Object<id<MTLComputeCommandEncoder>>;
+using BlitEncoder = Object<id<MTLBlitCommandEncoder>>;
+
+template <typename T>
+Object<T> require(T object, NSError* error, const char* call) {
+  if (object) return {object};
   throw MetalError(std::string(call) + ": " +
                    (error ? to_string(error.localizedDescription) : std::string("returned nil")));
 }
 
 // The result of a call that Metal ends on a thread of its own: `start` is given the function to call with it.
 template <typename T, typename Start>
-T made(const char* call, const Start& start) {
+Object<T> made(const char* call, const Start& start) {
   const auto result = std::make_shared<std::promise<std::pair<T, NSError*>>>();
   start([result](T object, NSError* error) { result->set_value({object, error}); });
   const auto [object, error] = result->get_future().get();
   return require(object, error, call);
 }
 
-// One Python class each. A call that ends in an exception has changed nothing.
-struct Device {
-  id<MTLDevice> object;
-};
-struct Buffer {
-  id<MTLBuffer> object;
-};
-struct Fence {
-  id<MTLFence> object;
-};
-struct Library {
-  id<MTLLibrary> object;
-};
-struct Function {
-  id<MTLFunction> object;
-};
-struct Pipeline {
-  id<MTLComputePipelineState> object;
-};
-struct Archive {
-  id<MTLBinaryArchive> object;
-};
-struct ResidencySet {
-  id object;  // id<MTLResidencySet>, which older SDKs lack
-};
-struct Queue {
-  id<MTLCommandQueue> object;
-};
-struct CommandBuffer {
-  id<MTLCommandBuffer> object;
-};
-struct ComputeEncoder {
-  id<MTLComputeCommandEncoder> object;
-};
-struct BlitEncoder {
-  id<MTLBlitCommandEncoder> object;
-};
-
-// Releases an object within a pool, so that nothing remains in the pool of an outer scope.
+// Adds `release`, which drops the object while Python still refers to it.
 template <typename T>
-void release(T& self) {
-  const AutoreleasePool pool;
-  self.object = nil;
+nb::class_<Object<T>> bind_object(nb::module_& m, const char* name) {
+  return nb::class_<Object<T>>(m, name).def("release", [](Object<T>& self) { self.object = nil; }, kPool);
 }
 
 void bind_device(nb::module_& m);

@@ -2,11 +2,7 @@
 // not hold.
 #include "metal_objects.h"
 
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
-
 #include <atomic>
-#include <map>
 #include <thread>
 #include <vector>
 
@@ -224,39 +220,32 @@ void pools_belong_to_threads() {
   }
 }
 
-const std::map<std::string, void (*)()>& checks() {
-  static const std::map<std::string, void (*)()> all = {
-      {"reference counts", reference_counts},
-      {"members of superclasses", members_of_superclasses},
-      {"categories and messages to nil", categories_and_messages_to_nil},
-      {"autorelease pools", autorelease_pools},
-      {"exceptions release what they leave", exceptions_release_what_they_leave},
-      {"URLs and errors", urls_and_errors},
-      {"blocks keep what they capture", blocks_keep_what_they_capture},
-      {"properties", properties},
-      {"strings", strings},
-      {"collections", collections},
-      {"enumeration of many objects", enumeration_of_many_objects},
-      {"pools belong to threads", pools_belong_to_threads},
-  };
-  return all;
-}
-
 }  // namespace
 
+// By name, functions that raise RuntimeError with the condition that does not hold.
 void bind_objc_checks(nb::module_& m) {
-  m.def("objc_checks", [] {
-    std::vector<std::string> names;
-    for (const auto& [name, check] : checks()) names.push_back(name);
-    return names;
-  });
-  m.def(
-      "run_objc_check",
-      [](const std::string& name) {
-        const AutoreleasePool pool;
-        checks().at(name)();
-      },
-      nb::call_guard<nb::gil_scoped_release>(), "Raises RuntimeError with the condition that does not hold.");
+  nb::dict checks;
+  const auto add = [&](const char* name, void (*check)()) {
+    checks[name] = nb::cpp_function(
+        [check] {
+          const AutoreleasePool pool;
+          check();
+        },
+        nb::call_guard<nb::gil_scoped_release>());
+  };
+  add("reference counts", reference_counts);
+  add("members of superclasses", members_of_superclasses);
+  add("categories and messages to nil", categories_and_messages_to_nil);
+  add("autorelease pools", autorelease_pools);
+  add("exceptions release what they leave", exceptions_release_what_they_leave);
+  add("URLs and errors", urls_and_errors);
+  add("blocks keep what they capture", blocks_keep_what_they_capture);
+  add("properties", properties);
+  add("strings", strings);
+  add("collections", collections);
+  add("enumeration of many objects", enumeration_of_many_objects);
+  add("pools belong to threads", pools_belong_to_threads);
+  m.attr("objc_checks") = checks;
 }
 
 }  // namespace metal_testing

@@ -2,20 +2,20 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 from metal_kernels import KernelLibrary, testing_module
-from shader_library import ShaderLibrary, build, find_clang
+from shader_library import find_clang
 
 MISSING = (
     "the module _metal_testing was not built with the emulator: install clang 19 (Debian: apt-get install "
     "clang-19 lld-19 libclang-rt-19-dev) and build and test as README.md says"
 )
 KERNELS = Path(__file__).parent / "kernels"
-SHADERS = Path(__file__).parent / "shaders"
 
 
 def fail_or_skip() -> NoReturn:
@@ -87,39 +87,14 @@ def device(metal_testing: Any, emulator: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def library(emulator: Any) -> Iterator[KernelLibrary]:
-    """Yield the kernels that the tests of the API run."""
-    library = KernelLibrary((KERNELS / "host_api.metal").read_text())
-    yield library
-    library.close()
+def library(request: pytest.FixtureRequest, emulator: Any) -> Iterator[KernelLibrary]:
+    """Yield the kernels of the source that the test module names, by default those for tests of the API."""
+    source = getattr(request.module, "KERNEL_SOURCE", "host_api.metal")
+    with closing(KernelLibrary((KERNELS / source).read_text())) as library:
+        yield library
 
 
 @pytest.fixture(scope="session")
 def clang() -> str:
     """Return clang's path, for tests that compile shaders themselves."""
     return find_clang() or fail_or_skip()
-
-
-@pytest.fixture(scope="session")
-def load_shaders(
-    clang: str, metal_testing: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], ShaderLibrary]:
-    """Return a function that builds shaders/<name>.metal with the executor and loads it, once.
-
-    With the sanitizers that the emulator is built with, if any. All of pytest's processes share an executor.
-    """
-    assert clang
-    folder = tmp_path_factory.mktemp("shaders")
-    executor = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
-    loaded: dict[str, ShaderLibrary] = {}
-    sanitizers = {"address": "address,undefined"}.get(
-        sanitizer := metal_testing.emulator.sanitizer, sanitizer
-    )
-
-    def load(name: str) -> ShaderLibrary:
-        if name not in loaded:
-            source = SHADERS / f"{name}.metal"
-            loaded[name] = ShaderLibrary(build(source, folder, sanitizers, executor / "executor"))
-        return loaded[name]
-
-    return load

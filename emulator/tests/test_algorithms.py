@@ -1,26 +1,24 @@
 """The emulator runs textbook algorithms as NumPy does, in any order of threads."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from shader_library import ShaderLibrary
+from metal_kernels import KernelLibrary
 
 pytestmark = pytest.mark.emulator
-Array = np.ndarray[Any, Any]
-
-ORDERS = [
-    pytest.param({}, id="in-order"),
-    pytest.param({"seed": 1}, id="shuffled"),
-    pytest.param({"seed": 2, "workers": 1}, id="one-worker"),
-    pytest.param({"checked": True}, id="checked"),
-]
+KERNEL_SOURCE = "algorithms.metal"
 
 
-@pytest.fixture(scope="module")
-def kernels(load_shaders: Callable[[str], ShaderLibrary]) -> ShaderLibrary:
-    return load_shaders("algorithms")
+@pytest.fixture(
+    params=[{}, {"seed": 1}, {"seed": 2, "workers": 1}, {"checked": True}],
+    ids=["in-order", "shuffled", "one-worker", "checked"],
+)
+def order(request: pytest.FixtureRequest, emulator: Any) -> None:
+    if "checked" in request.param:
+        request.getfixturevalue("checked_mode")
+    else:
+        emulator.set_options(emulator.Options(**{"workers": 2} | request.param))
 
 
 @pytest.fixture(scope="module")
@@ -28,24 +26,27 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(7)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("n", [1, 31, 1000, 100_003])
-def test_reduction(kernels: ShaderLibrary, rng: np.random.Generator, order: dict[str, Any], n: int) -> None:
+def test_reduction(library: KernelLibrary, rng: np.random.Generator, n: int) -> None:
     x = rng.standard_normal(n).astype(np.float32)
     out = np.full(5, np.nan, np.float32)
-    kernels.run("reduce_sum", (5,), (224,), [x, out, np.uint32(n)], **order)
+    library.dispatch("reduce_sum", [x, out, np.uint32(n)], groups=5, threads=224)
     assert out.sum(dtype=np.float64) == pytest.approx(x.sum(dtype=np.float64), abs=1e-5 * n**0.5)
 
 
 @pytest.mark.parametrize("threads", [64, 192, 1024])
-def test_most_orders_show_that_a_barrier_is_missing(kernels: ShaderLibrary, threads: int) -> None:
+def test_most_orders_show_that_a_barrier_is_missing(
+    library: KernelLibrary, emulator: Any, threads: int
+) -> None:
     x = np.arange(threads, dtype=np.float32) % 7
     expected = np.full(threads, x.sum() + (x * x).sum())
     wrong = 0
     for seed in range(1, 21):
+        emulator.set_options(emulator.Options(seed=seed))
         for planted in (0, 1):
             out = np.full(threads, np.nan, np.float32)
-            kernels.run("reduce_twice", (1,), (threads,), [x, out, np.uint32(planted)], seed=seed)
+            library.dispatch("reduce_twice", [x, out, np.uint32(planted)], groups=1, threads=threads)
             if planted:
                 wrong += not np.array_equal(out, expected)
             else:
@@ -53,35 +54,31 @@ def test_most_orders_show_that_a_barrier_is_missing(kernels: ShaderLibrary, thre
     assert wrong >= 10
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("shape", [(16, 16), (33, 70), (1, 50)])
-def test_transpose(
-    kernels: ShaderLibrary, rng: np.random.Generator, order: dict[str, Any], shape: tuple[int, int]
-) -> None:
+def test_transpose(library: KernelLibrary, rng: np.random.Generator, shape: tuple[int, int]) -> None:
     x = rng.standard_normal(shape).astype(np.float32)
     out = np.full(shape[::-1], np.nan, np.float32)
     grid = (-(-shape[1] // 16), -(-shape[0] // 16))
     size = np.array([shape[1], shape[0]], np.uint32)
-    kernels.run("transpose", grid, (16, 16), [x, out, size], threadgroup=(16 * 17 * 4,), **order)
+    library.dispatch("transpose", [x, out, size], groups=grid, threads=(16, 16), threadgroup=(16 * 17 * 4,))
     np.testing.assert_array_equal(out, x.T)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("dtype", ["float", "half"])
-def test_simdgroup_matmul(
-    kernels: ShaderLibrary, rng: np.random.Generator, order: dict[str, Any], dtype: str
-) -> None:
+def test_simdgroup_matmul(library: KernelLibrary, rng: np.random.Generator, dtype: str) -> None:
     m, n, k = 48, 32, 64
     numpy_type = {"float": np.float32, "half": np.float16}[dtype]
     given = [rng.standard_normal(shape).astype(numpy_type) for shape in ((m, k), (k, n))]
     a, b = (x.astype(np.float64) for x in given)
     c = np.full((m, n), np.nan, np.float32)
     sizes = np.array([m, n, k], np.uint32)
-    kernels.run(f"matmul_simdgroup_{dtype}", (n // 16, m // 16), (32,), [*given, c, sizes], **order)
+    library.dispatch(f"matmul_simdgroup_{dtype}", [*given, c, sizes], groups=(n // 16, m // 16), threads=32)
     np.testing.assert_allclose(c, a @ b, atol=1e-5 * k)
 
 
-def test_positions(kernels: ShaderLibrary) -> None:
+def test_positions(library: KernelLibrary) -> None:
     vector = np.dtype([("xyz", np.uint32, 3), ("pad", np.uint32)])
     names = ("in_grid", "in_group", "group", "group_size", "grid")
     scalars = ("index", "lane", "simdgroup", "simdgroups")
@@ -89,8 +86,7 @@ def test_positions(kernels: ShaderLibrary) -> None:
     groups, group = (3, 2, 2), (4, 5, 2)
     threads = tuple(np.multiply(groups, group))
     out = np.zeros(threads[::-1], dtype)
-    run = kernels.run("places", groups, group, [out])
-    assert run.threads == out.size
+    library.dispatch("places", [out], groups=groups, threads=group)
     z, y, x = np.indices(threads[::-1])
     position = np.stack([x, y, z], -1)
     np.testing.assert_array_equal(out["in_grid"]["xyz"], position)
@@ -105,8 +101,9 @@ def test_positions(kernels: ShaderLibrary) -> None:
     np.testing.assert_array_equal(out["simdgroups"], 2)
 
 
-def test_statistics(kernels: ShaderLibrary) -> None:
+def test_statistics(library: KernelLibrary, emulator: Any) -> None:
+    emulator.set_history_depth(1)
     x, out = np.zeros(3 * 1024, np.float32), np.zeros(3, np.float32)
-    run = kernels.run("reduce_sum", (3,), (1024,), [x, out, np.uint32(len(x))])
+    library.dispatch("reduce_sum", [x, out, np.uint32(len(x))], groups=3, threads=1024)
+    (run,) = emulator.history()[0].dispatches
     assert (run.threads, run.barriers) == (3072, 3)
-    assert run.static_threadgroup_bytes == 32 * 4

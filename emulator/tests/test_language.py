@@ -1,35 +1,34 @@
 """Metal Shading Language has the defined semantics on the emulator."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from shader_library import ShaderLibrary
+from metal_kernels import KernelLibrary
 
 pytestmark = pytest.mark.emulator
-Array = np.ndarray[Any, Any]
+KERNEL_SOURCE = "language.metal"
 
 
-@pytest.fixture(scope="module")
-def language(load_shaders: Callable[[str], ShaderLibrary]) -> ShaderLibrary:
-    return load_shaders("language")
+@pytest.fixture(params=[0, 5], ids=["in order", "shuffled"])
+def order(request: pytest.FixtureRequest, emulator: Any) -> None:
+    emulator.set_options(emulator.Options(seed=request.param))
 
 
-def floats(n: int) -> Array:
+def floats(n: int) -> np.ndarray[Any, Any]:
     return np.full(n, np.nan, np.float32)
 
 
-def test_vectors_and_swizzles(language: ShaderLibrary) -> None:
+def test_vectors_and_swizzles(library: KernelLibrary) -> None:
     out = floats(15)
-    language.run("vector_values", (1,), (1,), [out])
+    library.dispatch("vector_values", [out], groups=1, threads=1)
     a, c, d = [0.5, 2, 0.5, 4], [1, 2, 7, 9], [4, 3, 9, 10]
     np.testing.assert_array_equal(out, [*a, *c, *d, 6, 32, 46.5])
 
 
-def test_constructors_convert_values(language: ShaderLibrary) -> None:
+def test_constructors_convert_values(library: KernelLibrary) -> None:
     out = np.zeros(21, np.int32)
-    language.run("vector_conversions", (1,), (1,), [out])
+    library.dispatch("vector_conversions", [out], groups=1, threads=1)
     v = np.array([1.75, -2.75, 3.5, -4.5], np.float32)
     rows = out[:20].reshape(4, 5)
     whole = v.astype(np.int32)
@@ -39,7 +38,7 @@ def test_constructors_convert_values(language: ShaderLibrary) -> None:
     np.testing.assert_array_equal(out[20:], [5 + 7])  # (1.5, 2.5) + 1
 
 
-def test_struct_layout(language: ShaderLibrary) -> None:
+def test_struct_layout(library: KernelLibrary) -> None:
     dtype = np.dtype(
         {
             "names": ["a", "b", "c", "d"],
@@ -53,15 +52,15 @@ def test_struct_layout(language: ShaderLibrary) -> None:
     values["a"], values["b"], values["c"] = 2, rng.integers(0, 200, 5), rng.integers(-8, 8, (5, 2))
     values["d"] = rng.integers(-8, 8, (5, 3))
     out = np.full((5, 4), np.nan, np.float32)
-    language.run("structs", (5,), (1,), [values, out])
+    library.dispatch("structs", [values, out], groups=5, threads=1)
     front = np.concatenate([values["b"][:, None], values["c"]], axis=1).astype(np.float32)
     np.testing.assert_array_equal(out[:, :3], front * 2 + values["d"])
 
 
-def test_half_rounds_each_operation(language: ShaderLibrary) -> None:
+def test_half_rounds_each_operation(library: KernelLibrary) -> None:
     x = np.array([1 / 3, 1.0009765625, 2049, 65519, 65520, 1e-8, -0.1, 3.1415927, 257.5], np.float32)
     halves, sums = np.zeros(9, np.float16), floats(9)
-    language.run("rounding", (9,), (1,), [x, halves, sums])
+    library.dispatch("rounding", [x, halves, sums], groups=9, threads=1)
     with np.errstate(over="ignore"):
         expected = x.astype(np.float16)
         product = expected * np.float16(0.1)
@@ -69,48 +68,45 @@ def test_half_rounds_each_operation(language: ShaderLibrary) -> None:
     np.testing.assert_array_equal(halves, expected)
 
 
-def test_templates_instantiated_for_the_host(language: ShaderLibrary) -> None:
+def test_templates_instantiated_for_the_host(library: KernelLibrary) -> None:
     x, out = np.arange(6, dtype=np.float32), floats(6)
-    language.run("apply_twice", (6,), (1,), [x, out, np.uint32(5)])
+    library.dispatch("apply_twice", [x, out, np.uint32(5)], groups=6, threads=1)
     np.testing.assert_array_equal(out, [0, 2, 4, 6, 8, np.nan])
     halves = np.zeros(6, np.float16)
-    language.run("apply_squared_half", (6,), (1,), [x.astype(np.float16), halves, np.uint32(6)])
+    library.dispatch("apply_squared_half", [x.astype(np.float16), halves, np.uint32(6)], groups=6, threads=1)
     np.testing.assert_array_equal(halves, x**2 - 1)
     ints = np.zeros(6, np.int32)
-    language.run("apply_squared_int", (6,), (1,), [x.astype(np.int32), ints, np.uint32(6)])
+    library.dispatch("apply_squared_int", [x.astype(np.int32), ints, np.uint32(6)], groups=6, threads=1)
     np.testing.assert_array_equal(ints, x**2 + 4)
 
 
-def test_functions_of_numbers(language: ShaderLibrary) -> None:
+def test_functions_of_numbers(library: KernelLibrary) -> None:
     expected = [3 + 1 + 9, 4 + 0.5 + 5 + 3, 1, 10 + 10, np.e + 8 + 0.5, 2 + np.log(np.log2(np.e)),
                 4 + 4 + 16]  # fmt: skip
     out = floats(len(expected))
-    language.run("numbers", (1,), (1,), [out])
+    library.dispatch("numbers", [out], groups=1, threads=1)
     np.testing.assert_allclose(out, np.array(expected, np.float32), rtol=1e-6)
 
 
-SEEDS = pytest.mark.parametrize("seed", [0, 5])
-
-
-@SEEDS
-def test_simdgroup_operations(language: ShaderLibrary, seed: int) -> None:
+@pytest.mark.usefixtures("order")
+def test_simdgroup_operations(library: KernelLibrary) -> None:
     x = np.random.default_rng(1).integers(-50, 50, 32).astype(np.int32)
     out = np.full((8, 32), -999, np.int32)
-    language.run("simd_operations", (1,), (32,), [x, out], seed=seed)
+    library.dispatch("simd_operations", [x, out], groups=1, threads=32)
     lanes = np.arange(32)
     rows = [x.sum(), x.max(), x.min(), x[lanes ^ 5], 1, x.sum(), 32, x[lanes ^ 16]]
     np.testing.assert_array_equal(out, [np.broadcast_to(row, 32) for row in rows])
 
 
 @pytest.mark.parametrize("dtype", ["float", "half"])
-@SEEDS
-def test_matrix_options(language: ShaderLibrary, dtype: str, seed: int) -> None:
+@pytest.mark.usefixtures("order")
+def test_matrix_options(library: KernelLibrary, dtype: str) -> None:
     rng = np.random.default_rng(3)
     a, b = (
         rng.integers(-4, 4, (8, 8)).astype({"float": np.float32, "half": np.float16}[dtype]) for _ in range(2)
     )
     out, copy = floats(384), np.zeros((8, 8), a.dtype)
-    language.run(f"matrix_options_{dtype}", (1,), (32,), [a, b, out, copy], seed=seed)
+    library.dispatch(f"matrix_options_{dtype}", [a, b, out, copy], groups=1, threads=32)
     x, y = a.astype(np.float64), b.astype(np.float64)
     p = x @ y
     blocks = out.reshape(6, 8, 8)
@@ -124,10 +120,10 @@ def test_matrix_options(language: ShaderLibrary, dtype: str, seed: int) -> None:
     np.testing.assert_array_equal(copy, a)
 
 
-def test_matrix_results_round_to_their_type(language: ShaderLibrary) -> None:
+def test_matrix_results_round_to_their_type(library: KernelLibrary) -> None:
     a = np.random.default_rng(4).standard_normal((8, 8)).astype(np.float16)
     out, wide = np.zeros((8, 8), np.float16), np.zeros((8, 8), np.float32)
-    language.run("matrix_rounding", (1,), (32,), [a, out, wide])
+    library.dispatch("matrix_rounding", [a, out, wide], groups=1, threads=32)
     product = a.astype(np.float64) @ a.astype(np.float64)
     rounded = np.zeros((8, 8), np.float16)
     for _ in range(40):
@@ -138,10 +134,10 @@ def test_matrix_results_round_to_their_type(language: ShaderLibrary) -> None:
 
 
 @pytest.mark.parametrize("n", [32, 20, 1])
-@SEEDS
-def test_returned_lanes_are_inactive(language: ShaderLibrary, n: int, seed: int) -> None:
+@pytest.mark.usefixtures("order")
+def test_returned_lanes_are_inactive(library: KernelLibrary, n: int) -> None:
     x, out = np.arange(1, 33, dtype=np.int32), np.full((2, 32), -1, np.int32)
-    language.run("early_return", (1,), (32,), [x, out, np.uint32(n)], seed=seed)
+    library.dispatch("early_return", [x, out, np.uint32(n)], groups=1, threads=32)
     even = np.arange(0, n, 2)
     np.testing.assert_array_equal(out[0, :n], x[:n].sum())
     np.testing.assert_array_equal(out[1, even], x[even].max())

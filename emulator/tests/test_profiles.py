@@ -44,7 +44,7 @@ def test_a_broken_kernel_has_no_pipeline(library: KernelLibrary, emulator: Any) 
 def store(library: KernelLibrary) -> Any:
     """Write 1 to 4 and return the buffer."""
     numbers = np.zeros(4, np.uint32)
-    library.dispatch("store", [numbers, np.uint32(0).tobytes(), np.uint32(0).tobytes()], groups=1, threads=4)
+    library.dispatch("store", [numbers, np.uint32(0), np.uint32(0)], groups=1, threads=4)
     return numbers
 
 

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from shader_library import build
+from shader_library import EMULATOR, PLANTED, SANITIZERS, build
 
 pytestmark = pytest.mark.emulator
-SOURCE = Path(__file__).parent / "shaders" / "planted.metal"
-EMULATOR = Path(__file__).resolve().parents[1]
 COMPILE_SHADER = EMULATOR / "msl" / "compile_shader.py"
-RUNTIMES = {"address,undefined": "asan", "thread": "tsan"}
 OPTIONS = "halt_on_error=1:exitcode=66:detect_leaks=0:print_stacktrace=1:external_symbolizer_path="
 # Runs kernels of a library, each in a fork, which a report ends; prints the exit status and messages of each.
 DISPATCH = """
@@ -31,7 +28,7 @@ for kernel, planted, seed, dtype in json.loads(sys.argv[2]):
         if (child := os.fork()) == 0:
             os.dup2(output.fileno(), 2)
             x, out = np.arange(64).astype(dtype), np.zeros(64, dtype)
-            library.run(kernel, (1,), (64,), [x, out, np.uint32(planted)], seed=seed, workers=2)
+            library.run(kernel, 64, [x, out, np.array([planted], np.uint32)], seed)
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         output.seek(0)
@@ -67,8 +64,8 @@ def test_sanitized_shaders_are_identified_by_their_full_source(tmp_path: Path) -
 
 def line_of(mistake: str) -> str:
     """Return file and line as a report names them."""
-    lines = SOURCE.read_text().splitlines()
-    return f"{SOURCE.name}:{next(n for n, line in enumerate(lines, 1) if f'MISTAKE: {mistake}' in line)}"
+    lines = PLANTED.read_text().splitlines()
+    return f"{PLANTED.name}:{next(n for n, line in enumerate(lines, 1) if f'MISTAKE: {mistake}' in line)}"
 
 
 def missing(what: str, package: str) -> None:
@@ -94,9 +91,9 @@ RACES = [
 ]
 
 
-def outcomes(clang: str, folder: Path, sanitizers: str, runs: list[tuple[str, int, str]]) -> Outcomes:
+def outcomes(clang: str, folder: Path, sanitizer: str, runs: list[tuple[str, int, str]]) -> Outcomes:
     """Build the faulty shaders with sanitizers, and run kernels with and without their mistakes."""
-    runtime = f"libclang_rt.{RUNTIMES[sanitizers]}-{platform.machine()}.so"
+    runtime = f"libclang_rt.{sanitizer[0]}san-{platform.machine()}.so"
     found = subprocess.run([clang, f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
     runtime = found.stdout.strip()
     if not Path(runtime).is_absolute():
@@ -104,7 +101,7 @@ def outcomes(clang: str, folder: Path, sanitizers: str, runs: list[tuple[str, in
     symbolizer = shutil.which("llvm-symbolizer-19") or shutil.which("llvm-symbolizer")
     if symbolizer is None:
         missing("llvm-symbolizer", "llvm-19")
-    library = build(SOURCE, folder, sanitizers)
+    library = build(PLANTED, folder, SANITIZERS[sanitizer])
     environment = os.environ | {"LD_PRELOAD": runtime, "PYTHONPATH": str(EMULATOR / "testing")}
     environment["OPENBLAS_NUM_THREADS"] = "1"  # ThreadSanitizer does not support forks of several threads
     for name in ("ASAN_OPTIONS", "UBSAN_OPTIONS", "TSAN_OPTIONS"):
@@ -125,7 +122,7 @@ def outcomes(clang: str, folder: Path, sanitizers: str, runs: list[tuple[str, in
 @pytest.fixture(scope="module")
 def address(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     runs = [(kernel, 0, dtype) for kernel, *_, dtype in MISTAKES]
-    return outcomes(clang, tmp_path_factory.mktemp("address"), "address,undefined", runs)
+    return outcomes(clang, tmp_path_factory.mktemp("address"), "address", runs)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def multiply(
     rng = np.random.default_rng(k)
     a, b = (rng.standard_normal((rows, k)).astype(np.float16) for rows in (m, n))
     c = np.full((m, n), np.nan, np.float32)
-    kernels.dispatch(kernel, [a, b, c, np.uint32(k).tobytes()], groups=(1,), threads=(threads,))
+    kernels.dispatch(kernel, [a, b, c, np.uint32(k)], groups=(1,), threads=(threads,))
     return c, a.astype(np.float64) @ b.T.astype(np.float64)
 
 
