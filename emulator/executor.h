@@ -20,35 +20,25 @@
 #include <string_view>
 #include <vector>
 
+#include "cpu/abi.h"
+
 namespace metal_emulator {
 
 inline constexpr int kMaxBuffers = 31;  // of a kernel, as in Metal
 inline constexpr int kMaxThreadgroupArguments = 31;
 inline constexpr std::size_t kMaxThreadgroupBytes = 32768;
-inline constexpr std::uint32_t kMaxThreads = 1024;  // of a threadgroup
-inline constexpr std::uint32_t kSimdWidth = 32;
+using abi::kMaxThreads;
+inline constexpr std::uint32_t kSimdWidth = abi::kLanes;
 
 struct Dim3 {
   std::uint32_t x = 1, y = 1, z = 1;
   bool operator==(const Dim3&) const = default;
 };
 
-// A buffer or threadgroup argument of a kernel; built-in arguments (thread positions and the like) are not
-// listed.
-struct KernelArgument {
-  enum class Space : std::uint8_t { kDevice, kConstant, kThreadgroup };
-  Space space;
-  int index;
-  const char* name;
-  bool writable;              // device memory without const
-  std::size_t element_bytes;  // of the pointed-to or referenced type
-  std::size_t element_align;
-  bool reference;  // a reference needs at least element_bytes
-};
+using KernelArgument = abi::Argument;
 
 struct Kernel {
   const char* name;
-  const char* file;
   std::span<const KernelArgument> arguments;
   const void* entry;                  // meaning belongs to the executor
   const char* selected_by = nullptr;  // macro without which the guard omits it; null: always present

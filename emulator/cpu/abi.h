@@ -41,6 +41,12 @@ struct Invocation {
   u32 thread_index_in_threadgroup;
 };
 
+// In the source of a shader.
+struct Place {
+  const char* file;
+  u32 line;
+};
+
 struct Simdgroup;
 
 // An operation of the threads of a simdgroup. When all have arrived, `execute` makes the outputs of
@@ -94,17 +100,16 @@ struct alignas(64) Fiber {
 // Located at the base of each region. The executor that runs the shader provides the functions.
 struct Worker {
   // Waits for the other threads, then runs the operation.
-  void (*arrive)(Worker& worker, Fiber& fiber, const Operation& operation, const char* file, u32 line);
-  void (*threadgroup_barrier)(Worker& worker, Fiber& fiber, u32 flags, const char* file, u32 line);
-  void (*simdgroup_barrier)(Worker& worker, Fiber& fiber, u32 flags, const char* file, u32 line);
+  void (*arrive)(Worker& worker, Fiber& fiber, const Operation& operation, Place place);
+  void (*threadgroup_barrier)(Worker& worker, Fiber& fiber, Place place);
+  void (*simdgroup_barrier)(Worker& worker, Fiber& fiber, Place place);
   // An operation for all threads of the threadgroup, which has `simdgroups` simdgroups: waits for those of
   // the simdgroup. That the simdgroups execute the same ones is checked at the next barrier, and at the end.
-  void (*together)(Worker& worker, Fiber& fiber, const Operation& operation, u32 simdgroups, const char* file,
-                   u32 line);
+  void (*together)(Worker& worker, Fiber& fiber, const Operation& operation, u32 simdgroups, Place place);
   // Faults of operations on tensors, which end the threadgroup.
   void (*wrong_size)(Worker& worker, const char* what, int columns, int rows, int wanted_columns,
-                     int wanted_rows, const char* file, u32 line);
-  void (*unwritten)(Worker& worker, const char* what, const char* file, u32 line);
+                     int wanted_rows, Place place);
+  void (*unwritten)(Worker& worker, const char* what, Place place);
   u8* threadgroup_memory;       // of the variables that the running kernel declares
   u32 fast_errors;              // 1: fast functions are as wrong as they may be
   u8 matrix_places[kLanes][2];  // of a lane's elements of a simdgroup_matrix, of 64 row by row
@@ -155,19 +160,21 @@ struct ThreadgroupLayout {
   }
 };
 
+// A buffer or threadgroup argument of a kernel; built-in arguments (thread positions and the like) are not
+// listed.
 struct Argument {
-  u8 space;  // 0 device, 1 constant, 2 threadgroup
+  enum class Space : u8 { kDevice, kConstant, kThreadgroup };
+  Space space;
   int index;
   const char* name;
-  bool writable;
-  u64 element_bytes, element_align;
-  bool reference;
+  bool writable;      // device memory without const
+  u64 element_bytes;  // of the pointed-to or referenced type
+  u64 element_align;
+  bool reference;  // a reference needs at least element_bytes
 };
 
 struct Kernel {
   const char* name;
-  const char* file;
-  u32 line;
   const Argument* arguments;
   u32 argument_count;
   u32 max_threads;  // 0: no limit in the source

@@ -16,7 +16,6 @@ namespace {
 struct Loaded {
   ShaderLibrary library{};
   std::vector<Kernel> kernels;
-  std::deque<std::vector<KernelArgument>> arguments;
   std::deque<KernelEntry> entries;
 };
 
@@ -31,29 +30,12 @@ struct Registry {
   }
 };
 
-std::vector<KernelArgument> arguments_of(const abi::Kernel& kernel) {
-  std::vector<KernelArgument> result;
-  for (abi::u32 i = 0; i < kernel.argument_count; i++) {
-    const abi::Argument& argument = kernel.arguments[i];
-    result.push_back({.space = static_cast<KernelArgument::Space>(argument.space),
-                      .index = argument.index,
-                      .name = argument.name,
-                      .writable = argument.writable,
-                      .element_bytes = argument.element_bytes,
-                      .element_align = argument.element_align,
-                      .reference = argument.reference});
-  }
-  return result;
-}
-
 void fill(Loaded& loaded, const abi::Library& table) {
   for (abi::u32 i = 0; i < table.kernel_count; i++) {
     const abi::Kernel& kernel = table.kernels[i];
-    loaded.arguments.push_back(arguments_of(kernel));
     loaded.entries.emplace_back();
     loaded.kernels.push_back({.name = kernel.name,
-                              .file = kernel.file,
-                              .arguments = loaded.arguments.back(),
+                              .arguments = {kernel.arguments, kernel.argument_count},
                               .entry = &loaded.entries.back(),
                               .selected_by = kernel.selected_by});
   }

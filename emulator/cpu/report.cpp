@@ -39,7 +39,7 @@ std::string ThreadgroupRunner::describe_simdgroup(unsigned group) const {
     if (simdgroup.fresh & bit) return "not started";
     if (simdgroup.ready & bit) return "running";
     const char* what = simdgroup.waiting & bit ? thread.operation->name : "threadgroup_barrier";
-    return "at " + std::string(what) + " " + thread.file + ":" + std::to_string(thread.line);
+    return "at " + std::string(what) + " " + text_of(thread.place);
   };
   std::string text = "\n  simdgroup " + std::to_string(group) + ":";
   for (u32 left = all; left;) {
@@ -56,8 +56,8 @@ std::string ThreadgroupRunner::describe_simdgroup(unsigned group) const {
 
 std::string ThreadgroupRunner::describe_product(unsigned group, int number) const {
   const abi::MatrixProduct& product = simdgroups_[group].queue->products[number];
-  std::string text = "divergence at the matrix product " + std::string(product.file) + ":" +
-                     std::to_string(product.line) + ": simdgroup " + std::to_string(group) + ": ";
+  std::string text = "divergence at the matrix product " + text_of({product.file, product.line}) +
+                     ": simdgroup " + std::to_string(group) + ": ";
   if (product.differs) return text + "lanes ask for different products" + describe_simdgroup(group);
   return text + "only lanes " + lane_ranges(product.lanes) + " ask for it" + describe_simdgroup(group);
 }
@@ -67,8 +67,7 @@ std::string ThreadgroupRunner::describe_apart() const {
     const Together &first = together_[0], &other = together_[i];
     if (first.count == other.count && first.which == other.which) continue;
     const auto describe = [](const Together& some) {
-      return std::to_string(some.count) +
-             (some.count ? ", the last at " + std::string(some.file) + ":" + std::to_string(some.line) : "");
+      return std::to_string(some.count) + (some.count ? ", the last at " + text_of(some.place) : "");
     };
     return "divergence: simdgroups execute different operations of the whole threadgroup: simdgroup 0 " +
            describe(first) + "; simdgroup " + std::to_string(i) + " " + describe(other);
@@ -103,7 +102,7 @@ void ThreadgroupRunner::missed_guard(const Allocation& missed, std::size_t overr
   std::string binding = "a buffer that is not bound";
   for (u32 i = 0; i < runner.work_->kernel->argument_count; i++) {
     const abi::Argument& argument = runner.work_->kernel->arguments[i];
-    if (argument.space == 2) continue;
+    if (argument.space == abi::Argument::Space::kThreadgroup) continue;
     const auto* bound = static_cast<const std::byte*>(runner.work_->buffers[argument.index]);
     if (bound >= begin && bound <= begin + missed.bytes) {
       binding = "buffer " + std::to_string(argument.index) + " ('" + argument.name + "', " +

@@ -9,8 +9,6 @@
 #include <iterator>
 #include <new>
 
-#include "matrix_layout.h"
-
 namespace metal_emulator::cpu {
 
 using abi::u32;
@@ -35,6 +33,22 @@ constexpr const char* kDeadlock = "deadlock: not all threads reach the same oper
 
 std::size_t round_up(std::size_t value, std::size_t unit) {
   return (value + unit - 1) / unit * unit;
+}
+
+// Place of the first or second element of a lane in a simdgroup_matrix, numbered row by row.
+constexpr unsigned matrix_place(MatrixLayout layout, unsigned lane, unsigned element) {
+  switch (layout) {
+    case MatrixLayout::kApple:
+      break;
+    case MatrixLayout::kConsecutive:
+      return lane * 2 + element;
+    case MatrixLayout::kShifted:
+      return (lane + 1) % 32 * 2 + element;
+    case MatrixLayout::kColumns:
+      return lane / 8 * 16 + lane % 8 + element * 8;
+  }
+  const unsigned row = (lane >> 2 & 4) + (lane >> 1 & 3), column = (lane >> 1 & 4) + (lane & 1) * 2;
+  return row * 8 + column + element;
 }
 
 std::byte* map_arena(void* address) {
@@ -179,7 +193,8 @@ void ThreadgroupRunner::place_threadgroup_memory() {
   }
   for (u32 i = 0; i < work_->kernel->argument_count; i++) {
     const abi::Argument& argument = work_->kernel->arguments[i];
-    if (argument.space == 2 && header_->threadgroup_arguments[argument.index]) {
+    if (argument.space == abi::Argument::Space::kThreadgroup &&
+        header_->threadgroup_arguments[argument.index]) {
       accesses_.add_threadgroup_variable(
           argument.name, reinterpret_cast<std::uintptr_t>(header_->threadgroup_arguments[argument.index]),
           work_->threadgroup_bytes[argument.index]);
@@ -428,24 +443,22 @@ void ThreadgroupRunner::transfer(abi::Fiber& self, unsigned thread) {
 // Simdgroup operations and barriers.
 
 void ThreadgroupRunner::arrive(abi::Worker& worker, abi::Fiber& fiber, const abi::Operation& operation,
-                               const char* file, u32 line) {
-  of(worker).wait_for(fiber, operation, file, line);
+                               abi::Place place) {
+  of(worker).wait_for(fiber, operation, place);
 }
 
-void ThreadgroupRunner::wait_for(abi::Fiber& fiber, const abi::Operation& operation, const char* file,
-                                 u32 line) {
+void ThreadgroupRunner::wait_for(abi::Fiber& fiber, const abi::Operation& operation, abi::Place place) {
   abi::Simdgroup& simdgroup = *fiber.simdgroup;
   Thread& self = threads_[fiber.thread];
   self.operation = &operation;
-  self.file = file;
-  self.line = line;
+  self.place = place;
   const u32 bit = 1u << fiber.lane;
   const u32 peers = simdgroup.waiting;
   simdgroup.waiting |= bit;
   simdgroup.ready &= ~bit;
   if (peers) {
     const Thread& peer = threads_[(fiber.thread & ~31u) + static_cast<u32>(std::countr_zero(peers))];
-    if (peer.operation != &operation || peer.line != line) fail_divergent();
+    if (peer.operation != &operation || peer.place.line != place.line) fail_divergent();
   }
   if (simdgroup.waiting != simdgroup.active) return suspend(fiber);
   complete_for(fiber);
@@ -473,8 +486,8 @@ void ThreadgroupRunner::complete(abi::Simdgroup& simdgroup, u32 lanes) {
   const Thread& any = threads_[group * abi::kLanes + static_cast<u32>(std::countr_zero(lanes))];
   const int culprit = any.operation->execute ? any.operation->execute(simdgroup, lanes) : -1;
   if (culprit >= 0) {
-    fail(std::string(any.file) + ":" + std::to_string(any.line) + ": " + any.operation->name + ": lane " +
-         std::to_string(culprit) + " of simdgroup " + std::to_string(group) +
+    fail(text_of(any.place) + ": " + any.operation->name + ": lane " + std::to_string(culprit) +
+         " of simdgroup " + std::to_string(group) +
          " takes part with a lane that is out of range, has returned or does not take part (argument " +
          std::to_string(simdgroup.argument[culprit]) + ")");
   }
@@ -483,62 +496,58 @@ void ThreadgroupRunner::complete(abi::Simdgroup& simdgroup, u32 lanes) {
   ready_simdgroups_ |= 1u << group;
 }
 
-void ThreadgroupRunner::simdgroup_barrier(abi::Worker& worker, abi::Fiber& fiber, u32, const char* file,
-                                          u32 line) {
+void ThreadgroupRunner::simdgroup_barrier(abi::Worker& worker, abi::Fiber& fiber, abi::Place place) {
   static constexpr abi::Operation kBarrier{"simdgroup_barrier", nullptr};
   ThreadgroupRunner& runner = of(worker);
   const unsigned turn = runner.threads_[fiber.thread].simdgroup_barriers++ % 2;
   char& point = runner.sync_simdgroup_[fiber.thread / abi::kLanes][turn].byte;
   release(point);
-  runner.wait_for(fiber, kBarrier, file, line);
+  runner.wait_for(fiber, kBarrier, place);
   acquire(point);
 }
 
 void ThreadgroupRunner::together(abi::Worker& worker, abi::Fiber& fiber, const abi::Operation& operation,
-                                 u32 simdgroups, const char* file, u32 line) {
+                                 u32 simdgroups, abi::Place place) {
   ThreadgroupRunner& runner = of(worker);
   if (simdgroups != runner.simdgroup_count_)
-    runner.fail(std::string(file) + ":" + std::to_string(line) + ": " + operation.name + " is for " +
-                std::to_string(simdgroups) + " simdgroups; the threadgroup has " +
-                std::to_string(runner.simdgroup_count_));
-  runner.wait_for(fiber, operation, file, line);
+    runner.fail(text_of(place) + ": " + operation.name + " is for " + std::to_string(simdgroups) +
+                " simdgroups; the threadgroup has " + std::to_string(runner.simdgroup_count_));
+  runner.wait_for(fiber, operation, place);
   if (fiber.lane != 0) return;
   Together& own = runner.together_[fiber.thread / abi::kLanes];
-  own = {own.count + 1, own.which * 31 + reinterpret_cast<std::uintptr_t>(&operation) + line, file, line};
+  own = {own.count + 1, own.which * 31 + reinterpret_cast<std::uintptr_t>(&operation) + place.line, place};
 }
 
 void ThreadgroupRunner::wrong_size(abi::Worker& worker, const char* what, int columns, int rows,
-                                   int wanted_columns, int wanted_rows, const char* file, u32 line) {
-  of(worker).fail(std::string(file) + ":" + std::to_string(line) + ": " + what + " has " +
-                  std::to_string(rows) + " rows of " + std::to_string(columns) + " elements, not " +
-                  std::to_string(wanted_rows) + " of " + std::to_string(wanted_columns));
+                                   int wanted_columns, int wanted_rows, abi::Place place) {
+  of(worker).fail(text_of(place) + ": " + what + " has " + std::to_string(rows) + " rows of " +
+                  std::to_string(columns) + " elements, not " + std::to_string(wanted_rows) + " of " +
+                  std::to_string(wanted_columns));
 }
 
-void ThreadgroupRunner::unwritten(abi::Worker& worker, const char* what, const char* file, u32 line) {
-  of(worker).fail(std::string(file) + ":" + std::to_string(line) + ": " + what +
-                  " has elements that were never written");
+void ThreadgroupRunner::unwritten(abi::Worker& worker, const char* what, abi::Place place) {
+  of(worker).fail(text_of(place) + ": " + what + " has elements that were never written");
 }
 
-void ThreadgroupRunner::threadgroup_barrier(abi::Worker& worker, abi::Fiber& fiber, u32, const char* file,
-                                            u32 line) {
+void ThreadgroupRunner::threadgroup_barrier(abi::Worker& worker, abi::Fiber& fiber, abi::Place place) {
   ThreadgroupRunner& runner = of(worker);
   char& point = runner.sync_barrier_[runner.barriers_ % 2].byte;
   release(point);
-  runner.wait_at_barrier(fiber, file, line);
+  runner.wait_at_barrier(fiber, place);
   acquire(point);
 }
 
-void ThreadgroupRunner::wait_at_barrier(abi::Fiber& fiber, const char* file, u32 line) {
+void ThreadgroupRunner::wait_at_barrier(abi::Fiber& fiber, abi::Place place) {
   Thread& self = threads_[fiber.thread];
   self.operation = nullptr;
-  self.file = file;
-  self.line = line;
+  self.place = place;
   fiber.simdgroup->ready &= ~(1u << fiber.lane);
   at_barrier_++;
   if (returned_ > 0) fail_waiting("threadgroup_barrier: other threads have returned before it");
   if (at_barrier_ < count_) return suspend(fiber);
   for (unsigned i = 0; i < count_; i++) {
-    if (threads_[i].line != line) fail_waiting("divergence: threads wait at different threadgroup_barriers");
+    if (threads_[i].place.line != place.line)
+      fail_waiting("divergence: threads wait at different threadgroup_barriers");
   }
   release_barrier();
   if (rng_) transfer(fiber, static_cast<unsigned>(pick(fiber.thread)));

@@ -24,6 +24,11 @@ struct Work {
   std::string label;  // names the dispatch in messages
 };
 
+// "file:line"
+inline std::string text_of(abi::Place place) {
+  return std::string(place.file) + ":" + std::to_string(place.line);
+}
+
 class ThreadgroupRunner {
  public:
   ThreadgroupRunner();
@@ -44,29 +49,27 @@ class ThreadgroupRunner {
  private:
   struct Thread {  // the operation at which it waits
     const abi::Operation* operation = nullptr;
-    const char* file = "";
-    abi::u32 line = 0;
+    abi::Place place{"", 0};
     abi::u16 fiber = 0;
     abi::u16 simdgroup_barriers = 0;  // that it has reached
   };
   struct Header;  // the Worker at the base of the region
 
   static ThreadgroupRunner& of(abi::Worker& worker);
-  static void arrive(abi::Worker&, abi::Fiber&, const abi::Operation&, const char* file, abi::u32 line);
-  static void threadgroup_barrier(abi::Worker&, abi::Fiber&, abi::u32 flags, const char* file, abi::u32 line);
-  static void simdgroup_barrier(abi::Worker&, abi::Fiber&, abi::u32 flags, const char* file, abi::u32 line);
-  static void together(abi::Worker&, abi::Fiber&, const abi::Operation&, abi::u32 simdgroups,
-                       const char* file, abi::u32 line);
+  static void arrive(abi::Worker&, abi::Fiber&, const abi::Operation&, abi::Place);
+  static void threadgroup_barrier(abi::Worker&, abi::Fiber&, abi::Place);
+  static void simdgroup_barrier(abi::Worker&, abi::Fiber&, abi::Place);
+  static void together(abi::Worker&, abi::Fiber&, const abi::Operation&, abi::u32 simdgroups, abi::Place);
   static void wrong_size(abi::Worker&, const char* what, int columns, int rows, int wanted_columns,
-                         int wanted_rows, const char* file, abi::u32 line);
-  static void unwritten(abi::Worker&, const char* what, const char* file, abi::u32 line);
+                         int wanted_rows, abi::Place);
+  static void unwritten(abi::Worker&, const char* what, abi::Place);
   static void enter();
   static void missed_guard(const Allocation& missed, std::size_t overrun, bool write);
   static void report_access(void* runner, std::string message);
 
-  void wait_for(abi::Fiber& fiber, const abi::Operation& operation, const char* file, abi::u32 line);
+  void wait_for(abi::Fiber& fiber, const abi::Operation& operation, abi::Place place);
   void complete_for(abi::Fiber& last);  // the last of a simdgroup to arrive
-  void wait_at_barrier(abi::Fiber& fiber, const char* file, abi::u32 line);
+  void wait_at_barrier(abi::Fiber& fiber, abi::Place place);
   void complete(abi::Simdgroup& simdgroup, abi::u32 lanes);
   static int run_queue(abi::Simdgroup& simdgroup);
   void release_barrier();
@@ -124,8 +127,7 @@ class ThreadgroupRunner {
   struct Together {
     unsigned count;
     std::uint64_t which;
-    const char* file;
-    abi::u32 line;
+    abi::Place place;
   };
   Together together_[abi::kMaxThreads / abi::kLanes];
   std::string error_;

@@ -85,14 +85,31 @@ def _declaration(tokens: TokenList, begin: int, end: int, scope: tuple[str, ...]
             index += 1
     head = index
     first = _first_word(tokens, head, end)
-    if first == "namespace" or (first == "extern" and tokens.kind(head + 1) == "string"):
-        return _finish(tokens, "namespace", begin, head, end, scope, templates, instantiation)
-    if first in ("using", "typedef"):
-        return _finish(tokens, "alias", begin, head, end, scope, templates, instantiation)
-    if first == "enum":
-        return _finish(tokens, "enum", begin, head, end, scope, templates, instantiation)
-    return _finish(
-        tokens, "class" if first in CLASS_KEYS else "", begin, head, end, scope, templates, instantiation
+    kind = {"using": "alias", "typedef": "alias", "namespace": "namespace", "enum": "enum"}.get(first, "")
+    if first == "extern" and tokens.kind(head + 1) == "string":
+        kind = "namespace"
+    elif first in CLASS_KEYS:
+        kind = "class"
+    head_end, parameters = _end_of_head(tokens, kind, head, end)
+    if kind == "class" and parameters is not None:
+        kind = ""  # a function that returns a struct by elaborated name
+    if not kind:
+        kind = "function" if parameters is not None else "variable"
+    body = None
+    if kind == "function":
+        if (opening := _function_body(tokens, head_end, end)) is not None:
+            body = (opening, tokens.partner[opening])
+    elif kind in ("namespace", "class", "enum") and tokens.at(head_end) == "{":
+        body = (head_end, tokens.partner[head_end])
+    if body and kind in ("namespace", "function"):
+        stop = body[1]
+    else:
+        stop = head_end
+        while stop < end and tokens[stop].text != ";":
+            stop = tokens.partner[stop] if tokens[stop].text in ("(", "[", "{") else stop
+            stop += 1
+    return Declaration(
+        kind, begin, stop + 1, head, head_end, body, scope, templates, instantiation, parameters
     )
 
 
@@ -104,18 +121,9 @@ def _first_word(tokens: TokenList, index: int, end: int) -> str:
     return tokens.at(index)
 
 
-def _finish(
-    tokens: TokenList,
-    kind: str,
-    begin: int,
-    head: int,
-    end: int,
-    scope: tuple[str, ...],
-    templates: list[tuple[int, int]],
-    instantiation: bool,
-) -> Declaration:
-    """Find the end of the head, the body and the end of a declaration whose kind may still be open ('')."""
-    index, parameters, head_end, body = head, None, -1, None
+def _end_of_head(tokens: TokenList, kind: str, head: int, end: int) -> tuple[int, tuple[int, int] | None]:
+    """Return the end of a head, and the parentheses of parameters; the kind may still be open ('')."""
+    index, parameters = head, None
     while index < end:
         text = tokens[index].text
         if text == "operator":
@@ -136,42 +144,13 @@ def _finish(
         elif text == "[":
             index = tokens.partner[index]
         elif text in (";", "{", "=") or (text == ":" and parameters is not None):
-            head_end = index
-            break
+            return index, parameters
         elif text == ":" and kind in ("class", "enum"):  # bases or the underlying type
             while index < end and tokens[index].text not in ("{", ";"):
                 index += 1
             continue
         index += 1
-    if head_end < 0:
-        raise tokens[head].error(f"declaration without end: {tokens.text(head, min(head + 12, end))} ...")
-
-    if kind == "class" and parameters is not None:
-        kind = ""  # a function that returns a struct by elaborated name
-    if not kind:
-        kind = "function" if parameters is not None else "variable"
-    stop = tokens.at(head_end)
-    if kind == "namespace" and stop == "{":
-        body = (head_end, tokens.partner[head_end])
-        return Declaration(
-            kind, begin, body[1] + 1, head, head_end, body, scope, templates, instantiation, None
-        )
-    if kind == "function":
-        opening = _function_body(tokens, head_end, end)
-        if opening is not None:
-            body = (opening, tokens.partner[opening])
-            return Declaration(
-                kind, begin, body[1] + 1, head, head_end, body, scope, templates, instantiation, parameters
-            )
-    elif stop == "{" and kind in ("class", "enum"):
-        body = (head_end, tokens.partner[head_end])
-    index = head_end
-    while index < end and tokens[index].text != ";":
-        index = tokens.partner[index] if tokens[index].text in ("(", "[", "{") else index
-        index += 1
-    return Declaration(
-        kind, begin, index + 1, head, head_end, body, scope, templates, instantiation, parameters
-    )
+    raise tokens[head].error(f"declaration without end: {tokens.text(head, min(head + 12, end))} ...")
 
 
 def _function_body(tokens: TokenList, index: int, end: int) -> int | None:

@@ -64,7 +64,7 @@ def cpu_table(program: Program, name: str, source: str, selection: Selection | N
         lines += _arguments(entry, number)
         bindings = sum(a.kind in ("buffer", "threadgroup") for a in entry.kernel.arguments)
         rows.append(
-            f'    {{"{entry.host_name}", "{entry.file}", {entry.line}, kArguments{number}, {bindings}, '
+            f'    {{"{entry.host_name}", kArguments{number}, {bindings}, '
             f"{entry.kernel.max_threads}, &Entry{number}::call, Entry{number}::layout, "
             f"{_text(by_kernel.get(entry.host_name))}}},"
         )
@@ -105,7 +105,7 @@ def _arguments(entry: Instantiation, number: int) -> list[str]:
     for position, argument in enumerate(entry.kernel.arguments):
         if argument.kind not in ("buffer", "threadgroup"):
             continue
-        space = {"device": 0, "constant": 1, "threadgroup": 2}[argument.space]
+        space = f"Argument::Space::k{argument.space.capitalize()}"
         writable = f"Entry{number}::writable[{position}]" if argument.space == "device" else "false"
         entry_name = f"Entry{number}"
         rows.append(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from .attributes import Attribute, attributes, evaluate, integer_constants
 from .declarations import Declaration
-from .tokens import TokenList
+from .tokens import SourceError, TokenList
 
 SPACES = ("device", "constant", "threadgroup", "thread")
 BUILTINS = (
@@ -35,7 +35,6 @@ class Argument:
     kind: str
     index: int
     space: str
-    text: str
 
 
 @dataclass(slots=True)
@@ -87,9 +86,9 @@ def analyze(tokens: TokenList, found: list[Declaration]) -> Program:
     by_name = {kernel.name: kernel for kernel in program.kernels}
     for kernel in program.kernels:
         if kernel.template_arguments is None:
-            expression = kernel.path
+            host_name = kernel.host_name or kernel.name
             program.instantiations.append(
-                Instantiation(kernel.host_name or kernel.name, expression, kernel.line, kernel.file, kernel)
+                Instantiation(host_name, kernel.path, kernel.line, kernel.file, kernel)
             )
     for declaration in found:
         if declaration.instantiation and is_kernel(tokens, declaration):
@@ -187,6 +186,9 @@ def split_list(tokens: TokenList, begin: int, end: int) -> list[tuple[int, int]]
 
 
 def _argument(tokens: TokenList, begin: int, end: int, kernel: str, integers: dict[str, int]) -> Argument:
+    def error(message: str) -> SourceError:
+        return tokens[begin].error(f"kernel '{kernel}': {message}")
+
     found = attributes(tokens, begin, end)
     stop = found[0].begin if found else end
     words = [token.text for token in tokens[begin:stop]]
@@ -201,36 +203,24 @@ def _argument(tokens: TokenList, begin: int, end: int, kernel: str, integers: di
         if attribute.name in ("buffer", "threadgroup"):
             value = evaluate(attribute.argument or "", integers)
             if value is None:
-                raise tokens[begin].error(
-                    f"kernel '{kernel}': index of '{name}' is not an integer constant: {attribute.argument}"
-                )
+                raise error(f"index of '{name}' is not an integer constant: {attribute.argument}")
             if not 0 <= value < MAX_BUFFERS:
-                raise tokens[begin].error(
-                    f"kernel '{kernel}': {attribute.name}({value}) of '{name}' is not in 0 to 30"
-                )
-            chosen, index = attribute.name, value
-        elif attribute.name in BUILTINS:
-            chosen = attribute.name
-        else:
-            raise tokens[begin].error(
-                f"kernel '{kernel}': '{name}' has the unknown attribute '{attribute.name}'"
-            )
+                raise error(f"{attribute.name}({value}) of '{name}' is not in 0 to 30")
+            index = value
+        elif attribute.name not in BUILTINS:
+            raise error(f"'{name}' has the unknown attribute '{attribute.name}'")
         if kind:
-            raise tokens[begin].error(f"kernel '{kernel}': '{name}' is both [[{kind}]] and [[{chosen}]]")
-        kind = chosen
+            raise error(f"'{name}' is both [[{kind}]] and [[{attribute.name}]]")
+        kind = attribute.name
     if not kind:
-        raise tokens[begin].error(f"kernel '{kernel}': '{text}' needs an attribute, such as [[buffer(0)]]")
+        raise error(f"'{text}' needs an attribute, such as [[buffer(0)]]")
     if kind in ("buffer", "threadgroup") and not pointer:
-        raise tokens[begin].error(
-            f"kernel '{kernel}': [[{kind}]] argument '{text}' must be a pointer or a reference"
-        )
+        raise error(f"[[{kind}]] argument '{text}' must be a pointer or a reference")
     if kind == "buffer" and space not in ("device", "constant"):
-        raise tokens[begin].error(
-            f"kernel '{kernel}': [[buffer]] argument '{text}' must be device or constant"
-        )
+        raise error(f"[[buffer]] argument '{text}' must be device or constant")
     if kind == "threadgroup" and space != "threadgroup":
-        raise tokens[begin].error(f"kernel '{kernel}': [[threadgroup]] argument '{text}' must be threadgroup")
-    return Argument(name, kind, index, space, text)
+        raise error(f"[[threadgroup]] argument '{text}' must be threadgroup")
+    return Argument(name, kind, index, space)
 
 
 def _check_indices(

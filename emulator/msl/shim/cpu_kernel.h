@@ -3,8 +3,6 @@
 
 namespace msl {
 
-namespace abi = ::metal_emulator::abi;
-
 template <class T, class P>
 MSL_INLINE T argument(const abi::Invocation& i) {
   constexpr Role role = P::role;

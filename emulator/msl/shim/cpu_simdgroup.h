@@ -7,13 +7,14 @@
 
 namespace msl {
 
-using ::metal_emulator::abi::Operation;
-using ::metal_emulator::abi::Simdgroup;
-typedef ::metal_emulator::abi::u32 Lanes;  // a set of lanes
+namespace abi = ::metal_emulator::abi;
+using abi::Operation;
+using abi::Place;
+using abi::Simdgroup;
+typedef abi::u32 Lanes;  // a set of lanes
 constexpr int kOk = -1;
 
-#define MSL_SITE const char *msl_file = __builtin_FILE(), int msl_line = __builtin_LINE()
-#define MSL_HERE msl_file, msl_line
+#define MSL_SITE ::metal_emulator::abi::Place msl_site = {__builtin_FILE(), __builtin_LINE()}
 #define MSL_EXECUTE __attribute__((no_sanitize("thread"))) int
 
 template <class T>
@@ -37,18 +38,18 @@ MSL_INLINE bool contains(Lanes lanes, int lane) {
 }
 
 template <class T>
-MSL_INLINE T collective(const Operation& operation, T value, uint argument, const char* file, int line) {
-  ::metal_emulator::abi::Worker& worker = ::metal_emulator::abi::current_worker();
-  ::metal_emulator::abi::Fiber& fiber = ::metal_emulator::abi::current_fiber();
+MSL_INLINE T collective(const Operation& operation, T value, uint argument, Place place) {
+  abi::Worker& worker = abi::current_worker();
+  abi::Fiber& fiber = abi::current_fiber();
   Simdgroup& simdgroup = *fiber.simdgroup;
   put(simdgroup.in[fiber.lane], value);
   __atomic_store_n(&simdgroup.argument[fiber.lane], argument, __ATOMIC_RELAXED);
-  worker.arrive(worker, fiber, operation, file, static_cast<uint>(line));
+  worker.arrive(worker, fiber, operation, place);
   return get<T>(simdgroup.out[fiber.lane]);
 }
 
 MSL_INLINE int lane() {
-  return static_cast<int>(::metal_emulator::abi::current_fiber().lane);
+  return static_cast<int>(abi::current_fiber().lane);
 }
 
 // Computes one result for all lanes, combining values in the order of an exclusive-or butterfly, as on a GPU.
@@ -112,31 +113,29 @@ MSL_COMBINE(Any, any, a || b)
 
 namespace metal {
 
-MSL_INLINE void threadgroup_barrier(mem_flags flags, MSL_SITE) {
-  ::metal_emulator::abi::Worker& worker = ::metal_emulator::abi::current_worker();
-  worker.threadgroup_barrier(worker, ::metal_emulator::abi::current_fiber(), static_cast<uint>(flags),
-                             msl_file, static_cast<uint>(msl_line));
+MSL_INLINE void threadgroup_barrier(mem_flags, MSL_SITE) {
+  msl::abi::Worker& worker = msl::abi::current_worker();
+  worker.threadgroup_barrier(worker, msl::abi::current_fiber(), msl_site);
 }
-MSL_INLINE void simdgroup_barrier(mem_flags flags, MSL_SITE) {
-  ::metal_emulator::abi::Worker& worker = ::metal_emulator::abi::current_worker();
-  worker.simdgroup_barrier(worker, ::metal_emulator::abi::current_fiber(), static_cast<uint>(flags), msl_file,
-                           static_cast<uint>(msl_line));
+MSL_INLINE void simdgroup_barrier(mem_flags, MSL_SITE) {
+  msl::abi::Worker& worker = msl::abi::current_worker();
+  worker.simdgroup_barrier(worker, msl::abi::current_fiber(), msl_site);
 }
 
 #define MSL_REDUCTION(function, F)                                                 \
   template <class T>                                                               \
   MSL_INLINE T simd_##function(T value, MSL_SITE) {                                \
-    return msl::collective(msl::Reduce<T, msl::F>::operation, value, 0, MSL_HERE); \
+    return msl::collective(msl::Reduce<T, msl::F>::operation, value, 0, msl_site); \
   }
 MSL_REDUCTION(sum, Sum)
 MSL_REDUCTION(max, Max)
 MSL_REDUCTION(min, Min)
 MSL_INLINE bool simd_any(bool value, MSL_SITE) {
-  return msl::collective(msl::Reduce<bool, msl::Any>::operation, value, 0, MSL_HERE);
+  return msl::collective(msl::Reduce<bool, msl::Any>::operation, value, 0, msl_site);
 }
 template <class T>
 MSL_INLINE T simd_shuffle_xor(T value, ushort mask, MSL_SITE) {
-  return msl::collective(msl::ShuffleXor<T>::operation, value, mask, MSL_HERE);
+  return msl::collective(msl::ShuffleXor<T>::operation, value, mask, msl_site);
 }
 
 }  // namespace metal

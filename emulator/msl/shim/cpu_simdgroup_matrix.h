@@ -5,8 +5,8 @@
 
 namespace msl {
 
-using ::metal_emulator::abi::MatrixProduct;
-using ::metal_emulator::abi::MatrixQueue;
+using abi::MatrixProduct;
+using abi::MatrixQueue;
 
 // Relaxed atomic access, as for all data that lanes share: see cpu_simdgroup.h.
 template <class T>
@@ -21,7 +21,7 @@ MSL_INLINE T shared(const T& place) {
 }
 
 MSL_INLINE Simdgroup& current_simdgroup() {
-  return *::metal_emulator::abi::current_fiber().simdgroup;
+  return *abi::current_fiber().simdgroup;
 }
 
 // When all lanes have arrived, the queue is empty: the executor runs it before any operation.
@@ -29,9 +29,9 @@ struct AwaitProducts {
   static int execute(Simdgroup&, Lanes) { return kOk; }
   static constexpr Operation operation{"simdgroup_matrix result", &execute};
 };
-__attribute__((noinline)) inline void await_products(const char* file, uint line) {
-  ::metal_emulator::abi::Worker& worker = ::metal_emulator::abi::current_worker();
-  worker.arrive(worker, ::metal_emulator::abi::current_fiber(), AwaitProducts::operation, file, line);
+__attribute__((noinline)) inline void await_products(Place place) {
+  abi::Worker& worker = abi::current_worker();
+  worker.arrive(worker, abi::current_fiber(), AwaitProducts::operation, place);
 }
 
 // Two elements of a matrix, or the promise of a queued product to write them. `MatrixQueue::run` relies on
@@ -75,7 +75,7 @@ class Fragment {
  private:
   void settle() const {
     const MatrixProduct& product = current_simdgroup().queue->products[pending_ - 1];
-    await_products(shared(product.file), shared(product.line));
+    await_products({shared(product.file), shared(product.line)});
   }
   MSL_INLINE void detach() {
     if (pending_)
@@ -96,7 +96,7 @@ static_assert(__builtin_offsetof(FragmentLayout, pending) == 8,
 
 template <class T>
 struct ElementType {
-  static constexpr ::metal_emulator::abi::u8 value = Same<T, float>::value ? 0 : 1;
+  static constexpr abi::u8 value = Same<T, float>::value ? 0 : 1;
 };
 
 typedef float Row __attribute__((vector_size(32)));
@@ -149,13 +149,13 @@ MSL_INLINE void put_pair(float* matrix, int lane, ::vec<T, 2> elements) {
 // d = a b + c.
 template <class D, class A, class B, class C>
 MSL_INLINE void multiply(Fragment<D>& d, const Fragment<A>& a, const Fragment<B>& b, const Fragment<C>& c,
-                         const char* file, int line) {
-  const ::metal_emulator::abi::Fiber& fiber = ::metal_emulator::abi::current_fiber();
+                         Place place) {
+  const abi::Fiber& fiber = abi::current_fiber();
   const int lane = static_cast<int>(fiber.lane);
   MatrixQueue& queue = *fiber.simdgroup->queue;
   const ::vec<A, 2> left = a.get();
   const ::vec<B, 2> right = b.get();
-  if (shared(queue.count[lane]) == MatrixQueue::kCapacity) await_products(file, static_cast<uint>(line));
+  if (shared(queue.count[lane]) == MatrixQueue::kCapacity) await_products(place);
   const uint number = shared(queue.count[lane]);
   MatrixProduct& product = queue.products[number];
   put_pair<A>(product.a, lane, left);
@@ -165,19 +165,19 @@ MSL_INLINE void multiply(Fragment<D>& d, const Fragment<A>& a, const Fragment<B>
   const Lanes asked = shared(product.lanes);
   if (asked == 0) {
     share(product.addend, addend);
-    share(product.line, static_cast<uint>(line));
-    share(product.file, file);
-    share(product.differs, ::metal_emulator::abi::u8{0});
+    share(product.line, place.line);
+    share(product.file, place.file);
+    share(product.differs, abi::u8{0});
     share(product.result_type, ElementType<D>::value);
     share(queue.run, &run_products);
-  } else if (shared(product.line) != static_cast<uint>(line) || shared(product.addend) != addend ||
+  } else if (shared(product.line) != place.line || shared(product.addend) != addend ||
              shared(product.result_type) != ElementType<D>::value) {
-    share(product.differs, ::metal_emulator::abi::u8{1});
+    share(product.differs, abi::u8{1});
   }
   share(product.lanes, asked | 1u << lane);
   d.promise(product, lane, number);
-  share(queue.count[lane], static_cast<::metal_emulator::abi::u8>(number + 1));
-  if (d.watched()) await_products(file, static_cast<uint>(line));
+  share(queue.count[lane], static_cast<abi::u8>(number + 1));
+  if (d.watched()) await_products(place);
 }
 
 }  // namespace msl

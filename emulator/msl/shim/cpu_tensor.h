@@ -10,21 +10,20 @@ struct OfThreadgroup {
 };
 // `Simdgroups` simdgroups, all of the threadgroup, execute the operation.
 template <class Tag, uint Simdgroups>
-MSL_INLINE void together(const char* file, int line) {
-  ::metal_emulator::abi::Worker& worker = ::metal_emulator::abi::current_worker();
-  worker.together(worker, ::metal_emulator::abi::current_fiber(), OfThreadgroup<Tag>::operation, Simdgroups,
-                  file, static_cast<uint>(line));
+MSL_INLINE void together(Place place) {
+  abi::Worker& worker = abi::current_worker();
+  worker.together(worker, abi::current_fiber(), OfThreadgroup<Tag>::operation, Simdgroups, place);
 }
 MSL_INLINE uint thread_of_threadgroup() {
-  return ::metal_emulator::abi::current_fiber().thread;
+  return abi::current_fiber().thread;
 }
 
 MSL_INLINE void require_size(const char* what, int columns, int rows, uint wanted_columns, uint wanted_rows,
-                             const char* file, int line) {
+                             Place place) {
   if (columns == static_cast<int>(wanted_columns) && rows == static_cast<int>(wanted_rows)) return;
-  ::metal_emulator::abi::Worker& worker = ::metal_emulator::abi::current_worker();
+  abi::Worker& worker = abi::current_worker();
   worker.wrong_size(worker, what, columns, rows, static_cast<int>(wanted_columns),
-                    static_cast<int>(wanted_rows), file, static_cast<uint>(line));
+                    static_cast<int>(wanted_rows), place);
 }
 // Floats of a cooperative tensor that an operation reads. All bits of a float that no kernel has written are set:
 // a NaN that no operation produces.
@@ -32,12 +31,11 @@ constexpr uint kUnwritten = 0xffffffffu;
 MSL_INLINE void forget(float* elements, uint count) {
   __builtin_memset(elements, 0xff, count * sizeof(float));
 }
-MSL_INLINE void require_written(const float* elements, uint count, const char* what, const char* file,
-                                int line) {
+MSL_INLINE void require_written(const float* elements, uint count, const char* what, Place place) {
   for (uint i = 0; i < count; ++i) {
     if (__builtin_bit_cast(uint, elements[i]) != kUnwritten) continue;
-    ::metal_emulator::abi::Worker& worker = ::metal_emulator::abi::current_worker();
-    worker.unwritten(worker, what, file, static_cast<uint>(line));
+    abi::Worker& worker = abi::current_worker();
+    worker.unwritten(worker, what, place);
   }
 }
 

@@ -4,7 +4,6 @@
 namespace msl {
 
 #define MSL_SITE [[maybe_unused]] int msl_site = 0
-#define MSL_HERE msl_site
 
 MSL_INLINE uint thread_index() {
   return static_cast<uint>(

@@ -109,7 +109,7 @@ MSL_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
                                               const simdgroup_matrix<A, 8, 8>& a,
                                               const simdgroup_matrix<B, 8, 8>& b,
                                               const simdgroup_matrix<C, 8, 8>& c, MSL_SITE) {
-  msl::multiply(d.fragment, a.fragment, b.fragment, c.fragment, MSL_HERE);
+  msl::multiply(d.fragment, a.fragment, b.fragment, c.fragment, msl_site);
 }
 
 #endif

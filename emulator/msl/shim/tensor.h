@@ -124,10 +124,10 @@ class cooperative_tensor_of_floats {
   template <class T>
   MSL_INLINE void store(const tensor<T, dextents<int32_t, 2>, tensor_inline>& target, MSL_SITE) const {
     static_assert(msl::Same<T, float>::value, "modelled: stores of floats");
-    msl::together<msl::CooperativeStore, Simdgroups>(MSL_HERE);
+    msl::together<msl::CooperativeStore, Simdgroups>(msl_site);
     msl::require_size("the target", target.extents().extent(0), target.extents().extent(1), Columns, Rows,
-                      MSL_HERE);
-    msl::require_written(elements_, kElements, "what is stored", MSL_HERE);
+                      msl_site);
+    msl::require_written(elements_, kElements, "what is stored", msl_site);
     const uint first = msl::thread_of_threadgroup() * kElements;
     for (uint i = 0; i < kElements; ++i) target.row(first / Columns)[first % Columns + i] = elements_[i];
   }
@@ -196,12 +196,12 @@ class matmul2d {
     static_assert(msl::Same<typename msl::Element<Left>::type, half>::value &&
                       msl::Same<typename msl::Element<Right>::type, half>::value,
                   "modelled: products of halves");
-    msl::together<msl::Matmul2d, Scope::simdgroups>(MSL_HERE);
-    msl::require_size("the left tensor", left.extents().extent(0), left.extents().extent(1), kK, kM, MSL_HERE);
+    msl::together<msl::Matmul2d, Scope::simdgroups>(msl_site);
+    msl::require_size("the left tensor", left.extents().extent(0), left.extents().extent(1), kK, kM, msl_site);
     msl::require_size("the right tensor", right.extents().extent(0), right.extents().extent(1),
-                      kTransposesRight ? kK : kN, kTransposesRight ? kN : kK, MSL_HERE);
+                      kTransposesRight ? kK : kN, kTransposesRight ? kN : kK, msl_site);
     const uint elements = result.get_capacity(), first = msl::thread_of_threadgroup() * elements;
-    if (kAccumulates) msl::require_written(&result[0], elements, "what is added to", MSL_HERE);
+    if (kAccumulates) msl::require_written(&result[0], elements, "what is added to", msl_site);
     if constexpr (kTransposesRight) {
       const msl::HalfRow<kK> x(left.row(first / kN));
       for (uint i = 0; i < elements; ++i) {
