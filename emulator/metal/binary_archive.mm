@@ -36,7 +36,6 @@ std::string read_file(const std::string& path) {
 
 @implementation MTLBinaryArchiveDescriptor
 - (id)copyWithZone:(NSZone*)zone {
-  static_cast<void>(zone);
   MTLBinaryArchiveDescriptor* copy = [[MTLBinaryArchiveDescriptor alloc] init];
   copy.url = _url;
   return copy;

@@ -36,7 +36,6 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
   _fastMathEnabled = mode == MTLMathModeFast;
 }
 - (id)copyWithZone:(NSZone*)zone {
-  static_cast<void>(zone);
   MTLCompileOptions* copy = [[MTLCompileOptions alloc] init];
   copy.preprocessorMacros = self.preprocessorMacros;
   copy.mathMode = self.mathMode;
@@ -124,7 +123,6 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
 
 @implementation MTLComputePipelineDescriptor
 - (id)copyWithZone:(NSZone*)zone {
-  static_cast<void>(zone);
   MTLComputePipelineDescriptor* copy = [[MTLComputePipelineDescriptor alloc] init];
   copy.computeFunction = _computeFunction;
   copy.maxTotalThreadsPerThreadgroup = _maxTotalThreadsPerThreadgroup;

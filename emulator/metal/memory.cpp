@@ -85,16 +85,12 @@ void* map_inaccessible(std::size_t bytes) {
 
 // A second view of shared pages with a guard after it; null if they cannot be mapped twice.
 void* map_again(void* memory, std::size_t bytes) {
-#if defined(__linux__)
   void* place = map_inaccessible(bytes + kGuardBytes);
   if (!place) return nullptr;
   // An old size of zero duplicates the mapping, for MAP_SHARED ones only.
   void* view = mremap(memory, 0, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, place);
   if (view != MAP_FAILED) return view;
   munmap(place, bytes + kGuardBytes);
-#else
-  static_cast<void>(memory), static_cast<void>(bytes);
-#endif
   return nullptr;
 }
 
@@ -103,7 +99,6 @@ constexpr std::size_t kLeastLazyBytes = 256 << 10;  // smaller buffers are fille
 // Maps pages filled with 0xff, whose memory is taken when they are written to: most pages of large buffers
 // never are. Returns false if that is impossible; the pages are then as before.
 bool map_filled(char* memory, std::size_t bytes) {
-#if defined(__linux__)
   constexpr std::size_t kBytes = 1 << 20;
   static const int file = [] {
     const int made = memfd_create("filled", MFD_CLOEXEC);
@@ -124,10 +119,6 @@ bool map_filled(char* memory, std::size_t bytes) {
     return false;
   }
   return true;
-#else
-  static_cast<void>(memory), static_cast<void>(bytes);
-  return false;
-#endif
 }
 
 // Mappings of freed buffers, which later buffers of the same size take: mapping new pages takes longer than

@@ -14,7 +14,6 @@ using metal_emulator::ValidationError;
 
 @implementation MTLResidencySetDescriptor
 - (id)copyWithZone:(NSZone*)zone {
-  static_cast<void>(zone);
   MTLResidencySetDescriptor* copy = [[MTLResidencySetDescriptor alloc] init];
   return copy;
 }

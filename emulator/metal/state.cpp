@@ -235,6 +235,25 @@ void State::serve_background() {
 
 // emulator.h
 
+namespace {
+
+// Calls `use` with the state, locked.
+template <typename Use>
+auto locked(const Use& use) {
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  return use(state);
+}
+
+// The same once nothing runs.
+template <typename Use>
+auto settled(const Use& use) {
+  State::get().wait_idle();
+  return locked(use);
+}
+
+}  // namespace
+
 long live_objects() {
   State::get().wait_idle();
   return objc::live_objects();
@@ -245,130 +264,92 @@ std::map<std::string, long> live_objects_by_class() {
 }
 
 ExecutorOptions options() {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  return state.options_;
+  return locked([](State& state) { return state.options_; });
 }
-
 void set_options(const ExecutorOptions& options) {
-  State& state = State::get();
   check(options);
-  state.wait_idle();
-  std::lock_guard lock(state.mutex_);
-  state.options_ = options;
-  state.executor_->configure(options);
+  settled([&](State& state) {
+    state.options_ = options;
+    state.executor_->configure(options);
+  });
 }
 
 DeviceLimits limits() {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  return state.limits_;
+  return locked([](State& state) { return state.limits_; });
 }
-
 void set_limits(const DeviceLimits& limits) {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  state.limits_ = completed(limits);
+  locked([&](State& state) { state.limits_ = completed(limits); });
 }
 
 std::vector<BufferInfo> live_buffers() {
-  State& state = State::get();
-  state.wait_idle();
-  std::lock_guard lock(state.mutex_);
-  std::vector<BufferInfo> infos;
-  for (const auto& buffer : state.buffers_) infos.push_back(buffer->info);
-  return infos;
+  return settled([](State& state) {
+    std::vector<BufferInfo> infos;
+    for (const auto& buffer : state.buffers_) infos.push_back(buffer->info);
+    return infos;
+  });
 }
-
 std::size_t allocated_bytes() {
-  State& state = State::get();
-  state.wait_idle();
-  std::lock_guard lock(state.mutex_);
-  std::size_t bytes = 0;
-  for (const auto& buffer : state.buffers_) bytes += buffer->info.no_copy ? 0 : buffer->info.length;
-  return bytes;
+  return settled([](State& state) {
+    std::size_t bytes = 0;
+    for (const auto& buffer : state.buffers_) bytes += buffer->info.no_copy ? 0 : buffer->info.length;
+    return bytes;
+  });
 }
-
 std::size_t resident_bytes() {
-  State& state = State::get();
-  state.wait_idle();
-  std::lock_guard lock(state.mutex_);
-  return state.resident_bytes_;
+  return settled([](State& state) { return state.resident_bytes_; });
 }
 
 void fail_allocation(int nth) {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  state.allocation_fault_ = nth;
+  locked([&](State& state) { state.allocation_fault_ = nth; });
 }
-
 bool allocation_will_fail() {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  return state.allocation_fault_ > 0;
+  return locked([](State& state) { return state.allocation_fault_ > 0; });
 }
-
 void fail_command_buffer(int nth, const std::string& message, long code, int dispatches) {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  state.command_buffer_fault_countdown_ = nth;
-  state.command_buffer_fault_ = {message, code, dispatches};
+  locked([&](State& state) {
+    state.command_buffer_fault_countdown_ = nth;
+    state.command_buffer_fault_ = {message, code, dispatches};
+  });
 }
-
+void refuse_commit(int nth, const std::string& message) {
+  locked([&](State& state) {
+    state.commit_refusal_countdown_ = nth;
+    state.commit_refusal_ = message;
+  });
+}
 void lose_residency() {
   State::get().loses_residency_ = true;
 }
-
 void clear_faults() {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  state.allocation_fault_ = state.command_buffer_fault_countdown_ = state.commit_refusal_countdown_ = 0;
-  state.loses_residency_ = false;
-}
-
-void refuse_commit(int nth, const std::string& message) {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  state.commit_refusal_countdown_ = nth;
-  state.commit_refusal_ = message;
+  locked([](State& state) {
+    state.allocation_fault_ = state.command_buffer_fault_countdown_ = state.commit_refusal_countdown_ = 0;
+    state.loses_residency_ = false;
+  });
 }
 
 Counters counters() {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  return state.counters_;
+  return locked([](State& state) { return state.counters_; });
 }
 
 std::vector<LibraryRecord> compiled_libraries() {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  return {state.compiled_.begin(), state.compiled_.end()};
+  return locked([](State& state) { return std::vector(state.compiled_.begin(), state.compiled_.end()); });
 }
-
 void forget_compiled_libraries() {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  state.compiled_.clear();
+  locked([](State& state) { state.compiled_.clear(); });
 }
 
 std::vector<std::string> take_violations() {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  return std::exchange(state.violations_, {});
+  return locked([](State& state) { return std::exchange(state.violations_, {}); });
 }
 
 std::vector<CommandBufferRecord> history() {
-  State& state = State::get();
-  state.wait_idle();
-  std::lock_guard lock(state.mutex_);
-  return {state.history_.begin(), state.history_.end()};
+  return settled([](State& state) { return std::vector(state.history_.begin(), state.history_.end()); });
 }
-
 void set_history_depth(std::size_t depth) {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  state.history_depth_ = depth;
-  while (state.history_.size() > depth) state.history_.pop_front();
+  locked([&](State& state) {
+    state.history_depth_ = depth;
+    while (state.history_.size() > depth) state.history_.pop_front();
+  });
 }
 
 }  // namespace metal_emulator

@@ -64,7 +64,6 @@ NSUInteger enumerate(const Items& items, NSFastEnumerationState* state, id __uns
   return _items.empty() ? nil : _items.front();
 }
 - (id)copyWithZone:(NSZone*)zone {
-  static_cast<void>(zone);
   return [[NSArray alloc] initWithObjects:_items.data() count:_items.size()];
 }
 - (NSUInteger)countByEnumeratingWithState:(NSFastEnumerationState*)state
@@ -110,7 +109,6 @@ NSUInteger enumerate(const Items& items, NSFastEnumerationState* state, id __uns
   return found == _values.end() ? nil : found->second;
 }
 - (id)copyWithZone:(NSZone*)zone {
-  static_cast<void>(zone);
   NSDictionary* copy = [NSDictionary dictionary];
   copy->_values = _values;
   return copy;

@@ -82,7 +82,6 @@ BOOL class_respondsToSelector(Class cls, SEL selector);
 
 @implementation NSBlock
 - (id)copyWithZone:(NSZone*)zone {
-  static_cast<void>(zone);
   return objc_retain(self);
 }
 @end

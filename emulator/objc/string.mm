@@ -35,7 +35,6 @@ std::string_view view(NSString* string) {
 }
 
 - (id)copyWithZone:(NSZone*)zone {
-  static_cast<void>(zone);
   return self;
 }
 - (BOOL)isEqual:(id)other {

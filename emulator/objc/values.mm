@@ -16,7 +16,6 @@
   return _path;
 }
 - (id)copyWithZone:(NSZone*)zone {
-  static_cast<void>(zone);
   return self;
 }
 @end
@@ -33,13 +32,11 @@ NSErrorUserInfoKey const NSLocalizedDescriptionKey = @"NSLocalizedDescription";
                            code:(NSInteger)code
                        userInfo:(NSDictionary<NSErrorUserInfoKey, id>*)info {
   NSError* error = [[self alloc] init];
-  static_cast<void>(domain);
   error->_code = code;
   error->_localizedDescription = [info[NSLocalizedDescriptionKey] copy];
   return error;
 }
 - (id)copyWithZone:(NSZone*)zone {
-  static_cast<void>(zone);
   return self;
 }
 @end
