@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import Run
 from support.scheduled_texts import alone, texts_of
 
 from metal_prefill import Model, Scheduler, cli
@@ -40,8 +41,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+RUN = ("run", "--device", "cpu")
+
+
 def run(*arguments: str | Path) -> int:
-    return cli.main(["run", "--device", "cpu", *map(str, arguments)])
+    return cli.main([*RUN, *map(str, arguments)])
 
 
 @pytest.fixture(name="uneven")
@@ -94,18 +98,16 @@ def test_several_answers_are_one_line_of_results(bundled: Model, tmp_path: Path)
 
 
 def test_prompts_of_a_file_or_stdin_are_answered_in_order(
-    bundled: Model, uneven: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundled: Model, uneven: Path, monkeypatch: pytest.MonkeyPatch, output: Run
 ) -> None:
-    assert run("--prompts", uneven, "--streams", "3") == 0
-    expected = capsys.readouterr().out
+    expected = output(*RUN, "--prompts", uneven, "--streams", "3")
     lines = [json.loads(line) for line in expected.splitlines()]
     assert [line["prompt"] for line in lines] == SPEAKERS
     for i, line in enumerate(lines):
         assert line["continuation"] == alone(bundled, SPEAKERS[i], 40 - 9 * i)
         assert line["finish_reason"] == "length"
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n" + uneven.read_text() + "  \n"))
-    assert run("--prompts", "-") == 0
-    assert capsys.readouterr().out == expected
+    assert output(*RUN, "--prompts", "-") == expected
 
 
 def test_options_of_a_line_override_those_of_the_command(bundled: Model, tmp_path: Path) -> None:
@@ -129,11 +131,8 @@ def test_options_of_a_line_override_those_of_the_command(bundled: Model, tmp_pat
     assert read_lines(tmp_path / "out.jsonl")[3]["finish_reason"] == "stop"
 
 
-def test_one_prompt_with_an_output_file_is_a_line(
-    bundled: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("-p", SPEAKERS[0], "-n", "5", "-o", tmp_path / "out.jsonl") == 0
-    assert capsys.readouterr().out == ""
+def test_one_prompt_with_an_output_file_is_a_line(bundled: Model, tmp_path: Path, output: Run) -> None:
+    assert output(*RUN, "-p", SPEAKERS[0], "-n", "5", "-o", tmp_path / "out.jsonl") == ""
     (line,) = read_lines(tmp_path / "out.jsonl")
     assert line.pop("options")["max_tokens"] == 5
     assert line == {
@@ -192,7 +191,7 @@ def test_an_error_among_several_prompts_is_the_exit_code(
 
 
 def test_earlier_errors_in_a_results_file_are_the_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, errors: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('[]\n"a"\n[]\n', encoding="utf-8")
@@ -201,8 +200,7 @@ def test_earlier_errors_in_a_results_file_are_the_exit_code(
     assert "2 of 3 prompts failed" in capsys.readouterr().err
     out.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
     for _ in range(2):  # with one prompt left, and with none
-        assert run("--prompts", prompts, "-n", "2", "-o", out) == 1
-        assert "2 of 3 prompts failed" in capsys.readouterr().err
+        assert "2 of 3 prompts failed" in errors(*RUN, "--prompts", prompts, "-n", "2", "-o", out, code=1)
         assert out.read_bytes() == whole
     assert run("--prompts", prompts, "-n", "2") == 1  # to stdout
     assert capsys.readouterr().err.endswith("error: 2 of 3 prompts failed\n")
@@ -242,7 +240,7 @@ def test_existing_results_are_not_recomputed(
     assert "2 prompts done before" in err
 
 
-def test_a_killed_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_is_resumed(tmp_path: Path, errors: Run) -> None:
     prompts = write_lines(
         tmp_path / "prompts.jsonl",
         # Results after the long one wait for it.
@@ -260,8 +258,7 @@ def test_a_killed_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert process.returncode == -signal.SIGKILL
     lines = killed.read_bytes().count(b"\n")
     assert 5 <= lines < 25
-    assert run("--prompts", prompts, "-o", killed) == 0
-    assert f"{lines} prompts done before" in capsys.readouterr().err
+    assert f"{lines} prompts done before" in errors(*RUN, "--prompts", prompts, "-o", killed, code=0)
     assert run("--prompts", prompts, "-o", whole) == 0
     assert killed.read_bytes() == whole.read_bytes()
     assert [line["prompt"] for line in read_lines(whole)] == [f"{SPEAKERS[i % 5]}{i} " for i in range(25)]
@@ -300,12 +297,11 @@ def test_an_interrupted_run_keeps_finished_results(
     ids=["another", "cut", "no prompt", "list", "text", "deep", "binary", "a line more", "a cut line more"],
 )
 def test_an_unrelated_file_is_rejected_and_kept(
-    content: bytes, uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes, uneven: Path, tmp_path: Path, errors: Run
 ) -> None:
     out = tmp_path / "out.jsonl"
     out.write_bytes(content)
-    assert run("--prompts", uneven, "-o", out) == 2
-    assert f"{out}: line" in capsys.readouterr().err
+    assert f"{out}: line" in errors(*RUN, "--prompts", uneven, "-o", out)
     assert out.read_bytes() == content
 
 
@@ -320,7 +316,12 @@ def test_an_unrelated_file_is_rejected_and_kept(
     ],
 )
 def test_results_with_other_options_are_rejected_and_kept(
-    before: list[str], now: list[str], difference: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    before: list[str],
+    now: list[str],
+    difference: str,
+    tmp_path: Path,
+    errors: Run,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", *SPEAKERS[:2]), tmp_path / "out.jsonl"
     same: list[str | Path] = ["--prompts", prompts, "-n", "4", "-o", out]
@@ -328,8 +329,7 @@ def test_results_with_other_options_are_rejected_and_kept(
     content = b"".join(out.read_bytes().splitlines(keepends=True)[:1])
     out.write_bytes(content)
     capsys.readouterr()
-    assert run(*same, *now) == 2
-    assert f"{out}: its results were computed with {difference};" in capsys.readouterr().err
+    assert f"{out}: its results were computed with {difference};" in errors(*RUN, *same, *now)
     assert out.read_bytes() == content
     assert run(*same, *before) == 0
     assert len(read_lines(out)) == 2
@@ -351,9 +351,8 @@ def test_a_file_in_use_by_another_process_is_rejected(
     assert "another process is writing it" in capsys.readouterr().err
 
 
-def test_devices_are_not_valid_outputs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("-p", "a", "-o", "/dev/null") == 1
-    assert "/dev/null: is a device" in capsys.readouterr().err
+def test_devices_are_not_valid_outputs(errors: Run) -> None:
+    assert "/dev/null: is a device" in errors(*RUN, "-p", "a", "-o", "/dev/null", code=1)
 
 
 @pytest.mark.parametrize(
@@ -366,11 +365,8 @@ def test_devices_are_not_valid_outputs(capsys: pytest.CaptureFixture[str]) -> No
         ["-p", "a", "-p", "b", "--streams", "0"],
     ],
 )
-def test_usage_errors_are_not_errors_of_prompts(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*arguments) == 2
-    assert "prompt 1" not in capsys.readouterr().err
+def test_usage_errors_are_not_errors_of_prompts(arguments: list[str], errors: Run) -> None:
+    assert "prompt 1" not in errors(*RUN, *arguments)
 
 
 def test_a_result_is_written_when_those_before_it_are_done(bundled: Model) -> None:

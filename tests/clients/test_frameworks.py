@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,33 @@ from typing import Any
 import numpy as np
 import pytest
 from support import model_folders
-from support.client_environments import environment, within
 from support.places import ROOT
 from support.programs import output
 from support.running_server import Running, running, running_with_template
 from support.task_folders import DOCUMENTS, TEXTS
 from support.tools import HERMES
 
+import metal_prefill
 from metal_prefill import Model
 
 PROGRAMS = Path(__file__).parent / "programs"
+
+
+def environment(client: str) -> Path:
+    """Return the Python of an environment; without one, the test is skipped."""
+    folder = ROOT / "build" / "clients" / client
+    if not (folder / ".ready").exists():
+        pytest.skip("needs an environment: make test-clients")
+    return folder / "bin" / "python"
+
+
+def within(client: str, code: str, *arguments: str | Path, **variables: str) -> str:
+    """Return what code prints in an environment that finds this installation of the package, too."""
+    python = environment(client)
+    packages = str(Path(metal_prefill.__file__).parents[1])
+    code = f"import sys; sys.path.append({packages!r}); {code}"
+    env = {**os.environ, **variables}
+    return output([python, "-c", code, *arguments], env=env, stdin=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")

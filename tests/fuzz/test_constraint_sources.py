@@ -1,12 +1,12 @@
 """Random constraints: each compiles or is a ConstraintError, and a text follows it to its end or an error."""
 
+import json
 from contextlib import suppress
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from support.constraint_writer import write_constraint
 from support.fuzzing import TIMEOUT, fuzz
 
 from metal_prefill import ConstraintError, Model
@@ -15,6 +15,138 @@ pytest.importorskip("llguidance", reason="needs the extra guide")
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
 STEPS = 40  # tokens of a text
+
+
+Constraint = tuple[str, str]  # kind and source
+
+_ATOMS = [
+    *("a", "b", ".", r"\d", r"\w", "[a-z]", "[^#]", "ab", "é", r"\.", "(?i:x)", "[", r"\p{L}", "(?s:.)"),
+    *("$", "^"),
+]
+_COUNTS = ["*", "+", "?", "{2}", "{0,3}", "{500}", "{20000}", "{3,}", "{5,2}"]
+_NAMES = ["start", "r1", "r2", "r3", "T1", "T2", "missing"]
+_KEYWORDS = ["anyOf", "allOf", "oneOf"]
+
+
+def write_constraint(random: Random) -> Constraint:
+    kind = random.choice(["regex", "grammar", "json_schema"])
+    if random.random() < 0.1:
+        source = _nested(random, kind)
+    elif kind == "regex":
+        source = _regex(random, 4)
+    elif kind == "grammar":
+        source = random.choices([_grammar, _ambiguous_spaces], [4, 1])[0](random)
+    else:
+        source = json.dumps(_schema(random, 3))
+    if random.random() < 0.1 and source:
+        at = random.randrange(len(source))
+        source = (
+            source[:at] + random.choice(["", "(", '"', "/", "{", "\\", "\0", "\ud800"]) + source[at + 1 :]
+        )
+    return kind, source
+
+
+def _nested(random: Random, kind: str) -> str:
+    """Return a constraint whose parts contain each other, to depths at which recursion may fail or not."""
+    depth = random.choice([20, 120, 128, 140, 300, 1000, 3000, 20_000])
+    if kind == "json_schema":
+        begin, end = random.choice(
+            [
+                ('{"not":', "}"),
+                ('{"anyOf":[', "]}"),
+                ('{"items":', ',"type":"array"}'),
+                ('{"type":"object","properties":{"x":', '},"required":["x"]}'),
+                ('{"additionalProperties":', ',"type":"object"}'),
+                ('{"enum":[', "]}"),
+            ]
+        )
+        return begin * depth + random.choice(['{"type":"null"}', "true", "{}"]) + end * depth
+    begin, end = random.choice([("(", ")"), ("(?:a|", ")"), ("(", ")?"), ("(", ")*"), ("(b", "){0,2}")])
+    pattern = f"{begin * depth}a{end * depth}"
+    if kind == "regex":
+        return pattern
+    begin, end = random.choice([("(", ")"), ("(", ")?"), ('("a" | ', ")"), ("[", "]")])
+    rule = f'{begin * depth}"a"{end * depth}'
+    return random.choice([f"start: {rule}", f"start: T\nT: {rule}", f"start: /{pattern}/"])
+
+
+def _regex(random: Random, depth: int) -> str:
+    parts = []
+    for _ in range(random.randrange(1, 4)):
+        part = random.choice(_ATOMS)
+        if depth and random.random() < 0.4:
+            alternatives = [_regex(random, depth - 1) for _ in range(random.randrange(1, 4))]
+            part = f"({'|'.join(alternatives)})"
+        parts.append(part + (random.choice(_COUNTS) if random.random() < 0.3 else ""))
+    return "".join(parts)
+
+
+def _grammar(random: Random) -> str:
+    lines = ["%ignore /[ ]+/"] if random.random() < 0.2 else []
+    for name in random.sample(_NAMES[:-1], random.randrange(1, 6)):
+        lines.append(f"{name}: {_expansion(random, 3, terminals_only=name.isupper() or name[0] == 'T')}")
+    if not any(line.startswith("start") for line in lines):
+        lines.append("start: r1 T1?")
+    return "\n".join(lines)
+
+
+def _expansion(random: Random, depth: int, terminals_only: bool) -> str:
+    items = []
+    for _ in range(random.randrange(1, 4)):
+        choice = random.randrange(5 if depth else 3)
+        if choice == 0:
+            item = '"' + random.choice(["a", "b", " ", "{", "abc", '\\"']) + '"'
+        elif choice == 1:
+            item = "/" + _regex(random, 1).replace("/", "") + "/"
+        elif choice == 2:
+            names = [name for name in _NAMES if name[0] == "T"] if terminals_only else _NAMES
+            item = random.choice(names)
+        else:
+            item = f"({_expansion(random, depth - 1, terminals_only)})"
+        items.append(item + random.choice(["", "", "", "*", "+", "?", "~2", "~1..400", "{3,90}"]))
+    return random.choice([" ", " | "]).join(items)
+
+
+def _ambiguous_spaces(random: Random) -> str:
+    """Return a grammar that ignores white space and contains some; matching can take forever."""
+    ignored = random.choice(["/[ ]+/", "/ +/", "/ /", '" "', "/[ \\t]*/", "/ {1,9}/"])
+    items = [
+        random.choice(['" "', "/ /", "/ +/", '(" " | "a")', "r1"]) for _ in range(random.randrange(1, 3))
+    ]
+    counted = " ".join(item + random.choice(["", "+", "*", "{3,90}", "~1..400"]) for item in items)
+    lines = [f"%ignore {ignored}", f'start: "b"+ | {counted}', f'r1: " " | {random.choice(items)} " "']
+    return "\n".join(lines)
+
+
+def _schema(random: Random, depth: int) -> object:
+    choice = random.randrange(9 if depth else 5)
+    if choice == 0:
+        return {"type": "integer", "minimum": random.randrange(-9, 9), "maximum": random.randrange(10**9)}
+    if choice == 1:
+        return {"type": "string", "pattern": _regex(random, 2)}
+    if choice == 2:
+        return {"type": "string", "minLength": random.randrange(5), "maxLength": random.choice([0, 9, 10**6])}
+    if choice == 3:
+        return {"enum": random.sample(["a", 1, None, 2.5, "é\n", [1], {"x": 1}], random.randrange(1, 4))}
+    if choice == 4:
+        return random.choice([True, False, {}, {"$ref": "#"}, {"$ref": "#/$defs/d"}, {"type": "number"}, 7])
+    if choice == 5:
+        inner = [_schema(random, depth - 1) for _ in range(random.randrange(1, 4))]
+        return {random.choice(_KEYWORDS): inner}
+    if choice == 6:
+        return {
+            "type": "array",
+            "items": _schema(random, depth - 1),
+            "minItems": random.choice([0, 1, 50, 10**6]),
+        }
+    names = random.sample(["a", "b", 'c"', "dé"], random.randrange(1, 4))
+    return {
+        "type": "object",
+        "properties": {name: _schema(random, depth - 1) for name in names},
+        "required": names[: random.randrange(len(names) + 1)],
+        "additionalProperties": random.choice([True, False, {"type": "string"}]),
+        "$defs": {"d": _schema(random, depth - 1)},
+    }
 
 
 def answered(constraint: Any, method: str, *arguments: Any, **named: Any) -> Any:
