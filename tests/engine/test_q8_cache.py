@@ -73,9 +73,9 @@ def test_logits_are_exact_if_codes_are_widened_to_float32(
 ) -> None:
     """Of some prompts. In others a rounding before the cache carries a number to another code."""
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
-    reference = ReferenceModel(model_path("smollm shape"), kv_dtype="q8_0")
+    reference = ReferenceModel(model_path("gqa 8"), kv_dtype="q8_0")
     errors = []
-    with opened(model_path("smollm shape"), compute="f32") as model:
+    with opened(model_path("gqa 8"), compute="f32") as model:
         for seed in range(8):
             ids = random_ids(70, seed=seed)
             expected = reference.forward(ids).logits[-1]
