@@ -193,3 +193,11 @@ def test_a_missing_tensor_is_named(tmp_path: Path, architecture: str, tensor: st
     path = parts.write(tmp_path / "model.gguf")
     with pytest.raises(GGUFError, match=rf"tensor.* {tensor}.* missing|is missing, as is {tensor}"):
         Model(path, device="cpu")
+
+
+def test_an_encoder_with_an_output_projection_is_rejected(tmp_path: Path) -> None:
+    parts = take_apart(write(tmp_path / "whole.gguf", ENCODERS["bert"]))
+    parts.replace_tensor("token_types.weight", new_name="output.weight")
+    path = parts.write(tmp_path / "model.gguf")
+    with pytest.raises(UnsupportedModelError, match=r"tensor output\.weight is not part of a bert model"):
+        Model(path, device="cpu")

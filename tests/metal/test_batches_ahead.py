@@ -382,3 +382,12 @@ def test_the_cost_of_a_pass_computed_early_is_its_gpu_time(
     for stream in streams:
         stream.cancel()
     finish(scheduler, streams)
+
+
+def test_nothing_is_sent_after_a_known_last_token(model: Model, wanted: list[list[int]]) -> None:
+    scheduler, texts = Scheduler(model), []
+    streams = submit(scheduler, {}, {"max_tokens": 5}, {})
+    passes = passes_of(lambda: texts.extend(finish(scheduler, streams)))
+    assert texts == [wanted[0][:TOKENS], wanted[1][:5], wanted[2][:TOKENS]]
+    rows = [p.tokens for p in passes[1:]]
+    assert rows == [3] * 4 + [2] * (TOKENS - 5)

@@ -1,6 +1,7 @@
 """Greedy text for which the GPU starts the next token before the host has seen the last one."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import numpy as np
 import pytest
 from support.emulated_gpu import require_emulator
 from support.forked import in_child
-from support.small_models import MODELS, write
+from support.small_models import MODELS, with_tensor, write
 
-from metal_prefill import DeviceError, Model, Session, SessionBusyError, synth
+from metal_prefill import DeviceError, Model, NumericalError, Session, SessionBusyError, synth
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
@@ -249,3 +250,22 @@ def test_closing_waits_for_work_in_flight(path: Path) -> None:
     with Model(path, device="metal") as model:
         next(model.session().stream(PROMPT, TOKENS, **ONE_BY_ONE))
     assert gpu.live_objects() == before
+
+
+def test_threads_run_ahead_concurrently(model: Model, wanted: list[int]) -> None:
+    def text(_: int) -> list[int]:
+        with model.session() as session:
+            return tokens_of(session, 10)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(text, range(3))) == [wanted[:10]] * 3
+
+
+def test_nan_logits_are_an_error_and_change_nothing(tmp_path: Path) -> None:
+    """The pass that runs ahead has no token then and is discarded."""
+    whole = write(tmp_path / "whole.gguf", MODELS["gqa 1"])
+    path = with_tensor(tmp_path / "m.gguf", whole, "output_norm.weight", lambda values: values.fill(np.nan))
+    with Model(path, device="metal") as model, model.session() as session:
+        with pytest.raises(NumericalError, match="every logit of the token at position 2 is NaN"):
+            list(session.stream([1, 2, 3], 5, **ONE_BY_ONE))
+        assert session.position == 0
