@@ -22,20 +22,19 @@ from metal_prefill.commands import demo
 @pytest.fixture
 def home(tmp_path: Path, demo_path: Path) -> Path:
     """Return a home of the Hub's client with a folder, and GGUF files one of which is damaged."""
-    for repo, files in {"tiny/folder": ("llama",), "tiny/files": ("demo", "labels", "damaged")}.items():
-        cached = tmp_path / "hub" / f"models--{repo.replace('/', '--')}"
-        snapshot = cached / "snapshots" / ("a" * 40)
-        snapshot.mkdir(parents=True)
-        (cached / "refs").mkdir()
+    snapshots = []
+    for name in ("folder", "files"):
+        cached = tmp_path / "hub" / f"models--tiny--{name}"
+        snapshots.append(cached / "snapshots" / ("a" * 40))
+        for made in (snapshots[-1], cached / "refs", cached / "blobs"):
+            made.mkdir(parents=True)
         (cached / "refs" / "main").write_text("a" * 40)
-        (cached / "blobs").mkdir()
-        if "llama" in files:
-            shutil.copytree(model_folders.llama(tmp_path / "m").write(), snapshot, dirs_exist_ok=True)
-        else:
-            shutil.copy(demo_path, snapshot / "demo.gguf")
-            write(snapshot / "labels.gguf", CLASSIFIERS["qwen3, yes and no"])
-            (snapshot / "damaged.gguf").write_bytes(b"GGUF")
-            (snapshot / "README.md").write_text("# Files")
+    folder, files = snapshots
+    shutil.copytree(model_folders.llama(tmp_path / "m").write(), folder, dirs_exist_ok=True)
+    shutil.copy(demo_path, files / "demo.gguf")
+    write(files / "labels.gguf", CLASSIFIERS["qwen3, yes and no"])
+    (files / "damaged.gguf").write_bytes(b"GGUF")
+    (files / "README.md").write_text("# Files")
     return tmp_path
 
 
