@@ -92,11 +92,12 @@ def test_a_client_that_never_reads_its_stream_loses_pages_and_connection(
     assert stats["kv_pool_bytes"] == stats["prefix_bytes"]
 
 
-def test_a_client_that_never_reads_its_answer_loses_its_connection(hasty: Running) -> None:
-    with hasty.connect(BUFFER) as connection:
-        connection.sendall(request_bytes({"tokens": [70] * 250_000}, "/detokenize"))
-        wait_until(lambda: hasty.connections == 1)
-        wait_until(lambda: hasty.connections == 0)
+def test_a_client_that_never_reads_its_answer_loses_its_connection(patient: Running) -> None:
+    request = request_bytes({"tokens": [70] * 250_000}, "/detokenize")
+    with patient.connect(BUFFER) as connection:
+        connection.sendall(request)
+        wait_until(lambda: patient.connections == 1)
+        wait_until(lambda: patient.connections == 0)
         assert len(read_all(connection)) < 500_000
 
 
