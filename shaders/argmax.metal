@@ -5,6 +5,7 @@
 #include <metal_stdlib>
 
 #include "args.h"
+#include "reduce.h"
 
 using namespace metal;
 
@@ -58,18 +59,13 @@ kernel void argmax_stage1(device const float* logits [[buffer(0)]],  // [rows][n
 // One threadgroup for each row: the best of the candidates.
 kernel void argmax_stage2(device const Candidate* partial [[buffer(0)]],  // [rows][n]
                           device Candidate* result [[buffer(1)]],         // [rows]
-                          constant ArgmaxArgs& args [[buffer(2)]], uint row [[threadgroup_position_in_grid]],
-                          ushort thread_index [[thread_index_in_threadgroup]],
-                          ushort threads [[threads_per_threadgroup]],
-                          ushort lane [[thread_index_in_simdgroup]],
-                          ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                          ushort simdgroups [[simdgroups_per_threadgroup]]) {
+                          constant ArgmaxArgs& args [[buffer(2)]], GROUP_ARGUMENTS) {
   threadgroup Candidate scratch[32];
   Candidate best = {-INFINITY, ARGMAX_NONE};
   for (uint i = thread_index; i < args.n; i += threads) {
-    const Candidate candidate = partial[row * args.n + i];
+    const Candidate candidate = partial[token * args.n + i];
     if (better(candidate, best)) best = candidate;
   }
   best = threadgroup_best(best, scratch, lane, simdgroup, simdgroups);
-  if (thread_index == 0) result[row] = best;
+  if (thread_index == 0) result[token] = best;
 }

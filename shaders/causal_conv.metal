@@ -8,6 +8,7 @@
 
 #include "args.h"
 #include "causal_conv.h"
+#include "variants.h"
 
 using namespace metal;
 
@@ -25,5 +26,4 @@ kernel void causal_conv(device const float* filter [[buffer(0)]],  // [channels]
   convolve<T>(filter, bias, in, rows, states, out, args, position.x, position.y);
 }
 
-template [[host_name("causal_conv_f32")]] kernel decltype(causal_conv<float>) causal_conv<float>;
-template [[host_name("causal_conv_f16")]] kernel decltype(causal_conv<half>) causal_conv<half>;
+INSTANTIATE_FOR_FLOATS(causal_conv)

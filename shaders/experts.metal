@@ -168,11 +168,7 @@ kernel void matvec_experts(device const uchar* w [[buffer(0)]],       // [expert
                            device const float* x [[buffer(2)]],       // [routes][in_dim]
                            device const Route* routes [[buffer(3)]],  // [routes]
                            device float* y [[buffer(4)]],             // [routes][out_dim]
-                           constant ExpertsArgs& args [[buffer(5)]],
-                           uint2 group [[threadgroup_position_in_grid]],
-                           ushort lane [[thread_index_in_simdgroup]],
-                           ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                           ushort simdgroups [[simdgroups_per_threadgroup]]) {
+                           constant ExpertsArgs& args [[buffer(5)]], SIMDGROUP_ARGUMENTS(uint2)) {
   const ushort lanes = args.lanes_per_row;
   const uint row = (group.x * simdgroups + simdgroup) * (32 / lanes) + lane / lanes, last = args.out_dim - 1;
   const uint of_expert = routes[group.y].expert * args.out_dim + min(row, last);
@@ -194,11 +190,7 @@ kernel void matvec_experts_swiglu(device const uchar* w [[buffer(0)]],       // 
                                   device const float* x [[buffer(2)]],       // [tokens][in_dim]
                                   device const Route* routes [[buffer(3)]],  // [routes]
                                   device float* y [[buffer(4)]],             // [routes][out_dim]
-                                  constant ExpertsArgs& args [[buffer(5)]],
-                                  uint2 group [[threadgroup_position_in_grid]],
-                                  ushort lane [[thread_index_in_simdgroup]],
-                                  ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                                  ushort simdgroups [[simdgroups_per_threadgroup]]) {
+                                  constant ExpertsArgs& args [[buffer(5)]], SIMDGROUP_ARGUMENTS(uint2)) {
   const ushort lanes = args.lanes_per_row;
   const uint row = (group.x * simdgroups + simdgroup) * (32 / lanes) + lane / lanes, last = args.out_dim - 1;
   const uint of_expert = routes[group.y].expert * args.out_dim + min(row, last);

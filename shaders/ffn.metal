@@ -4,6 +4,7 @@
 
 #include "args.h"
 #include "projection.h"
+#include "variants.h"
 
 using namespace metal;
 
@@ -24,8 +25,7 @@ kernel void swiglu(device const float* bias [[buffer(0)]],     // [gate | up]
   out[token * args.ffn_dim + i] = is_same<T, half>::value ? T(finite_half(value)) : T(value);
 }
 
-template [[host_name("swiglu_f32")]] kernel decltype(swiglu<float>) swiglu<float>;
-template [[host_name("swiglu_f16")]] kernel decltype(swiglu<half>) swiglu<half>;
+INSTANTIATE_FOR_FLOATS(swiglu)
 
 // The input of a layer from the token itself, through a gate. Grid: (dim, tokens) in threads; T as for
 // swiglu.
@@ -42,5 +42,4 @@ kernel void gate_input(device const float* gate [[buffer(0)]],   // [tokens][dim
   out[token * args.dim + i] = is_same<T, half>::value ? T(finite_half(value)) : T(value);
 }
 
-template [[host_name("gate_input_f32")]] kernel decltype(gate_input<float>) gate_input<float>;
-template [[host_name("gate_input_f16")]] kernel decltype(gate_input<half>) gate_input<half>;
+INSTANTIATE_FOR_FLOATS(gate_input)

@@ -11,6 +11,7 @@
 #include "projection.h"
 #include "softplus.h"
 #include "state_rows.h"
+#include "variants.h"
 
 using namespace metal;
 
@@ -120,8 +121,7 @@ kernel void gated_norm(device const float* weight [[buffer(0)]],  // [dim]
   }
 }
 
-template [[host_name("gated_norm_f32")]] kernel decltype(gated_norm<float>) gated_norm<float>;
-template [[host_name("gated_norm_f16")]] kernel decltype(gated_norm<half>) gated_norm<half>;
+INSTANTIATE_FOR_FLOATS(gated_norm)
 
 // y *= sigmoid(gate), for the output of attention. The gate of a head follows its query in a row of q. Grid:
 // (n_heads * value_dim, tokens) in threads. T is the type of the output of attention.
@@ -138,5 +138,4 @@ kernel void gate_heads(device const float* q [[buffer(0)]],  // [tokens][q_strid
   value = T(float(value) / (1.0f + precise::exp(-gate)));
 }
 
-template [[host_name("gate_heads_f32")]] kernel decltype(gate_heads<float>) gate_heads<float>;
-template [[host_name("gate_heads_f16")]] kernel decltype(gate_heads<half>) gate_heads<half>;
+INSTANTIATE_FOR_FLOATS(gate_heads)

@@ -4,6 +4,7 @@
 
 #include "args.h"
 #include "reduce.h"
+#include "variants.h"
 
 using namespace metal;
 
@@ -57,11 +58,6 @@ static inline NormedRow norm(Row row, device const float4* weight, device const 
   return {row, weight, bias, mean, precise::rsqrt(group.sum(sum) / float(args.width) + args.eps)};
 }
 
-// Built-in arguments of the kernels below: one threadgroup per token.
-#define GROUP_ARGUMENTS                                                                             \
-  uint token [[threadgroup_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]], \
-      ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],        \
-      ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]
 #define GROUP {partial, thread_index, threads, lane, simdgroup, simdgroups}
 
 // T is half if a matmul reads the result.
@@ -79,8 +75,7 @@ kernel void layernorm(device const float4* weight [[buffer(0)]],  // [dim]
   for (uint i = thread_index; i < columns; i += threads) y[i] = vec<T, 4>(normed(i));
 }
 
-template [[host_name("layernorm_f32")]] kernel decltype(layernorm<float>) layernorm<float>;
-template [[host_name("layernorm_f16")]] kernel decltype(layernorm<half>) layernorm<half>;
+INSTANTIATE_FOR_FLOATS(layernorm)
 
 // The norm of the residual stream itself, x = layernorm(x + addend), and its copy in half for the products
 // that follow. The addend is the bias of the projection before.

@@ -11,11 +11,7 @@ using namespace metal;
 kernel void log_prob(device const float* logits [[buffer(0)]],  // [tokens][vocab_size]
                      device const int* targets [[buffer(1)]],   // [tokens]
                      device float* out [[buffer(2)]],           // [tokens]
-                     constant LogProbArgs& args [[buffer(3)]], uint token [[threadgroup_position_in_grid]],
-                     ushort thread_index [[thread_index_in_threadgroup]],
-                     ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
-                     ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                     ushort simdgroups [[simdgroups_per_threadgroup]]) {
+                     constant LogProbArgs& args [[buffer(3)]], GROUP_ARGUMENTS) {
   threadgroup float partial[2][32];
   logits += token * args.vocab_size;
   float best = -INFINITY;

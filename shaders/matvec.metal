@@ -52,10 +52,7 @@ template <typename W, ushort kRows>
 kernel void matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
                    device const float* x [[buffer(1)]],  // [in_dim]
                    device float* y [[buffer(2)]],        // [out_dim]
-                   constant MatvecArgs& args [[buffer(3)]], uint group [[threadgroup_position_in_grid]],
-                   ushort lane [[thread_index_in_simdgroup]],
-                   ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                   ushort simdgroups [[simdgroups_per_threadgroup]]) {
+                   constant MatvecArgs& args [[buffer(3)]], SIMDGROUP_ARGUMENTS(uint)) {
   const uint row = (group * simdgroups + simdgroup) * (kRows * 32 / args.lanes_per_row);
   rows_times_token<W, kRows>(w, StoredToken{x}, y, args, row, lane);
 }
@@ -73,11 +70,7 @@ kernel void rmsnorm_matvec(device const uchar* w [[buffer(0)]],     // stacked m
                            device const float* norm [[buffer(1)]],  // [in_dim]
                            device const float* x [[buffer(2)]],     // [in_dim]
                            device float* y [[buffer(3)]],           // [out_dim]
-                           constant MatvecArgs& args [[buffer(4)]],
-                           uint group [[threadgroup_position_in_grid]],
-                           ushort lane [[thread_index_in_simdgroup]],
-                           ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                           ushort simdgroups [[simdgroups_per_threadgroup]]) {
+                           constant MatvecArgs& args [[buffer(4)]], SIMDGROUP_ARGUMENTS(uint)) {
   const uint row = (group * simdgroups + simdgroup) * (NORMED_MATVEC_ROWS * 32 / args.lanes_per_row);
   rows_times_token<W, NORMED_MATVEC_ROWS>(w, normed_token(x, norm, args, lane), y, args, row, lane);
 }
@@ -109,11 +102,7 @@ template <typename W>
 kernel void matvec_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][in_dim]
                           device const float* x [[buffer(1)]],  // [in_dim]
                           device float* y [[buffer(2)]],        // [out_dim]
-                          constant MatvecArgs& args [[buffer(3)]],
-                          uint group [[threadgroup_position_in_grid]],
-                          ushort lane [[thread_index_in_simdgroup]],
-                          ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                          ushort simdgroups [[simdgroups_per_threadgroup]]) {
+                          constant MatvecArgs& args [[buffer(3)]], SIMDGROUP_ARGUMENTS(uint)) {
   const uint row = (group * simdgroups + simdgroup) * (32 / args.lanes_per_row);
   swiglu_of_token<W, 1>(w, StoredToken{x}, y, args, row, lane);
 }
@@ -124,32 +113,33 @@ kernel void rmsnorm_matvec_swiglu(device const uchar* w [[buffer(0)]],     // [2
                                   device const float* norm [[buffer(1)]],  // [in_dim]
                                   device const float* x [[buffer(2)]],     // [in_dim]
                                   device float* y [[buffer(3)]],           // [out_dim]
-                                  constant MatvecArgs& args [[buffer(4)]],
-                                  uint group [[threadgroup_position_in_grid]],
-                                  ushort lane [[thread_index_in_simdgroup]],
-                                  ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                                  ushort simdgroups [[simdgroups_per_threadgroup]]) {
+                                  constant MatvecArgs& args [[buffer(4)]], SIMDGROUP_ARGUMENTS(uint)) {
   const uint row = (group * simdgroups + simdgroup) * (NORMED_MATVEC_ROWS * 32 / args.lanes_per_row);
   swiglu_of_token<W, NORMED_MATVEC_ROWS>(w, normed_token(x, norm, args, lane), y, args, row, lane);
 }
 
 // y[t][row] (+)= w[row] . x[t], for a tile of kTokens tokens, of which `tokens` exist; the others repeat the
-// last. A group of lanes has kRows rows, and reads x once. One lane of the group writes each token, all at
-// the same time.
-template <typename W, bool kAccumulate, ushort kRows, ushort kTokens>
+// last. With kGated the results are activation(gate[row] . x[t]) * (up[row] . x[t]), and the stacked matrices
+// gate and up. A group of lanes has kRows rows of weights, and reads x once. One lane of the group writes
+// each token, all at the same time.
+template <typename W, bool kGated, bool kAccumulate, ushort kRows, ushort kTokens>
 static inline void rows_times_tokens(device const uchar* w, device const float* x, device float* y,
                                      constant MatvecArgs& args, uint first_row, uint tokens, ushort lane) {
+  constexpr ushort kMatrices = kGated ? 2 : 1, kResults = kRows / kMatrices;
   const ushort lanes = args.lanes_per_row, token = lane % lanes;  // that the lane writes
   const uint last = args.out_dim - 1;
   Products<W, kRows, kTokens> products;
-  uint row[kRows];
-  bool writes[kRows];
-  float before[kRows], totals[kRows];  // `before` is in flight during the products
+  uint row[kResults];
+  bool writes[kResults];
+  float before[kResults], totals[kRows];  // `before` is in flight during the products
   y += token * args.out_stride;
 #pragma unroll
-  for (ushort r = 0; r < kRows; ++r) {
+  for (ushort r = 0; r < kResults; ++r) {
     row[r] = first_row + r * (32 / lanes) + lane / lanes;
-    products.row[r] = stacked_row(w, args.weights, min(row[r], last));
+#pragma unroll
+    for (ushort which = 0; which < kMatrices; ++which)
+      products.row[kMatrices * r + which] = kGated ? half_row(w, args.weights, which, min(row[r], last))
+                                                   : stacked_row(w, args.weights, min(row[r], last));
     writes[r] = token < tokens && row[r] <= last;
     before[r] = kAccumulate && writes[r] ? y[row[r]] : 0.0f;
   }
@@ -158,101 +148,54 @@ static inline void rows_times_tokens(device const uchar* w, device const float* 
   products.multiply(args.in_dim, lane, lanes);
   products.totals_of_own_token(totals, lane, lanes);
 #pragma unroll
-  for (ushort r = 0; r < kRows; ++r)
-    if (writes[r]) y[row[r]] = kAccumulate ? before[r] + totals[r] : totals[r];
-}
-
-// The same of kRows rows of gate and up together, in pairs.
-template <typename W, ushort kRows, ushort kTokens>
-static inline void swiglu_of_tokens(device const uchar* w, device const float* x, device float* y,
-                                    constant MatvecArgs& args, uint first_row, uint tokens, ushort lane) {
-  const ushort lanes = args.lanes_per_row, token = lane % lanes;
-  const uint row = first_row + lane / lanes, last = args.out_dim - 1;
-  Products<W, kRows, kTokens> products;
-  float totals[kRows];
-#pragma unroll
-  for (ushort r = 0; r < kRows; ++r)
-    products.row[r] = half_row(w, args.weights, r % 2, min(row + r / 2 * (32 / lanes), last));
-#pragma unroll
-  for (ushort t = 0; t < kTokens; ++t) products.token[t] = {x + min(uint(t), tokens - 1) * args.in_dim};
-  products.multiply(args.in_dim, lane, lanes);
-  products.totals_of_own_token(totals, lane, lanes);
-#pragma unroll
-  for (ushort r = 0; r < kRows; r += 2) {
-    const uint out = row + r / 2 * (32 / lanes);
-    if (token < tokens && out <= last)
-      y[token * args.out_stride + out] = activate_gated(totals[r], totals[r + 1], args.activation);
+  for (ushort r = 0; r < kResults; ++r) {
+    if (!writes[r]) continue;
+    const float first = totals[kMatrices * r], second = totals[kMatrices * r + kMatrices - 1];
+    const float result = kGated ? activate_gated(first, second, args.activation) : first;
+    y[row[r]] = kAccumulate ? before[r] + result : result;
   }
 }
 
-// matvec of several tokens: y[t][row] (+)= w[row] . x[t]. Grid: (tiles of tokens, rows), rounded up, so that
+// matvec, or with kGated matvec_swiglu, of several tokens. Grid: (tiles of tokens, rows), rounded up, so that
 // consecutive threadgroups read the same weights. The number of tokens of a tile is a constant, so that no
 // load depends on a branch and the loads of all tokens are in flight together.
-template <typename W, bool kAccumulate>
+template <typename W, bool kGated, bool kAccumulate>
 kernel void multi_token_matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
                                device const float* x [[buffer(1)]],  // [tokens][in_dim]
                                device float* y [[buffer(2)]],        // [tokens][out_stride]
-                               constant MatvecArgs& args [[buffer(3)]],
-                               uint2 group [[threadgroup_position_in_grid]],
-                               ushort lane [[thread_index_in_simdgroup]],
-                               ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                               ushort simdgroups [[simdgroups_per_threadgroup]]) {
+                               constant MatvecArgs& args [[buffer(3)]], SIMDGROUP_ARGUMENTS(uint2)) {
   const bool many = args.tokens > MULTI_TOKEN_TILE;
   const uint tile = many ? MANY_TOKEN_TILE : MULTI_TOKEN_TILE, rows = many ? MANY_TOKEN_ROWS : FEW_TOKEN_ROWS;
   const uint first = group.x * tile, tokens = min(tile, args.tokens - first);
-  const uint row = (group.y * simdgroups + simdgroup) * (rows * 32 / args.lanes_per_row);
+  const uint row = (group.y * simdgroups + simdgroup) * (rows / (kGated ? 2 : 1) * 32 / args.lanes_per_row);
   x += first * args.in_dim;
   y += first * args.out_stride;
   if (many)
-    rows_times_tokens<W, kAccumulate, MANY_TOKEN_ROWS, MANY_TOKEN_TILE>(w, x, y, args, row, tokens, lane);
+    rows_times_tokens<W, kGated, kAccumulate, MANY_TOKEN_ROWS, MANY_TOKEN_TILE>(w, x, y, args, row, tokens,
+                                                                                lane);
   else if (tokens > 4)
-    rows_times_tokens<W, kAccumulate, FEW_TOKEN_ROWS, 8>(w, x, y, args, row, tokens, lane);
+    rows_times_tokens<W, kGated, kAccumulate, FEW_TOKEN_ROWS, 8>(w, x, y, args, row, tokens, lane);
   else if (tokens > 2)
-    rows_times_tokens<W, kAccumulate, FEW_TOKEN_ROWS, 4>(w, x, y, args, row, tokens, lane);
+    rows_times_tokens<W, kGated, kAccumulate, FEW_TOKEN_ROWS, 4>(w, x, y, args, row, tokens, lane);
   else
-    rows_times_tokens<W, kAccumulate, FEW_TOKEN_ROWS, 2>(w, x, y, args, row, tokens, lane);
-}
-
-// matvec_swiglu of several tokens. The rows of a tile are half of gate and half of up.
-template <typename W>
-kernel void multi_token_matvec_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][in_dim]
-                                      device const float* x [[buffer(1)]],  // [tokens][in_dim]
-                                      device float* y [[buffer(2)]],        // [tokens][out_stride]
-                                      constant MatvecArgs& args [[buffer(3)]],
-                                      uint2 group [[threadgroup_position_in_grid]],
-                                      ushort lane [[thread_index_in_simdgroup]],
-                                      ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                                      ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  const bool many = args.tokens > MULTI_TOKEN_TILE;
-  const uint tile = many ? MANY_TOKEN_TILE : MULTI_TOKEN_TILE, rows = many ? MANY_TOKEN_ROWS : FEW_TOKEN_ROWS;
-  const uint first = group.x * tile, tokens = min(tile, args.tokens - first);
-  const uint row = (group.y * simdgroups + simdgroup) * (rows / 2 * 32 / args.lanes_per_row);
-  x += first * args.in_dim;
-  y += first * args.out_stride;
-  if (many)
-    swiglu_of_tokens<W, MANY_TOKEN_ROWS, MANY_TOKEN_TILE>(w, x, y, args, row, tokens, lane);
-  else if (tokens > 4)
-    swiglu_of_tokens<W, FEW_TOKEN_ROWS, 8>(w, x, y, args, row, tokens, lane);
-  else if (tokens > 2)
-    swiglu_of_tokens<W, FEW_TOKEN_ROWS, 4>(w, x, y, args, row, tokens, lane);
-  else
-    swiglu_of_tokens<W, FEW_TOKEN_ROWS, 2>(w, x, y, args, row, tokens, lane);
+    rows_times_tokens<W, kGated, kAccumulate, FEW_TOKEN_ROWS, 2>(w, x, y, args, row, tokens, lane);
 }
 
 typedef decltype(matvec<F32, 1>) matvec_t;
 typedef decltype(rmsnorm_matvec<F32>) rmsnorm_matvec_t;
-typedef decltype(multi_token_matvec<F32, false>) multi_token_t;
-#define INSTANTIATE(name, W, number)                                                                         \
-  IF_WANTED(name)(                                                                                           \
-      template [[host_name("matvec_" #name)]] kernel matvec_t matvec<W, 1>;                                  \
-      template [[host_name("matvec_" #name "_rows2")]] kernel matvec_t matvec<W, 2>;                         \
-      template [[host_name("matvec_" #name "_rows4")]] kernel matvec_t matvec<W, 4>;                         \
-      template [[host_name("matvec_swiglu_" #name)]] kernel matvec_t matvec_swiglu<W>;                       \
-      template [[host_name("rmsnorm_matvec_" #name)]] kernel rmsnorm_matvec_t rmsnorm_matvec<W>; template    \
-      [[host_name("rmsnorm_matvec_swiglu_" #name)]] kernel rmsnorm_matvec_t rmsnorm_matvec_swiglu<W>;        \
-      template [[host_name("multi_token_matvec_" #name)]] kernel multi_token_t multi_token_matvec<W, false>; \
-      template [[host_name("multi_token_matvec_" #name                                                       \
-                           "_accumulate")]] kernel multi_token_t multi_token_matvec<W, true>;                \
-      template                                                                                               \
-      [[host_name("multi_token_matvec_swiglu_" #name)]] kernel multi_token_t multi_token_matvec_swiglu<W>;)
+typedef decltype(multi_token_matvec<F32, false, false>) multi_token_t;
+#define INSTANTIATE(name, W, number)                                                                       \
+  IF_WANTED(name)(                                                                                         \
+      template [[host_name("matvec_" #name)]] kernel matvec_t matvec<W, 1>;                                \
+      template [[host_name("matvec_" #name "_rows2")]] kernel matvec_t matvec<W, 2>;                       \
+      template [[host_name("matvec_" #name "_rows4")]] kernel matvec_t matvec<W, 4>;                       \
+      template [[host_name("matvec_swiglu_" #name)]] kernel matvec_t matvec_swiglu<W>;                     \
+      template [[host_name("rmsnorm_matvec_" #name)]] kernel rmsnorm_matvec_t rmsnorm_matvec<W>; template  \
+      [[host_name("rmsnorm_matvec_swiglu_" #name)]] kernel rmsnorm_matvec_t rmsnorm_matvec_swiglu<W>;      \
+      template                                                                                             \
+      [[host_name("multi_token_matvec_" #name)]] kernel multi_token_t multi_token_matvec<W, false, false>; \
+      template [[host_name("multi_token_matvec_" #name                                                     \
+                           "_accumulate")]] kernel multi_token_t multi_token_matvec<W, false, true>;       \
+      template [[host_name(                                                                                \
+          "multi_token_matvec_swiglu_" #name)]] kernel multi_token_t multi_token_matvec<W, true, false>;)
 EACH_TENSOR_TYPE(INSTANTIATE)

@@ -110,3 +110,9 @@ struct Products {
     for (ushort w = 0; w < kRows; ++w) totals[w] = values[w][0];
   }
 };
+
+// Built-in arguments of kernels whose simdgroups take rows; `position` is uint, or uint2 if the grid has two
+// dimensions.
+#define SIMDGROUP_ARGUMENTS(position)                                                         \
+  position group [[threadgroup_position_in_grid]], ushort lane [[thread_index_in_simdgroup]], \
+      ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]

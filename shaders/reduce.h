@@ -26,3 +26,9 @@ static inline float threadgroup_reduce(float value, threadgroup float* partial, 
   threadgroup_barrier(mem_flags::mem_threadgroup);
   return Op::simd(lane < simdgroups ? partial[lane] : Op::identity());
 }
+
+// Built-in arguments of kernels with one threadgroup for each token.
+#define GROUP_ARGUMENTS                                                                             \
+  uint token [[threadgroup_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]], \
+      ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],        \
+      ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]

@@ -5,6 +5,7 @@
 
 #include "args.h"
 #include "pages.h"
+#include "variants.h"
 
 using namespace metal;
 
@@ -41,5 +42,4 @@ kernel void relative_scores(device const float* key_rows [[buffer(0)]],    // [r
   }
 }
 
-template [[host_name("relative_scores_f16")]] kernel decltype(relative_scores<half>) relative_scores<half>;
-template [[host_name("relative_scores_f32")]] kernel decltype(relative_scores<float>) relative_scores<float>;
+INSTANTIATE_FOR_FLOATS(relative_scores)

@@ -7,6 +7,7 @@
 
 #include "args.h"
 #include "norm.h"
+#include "variants.h"
 
 using namespace metal;
 
@@ -32,14 +33,17 @@ static inline NormedRow normed_row(device const float4* x, device const float4* 
   return row;
 }
 
-// One threadgroup for each token. T is half if a matmul reads the result, float if a matvec does.
+// Built-in arguments of the kernels below: one threadgroup for each token.
+#define ROW_ARGUMENTS                                                                               \
+  uint token [[threadgroup_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]], \
+      ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]]
+
+// T is half if a matmul reads the result, float if a matvec does.
 template <typename T>
 kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
                     device const float4* x [[buffer(1)]],       // [tokens][stride]
                     device vec<T, 4>* y [[buffer(2)]],          // [tokens][stride]
-                    constant RmsnormArgs& args [[buffer(3)]], uint token [[threadgroup_position_in_grid]],
-                    ushort thread_index [[thread_index_in_threadgroup]],
-                    ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]]) {
+                    constant RmsnormArgs& args [[buffer(3)]], ROW_ARGUMENTS) {
   threadgroup float partial[kMostThreads];
   const uint columns = args.dim / 4;
   x += token * (args.stride / 4);
@@ -55,17 +59,12 @@ kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
     y[i] = vec<T, 4>(x[i] * row.scale * weight[i]);
 }
 
-template [[host_name("rmsnorm_f32")]] kernel decltype(rmsnorm<float>) rmsnorm<float>;
-template [[host_name("rmsnorm_f16")]] kernel decltype(rmsnorm<half>) rmsnorm<half>;
+INSTANTIATE_FOR_FLOATS(rmsnorm)
 
 // y = rmsnorm(y). One binding: Metal's compiler assumes that the buffers of a kernel do not overlap.
 kernel void rmsnorm_in_place(device const float4* weight [[buffer(0)]],  // [dim]
                              device float4* y [[buffer(1)]],             // [tokens][stride]
-                             constant RmsnormArgs& args [[buffer(2)]],
-                             uint token [[threadgroup_position_in_grid]],
-                             ushort thread_index [[thread_index_in_threadgroup]],
-                             ushort threads [[threads_per_threadgroup]],
-                             ushort lane [[thread_index_in_simdgroup]]) {
+                             constant RmsnormArgs& args [[buffer(2)]], ROW_ARGUMENTS) {
   threadgroup float partial[kMostThreads];
   const uint columns = args.dim / 4;
   y += token * (args.stride / 4);
@@ -80,11 +79,7 @@ kernel void rmsnorm_add(device const float4* weight [[buffer(0)]],  // [dim]
                         device const float* scale [[buffer(1)]],    // of the result; one value
                         device const float4* x [[buffer(2)]],       // [tokens][dim]
                         device float4* y [[buffer(3)]],             // [tokens][dim]
-                        constant RmsnormAddArgs& args [[buffer(4)]],
-                        uint token [[threadgroup_position_in_grid]],
-                        ushort thread_index [[thread_index_in_threadgroup]],
-                        ushort threads [[threads_per_threadgroup]],
-                        ushort lane [[thread_index_in_simdgroup]]) {
+                        constant RmsnormAddArgs& args [[buffer(4)]], ROW_ARGUMENTS) {
   threadgroup float partial[kMostThreads];
   const uint columns = args.dim / 4;
   const float factor = args.has_scale ? scale[0] : 1.0f;
@@ -105,11 +100,7 @@ kernel void rmsnorm_add_norm(device const float4* weight [[buffer(0)]],       //
                              device const float4* x [[buffer(2)]],            // [tokens][dim]
                              device float4* y [[buffer(3)]],                  // [tokens][dim]
                              device vec<T, 4>* normed [[buffer(4)]],          // [tokens][dim]
-                             constant RmsnormAddArgs& args [[buffer(5)]],
-                             uint token [[threadgroup_position_in_grid]],
-                             ushort thread_index [[thread_index_in_threadgroup]],
-                             ushort threads [[threads_per_threadgroup]],
-                             ushort lane [[thread_index_in_simdgroup]]) {
+                             constant RmsnormAddArgs& args [[buffer(5)]], ROW_ARGUMENTS) {
   threadgroup float partial[kMostThreads], next_partial[kMostThreads];
   const uint columns = args.dim / 4;
   x += token * columns;
@@ -128,6 +119,4 @@ kernel void rmsnorm_add_norm(device const float4* weight [[buffer(0)]],       //
   for (uint i = thread_index; i < columns; i += threads) normed[i] = vec<T, 4>(y[i] * scale * next_weight[i]);
 }
 
-template
-    [[host_name("rmsnorm_add_norm_f32")]] kernel decltype(rmsnorm_add_norm<float>) rmsnorm_add_norm<float>;
-template [[host_name("rmsnorm_add_norm_f16")]] kernel decltype(rmsnorm_add_norm<half>) rmsnorm_add_norm<half>;
+INSTANTIATE_FOR_FLOATS(rmsnorm_add_norm)

@@ -5,6 +5,7 @@
 #include "causal_conv.h"
 #include "pages.h"
 #include "rope.h"
+#include "variants.h"
 
 using namespace metal;
 
@@ -68,8 +69,7 @@ kernel void rope_append(device const float* bias [[buffer(0)]],    // one row of
                 lane);
 }
 
-template [[host_name("rope_append_f16")]] kernel decltype(rope_append<half>) rope_append<half>;
-template [[host_name("rope_append_f32")]] kernel decltype(rope_append<float>) rope_append<float>;
+INSTANTIATE_FOR_FLOATS(rope_append)
 
 // rope_append and causal_conv of a layer with attention and a state, in one: the first head_groups
 // threadgroups of a token take heads, the others channels. Both read columns of the same rows.
@@ -101,6 +101,4 @@ kernel void rope_append_conv(
                     channel, group.y);
 }
 
-template [[host_name("rope_append_conv_f16")]] kernel decltype(rope_append_conv<half>) rope_append_conv<half>;
-template
-    [[host_name("rope_append_conv_f32")]] kernel decltype(rope_append_conv<float>) rope_append_conv<float>;
+INSTANTIATE_FOR_FLOATS(rope_append_conv)

@@ -8,6 +8,7 @@
 #include "reduce.h"
 #include "softplus.h"
 #include "state_rows.h"
+#include "variants.h"
 
 using namespace metal;
 
@@ -128,5 +129,4 @@ kernel void scan_norm(device const float* weight [[buffer(0)]],  // [inner]
   }
 }
 
-template [[host_name("scan_norm_f32")]] kernel decltype(scan_norm<float>) scan_norm<float>;
-template [[host_name("scan_norm_f16")]] kernel decltype(scan_norm<half>) scan_norm<half>;
+INSTANTIATE_FOR_FLOATS(scan_norm)
