@@ -67,7 +67,7 @@ class PassMemory {
   std::size_t bytes() const;
 
  private:
-  id<MTLBuffer> buffers_[std::size_t(BufferName::kActivationCount)];
+  id<MTLBuffer> buffers_[kActivations];
 };
 
 // PassMemory that no pass is using: as many as passes were in flight at the same time.

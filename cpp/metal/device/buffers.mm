@@ -140,7 +140,7 @@ View WeightBuffers::concatenate(BufferName name, std::span<const std::pair<const
 View PassMemory::get(const Device& device, BufferName name, std::size_t bytes) {
   id<MTLBuffer> __strong& buffer = buffers_[std::size_t(name)];
   if (!buffer || buffer.length < bytes) {
-    const BufferTraits traits = traits_of(name);
+    const BufferTraits& traits = traits_of(name);
     buffer = nil;  // freed before the larger one is made: memory need not hold both
     buffer = device.allocate(traits.label, bytes, traits.host ? Access::kHost : Access::kGpu);
   }

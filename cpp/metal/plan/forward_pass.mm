@@ -156,7 +156,7 @@ void ForwardPass::project_in(const Pass& pass, int layer, const Rows& rows) cons
 
 ops::ConvInputs ForwardPass::conv_inputs(const Pass& pass, int layer) const {
   const View filter = layers_[std::size_t(layer)].conv, bias = layers_[std::size_t(layer)].conv_bias;
-  return {filter, bias ? bias : filter, pass.tables.states, pass.buffers.states(layer)};
+  return {filter, bias.or_any(filter), pass.tables.states, pass.buffers.states(layer)};
 }
 
 CausalConvArgs ForwardPass::conv_args(const Pass& pass, int layer, const Rows& wanted) const {
@@ -257,9 +257,8 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& in, const Part& w
   const View qkv = a.projected.row(1, row.qkv);
   const LayerCache cache = pass.buffers.cache(layer);
   const View table = pass.buffers.rope_table(layer);
-  // A binding for which the model has no tensor is never read, but must have some buffer.
-  const auto bound = [&](const View& view) { return view ? view : table; };
-  const RopeInputs rope_inputs = {bound(w.bias), bound(w.q_norm.weight), bound(w.k_norm.weight), table};
+  const RopeInputs rope_inputs = {w.bias.or_any(table), w.q_norm.weight.or_any(table),
+                                  w.k_norm.weight.or_any(table), table};
 
   if (norms_rows_of_qk(w)) norm_rows_of_qk(pass, layer);
   const RopeArgs rope = rope_args(layer, rows.count == 0);
@@ -288,8 +287,9 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& in, const Part& w
   if (rope_with_attention)
     ops::rope_attention_decode(pass.e, rope_inputs, qkv, own, cache, {a.partial, a.att}, {rope, attention});
   else if (rows.path == Path::kManyTokens)
-    ops::attention_prefill(pass.e, q, own, cache, bound(relative_row_of_ ? a.relative : position_bias_),
-                           bound(w.sinks), a.att, attention);
+    ops::attention_prefill(pass.e, q, own, cache,
+                           (relative_row_of_ ? a.relative : position_bias_).or_any(table),
+                           w.sinks.or_any(table), a.att, attention);
   else
     ops::attention_decode(pass.e, q, own, cache, {a.partial, a.att}, attention);
   if (config_.query_gate)

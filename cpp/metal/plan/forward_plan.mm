@@ -49,21 +49,11 @@ Projection projection(const Tensor& tensor, const WeightViews& weights) {
   return *stack(alone, weights);
 }
 
-u32_t activation_of(Activation activation) {
-  switch (activation) {
-    case Activation::kSilu:
-      return ACTIVATION_SILU;
-    case Activation::kGelu:
-      return ACTIVATION_GELU;
-    case Activation::kGeluErf:
-      return ACTIVATION_GELU_ERF;
-    case Activation::kRelu:
-      return ACTIVATION_RELU;
-    case Activation::kClampedSilu:
-      break;
-  }
-  return ACTIVATION_CLAMPED;
-}
+// The shaders know an activation by its number.
+static_assert(u32_t(Activation::kSilu) == ACTIVATION_SILU && u32_t(Activation::kGelu) == ACTIVATION_GELU &&
+              u32_t(Activation::kGeluErf) == ACTIVATION_GELU_ERF &&
+              u32_t(Activation::kRelu) == ACTIVATION_RELU &&
+              u32_t(Activation::kClampedSilu) == ACTIVATION_CLAMPED);
 
 // Absent tensors have no rows.
 std::vector<Projection> merge(std::vector<const Tensor*> tensors, const WeightViews& weights) {
@@ -102,7 +92,7 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
       head_norm_(output_norm_),
       norms_stream_(!model.layers.empty() && model.layers[0].attn_residual_norm),
       att_dim_(config_.n_heads * config_.value_dim),
-      activation_(activation_of(config_.activation)) {
+      activation_(u32_t(config_.activation)) {
   if (model.output) output_.push_back(projection(model.output, weights));
   if (model.output_bias) output_bias_ = weights.view(model.output_bias);
   if (model.position_embedding) position_embedding_ = projection(model.position_embedding, weights);
@@ -184,26 +174,16 @@ ForwardPass::Layer ForwardPass::layer_of(int index, const LayerWeights& w, Weigh
                  .ffn_norm = stream_norm(w.ffn_norm, w.ffn_norm_bias, weights),
                  .q_norm = norm_of(w.q_norm, w.q_norm_bias, eps, weights),
                  .k_norm = norm_of(w.k_norm, w.k_norm_bias, eps, weights),
-                 .q_bias = {},
-                 .k_bias = {},
-                 .bias = {},
                  .in = merge(in, weights),
                  .relative_keys = view(w.relative_keys),
                  .relative_queries = view(w.relative_queries),
                  .sinks = view(w.sinks),
                  .conv = view(conv_filter(w)),
                  .conv_bias = view(w.scan_conv_bias),
-                 .scan = {},
-                 .delta = {},
                  .dense = dense(),
-                 .router = {},
-                 .experts_up = {},
-                 .experts_down = {},
-                 .experts_output = {},
                  .attn_output = output(attention ? w.wo : w.conv_out, w.bo, w.post_attn_norm,
                                        w.attn_residual_norm, w.attn_residual_norm_bias),
                  .scan_output = output(w.scan_out, {}, w.post_attn_norm, {}, {}),
-                 .input_gate = {},
                  .input_output = output(w.per_layer_out, {}, w.per_layer_post_norm, {}, {})};
   if (w.per_layer_gate) layer.input_gate = projection(w.per_layer_gate, weights);
   if (layer.attn_output.norm.weight && !config_.parallel &&

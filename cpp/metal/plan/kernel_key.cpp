@@ -43,6 +43,7 @@ std::string part_of(const KernelKey& key, KvType cache) {
     case NamePart::kNothing:
       break;
     case NamePart::kTensorType:
+    case NamePart::kResult:
       return suffix_of(key.type);
     case NamePart::kCacheType:
       return type_of(cache);

@@ -11,7 +11,7 @@
 namespace metal_prefill::metal {
 
 // Replacement of % in a kernel's name.
-enum class NamePart { kNothing, kTensorType, kCacheType, kDecodeHeads, kPrefillHeads };
+enum class NamePart { kNothing, kTensorType, kResult, kCacheType, kDecodeHeads, kPrefillHeads };
 
 // Each kernel: enumerator, name in the shaders, and replacement of %.
 #define METAL_PREFILL_EACH_KERNEL(K)                                             \
@@ -43,14 +43,11 @@ enum class NamePart { kNothing, kTensorType, kCacheType, kDecodeHeads, kPrefillH
   K(kMatmulExpertsSwiglu, "matmul_experts_swiglu_%", kTensorType)                \
   K(kSortRoutes, "sort_routes", kNothing)                                        \
   K(kAddExperts, "add_experts", kNothing)                                        \
-  K(kRmsnormF32, "rmsnorm_f32", kNothing)                                        \
-  K(kRmsnormF16, "rmsnorm_f16", kNothing)                                        \
+  K(kRmsnorm, "rmsnorm_%", kResult)                                              \
   K(kRmsnormAdd, "rmsnorm_add", kNothing)                                        \
-  K(kRmsnormAddNormF32, "rmsnorm_add_norm_f32", kNothing)                        \
-  K(kRmsnormAddNormF16, "rmsnorm_add_norm_f16", kNothing)                        \
+  K(kRmsnormAddNorm, "rmsnorm_add_norm_%", kResult)                              \
   K(kRmsnormInPlace, "rmsnorm_in_place", kNothing)                               \
-  K(kLayernormF32, "layernorm_f32", kNothing)                                    \
-  K(kLayernormF16, "layernorm_f16", kNothing)                                    \
+  K(kLayernorm, "layernorm_%", kResult)                                          \
   K(kLayernormStream, "layernorm_stream", kNothing)                              \
   K(kLayernormInPlace, "layernorm_in_place", kNothing)                           \
   K(kLayernormTwice, "layernorm_twice", kNothing)                                \
@@ -63,24 +60,16 @@ enum class NamePart { kNothing, kTensorType, kCacheType, kDecodeHeads, kPrefillH
   K(kAttentionPrefill, "attention_prefill_%", kPrefillHeads)                     \
   K(kAttentionTensor, "attention_tensor_%", kPrefillHeads)                       \
   K(kRelativeScores, "relative_scores_%", kCacheType)                            \
-  K(kGateHeadsF32, "gate_heads_f32", kNothing)                                   \
-  K(kGateHeadsF16, "gate_heads_f16", kNothing)                                   \
-  K(kSwigluF32, "swiglu_f32", kNothing)                                          \
-  K(kSwigluF16, "swiglu_f16", kNothing)                                          \
+  K(kGateHeads, "gate_heads_%", kResult)                                         \
+  K(kSwiglu, "swiglu_%", kResult)                                                \
   K(kLayerInputs, "layer_inputs", kNothing)                                      \
-  K(kGateInputF32, "gate_input_f32", kNothing)                                   \
-  K(kGateInputF16, "gate_input_f16", kNothing)                                   \
-  K(kCausalConvF32, "causal_conv_f32", kNothing)                                 \
-  K(kCausalConvF16, "causal_conv_f16", kNothing)                                 \
-  K(kScanF32Rows128, "scan_f32_128", kNothing)                                   \
-  K(kScanF32Rows256, "scan_f32_256", kNothing)                                   \
-  K(kScanF16Rows128, "scan_f16_128", kNothing)                                   \
-  K(kScanF16Rows256, "scan_f16_256", kNothing)                                   \
-  K(kScanNormF32, "scan_norm_f32", kNothing)                                     \
-  K(kScanNormF16, "scan_norm_f16", kNothing)                                     \
+  K(kGateInput, "gate_input_%", kResult)                                         \
+  K(kCausalConv, "causal_conv_%", kResult)                                       \
+  K(kScan128, "scan_%_128", kResult)                                             \
+  K(kScan256, "scan_%_256", kResult)                                             \
+  K(kScanNorm, "scan_norm_%", kResult)                                           \
   K(kGatedDelta, "gated_delta", kNothing)                                        \
-  K(kGatedNormF32, "gated_norm_f32", kNothing)                                   \
-  K(kGatedNormF16, "gated_norm_f16", kNothing)                                   \
+  K(kGatedNorm, "gated_norm_%", kResult)                                         \
   K(kSoftCap, "soft_cap_in_place", kNothing)                                     \
   K(kArgmaxStage1, "argmax_stage1", kNothing)                                    \
   K(kArgmaxStage2, "argmax_stage2", kNothing)                                    \
@@ -100,14 +89,18 @@ constexpr bool needs_tensors(Kernel kernel) {
          kernel == Kernel::kAttentionTensor;
 }
 
+enum class Precision { kF32, kF16 };  // of a step's output
+
 struct KernelKey {
   Kernel kernel;
-  TensorType type = TensorType::kF32;  // kF32 for kernels that have no types
+  TensorType type = TensorType::kF32;  // of weights, or of the result; kF32 for kernels that have no types
   int heads = 0;                       // decode_size() or prefill_size(); 0 for kernels that have no sizes
 
   // A kernel without types is its key: NOLINTNEXTLINE(google-explicit-constructor)
   KernelKey(Kernel k) : kernel(k) {}
   KernelKey(Kernel k, TensorType t) : kernel(k), type(t) {}
+  KernelKey(Kernel k, Precision p)
+      : KernelKey(k, p == Precision::kF16 ? TensorType::kF16 : TensorType::kF32) {}
   KernelKey(Kernel k, int size) : kernel(k), heads(size) {}
   auto operator<=>(const KernelKey&) const = default;
 };

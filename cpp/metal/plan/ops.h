@@ -63,7 +63,6 @@ struct StridedRows {
   int stride;
 };
 
-enum class Precision { kF32, kF16 };       // of a step's output
 enum class Write { kStore, kAccumulate };  // y = w x, or y += w x
 
 namespace ops {

@@ -20,11 +20,6 @@ ExpertsArgs args_of(const ExpertWeights& experts, const Routes& routes, u32_t ac
           .has_bias = bool(experts.bias)};
 }
 
-// A binding for which the model has no tensor is never read, but must have some buffer.
-const View& bias_of(const ExpertWeights& experts) {
-  return experts.bias ? experts.bias : experts.w.weights;
-}
-
 // Multiply-adds of the routes of `tokens` rows.
 double work_of(const Projection& w, const Routes& routes, int tokens) {
   return double(w.out_dim) / routes.experts * w.in_dim * routes.used * tokens;
@@ -35,7 +30,7 @@ void dispatch_matvec(Encoder& e, Kernel kernel, const ExpertWeights& experts, co
   const Projection& w = experts.w;
   const std::size_t threads = std::size_t(e.tuning().matvec_group);
   args.lanes_per_row = u32_t(kSimd);
-  e.dispatch({kernel, w.type}, {w.weights, bias_of(experts), x, routes.routes, y}, args,
+  e.dispatch({kernel, w.type}, {w.weights, experts.bias.or_any(experts.w.weights), x, routes.routes, y}, args,
              {.x = ceil_div(std::size_t(args.out_dim), threads / kSimd),
               .y = std::size_t(tokens) * std::size_t(routes.used),
               .threads = threads,
@@ -54,8 +49,8 @@ void choose_experts(Encoder& e, const Router& router, const Norm& norm, const Vi
                     int tokens, bool sigmoid, bool normalize, float scale) {
   const KernelKey kernel = {Kernel::kChooseExperts, router.w.type};
   e.dispatch(kernel,
-             {router.w.weights, norm.weight ? norm.weight : x, router.bias ? router.bias : x,
-              router.offset ? router.offset : x, x, routes.routes},
+             {router.w.weights, norm.weight.or_any(x), router.bias.or_any(x), router.offset.or_any(x), x,
+              routes.routes},
              ChooseExpertsArgs{.dim = u32_t(router.w.in_dim),
                                .row_bytes = router.w.stack.row_bytes,
                                .experts = u32_t(routes.experts),
@@ -67,7 +62,7 @@ void choose_experts(Encoder& e, const Router& router, const Norm& norm, const Vi
                                .has_norm = bool(norm.weight),
                                .scale = scale,
                                .eps = norm.eps,
-                               .norm_threads = u32_t(norm_threads(e, Kernel::kRmsnormF32, norm.dim))},
+                               .norm_threads = u32_t(norm_threads(e, Kernel::kRmsnorm, norm.dim))},
              {.x = std::size_t(tokens),
               .threads = allowed_threads(e, kernel, 8 * kSimd),
               .work = double(router.w.in_dim) * routes.experts * tokens});
@@ -96,7 +91,7 @@ void matmul_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View&
   const Projection& w = experts.w;
   const ExpertsArgs args = args_of(experts, routes, activation);
   e.dispatch({Kernel::kMatmulExpertsSwiglu, w.type},
-             {w.weights, bias_of(experts), x, routes.rows, routes.tiles, y}, args,
+             {w.weights, experts.bias.or_any(experts.w.weights), x, routes.rows, routes.tiles, y}, args,
              {.x = ceil_div(std::size_t(args.out_dim), kTile / std::size_t(experts.matrices())),
               .y = routes.most_tiles(tokens),
               .threads = MATMUL_THREADS,
@@ -107,7 +102,8 @@ void matmul_experts(Encoder& e, const ExpertWeights& experts, const View& x, con
                     const View& y, int tokens) {
   const Projection& w = experts.w;
   const ExpertsArgs args = args_of(experts, routes, 0);
-  e.dispatch({Kernel::kMatmulExperts, w.type}, {w.weights, bias_of(experts), x, routes.tiles, y}, args,
+  e.dispatch({Kernel::kMatmulExperts, w.type},
+             {w.weights, experts.bias.or_any(experts.w.weights), x, routes.tiles, y}, args,
              {.x = ceil_div(std::size_t(args.out_dim), kTile),
               .y = routes.most_tiles(tokens),
               .threads = MATMUL_THREADS,
@@ -115,9 +111,8 @@ void matmul_experts(Encoder& e, const ExpertWeights& experts, const View& x, con
 }
 
 void add_experts(Encoder& e, const Routes& routes, const View& y, const View& x, int dim, int tokens) {
-  const std::size_t threads = allowed_threads(e, Kernel::kAddExperts, 256);
   e.dispatch(Kernel::kAddExperts, {routes.routes, y, x}, AddExpertsArgs{u32_t(dim), u32_t(routes.used)},
-             {.x = ceil_div(std::size_t(dim) / 4, threads), .y = std::size_t(tokens), .threads = threads});
+             each_value(e, Kernel::kAddExperts, std::size_t(dim) / 4, tokens));
 }
 
 }  // namespace metal_prefill::metal::ops

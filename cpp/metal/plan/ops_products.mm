@@ -101,7 +101,7 @@ namespace {
 MatvecPlan plan_normed_matvec(const Encoder& e, const Projection& w, const Norm& norm, std::size_t rows) {
   MatvecPlan plan = plan_matvec(e.tuning(), w, rows, {{}, int(rows)}, 1, NORMED_MATVEC_ROWS);
   plan.args.eps = norm.eps;
-  plan.args.norm_threads = u32_t(norm_threads(e, Kernel::kRmsnormF32, norm.dim));
+  plan.args.norm_threads = u32_t(norm_threads(e, Kernel::kRmsnorm, norm.dim));
   return plan;
 }
 

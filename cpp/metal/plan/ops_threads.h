@@ -16,8 +16,19 @@ inline std::size_t allowed_threads(const Encoder& e, const KernelKey& kernel, st
 }
 
 // Four values a thread: a row is then read in one go.
-inline std::size_t norm_threads(const Encoder& e, Kernel kernel, int dim) {
+inline std::size_t norm_threads(const Encoder& e, const KernelKey& kernel, int dim) {
   return allowed_threads(e, kernel, round_up(std::size_t(dim) / 4, kSimd));
+}
+
+// A threadgroup for each row.
+inline Grid each_row(const Encoder& e, const KernelKey& kernel, int dim, int rows) {
+  return {.x = std::size_t(rows), .threads = norm_threads(e, kernel, dim)};
+}
+
+// A thread for each of `columns` of each row.
+inline Grid each_value(const Encoder& e, const KernelKey& kernel, std::size_t columns, int rows) {
+  const std::size_t threads = allowed_threads(e, kernel, 256);
+  return {.x = ceil_div(columns, threads), .y = std::size_t(rows), .threads = threads};
 }
 
 }  // namespace metal_prefill::metal::ops
