@@ -17,6 +17,10 @@ void bind_engines(nanobind::module_& m);
 void bind_texts(nanobind::module_& m);
 // Sessions, and inspection of their passes.
 void bind_sessions(nanobind::module_& m);
+// Recorded passes of the Metal engine, in every build: dispatches, and how to read them.
+void bind_recordings(nanobind::module_& m);
+// What the processor can do: its kernel sets, and limits to be timed.
+void bind_machine(nanobind::module_& m);
 
 // Raises the class of metal_prefill.errors for a C++ exception, if it has one.
 void translate(const std::exception_ptr& pointer, void*);

@@ -1,6 +1,4 @@
 // Bindings for the abilities of the machine: its kernel sets, and limits to be timed.
-#include "cpu.h"
-
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -11,12 +9,16 @@
 #include "../cpu/kernels/kernels.h"
 #include "../cpu/kernels/processor.h"
 #include "../cpu/workload.h"
+#include "bindings.h"
 #include "gil.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
-namespace metal_prefill::cpu {
+namespace metal_prefill::python {
+
+using namespace cpu;
+
 namespace {
 
 std::vector<std::string> kernel_sets() {
@@ -45,4 +47,4 @@ void bind_machine(nb::module_& m) {
   m.def("peaks", peaks, "set"_a, "Names of the limits that a set has.");
 }
 
-}  // namespace metal_prefill::cpu
+}  // namespace metal_prefill::python

@@ -1,6 +1,4 @@
 // Bindings for recorded passes of the Metal engine, in every build: dispatches, and how to read them.
-#include "metal.h"
-
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
@@ -18,11 +16,15 @@
 #include "../metal/plan/recorder.h"
 #include "../metal/plan/shader_language.h"
 #include "../model/tensors.h"
+#include "bindings.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
-namespace metal_prefill::metal {
+namespace metal_prefill::python {
+
+using namespace metal;
+
 namespace {
 
 // A model without weights: configuration, and the types and dimensions of its tensors.
@@ -99,9 +101,16 @@ const std::map<std::string, std::uint32_t> kConstants = {CONSTANT(ACTIVATION_SIL
                                                          CONSTANT(MANY_TOKEN_TILE)};
 #undef CONSTANT
 
-}  // namespace
-
-namespace {
+std::map<std::string, std::size_t> attention_sizes(int dims, int element_bytes) {
+  return {{"decode_loads_ahead", DECODE_LOADS_AHEAD(DECODE_CHUNKS(dims), element_bytes)},
+          {"decode_lanes", DECODE_LANES(dims)},
+          {"decode_heads", DECODE_HEADS(DECODE_CHUNKS(dims))},
+          {"prefill_value_parts", PREFILL_VALUE_PARTS(dims)},
+          {"prefill_row_blocks", PREFILL_ROW_BLOCKS(dims, element_bytes)},
+          {"prefill_loads_ahead", PREFILL_LOADS_AHEAD(dims, element_bytes)},
+          {"prefill_stages_query", PREFILL_STAGES_QUERY(dims, element_bytes)},
+          {"prefill_scratch_bytes", PREFILL_SCRATCH(dims, element_bytes) * sizeof(float)}};
+}
 
 using ByteView = nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>>;
 
@@ -162,36 +171,8 @@ void bind_recordings(nb::module_& m) {
       .def("add", &ModelShape::add, "role"_a, "layer"_a, "type"_a, "rows"_a, "cols"_a)
       .def("plan", &ModelShape::plan, "tokens"_a, "position"_a, "output"_a, "family"_a, "gpu"_a, "options"_a,
            "The dispatches that the Metal engine would make for a prompt.");
-  m.def(
-      "decode_loads_ahead",
-      [](int dims, int element_bytes) { return DECODE_LOADS_AHEAD(DECODE_CHUNKS(dims), element_bytes); },
-      "dims"_a, "element_bytes"_a,
-      "Whether attention_decode loads the next keys before it multiplies the current ones.");
-  m.def(
-      "decode_lanes", [](int dims) { return DECODE_LANES(dims); }, "dims"_a,
-      "Lanes of attention_decode that share a key.");
-  m.def(
-      "decode_heads", [](int dims) { return DECODE_HEADS(DECODE_CHUNKS(dims)); }, "dims"_a,
-      "Query heads that a threadgroup of attention_decode processes together.");
-  m.def(
-      "prefill_value_parts", [](int dims) { return PREFILL_VALUE_PARTS(dims); }, "dims"_a,
-      "Threadgroups of attention_prefill that share the values of a head.");
-  m.def(
-      "prefill_row_blocks",
-      [](int dims, int element_bytes) { return PREFILL_ROW_BLOCKS(dims, element_bytes); }, "dims"_a,
-      "element_bytes"_a, "Blocks of 8 queries that a simdgroup of attention_prefill owns.");
-  m.def(
-      "prefill_loads_ahead",
-      [](int dims, int element_bytes) { return PREFILL_LOADS_AHEAD(dims, element_bytes); }, "dims"_a,
-      "element_bytes"_a, "Whether attention_prefill loads all keys of a step before it multiplies them.");
-  m.def(
-      "prefill_stages_query",
-      [](int dims, int element_bytes) { return PREFILL_STAGES_QUERY(dims, element_bytes); }, "dims"_a,
-      "element_bytes"_a, "Whether the queries of attention_prefill stay in threadgroup memory.");
-  m.def(
-      "prefill_scratch_bytes",
-      [](int dims, int element_bytes) { return PREFILL_SCRATCH(dims, element_bytes) * sizeof(float); },
-      "dims"_a, "element_bytes"_a, "Threadgroup memory of a simdgroup of attention_prefill.");
+  m.def("attention_sizes", &attention_sizes, "dims"_a, "element_bytes"_a,
+        "Sizes of shaders/attention.h for heads of so many dimensions and elements of the cache.");
   m.attr("args_structs") = args_structs();  // name: (bytes, [(field, type, offset, count)])
   m.attr("shader_constants") = kConstants;
   m.def(
@@ -204,4 +185,4 @@ void bind_recordings(nb::module_& m) {
       "Options of the compiler for a source of the shaders: (fast maths, (major, minor) of the language).");
 }
 
-}  // namespace metal_prefill::metal
+}  // namespace metal_prefill::python

@@ -20,8 +20,6 @@
 #include "../model/quants.h"
 #include "arrays.h"
 #include "bindings.h"
-#include "cpu.h"
-#include "metal.h"
 #ifdef METAL_PREFILL_EMULATOR
 #include "../../emulator/python.h"
 #endif
@@ -67,11 +65,11 @@ NB_MODULE(_core, m) {
   bind_sampling(m);
   bind_engines(m);
   bind_texts(m);
-  metal::bind_recordings(m);
+  bind_recordings(m);
   bind_sessions(m);
   nb::module_ machine =
       m.def_submodule("cpu", "What the processor can do: kernel sets, and limits to be timed.");
-  cpu::bind_machine(machine);
+  bind_machine(machine);
   constexpr const char* kDispatchCounter =
       "Return a counter of the bytes that dispatches read and write; None where they cannot be counted.";
   m.attr("compiler") = __VERSION__;

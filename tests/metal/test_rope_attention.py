@@ -56,7 +56,9 @@ class Case:
         """Run the kernel, or the two that it joins. With `skip_keys` the pages have all keys and values."""
         given = self.given
         size = next(s for s in DECODE_SIZES if s >= max(self.key_dim, self.value_dim))
-        blocks = self.n_kv * ceil_div(self.n_heads // self.n_kv, _core.decode_heads(size))
+        blocks = self.n_kv * ceil_div(
+            self.n_heads // self.n_kv, _core.attention_sizes(size, 4)["decode_heads"]
+        )
         attention = attention_args(
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv,

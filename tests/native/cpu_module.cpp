@@ -20,7 +20,7 @@
 #include "kernel_calls.h"
 #include "kernel_workloads.h"
 #include "prefix_tree_module.h"
-#include "python/cpu.h"
+#include "python/bindings.h"
 #include "python/gil.h"
 
 namespace nb = nanobind;
@@ -151,7 +151,7 @@ void bind_kernels(nb::module_& m) {
 
 NB_MODULE(_cpu_testing, m) {
   m.doc() = "Kernels and steps of the CPU engine, for tests and for tools/measure/bench_kernels.py.";
-  metal_prefill::cpu::bind_machine(m);
+  metal_prefill::python::bind_machine(m);
   metal_prefill::cpu::bind_kernels(m);
   metal_prefill::bind_prefix_tree(m);
 }

@@ -154,7 +154,9 @@ class Case:
         each = [splits] * len(self.rows) if isinstance(splits, int) else splits
         most = max(each)
         size = next(s for s in DECODE_SIZES if s >= max(self.key_dim, self.value_dim))
-        blocks = self.n_kv * ceil_div(self.n_heads // self.n_kv, _core.decode_heads(size))
+        blocks = self.n_kv * ceil_div(
+            self.n_heads // self.n_kv, _core.attention_sizes(size, 4)["decode_heads"]
+        )
         out = Output([len(self.rows), self.n_heads, self.value_dim])
         partial = Output([len(self.rows), self.n_heads, most, self.value_dim + 2])
         rows, args = self.pages.row_table(self.rows, each), self.args(splits=most)
@@ -199,13 +201,14 @@ class Case:
         size = next(s for s in PREFILL_SIZES if s >= max(self.key_dim, self.value_dim))
         blocks = 2 if size == 64 or (size == 128 and self.name == "f16") else 1
         tiles = self.tiles(8 * blocks)
-        scratch = _core.prefill_scratch_bytes(size, self.k[0].dtype.itemsize)
+        sizes = _core.attention_sizes(size, self.k[0].dtype.itemsize)
+        scratch = sizes["prefill_scratch_bytes"]
         simdgroups = min(simdgroups, (32 << 10) // scratch)
         return self._prefill(
             run,
             f"attention_prefill_{self.name}_{size}",
             tiles,
-            groups=(ceil_div(len(tiles), simdgroups), self.n_kv * _core.prefill_value_parts(size)),
+            groups=(ceil_div(len(tiles), simdgroups), self.n_kv * sizes["prefill_value_parts"]),
             threads=(32 * simdgroups,),
             threadgroup_bytes=simdgroups * scratch,
         )

@@ -25,7 +25,8 @@ def attention_decode(d: Dispatch) -> Work:
     a = d.args
     rotates = d.kernel.startswith("rope")
     size, element = int(d.kernel.rsplit("_", 1)[1]), _cache_bytes(d.kernel)
-    lanes, simdgroups = _core.decode_lanes(size), d.threads // SIMD
+    sizes = _core.attention_sizes(size, element)
+    lanes, simdgroups = sizes["decode_lanes"], d.threads // SIMD
     chunks = size // (4 * lanes)
     splits, groups_y, tokens = d.grid
     blocks = groups_y / a["n_kv_heads"]
@@ -46,7 +47,7 @@ def attention_decode(d: Dispatch) -> Work:
         own_heads = ceil(a["n_heads"] / groups_y) + (0 if shares else 2)
         ops += (Ops(alu=40, slow=14, memory=9) + LOOP * 2) * ceil(own_heads / simdgroups)
         rotated = tokens * ((0 if shares else of_token) + a["rope_dim"]) * FLOAT
-    ahead = bool(_core.decode_loads_ahead(size, element))
+    ahead = bool(sizes["decode_loads_ahead"])
     return dispatch_work(
         d,
         ops=ops,
@@ -95,21 +96,22 @@ def _attention_work(d: Dispatch, steps: float, element: int, core: float, **othe
 def attention_prefill(d: Dispatch) -> Work:
     a = d.args
     size, element = int(d.kernel.rsplit("_", 1)[1]), _cache_bytes(d.kernel)
-    row_blocks, dim_blocks = _core.prefill_row_blocks(size, element), size // 8
-    parts = _core.prefill_value_parts(size)
+    sizes = _core.attention_sizes(size, element)
+    row_blocks, dim_blocks = sizes["prefill_row_blocks"], size // 8
+    parts = sizes["prefill_value_parts"]
     key_blocks, value_blocks = a["key_dim"] // 8, a["value_dim"] // 8 // parts
     whole = key_blocks == value_blocks * parts == dim_blocks
     key_steps = _key_steps(d, 8 * row_blocks)
     count, simdgroups = a["tiles"], d.threads // SIMD
     mean = sum(key_steps) / count
     # Where all keys and values of a step are loaded together, they include those that no row sees.
-    together = whole and _core.prefill_loads_ahead(size, element)
+    together = whole and sizes["prefill_loads_ahead"]
     loaded = sum(ceil(steps) if together else steps for steps in key_steps) / count
 
     blocks = PREFILL_KEYS // 8
     scores = 2 * blocks * row_blocks  # of a lane
     # Queries in threadgroup memory are loaded for each product, those in registers never.
-    queries = blocks * row_blocks * key_blocks if _core.prefill_stages_query(size, element) else 0
+    queries = blocks * row_blocks * key_blocks if sizes["prefill_stages_query"] else 0
     step = Ops(mma=blocks * row_blocks * (key_blocks + value_blocks), memory=queries) + LOOP * 2
     # Weights; of a row, its maximum, the factor, and the output multiplied by it.
     step += Ops(alu=4, slow=1) * scores + Ops(alu=8 + 2 * value_blocks, slow=1, shuffle=2) * row_blocks

@@ -191,7 +191,8 @@ def _joined(partial: Values, splits: int) -> Values:
 def _rows_of_tiles(d: Captured, tiles: Values) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield the first and last row of each run that the tiles contain completely, in `_attention` order."""
     size, element = int(d.kernel.rsplit("_", 1)[1]), 2 if "_f16" in d.kernel else 4
-    stacked, heads = 8 * _core.prefill_row_blocks(size, element), d.args["n_heads"] // d.args["n_kv_heads"]
+    stacked = 8 * _core.attention_sizes(size, element)["prefill_row_blocks"]
+    heads = d.args["n_heads"] // d.args["n_kv_heads"]
     if d.kernel.startswith("attention_tensor"):
         stacked = _core.shader_constants["ATTENTION_TENSOR_ROWS"]
     for row, n, position, table, end in sorted({tuple(int(t[name]) for name in _RUN) for t in tiles}):
