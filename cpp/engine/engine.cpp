@@ -8,18 +8,6 @@
 
 namespace metal_prefill {
 
-TensorType tensor_type(KvType type) {
-  switch (type) {
-    case KvType::kF16:
-      return TensorType::kF16;
-    case KvType::kF32:
-      return TensorType::kF32;
-    case KvType::kQ8_0:
-      return TensorType::kQ8_0;
-  }
-  throw std::invalid_argument("there is no cache of type " + std::to_string(int(type)));
-}
-
 CallCounters& CallCounters::operator+=(const CallCounters& other) {
   passes += other.passes;
   multiply_adds += other.multiply_adds;

@@ -40,10 +40,15 @@ enum class Compute {
   kW8A8,   // weights and activations rotated, in 8 bits with one scale for a row
   kInt16,  // the same in 16 bits if the processor multiplies those faster than float32; else kF32
 };
-enum class KvType { kF16, kF32, kQ8_0 };
-
-// The type of the rows in a cache of this type.
-TensorType tensor_type(KvType type);
+// Of the rows in a cache.
+enum class KvType : std::uint32_t {
+  kF16 = std::uint32_t(TensorType::kF16),
+  kF32 = std::uint32_t(TensorType::kF32),
+  kQ8_0 = std::uint32_t(TensorType::kQ8_0),
+};
+inline TensorType tensor_type(KvType type) {
+  return TensorType(type);
+}
 
 namespace metal {
 class SharedKernels;

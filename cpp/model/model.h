@@ -55,94 +55,11 @@ constexpr bool has_matrix_state(LayerKind kind) {
   return has_state_space(kind) || kind == LayerKind::kGatedDelta;
 }
 
-// Hyperparameters, in the notation of the GGUF metadata. Architectures differ only in this data; the forward
-// passes know none by name.
+// Architectures differ only in this data; the forward passes know none by name.
 struct Config {
-  std::string architecture;
-  int n_layers = 0;
-  int distinct_layers = 0;  // layer n has the weights of layer n % distinct_layers; 0: its own
-  int dim = 0;              // embedding_length
-  int embedding_dim = 0;    // columns of the embeddings, which are projected to `dim`; 0: `dim`
-  int n_heads = 0;          // query heads; 0: no layer has attention
-  int n_kv_heads = 0;       // divides n_heads
-  int key_dim = 0;          // attention.key_length: head_dim of q and k
-  int value_dim = 0;        // attention.value_length: head_dim of v
-  bool query_gate = false;  // wq has rows for a gate of each head's output, after those of its query
-  bool value_norm = false;  // values of a head are divided by the root of their mean square
-  int ffn_dim = 0;          // feed_forward_length; 0: no layer has a dense feed-forward
-  int vocab_size = 0;
-  int context_length = 0;  // positions that the model was made for
-  int per_layer_dim = 0;   // of the input that each layer has from the token itself; 0: there is none
-  NormKind norm_kind = NormKind::kRms;
-  float norm_eps = 1e-5f;
+#define CONFIG(type, name, ...) type name = __VA_ARGS__;
+#include "config.inc"
   int padding = 0;  // of the values of `dim`, at their end: zeros, which count in means of squares
-
-  int rope_dim = 0;  // rotated leading dimensions of a head
-  float rope_base = 10000.0f;
-  RopeStyle rope_style = RopeStyle::kInterleaved;
-  RopeScaling rope_scaling = RopeScaling::kNone;
-  float rope_factor = 1.0f;       // context extension factor
-  int rope_original_context = 0;  // YaRN: context length before extension
-  float rope_attn_factor = 1.0f;  // multiplies the magnitude
-  bool rope_long = false;         // LongRoPE: rope_long divides the frequencies, otherwise rope_short
-  float rope_beta_fast = 32.0f;   // YaRN
-  float rope_beta_slow = 1.0f;    // YaRN
-
-  Activation activation = Activation::kSilu;
-  float embedding_scale = 1.0f;
-  float residual_scale = 1.0f;  // factor of the outputs that blocks add to the residual stream
-  float logit_scale = 1.0f;
-  bool parallel = false;        // attention and feed-forward of a layer read the same stream
-  bool causal = true;           // false: a token sees also those after it
-  bool has_head = true;         // false: there are no logits, as in an encoder
-  float max_alibi_bias = 0.0f;  // ALiBi: scores fall with the distance of positions; 0: they do not
-  // Soft limits: x becomes cap * tanh(x / cap), as scores before ALiBi and biases; 0: there is none.
-  float score_cap = 0.0f, logit_cap = 0.0f;
-  float attention_scale = 0.0f;  // of score_scale(); 0 selects 1/sqrt(key_dim)
-  int relative_rows = 0;         // of the keys and queries of relative positions; 0: there are none
-
-  QkNormPlace qk_norm_place = QkNormPlace::kHeads;
-
-  // Segments of a text: the type of a token is the number of separators before it, at most token_types - 1.
-  int token_types = 0;        // rows of the embedding of types; 0: there is none
-  TokenId separator_id = -1;  // -1: every token has type 0
-
-  // Per layer; empty if all layers have the same value.
-  std::vector<std::uint8_t> layer_uses_rope;  // empty: every layer rotates
-  // Attention window in positions: those up to a token's own, or, in both directions, half before it and half
-  // after it. 0 = all; empty: all.
-  std::vector<int> layer_window;
-  std::vector<float> layer_rope_base;          // empty: rope_base
-  std::vector<float> layer_rope_factor;        // divides positions; empty: rope_factor if kLinear
-  std::vector<std::uint8_t> layer_rope_freqs;  // whether rope_freqs divides frequencies; empty: in all layers
-  std::vector<LayerKind> layer_kinds;          // empty: attention
-  // Layer whose keys and values a layer attends to, itself or an earlier one with the same heads; empty:
-  // itself.
-  std::vector<int> layer_cache;
-  // Dimensions that differ between layers, at most those above: n_kv_heads, key_dim and value_dim, rope_dim,
-  // ffn_dim.
-  std::vector<int> layer_kv_heads, layer_head_dim, layer_rope_dim, layer_ffn_dim;
-
-  std::vector<FeedForwardKind> layer_feed_forwards;  // empty: dense if ffn_dim > 0
-
-  // Feed-forwards with experts. A token goes through the `experts_used` with the best scores, and their
-  // outputs are added with the scores as factors.
-  int n_experts = 0;     // expert_count
-  int experts_used = 0;  // expert_used_count
-  int expert_dim = 0;    // expert_feed_forward_length
-  int shared_dim = 0;    // expert_shared_feed_forward_length, of an expert for all tokens; 0: none
-  RouterScore router_score = RouterScore::kSoftmax;
-  bool normalize_routes = false;  // a token's factors are divided by their sum
-  float route_scale = 1.0f;       // expert_weights_scale, multiplies the factors
-
-  int conv_taps = 0;  // tokens that the convolution of a layer covers, including the current one
-
-  // Layers whose state has a matrix [scan_key_dim][scan_value_dim] for each head. Heads share the keys and
-  // queries of their group.
-  int scan_heads = 0;      // ssm.time_step_rank
-  int scan_groups = 0;     // ssm.group_count; divides scan_heads
-  int scan_key_dim = 0;    // ssm.state_size
-  int scan_value_dim = 0;  // ssm.inner_size / scan_heads
 
   // The same model with the dimensions of one layer as those of all.
   Config of_layer(int layer) const;

@@ -20,41 +20,8 @@ enum class TensorKind {
 
 // A length in a tensor's shape.
 enum class Extent {
-  kOne,
-  kVocabulary,     // vocab_size
-  kContext,        // context_length
-  kTokenTypes,     // token_types
-  kDim,            // dim
-  kEmbedding,      // embedding_width()
-  kFfn,            // ffn_dim
-  kExperts,        // n_experts
-  kExpertFfn,      // expert_dim
-  kExpertsFfn,     // of each expert: expert_dim
-  kExpertsDim,     // of each expert: dim
-  kSharedFfn,      // shared_dim
-  kHeads,          // n_heads
-  kBiasBuckets,    // BIAS_BUCKETS
-  kRelativeRows,   // relative_rows
-  kDistances,      // twice context_length: distances of a query from a key, and one before them
-  kQueries,        // n_heads * key_dim, or twice as many if a gate follows each query
-  kKeys,           // n_kv_heads * key_dim
-  kValues,         // n_kv_heads * value_dim
-  kAttention,      // n_heads * value_dim
-  kQueryNorm,      // key_dim, or as kQueries if a norm takes all heads together
-  kKeyNorm,        // likewise, or as kKeys
-  kRotatedPairs,   // rope_dim / 2
-  kChannels,       // of a short convolution: dim
-  kGatedChannels,  // three times as many: both gates and the input
-  kTaps,           // conv_taps
-  kScanProjected,  // of a scan: recurrent_in_dim()
-  kScanChannels,   // scan_channels()
-  kScanDim,        // scan_dim()
-  kScanHeads,      // scan_heads
-  kScanValue,      // scan_value_dim
-  kScanGroups,     // scan_groups
-  kScanGroup,      // scan_dim() / scan_groups
-  kLayerInput,     // per_layer_dim
-  kLayerInputs,    // of each layer: per_layer_dim
+#define EXTENT(name, ...) name,
+#include "extents.inc"
 };
 
 // An extent is `count` groups of `size`: the heads of a projection, or one group.
@@ -88,20 +55,10 @@ inline constexpr ModelTensor kModelTensors[] = {
 #include "tensors.inc"
 };
 
-// The layers that have a tensor; kCache: those with keys and values of their own; kRecurrence: those whose
-// state has matrices. The last three: those whose
-// feed-forward is dense, has experts, or also has an expert for all tokens.
+// The layers that have a tensor.
 enum class LayersOf {
-  kEvery,
-  kAttention,
-  kCache,
-  kShortConv,
-  kRecurrence,
-  kStateSpace,
-  kGatedDelta,
-  kDense,
-  kExperts,
-  kSharedExpert,
+#define LAYERS_OF(name, ...) name,
+#include "extents.inc"
 };
 bool has_rows_of(LayersOf layers, const Config& config, int layer);
 

@@ -163,75 +163,11 @@ void bind_model(nb::module_& m) {
 
   nb::class_<Config>(m, "Config", "Hyperparameters as the engines read them.")
       .def(nb::init<>())
-      .def_rw("architecture", &Config::architecture)
-      .def_rw("n_layers", &Config::n_layers)
-      .def_rw("distinct_layers", &Config::distinct_layers)
-      .def_rw("dim", &Config::dim)
-      .def_rw("embedding_dim", &Config::embedding_dim)
-      .def_rw("n_heads", &Config::n_heads)
-      .def_rw("n_kv_heads", &Config::n_kv_heads)
-      .def_rw("key_dim", &Config::key_dim)
-      .def_rw("value_dim", &Config::value_dim)
-      .def_rw("ffn_dim", &Config::ffn_dim)
-      .def_rw("vocab_size", &Config::vocab_size)
-      .def_rw("context_length", &Config::context_length)
-      .def_rw("norm_kind", &Config::norm_kind)
-      .def_rw("norm_eps", &Config::norm_eps)
-      .def_rw("rope_dim", &Config::rope_dim)
-      .def_rw("rope_base", &Config::rope_base)
-      .def_rw("rope_style", &Config::rope_style)
-      .def_rw("rope_scaling", &Config::rope_scaling)
-      .def_rw("rope_factor", &Config::rope_factor)
-      .def_rw("rope_original_context", &Config::rope_original_context)
-      .def_rw("rope_attn_factor", &Config::rope_attn_factor)
-      .def_rw("rope_long", &Config::rope_long)
-      .def_rw("rope_beta_fast", &Config::rope_beta_fast)
-      .def_rw("rope_beta_slow", &Config::rope_beta_slow)
-      .def_rw("activation", &Config::activation)
-      .def_rw("embedding_scale", &Config::embedding_scale)
-      .def_rw("residual_scale", &Config::residual_scale)
-      .def_rw("logit_scale", &Config::logit_scale)
-      .def_rw("qk_norm_place", &Config::qk_norm_place)
-      .def_rw("parallel", &Config::parallel)
-      .def_rw("causal", &Config::causal)
-      .def_rw("has_head", &Config::has_head)
-      .def_rw("token_types", &Config::token_types)
-      .def_rw("separator_id", &Config::separator_id)
-      .def_rw("max_alibi_bias", &Config::max_alibi_bias)
-      .def_rw("attention_scale", &Config::attention_scale)
-      .def_rw("score_cap", &Config::score_cap)
-      .def_rw("logit_cap", &Config::logit_cap)
-      .def_rw("relative_rows", &Config::relative_rows)
-      .def_rw("layer_uses_rope", &Config::layer_uses_rope)
-      .def_rw("layer_window", &Config::layer_window)
-      .def_rw("layer_rope_base", &Config::layer_rope_base)
-      .def_rw("layer_rope_factor", &Config::layer_rope_factor)
-      .def_rw("layer_kinds", &Config::layer_kinds)
-      .def_rw("layer_feed_forwards", &Config::layer_feed_forwards)
-      .def_rw("n_experts", &Config::n_experts)
-      .def_rw("experts_used", &Config::experts_used)
-      .def_rw("expert_dim", &Config::expert_dim)
-      .def_rw("shared_dim", &Config::shared_dim)
-      .def_rw("router_score", &Config::router_score)
-      .def_rw("normalize_routes", &Config::normalize_routes)
-      .def_rw("route_scale", &Config::route_scale)
-      .def_rw("conv_taps", &Config::conv_taps)
-      .def_rw("query_gate", &Config::query_gate)
-      .def_rw("value_norm", &Config::value_norm)
-      .def_rw("per_layer_dim", &Config::per_layer_dim)
-      .def_rw("layer_rope_freqs", &Config::layer_rope_freqs)
-      .def_rw("layer_cache", &Config::layer_cache)
-      .def_rw("layer_kv_heads", &Config::layer_kv_heads)
-      .def_rw("layer_head_dim", &Config::layer_head_dim)
-      .def_rw("layer_rope_dim", &Config::layer_rope_dim)
-      .def_rw("layer_ffn_dim", &Config::layer_ffn_dim)
+#define CONFIG(type, name, ...) .def_rw(#name, &Config::name)
+#include "../model/config.inc"
       .def("of_layer", &Config::of_layer, "layer"_a,
            "The same model with the dimensions of one layer as those of all.")
       .def("caches", &Config::caches, "layer"_a, "Whether a layer has keys and values of its own.")
-      .def_rw("scan_heads", &Config::scan_heads)
-      .def_rw("scan_groups", &Config::scan_groups)
-      .def_rw("scan_key_dim", &Config::scan_key_dim)
-      .def_rw("scan_value_dim", &Config::scan_value_dim)
       .def("state_values", &Config::state_values, "layer"_a,
            "Float32 values that a layer keeps of the tokens before a position; 0: it has no state.")
       .def("conv_channels", &Config::conv_channels, "kind"_a,
@@ -241,19 +177,8 @@ void bind_model(nb::module_& m) {
       .def_prop_ro(
           "kind",
           [](const TensorSpec& self) {
-            switch (self.row->kind) {
-              case TensorKind::kMatrix:
-                return "matrix";
-              case TensorKind::kExperts:
-                return "experts";
-              case TensorKind::kNorm:
-                return "norm";
-              case TensorKind::kVector:
-                return "vector";
-              case TensorKind::kFilter:
-                return "filter";
-            }
-            throw std::logic_error("not a kind of tensor");
+            static constexpr const char* kNames[] = {"matrix", "experts", "norm", "vector", "filter"};
+            return kNames[int(self.row->kind)];
           },
           "matrix, experts, norm, vector or filter.")
       .def_prop_ro("role", [](const TensorSpec& self) { return std::string(self.row->role); })

@@ -42,18 +42,6 @@ nb::tuple export_state(Session& session) {
   return nb::make_tuple(ids.release(), cached, arrays);
 }
 
-const char* holding(Session::Part part) {
-  switch (part) {
-    case Session::Part::kKeys:
-      return "keys of layer ";
-    case Session::Part::kValues:
-      return "values of layer ";
-    case Session::Part::kState:
-      return "states of layer ";
-  }
-  throw std::logic_error("not a part of a layer");
-}
-
 void import_state(Session& session, const TokenArray& tokens, std::size_t cached,
                   const std::vector<ByteArray>& parts) {
   const Config& config = session.engine().config();
@@ -65,9 +53,10 @@ void import_state(Session& session, const TokenArray& tokens, std::size_t cached
                                 std::to_string(expected) + " arrays, got " + std::to_string(parts.size()));
   without_gil([&] {
     session.import_state(view(tokens), cached, [&](int layer, Session::Part part, std::size_t bytes) {
+      static constexpr const char* kParts[] = {"keys of layer ", "values of layer ", "states of layer "};
       const ByteArray& array = parts[next++];
       if (array.shape(0) != bytes)
-        throw std::invalid_argument(holding(part) + std::to_string(layer) + " have " +
+        throw std::invalid_argument(kParts[int(part)] + std::to_string(layer) + " have " +
                                     std::to_string(array.shape(0)) + " bytes, expected " +
                                     std::to_string(bytes));
       return reinterpret_cast<const std::byte*>(array.data());

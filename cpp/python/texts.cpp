@@ -23,28 +23,22 @@ namespace metal_prefill::python {
 namespace {
 
 // How the hidden states of a text become its result.
-enum class TextPooling { kNone, kMean, kFirst, kLast };
+using MakeOutput = Output (*)(float* result, int rows, int dim);
 
-TextPooling pooling_named(const std::string& name) {
-  if (name == "none") return TextPooling::kNone;
-  if (name == "mean") return TextPooling::kMean;
-  if (name == "cls") return TextPooling::kFirst;
-  if (name == "last") return TextPooling::kLast;
-  throw std::invalid_argument("pooling of a text is none, mean, cls or last, not '" + name + "'");
-}
-
-Output output_of(TextPooling pooling, float* result, int rows, int dim) {
-  switch (pooling) {
-    case TextPooling::kNone:
-      return HiddenOutput{result, rows, dim, true};
-    case TextPooling::kLast:
-      return HiddenOutput{result, 1, dim, true};
-    case TextPooling::kMean:
+MakeOutput output_of(const std::string& pooling) {
+  if (pooling == "none")
+    return [](float* result, int rows, int dim) -> Output { return HiddenOutput{result, rows, dim, true}; };
+  if (pooling == "last")
+    return [](float* result, int, int dim) -> Output { return HiddenOutput{result, 1, dim, true}; };
+  if (pooling == "mean")
+    return [](float* result, int rows, int dim) -> Output {
       return PooledOutput{PooledOutput::Kind::kMean, result, rows, dim};
-    case TextPooling::kFirst:
+    };
+  if (pooling == "cls")
+    return [](float* result, int rows, int dim) -> Output {
       return PooledOutput{PooledOutput::Kind::kFirst, result, rows, dim};
-  }
-  throw std::invalid_argument("pooling " + std::to_string(int(pooling)) + " is not known");
+    };
+  throw std::invalid_argument("pooling of a text is none, mean, cls or last, not '" + pooling + "'");
 }
 
 // A request for each text. Texts are many and short: made one by one in Python, requests and results would
@@ -57,7 +51,7 @@ class Texts final : public Computation {
         tokens_(std::move(tokens)),
         values_(std::size_t(scratch_.engine->config().dim) *
                 (pooling == "none" ? tokens_.shape(0) : lengths.shape(0))) {
-    const TextPooling pooled = pooling_named(pooling);
+    const MakeOutput make_output = output_of(pooling);
     const int dim = scratch_.engine->config().dim;
     if (expansions && expansions->shape(0) != lengths.shape(0))
       throw std::invalid_argument("there are " + std::to_string(expansions->shape(0)) + " expansions for " +
@@ -72,10 +66,10 @@ class Texts final : public Computation {
       Request& request = requests_.emplace_back();
       request.scratch = &scratch_;
       request.tokens = left.first(std::size_t(length));
-      request.output = output_of(pooled, result, int(length), dim);
+      request.output = make_output(result, int(length), dim);
       request.expansion = {expansions ? view(*expansions)[text] : 0, seen};
       left = left.subspan(request.tokens.size());
-      result += dim * (pooled == TextPooling::kNone ? length : 1);
+      result += dim * (pooling == "none" ? length : 1);
     }
     if (!left.empty())
       throw std::invalid_argument("the texts have " + std::to_string(tokens_.shape(0) - left.size()) +
