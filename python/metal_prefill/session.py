@@ -392,6 +392,8 @@ logit_bias
             which is raised after the last piece. If `max_tokens` ends a text, no error is raised, and its
             `finish_reason` is ``"length"``.
         """
+        if options.get("logprobs") is not None:
+            raise ValueError("generate yields text alone; stream also returns logprobs")
         text = self._continuation(prompt, max_tokens, options)
         if max_tokens == 0:
             return iter([text.echo] if text.echo else [])

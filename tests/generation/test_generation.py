@@ -233,6 +233,11 @@ def test_prompt_scores_require_logprobs(demo_path: Path) -> None:
         list(model.generate("ROMEO:", 3, prompt_logprobs=True))
 
 
+def test_text_alone_has_no_log_probabilities(cpu: Model) -> None:
+    with pytest.raises(ValueError, match="stream also returns logprobs"):
+        cpu.generate(PROMPT, 2, logprobs=1)
+
+
 def test_log_probabilities_of_a_pass_are_read_once(demo: Model) -> None:
     """Each reading copies those of all its tokens, so reading them for each token takes quadratic time."""
 
