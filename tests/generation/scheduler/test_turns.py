@@ -186,6 +186,19 @@ def test_short_prompts_delay_a_text_by_a_bounded_factor(cpu: Model) -> None:
     assert PROMPT_TURN < min(disturbed) <= max(disturbed) <= 2 * PROMPT_TURN
 
 
+def test_scored_prompts_leave_long_prompts_their_part(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    prompts = [np.random.default_rng(i).integers(1, 900, 700).tolist() for i in range(6)]
+    for prompt in prompts[:5]:
+        scheduler.submit(prompt, 2, logprobs=2, prompt_logprobs=True)
+    long = scheduler.submit(prompts[5], 1)
+    scheduler.step()  # the first token of each scored prompt, which has no log probability
+    before = long.ready_tokens
+    scheduler.step()
+    assert scheduler.last_pass.prompts == cpu.engine.core.pass_rows
+    assert long.ready_tokens - before >= cpu.engine.core.pass_rows // 6
+
+
 def test_scored_prompts_give_way_to_texts(cpu: Model) -> None:
     """Rows with log probabilities of a prompt count as rows of long prompts."""
     scheduler = Scheduler(cpu)
