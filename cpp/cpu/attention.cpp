@@ -365,7 +365,8 @@ AttentionItem AttentionItems::operator[](int i) const {
 }
 
 void AttentionItems::fetch(int i) const {
-  if (!step_.config.causal) return;          // the pass itself stored all that an encoder reads
+  // The pass itself stored all that an encoder reads.
+  if (!step_.config.causal) return;
   constexpr int kMost = 4 * kPagePositions;  // of a sequence: the processor prefetches what follows
   const AttentionItem item = (*this)[i];
   const VisibleRange visible = visible_range(step_.config, step_.config.window(step_.layer), item.tile);

@@ -150,9 +150,10 @@ void copy_elements(int rows, int columns, const Matrix& from, const Matrix& to) 
 }
 
 void copy_tiles(int rows, int columns, const Matrix& from, const Matrix& to) {
-  const int whole_rows = rows / 8 * 8, whole_columns = columns / 8 * 8;
-  for (int r = 0; r < whole_rows; r += 8)
-    for (int c = 0; c < whole_columns; c += 8)
+  const int whole_rows = rows / kHalvesTile * kHalvesTile,
+            whole_columns = columns / kHalvesTile * kHalvesTile;
+  for (int r = 0; r < whole_rows; r += kHalvesTile)
+    for (int c = 0; c < whole_columns; c += kHalvesTile)
       transpose_halves(from.at(r, c).data, from.row, to.at(r, c).data, to.column);
   copy_elements<2>(whole_rows, columns - whole_columns, from.at(0, whole_columns), to.at(0, whole_columns));
   copy_elements<2>(rows - whole_rows, columns, from.at(whole_rows, 0), to.at(whole_rows, 0));

@@ -32,15 +32,15 @@ each_set = pytest.mark.parametrize("isa", SETS)
 
 
 def share(isa: str, cases: Sequence[T]) -> Sequence[T]:
-    """Return all cases, or for a set on an emulated processor, which takes 30 times as long, a part of them.
+    """Return all cases, or a part of them for a set of Arm, whose emulated processor takes 30 times as long.
 
-    For kernels of which the sets of Arm compile the same source: between them they have all cases.
+    The sets of Arm compile these kernels from the same source. Together they try all cases.
     """
     return cases[ARM_SETS.index(isa) :: len(ARM_SETS)] if isa in ARM_SETS else cases
 
 
 def batches_of(isa: str) -> tuple[int, ...]:
-    """Return numbers of tokens, on an emulated processor of at most three tiles."""
+    """Return numbers of tokens; on an emulated processor, they fill at most three tiles."""
     return BATCHES[:-1] if isa in ARM_SETS else BATCHES
 
 

@@ -423,7 +423,7 @@ void store_value(const float* value, int dim, int stride, KvLayout layout, void*
   }
 }
 
-// A tile of positions, in one block of keys, with whole tiles of dimensions.
+// Stores a tile of positions in one block of keys; `dim` is a multiple of the tile.
 inline void store_key_tile(const float* key, std::size_t step, int dim, int stride, std::uint16_t* keys,
                            int position) {
   alignas(64) std::uint16_t halves[kHalvesTile][kMaxHeadDim];

@@ -204,7 +204,8 @@ void end_split(const AttentionHead& head, int row, bool last, AttentionTile<kRow
   add_split(head, row, kRows, tile.max, tile.sum, tile.acc[0], kMaxHeadDim, last, tile.splits);
 }
 
-// Keys and values of a span for tiles: in the cache or, for several tiles, a copy in float32.
+// Keys and values of the first positions of a span for tiles: in the cache or, for several tiles, a copy in
+// float32.
 template <typename Element>
 struct StoredSpan {
   static constexpr bool kWhole = false;  // whether weights of positions that are not seen are read as zeros
