@@ -3,7 +3,7 @@
 Run it when a folder or a text of ``tests/support/adapter_folders.py`` changes.
 """
 
-import tempfile
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,18 @@ import numpy as np
 import peft
 import torch
 import transformers
+from record import Records, written
 from safetensors.torch import load_file
-from support import adapter_folders
-from support.adapter_folders import PROMPTS, TASKS, TEXTS
+from support.adapter_folders import PROMPTS, RECORD, RECORDED, TASKS, TEXTS
 from tokenizers import Tokenizer
 
 BODIES = {"small": "Qwen3", "nano": "EuroBert"}
 OWN = ("architectures", "model_type", "task_names")  # fields that only the class of the model has
 
 
-def vectors(folder: Path, config: dict[str, Any], body: str) -> Any:
+def vectors(folder: Path, body: str) -> Any:
     """Return the vector of each text with each adapter: the state of its last token, of length 1."""
+    config = json.loads((folder / "config.json").read_text())
     settings = getattr(transformers, f"{body}Config")(**{k: v for k, v in config.items() if k not in OWN})
     base = getattr(transformers, f"{body}Model")(settings).float().eval()
     tensors = load_file(folder / "model.safetensors")
@@ -42,13 +43,6 @@ def vectors(folder: Path, config: dict[str, Any], body: str) -> Any:
     return np.stack(found).reshape(len(TASKS), len(TEXTS), -1)
 
 
-def main() -> None:
-    """Write the record."""
-    record = {}
-    for name, make in adapter_folders.RECORDED.items():
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = make(Path(temporary) / "m")
-            record[name] = vectors(folder.write(), folder.config, BODIES[name])
-    np.savez_compressed(adapter_folders.RECORD, **record)
-    size = adapter_folders.RECORD.stat().st_size
-    print(f"transformers {transformers.__version__}, peft {peft.__version__}, {size:,} bytes")
+def records() -> Records:
+    """Yield the record."""
+    yield RECORD, {name: vectors(folder, BODIES[name]) for name, folder in written(RECORDED)}

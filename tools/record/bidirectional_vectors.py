@@ -4,16 +4,15 @@ Run it when a folder or a text of ``tests/support/bidirectional_folders.py`` cha
 """
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from record import Records, written
 from safetensors.torch import load_file
-from support import bidirectional_folders
-from support.bidirectional_folders import TEXTS
+from support.bidirectional_folders import RECORD, RECORDED, TEXTS
 from tokenizers import Tokenizer
 
 
@@ -41,12 +40,12 @@ def vectors(folder: Path, last: bool, normalized: bool) -> Any:
     return np.stack(found)
 
 
-def main() -> None:
-    """Write the record."""
-    record = {}
-    for name, make in bidirectional_folders.RECORDED.items():
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = make(Path(temporary) / "m").write()
-            record[name] = vectors(folder, name.endswith("last"), not name.endswith("integers"))
-    np.savez_compressed(bidirectional_folders.RECORD, **record)
-    print(f"transformers {transformers.__version__}, {bidirectional_folders.RECORD.stat().st_size:,} bytes")
+def records() -> Records:
+    """Yield the record."""
+    yield (
+        RECORD,
+        {
+            name: vectors(folder, name.endswith("last"), not name.endswith("integers"))
+            for name, folder in written(RECORDED)
+        },
+    )

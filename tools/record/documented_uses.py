@@ -5,15 +5,15 @@ from pathlib import Path
 
 import sentence_transformers
 import sentence_transformers.util
+from record import Records
 from support import task_folders
 from support.documented_uses import DATA, USES, Paths, plain
-from support.recorded_json import dumps
 
 from metal_prefill.hub import resolve_model
 
 
-def main() -> None:
-    """Write the file."""
+def records() -> Records:
+    """Yield the record."""
     with tempfile.TemporaryDirectory() as name:
         made = {
             "pairs": task_folders.RANKERS["bert"],
@@ -22,5 +22,4 @@ def main() -> None:
         }
         folders = {key: str(make(Path(name) / key).write()) for key, make in made.items()}
         paths = Paths(str(resolve_model("minilm")), **folders)
-        found = {topic: plain(use(sentence_transformers, paths)) for topic, use in USES.items()}
-    DATA.write_text(dumps(found) + "\n", encoding="utf-8")
+        yield DATA, {topic: plain(use(sentence_transformers, paths)) for topic, use in USES.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import transformers
+from record import Records
 from support import comparison, small_models
 from support.small_models import SmallModel
 
@@ -30,8 +30,8 @@ def states_of(path: Path, model: SmallModel) -> dict[str, npt.NDArray[np.float32
     return results
 
 
-def main() -> None:
-    """Record every encoder with matrices in float32."""
+def records() -> Records:
+    """Yield the states of every encoder with matrices in float32."""
     recorded: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, model in comparison.encoders_in_float32():
@@ -39,5 +39,4 @@ def main() -> None:
             for length, states in states_of(path, model).items():
                 recorded[f"{name}/{length}"] = states
             print(f"{name}: {states.std():.3f}")
-    np.savez_compressed(comparison.TRANSFORMERS_ENCODERS, allow_pickle=False, **recorded)
-    print(f"transformers {transformers.__version__}, torch {torch.__version__}")
+    yield comparison.TRANSFORMERS_ENCODERS, recorded

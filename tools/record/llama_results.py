@@ -5,24 +5,28 @@ Run it when a text, a vocabulary or a model of the catalogue changes.
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import sentencepiece
 from gguf import GGUFReader
+from record import Records
 from support import comparison, llama_cpp_folders, small_models
 from support.places import ROOT
+from support.small_models import SmallModel
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 BYTE_LEVEL_TOKENS = 640
 SENTENCEPIECE_TOKENS = 700
 UNREACHABLE_TOKENS = 60  # byte-level tokens that no merge makes: only a whole word can be one
+
+Compute: TypeAlias = Callable[[Path, SmallModel], npt.NDArray[np.float32]]
 
 
 def train_byte_level(texts: list[str]) -> dict[str, Any]:
@@ -83,8 +87,8 @@ def train_sentencepiece(texts: list[str]) -> dict[str, Any]:
     }
 
 
-def record_tokens(folder: Path) -> None:
-    """Tokenize every text with every vocabulary."""
+def tokens_of(folder: Path) -> str:
+    """Return the tokens of every text with every vocabulary."""
     texts = comparison.texts()
     corpus = [text for text in texts for _ in range(3) if "<" not in text]  # special tokens stay special
     vocabularies = {"gpt2": train_byte_level(corpus), "llama": train_sentencepiece(corpus)}
@@ -104,7 +108,7 @@ def record_tokens(folder: Path) -> None:
         "expected": expected,
     }
     lines = json.dumps(record, ensure_ascii=True, separators=(",", ":"))
-    comparison.TOKENS.write_text(lines.replace('],"', '],\n"') + "\n")
+    return lines.replace('],"', '],\n"')
 
 
 def all_logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float64]:
@@ -116,7 +120,7 @@ def all_logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float64]:
     return logits
 
 
-def record_perplexity() -> None:
+def perplexity() -> str:
     """Compute the perplexity of the verse under the bundled model, as llama.cpp's perplexity tool does.
 
     The windows do not overlap and start with the BOS token; in each, the tokens at n / 2 + 1 to n - 1 count.
@@ -137,7 +141,7 @@ def record_perplexity() -> None:
         "perplexity": float(np.exp(np.mean(losses))),
         "tokens": len(losses),
     }
-    comparison.PERPLEXITY.write_text(json.dumps(record, indent=2) + "\n")
+    return json.dumps(record, indent=2)
 
 
 @contextmanager
@@ -172,16 +176,6 @@ def last_logits(path: Path, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.flo
     return logits
 
 
-def record_logits(folder: Path) -> None:
-    """Compute the logits of every comparable model of the catalogue."""
-    recorded: dict[str, Any] = {}
-    for name, model in comparison.compared_models():
-        path = small_models.write(folder / "model.gguf", model)
-        recorded[name] = last_logits(path, comparison.tokens_for(model))
-        print(f"{name}: {recorded[name].std():.3f}")
-    np.savez_compressed(comparison.LOGITS, allow_pickle=False, **recorded)
-
-
 def vector(path: Path, tokens: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.float32]:
     """Compute the pooled vector of a text, or the outputs of its classes."""
     with opened(path, max(len(tokens), 64), embeddings=True) as (model, context):
@@ -200,48 +194,46 @@ def vector(path: Path, tokens: npt.NDArray[np.int64], width: int) -> npt.NDArray
     return values
 
 
-def record_vectors(folder: Path) -> None:
-    """Compute the vectors of embedding models, and the probabilities of classes."""
-    recorded: dict[str, Any] = {}
-    for name, model in (small_models.EMBEDDERS | small_models.CLASSIFIERS).items():
-        if len(model.labels) == 1:
-            continue  # which llama.cpp turns into a probability of 1
-        path = small_models.write(folder / "model.gguf", model)
-        width = len(model.labels) or model.dim
-        vectors = [vector(path, tokens, width) for tokens in comparison.vector_tokens(model)]
-        recorded[name] = np.array(vectors)
-        print(f"{name}: {recorded[name].std():.3f}")
-    np.savez_compressed(comparison.VECTORS, allow_pickle=False, **recorded)
+def vectors_of(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
+    """Compute the vectors of texts with an embedding model, or the probabilities of classes."""
+    width = len(model.labels) or model.dim
+    return np.array([vector(path, tokens, width) for tokens in comparison.vector_tokens(model)])
 
 
-def record_encoders(folder: Path) -> None:
-    """Compute the mean of the hidden states of encoders, for which llama.cpp knows one token type."""
-    recorded: dict[str, Any] = {}
-    for name, model in comparison.encoders_for_llama_cpp():
-        path = small_models.write(folder / "model.gguf", model)
-        recorded[name] = np.array([vector(path, t, model.dim) for t in comparison.single_segments(model)])
-        print(f"{name}: {recorded[name].std():.3f}")
-    np.savez_compressed(comparison.ENCODERS_OF_LLAMA_CPP, allow_pickle=False, **recorded)
+def means_of(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
+    """Compute the mean of the hidden states of an encoder, for which llama.cpp knows one token type."""
+    return np.array([vector(path, tokens, model.dim) for tokens in comparison.single_segments(model)])
 
 
-def record_folders() -> None:
+def folder_means() -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     """Compute the mean of the hidden states of files with the keys of llama.cpp's converter."""
-    recorded: dict[str, Any] = {}
     for name in llama_cpp_folders.FOLDERS:
         with tempfile.TemporaryDirectory() as folder:
             path = llama_cpp_folders.written(Path(folder), name)
             width = GGUFReader(path).fields[f"{name.partition(',')[0]}.embedding_length"].contents()
-            recorded[name] = np.array([vector(path, t, width) for t in llama_cpp_folders.texts()])
-        print(f"{name}: {recorded[name].std():.3f}")
-    np.savez_compressed(llama_cpp_folders.RECORD, allow_pickle=False, **recorded)
+            yield name, np.array([vector(path, t, width) for t in llama_cpp_folders.texts()])
 
 
-def main() -> None:
-    """Write all recordings."""
-    record_folders()
+def records() -> Records:
+    """Yield all results."""
+    yield llama_cpp_folders.RECORD, dict(folder_means())
+    pooled = small_models.EMBEDDERS | small_models.CLASSIFIERS
+    # llama.cpp turns a single label into a probability of 1.
+    several = [(name, model) for name, model in pooled.items() if len(model.labels) != 1]
+    kinds: dict[Path, tuple[Iterable[tuple[str, SmallModel]], Compute]] = {
+        comparison.LOGITS: (
+            comparison.compared_models(),
+            lambda path, model: last_logits(path, comparison.tokens_for(model)),
+        ),
+        comparison.VECTORS: (several, vectors_of),
+        comparison.ENCODERS_OF_LLAMA_CPP: (comparison.encoders_for_llama_cpp(), means_of),
+    }
     with tempfile.TemporaryDirectory() as folder:
-        record_tokens(Path(folder))
-        record_logits(Path(folder))
-        record_vectors(Path(folder))
-        record_encoders(Path(folder))
-    record_perplexity()
+        yield comparison.TOKENS, tokens_of(Path(folder))
+        for place, (models, compute) in kinds.items():
+            recorded = {}
+            for name, model in models:
+                recorded[name] = compute(small_models.write(Path(folder) / "model.gguf", model), model)
+                print(f"{name}: {recorded[name].std():.3f}")
+            yield place, recorded
+    yield comparison.PERPLEXITY, perplexity()

@@ -7,14 +7,15 @@ sentence-transformers, which cuts it. Run it when a text of ``tests/support/mini
 import numpy as np
 import torch
 import transformers
+from record import Records
 from sentence_transformers import SentenceTransformer
 from support.minilm_texts import TEXTS, VECTORS
 
 from metal_prefill.hub._local_file import packaged_model
 
 
-def main() -> None:
-    """Write the record."""
+def records() -> Records:
+    """Yield the record."""
     folder = packaged_model("minilm")
     assert folder is not None
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -26,5 +27,4 @@ def main() -> None:
             pooled = model(**ids).last_hidden_state[0].mean(dim=0)
         vectors.append((pooled / pooled.norm()).numpy())
     cut = SentenceTransformer(str(folder), device="cpu").encode(TEXTS[-1])
-    np.savez_compressed(VECTORS, vectors=np.array(vectors, np.float32), cut=cut)
-    print(f"{VECTORS}: {VECTORS.stat().st_size:,} bytes")
+    yield VECTORS, {"vectors": np.array(vectors, np.float32), "cut": cut}

@@ -8,11 +8,47 @@ python tools/record/record.py encoder_states      # a module of this folder; its
 
 import importlib
 import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # its models, texts and places of the records
 
+# Files and their contents: arrays by name, text, or values of JSON.
+Records: TypeAlias = Iterator[tuple[Path, Any]]
+LIBRARIES = (
+    *("torch", "transformers", "sentence_transformers", "peft", "gliner", "lm_eval", "llama_cpp_python"),
+    *("sentencepiece", "tokenizers"),
+)
+
+
+def written(folders: Mapping[str, Callable[[Path], Any]]) -> Iterator[tuple[str, Path]]:
+    """Write model folders, one at a time, and yield their names and places."""
+    for name, make in folders.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            yield name, make(Path(temporary) / "m").write()
+
+
+def main(name: str) -> None:
+    """Write the records of a module."""
+    from support.recorded_json import dumps
+
+    for path, record in importlib.import_module(name).records():
+        if path.suffix == ".npz":
+            np.savez_compressed(path, allow_pickle=False, **record)
+        else:
+            text = record if isinstance(record, str) else dumps(record)
+            path.write_text(f"{text}\n", encoding="utf-8")
+        print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
+    used = [library for library in LIBRARIES if library.removesuffix("_python") in sys.modules]
+    print(", ".join(f"{library} {version(library)}" for library in used))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
+    if len(sys.argv) != 2:
         sys.exit(__doc__)
-    importlib.import_module(sys.argv[1]).main(*sys.argv[2:])
+    main(sys.argv[1])

@@ -6,6 +6,7 @@ Run it when a template or a conversation of ``tests/support/chat_families.py`` c
 import json
 
 from jinja2 import TemplateError
+from record import Records
 from support.chat_families import FAMILIES, RECORD, cases
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -29,8 +30,7 @@ def rendered_by_transformers(template: str) -> dict[str, str | None]:
     return found
 
 
-def main() -> None:
-    """Write the record."""
+def records() -> Records:
+    """Yield the record."""
     record = {name: rendered_by_transformers(family.template) for name, family in FAMILIES.items()}
-    RECORD.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    print(f"{RECORD}: {RECORD.stat().st_size:,} bytes")
+    yield RECORD, json.dumps(record, ensure_ascii=False, indent=1)

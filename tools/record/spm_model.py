@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 
 import sentencepiece
+from record import Records
 from support.comparison import VERSE
 from support.places import DATA
-from support.recorded_json import dumps
 
 # Replaced characters, as a file of rules has them.
 _RULES = "FB01\t66 69\n00A0\t20\n2014\t2C\n"
@@ -24,8 +24,8 @@ TEXTS = [
 ]
 
 
-def main() -> None:
-    """Write the model and the record."""
+def records() -> Records:
+    """Write the model, and yield the record."""
     made = io.BytesIO()
     pieces = dict(zip(("pad", "bos", "eos", "unk"), ("[PAD]", "[CLS]", "[SEP]", "[UNK]"), strict=True))
     with tempfile.TemporaryDirectory() as folder:
@@ -43,6 +43,4 @@ def main() -> None:
         )
     (DATA / "small_spm.model").write_bytes(made.getvalue())
     processor = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
-    record = {text: processor.encode(text) for text in TEXTS}
-    (DATA / "sentencepiece_tokens.json").write_text(dumps(record) + "\n", encoding="utf-8")
-    print(f"sentencepiece {sentencepiece.__version__}, {len(made.getvalue()):,} bytes")
+    yield DATA / "sentencepiece_tokens.json", {text: processor.encode(text) for text in TEXTS}

@@ -3,19 +3,18 @@
 Run it when a folder or a text of `tests/support/task_folders.py` changes.
 """
 
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sentence_transformers
 import torch
 import transformers
+from record import Records, written
 from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
 from support import bert_relatives, task_folders
 from support.model_folders import CONTEXT
-from support.recorded_json import dumps
 from support.task_folders import (
     CLASSIFIERS,
     DOCUMENTS,
@@ -117,22 +116,19 @@ def vectors(folder: Path) -> list[list[float]]:
     return found
 
 
-def main() -> None:
-    """Record everything."""
-    with tempfile.TemporaryDirectory() as temporary:
-
-        def write(kind: str, name: str, make: Any) -> Path:
-            folder: Path = make(Path(temporary) / kind / name).write()
-            return folder
-
-        record = {
-            "ranks": {name: ranks(write("ranks", name, make)) for name, make in RANKERS.items()},
-            "classes": {name: classes(write("classes", name, make)) for name, make in CLASSIFIERS.items()},
-            "labels": {name: labels(write("labels", name, make)) for name, make in TAGGERS.items()},
-            "late": {name: late(write("late", name, make)) for name, make in LATE.items()},
-            "modules": {name: vectors(write("modules", name, make)) for name, make in MODULES.items()},
-        }
-        record["sparse"] = sparse(write("sparse", "routed", bert_relatives.routed))
-    task_folders.RECORD.write_text(dumps(record) + "\n", encoding="utf-8")
-    versions = (transformers.__version__, sentence_transformers.__version__, torch.__version__)
-    print("transformers {}, sentence-transformers {}, torch {}".format(*versions))
+def records() -> Records:
+    """Yield everything."""
+    kinds: dict[str, tuple[Callable[[Path], Any], Any]] = {
+        "ranks": (ranks, RANKERS),
+        "classes": (classes, CLASSIFIERS),
+        "labels": (labels, TAGGERS),
+        "late": (late, LATE),
+        "modules": (vectors, MODULES),
+    }
+    record: dict[str, Any] = {
+        kind: {name: compute(folder) for name, folder in written(folders)}
+        for kind, (compute, folders) in kinds.items()
+    }
+    for name, folder in written({"sparse": bert_relatives.routed}):
+        record[name] = sparse(folder)
+    yield task_folders.RECORD, record

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 import transformers
+from record import Records
 from sentencepiece import sentencepiece_model_pb2
 from support import encoder_tokenizers as recorded
 from support.encoder_tokenizers import VARIANTS, Variant
@@ -72,8 +73,8 @@ def make(variant: Variant, words: dict[str, int], pieces: Any, charsmap: bytes) 
     return transformers.XLMRobertaTokenizer(vocab=pieces, **options)
 
 
-def main() -> None:
-    """Write the record."""
+def records() -> Records:
+    """Yield the record."""
     texts = training_texts()
     words, (pieces, charsmap) = train_word_piece(texts), train_unigram(texts)
     hostile = list(hostile_texts())
@@ -91,5 +92,4 @@ def main() -> None:
         )
         record[f"{name}: pairs"] = recorded.packed(pairs["input_ids"])
         record[f"{name}: types"] = recorded.packed(pairs["token_type_ids"])
-    np.savez_compressed(recorded.RECORD, **record)
-    print(f"{recorded.RECORD}: {recorded.RECORD.stat().st_size:,} bytes")
+    yield recorded.RECORD, record

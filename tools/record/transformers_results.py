@@ -5,18 +5,19 @@ likelihoods, transformers reads the file. Run it when a model of the catalogue c
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
 from gguf import GGUFReader
 from lm_eval.api.instance import Instance
+from record import Records
 from support import choice_task, comparison, small_models
-from support.recorded_json import dumps
 from support.small_models import SmallModel
 
 from metal_prefill.synth import TIED, ScanShape
@@ -39,37 +40,7 @@ MODEL_TYPES = {  # where transformers has another name
     "qwen3vl": "qwen3",
 }
 
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 GEMMA = ("gemma2", "gemma3", "gemma-embedding")
-POST_NORMS = NAMES | {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-SCAN = {
-    "ssm_in": "in_proj",
-    "ssm_conv1d": "conv1d",
-    "ssm_dt": "dt",
-    "ssm_a": "A_log",
-    "ssm_d": "D",
-    "ssm_norm": "norm",
-    "ssm_out": "out_proj",
-}
-HYBRID = NAMES | {name: f"mamba.{other}" for name, other in SCAN.items()}
 # Settings of the heads, the values of a head, the rows of a state, the groups of heads and the taps.
 MAMBA_SETTINGS = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 SCAN_SETTINGS = {
@@ -93,118 +64,14 @@ MULTIPLIERS: dict[str, Any] = {
     "ssm_in_multiplier": 0.5,
     "ssm_out_multiplier": 4.0,
 }
-# Gates and ups of experts become one tensor in `load`.
-EXPERTS = {
-    **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
-    "ffn_gate_inp": "mlp.gate",
-}
-_GRANITE_EXPERTS = {
-    **{f"ffn_{part}_exps": f"block_sparse_moe.experts.{part}_proj" for part in ("gate", "up", "down")},
-    "ffn_gate_inp": "block_sparse_moe.router",
-    "ffn_gate_shexp": "mlp.gate_proj",
-    "ffn_up_shexp": "shared_mlp.input_linear",
-    "ffn_down_shexp": "shared_mlp.output_linear",
-}
-_LFM2 = NAMES | {
-    "token_embd_norm": "model.embedding_norm",
-    "attn_norm": "operator_norm",
-    "attn_output": "self_attn.out_proj",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "in_proj": "conv.in_proj",
-    "conv": "conv.conv",
-    "out_proj": "conv.out_proj",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-}
-# Names in `NAMES` and those of classes with others.
-RENAMED = {
-    "mamba2": {
-        "model.embed_tokens": "backbone.embeddings",
-        "model.norm": "backbone.norm_f",
-        "model.layers": "backbone.layers",
-    },
-    "gpt2": {
-        "model.embed_tokens": "transformer.wte",
-        "model.norm": "transformer.ln_f",
-        "model.layers": "transformer.h",
-    },
-    "gptneox": {
-        "model.embed_tokens": "gpt_neox.embed_in",
-        "model.norm": "gpt_neox.final_layer_norm",
-        "model.layers": "gpt_neox.layers",
-    },
-}
-ARCHITECTURE_NAMES = {
-    "gpt2": NAMES
-    | {
-        "position_embd": "transformer.wpe",
-        "attn_norm": "ln_1",
-        "attn_qkv": "attn.c_attn",
-        "attn_output": "attn.c_proj",
-        "ffn_norm": "ln_2",
-        "ffn_up": "mlp.c_fc",
-        "ffn_down": "mlp.c_proj",
-    },
-    "starcoder2": NAMES | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-    "phi2": NAMES
-    | {
-        "output_norm": "model.final_layernorm",
-        "attn_output": "self_attn.dense",
-        "ffn_up": "mlp.fc1",
-        "ffn_down": "mlp.fc2",
-    },
-    "gptneox": NAMES
-    | {
-        "attn_qkv": "attention.query_key_value",
-        "attn_output": "attention.dense",
-        "ffn_up": "mlp.dense_h_to_4h",
-        "ffn_down": "mlp.dense_4h_to_h",
-    },
-    "mamba2": NAMES | {"attn_norm": "norm"} | {name: f"mixer.{other}" for name, other in SCAN.items()},
-    "granitemoe": NAMES | _GRANITE_EXPERTS,
-    "granitehybrid": HYBRID
-    | {"ffn_down": "shared_mlp.output_linear", "ffn_up": "shared_mlp.input_linear", **_GRANITE_EXPERTS},
-    **dict.fromkeys(("qwen3moe", "olmoe"), NAMES | EXPERTS),
-    "lfm2moe": _LFM2
-    | {name: f"feed_forward.{other.removeprefix('mlp.')}" for name, other in EXPERTS.items()}
-    | {"exp_probs_b": "feed_forward.expert"},
-    "falcon-h1": HYBRID
-    | {
-        "output_norm": "model.final_layernorm",
-        "ffn_norm": "pre_ff_layernorm",
-        "ffn_gate": "feed_forward.gate_proj",
-        "ffn_up": "feed_forward.up_proj",
-        "ffn_down": "feed_forward.down_proj",
-    },
-    **dict.fromkeys(("olmo2", "exaone4"), POST_NORMS),
-    **dict.fromkeys(GEMMA, POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}),
-    "gemma4": POST_NORMS
-    | {
-        "ffn_norm": "pre_feedforward_layernorm",
-        "per_layer_token_embd": "model.embed_tokens_per_layer",
-        "per_layer_model_proj": "model.per_layer_model_projection",
-        "per_layer_proj_norm": "model.per_layer_projection_norm",
-        "inp_gate": "per_layer_input_gate",
-        "proj": "per_layer_projection",
-        "post_norm": "post_per_layer_input_norm",
-        "layer_output_scale": "layer_scalar",
-    },
-    "phi3": NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    "lfm2": _LFM2,
-    "qwen35": NAMES
-    | {
-        "post_attention_norm": "post_attention_layernorm",
-        "attn_qkv": "linear_attn.in_proj_qkv",
-        "attn_gate": "linear_attn.in_proj_z",
-        "ssm_alpha": "linear_attn.in_proj_a",
-        "ssm_beta": "linear_attn.in_proj_b",
-        **{name: f"linear_attn.{other}" for name, other in SCAN.items()},
-    },
-    "hunyuan-dense": NAMES
-    | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+# Tensors of a layer in a file that are one parameter, by the end of its name, where `gguf.TensorNameMap` does
+# not know it.
+PARTS = {
+    "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "experts.down_proj": ("ffn_down_exps.weight",),
+    "router.weight": ("ffn_gate_inp.weight",),
+    "dt_bias": ("ssm_dt.bias",),
+    "expert_bias": ("exp_probs_b.bias",),
 }
 
 
@@ -398,87 +265,81 @@ def with_value_heads_by_key(
     return data
 
 
-def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Convert the tensors of a file to the names and layout of transformers."""
-    names = ARCHITECTURE_NAMES.get(model.architecture, NAMES)
-    for tensor in GGUFReader(path).tensors:
-        stem, kind = tensor.name.rsplit(".", 1)
-        if kind in ("ssm_a", "ssm_d", "ffn_norm"):  # which have no suffix
-            stem, kind = tensor.name, "weight" if kind == "ffn_norm" else ""
-        *layer, part = stem.split(".")
-        if part.startswith("rope_f") or stem.startswith(("dense_", "cls")):
+def tensors_of(model: SmallModel, name: str, stored: Collection[str]) -> list[str]:
+    """Return the names in a file of the tensors of a parameter; none for a bias that the file lacks."""
+    shared = "_shexp" if model.experts else ""  # of Granite's expert for all tokens
+    parts = PARTS | {
+        "shared_mlp.input_linear.weight": (f"ffn_gate{shared}.weight", f"ffn_up{shared}.weight"),
+        "shared_mlp.output_linear.weight": (f"ffn_down{shared}.weight",),
+    }
+    for end, listed in parts.items():
+        if name.endswith(end):
+            return [f"blk.{name.split('.')[2]}.{part}" for part in listed]
+    if name == "lm_head.weight" and model.output_type == TIED:
+        return ["token_embd.weight"]
+    architecture = next(a for a, own in gguf.MODEL_ARCH_NAMES.items() if own == model.architecture)
+    known = gguf.get_tensor_name_map(architecture, model.layers)
+    role = known.get_name(name, try_suffixes=(".weight", ".bias"))
+    return [found for found in (role, f"{role}.weight", role.removesuffix(".weight")) if found in stored][:1]
+
+
+def in_layout_of_folder(
+    model: SmallModel, name: str, data: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """Undo what a converter changes in a tensor with a name in a file."""
+    *layer, part, kind = name.split(".") if name.endswith((".weight", ".bias")) else (*name.split("."), "")
+    rotates_neighbours = model.architecture in (
+        "llama",
+        "smollm3",
+        "granite",
+        "granitemoe",
+        "minicpm",
+        "mistral3",
+    )
+    if part in ("attn_q", "attn_k") and rotates_neighbours:
+        # The values of a rotated pair are neighbours in the file, and half a head away in transformers.
+        pairs = data.reshape(-1, model.head_dim // 2, 2, *data.shape[1:])
+        data = pairs.swapaxes(1, 2).reshape(data.shape)
+    if model.architecture == "gpt2" and data.ndim == 2 and layer:
+        data = np.ascontiguousarray(data.T)
+    if model.architecture == "gptneox" and part == "attn_qkv":  # those of each head together
+        heads = data.reshape(3, model.heads, -1, *data.shape[1:])
+        data = np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(data.shape)
+    if model.architecture in GEMMA and "norm" in part:
+        data = data - 1  # transformers adds it
+    if model.architecture == "qwen35" and model.scan is not None:
+        if "norm" in part and part != "ssm_norm":
+            data = data - 1  # likewise
+        data = with_value_heads_by_key(data, part, model.scan)
+    if part in ("conv", "ssm_conv1d") and data.ndim == 2:
+        data = data[:, None]
+    if part in ("ssm_a", "ssm_d") or (part, kind) in (("ssm_dt", "bias"), ("ssm_norm", "weight")):
+        data = data.reshape(-1)
+    return np.log(-data) if part == "ssm_a" else data
+
+
+def weights_of(path: Path, model: SmallModel, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return parameters of transformers; every tensor of the model in the file must be part of one."""
+    stored = {t.name: np.array(t.data, np.float32) for t in GGUFReader(path).tensors}
+    left = {name for name in stored if not name.startswith(("rope_f", "dense_", "cls"))}
+    found: dict[str, torch.Tensor] = {}
+    for name in wanted:
+        names = tensors_of(model, name, stored)
+        if not names and name.endswith("o_proj.bias"):  # with the biases of q, k and v, transformers has one
+            found[name] = torch.zeros(model.dim)
             continue
-        prefix = f"model.layers.{layer[1]}." if layer else ""
-        data = np.array(tensor.data, dtype=np.float32)
-        rotates_neighbours = model.architecture in (
-            "llama",
-            "smollm3",
-            "granite",
-            "granitemoe",
-            "minicpm",
-            "mistral3",
-        )
-        if part in ("attn_q", "attn_k") and rotates_neighbours:
-            # The values of a rotated pair are neighbours in the file, and half a head away in transformers.
-            pairs = data.reshape(-1, model.head_dim // 2, 2, *data.shape[1:])
-            data = pairs.swapaxes(1, 2).reshape(data.shape)
-        if model.architecture == "gpt2" and data.ndim == 2 and layer:
-            data = np.ascontiguousarray(data.T)
-        if model.architecture == "gptneox" and part == "attn_qkv":  # those of each head together
-            heads = data.reshape(3, model.heads, -1, *data.shape[1:])
-            data = np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(data.shape)
-        if model.architecture in GEMMA and "norm" in part:
-            data = data - 1  # transformers adds it
-        if model.architecture == "qwen35" and model.scan is not None:
-            if "norm" in part and part != "ssm_norm":
-                data = data - 1  # likewise
-            data = with_value_heads_by_key(data, part, model.scan)
-        if part in ("conv", "ssm_conv1d") and data.ndim == 2:
-            data = data[:, None]
-        if tensor.name.endswith(("ssm_a", "ssm_d", "ssm_dt.bias", "ssm_norm.weight")):
-            data = data.reshape(-1)
-        name = f"{prefix}{names[part]}.{kind}".rstrip(".")
-        if tensor.name.endswith("ssm_a"):
-            data = np.log(-data)
-        if part == "layer_output_scale":
-            name = name.removesuffix(".weight")
-        if part in ("ssm_dt", "exp_probs_b"):
-            name = f"{prefix}{names[part]}_bias"
-        if model.architecture == "falcon-h1":
-            yield name, without_multipliers(model, name, torch.from_numpy(data))
-        else:
-            yield name, torch.from_numpy(data)
-
-
-def _renamed(model: SmallModel, name: str) -> str:
-    for other, own in RENAMED.get(model.architecture, {}).items():
-        name = name.replace(other, own)
-    return name
+        left -= set(names)
+        parts = [torch.from_numpy(in_layout_of_folder(model, part, stored[part])) for part in names]
+        data = torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
+        found[name] = without_multipliers(model, name, data) if model.architecture == "falcon-h1" else data
+    assert not left, f"{path}: transformers has no parameters for {left}"
+    return found
 
 
 def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
     """Create the transformers model of a file; every weight on either side has a counterpart."""
     made = transformers.AutoModelForCausalLM.from_config(config_of(path, model)).float().eval()
-    weights = dict(weights_of(path, model))
-    if model.output_type == TIED:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    for name in [name for name in weights if name.endswith("shared_mlp.input_linear.weight")]:
-        gate = name.replace("shared_mlp.input_linear", "mlp.gate_proj")
-        weights[name] = torch.cat([weights.pop(gate), weights[name]])  # gate and up are one matrix
-    for name in [name for name in weights if name.endswith("experts.gate_proj.weight")]:
-        stem = name.removesuffix("gate_proj.weight")
-        gate_up = [weights.pop(name), weights.pop(f"{stem}up_proj.weight")]
-        weights[f"{stem}gate_up_proj"] = torch.cat(gate_up, dim=1)
-        weights[f"{stem}down_proj"] = weights.pop(f"{stem}down_proj.weight")
-    weights = {_renamed(model, name): value for name, value in weights.items()}
-    if (
-        model.architecture in ("llama", "granite", "granitemoe", "granitehybrid")
-        and model.qkv_bias
-        and not model.all_biases
-    ):  # o_proj has one, too
-        for name in [name for name in weights if name.endswith("self_attn.o_proj.weight")]:
-            weights[name.replace(".weight", ".bias")] = torch.zeros(model.dim)
-    made.load_state_dict(weights, strict=True)
+    made.load_state_dict(weights_of(path, model, made.state_dict()), strict=True)
     if model.rope_scaling == "llama3":
         made.model.rotary_emb.inv_freq /= torch.from_numpy(tensor(path, "rope_freqs.weight"))
     return made
@@ -493,12 +354,8 @@ def vectors(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
             **{**config.to_dict(), "use_bidirectional_attention": True, "sliding_window": model.window}
         )
     made = transformers.AutoModel.from_config(config).float().eval()
-    weights = {
-        name.removeprefix("model."): value
-        for name, value in weights_of(path, model)
-        if name.startswith("model.")
-    }
-    made.load_state_dict(weights, strict=True)
+    weights = weights_of(path, model, [f"model.{name}" for name in made.state_dict()])
+    made.load_state_dict({name.removeprefix("model."): data for name, data in weights.items()}, strict=True)
     heads = {
         t.name: torch.from_numpy(np.array(t.data))
         for t in GGUFReader(path).tensors
@@ -533,23 +390,20 @@ def likelihoods() -> dict[str, Any]:
         return {**answers, "rolling": backend.loglikelihood_rolling(texts)}
 
 
-def main() -> None:
-    """Record every comparable model."""
+def records() -> Records:
+    """Yield logits, vectors and likelihoods of every comparable model."""
     recorded: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.gguf"
         for name, model in comparison.models_in_float32():
-            path = small_models.write(Path(folder) / "model.gguf", model)
+            path = small_models.write(file, model)
             recorded[name] = last_logits(path, model, comparison.tokens_for(model))
             if name == comparison.LONG_ROPE:
                 short = last_logits(path, model, comparison.short_tokens())
                 recorded[comparison.LONG_ROPE_SHORT] = short
             print(f"{name}: {recorded[name].std():.3f}")
-    np.savez_compressed(comparison.TRANSFORMERS_LOGITS, allow_pickle=False, **recorded)
-    with tempfile.TemporaryDirectory() as folder:
-        pooled: dict[str, Any] = {
-            name: vectors(small_models.write(Path(folder) / "model.gguf", model), model)
-            for name, model in (small_models.EMBEDDERS | small_models.CLASSIFIERS).items()
-        }
-    np.savez_compressed(comparison.TRANSFORMERS_VECTORS, allow_pickle=False, **pooled)
-    choice_task.FILE.write_text(dumps(likelihoods()) + "\n", encoding="utf-8")
-    print(f"transformers {transformers.__version__}, torch {torch.__version__}")
+        yield comparison.TRANSFORMERS_LOGITS, recorded
+        pooled = (small_models.EMBEDDERS | small_models.CLASSIFIERS).items()
+        made = {name: vectors(small_models.write(file, model), model) for name, model in pooled}
+        yield comparison.TRANSFORMERS_VECTORS, made
+    yield choice_task.FILE, likelihoods()
