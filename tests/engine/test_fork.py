@@ -20,7 +20,8 @@ from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill import ForkError, Model
 from metal_prefill._support.cached_property import cached_property
-from metal_prefill.text._vocabulary import Vocabulary
+from metal_prefill.text import _tokenizer
+from metal_prefill.text._segmenters import segmenter_of
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
@@ -209,16 +210,16 @@ def test_a_fork_while_another_thread_prepares_the_tokenizer(
 ) -> None:
     """The child prepares it, too: it does not wait for a thread that it does not have."""
     expected = model.tokenizer.encode("ROMEO:")
-    prepared, begun, end = Vocabulary.segmenter, threading.Event(), threading.Event()
+    begun, end = threading.Event(), threading.Event()
     parent = os.getpid()
 
     def slowly(*arguments: Any) -> Segmenter:
         if os.getpid() == parent:
             begun.set()
             end.wait(HANGS)
-        return prepared(*arguments)
+        return segmenter_of(*arguments)
 
-    monkeypatch.setattr(Vocabulary, "segmenter", slowly)
+    monkeypatch.setattr(_tokenizer, "segmenter_of", slowly)
     with Model(model.path, device="cpu", threads=1) as other:
         thread = threading.Thread(target=other.tokenizer.encode, args=("JULIET:",))
         thread.start()

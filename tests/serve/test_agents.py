@@ -178,7 +178,7 @@ def requests_of(path: Path, shape: str, store: Path) -> list[Asked]:
             opened.close()
             model = opened.enter_context(Model(path, device="cpu", threads=1, **options))
             source = {"tokenizer.chat_template": CHATML}.get
-            opened.enter_context(patch.object(model.tokenizer._templates, "_source", source))
+            opened.enter_context(patch.object(model.tokenizer, "_template_source", source))
             server = opened.enter_context(running(model, **stored))
 
             def ask(messages: Messages) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from metal_prefill.serve._forms import LARGE, MOST_VALUES, ChatForm, CompletionF
 from metal_prefill.serve._service import MOST_TEXT, Bodies
 from metal_prefill.tasks._prompts import PromptRules
 from metal_prefill.text import ChatTemplate
-from metal_prefill.text._chat_template import _MARKERS, PLAIN_TEMPLATE
+from metal_prefill.text._chat_template import _MARKERS
 
 BODY = {"prompt": "ROMEO:", "max_tokens": 2, "temperature": 0}
 MOST_S = 2.0  # of processor time; each of these took more than 5 s, which grew with the square of its size
@@ -92,7 +92,7 @@ def test_messages_may_contain_every_character_that_marks_control_tokens(server: 
 
 def test_a_marker_is_found_in_linear_time_whatever_messages_contain() -> None:
     escaped = "".join(json.dumps(chr(c))[1:-1] for c in itertools.chain(range(0x2801, 0x2900), _MARKERS[1]))
-    template = ChatTemplate(PLAIN_TEMPLATE, ["<|im_end|>"])
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", ["<|im_end|>"])
     messages = [{"role": "user", "content": "\\ud840" * 150_000}, {"role": "user", "content": escaped}]
     found = ""
 

@@ -57,7 +57,7 @@ def test_the_state_after_a_system_message_is_loaded_after_a_restart(tmp_path: Pa
     for questions in (("old", "further", "thus"), ("new", "known")):
         with (
             Model(path, device="cpu", threads=1) as model,
-            patch.object(model.tokenizer._templates, "_source", {"tokenizer.chat_template": CHATML}.get),
+            patch.object(model.tokenizer, "_template_source", {"tokenizer.chat_template": CHATML}.get),
             running(model, prefix_store=tmp_path / "store") as server,
         ):
             for question in questions:

@@ -122,7 +122,7 @@ def running_with_template(path: Path, template: str) -> Iterator[tuple[Running, 
     source = {"tokenizer.chat_template": template}.get
     with (
         Model(path, device="cpu") as model,
-        patch.object(model.tokenizer._templates, "_source", source),
+        patch.object(model.tokenizer, "_template_source", source),
         running(model, names=["demo"]) as server,
     ):
         yield server, model

@@ -18,7 +18,7 @@ from metal_prefill.integrations._evaluation import (
     loglikelihood_rolling,
     rolling_windows,
 )
-from metal_prefill.text._file_templates import FileTemplates
+from metal_prefill.text import Tokenizer
 
 CONTEXT = "ROMEO:\nBut soft, what light through"
 
@@ -89,7 +89,7 @@ TEMPLATE = (
 @pytest.fixture
 def chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give files a template that writes the BOS token, as their tokenizers do."""
-    monkeypatch.setattr(FileTemplates, "_source", lambda self, key: TEMPLATE)
+    monkeypatch.setattr(Tokenizer, "_template_source", lambda self, key: TEMPLATE)
 
 
 @pytest.mark.usefixtures("chat_template")

@@ -26,7 +26,7 @@ from support.gguf_bytes import (
 from metal_prefill import GGUFError
 from metal_prefill.files import GGUFFile
 from metal_prefill.text import Tokenizer
-from metal_prefill.text._special_tokens import TokenFrame
+from metal_prefill.text._vocabulary import TokenFrame
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "\u2581hello", "\u2581wor", "ld", "\u2581,", "\u2581")
 PIECES = ("<s>", "<pad>", "</s>", "<unk>", "\u2581hello", "\u2581", "w", "or", "ld", "<mask>")

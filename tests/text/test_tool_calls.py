@@ -15,8 +15,14 @@ from support.chat_families import FAMILIES
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
 from metal_prefill import ChatTemplateError, Conversation, Model, StateError
-from metal_prefill.text import ChatTemplate, ToolCall, ToolCallParser, _tool_calls, parse_tool_calls
-from metal_prefill.text._file_templates import FileTemplates
+from metal_prefill.text import (
+    ChatTemplate,
+    Tokenizer,
+    ToolCall,
+    ToolCallParser,
+    _tool_calls,
+    parse_tool_calls,
+)
 from metal_prefill.text._json_calls import read_arguments
 
 GENERIC = "{% if tools is not none %}{{ tools | tojson }}{% endif %}" + HERMES[HERMES.index("{% for m in") :]
@@ -571,7 +577,7 @@ def model(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
         "tokenizer.chat_template": "{{ messages[0].content }}",
         "tokenizer.chat_template.tool_use": HERMES,
     }
-    monkeypatch.setattr(FileTemplates, "_source", lambda self, key: templates[key])
+    monkeypatch.setattr(Tokenizer, "_template_source", lambda self, key: templates[key])
     with Model(demo_path, device="cpu") as opened:
         yield opened
 

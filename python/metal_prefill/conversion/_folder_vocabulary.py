@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from metal_prefill.conversion._folder import Fields
-from metal_prefill.text._encoder_vocabulary import SPACE
-from metal_prefill.text._special_tokens import TYPES_KEY
 from metal_prefill.text._tokenizer import END_TOKENS
 from metal_prefill.text._vocabulary import (
     ENCODER_KINDS,
     MARKED_KEY,
     MAX_TOKEN_CHARACTERS,
+    SPACE,
     SPELLED_KEY,
     SPELLING_KEYS,
+    TYPES_KEY,
     TokenType,
 )
 

@@ -10,8 +10,8 @@ from typing import Any
 from metal_prefill.conversion._folder import MAX_TEXT, Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, listed_tokens, steps
 from metal_prefill.errors import GGUFError
-from metal_prefill.text._encoder_vocabulary import CHARSMAP, SPACE, SPACE_STEPS, STEPS_KEY
-from metal_prefill.text._vocabulary import PREPEND_SCHEMES, SPELLING_KEYS, TokenType
+from metal_prefill.text._segmenters import CHARSMAP, SPACE_STEPS, STEPS_KEY
+from metal_prefill.text._vocabulary import PREPEND_SCHEMES, SPACE, SPELLING_KEYS, TokenType
 
 # Steps of normalizers, by type, or by the regular expression or text that they replace.
 _NORMALIZERS = {

@@ -24,8 +24,7 @@ from metal_prefill.files._metadata_keys import (
 )
 from metal_prefill.files._task_config import DENSE, NUMBERED_POOLINGS
 from metal_prefill.text._chat_template import ChatTemplate
-from metal_prefill.text._encoder_vocabulary import SPACE
-from metal_prefill.text._vocabulary import TokenType
+from metal_prefill.text._vocabulary import SPACE, TokenType
 
 # Prefixes of PyLate's models, and the prompts that contain them.
 _PREFIXES = {"query_prefix": "query", "document_prefix": "document"}

@@ -18,8 +18,8 @@ from metal_prefill.conversion._folder_vocabulary import (
 from metal_prefill.conversion._sentencepiece import FILE as SPM_FILE
 from metal_prefill.conversion._sentencepiece import byte_fallback_bpe, tokenizer_of_spm, unigram
 from metal_prefill.errors import GGUFError, UnsupportedModelError
-from metal_prefill.text._encoder_vocabulary import MAX_WORD_CHARACTERS, SPACE
-from metal_prefill.text._vocabulary import PRE_TOKENIZERS, TokenType
+from metal_prefill.text._segmenters import MAX_WORD_CHARACTERS
+from metal_prefill.text._vocabulary import PRE_TOKENIZERS, SPACE, TokenType
 
 # Pre-tokenizer of several with the same patterns.
 _PREFERRED = ("gpt-2", "llama-bpe", "qwen2", "smollm", "default")

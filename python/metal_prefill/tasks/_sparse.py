@@ -16,7 +16,7 @@ from metal_prefill.tasks._embedding import check_pooling, encode_texts, vector_w
 from metal_prefill.tasks._pooled_head import embedding_of, positive_weights, token_vectors, vocabulary_vector
 from metal_prefill.tasks._prompts import PromptRules, TextRole, text_role, warn_of_cut
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled, pooled_states, reported
-from metal_prefill.text._encoder_vocabulary import SPACE, begins_word
+from metal_prefill.text._vocabulary import SPACE, begins_word
 
 
 @dataclass(frozen=True)

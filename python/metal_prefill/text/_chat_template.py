@@ -27,14 +27,6 @@ from metal_prefill.text._segmentation import Finder
 from metal_prefill.text._template_limits import MAX_SOURCE, LimitedEnvironment, TemplateLimitError, render
 from metal_prefill.text._tool_calls import tool_names
 
-# For files without a template: one paragraph per message, headed by the role, as in a play.
-PLAIN_TEMPLATE = r"""{{ bos_token if add_bos else '' -}}
-{% for message in messages -%}
-{{ '' if message.role == 'system' else message.role | upper + ':\n' }}{{ message.content }}{{ '\n\n' }}
-{%- endfor -%}
-{{ 'ASSISTANT:\n' if add_generation_prompt else '' }}"""
-PLAIN_STOP = "\n\n"  # ends an answer under the plain template
-
 _ROLE = re.compile(r"[\w-]+")
 _MAX_TIME_FORMAT = 1000  # characters
 _WIDTH = re.compile(r"(?<!%)(?:%%)*%[^A-Za-z%]*\d{3}")

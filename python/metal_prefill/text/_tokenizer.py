@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,20 +14,38 @@ from metal_prefill._support.arguments import token_id as check_token_id
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._encoder_vocabulary import SPACE, begins_word
-from metal_prefill.text._file_templates import FileTemplates
-from metal_prefill.text._normal_text import NormalText
 from metal_prefill.text._reasoning import CHANNEL, LAST_TOKENS, THINK, Tags, begins_in
-from metal_prefill.text._segmentation import SpelledTokens, WordTokens, segmented, segmented_ids
-from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
+from metal_prefill.text._segmentation import NormalText, SpelledTokens, WordTokens, segmented, segmented_ids
+from metal_prefill.text._segmenters import segmenter_of
 from metal_prefill.text._tool_calls import MARKS
-from metal_prefill.text._vocabulary import ENCODER_KINDS, TokenBytes, TokenDecoder, Vocabulary
+from metal_prefill.text._vocabulary import (
+    ENCODER_KINDS,
+    SPACE,
+    TokenBytes,
+    TokenDecoder,
+    TokenPair,
+    Vocabulary,
+    begins_word,
+    special_tokens,
+)
+
+if TYPE_CHECKING:
+    from metal_prefill.text._chat_template import ChatTemplate
 
 # Control tokens that end a turn or a text in the supported models, for files with incomplete metadata.
 END_TOKENS = (
     "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>",
     "<turn|>", "</s>", "<|tool_response>", "<start_function_response>",
 )  # fmt: skip
+
+# For files without a template: one paragraph per message, headed by the role, as in a play; and the text that
+# ends an answer.
+_PLAIN_TEMPLATE = r"""{{ bos_token if add_bos else '' -}}
+{% for message in messages -%}
+{{ '' if message.role == 'system' else message.role | upper + ':\n' }}{{ message.content }}{{ '\n\n' }}
+{%- endfor -%}
+{{ 'ASSISTANT:\n' if add_generation_prompt else '' }}"""
+_PLAIN_STOP = "\n\n"
 
 # Tokens for filling in the middle, for files whose metadata does not name them.
 _FILL_FORMS = (
@@ -79,7 +97,7 @@ class Tokenizer:
         self._vocabulary = Vocabulary.from_gguf(gguf)
         self._bytes = TokenBytes(gguf, self._vocabulary)
         self.vocab_size = len(self._vocabulary.tokens)
-        ids, self.add_bos, self.add_eos, self.frame = SpecialTokens.from_gguf(gguf, self._vocabulary)
+        ids, self.add_bos, self.add_eos, self.frame = special_tokens(gguf, self._vocabulary)
         self.bos_id, self.eos_id, self.eot_id, self.eom_id = (ids[n] for n in ("bos", "eos", "eot", "eom"))
         self.pad_id, self.unk_id, self.sep_id, self.mask_id = (ids[n] for n in ("pad", "unk", "sep", "mask"))
         self.space_prefix = self._vocabulary.kind == "llama" and gguf.metadata.flag(
@@ -403,14 +421,27 @@ class Tokenizer:
             f"{lost.encode('utf-8').hex(' ')}"
         )
 
-    @cached_property
-    def _templates(self) -> FileTemplates:
-        return FileTemplates(self._gguf, self._spelled.special)
+    def _template_source(self, key: str) -> str | None:
+        source: str | None = self._gguf.metadata.typed(key, "string", default=None)
+        return source
 
-    @property
+    @cached_property
     def chat_template(self) -> str | None:
         """Jinja source of the file's chat template, or None."""
-        return self._templates.source
+        return self._template_source("tokenizer.chat_template")
+
+    @cached_property
+    def _plain_template(self) -> ChatTemplate:
+        from metal_prefill.text._chat_template import ChatTemplate  # imports jinja2
+
+        return ChatTemplate(self.chat_template or _PLAIN_TEMPLATE, self._spelled.special)
+
+    @cached_property
+    def _tools_template(self) -> ChatTemplate:
+        from metal_prefill.text._chat_template import ChatTemplate
+
+        source = self._template_source("tokenizer.chat_template.tool_use")
+        return self._plain_template if source is None else ChatTemplate(source, self._spelled.special)
 
     def apply_chat_template(
         self,
@@ -477,7 +508,7 @@ class Tokenizer:
         `untrusted` are variables that cannot spell control tokens. With `continues`, the text ends with that
         of the last message, for the model to continue.
         """
-        template = self._templates.with_tools if tools else self._templates.plain
+        template = self._tools_template if tools else self._plain_template
         return template.render(
             messages,
             {
@@ -497,12 +528,12 @@ class Tokenizer:
 
     def template_reads(self, variable: str, tools: bool) -> bool:
         """Return whether the template of conversations with or without tools reads a variable."""
-        return (self._templates.with_tools if tools else self._templates.plain).reads(variable)
+        return (self._tools_template if tools else self._plain_template).reads(variable)
 
     @property
     def chat_stop(self) -> tuple[str, ...]:
         """Strings that end an answer; empty if the file has a template, whose control tokens end it."""
-        return self._templates.stop
+        return () if self.chat_template else (_PLAIN_STOP,)
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         """Check that the file's chat template passes these tools to the model.
@@ -514,7 +545,7 @@ class Tokenizer:
         TypeError, ValueError
             A tool is not a mapping, or has no name.
         """
-        self._templates.with_tools.check_tools(tools)
+        self._tools_template.check_tools(tools)
 
     def _spelling(self, token_id: int | None) -> str:
         return "" if token_id is None else self.token(token_id)
@@ -618,7 +649,7 @@ class Tokenizer:
 
     @cached_property
     def _segmenter(self) -> Segmenter:
-        return self._vocabulary.segmenter(self._gguf)
+        return segmenter_of(self._gguf, self._vocabulary)
 
     @cached_property
     def _text_segmenter(self) -> Segmenter:

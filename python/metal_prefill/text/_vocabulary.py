@@ -12,28 +12,27 @@ from __future__ import annotations
 import codecs
 import logging
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Regex, models, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill._support.arguments import token_id as check_token_id
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._encoder_vocabulary import SPACE, begins_word, unigram, word_piece
+from metal_prefill.files._metadata_keys import MAX_INT
 
 _log = logging.getLogger("metal_prefill")
 
+SPACE = "\u2581"  # begins a token at the beginning of a word
 MAX_TOKEN_CHARACTERS = (
     1024  # published vocabularies have runs of up to 256 spaces; finding merges is quadratic
 )
-_MERGES_KEY = "tokenizer.ggml.merges"
+MERGES_KEY = "tokenizer.ggml.merges"
 ENCODER_KINDS = ("bert", "t5")
 KINDS = ("gpt2", "llama", "gemma4", *ENCODER_KINDS)
 # Which texts begin with a space of their own, in files that differ from SentencePiece: the whole text, or all
@@ -140,15 +139,15 @@ class Vocabulary:
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Vocabulary:
-        """Read tokens and types; `segmenter` reads merges and scores."""
+        """Read tokens and types; `segmenter_of` reads merges and scores."""
         kind: str = gguf.metadata.typed("tokenizer.ggml.model", "string")
         if kind not in KINDS:
             raise UnsupportedModelError(
                 f"{gguf.path}: tokenizer model {kind} is not supported; supported are {', '.join(KINDS)}"
             )
         if kind == "gemma4":
-            if _MERGES_KEY not in gguf.metadata:
-                raise GGUFError(f"{gguf.path}: {_MERGES_KEY} is missing, which tokenizer model {kind} needs")
+            if MERGES_KEY not in gguf.metadata:
+                raise GGUFError(f"{gguf.path}: {MERGES_KEY} is missing, which tokenizer model {kind} needs")
             kind = "llama"
         tokens: list[str] = gguf.metadata.typed("tokenizer.ggml.tokens", "array[string]")
         if not tokens:
@@ -180,25 +179,6 @@ class Vocabulary:
                     types[i] = TokenType.CONTROL
         return cls(kind, _pre_tokenizer(gguf) if kind == "gpt2" else PreTokenizer(()), tokens, types)
 
-    def segmenter(self, gguf: GGUFFile) -> Segmenter:
-        """Build a segmenter that converts text without special tokens to ids.
-
-        It cannot produce control or unknown tokens from any text.
-        """
-        special = np.isin(self.types, SPECIAL_TYPES)
-        special[list(gguf.metadata.token_ids(SPELLED_KEY, len(self.tokens)))] = True
-        plain_or_spelled = ~special & (self.types != TokenType.UNUSED)
-        if self.kind == "bert":
-            added = map(int, np.flatnonzero(self.types == TokenType.USER_DEFINED))
-            spelled = {i: self.spelled(i) for i in added}
-            return word_piece(gguf, self.tokens, plain_or_spelled, spelled)
-        if self.kind == "t5":
-            return unigram(gguf, self.tokens, plain_or_spelled)
-        plain = {token: i for i, token in enumerate(self.tokens) if not special[i]}
-        if self.kind == "gpt2":
-            return self._byte_level_bpe(gguf, plain)
-        return self._sentencepiece_bpe(gguf, plain)
-
     def spelling(self, gguf: GGUFFile, option: str) -> frozenset[int]:
         """Return the ids of tokens with an option of `SPELLING_KEYS`.
 
@@ -227,64 +207,6 @@ class Vocabulary:
             raise GGUFError(f"{gguf.path}: {PREPEND_KEY} is {scheme!r}, must be one of {known}")
         return scheme
 
-    def _byte_level_bpe(self, gguf: GGUFFile, plain: dict[str, int]) -> Segmenter:
-        segmenter = Segmenter(
-            models.BPE(plain, self._merges(gguf, plain), ignore_merges=self.pre.whole_words)
-        )
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.pre.patterns]
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        segmenter.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-        if gguf.metadata.flag("normalizer.nfc", default=self.pre.nfc):
-            segmenter.normalizer = normalizers.NFC()
-        return segmenter
-
-    def _merges(self, gguf: GGUFFile, plain: dict[str, int]) -> list[tuple[str, str]]:
-        merges = []
-        known = set(self.tokens)
-        for index, merge in enumerate(gguf.metadata.typed(_MERGES_KEY, "array[string]")):
-            border = merge.find(" ", 1)  # a piece may begin with a space, but is never empty
-            left, right = merge[:border], merge[border + 1 :]
-            if border < 0 or not {left, right, left + right} <= known:
-                raise GGUFError(
-                    f"{gguf.path}: merge {index} of {_MERGES_KEY}, {merge!r}, "
-                    "does not join two tokens to a token"
-                )
-            if {left, right, left + right} <= plain.keys():
-                merges.append((left, right))
-        return merges
-
-    def _sentencepiece_bpe(self, gguf: GGUFFile, plain: dict[str, int]) -> Segmenter:
-        scores = gguf.metadata.numbers("tokenizer.ggml.scores", "float", len(self.tokens))
-        if not np.isfinite(scores).all():
-            raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
-        if _MERGES_KEY in gguf.metadata:  # and merges do not follow from scores
-            merges = self._merges(gguf, plain)
-        else:
-            merges = self._scored_merges(scores, plain)
-        unknown = np.flatnonzero(self.types == TokenType.UNKNOWN)
-        vocabulary = dict(plain)
-        unk_token = None
-        if unknown.size:
-            unk_token = self.tokens[unknown[0]]
-            vocabulary[unk_token] = int(unknown[0])
-        return Segmenter(
-            models.BPE(vocabulary, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
-        )
-
-    def _scored_merges(self, scores: npt.NDArray[Any], plain: dict[str, int]) -> list[tuple[str, str]]:
-        # SentencePiece merges by the score of the result, but the library merges by the rank of the pair.
-        # Every pair that forms a token therefore gets a rank in the order of the scores.
-        ranked = sorted(
-            (token for token, i in plain.items() if int(self.types[i]) != TokenType.BYTE),
-            key=lambda token: -scores[plain[token]],
-        )
-        return [
-            (token[:at], token[at:])
-            for token in ranked
-            for at in range(1, len(token))
-            if token[:at] in plain and token[at:] in plain
-        ]
-
 
 def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
     key = "tokenizer.ggml.pre"
@@ -296,6 +218,110 @@ def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
             f"{gguf.path}: pre-tokenizer {name} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"
         )
     return PRE_TOKENIZERS[name]
+
+
+# Key under tokenizer.ggml of files of folders: whether second texts of pairs have type 1, in Unigram files.
+TYPES_KEY = "types_pairs"
+_KEYS = {  # keys under tokenizer.ggml, without _token_id
+    "bos": "bos",
+    "eos": "eos",
+    "eot": "eot",
+    "eom": "eom",
+    "pad": "padding",
+    "unk": "unknown",
+    "sep": "seperator",
+    "cls": "cls",
+    "mask": "mask",
+}
+
+
+class TokenPair(NamedTuple):
+    """Tokens of two texts that a model reads together."""
+
+    ids: list[int]  # token ids, with those that begin, separate and end the texts
+    # Token type of each: 0 for the first text and the tokens around it, 1 for the second text and the tokens
+    # after it. All are 0 if the model has a single type, or none.
+    types: list[int]
+
+
+class TokenFrame(NamedTuple):
+    """Tokens around a text, or around a pair of texts."""
+
+    # Tokens before the first text, between two texts, and after the last text.
+    begin: tuple[int, ...]
+    between: tuple[int, ...]
+    end: tuple[int, ...]
+    second_type: int  # token type of a second text: 1 or 0
+
+    @property
+    def pair_tokens(self) -> int:
+        """Number of tokens that a pair has in addition to those of its texts."""
+        return len(self.begin) + len(self.between) + len(self.end)
+
+    def text(self, ids: Sequence[int]) -> list[int]:
+        """Return the tokens of a text, given those of its words."""
+        return [*self.begin, *ids, *self.end]
+
+    def pair(self, first: Sequence[int], second: Sequence[int]) -> TokenPair:
+        """Return the tokens of a pair, given those of the words of each text."""
+        before = [*self.begin, *first, *self.between]
+        after = [*second, *self.end]
+        return TokenPair(before + after, [0] * len(before) + [self.second_type] * len(after))
+
+
+def special_tokens(
+    gguf: GGUFFile, vocabulary: Vocabulary
+) -> tuple[dict[str, int | None], bool, bool, TokenFrame]:
+    """Return the ids of special tokens by the names in `_KEYS`, and attributes of `Tokenizer`.
+
+    The latter are ``add_bos``, ``add_eos`` and ``frame``. The defaults of flags are those of llama.cpp. Of
+    the flags in a WordPiece file, either ``add_eos`` or ``add_sep`` ends a text with ``[SEP]``, which also
+    separates pairs; with ``double_separator``, two of them do. In other files, a pair has the end of the
+    first text, if there is one, and the separator.
+    """
+    tokens = vocabulary.tokens
+    ids = {name: gguf.metadata.token_id(key, len(tokens)) for name, key in _KEYS.items()}
+    separated = ids["sep"] is not None  # the type of a token is the number of separators before it
+    word_piece, unigram = vocabulary.kind == "bert", vocabulary.kind == "t5"
+    if word_piece:  # early converters wrote only one of the ids of a token, or none
+        spelled = {text: tokens.index(text) for text in ("[CLS]", "[SEP]", "[UNK]") if text in tokens}
+        ids["bos"] = _first(ids["bos"], ids["cls"], spelled.get("[CLS]"))
+        ids["eos"] = ids["sep"] = _first(ids["sep"], ids["eos"], spelled.get("[SEP]"))
+        ids["unk"] = _first(ids["unk"], spelled.get("[UNK]"))
+    adds_bos = (vocabulary.kind == "llama" or vocabulary.pre.adds_bos) and ids["bos"] is not None
+    add_bos = gguf.metadata.flag("add_bos_token", default=adds_bos or word_piece)
+    add_eos = gguf.metadata.flag("add_eos_token", default=unigram and ids["eos"] is not None)
+    add_sep = gguf.metadata.flag("add_sep_token", default=word_piece or (unigram and ids["sep"] is not None))
+    ids["sep"] = _first(ids["sep"], ids["eos"])
+    if word_piece:
+        add_eos, add_sep = add_eos or add_sep, False
+    added = (("bos", "bos", add_bos), ("eos", "eos", add_eos), ("sep", "seperator", add_sep))
+    for name, key, adds in added:
+        if adds and ids[name] is None:
+            raise GGUFError(
+                f"{gguf.path}: tokenizer.ggml.add_{name}_token is set, "
+                f"but tokenizer.ggml.{key}_token_id is missing"
+            )
+    end = _known(ids["eos"] if add_eos else None)
+    second = ids["eos"] if gguf.metadata.flag("double_separator", default=False) else None  # MPNet's pairs
+    separator = (*end, *_known(second if word_piece else ids["sep"] if add_sep else None))
+    typed = separated if word_piece else gguf.metadata.flag(TYPES_KEY, default=False)
+    types = gguf.metadata.integer("tokenizer.ggml.token_type_count", 0, MAX_INT, default=2)
+    frame = TokenFrame(_known(ids["bos"] if add_bos else None), separator, end, int(typed and types > 1))
+    return ids, add_bos, add_eos, frame
+
+
+def _first(*ids: int | None) -> int | None:
+    return next(iter(_known(*ids)), None)
+
+
+def _known(*ids: int | None) -> tuple[int, ...]:
+    return tuple(i for i in ids if i is not None)
+
+
+def begins_word(text: str) -> bool:
+    """Return whether a token of WordPiece begins words; a single U+2581 is the character inside a word."""
+    return text.startswith(SPACE) and text != SPACE
 
 
 class Piece(NamedTuple):

@@ -1,6 +1,6 @@
-"""Segmentation of text with the vocabularies of encoders: WordPiece, and SentencePiece's Unigram model."""
+"""Segmenters of text, which the tokenizers library builds from the vocabulary of a GGUF file."""
 
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -9,8 +9,16 @@ from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.text._vocabulary import (
+    MERGES_KEY,
+    SPACE,
+    SPECIAL_TYPES,
+    SPELLED_KEY,
+    TokenType,
+    Vocabulary,
+    begins_word,
+)
 
-SPACE = "\u2581"  # begins a token at the beginning of a word
 MAX_WORD_CHARACTERS = 100  # of WordPiece; longer words become the unknown token, as in BERT's tokenizer
 # Key under tokenizer.ggml of files of folders: names of the normalizer's steps. Without it, the character map
 # is the only one.
@@ -35,34 +43,109 @@ _CONTINUATION = "##"
 _NO_WORD = " "  # a piece that no word contains, because words contain no white space
 
 
-def begins_word(text: str) -> bool:
-    """Return whether a token of WordPiece begins words; a single U+2581 is the character inside a word."""
-    return text.startswith(SPACE) and text != SPACE
+def segmenter_of(gguf: GGUFFile, vocabulary: Vocabulary) -> Segmenter:
+    """Build a segmenter that converts text without special tokens to ids.
+
+    It cannot produce control or unknown tokens from any text.
+    """
+    special = np.isin(vocabulary.types, SPECIAL_TYPES)
+    special[list(gguf.metadata.token_ids(SPELLED_KEY, len(vocabulary.tokens)))] = True
+    if vocabulary.kind in _OF_ENCODERS:
+        plain_or_spelled = ~special & (vocabulary.types != TokenType.UNUSED)
+        return _OF_ENCODERS[vocabulary.kind](gguf, vocabulary, plain_or_spelled)
+    plain = {token: i for i, token in enumerate(vocabulary.tokens) if not special[i]}
+    return (_byte_level_bpe if vocabulary.kind == "gpt2" else _sentencepiece_bpe)(gguf, vocabulary, plain)
 
 
-def word_piece(
+def _byte_level_bpe(gguf: GGUFFile, vocabulary: Vocabulary, plain: dict[str, int]) -> Segmenter:
+    segmenter = Segmenter(
+        models.BPE(plain, _merges(gguf, vocabulary, plain), ignore_merges=vocabulary.pre.whole_words)
+    )
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in vocabulary.pre.patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    segmenter.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    if gguf.metadata.flag("normalizer.nfc", default=vocabulary.pre.nfc):
+        segmenter.normalizer = normalizers.NFC()
+    return segmenter
+
+
+def _merges(gguf: GGUFFile, vocabulary: Vocabulary, plain: dict[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    known = set(vocabulary.tokens)
+    for index, merge in enumerate(gguf.metadata.typed(MERGES_KEY, "array[string]")):
+        border = merge.find(" ", 1)  # a piece may begin with a space, but is never empty
+        left, right = merge[:border], merge[border + 1 :]
+        if border < 0 or not {left, right, left + right} <= known:
+            raise GGUFError(
+                f"{gguf.path}: merge {index} of {MERGES_KEY}, {merge!r}, does not join two tokens to a token"
+            )
+        if {left, right, left + right} <= plain.keys():
+            merges.append((left, right))
+    return merges
+
+
+def _sentencepiece_bpe(gguf: GGUFFile, vocabulary: Vocabulary, plain: dict[str, int]) -> Segmenter:
+    scores = _scores(gguf, vocabulary)
+    if MERGES_KEY in gguf.metadata:  # and merges do not follow from scores
+        merges = _merges(gguf, vocabulary, plain)
+    else:
+        merges = _scored_merges(scores, vocabulary, plain)
+    unknown = np.flatnonzero(vocabulary.types == TokenType.UNKNOWN)
+    known = dict(plain)
+    unk_token = None
+    if unknown.size:
+        unk_token = vocabulary.tokens[unknown[0]]
+        known[unk_token] = int(unknown[0])
+    return Segmenter(models.BPE(known, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+
+
+def _scores(gguf: GGUFFile, vocabulary: Vocabulary) -> npt.NDArray[Any]:
+    scores = gguf.metadata.numbers("tokenizer.ggml.scores", "float", len(vocabulary.tokens))
+    if not np.isfinite(scores).all():
+        raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
+    return scores
+
+
+def _scored_merges(
+    scores: npt.NDArray[Any], vocabulary: Vocabulary, plain: dict[str, int]
+) -> list[tuple[str, str]]:
+    # SentencePiece merges by the score of the result, but the library merges by the rank of the pair.
+    # Every pair that forms a token therefore gets a rank in the order of the scores.
+    ranked = sorted(
+        (token for token, i in plain.items() if int(vocabulary.types[i]) != TokenType.BYTE),
+        key=lambda token: -scores[plain[token]],
+    )
+    return [
+        (token[:at], token[at:])
+        for token in ranked
+        for at in range(1, len(token))
+        if token[:at] in plain and token[at:] in plain
+    ]
+
+
+def _word_piece(
     gguf: GGUFFile,
-    tokens: Sequence[str],  # text of each id
+    vocabulary: Vocabulary,
     plain: npt.NDArray[np.bool_],  # whether text may produce each token
-    spelled: Mapping[int, str],  # spellings of user-defined tokens, by id
 ) -> Segmenter:
     """Build a WordPiece segmenter.
 
     In a file, tokens at the beginning of a word begin with U+2581, and others, which BERT writes as
     ``##ing``, have no mark.
     """
-    vocabulary = {}
-    for i in map(int, np.flatnonzero(plain)):
-        text = tokens[i]
+    pieces = {}
+    spelled = set(np.flatnonzero(vocabulary.types == TokenType.USER_DEFINED).tolist())
+    for i in np.flatnonzero(plain).tolist():
+        text = vocabulary.tokens[i]
         if i in spelled:
-            vocabulary[spelled[i]] = i
+            pieces[vocabulary.spelled(i)] = i
         elif begins_word(text):
-            vocabulary[text[1:]] = i
+            pieces[text[1:]] = i
         elif text:
-            vocabulary[_CONTINUATION + text] = i
-    vocabulary[_NO_WORD] = _unknown_id(gguf, tokens, "[UNK]")
+            pieces[_CONTINUATION + text] = i
+    pieces[_NO_WORD] = _unknown_id(gguf, vocabulary, "[UNK]")
     segmenter = Segmenter(
-        models.WordPiece(vocabulary, unk_token=_NO_WORD, max_input_chars_per_word=MAX_WORD_CHARACTERS)
+        models.WordPiece(pieces, unk_token=_NO_WORD, max_input_chars_per_word=MAX_WORD_CHARACTERS)
     )
     lowercase = gguf.metadata.flag("normalizer.lowercase", default=True)
     segmenter.normalizer = normalizers.BertNormalizer(
@@ -75,25 +158,24 @@ def word_piece(
     return segmenter
 
 
-def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_]) -> Segmenter:
-    """Build a Unigram segmenter; its parameters are those of `word_piece`."""
+def _unigram(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bool_]) -> Segmenter:
+    """Build a Unigram segmenter; its parameters are those of `_word_piece`."""
+    tokens = vocabulary.tokens
     key = f"tokenizer.ggml.{STEPS_KEY}"
     steps = gguf.metadata.get(key, [CHARSMAP])
     if not isinstance(steps, list) or not all(name == CHARSMAP or name in STEPS for name in steps):
         raise GGUFError(f"{gguf.path}: {key} must be a list of {CHARSMAP}, {', '.join(STEPS)}, is {steps!r}")
-    scores = gguf.metadata.numbers("tokenizer.ggml.scores", "float", len(tokens))
-    if not np.isfinite(scores).all():
-        raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
-    unknown = _unknown_id(gguf, tokens, "<unk>")
+    scores = _scores(gguf, vocabulary)
+    unknown = _unknown_id(gguf, vocabulary, "<unk>")
     # Tokens are numbered by their position, so those that text must not produce are renamed: U+2581 occurs in
     # a word only at its beginning. The lowest score of the others sets the score of unknown characters.
     highest = float(scores.max())
-    vocabulary = [
+    pieces = [
         (token, float(score)) if is_plain and token else (f"{SPACE}{SPACE}{i}", highest)
         for i, (token, score, is_plain) in enumerate(zip(tokens, scores, plain, strict=True))
     ]
     bytes_of_all = {f"<0x{byte:02X}>" for byte in range(256)} <= set(tokens)
-    segmenter = Segmenter(models.Unigram(vocabulary, unk_id=unknown, byte_fallback=bytes_of_all))
+    segmenter = Segmenter(models.Unigram(pieces, unk_id=unknown, byte_fallback=bytes_of_all))
     charsmap = read_charsmap(gguf)
     known = STEPS if charsmap is None else {**STEPS, CHARSMAP: normalizers.Precompiled(charsmap)}
     made = [known[name] for name in steps if name in known]
@@ -111,7 +193,11 @@ def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_])
     return segmenter
 
 
-def _unknown_id(gguf: GGUFFile, tokens: Sequence[str], spelling: str) -> int:
+_OF_ENCODERS = {"bert": _word_piece, "t5": _unigram}
+
+
+def _unknown_id(gguf: GGUFFile, vocabulary: Vocabulary, spelling: str) -> int:
+    tokens = vocabulary.tokens
     stated = gguf.metadata.token_id("unknown", len(tokens))
     if stated is not None:
         return stated
