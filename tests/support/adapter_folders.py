@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors.numpy import save_file
 
-from support.decoder_folders import qwen, sized
+from support.decoder_folders import qwen3, sized
 from support.model_folders import Folder, Values, llama, values
 from support.places import DATA
 
@@ -74,7 +74,7 @@ def _jina_v5(folder: Folder, **config: Any) -> Folder:
 
 def small(path: Path) -> Folder:
     """Make a folder of the model with a decoder, whose weights have the prefix of one with a head."""
-    return _jina_v5(qwen(path, "Qwen3", use_sliding_window=False))
+    return _jina_v5(qwen3(path, use_sliding_window=False))
 
 
 def nano(path: Path) -> Folder:

@@ -11,7 +11,19 @@ from safetensors.numpy import save_file
 
 from support import model_folders
 from support.folder_reference import BIAS, LAYER, Array, FolderTensors, gelu, states
-from support.model_folders import DIM, FFN, HEADS, LAYERS, Folder, Shapes, bert_layer, linear, norm, values
+from support.model_folders import (
+    DIM,
+    FFN,
+    HEADS,
+    LAYERS,
+    Folder,
+    Shapes,
+    bert_layer,
+    linear,
+    norm,
+    repeated,
+    values,
+)
 
 CONTEXT = 330  # distances beyond 128 have the same bias
 # Names of BERT's modules in each class.
@@ -53,9 +65,7 @@ _TYPES = "embeddings.token_type_embeddings.weight"
 def _with_body(folder: Folder, prefix: str, layer: Shapes, names: dict[str, str], *, types: bool) -> Folder:
     """Replace the layers and the table of positions; without token types, positions are absolute."""
     shapes: Shapes = {} if types else {_POSITIONS: (CONTEXT, DIM)}
-    for i in range(LAYERS):
-        at = names.get(LAYER, LAYER).format(i)
-        shapes |= {at + name: shape for name, shape in layer.items()}
+    shapes |= repeated(names.get(LAYER, LAYER), layer)
     left_out = ("encoder.", _POSITIONS, *(() if types else (_TYPES,)))
     folder.tensors = {prefix + n: t for n, t in folder.tensors.items() if not n.startswith(left_out)}
     return folder.add(shapes, size=3, prefix=prefix)
@@ -71,7 +81,7 @@ def mpnet(path: Path) -> Folder:
         "relative_attention_num_buckets": 32,
     }
     del folder.config["type_vocab_size"]
-    _with_body(folder, "mpnet.", bert_layer("", MPNET), MPNET, types=False)
+    _with_body(folder, "mpnet.", bert_layer(MPNET), MPNET, types=False)
     folder.add({f"mpnet.{BIAS}": (32, HEADS)}, 7, size=10)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     ids = tokenizer["model"]["vocab"]
@@ -97,7 +107,7 @@ def distilbert(path: Path, architecture: str = "DistilBertModel") -> Folder:
         "vocab_size": folder.config["vocab_size"],
     }
     prefix = "distilbert." if "For" in architecture else ""
-    _with_body(folder, prefix, bert_layer("", DISTILBERT), DISTILBERT, types=False)
+    _with_body(folder, prefix, bert_layer(DISTILBERT), DISTILBERT, types=False)
     if "Sequence" in architecture:
         folder.config["id2label"] = {"0": "NEGATIVE", "1": "POSITIVE"}
         folder.add(linear("pre_classifier") | linear("classifier", 2), 3, size=5)
@@ -132,13 +142,8 @@ def jina_code(path: Path) -> Folder:
         "position_embedding_type": "alibi",
         "feed_forward_type": "geglu",
     }
-    layer = {name: shape for name, shape in bert_layer("", {}).items() if name.startswith("attention.")}
-    for name in (
-        "attention.self.layer_norm_q",
-        "attention.self.layer_norm_k",
-        "layer_norm_1",
-        "layer_norm_2",
-    ):
+    layer = {name: shape for name, shape in bert_layer({}).items() if name.startswith("attention.")}
+    for name in (*(f"attention.self.layer_norm_{part}" for part in "qk"), "layer_norm_1", "layer_norm_2"):
         layer |= norm(name)
     layer |= {"mlp.up_gated_layer.weight": (2 * FFN, DIM), **linear("mlp.down_layer", DIM, FFN)}
     return _with_body(folder, "bert.", layer, JINA_CODE, types=True)

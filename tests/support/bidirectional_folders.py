@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.decoder_folders import ministral3, qwen, sized
+from support.decoder_folders import ministral3, qwen2, sized
+from support.decoder_folders import qwen3 as qwen3_decoder
 from support.model_folders import DIM, Folder, llama
 from support.places import DATA
 
@@ -30,12 +31,12 @@ def nemotron(path: Path) -> Folder:
 
 def qwen3(path: Path) -> Folder:
     """Make a folder of Qwen3 that states that its attention is not causal."""
-    return _body(qwen(path, "Qwen3"), "Qwen3Model", is_causal=False)
+    return _body(qwen3_decoder(path), "Qwen3Model", is_causal=False)
 
 
 def voyage(path: Path) -> Folder:
     """Make a folder as voyage-4-nano has it: states are projected before they are pooled."""
-    folder = qwen(path, "Qwen3", tie_word_embeddings=True)
+    folder = qwen3_decoder(path, tie_word_embeddings=True)
     del folder.tensors["lm_head.weight"]
     folder.add({"linear.weight": (PROJECTED, DIM)})
     folder.config |= {
@@ -49,7 +50,7 @@ def voyage(path: Path) -> Folder:
 
 def pplx(path: Path) -> Folder:
     """Make a folder as pplx-embed has it: the class implies the attention, and vectors are integers."""
-    folder = _body(qwen(path, "Qwen3"), "PPLXQwen3Model", model_type="bidirectional_pplx_qwen3")
+    folder = _body(qwen3_decoder(path), "PPLXQwen3Model", model_type="bidirectional_pplx_qwen3")
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
     modules = [{"path": at, "type": f"sentence_transformers.models.{kind}"} for at, kind in kinds.items()]
     quantizer = {"path": "", "type": "st_quantize.FlexibleQuantizer", "kwargs": ["quantization"]}
@@ -59,7 +60,7 @@ def pplx(path: Path) -> Folder:
 
 def gte_qwen2(path: Path) -> Folder:
     """Make a folder as gte-Qwen2 has it: its class predicts text, but its attention is not causal."""
-    folder = qwen(path, "Qwen2", is_causal=False)
+    folder = qwen2(path, is_causal=False)
     folder.config |= _CONTEXT
     return sized(folder.pool("lasttoken"))
 

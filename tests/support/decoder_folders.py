@@ -1,6 +1,7 @@
 """Small folders of decoders with random weights, whose logits are recorded with transformers."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from support.model_folders import (
     linear,
     llama,
     norm,
+    repeated,
     tokenized,
     weights,
 )
@@ -43,14 +45,25 @@ _GRANITE = {
 }
 
 
-def _llama(path: Path, name: str, config: dict[str, Any], **usual: Any) -> Folder:
-    """Make a folder with Llama's tensors of another class, and its usual settings."""
-    return llama(path, f"{name}ForCausalLM", **{**usual, **config})
+Make = Callable[..., Folder]  # of a path and settings
+Change = Callable[[Folder], Any]
+
+
+def _llama(name: str, *changes: Change, **usual: Any) -> Make:
+    """Return a function that makes folders of a class with Llama's tensors and changes them."""
+
+    def make(path: Path, **config: Any) -> Folder:
+        stated = {"model_type": name.lower(), **deepcopy(usual), **config}
+        folder = llama(path, f"{name}ForCausalLM", **stated)
+        for change in changes:
+            change(folder)
+        return folder
+
+    return make
 
 
 def _of_layers(folder: Folder, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
-    layers = folder.config["num_hidden_layers"]
-    return {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in shapes.items()}
+    return repeated("model.layers.{}.", shapes, folder.config["num_hidden_layers"])
 
 
 def sized(folder: Folder) -> Folder:
@@ -60,91 +73,90 @@ def sized(folder: Folder) -> Folder:
     return folder
 
 
-def smollm3(path: Path, **config: Any) -> Folder:
-    """Make a folder of SmolLM3: the fourth of five layers does not rotate."""
-    return _llama(path, "SmolLM3", config, model_type="smollm3", pad_token_id=0, num_hidden_layers=5)
-
-
-def granite(path: Path, **config: Any) -> Folder:
-    """Make a folder of Granite 3, with factors of embeddings, additions, logits and scores."""
-    return _llama(path, "Granite", config, model_type="granite", **_GRANITE)
-
-
-def _with_head_norms(folder: Folder, q: int, k: int, names: tuple[str, str] = ("q_norm", "k_norm")) -> Folder:
+def _norms_of_heads(q: int, k: int, names: tuple[str, str] = ("q_norm", "k_norm")) -> Change:
     """Add norms of q and of k with these widths."""
     norms = weights("self_attn.", dict(zip(names, ((q,), (k,)), strict=True)))
-    return folder.add(_of_layers(folder, norms), 100)
+    return lambda folder: folder.add(_of_layers(folder, norms), 100)
 
 
-def _with_norms_of_outputs(folder: Folder) -> Folder:
+def _norms_of_outputs(folder: Folder) -> None:
     """Norm the outputs of blocks instead of their inputs."""
     for layer in range(folder.config["num_hidden_layers"]):
         norm = folder.tensors.pop(f"model.layers.{layer}.input_layernorm.weight")
         folder.tensors[f"model.layers.{layer}.post_feedforward_layernorm.weight"] = norm
-    return folder
 
 
-def olmo2(path: Path, **config: Any) -> Folder:
-    """Make a folder of OLMo 2, which norms outputs of blocks, and q and k of all heads together."""
-    folder = _llama(path, "Olmo2", config, model_type="olmo2", pad_token_id=0)
-    return _with_head_norms(_with_norms_of_outputs(folder), DIM, KV)
+def _without_head(folder: Folder) -> None:
+    del folder.tensors["lm_head.weight"]
 
 
-def olmo3(path: Path, **config: Any) -> Folder:
-    """Make a folder of OLMo 3, whose layers with a window are not scaled."""
-    plain = {"rope_type": "default", "rope_theta": 5e5}
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT // 4}
-    rope = {"full_attention": {**plain, **yarn}, "sliding_attention": plain}
-    settings = {"pad_token_id": 0, "num_hidden_layers": 5, "sliding_window": 9, "rope_parameters": rope}
-    folder = _llama(path, "Olmo3", config, model_type="olmo3", **settings)
-    return _with_head_norms(_with_norms_of_outputs(folder), DIM, KV)
+smollm3 = _llama("SmolLM3", pad_token_id=0, num_hidden_layers=5)  # the fourth of five layers does not rotate
+granite = _llama("Granite", **_GRANITE)
+minicpm = _llama("MiniCPM", scale_emb=12.0, scale_depth=0.5, dim_model_base=8)
+ernie = _llama("Ernie4_5", head_dim=HEAD, use_bias=False)  # rotated pairs are next to each other
+mistral = _llama("Mistral", head_dim=HEAD)  # all layers have a window
+# Outputs of blocks have norms, and q and k of all heads together.
+olmo2 = _llama("Olmo2", _norms_of_outputs, _norms_of_heads(DIM, KV), pad_token_id=0)
+_PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT // 4}
+olmo3 = _llama(  # layers with a window are not scaled
+    "Olmo3",
+    _norms_of_outputs,
+    _norms_of_heads(DIM, KV),
+    pad_token_id=0,
+    num_hidden_layers=5,
+    sliding_window=9,
+    rope_parameters={"full_attention": {**_PLAIN, **_YARN}, "sliding_attention": _PLAIN},
+)
 
 
 def exaone4(path: Path, **config: Any) -> Folder:
     """Make a folder of EXAONE 4, which norms outputs of blocks, and each head of q and k."""
     kinds = None if config.get("sliding_window") else ["full_attention"] * LAYERS
-    settings = {"pad_token_id": 0, "sliding_window": None, "layer_types": kinds}
-    folder = _llama(path, "Exaone4", config, model_type="exaone4", **settings)
-    return _with_head_norms(_with_norms_of_outputs(folder), HEAD, HEAD)
+    usual = {"pad_token_id": 0, "sliding_window": None, "layer_types": kinds}
+    return _llama("Exaone4", _norms_of_outputs, _norms_of_heads(HEAD, HEAD), **usual)(path, **config)
 
 
-def gemma2(path: Path, **config: Any) -> Folder:
-    """Make a folder of Gemma 2, which norms inputs and outputs of blocks, and limits scores and logits."""
-    width = 16
-    settings = {
-        "model_type": "gemma2",
-        "num_hidden_layers": 3,
-        "sliding_window": 9,
-        "head_dim": width,
-        "query_pre_attn_scalar": 9,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 1.5,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "pad_token_id": 0,
-    }
-    folder = _llama(path, "Gemma2", config, **settings)
-    del folder.tensors["lm_head.weight"]
+def _norms_of_gemma2(folder: Folder) -> None:
+    """Norm inputs and outputs of blocks."""
     norms = dict.fromkeys(("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"), (DIM,))
-    return folder.add(_of_layers(folder, recurrent_folders.attention(width) | norms), 100)
+    shapes = recurrent_folders.attention(folder.config["head_dim"]) | norms
+    folder.add(_of_layers(folder, shapes), 100)
 
 
-def hunyuan(path: Path, **config: Any) -> Folder:
-    """Make a folder of Hunyuan, which norms each head of q and k after its rotation."""
-    rope = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
-    settings = {"pad_token_id": 0, "head_dim": HEAD, "rope_scaling": rope}
-    folder = _llama(path, "HunYuanDenseV1", config, model_type="hunyuan_v1_dense", **settings)
-    return _with_head_norms(folder, HEAD, HEAD, ("query_layernorm", "key_layernorm"))
+gemma2 = _llama(  # scores and logits have limits
+    "Gemma2",
+    _without_head,
+    _norms_of_gemma2,
+    num_hidden_layers=3,
+    sliding_window=9,
+    head_dim=16,
+    query_pre_attn_scalar=9,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=1.5,
+    hidden_activation="gelu_pytorch_tanh",
+    pad_token_id=0,
+)
+hunyuan = _llama(  # each head of q and k has a norm after its rotation
+    "HunYuanDenseV1",
+    _norms_of_heads(HEAD, HEAD, ("query_layernorm", "key_layernorm")),
+    model_type="hunyuan_v1_dense",
+    pad_token_id=0,
+    head_dim=HEAD,
+    rope_scaling={"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+)
 
 
-def phi3(path: Path, **config: Any) -> Folder:
-    """Make a folder of Phi-3: q, k and v are rows of one matrix, gate and up those of another."""
-    folder = _llama(path, "Phi3", config, model_type="phi3", pad_token_id=0)
+def _stacked(folder: Folder) -> None:
+    """Make q, k and v rows of one matrix, and gate and up those of another."""
     for layer in range(LAYERS):
         for whole, parts in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
             name = f"model.layers.{layer}.{whole.partition('.')[0]}."
             rows = [folder.tensors.pop(f"{name}{part}_proj.weight") for part in parts]
             folder.tensors[f"model.layers.{layer}.{whole}_proj.weight"] = np.concatenate(rows)
-    return folder
+
+
+phi3 = _llama("Phi3", _stacked, pad_token_id=0)
 
 
 def long_rope(dims: int) -> dict[str, Any]:
@@ -160,26 +172,10 @@ def long_rope(dims: int) -> dict[str, Any]:
     }
 
 
-def ernie(path: Path, **config: Any) -> Folder:
-    """Make a folder of ERNIE 4.5, whose rotated pairs are next to each other."""
-    return _llama(path, "Ernie4_5", config, model_type="ernie4_5", head_dim=HEAD, use_bias=False)
-
-
-def qwen(path: Path, name: str, **config: Any) -> Folder:
-    """Make a folder of Qwen2 or Qwen3, whose upper layers have a window."""
-    settings = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
-    folder = _llama(path, name, config, model_type=name.lower(), head_dim=HEAD, **settings)
-    if name == "Qwen3":
-        return _with_head_norms(folder, HEAD, HEAD)
-    biases = {
-        f"self_attn.{part}_proj.bias": (width,) for part, width in zip("qkv", (DIM, KV, KV), strict=True)
-    }
-    return folder.add(_of_layers(folder, biases), 100)
-
-
-def mistral(path: Path, **config: Any) -> Folder:
-    """Make a folder of Mistral, all of whose layers have a window."""
-    return _llama(path, "Mistral", config, model_type="mistral", head_dim=HEAD)
+_BIASES = {f"self_attn.{part}_proj.bias": (width,) for part, width in zip("qkv", (DIM, KV, KV), strict=True)}
+_UPPER: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+qwen2 = _llama("Qwen2", lambda folder: folder.add(_of_layers(folder, _BIASES), 100), head_dim=HEAD, **_UPPER)
+qwen3 = _llama("Qwen3", _norms_of_heads(HEAD, HEAD), head_dim=HEAD, **_UPPER)
 
 
 def with_text_part(folder: Folder, **config: Any) -> Folder:
@@ -197,16 +193,20 @@ def qwen3_vl(path: Path, **config: Any) -> Folder:
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
     settings = {"model_type": "qwen3_vl_text", "head_dim": HEAD, "pad_token_id": 0, "rope_parameters": rope}
     folder = llama(path, "Qwen3VLForConditionalGeneration", **{**settings, **config})
-    _with_head_norms(folder, HEAD, HEAD).add({"lm_head.weight": (VOCAB, DIM)}, 99)
+    _norms_of_heads(HEAD, HEAD)(folder)
+    folder.add({"lm_head.weight": (VOCAB, DIM)}, 99)
     vision: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size"), 16)
     vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": DIM}
     vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 4}
     return with_text_part(folder, model_type="qwen3_vl", vision_config=vision, tie_word_embeddings=False)
 
 
-def ministral3(path: Path, **config: Any) -> Folder:
-    """Make a folder of the text part of Ministral 3, whose scores grow after the original context."""
-    rope = {
+ministral3 = _llama(  # scores grow after the original context
+    "Ministral3",
+    head_dim=HEAD,
+    pad_token_id=0,
+    max_position_embeddings=4 * CONTEXT,
+    rope_parameters={
         "rope_type": "yarn",
         "rope_theta": 1e6,
         "factor": 4.0,
@@ -216,18 +216,12 @@ def ministral3(path: Path, **config: Any) -> Folder:
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
         "llama_4_scaling_beta": 0.1,
-    }
-    settings = {"head_dim": HEAD, "pad_token_id": 0, "max_position_embeddings": 4 * CONTEXT}
-    return _llama(path, "Ministral3", config, model_type="ministral3", rope_parameters=rope, **settings)
-
-
-def minicpm(path: Path, **config: Any) -> Folder:
-    """Make a folder of MiniCPM, with factors of embeddings, additions and logits."""
-    factors = {"scale_emb": 12.0, "scale_depth": 0.5, "dim_model_base": 8}
-    return _llama(path, "MiniCPM", config, model_type="minicpm", **factors)
+    },
+)
 
 
 # Decoders with LayerNorm.
+_NORMS = norm("input_layernorm") | norm("post_attention_layernorm")
 
 
 def _columns(name: str, columns: int = DIM, rows: int = DIM) -> Shapes:
@@ -250,12 +244,9 @@ def gpt2(path: Path, **config: Any) -> Folder:
     }
     shapes: Shapes = {"wte.weight": (VOCAB, DIM), "wpe.weight": (CONTEXT, DIM), **norm("ln_f")}
     width = settings["n_inner"] or 4 * DIM
-    for layer in range(LAYERS):
-        name = f"h.{layer}."
-        shapes |= norm(f"{name}ln_1") | norm(f"{name}ln_2")
-        shapes |= _columns(f"{name}attn.c_attn", rows=3 * DIM) | _columns(f"{name}attn.c_proj")
-        shapes |= _columns(f"{name}mlp.c_fc", rows=width) | _columns(f"{name}mlp.c_proj", columns=width)
-    return tokenized(path, settings, shapes)
+    layer = norm("ln_1") | norm("ln_2") | _columns("attn.c_attn", rows=3 * DIM) | _columns("attn.c_proj")
+    layer |= _columns("mlp.c_fc", rows=width) | _columns("mlp.c_proj", columns=width)
+    return tokenized(path, settings, shapes | repeated("h.{}.", layer))
 
 
 def gpt_neox(path: Path, **config: Any) -> Folder:
@@ -263,11 +254,9 @@ def gpt_neox(path: Path, **config: Any) -> Folder:
     settings = {**SIZES, "architectures": ["GPTNeoXForCausalLM"], "vocab_size": VOCAB, "rotary_pct": 0.25}
     shapes: Shapes = {"gpt_neox.embed_in.weight": (VOCAB, DIM), "embed_out.weight": (VOCAB, DIM)}
     shapes |= norm("gpt_neox.final_layer_norm")
-    for layer in range(LAYERS):
-        name = f"gpt_neox.layers.{layer}."
-        shapes |= norm(f"{name}input_layernorm") | norm(f"{name}post_attention_layernorm")
-        shapes |= linear(f"{name}attention.query_key_value", 3 * DIM) | linear(f"{name}attention.dense")
-        shapes |= linear(f"{name}mlp.dense_h_to_4h", FFN) | linear(f"{name}mlp.dense_4h_to_h", DIM, FFN)
+    layer = _NORMS | linear("attention.query_key_value", 3 * DIM) | linear("attention.dense")
+    layer |= linear("mlp.dense_h_to_4h", FFN) | linear("mlp.dense_4h_to_h", DIM, FFN)
+    shapes |= repeated("gpt_neox.layers.{}.", layer)
     return tokenized(path, {**settings, "model_type": "gpt_neox", **config}, shapes)
 
 
@@ -277,8 +266,7 @@ def _with_layer_norm(
     """Make a folder whose modules are named as in Llama, from the shapes of a layer and of the last norm."""
     settings = {**GROUPED, "architectures": [f"{name}ForCausalLM"], "pad_token_id": 0, **usual, **config}
     shapes: Shapes = {"model.embed_tokens.weight": (VOCAB, DIM), "lm_head.weight": (VOCAB, DIM)}
-    for i in range(settings["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    shapes |= repeated("model.layers.{}.", layer, settings["num_hidden_layers"])
     folder = tokenized(path, settings, shapes)
     for tensor, shape in last.items():
         folder.add({tensor: shape})
@@ -295,7 +283,6 @@ def _without_biases(shapes: Shapes, names: str = "") -> Shapes:
     return {name: shape for name, shape in shapes.items() if not name.endswith(f"{names}.bias")}
 
 
-_NORMS = norm("input_layernorm") | norm("post_attention_layernorm")
 _GATED = weights("mlp.", {f"{name}_proj": GATED[name] for name in ("gate", "up", "down")})
 
 
@@ -376,14 +363,14 @@ def qwen3_moe(path: Path, count: int = 8, used: int = 3, **config: Any) -> Folde
         "head_dim": HEAD,
         "pad_token_id": 0,
     }
-    return _with_experts(_with_head_norms(_llama(path, "Qwen3Moe", config, **settings), HEAD, HEAD), count)
+    return _with_experts(_llama("Qwen3Moe", _norms_of_heads(HEAD, HEAD), **settings)(path, **config), count)
 
 
 def olmoe(path: Path, count: int = 64, used: int = 8, **config: Any) -> Folder:
     """Make a folder of OLMoE, whose factors are not divided by their sum."""
     settings = {"num_experts": count, "num_experts_per_tok": used, "intermediate_size": WIDTH}
-    folder = _llama(path, "Olmoe", config, model_type="olmoe", pad_token_id=0, **settings)
-    return _with_experts(_with_head_norms(folder, DIM, KV), count)
+    make = _llama("Olmoe", _norms_of_heads(DIM, KV), pad_token_id=0, **settings)
+    return _with_experts(make(path, **config), count)
 
 
 def _with_granite_experts(folder: Folder, count: int) -> Folder:
@@ -399,14 +386,13 @@ def granite_moe(path: Path, count: int = 5, used: int = 2, shared: int = 0, **co
     """Make a folder of Granite 3 with experts; `shared` is the width of one for all tokens."""
     family = "Shared" if shared else ""
     settings = {
-        "model_type": f"granitemoe{family.lower()}",
         "num_local_experts": count,
         "num_experts_per_tok": used,
         "intermediate_size": WIDTH,
         **_GRANITE,
         **({"shared_intermediate_size": shared} if shared else {}),
     }
-    folder = _without_dense(_llama(path, f"GraniteMoe{family}", config, **settings))
+    folder = _without_dense(_llama(f"GraniteMoe{family}", **settings)(path, **config))
     for name, shape in {"input": (2 * shared, DIM), "output": (DIM, shared)}.items() if shared else ():
         folder.add(_of_layers(folder, weights("shared_mlp.", {f"{name}_linear": shape})), size=_SIZE)
     return _with_granite_experts(folder, count)
@@ -465,8 +451,7 @@ def gemma4(path: Path, **config: Any) -> Folder:
         "pad_token_id": 0,
     }
     settings: dict[str, Any] = {**usual, **config}
-    folder = _llama(path, "Gemma4", settings)
-    del folder.tensors["lm_head.weight"]
+    folder = _llama("Gemma4", _without_head)(path, **settings)
     layers, inputs = len(settings["layer_types"]), settings["hidden_size_per_layer_input"]
     shapes: Shapes = {}
     if inputs:
@@ -550,8 +535,8 @@ RECORDED: dict[str, Callable[[Path], Folder]] = {
     ),
     "hunyuan": hunyuan,
     "mistral, window": partial(mistral, sliding_window=9),
-    "qwen2, window": partial(qwen, name="Qwen2"),
-    "qwen3, window": partial(qwen, name="Qwen3"),
+    "qwen2, window": qwen2,
+    "qwen3, window": qwen3,
     "granite, dynamic": partial(granite, rope_scaling={"type": "dynamic", "factor": 4.0}),
     "olmo2, YaRN of its context": partial(olmo2, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
     "mistral, YaRN": partial(

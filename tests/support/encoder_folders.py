@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from support import model_folders
 from support.bert_relatives import splade_modules
-from support.model_folders import Folder, Shapes, norm
+from support.model_folders import Folder, Shapes, norm, repeated
 from support.places import DATA
 from support.tokenizer_folders import GPT_4O_PATTERN
 
@@ -79,14 +79,11 @@ def _bert(path: Path, name: str, size: Size, **config: Any) -> Folder:
 
 def _bert_layers(size: Size, end: str = "") -> Shapes:
     dim, _, ffn, layers = size
-    shapes: Shapes = {}
-    for layer in range(layers):
-        at = f"encoder.layer.{layer}."
-        names = {f"{at}attention.self.{name}{end}": (dim, dim) for name in ("query", "key", "value")}
-        names |= {f"{at}attention.output.dense": (dim, dim), f"{at}intermediate.dense": (ffn, dim)}
-        shapes |= linear_of({**names, f"{at}output.dense": (dim, ffn)})
-        shapes |= norm(f"{at}attention.output.LayerNorm", dim) | norm(f"{at}output.LayerNorm", dim)
-    return shapes
+    names = {f"attention.self.{name}{end}": (dim, dim) for name in ("query", "key", "value")}
+    names |= {"attention.output.dense": (dim, dim), "intermediate.dense": (ffn, dim)}
+    layer = linear_of({**names, "output.dense": (dim, ffn)})
+    layer |= norm("attention.output.LayerNorm", dim) | norm("output.LayerNorm", dim)
+    return repeated("encoder.layer.{}.", layer, layers)
 
 
 def albert(path: Path, seed: int, size: Size, embedding: int, act: str, head: str = "") -> Folder:
@@ -196,12 +193,11 @@ def jina_v3(path: Path, seed: int, size: Size, base: float) -> Folder:
     }
     folder, (dim, _, ffn, layers) = _bert(path, "JinaEmbeddingsV3Model", size, **config), size
     shapes = _rotated(folder.config["vocab_size"], dim)
-    for layer in range(layers):
-        at = f"encoder.layers.{layer}."
-        shapes |= linear_of({f"{at}mixer.Wqkv": (3 * dim, dim), f"{at}mixer.out_proj": (dim, dim)})
-        shapes |= linear_of({f"{at}mlp.fc1": (ffn, dim), f"{at}mlp.fc2": (dim, ffn)})
-        shapes |= norm(f"{at}norm1", dim) | norm(f"{at}norm2", dim)
-    return _filled(folder, "roberta.", shapes, seed)
+    layer = linear_of({"mixer.Wqkv": (3 * dim, dim), "mixer.out_proj": (dim, dim)})
+    layer |= (
+        linear_of({"mlp.fc1": (ffn, dim), "mlp.fc2": (dim, ffn)}) | norm("norm1", dim) | norm("norm2", dim)
+    )
+    return _filled(folder, "roberta.", shapes | repeated("encoder.layers.{}.", layer, layers), seed)
 
 
 def _rotated(vocab: int, dim: int) -> Shapes:
@@ -298,17 +294,16 @@ def privacy_filter(
     }
     prefix = "" if head == "Model" else "model."
     shapes: Shapes = {"embed_tokens.weight": (304, dim), "norm.weight": (dim,)}
-    for layer in range(layers):
-        at = f"layers.{layer}."
-        projections = {"q": (heads * width, dim), "k": (kv_heads * width, dim), "v": (kv_heads * width, dim)}
-        projections["o"] = (dim, heads * width)
-        named = {f"{at}self_attn.{name}_proj": shape for name, shape in projections.items()}
-        shapes |= linear_of(named, bias=biases) | linear_of({f"{at}mlp.router": (experts, dim)})
-        shapes |= {f"{at}{name}_layernorm.weight": (dim,) for name in ("input", "post_attention")}
-        shapes[f"{at}self_attn.sinks"] = (heads,)
-        for name, inputs, outputs in (("gate_up", dim, 2 * ffn), ("down", ffn, dim)):
-            shapes[f"{at}mlp.experts.{name}_proj"] = (experts, inputs, outputs)
-            shapes[f"{at}mlp.experts.{name}_proj_bias"] = (experts, outputs)
+    rows = {"q": heads * width, "k": kv_heads * width, "v": kv_heads * width}
+    projections = {f"self_attn.{name}_proj": (n, dim) for name, n in rows.items()}
+    projections["self_attn.o_proj"] = (dim, heads * width)
+    layer = linear_of(projections, bias=biases) | linear_of({"mlp.router": (experts, dim)})
+    layer |= {f"{name}_layernorm.weight": (dim,) for name in ("input", "post_attention")}
+    layer["self_attn.sinks"] = (heads,)
+    for name, inputs, outputs in (("gate_up", dim, 2 * ffn), ("down", ffn, dim)):
+        layer[f"mlp.experts.{name}_proj"] = (experts, inputs, outputs)
+        layer[f"mlp.experts.{name}_proj_bias"] = (experts, outputs)
+    shapes |= repeated("layers.{}.", layer, layers)
     folder = _filled(Folder(path, config, {}), prefix, shapes, seed)
     sizes = {"sinks": 4.0, "gate_up_proj": 2.0, "gate_up_proj_bias": 4.0, "router.weight": 2.0}
     # As in trained models, layers add less to the stream than it has, and keys allow for the factor of YaRN.

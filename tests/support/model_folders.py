@@ -158,6 +158,11 @@ def weights(at: str, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
     return {f"{at}{name}.weight": shape for name, shape in shapes.items()}
 
 
+def repeated(at: str, layer: Mapping[str, tuple[int, ...]], layers: int = LAYERS) -> Shapes:
+    """Return the shapes of all layers, whose number is in `at`."""
+    return {at.format(i) + name: shape for i in range(layers) for name, shape in layer.items()}
+
+
 def tokenized(path: Path, config: dict[str, Any], shapes: Shapes, pattern: str | None = None) -> Folder:
     """Make a folder with a byte-level tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
@@ -165,13 +170,13 @@ def tokenized(path: Path, config: dict[str, Any], shapes: Shapes, pattern: str |
     return Folder(path, config, {}).add(shapes)
 
 
-def bert_layer(at: str, names: Mapping[str, str]) -> Shapes:
+def bert_layer(names: Mapping[str, str]) -> Shapes:
     """Return the shapes of a layer of BERT, some of whose modules have other names."""
     shapes: Shapes = {}
     for name, shape in BERT_LINEAR.items():
-        shapes |= linear(at + names.get(name, name), *shape)
+        shapes |= linear(names.get(name, name), *shape)
     for name in BERT_NORMS:
-        shapes |= norm(at + names.get(name, name))
+        shapes |= norm(names.get(name, name))
     return shapes
 
 
@@ -196,8 +201,7 @@ def bert(path: Path, architecture: str = "BertModel", variant: str = "uncased", 
     tables = {"word": vocab, "position": CONTEXT, "token_type": settings["type_vocab_size"]}
     shapes = weights("embeddings.", {f"{name}_embeddings": (rows, DIM) for name, rows in tables.items()})
     shapes |= norm("embeddings.LayerNorm")
-    for layer in range(LAYERS):
-        shapes |= bert_layer(f"encoder.layer.{layer}.", {})
+    shapes |= repeated("encoder.layer.{}.", bert_layer({}))
     return Folder(path, settings, {}).add(shapes, prefix=prefix)
 
 
@@ -250,8 +254,7 @@ def llama(path: Path, architecture: str = "LlamaForCausalLM", **config: Any) -> 
         **config,
     }
     shapes = weights("model.", {"embed_tokens": (VOCAB, DIM), "norm": (DIM,)})
-    for layer in range(settings["num_hidden_layers"]):
-        shapes |= weights(f"model.layers.{layer}.", LLAMA_LAYER)
+    shapes |= repeated("model.layers.{}.", weights("", LLAMA_LAYER), settings["num_hidden_layers"])
     if architecture.endswith("CausalLM"):
         shapes["lm_head.weight"] = (VOCAB, DIM)
     return tokenized(path, settings, shapes)

@@ -15,6 +15,7 @@ from support.model_folders import (
     VOCAB,
     Folder,
     Shapes,
+    repeated,
     tokenized,
     weights,
 )
@@ -44,7 +45,7 @@ def lfm2(path: Path, **config: Any) -> Folder:
     shapes |= weights("model.layers.1.self_attn.", projections)
     layer = weights("", {"operator_norm": (DIM,), "ffn_norm": (DIM,)})
     layer |= weights("feed_forward.", {"w1": (width, DIM), "w2": (DIM, width), "w3": (width, DIM)})
-    return tokenized(path, settings, shapes | _layers("model", layer))
+    return tokenized(path, settings, shapes | repeated("model.layers.{}.", layer))
 
 
 def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", width: int = 6, **config: Any) -> Folder:
@@ -86,16 +87,12 @@ def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", width: int = 6,
     layer = weights("", dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (DIM,)))
     layer |= weights("mlp.", {f"{name}_proj": shape for name, shape in GATED.items()})
     settings = {"architectures": [architecture], **text}
-    shapes = {f"model.{name}": shape for name, shape in shapes.items()} | _layers("model", layer)
+    shapes = {f"model.{name}": shape for name, shape in shapes.items()} | repeated("model.layers.{}.", layer)
     if architecture.endswith("ConditionalGeneration"):
         settings = {"architectures": [architecture], "model_type": "qwen3_5", "text_config": text}
         shapes = {name.replace("model.", "model.language_model."): shape for name, shape in shapes.items()}
         shapes |= {"model.visual.patch_embed.proj.weight": (DIM, 3, 2, 4, 4), "mtp.norm.weight": (DIM,)}
     return tokenized(path, settings, shapes, QWEN35_PATTERN)
-
-
-def _layers(prefix: str, shapes: Shapes) -> Shapes:
-    return {f"{prefix}.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in shapes.items()}
 
 
 def _scan(heads: int, width: int, state: int, groups: int, name: str) -> Shapes:
@@ -154,7 +151,7 @@ def granite_hybrid(path: Path, **config: Any) -> Folder:
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in mixer.items()}
     common = weights("", dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (DIM,)))
     common |= weights("shared_mlp.", {"input_linear": (2 * FFN, DIM), "output_linear": (DIM, FFN)})
-    return tokenized(path, settings, shapes | _layers("model", common))
+    return tokenized(path, settings, shapes | repeated("model.layers.{}.", common))
 
 
 def mamba2(path: Path, **config: Any) -> Folder:
@@ -177,7 +174,7 @@ def mamba2(path: Path, **config: Any) -> Folder:
     }
     layer = {"norm.weight": (DIM,), **_scan(4, 16, 8, 2, "mixer")}
     shapes = {"backbone.embeddings.weight": (VOCAB, DIM), "backbone.norm_f.weight": (DIM,)}
-    return tokenized(path, settings, shapes | _layers("backbone", layer))
+    return tokenized(path, settings, shapes | repeated("backbone.layers.{}.", layer))
 
 
 def falcon_h1(path: Path, **config: Any) -> Folder:
@@ -212,4 +209,6 @@ def falcon_h1(path: Path, **config: Any) -> Folder:
     layer |= weights("feed_forward.", {f"{name}_proj": GATED[name] for name in ("gate", "up", "down")})
     layer |= attention(16) | _scan(4, 12, 8, 2, "mamba")
     shapes = {"model.embed_tokens.weight": (VOCAB, DIM), "model.final_layernorm.weight": (DIM,)}
-    return tokenized(path, settings, {**shapes, **_layers("model", layer), "lm_head.weight": (VOCAB, DIM)})
+    return tokenized(
+        path, settings, {**shapes, **repeated("model.layers.{}.", layer), "lm_head.weight": (VOCAB, DIM)}
+    )

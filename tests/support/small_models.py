@@ -68,7 +68,6 @@ class SmallModel(ModelShape):
 
 # Heads and feed-forwards of several widths, and layers that share keys and values.
 _GEMMA4 = SmallModel(
-    architecture="gemma4",
     layers=6,
     kv_heads=1,
     head_dim=64,
@@ -93,17 +92,14 @@ def _named(models: Mapping[str, SmallModel]) -> dict[str, SmallModel]:
 
 def _of_type(kind: str) -> SmallModel:
     """Make every matrix of one type, the embedding and the output included; 256 fits all blocks."""
-    return SmallModel(
-        layers=1,
-        dim=256,
-        heads=4,
-        kv_heads=2,
-        head_dim=64,
-        ffn=256,
-        embedding=kind,
-        output_type=kind,
-        types={"*": kind},
-    )
+    shape = SmallModel(layers=1, dim=256, head_dim=64, ffn=256)
+    return replace(shape, embedding=kind, output_type=kind, types={"*": kind})
+
+
+def _mixed(types: Mapping[str, str]) -> SmallModel:
+    """Make most matrices of Q4_K, and the others of these types."""
+    of_most = {"*": "Q4_K", "*.attn_v.*": "Q6_K"}
+    return SmallModel(dim=256, head_dim=64, ffn=512, embedding="Q6_K", types=of_most | dict(types))
 
 
 _GRANITE_SCALES = (
@@ -113,18 +109,12 @@ _GRANITE_SCALES = (
     ("attention.scale", 0.125),
 )
 _MAMBA2 = SmallModel(
-    architecture="mamba2",
-    layers=3,
-    dim=64,
-    heads=0,
-    kv_heads=0,
-    head_dim=0,
-    ffn=0,
-    scan=ScanShape(inner=128, state=32, heads=4),
+    layers=3, heads=0, kv_heads=0, head_dim=0, ffn=0, scan=ScanShape(inner=128, state=32, heads=4)
 )
 
 # Dimensions that fit no block.
 _ODD = SmallModel(dim=50, heads=2, kv_heads=1, head_dim=24, ffn=70, embedding="F16", types={"*": "F32"})
+_NARROW = replace(_ODD, dim=60, heads=6, kv_heads=2, head_dim=10)
 
 EXPERTS = _named(
     {
@@ -148,16 +138,8 @@ EXPERTS = _named(
         ),
         "qwen3moe": SmallModel(layers=3, head_dim=64, output_type="Q8_0", experts=ExpertShape(9, 3, 64)),
         "olmoe": SmallModel(dim=128, kv_heads=4, ffn=32, output_type="Q8_0", experts=ExpertShape(64, 8, 32)),
-        "granitemoe, one of three experts, odd dimensions": SmallModel(
-            dim=60,
-            heads=6,
-            kv_heads=6,
-            head_dim=10,
-            ffn=70,
-            embedding="F16",
-            scales=_GRANITE_SCALES,
-            types={"*": "F32"},
-            experts=ExpertShape(3, 1, 70),
+        "granitemoe, one of three experts, odd dimensions": replace(
+            _NARROW, kv_heads=6, scales=_GRANITE_SCALES, experts=ExpertShape(3, 1, 70)
         ),
         "lfm2moe": SmallModel(
             layers=4,
@@ -171,30 +153,10 @@ EXPERTS = _named(
 
 _LLAMAS = {
     **{f"type {kind}": _of_type(kind) for kind in TYPES},
-    "mixed types": SmallModel(
-        dim=256,
-        head_dim=64,
-        ffn=512,
-        embedding="Q6_K",
-        types={
-            "*": "Q4_K",
-            "*.attn_v.*": "Q6_K",
-            "*.attn_k.*": "Q5_0",
-            "*.ffn_down.*": "Q8_0",
-            "blk.1.*": "Q4_1",
-        },
-    ),
-    "mixed K-quants": SmallModel(
-        dim=256,
-        head_dim=64,
-        ffn=512,
-        embedding="Q6_K",
-        types={"*": "Q4_K", "*.attn_v.*": "Q6_K", "*.ffn_down.*": "Q6_K", "blk.1.attn_k.*": "Q8_0"},
-    ),
+    "mixed types": _mixed({"*.attn_k.*": "Q5_0", "*.ffn_down.*": "Q8_0", "blk.1.*": "Q4_1"}),
+    "mixed K-quants": _mixed({"*.ffn_down.*": "Q6_K", "blk.1.attn_k.*": "Q8_0"}),
     "16-bit floats": SmallModel(types={"*": "F16", "*.ffn_down.*": "BF16"}),
-    "dimensions that fit no block": SmallModel(
-        dim=50, heads=6, kv_heads=2, head_dim=10, value_dim=14, ffn=70, embedding="F16", types={"*": "F32"}
-    ),
+    "dimensions that fit no block": replace(_NARROW, dim=50, value_dim=14),
     "gqa 1": SmallModel(heads=3, kv_heads=3, dim=96),
     "gqa 3": SmallModel(heads=9, kv_heads=3, dim=288),
     "gqa 8": SmallModel(heads=8, kv_heads=1, dim=256),
@@ -313,24 +275,16 @@ _OTHERS = _named(
         ),
         "qwen35, recurrence last": SmallModel(
             layers=3,
-            dim=64,
             heads=2,
             kv_heads=1,
-            head_dim=32,
             rope_dims=8,
             types={"*": "Q4_0", "*.ssm_alpha.*": "F32", "*.ssm_beta.*": "F32", "*.attn_gate.*": "Q8_0"},
             scan=ScanShape(inner=256, state=64, heads=4, groups=2, taps=3, layers=(0, 2)),
         ),
-        "qwen35, odd dimensions": SmallModel(
+        "qwen35, odd dimensions": replace(
+            _ODD,
             layers=3,
-            dim=50,
-            heads=2,
-            kv_heads=1,
-            head_dim=24,
             rope_dims=6,
-            ffn=70,
-            embedding="F16",
-            types={"*": "F32"},
             scan=ScanShape(inner=216, state=20, heads=6, groups=2, layers=(0, 1)),
         ),
         "gemma2": SmallModel(
@@ -343,15 +297,12 @@ _OTHERS = _named(
         "gemma3": SmallModel(layers=7, rope_base=1e6, window=16, head_dim=64),
         "gemma3, scaled": SmallModel(layers=7, window=16, rope_scaling="linear"),
         "gemma4": _GEMMA4,
-        "gemma4, odd dimensions": SmallModel(
+        "gemma4, odd dimensions": replace(
+            _ODD,
             layers=6,
-            dim=50,
             heads=6,
             kv_heads=2,
             head_dim=40,
-            ffn=70,
-            embedding="F16",
-            types={"*": "F32"},
             rope_base=1e6,
             window=9,
             layered=LayerShape(2, 24, 3, inputs=10, shared=3, shared_ffn=140),
@@ -378,31 +329,23 @@ MODELS = {**_LLAMAS, **_OTHERS}
 
 # Models for embeddings and classes. All matrices are in float32, and the peers take them.
 _IN_FLOAT32 = SmallModel(types={"*": "F32"}, embedding="F32")
-_GEMMA_EMBEDDING = replace(
-    _IN_FLOAT32, architecture="gemma-embedding", layers=7, rope_base=1e6, window=16, head_dim=64
-)
+_GEMMA_EMBEDDING = replace(_IN_FLOAT32, layers=7, rope_base=1e6, window=16, head_dim=64, pooling="mean")
 EMBEDDERS = _named(
     {
         "qwen3, last": replace(_IN_FLOAT32, head_dim=64, pooling="last"),
         "qwen3, mean": replace(_IN_FLOAT32, head_dim=64, pooling="mean"),
         "llama, mean": replace(_IN_FLOAT32, pooling="mean"),
-        "gemma-embedding": replace(_GEMMA_EMBEDDING, pooling="mean", dense=96),
-        "gemma-embedding, without dense layers": replace(_GEMMA_EMBEDDING, pooling="mean"),
+        "gemma-embedding": replace(_GEMMA_EMBEDDING, dense=96),
+        "gemma-embedding, without dense layers": _GEMMA_EMBEDDING,
     }
 )
 # Models without an output projection, with bidirectional attention.
 _ENCODER = SmallModel(tokenizer="bert", vocab=400, pooling="mean", context=512, dim=96, heads=3, kv_heads=3)
-_MODERN_BERT = replace(_ENCODER, architecture="modern-bert", tokenizer="gpt2", layers=5, window=32)
-_JINA = replace(_ENCODER, architecture="jina-bert-v2", heads=6, kv_heads=6, head_dim=16)
+_MODERN_BERT = replace(_ENCODER, tokenizer="gpt2", layers=5, window=32)
+_JINA = replace(_ENCODER, heads=6, kv_heads=6, head_dim=16)
 _JINA_CODE = replace(_JINA, tokenizer="gpt2", all_norms=True)
 _PRIVACY_FILTER = replace(
-    _ENCODER,
-    architecture="privacy-filter",
-    tokenizer="gpt2",
-    kv_heads=1,
-    all_biases=True,
-    window=33,
-    experts=ExpertShape(4, 4, 64),
+    _ENCODER, tokenizer="gpt2", kv_heads=1, all_biases=True, window=33, experts=ExpertShape(4, 4, 64)
 )
 ENCODERS = _named(
     {
