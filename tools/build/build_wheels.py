@@ -42,18 +42,8 @@ LINUX_KERNELS = {
 }
 PLATFORMS = (*(f"{kind}_{processor}" for kind in C_LIBRARIES for processor in LINUX_KERNELS), "macos")
 NATIVE = f"manylinux_{platform.machine()}"
-# Clang 18 takes registers of 512 bits for a feature of its own, which zig switches off. Zig takes
-# architectures for versions of a processor. CMake preprocesses with "-o -", which is a file to zig.
-COMPILER = """arguments=()
-for argument in "$@"; do
-  case "$argument" in
-    -mavx512f) arguments+=("$argument" -mevex512) ;;
-    -march=armv8.2-a+*) arguments+=("-mcpu=generic+v8_2a+${argument#-march=armv8.2-a+}") ;;
-    -) if [ "${arguments[*]: -1}" = -o ]; then unset "arguments[-1]"; else arguments+=(-); fi ;;
-    *) arguments+=("$argument") ;;
-  esac
-done
-"""
+# Clang 18 takes registers of 512 bits for a feature of its own, which zig switches off.
+CASES = '    -mavx512f) arguments+=("$argument" -mevex512) ;;'
 
 
 class WheelError(Exception):
@@ -106,36 +96,21 @@ def build_linux(version: str, target: str, folder: Path, stub: Path) -> Path:
     least, libc, _ = C_LIBRARIES[kind]
     python, work = tools_of(version, folder), folder / target
     native = target == NATIVE
-    shutil.rmtree(work / "wheel", ignore_errors=True)
-    zig.forget_python(work / "build")
     suffix = "gnu" if version == "3.10" else libc.partition(".")[0]  # 3.10 has one for both C libraries
-    run = f'{zig.command()} c++ -target {processor}-linux-{libc} "${{arguments[@]}}"\n'
-    zig.write_commands(work / "tools", cxx=COMPILER + run)
-    options = {
+    zig.write_commands(work / "tools", cxx=zig.compiler(f"{processor}-linux-{libc}", CASES))
+    definitions = {
         "CMAKE_TOOLCHAIN_FILE": ROOT / "cmake/cross_linux.cmake",
         "SKBUILD_SOABI": f"cpython-{version.replace('.', '')}-{processor}-linux-{suffix}",
         "Python_INCLUDE_DIR": zig.python_headers(work / f"include-{version}", python),
+        **({} if native else {"METAL_PREFILL_STUB": stub}),
     }
-    if not native:
-        options["METAL_PREFILL_STUB"] = stub
-    environment = os.environ | {
+    environment = {
         "CROSS_LINUX_TOOLS": str(work / "tools"),
         "CROSS_LINUX_PROCESSOR": "" if native else processor,
-        "CMAKE_GENERATOR": "Ninja",
         "PATH": f"{python.parent}:{os.environ['PATH']}",
     }
-    command: list[str | Path] = [
-        python, "-m", "pip", "wheel", ROOT, "--quiet", "--no-build-isolation", "--no-deps",
-    ]  # fmt: skip
-    command += ["-w", work / "wheel", "-C", f"build-dir={work / 'build'}"]
-    for name, value in options.items():
-        command += ["-C", f"cmake.define.{name}={value}"]
-    subprocess.run(command, check=True, env=environment, cwd=folder)
-    (built,) = (work / "wheel").glob("*.whl")
     tag = f"{kind}_{least[0]}_{least[1]}_{processor}"
-    retag: list[str | Path] = [python, "-m", "wheel", "tags", "--platform-tag", tag, "--remove", built]
-    subprocess.run(retag, check=True, stdout=subprocess.DEVNULL)
-    (wheel,) = (work / "wheel").glob(f"*{tag}.whl")
+    wheel = zig.build_wheel(python, work, tag, definitions, environment)
     if native:
         with zipfile.ZipFile(wheel) as archive:
             stub.write_bytes(archive.read("metal_prefill/_core.pyi"))

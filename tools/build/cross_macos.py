@@ -110,29 +110,6 @@ def check_extension(data: bytes) -> list[str]:
     ]
 
 
-def write_tools(folder: Path) -> None:
-    """Write the commands that CMake calls: zig's compiler and archiver under the names of Apple's."""
-    target = "aarch64-macos.{}.{}".format(*MINIMUM_MACOS)
-    # Zig's linker knows no response files and no bundles: Python's symbols are found at load time, and
-    # Python loads a dynamic library as well. Architectures are versions of a generic processor to it. CMake
-    # preprocesses with "-o -", which zig takes for the name of a file: without it, it prints as well.
-    compiler = (
-        "arguments=(); linking=-Wl,-undefined,dynamic_lookup\n"
-        'for argument in "$@"; do\n'
-        '  case "$argument" in\n'
-        "    -Wl,@*|-Wl,-S|-Wl,-x) ;;\n"
-        "    -bundle) arguments+=(-shared) ;;\n"
-        '    -march=armv8.2-a+*) arguments+=("-mcpu=generic+v8_2a+${argument#-march=armv8.2-a+}") ;;\n'
-        '    -c|-E|-M) linking=; arguments+=("$argument") ;;\n'
-        '    -) if [ "${arguments[*]: -1}" = -o ]; then unset "arguments[-1]"; else arguments+=(-); fi ;;\n'
-        '    *) arguments+=("$argument") ;;\n'
-        "  esac\n"
-        "done\n"
-        f'{zig.command()} c++ -target {target} "${{arguments[@]}}" $linking\n'
-    )
-    zig.write_commands(folder, cxx=compiler, unused="exit 1\n")
-
-
 def native_stub() -> Path:
     """Return the stub of the module as it was built for this machine: that of macOS cannot be imported."""
     spec = importlib.util.find_spec("metal_prefill")
@@ -143,40 +120,25 @@ def native_stub() -> Path:
     return Path(spec.origin).with_name("_core.pyi")
 
 
+# Zig's linker knows no response files and no bundles: Python's symbols are found at load time, and Python loads
+# a dynamic library as well.
+CASES = """\
+    -Wl,@*|-Wl,-S|-Wl,-x) ;;
+    -bundle) arguments+=(-shared -Wl,-undefined,dynamic_lookup) ;;"""
+
+
 def build(folder: Path, stub: Path) -> Path:
     """Build the wheel and set the tag of its target system."""
-    write_tools(folder / "tools")
-    zig.forget_python(folder / "build")
-    wheels = folder / "wheels"
-    for old in wheels.glob("*.whl"):
-        old.unlink()
-    environment = os.environ | {"CROSS_MACOS_TOOLS": str(folder / "tools"), "CMAKE_GENERATOR": "Ninja"}
-    soabi = f"cpython-{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}-darwin"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        str(ROOT),
-        "--no-build-isolation",
-        "--no-deps",
-        "-w",
-        str(wheels),
-    ]
-    command += ["-C", f"build-dir={folder / 'build'}"]
-    command += ["-C", f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / 'cmake/cross_macos.cmake'}"]
-    command += ["-C", f"cmake.define.SKBUILD_SOABI={soabi}"]
-    headers = zig.python_headers(folder / f"include-{sys.version_info.minor}")
-    command += ["-C", f"cmake.define.Python_INCLUDE_DIR={headers}"]
-    command += ["-C", f"cmake.define.METAL_PREFILL_STUB={stub}"]
-    subprocess.run(command, check=True, env=environment, cwd=folder)
-    (built,) = wheels.glob("*.whl")
-    tag = ["--platform-tag", PLATFORM_TAG, "--remove"]
-    subprocess.run(
-        [sys.executable, "-m", "wheel", "tags", *tag, str(built)], check=True, stdout=subprocess.DEVNULL
-    )
-    (wheel,) = wheels.glob(f"*{PLATFORM_TAG}.whl")
-    return wheel
+    target = "aarch64-macos.{}.{}".format(*MINIMUM_MACOS)
+    zig.write_commands(folder / "tools", cxx=zig.compiler(target, CASES), unused="exit 1\n")
+    definitions = {
+        "CMAKE_TOOLCHAIN_FILE": ROOT / "cmake/cross_macos.cmake",
+        "SKBUILD_SOABI": f"cpython-{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}-darwin",
+        "Python_INCLUDE_DIR": zig.python_headers(folder / f"include-{sys.version_info.minor}"),
+        "METAL_PREFILL_STUB": stub,
+    }
+    tools = {"CROSS_MACOS_TOOLS": str(folder / "tools")}
+    return zig.build_wheel(sys.executable, folder, PLATFORM_TAG, definitions, tools)
 
 
 def main() -> int:

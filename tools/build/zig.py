@@ -1,14 +1,36 @@
 """Commands that CMake calls to compile for another system, made of the PyPI package ziglang."""
 
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Zig takes architectures for versions of a processor. CMake preprocesses with "-o -", which is a file to zig:
+# without it, zig prints as well.
+_COMPILER = """arguments=()
+for argument in "$@"; do
+  case "$argument" in
+%s
+    -march=armv8.2-a+*) arguments+=("-mcpu=generic+v8_2a+${argument#-march=armv8.2-a+}") ;;
+    -) if [ "${arguments[*]: -1}" = -o ]; then unset "arguments[-1]"; else arguments+=(-); fi ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+%s c++ -target %s "${arguments[@]}"
+"""
 
 
 def command() -> str:
     """Return the shell command that runs zig."""
     return f'exec "{sys.executable}" -m ziglang'
+
+
+def compiler(target: str, cases: str) -> str:
+    """Return the body of a compiler for C++, which treats some arguments by further cases of bash."""
+    return _COMPILER % (cases, command(), target)
 
 
 def write_commands(folder: Path, **scripts: str) -> None:
@@ -21,7 +43,31 @@ def write_commands(folder: Path, **scripts: str) -> None:
         path.chmod(0o755)
 
 
-def forget_python(build: Path) -> None:
+def build_wheel(
+    python: str | Path, work: Path, tag: str, definitions: Mapping[str, object], environment: Mapping[str, str]
+) -> Path:
+    """Build the wheel of a Python for a platform; return its path.
+
+    `definitions` are those of CMake, and the tag names the platform.
+    """
+    shutil.rmtree(work / "wheels", ignore_errors=True)
+    _forget_python(work / "build")
+    command: list[str | Path] = [
+        python, "-m", "pip", "wheel", ROOT, "--quiet", "--no-build-isolation", "--no-deps",
+    ]  # fmt: skip
+    command += ["-w", work / "wheels", "-C", f"build-dir={work / 'build'}"]
+    for name, value in definitions.items():
+        command += ["-C", f"cmake.define.{name}={value}"]
+    ninja = {**os.environ, "CMAKE_GENERATOR": "Ninja", **environment}
+    subprocess.run(command, check=True, env=ninja, cwd=work)
+    (built,) = (work / "wheels").glob("*.whl")
+    retag: list[str | Path] = [python, "-m", "wheel", "tags", "--platform-tag", tag, "--remove", built]
+    subprocess.run(retag, check=True, stdout=subprocess.DEVNULL)
+    (wheel,) = (work / "wheels").glob(f"*{tag}.whl")
+    return wheel
+
+
+def _forget_python(build: Path) -> None:
     """Let CMake find Python again in a build folder, whose objects stay: most of them do not use Python.
 
     With its own record of the folder, scikit-build-core would delete the objects for another environment.
