@@ -14,17 +14,18 @@ from record import Records
 from support import comparison, small_models
 from support.small_models import SmallModel
 
-from metal_prefill.bench._peers.padded_texts import NAMES, load_encoder
+from metal_prefill.bench._peers.padded_texts import load_encoder
 
 
 def states_of(path: Path, model: SmallModel) -> dict[str, npt.NDArray[np.float32]]:
     """Compute the last hidden states of each text, by the number of its tokens."""
     made = load_encoder(path, "eager")
+    has_types = any("token_type_embeddings" in name for name in made.state_dict())
     results = {}
     with torch.inference_mode():
         for tokens in comparison.encoder_tokens(model):
             inputs = {"input_ids": torch.from_numpy(tokens)[None]}
-            if "token_types" in NAMES[model.architecture]:
+            if has_types:
                 inputs["token_type_ids"] = torch.from_numpy(comparison.segments_of(tokens))[None]
             results[str(len(tokens))] = made(**inputs).last_hidden_state[0].numpy()
     return results

@@ -138,6 +138,6 @@ def load(options: Options) -> Engine:
         causal = read_config(gguf).causal
     if causal:
         return _OpenVino(options)
-    from metal_prefill.bench._peers.openvino_encoders import OpenVinoTexts
+    from metal_prefill.bench._peers import openvino_encoders
 
-    return OpenVinoTexts(options)
+    return openvino_encoders.load(options)

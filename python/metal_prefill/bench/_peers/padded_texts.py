@@ -6,7 +6,7 @@ Encoders of a GGUF file become models of Hugging Face transformers, which reads 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from metal_prefill._support.messages import counted
 from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options, Vectors
@@ -23,55 +24,19 @@ from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.files._task_config import read_head
 
-_LLAMA = {
-    "token_embd": "embed_tokens",
-    "output_norm": "norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+# Type of the model in transformers, by the architecture of a file.
+MODEL_TYPES = {
+    "bert": "bert",
+    "nomic-bert": "nomic_bert",
+    "modern-bert": "modernbert",
+    "eurobert": "eurobert",
 }
-_EMBEDDINGS = {
-    "token_embd": "embeddings.word_embeddings",
-    "token_types": "embeddings.token_type_embeddings",
-    "position_embd": "embeddings.position_embeddings",
-    "token_embd_norm": "embeddings.LayerNorm",
+# Modules of a layer of nomic-bert that `gguf.TensorNameMap` does not know, and their names in a file.
+_OF_NOMIC_BERT = {
+    "post_attention_layernorm": "attn_output_norm",
+    "post_mlp_layernorm": "layer_output_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
 }
-# By architecture: names in transformers of the tensors of a file.
-NAMES: dict[str, dict[str, str]] = {
-    "bert": _EMBEDDINGS
-    | {
-        "attn_q": "attention.self.query",
-        "attn_k": "attention.self.key",
-        "attn_v": "attention.self.value",
-        "attn_output": "attention.output.dense",
-        "attn_output_norm": "attention.output.LayerNorm",
-        "ffn_up": "intermediate.dense",
-        "ffn_down": "output.dense",
-        "layer_output_norm": "output.LayerNorm",
-    },
-    "nomic-bert": _LLAMA
-    | _EMBEDDINGS
-    | {"attn_output_norm": "post_attention_layernorm", "layer_output_norm": "post_mlp_layernorm"},
-    "modern-bert": {
-        "token_embd": "embeddings.tok_embeddings",
-        "token_embd_norm": "embeddings.norm",
-        "attn_norm": "attn_norm",
-        "attn_qkv": "attn.Wqkv",
-        "attn_output": "attn.Wo",
-        "ffn_norm": "mlp_norm",
-        "ffn_up": "mlp.Wi",
-        "ffn_down": "mlp.Wo",
-        "output_norm": "final_norm",
-    },
-    "eurobert": _LLAMA,
-}
-_MODEL_TYPES = {"nomic-bert": "nomic_bert", "modern-bert": "modernbert"}
 
 
 class _States(torch.nn.Module):  # type: ignore[misc]
@@ -94,10 +59,8 @@ def load_encoder(path: Path, attention: str = "sdpa") -> Any:
     with GGUFFile(path) as gguf:
         config = read_config(gguf)
         made: Any = transformers.AutoModel.from_config(_config(config, attention)).float().eval()
-        missing, unexpected = made.load_state_dict(dict(_weights(gguf, config)), strict=False)
-    missing = [name for name in missing if not name.startswith("pooler.")]
-    if missing or unexpected:
-        raise ValueError(f"{path}: transformers lacks {unexpected}, and the file lacks {missing}")
+        wanted = [name for name in made.state_dict() if not name.startswith("pooler.")]
+        made.load_state_dict(_weights(gguf, config, wanted), strict=False)
     return made
 
 
@@ -144,26 +107,33 @@ def _config(config: ModelConfig, attention: str) -> Any:
         windowed = {"rope_type": "default", "rope_theta": min(config.layer_rope_base)}
         settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": windowed}
         settings["local_attention"] = max(config.layer_window)
-    return transformers.AutoConfig.for_model(
-        _MODEL_TYPES.get(config.architecture, config.architecture), **settings
-    )
+    return transformers.AutoConfig.for_model(MODEL_TYPES[config.architecture], **settings)
 
 
-def _weights(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    names = NAMES[config.architecture]
-    layers = "encoder.layer" if config.architecture == "bert" else "layers"
-    for tensor in gguf.tensors.values():
-        stem, kind = tensor.name.rsplit(".", 1)
-        *layer, part = stem.split(".")
+def _weights(gguf: GGUFFile, config: ModelConfig, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return parameters of transformers, each of which a file must have, as all its tensors must be one."""
+    names = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
+    known = get_tensor_name_map(names[config.architecture], config.n_layers)
+    found: dict[str, torch.Tensor] = {}
+    left = set(gguf.tensors)
+    for name in wanted:
+        module, _, kind = name.rpartition(".")
+        _, layer, own = (*module.split(".", 2), "", "")[:3]
+        role = known.get_name(module) or known.get_name(f"model.{module}") or ""
+        if config.architecture == "nomic-bert" and own in _OF_NOMIC_BERT:
+            role = f"blk.{layer}.{_OF_NOMIC_BERT[own]}"
+        stored = f"{role}.{kind}"
+        is_part = stored not in gguf.tensors and role.endswith(("attn_q", "attn_k", "attn_v"))
+        stored = f"{role[:-1]}qkv.{kind}" if is_part else stored
+        if stored not in gguf.tensors:
+            raise ValueError(f"{gguf.path}: lacks a tensor for {name} of transformers")
+        tensor = gguf.tensors[stored]
         data = torch.from_numpy(np.array(dequantized(gguf, tensor)).reshape(tensor.shape))
-        prefix = f"{layers}.{layer[1]}." if layer else ""
-        if part == "attn_qkv" and part not in names:
-            for name, rows in zip(("attn_q", "attn_k", "attn_v"), data.chunk(3), strict=True):
-                yield f"{prefix}{names[name]}.{kind}", rows
-        elif part in names:
-            yield f"{prefix}{names[part]}.{kind}", data
-        else:
-            yield tensor.name, data  # which load_encoder reports
+        found[name] = data.chunk(3)["qkv".index(role[-1])] if is_part else data
+        left.discard(stored)
+    if left:
+        raise ValueError(f"{gguf.path}: transformers has no parameters for {', '.join(sorted(left))}")
+    return found
 
 
 POOLINGS = ("last", "mean", "cls")
@@ -171,11 +141,16 @@ ENCODER_BATCH = 32  # texts, as sentence-transformers takes by default
 
 
 class PaddedTexts(Engine):
-    """Engine that sorts texts by length, as sentence-transformers does, and computes padded batches."""
+    """Engine that sorts texts by length, as sentence-transformers does, and computes padded batches.
+
+    An adapter sets what computes them.
+    """
 
     batch = 8  # texts: 0.64 of the time of single ones with an embedding model of 600 million parameters
-    config: ModelConfig
-    pooling: str
+    # Function of ids and mask of a batch that returns the last hidden states, ``[texts, tokens, dim]``.
+    states: Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], npt.NDArray[np.float32]]
+    build: str  # names and versions of the libraries
+    arithmetic: str  # number formats of weights and activations
 
     def __init__(self, name: str, options: Options, *, causal: bool = False) -> None:
         """Read the configuration of a file."""
@@ -184,10 +159,10 @@ class PaddedTexts(Engine):
         with GGUFFile(self.path) as gguf:
             self.config = read_config(gguf)
             head = read_head(gguf, self.config.architecture, self.config.dim)
-        self.is_encoder = self.config.architecture in NAMES
+        self.is_encoder = self.config.architecture in MODEL_TYPES
         known = self.is_encoder or (causal and self.config.causal)
         if head.pooling not in POOLINGS or head.steps or not known:
-            kinds = "causal attention or " * causal + f"one of {', '.join(NAMES)}"
+            kinds = "causal attention or " * causal + f"one of {', '.join(MODEL_TYPES)}"
             raise BenchError(
                 f"comparing with {name} takes {kinds}, pooling {', '.join(POOLINGS)}, no steps after it; "
                 f"{self.path.name} is another kind of model"
@@ -196,16 +171,6 @@ class PaddedTexts(Engine):
         if self.is_encoder:
             self.batch = ENCODER_BATCH
 
-    @property
-    def build(self) -> str:
-        """Names and versions of the libraries."""
-        raise NotImplementedError
-
-    @property
-    def arithmetic(self) -> str:
-        """Number formats of weights and activations."""
-        raise NotImplementedError
-
     def identity(self) -> Identity:
         return Identity(
             build=self.build,
@@ -213,10 +178,6 @@ class PaddedTexts(Engine):
             threads=self.threads,
             settings=f"{self.arithmetic}, texts sorted by length, batches of {self.batch}",
         )
-
-    def states(self, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Return the last hidden states of a batch, float32 ``[texts, tokens, dim]``."""
-        raise NotImplementedError
 
     def embed(self, texts: list[Ids]) -> Vectors:
         """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""

@@ -22,52 +22,46 @@ from metal_prefill.bench._peers.padded_texts import PaddedTexts, load_encoder
 TRIAL_TOKENS = 256
 
 
-class _Transformers(PaddedTexts):
-    """transformers model without its output projection."""
-
-    def __init__(self, options: Options) -> None:
-        super().__init__("transformers", options, causal=True)
-        torch.set_num_threads(self.threads)
-        self._model = self._load()
-        if options.compute != "f32":
-            slow = self._trial()
-            self._model.to(torch.bfloat16)
-            if self._trial() > slow:
-                self._model = self._load()
-
-    def _load(self) -> Any:
-        if self.is_encoder:
-            return load_encoder(self.path)
-        loaded: Any = transformers.AutoModel.from_pretrained(
-            self.path.parent, gguf_file=self.path.name, dtype=torch.float32
-        )
-        return loaded.eval()
-
-    def _trial(self) -> float:
-        """Return the seconds that the second run of a text takes."""
-        text = np.arange(min(TRIAL_TOKENS, self.config.context_length), dtype=np.int32)
-        self.embed([text])
-        begin = time.perf_counter()
-        self.embed([text])
-        return time.perf_counter() - begin
-
-    @property
-    def build(self) -> str:
-        return f"transformers {transformers.__version__}, torch {torch.__version__}"
-
-    @property
-    def arithmetic(self) -> str:
-        return f"{str(self._model.dtype).removeprefix('torch.')} arithmetic and weights"
-
-    def states(self, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        options = {"use_cache": False} if self.config.causal else {}
-        with torch.inference_mode():
-            result = self._model(
-                input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), **options
-            )
-            states: npt.NDArray[np.float32] = result.last_hidden_state.float().numpy()
-        return states
-
-
 def load(options: Options) -> Engine:
-    return _Transformers(options)
+    """Load the model without its output projection."""
+    texts = PaddedTexts("transformers", options, causal=True)
+    torch.set_num_threads(texts.threads)
+    texts.build = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    model = _loaded(texts)
+    _use(texts, model)
+    if options.compute != "f32":
+        slow = _trial(texts)
+        _use(texts, model.to(torch.bfloat16))
+        if _trial(texts) > slow:
+            _use(texts, _loaded(texts))
+    return texts
+
+
+def _loaded(texts: PaddedTexts) -> Any:
+    if texts.is_encoder:
+        return load_encoder(texts.path)
+    return transformers.AutoModel.from_pretrained(
+        texts.path.parent, gguf_file=texts.path.name, dtype=torch.float32
+    ).eval()
+
+
+def _use(texts: PaddedTexts, model: Any) -> None:
+    options = {"use_cache": False} if texts.config.causal else {}
+
+    def states(ids: npt.NDArray[np.int64], mask: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        with torch.inference_mode():
+            found = model(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), **options)
+            result: npt.NDArray[np.float32] = found.last_hidden_state.float().numpy()
+        return result
+
+    texts.states = states
+    texts.arithmetic = f"{str(model.dtype).removeprefix('torch.')} arithmetic and weights"
+
+
+def _trial(texts: PaddedTexts) -> float:
+    """Return the seconds that the second run of a text takes."""
+    text = np.arange(min(TRIAL_TOKENS, texts.config.context_length), dtype=np.int32)
+    texts.embed([text])
+    begin = time.perf_counter()
+    texts.embed([text])
+    return time.perf_counter() - begin
