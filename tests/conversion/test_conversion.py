@@ -19,7 +19,6 @@ from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, read
 
 from metal_prefill import GGUFError, Model
 from metal_prefill.cli import main
-from metal_prefill.commands.convert import TYPES
 from metal_prefill.conversion import TENSOR_TYPES, _writing, convert
 from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._recurrent import lfm2
@@ -418,10 +417,6 @@ def test_the_cache_command_lists_and_deletes_conversions(
     assert path.name in "".join(capsys.readouterr().out.split())
     assert main(["cache", "--clear"]) == 0
     assert not path.exists()
-
-
-def test_the_command_accepts_the_types_of_the_library() -> None:
-    assert TYPES == TENSOR_TYPES
 
 
 # Names in published folders that no made folder has, and the tensors of GGUF files that they become.

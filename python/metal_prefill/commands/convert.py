@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 from metal_prefill.commands import common
-
-# `TENSOR_TYPES` of the conversion, whose module is imported only to convert.
-TYPES = ("auto", "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "TQ1_0", "TQ2_0")
+from metal_prefill.conversion import TENSOR_TYPES, convert
+from metal_prefill.hub._local_file import encoder_folders, model_folder
 
 EXAMPLE = "metal-prefill convert minilm minilm.gguf"
 
@@ -29,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--type",
         dest="tensor_type",
         type=_type,
-        choices=TYPES,
+        choices=TENSOR_TYPES,
         default="auto",
         metavar="TYPE",
-        help=f"type of the matrices: {', '.join(TYPES)}; auto keeps BF16 and F16, and selects F32 for other "
-        "weights (default: auto)",
+        help=f"type of the matrices: {', '.join(TENSOR_TYPES)}; auto keeps BF16 and F16, and selects F32 for "
+        "other weights (default: auto)",
     )
     parser.add_argument("--name", help="name of the model in the file (default: that of the folder)")
     parser.add_argument(
@@ -46,9 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Write the file and print its path and size."""
-    from metal_prefill.conversion import convert
-    from metal_prefill.hub._local_file import encoder_folders, model_folder
-
     folder, name = model_folder(arguments.folder)
     with common.progress_bar("weights", "bytes") as progress:
         path = convert(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
@@ -43,8 +44,6 @@ def _set_half(blocks: Bytes, offset: int, values: Floats) -> None:
 class BlockFormat:
     """Location and magnitude of the scale in the blocks of a quantized type."""
 
-    weights: int  # weights in a block
-    size: int  # bytes in a block
     scale_at: int  # offset of the block's scale d
     rms: float  # root mean square of weight / d when the integer fields are random
     min_at: int | None = None  # offset of the float16 minimum, if the type has one
@@ -67,27 +66,27 @@ _ODD_SCALE_RMS = math.sqrt(sum((2 * s + 1) ** 2 for s in range(16)) / 16)
 _GRID_RMS = {"IQ2_XXS": 23.118, "IQ2_XS": 24.217, "IQ2_S": 24.430, "IQ3_XXS": 30.849, "IQ3_S": 7.594}
 
 BLOCK_FORMATS = {
-    "Q4_0": BlockFormat(32, 18, 0, _uniform_rms(-8, 7), signed_scale=True),
-    "Q4_1": BlockFormat(32, 20, 0, math.sqrt((16**2 - 1) / 12), min_at=2, min_per_scale=-7.5),
-    "Q5_0": BlockFormat(32, 22, 0, _uniform_rms(-16, 15), signed_scale=True),
-    "Q5_1": BlockFormat(32, 24, 0, math.sqrt((32**2 - 1) / 12), min_at=2, min_per_scale=-15.5),
-    "Q8_0": BlockFormat(32, 34, 0, _uniform_rms(-127, 127)),
-    "Q2_K": BlockFormat(256, 84, 80, _k_quant_rms(3, 15), min_at=82, min_per_scale=1.5),
-    "Q3_K": BlockFormat(256, 110, 108, _uniform_rms(-32, 31) * _uniform_rms(-4, 3), signed_scale=True),
-    "Q4_K": BlockFormat(256, 144, 0, _k_quant_rms(15), min_at=2, min_per_scale=7.5),
-    "Q5_K": BlockFormat(256, 176, 0, _k_quant_rms(31), min_at=2, min_per_scale=15.5),
-    "Q6_K": BlockFormat(256, 210, 208, _uniform_rms(-128, 127) * _uniform_rms(-32, 31), signed_scale=True),
-    "IQ2_XXS": BlockFormat(256, 66, 0, _ODD_SCALE_RMS / 8 * _GRID_RMS["IQ2_XXS"]),
-    "IQ2_XS": BlockFormat(256, 74, 0, _ODD_SCALE_RMS / 8 * _GRID_RMS["IQ2_XS"]),
-    "IQ2_S": BlockFormat(256, 82, 0, _ODD_SCALE_RMS / 8 * _GRID_RMS["IQ2_S"]),
-    "IQ3_XXS": BlockFormat(256, 98, 0, _ODD_SCALE_RMS / 4 * _GRID_RMS["IQ3_XXS"]),
-    "IQ3_S": BlockFormat(256, 110, 0, _ODD_SCALE_RMS * _GRID_RMS["IQ3_S"]),
-    "IQ4_NL": BlockFormat(32, 18, 0, _table_rms(_IQ4_VALUES), signed_scale=True),
-    "IQ4_XS": BlockFormat(256, 136, 0, _uniform_rms(-32, 31) * _table_rms(_IQ4_VALUES), signed_scale=True),
-    "TQ1_0": BlockFormat(256, 54, 52, _uniform_rms(-1, 1), signed_scale=True),
-    "TQ2_0": BlockFormat(256, 66, 64, math.sqrt(3 / 4), signed_scale=True),
-    "MXFP4": BlockFormat(32, 17, 0, _table_rms(_MXFP4_VALUES), exponent_scale=True),
-    "NVFP4": BlockFormat(64, 36, 0, _table_rms(_MXFP4_VALUES) / 2, fp8_scales=4),
+    "Q4_0": BlockFormat(0, _uniform_rms(-8, 7), signed_scale=True),
+    "Q4_1": BlockFormat(0, math.sqrt((16**2 - 1) / 12), min_at=2, min_per_scale=-7.5),
+    "Q5_0": BlockFormat(0, _uniform_rms(-16, 15), signed_scale=True),
+    "Q5_1": BlockFormat(0, math.sqrt((32**2 - 1) / 12), min_at=2, min_per_scale=-15.5),
+    "Q8_0": BlockFormat(0, _uniform_rms(-127, 127)),
+    "Q2_K": BlockFormat(80, _k_quant_rms(3, 15), min_at=82, min_per_scale=1.5),
+    "Q3_K": BlockFormat(108, _uniform_rms(-32, 31) * _uniform_rms(-4, 3), signed_scale=True),
+    "Q4_K": BlockFormat(0, _k_quant_rms(15), min_at=2, min_per_scale=7.5),
+    "Q5_K": BlockFormat(0, _k_quant_rms(31), min_at=2, min_per_scale=15.5),
+    "Q6_K": BlockFormat(208, _uniform_rms(-128, 127) * _uniform_rms(-32, 31), signed_scale=True),
+    "IQ2_XXS": BlockFormat(0, _ODD_SCALE_RMS / 8 * _GRID_RMS["IQ2_XXS"]),
+    "IQ2_XS": BlockFormat(0, _ODD_SCALE_RMS / 8 * _GRID_RMS["IQ2_XS"]),
+    "IQ2_S": BlockFormat(0, _ODD_SCALE_RMS / 8 * _GRID_RMS["IQ2_S"]),
+    "IQ3_XXS": BlockFormat(0, _ODD_SCALE_RMS / 4 * _GRID_RMS["IQ3_XXS"]),
+    "IQ3_S": BlockFormat(0, _ODD_SCALE_RMS * _GRID_RMS["IQ3_S"]),
+    "IQ4_NL": BlockFormat(0, _table_rms(_IQ4_VALUES), signed_scale=True),
+    "IQ4_XS": BlockFormat(0, _uniform_rms(-32, 31) * _table_rms(_IQ4_VALUES), signed_scale=True),
+    "TQ1_0": BlockFormat(52, _uniform_rms(-1, 1), signed_scale=True),
+    "TQ2_0": BlockFormat(64, math.sqrt(3 / 4), signed_scale=True),
+    "MXFP4": BlockFormat(0, _table_rms(_MXFP4_VALUES), exponent_scale=True),
+    "NVFP4": BlockFormat(0, _table_rms(_MXFP4_VALUES) / 2, fp8_scales=4),
 }
 
 
@@ -109,9 +108,9 @@ def _random_floats(rng: np.random.Generator, count: int, low: float, high: float
 
 
 def _quantized(rng: np.random.Generator, kind: str, count: int, std: float) -> Bytes:
-    fmt = BLOCK_FORMATS[kind]
-    n_blocks = count // fmt.weights
-    blocks = _random_bytes(rng, n_blocks * fmt.size).reshape(n_blocks, fmt.size)
+    fmt, (weights, size) = BLOCK_FORMATS[kind], block_size(kind)
+    n_blocks = count // weights
+    blocks = _random_bytes(rng, n_blocks * size).reshape(n_blocks, size)
     if kind == "Q8_0":  # quantizers never produce -128
         integers = blocks[:, 2:].view(np.int8)
         np.maximum(integers, -127, out=integers)
@@ -157,39 +156,33 @@ def _bf16(rng: np.random.Generator, count: int, std: float) -> Bytes:
     return np.ascontiguousarray(_f32(rng, count, std).view("<u2")[1::2]).view(np.uint8)
 
 
-_FLOAT_TYPES: dict[str, tuple[int, Callable[[np.random.Generator, int, float], Bytes]]] = {
-    "F32": (4, _f32),
-    "F16": (2, _f16),
-    "BF16": (2, _bf16),
+_FLOAT_TYPES: dict[str, Callable[[np.random.Generator, int, float], Bytes]] = {
+    "F32": _f32,
+    "F16": _f16,
+    "BF16": _bf16,
 }
 
 TENSOR_TYPES = (*_FLOAT_TYPES, *BLOCK_FORMATS)
 """GGUF names of the supported tensor types."""
 
 
-def block_weights(kind: str) -> int:
-    """Return the number of weights in the smallest storable unit of a tensor type: 1, 32 or 256."""
-    return BLOCK_FORMATS[kind].weights if kind in BLOCK_FORMATS else 1
-
-
-def tensor_bytes(kind: str, count: int) -> int:
-    """Return the size in bytes of `count` weights, a multiple of `block_weights(kind)`."""
-    if kind in BLOCK_FORMATS:
-        return count // BLOCK_FORMATS[kind].weights * BLOCK_FORMATS[kind].size
-    return count * _FLOAT_TYPES[kind][0]
+def block_size(kind: str) -> tuple[int, int]:
+    """Return the number of weights in a block of a tensor type, the smallest storable unit, and its bytes."""
+    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return int(weights), int(size)
 
 
 def random_tensor(
     rng: np.random.Generator,  # source of all random bits
     kind: str,  # one of `TENSOR_TYPES`
-    count: int,  # number of weights, a multiple of `block_weights(kind)`
+    count: int,  # number of weights, a multiple of those in a block
     # Standard deviation of the weights. They are uniform or, for the K-quants, a product of uniforms.
     std: float,
 ) -> Bytes:
-    """Generate random weights of mean zero in file format, uint8 ``[tensor_bytes(kind, count)]``."""
+    """Generate random weights of mean zero in file format, uint8."""
     if kind in BLOCK_FORMATS:
         return _quantized(rng, kind, count, std)
-    return _FLOAT_TYPES[kind][1](rng, count, std)
+    return _FLOAT_TYPES[kind](rng, count, std)
 
 
 def random_norm(rng: np.random.Generator, count: int, *, signed: bool = False) -> Bytes:

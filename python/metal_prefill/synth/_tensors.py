@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from metal_prefill import _core
 from metal_prefill.files._hyperparameters import leading_dense
 from metal_prefill.files._model_tensors import presence_of, tensor_name
-from metal_prefill.synth._blocks import TENSOR_TYPES, block_weights, tensor_bytes
+from metal_prefill.synth._blocks import TENSOR_TYPES, block_size
 from metal_prefill.synth._shape import TIED, ModelShape
 
 TOKEN_TYPES = 2  # of an encoder that has them, as in BERT
@@ -65,7 +65,9 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        return tensor_bytes(self.kind, self.count)
+        """Number of bytes."""
+        weights, size = block_size(self.kind)
+        return self.count // weights * size
 
 
 def tensors(
@@ -246,7 +248,7 @@ def with_types(tensor: Tensor, overrides: Mapping[str, str]) -> Tensor:
         raise ValueError(
             f"{tensor.name}: unknown tensor type {tensor.kind!r}; known are {', '.join(TENSOR_TYPES)}"
         )
-    block = block_weights(tensor.kind)
+    block, _ = block_size(tensor.kind)
     if tensor.shape[-1] % block:
         raise ValueError(
             f"{tensor.name}: rows of {tensor.shape[-1]} weights, "
