@@ -9,10 +9,8 @@ inspected, but not executed: neither a Metal device nor macOS is involved.
 import argparse
 import hashlib
 import importlib.util
-import os
 import re
 import struct
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -120,8 +118,8 @@ def native_stub() -> Path:
     return Path(spec.origin).with_name("_core.pyi")
 
 
-# Zig's linker knows no response files and no bundles: Python's symbols are found at load time, and Python loads
-# a dynamic library as well.
+# Zig's linker knows no response files and no bundles: Python's symbols are found at load time, and Python
+# loads a dynamic library as well.
 CASES = """\
     -Wl,@*|-Wl,-S|-Wl,-x) ;;
     -bundle) arguments+=(-shared -Wl,-undefined,dynamic_lookup) ;;"""

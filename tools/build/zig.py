@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+_ZIG = f'exec "{sys.executable}" -m ziglang'
 # Zig takes architectures for versions of a processor. CMake preprocesses with "-o -", which is a file to zig:
 # without it, zig prints as well.
 _COMPILER = """arguments=()
@@ -23,20 +24,15 @@ done
 """
 
 
-def command() -> str:
-    """Return the shell command that runs zig."""
-    return f'exec "{sys.executable}" -m ziglang'
-
-
 def compiler(target: str, cases: str) -> str:
     """Return the body of a compiler for C++, which treats some arguments by further cases of bash."""
-    return _COMPILER % (cases, command(), target)
+    return _COMPILER % (cases, _ZIG, target)
 
 
 def write_commands(folder: Path, **scripts: str) -> None:
     """Write an archiver, and commands with the given names and bodies."""
     folder.mkdir(parents=True, exist_ok=True)
-    tools = {name: f'{command()} {name} "$@"\n' for name in ("ar", "ranlib")}
+    tools = {name: f'{_ZIG} {name} "$@"\n' for name in ("ar", "ranlib")}
     for name, body in (tools | scripts).items():
         path = folder / name.replace("cxx", "c++")
         path.write_text(f"#!/bin/bash\n{body}")
@@ -44,12 +40,13 @@ def write_commands(folder: Path, **scripts: str) -> None:
 
 
 def build_wheel(
-    python: str | Path, work: Path, tag: str, definitions: Mapping[str, object], environment: Mapping[str, str]
+    python: str | Path,
+    work: Path,  # folder for all output
+    tag: str,  # of the platform
+    definitions: Mapping[str, object],  # of CMake
+    environment: Mapping[str, str],  # variables besides those of this process
 ) -> Path:
-    """Build the wheel of a Python for a platform; return its path.
-
-    `definitions` are those of CMake, and the tag names the platform.
-    """
+    """Build the wheel of a Python for a platform; return its path."""
     shutil.rmtree(work / "wheels", ignore_errors=True)
     _forget_python(work / "build")
     command: list[str | Path] = [
