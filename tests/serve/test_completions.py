@@ -250,10 +250,10 @@ def test_a_pass_lists_its_rows_by_stream(cpu_model: Model) -> None:
     assert rows[reading] == (40, False)
     assert rows[writing][1]
     assert sum(n for n, _ in rows.values()) == scheduler.last_pass.prompts + rows[writing][0]
-    assert reading.times.started is not None
-    assert writing.times.first_token is not None
-    assert writing.times.last_token is not None
-    assert writing.times.first_token < reading.times.started <= writing.times.last_token
+    assert reading.started is not None
+    assert writing.first_token is not None
+    assert writing.last_token is not None
+    assert writing.first_token < reading.started <= writing.last_token
 
 
 def test_64_clients_each_get_the_same_answers_as_alone(vector_server: Running, vector_model: Model) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -141,33 +141,17 @@ class TextOptions(SamplingOptions, total=False):
     grammar: str | None
 
 
-@dataclass(frozen=True)
-class Rules:
-    """The options of a text that are not those of sampling; see :meth:`metal_prefill.Session.generate`."""
-
-    seed: int | None = None
-    stop: str | int | Sequence[str | int] = ()
-    min_tokens: int = 0
-    reasoning: bool = False  # see `Continuation`
-    calls: bool = False
-    echo: bool = False
-    logprobs: int | None = None  # see :meth:`metal_prefill.Session.stream`
-    prompt_logprobs: bool = False
-    speculate: Speculate = "lookup"
-    json_schema: Mapping[str, Any] | str | None = None
-    regex: str | None = None
-    grammar: str | None = None
-
-
-def divided_options(options: TextOptions) -> tuple[Rules, Options]:
-    given: dict[str, Any] = dict(options)
-    rules = Rules(**{field.name: given.pop(field.name) for field in fields(Rules) if field.name in given})
-    if given.get("logit_bias") is None:
-        given.pop("logit_bias", None)
-    if unknown := given.keys() - SamplingOptions.__annotations__.keys():
+def sampling_of(options: TextOptions) -> Options:
+    """Return the options of a text by which its tokens are chosen; raises TypeError for an unknown option."""
+    if unknown := options.keys() - TextOptions.__annotations__.keys():
         known = ", ".join(sorted(TextOptions.__annotations__))
         raise TypeError(f"{min(unknown)!r} is not an option of a text; options are {known}")
-    return rules, Options(**given)
+    given: dict[str, Any] = {
+        name: value for name, value in options.items() if name in SamplingOptions.__annotations__
+    }
+    if given.get("logit_bias") is None:
+        given.pop("logit_bias", None)
+    return Options(**given)
 
 
 _LARGEST_ID = 2**31 - 1

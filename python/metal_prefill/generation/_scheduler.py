@@ -256,8 +256,7 @@ class Scheduler:
         rows = [StreamRows(s, len(tokens.ids), not s.scoring) for s, tokens in chosen]
         for stream in prompts:
             assert stream.request is not None
-            if n := stream.note_pass():
-                stream.times.begin(begin)
+            if n := stream.note_pass(begin):
                 rows.append(StreamRows(stream, n, writing=False))
             if stream.request.finished:
                 results.append((stream, stream.request.take_result()))
@@ -276,7 +275,8 @@ class Scheduler:
             call.finish()
         for stream, result in results:
             if isinstance(result, list):
-                stream.times.note_tokens(end)
+                stream.first_token = end if stream.first_token is None else stream.first_token
+                stream.last_token = end
         self._results.update(results)
         self._take_results(BATCH_PATIENCE, alone=alone)
         self._drop_ended()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,26 +17,6 @@ from metal_prefill.generation._text_generation import Continuation, FinishReason
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-@dataclass
-class StreamTimes:
-    """Times of a stream, on the clock of :func:`time.perf_counter`; None until the event."""
-
-    started: float | None = None  # start of the first pass with tokens of the prompt
-    # End of the pass that chose the first token, and of the latest one that chose any.
-    first_token: float | None = None
-    last_token: float | None = None
-
-    def begin(self, now: float) -> None:
-        if self.started is None:
-            self.started = now
-
-    def note_tokens(self, now: float) -> None:
-        """Note that a pass which chose tokens has ended now."""
-        if self.first_token is None:
-            self.first_token = now
-        self.last_token = now
 
 
 # Errors of `make_streams` that concern one prompt only.
@@ -70,8 +49,9 @@ class Stream:
         Whether it is, and a cached prefix of the prompt is reused.
     prefix_namespace : str
         Namespace in which prefixes of its prompt are found; see :meth:`metal_prefill.Model.session`.
-    times : StreamTimes
-        When its prompt started and its tokens were chosen.
+    started, first_token, last_token : float or None
+        When the first pass with tokens of the prompt started, and when the passes ended that chose the first
+        token and the latest one, on the clock of :func:`time.perf_counter`; None until then.
 
     Notes
     -----
@@ -89,7 +69,9 @@ class Stream:
         self.first = first
         self.reuses = first and self.scored_tokens == 0
         self.prefix_namespace = prefix_namespace
-        self.times = StreamTimes()
+        self.started: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
         self.computed = 0  # tokens of the prompt that went through the model for this stream
         self.ids = text.ids  # the prompt and the generated tokens
         self._made: list[int] = []
@@ -124,10 +106,12 @@ class Stream:
         self._noted = 0
         self._cached = engine.core.cached_tokens(self.prefix_namespace, self.ids)
 
-    def note_pass(self) -> int:
+    def note_pass(self, started: float) -> int:
         """Return how many rows of the prompt the last pass had, and count those before its text has begun."""
         assert self.request is not None
         rows = self.request.computed - self._noted
+        if rows and self.started is None:
+            self.started = started
         self._noted += rows
         if len(self.ids) == len(self.text.ids):
             self.computed += rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from metal_prefill import _core
 from metal_prefill._support.arguments import integer, token_id
 from metal_prefill.engine import Engine
 from metal_prefill.errors import ConstraintError
-from metal_prefill.generation._sampling import Choosing, TextOptions, core_sampler, divided_options
+from metal_prefill.generation._sampling import Choosing, TextOptions, core_sampler, sampling_of
 from metal_prefill.generation._speculation import MOST_DRAFTS, Speculation, make_drafter
 from metal_prefill.text._reasoning import ReasoningGate
 
@@ -244,42 +244,50 @@ class Continuation:
         prefix_namespace: str = "",  # namespace of the session, for a draft model
     ) -> None:
         tokenizer, vocab_size = engine.tokenizer, engine.config.vocab_size
-        rules, how = divided_options(options)
-        strings, stop_ids = split_stops(rules.stop, vocab_size)
+        how = sampling_of(options)
+        strings, stop_ids = split_stops(options.get("stop", ()), vocab_size)
         for token in how.logit_bias:
             token_id(token, vocab_size)
-        if rules.seed is not None:
-            integer("seed", rules.seed, 0)
-        least = min(integer("min_tokens", rules.min_tokens, 0), context)
+        if (seed := options.get("seed")) is not None:
+            integer("seed", seed, 0)
+        least = min(integer("min_tokens", options.get("min_tokens", 0), 0), context)
         # Number of most probable tokens in each piece; None omits all log probabilities.
-        logprobs = None if rules.logprobs is None else integer("logprobs", rules.logprobs, 0, MOST_LOGPROBS)
-        if rules.prompt_logprobs and logprobs is None:
+        if (logprobs := options.get("logprobs")) is not None:
+            logprobs = integer("logprobs", logprobs, 0, MOST_LOGPROBS)
+        prompt_logprobs = options.get("prompt_logprobs", False)
+        if prompt_logprobs and logprobs is None:
             raise ValueError("prompt_logprobs returns log probabilities and therefore requires logprobs")
         self.prompt = ids  # ids of the prompt, int32 ``[n]``
         self._turn_ends = tokenizer.turn_ends
         # Tokens of the prompt that pieces are made of.
-        self._given = ids[1:].tolist() if rules.prompt_logprobs else []
+        self._given = ids[1:].tolist() if prompt_logprobs else []
         # Ids to compute before the first piece, int32 ``[n]``: those of the prompt, or with `prompt_logprobs`
         # its first id.
-        self.ids = ids[:1] if rules.prompt_logprobs else ids
+        self.ids = ids[:1] if prompt_logprobs else ids
         self.echo = ""  # part of the text that is not generated, until it is returned with the first token
-        if rules.echo:
+        if options.get("echo"):
             self.echo = tokenizer.decode(ids.tolist()) if prompt is None else prompt
         given = len(self._given)
         self._context, self._most = context, given + max_tokens
         ends = frozenset({*tokenizer.stop_ids, *stop_ids})
         constraint, sampler = None, None
-        if (rules.json_schema, rules.regex, rules.grammar) != (None, None, None):
+        sources: dict[str, Any] = {
+            "json_schema": options.get("json_schema"),
+            "regex": options.get("regex"),
+            "grammar": options.get("grammar"),
+        }
+        if any(source is not None for source in sources.values()):
             from metal_prefill.generation._constraint import Constraint  # imports multiprocessing: 10 ms
 
-            constraint = Constraint(
-                tokenizer, json_schema=rules.json_schema, regex=rules.regex, grammar=rules.grammar
-            )
+            constraint = Constraint(tokenizer, **sources)
         # A constraint holds for the whole text, which ends reasoning only if the constraint mentions it.
-        tags = tokenizer.reasoning_tags if rules.reasoning else None
+        reasoning = options.get("reasoning", False)
+        tags = tokenizer.reasoning_tags if reasoning else None
         begun = tags is not None and constraint is None and tokenizer.ends_in_reasoning(ids.tolist())
         self._writer = TextWriter(
-            tokenizer.decoder(shown=tokenizer.shown_tokens(reasoning=rules.reasoning, calls=rules.calls)),
+            tokenizer.decoder(
+                shown=tokenizer.shown_tokens(reasoning=reasoning, calls=options.get("calls", False))
+            ),
             strings,
             ends,
             None if tags is None else ReasoningGate(begun=begun, tags=tags),
@@ -290,14 +298,15 @@ class Continuation:
         )
         self._reports = logprobs is not None
         if not how.is_greedy or self._reports or least or constraint is not None:
-            sampler = core_sampler(how, rules.seed, self.ids.tolist(), answer)
+            sampler = core_sampler(how, seed, self.ids.tolist(), answer)
             sampler.report(-1 if logprobs is None else logprobs)
             sampler.follow(self._given)
             if least:
                 sampler.forbid(sorted(ends), len(ids) + least)
         # Chooses the tokens; its waits for a constraint are those of :meth:`take` and :meth:`next_tokens`.
         self.choosing = Choosing(sampler, constraint, ends, forces=not self._reports)
-        drafter = make_drafter(rules.speculate, vocab_size, constraint is not None, prefix_namespace)
+        speculate = options.get("speculate", "lookup")
+        drafter = make_drafter(speculate, vocab_size, constraint is not None, prefix_namespace)
         may_draft = drafter is not None and max_tokens > 2
         self._speculation = Speculation(drafter, ids) if drafter is not None and may_draft else None
         self._cost = engine.row_cost

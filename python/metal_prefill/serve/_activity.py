@@ -111,7 +111,7 @@ class _Text:
     @property
     def waits(self) -> bool:
         """Whether no pass has had a part of its prompt."""
-        return self.stream is not None and self.stream.times.started is None
+        return self.stream is not None and self.stream.started is None
 
     def end(self) -> None:
         """Keep the description in place of the stream."""

@@ -309,10 +309,10 @@ def timings_of(choices: Sequence[Choice], begin: float) -> dict[str, float]:
     They follow one another: the wait for the first pass with a part of the prompts; the passes until each
     text has its first token; the passes of further tokens. Passes are shared with other requests.
     """
-    times = [choice.stream.times for choice in choices]
-    started = min((t.started for t in times if t.started is not None), default=begin)
-    first = max((t.first_token for t in times if t.first_token is not None), default=started)
-    last = max((t.last_token for t in times if t.last_token is not None), default=first)
+    streams = [choice.stream for choice in choices]
+    started = min((s.started for s in streams if s.started is not None), default=begin)
+    first = max((s.first_token for s in streams if s.first_token is not None), default=started)
+    last = max((s.last_token for s in streams if s.last_token is not None), default=first)
     return {
         "queue_seconds": round(started - begin, 6),
         "prefill_seconds": round(first - started, 6),

@@ -169,6 +169,7 @@ def test_passes_waited_counts_the_passes_since_a_prompt_got_rows(cpu: Model) -> 
         scheduler.step()
         for i, (stream, had) in enumerate(zip(streams, before, strict=True)):
             waited[i] = waited[i] + 1 if stream.computed == had else 0
+        assert all((s.started is None) == (s.computed == 0) for s in streams)
         running = [i for i, s in enumerate(streams) if s.finish_reason is None]
         assert [streams[i].passes_waited for i in running] == [waited[i] for i in running]
         longest = max([longest, *(waited[i] for i in running)])
