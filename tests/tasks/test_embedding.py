@@ -15,7 +15,7 @@ from support.reference import ReferenceModel
 from support.small_models import EMBEDDERS, SmallModel, write
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError, _core, synth
-from metal_prefill.tasks._embedding import encode_text, encode_texts
+from metal_prefill.tasks._embedding import encode_texts, encode_tokens
 from metal_prefill.tasks._prompts import PromptForm, PromptRules
 
 TEXTS = ["To be, or not to be", "a", "that is the question. " * 12, "Whether 'tis nobler", "\x00 and on", "a"]
@@ -209,7 +209,11 @@ def test_texts_are_encoded_together_as_each_alone(tmp_path: Path, preset: str, f
         before, _, after = form.partition("{text}")
         prompts = PromptForm(before, after)
         together = encode_texts(engine, texts, prompts, rules)
-        alone = [encode_text(engine, text, "text", prompts, rules) for text in texts]
+        made = [prompts.tokens(engine.tokenizer, text, rules) for text in texts]
+        alone = [
+            encode_tokens(engine, ids, text, "text", prompts, rules)
+            for ids, text in zip(made, texts, strict=True)
+        ]
         assert [ids.tolist() for ids in together.prompts] == [text.ids.tolist() for text in alone]
         assert together.cut == [i for i, text in enumerate(alone) if text.cut]
         assert together.empty == [i for i, text in enumerate(alone) if not len(text.ids)]

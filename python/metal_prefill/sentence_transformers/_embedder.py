@@ -12,14 +12,15 @@ from metal_prefill.files._task_config import NORM, NORMALIZE, TANH_INT8
 from metal_prefill.sentence_transformers._shared import CUT, Encoder, ModelName, returned
 from metal_prefill.sentence_transformers.util import UnsupportedName
 from metal_prefill.tasks._embedding import EncodedTexts, embed_prompts, encode_texts
-from metal_prefill.tasks._late_interaction import pair_scores, query_scores
 from metal_prefill.tasks._prompts import role_of
 from metal_prefill.tasks._similarity import (
     SIMILARITIES,
     Array,
     SimilarityFunction,
     normalized,
+    pair_scores,
     quantize_embeddings,
+    query_scores,
 )
 from metal_prefill.tasks._text_passes import Ids, TextPasses
 

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from metal_prefill._support.tensors import as_array, like
-from metal_prefill.tasks._late_interaction import pair_scores as maxsim_pairwise
-from metal_prefill.tasks._late_interaction import query_scores as maxsim
 from metal_prefill.tasks._similarity import (
     SimilarityFunction,
     community_detection,
@@ -22,6 +20,8 @@ from metal_prefill.tasks._similarity import (
     quantize_embeddings,
     semantic_search,
 )
+from metal_prefill.tasks._similarity import pair_scores as maxsim_pairwise
+from metal_prefill.tasks._similarity import query_scores as maxsim
 
 __all__ = [
     "SimilarityFunction", "community_detection", "cos_sim", "dot_score", "euclidean_sim", "manhattan_sim",

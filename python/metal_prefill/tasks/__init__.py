@@ -9,9 +9,9 @@ from metal_prefill._support.lazy import lazy_names
 if TYPE_CHECKING:
     from metal_prefill.tasks._classification import Classification
     from metal_prefill.tasks._embedding import embed
-    from metal_prefill.tasks._late_interaction import maxsim
     from metal_prefill.tasks._prompts import PROMPTS, prompt_names
     from metal_prefill.tasks._reranking import Ranked, rerank
+    from metal_prefill.tasks._similarity import maxsim
     from metal_prefill.tasks._sparse import HybridVectors, SparseVector
     from metal_prefill.tasks._token_labels import Entity
 
@@ -24,9 +24,9 @@ __getattr__ = lazy_names(
     __name__,
     _classification="Classification",
     _embedding="embed",
-    _late_interaction="maxsim",
     _prompts="PROMPTS prompt_names",
     _reranking="Ranked rerank",
+    _similarity="maxsim",
     _sparse="HybridVectors SparseVector",
     _token_labels="Entity",
 )

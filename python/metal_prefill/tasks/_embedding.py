@@ -22,7 +22,6 @@ from metal_prefill.tasks._prompts import (
     PromptRules,
     TextRole,
     cut_message,
-    errors_of,
     named,
     numbered,
     prompt_form,
@@ -143,23 +142,6 @@ def _most_tokens(engine: Engine, role: TextRole) -> int:
     return role.limit
 
 
-def encode_text(
-    engine: Engine,
-    text: str,
-    name: str,
-    form: PromptForm = PLAIN,
-    rules: PromptRules = DEFAULT_RULES,
-    role: TextRole | None = None,
-) -> EncodedText:
-    """Turn a text into tokens, as `encode_texts` does.
-
-    If the text loses its end, the tokens after it are kept. `name` identifies the text in errors.
-    """
-    with errors_of(name):
-        ids = form.tokens(engine.tokenizer, text, rules)
-    return encode_tokens(engine, ids, text, name, form, rules, role)
-
-
 def encode_tokens(
     engine: Engine,
     ids: list[int],
@@ -169,7 +151,10 @@ def encode_tokens(
     rules: PromptRules = DEFAULT_RULES,
     role: TextRole | None = None,
 ) -> EncodedText:
-    """Finish what `encode_text` does; `ids` are the tokens of the text, before the frame is added."""
+    """Return the prompt of a text, given its tokens without those that begin and end texts.
+
+    If the text loses its end, the tokens after it are kept. `name` identifies the text in errors.
+    """
     tokenizer = engine.tokenizer
     role = text_role(engine) if role is None else role
     begin, end = (tokenizer.frame.begin, tokenizer.frame.end) if role.framed else ((), ())
@@ -367,7 +352,7 @@ def embed_prompts(
         if key not in rows and key != _NO_TOKENS:
             rows[key] = len(distinct)
             distinct.append(i)
-    blocks = _vector_blocks(
+    blocks = vector_blocks(
         passes,
         kind,
         [prompts[i] for i in distinct],
@@ -397,22 +382,7 @@ def embed_prompts(
     return vectors if done == len(prompts) else vectors[[rows.get(key, done) for key in keys]]
 
 
-def vectors_of(
-    passes: TextPasses,
-    pooling: Pooling,
-    prompts: Sequence[npt.NDArray[np.int32]],
-    names: Sequence[str],
-    expansions: Sequence[int] = (),
-) -> Iterator[Vectors]:
-    """Yield the normalized vector of each prompt, or with pooling "none" those of all its tokens.
-
-    `names` are those of the prompts in errors. For `expansions` see `pooled_blocks`.
-    """
-    for block in _vector_blocks(passes, pooling, prompts, names, expansions):
-        yield from block
-
-
-def _vector_blocks(
+def vector_blocks(
     passes: TextPasses,
     pooling: Pooling,
     prompts: Sequence[npt.NDArray[np.int32]],
@@ -423,7 +393,10 @@ def _vector_blocks(
     dimensions: int | None = None,
     unpooled: int = 0,
 ) -> Iterator[Block]:
-    """Yield what `vectors_of` does for the prompts of each pass together."""
+    """Yield the vectors of the prompts of each pass, or with pooling "none" those of all tokens of each.
+
+    `names` are those of the prompts in errors. For `expansions` and `unpooled` see `pooled_blocks`.
+    """
     head = passes.engine.head
     for block in pooled_blocks(passes, pooling, prompts, names, expansions, unpooled=unpooled):
         if head.steps and (pooling != "none" or head.per_token):

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,10 +19,10 @@ from metal_prefill.tasks._embedding import (
     EncodedText,
     check_length,
     checked_texts,
-    encode_text,
     encode_texts,
+    encode_tokens,
+    vector_blocks,
 )
-from metal_prefill.tasks._late_interaction import late_scores
 from metal_prefill.tasks._pairs import encode_pair
 from metal_prefill.tasks._pooled_head import logits_of, sigmoid
 from metal_prefill.tasks._prompts import (
@@ -35,6 +36,7 @@ from metal_prefill.tasks._prompts import (
     query_role,
     shortened,
 )
+from metal_prefill.tasks._similarity import maxsim
 from metal_prefill.tasks._text_passes import Ids, TextPasses, finite, pooled_states
 
 # As the card of Qwen3-Reranker defines it, for files that do not carry it.
@@ -127,8 +129,7 @@ class Ranking:
     def scores(self, passes: TextPasses) -> list[tuple[float, float]]:
         """Return the score of each document, and the logit by which it is ordered."""
         if self.query is not None:
-            skipped = document_role(passes.engine).skipped
-            return [(score, score) for score in late_scores(passes, self.query, self.prompts, skipped)]
+            return [(score, score) for score in _late_scores(passes, self.query, self.prompts)]
         return scores_of(passes, self.prompts, self.label)
 
 
@@ -259,13 +260,22 @@ def kind_of(engine: Engine, options: Options) -> str:
     return kind
 
 
+def check_ranks(engine: Engine, options: Options) -> None:
+    """Raise ValueError or GGUFError if the model does not rank documents in this way."""
+    if kind_of(engine, options) == "template":
+        template_of(engine)
+
+
 def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
     known = bool(engine.prompts.by_name or card_of(engine))  # whether there are prompts of both kinds
     asked = options.instruction if options.instruction is not None else "query" if known else None
     role = query_role(engine)
     has_limit = role.expansion is not None or engine.lengths.query is not None
     rules = options.rules if has_limit else options.rules._replace(truncate="error")
-    encoded = encode_text(engine, query, "the query", prompt_form(engine, asked), rules, role)
+    form = prompt_form(engine, asked)
+    with errors_of("the query"):
+        tokens = form.tokens(engine.tokenizer, query, rules)
+    encoded = encode_tokens(engine, tokens, query, "the query", form, rules, role)
     if not len(encoded.ids):
         raise ValueError("the query has no tokens")
     form = prompt_form(engine, "document" if known else None)
@@ -315,6 +325,18 @@ def _encode_templates(engine: Engine, query: str, documents: Sequence[str], opti
             _scorer(engine, options.label)  # raises an error before further documents are encoded
         ranking.add(ids, cut)
     return ranking
+
+
+def _late_scores(passes: TextPasses, query: EncodedText, documents: Sequence[Ids]) -> list[float]:
+    """Return the MaxSim score of each document, without the tokens that the model skips."""
+    skipped = document_role(passes.engine).skipped
+    names = ["the query", *(f"document {i}" for i in range(len(documents)))]
+    expansions = [query.expansion, *(0 for _ in documents)]
+    blocks = vector_blocks(passes, "none", [query.ids, *documents], names, expansions)
+    vectors = chain.from_iterable(blocks)
+    asked = next(vectors)
+    kept = (tokens[~np.isin(ids, skipped)] for ids, tokens in zip(documents, vectors, strict=True))
+    return [float(score) for score in maxsim(asked, kept)]
 
 
 def scores_of(

@@ -10,7 +10,7 @@ from metal_prefill import Model, Session, __version__
 from metal_prefill.bench._cases import SAMPLING, Choice
 from metal_prefill.bench._engines import Engine, Identity, Ids, Options, Vectors
 from metal_prefill.bench._machine import available_threads
-from metal_prefill.tasks._embedding import check_pooling, vectors_of
+from metal_prefill.tasks._embedding import check_pooling, vector_blocks
 from metal_prefill.tasks._text_passes import TextPasses
 
 
@@ -70,7 +70,7 @@ class _Ours(Engine):
     def embed(self, texts: list[Ids]) -> Vectors:
         names = [f"text {i}" for i in range(len(texts))]
         passes = TextPasses(self._model.engine)
-        return np.array(list(vectors_of(passes, check_pooling(passes.engine, None), texts, names)))
+        return np.concatenate(list(vector_blocks(passes, check_pooling(passes.engine, None), texts, names)))
 
 
 def load(options: Options) -> Engine:
