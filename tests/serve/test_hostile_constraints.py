@@ -14,7 +14,7 @@ from support.running_server import running
 from metal_prefill import Model
 from metal_prefill.generation import _constraint
 from metal_prefill.generation._constraint import _Compiled
-from metal_prefill.serve import _chat, _service
+from metal_prefill.serve import _service
 from metal_prefill.serve._forms import ChatForm
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
@@ -109,7 +109,7 @@ def test_only_unknown_constraints_wait_for_those_that_compile(
 
 
 @pytest.mark.parametrize(
-    ("choice", "constrained"),
+    ("choice", "required"),
     [
         (None, False),
         ("none", False),
@@ -118,7 +118,7 @@ def test_only_unknown_constraints_wait_for_those_that_compile(
         ({"type": "function", "function": {"name": "f"}}, True),
     ],
 )
-def test_a_required_call_is_a_constraint(choice: Any, constrained: bool) -> None:
+def test_choices_of_tools_that_require_a_call(choice: Any, required: bool) -> None:
     body = chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice=choice)
     form: ChatForm = msgspec.json.decode(json.dumps(body), type=ChatForm)
-    assert _chat._is_constrained(form) is constrained
+    assert form.requires_call is required

@@ -34,7 +34,7 @@ class Format(Protocol):
         """Return the events at the start of an answer, when its first tokens are known."""
 
     def open(self, index: int, block: Block) -> list[dict[str, Any]]:
-        """Return the events of a block that begins, without its text."""
+        """Return the events of a block that begins, and has no text."""
 
     def add(self, index: int, block: Block, text: str) -> list[dict[str, Any]]:
         """Return the events of text that was added to a block."""

@@ -234,17 +234,6 @@ def constraint_of(form: ChatForm) -> tuple[str | None, dict[str, Any]]:
     return param, {"json_schema": format_.json_schema.schema}
 
 
-def _is_constrained(form: ChatForm) -> bool:
-    """Return whether a constraint determines the text."""
-    return (
-        form.regex is not None
-        or form.grammar is not None
-        or form.structured_outputs is not None
-        or (form.response_format is not None and form.response_format.type != "text")
-        or form.requires_call
-    )
-
-
 def _streams(service: Service, form: ChatForm, ids: list[int], n: int, namespace: str) -> list[Stream]:
     field, constraint = constraint_of(form)
     options = {**options_of(form, service.engine.tokenizer), **constraint}
@@ -265,9 +254,8 @@ def _reasoning_parser(form: ChatForm, tokenizer: Tokenizer, stream: Stream) -> R
     if form.reasoning_format == "none" or (tags := tokenizer.reasoning_tags) is None:
         return None
     # A constraint holds for the whole text, which therefore has no end of reasoning that it does not mention.
-    return ReasoningParser(
-        begun=tokenizer.ends_in_reasoning(stream.prompt.tolist()) and not _is_constrained(form), tags=tags
-    )
+    is_free = stream.text.choosing.constraint is None
+    return ReasoningParser(begun=is_free and tokenizer.ends_in_reasoning(stream.prompt.tolist()), tags=tags)
 
 
 @dataclass
@@ -416,9 +404,8 @@ async def conversation(service: Service, form: ChatForm, reply: Reply) -> AsyncI
 
 
 async def chat(service: Service, form: ChatForm, reply: Reply) -> None:
-    name = service.check_model(form.model)
     async with conversation(service, form, reply) as choices:
-        head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", name)
+        head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", reply.model)
         if form.truncation == "auto":
             head["dropped_messages"] = choices[0].dropped_messages
         answer = await send_choices(service, form, reply, choices, head)

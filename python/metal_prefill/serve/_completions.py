@@ -47,7 +47,6 @@ def prompts_of(prompt: str | list[TokenOrText], param: str) -> list[str | list[i
 
 
 async def complete(service: Service, form: CompletionForm, reply: Reply) -> None:
-    name = service.check_model(form.model)
     prompts = prompts_of(form.prompt, "prompt")
     made = candidates_of(form)
     count = check_count(service, made * len(prompts), "n" if form.best_of is None else "best_of")
@@ -91,7 +90,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply) -> None
                 CompletionChoice(i, s, scores[i], tokenizer=tokenizer, known=s.prompt_tokens if scored else 0)
                 for i, s in enumerate(streams)
             ]
-            head = head_of("cmpl", "text_completion", name)
+            head = head_of("cmpl", "text_completion", reply.model)
             best = partial(best_texts, made, form.n or 1)
             answer = await send_choices(service, form, reply, choices, head, best)
     if answer is not None:
@@ -197,7 +196,6 @@ class CompletionChoice(Choice):
 
 async def tokenize(service: Service, form: TokenizeForm, reply: Reply) -> None:
     """Return the tokens of a text (`prompt` or `content`) or of a conversation."""
-    service.check_model(form.model)
     given = [value for value in (form.prompt, form.content, form.messages) if value is not None]
     if len(given) != 1:
         raise ApiError(f"pass exactly one of prompt, content and messages; got {len(given)}", param="prompt")
@@ -228,8 +226,6 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply) -> None:
 
 
 async def detokenize(service: Service, form: DetokenizeForm, reply: Reply) -> None:
-    service.check_model(form.model)
-
     def decode() -> str:
         service.check_size(len(form.tokens), "tokens")
         token_bytes = service.engine.tokenizer.token_bytes

@@ -58,6 +58,7 @@ class Reply:
 
     begin = 0.0  # time of the request, once its body is read
     namespace = ""  # of its prefixes
+    model = ""  # name by which it selects the model
     end_turn: Callable[[], None]  # to be called once it is prepared
 
     def __init__(
@@ -186,8 +187,13 @@ class Endpoint(Generic[_Form]):
             async with anyio.create_task_group() as group:
                 with self._service.answering() as answering:
                     request = Request(scope, receive)
-                    body = await self._read(request, reply)
-                    if body is not None:
+                    try:
+                        body = await bodies.read(request)
+                    except ApiError as error:
+                        await reply.error(error)
+                    except ClientDisconnect:
+                        pass
+                    else:
                         group.start_soon(_cancel_after_disconnect, receive, group.cancel_scope)
                         with bodies.requests.holding(len(body)):
                             await self._reply(body, reply, prefix_key(settings, request.headers))
@@ -199,15 +205,6 @@ class Endpoint(Generic[_Form]):
             metrics.requests.labels(scope["path"], reply.status).inc()
             metrics.request_seconds.labels(scope["path"]).observe(time.perf_counter() - begin)
 
-    async def _read(self, request: Request, reply: Reply) -> bytes | None:
-        try:
-            return await self._service.bodies.read(request)
-        except ApiError as error:
-            await reply.error(error)
-        except ClientDisconnect:
-            pass
-        return None
-
     async def _reply(self, body: bytes, reply: Reply, key: bytes) -> None:
         seconds = self._service.settings.max_seconds
         try:
@@ -216,6 +213,7 @@ class Endpoint(Generic[_Form]):
                     form = await self._decoded(body)
                     reply.begin = time.perf_counter()
                     reply.namespace = prefix_namespace(key, form.prompt_cache_key)
+                    reply.model = self._service.check_model(form.model)
                     await self._answer(self._service, form, reply)
             if scope.cancelled_caught:
                 message = f"the answer took longer than {seconds:g} s"

@@ -88,7 +88,7 @@ def chat_form(service: Service, form: CountForm) -> ChatForm:
     messages = [Message(role="system", content=text_of(form.system, "system"))] if form.system else []
     for i, message in enumerate(form.messages):
         messages += _messages_of(message, f"messages[{i}]", names)
-    chat = ChatForm(model=form.model, messages=messages, prompt_cache_key=form.prompt_cache_key)
+    chat = ChatForm(messages=messages)
     if messages and messages[-1].role == "assistant":
         chat.continue_final_message = True
     chat.tools = None if form.tools is None else [_tool_of(tool, i) for i, tool in enumerate(form.tools)]
@@ -179,8 +179,7 @@ class _Answer:
         return [{"type": "message_start", "message": {**self._head, "usage": _usage(usage)}}]
 
     def open(self, index: int, block: Block) -> list[dict[str, Any]]:
-        begun = _content_of(Block(block.kind, "", block.call_id, block.name))
-        return [{"type": "content_block_start", "index": index, "content_block": begun}]
+        return [{"type": "content_block_start", "index": index, "content_block": _content_of(block)}]
 
     def add(self, index: int, block: Block, text: str) -> list[dict[str, Any]]:
         kind, field = {
@@ -231,12 +230,10 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, int]:
 
 async def messages(service: Service, form: MessagesForm, reply: Reply) -> None:
     """Answer a conversation in Anthropic's format."""
-    answer = _Answer(service.check_model(form.model))
-    await answer_in_blocks(service, chat_form(service, form), reply, answer)
+    await answer_in_blocks(service, chat_form(service, form), reply, _Answer(reply.model))
 
 
 async def count_tokens(service: Service, form: CountForm, reply: Reply) -> None:
-    service.check_model(form.model)
     tokens = await service.prepare(lambda: chat_tokens(service, chat_form(service, form), fits=False))
     reply.end_turn()
     await reply.json({"input_tokens": len(tokens)})

@@ -86,9 +86,7 @@ def chat_form(form: ResponsesForm, before: list[Message]) -> ChatForm:
         raise ApiError("input has no messages", param="input")
     tools = None if form.tools is None else [_tool_of(tool) for tool in form.tools]
     return ChatForm(
-        model=form.model,
         messages=messages,
-        prompt_cache_key=form.prompt_cache_key,
         tools=tools,
         tool_choice=_tool_choice_of(form.tool_choice),
         parallel_tool_calls=form.parallel_tool_calls,
@@ -217,10 +215,10 @@ class _Answer:
 
     def open(self, index: int, block: Block) -> list[dict[str, Any]]:
         self._ids.append(f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}")
-        item = self._item(index, Block(block.kind, "", block.call_id, block.name), "in_progress")
+        item = self._item(index, block, "in_progress")
         events = [self._event("output_item.added", output_index=index, item={**item, **_EMPTY[block.kind]})]
         if block.kind != "call":
-            events.append(self._part("content_part.added", index, Block(block.kind)))
+            events.append(self._part("content_part.added", index, block))
         return events
 
     def add(self, index: int, block: Block, text: str) -> list[dict[str, Any]]:
@@ -298,11 +296,10 @@ _PARAMS = {"reasoning_effort": "reasoning.effort", "response_format.json_schema.
 
 async def responses(kept: KeptConversations, service: Service, form: ResponsesForm, reply: Reply) -> None:
     """Answer a conversation in the format of responses, and keep it for a next one."""
-    name = service.check_model(form.model)
     before: list[Message] = []
     if form.previous_response_id is not None:
         before = kept.find(reply.namespace, form.previous_response_id)
-    answer = _Answer(form, name)
+    answer = _Answer(form, reply.model)
     chat = chat_form(form, before)
     messages = chat.messages[1 if form.instructions else 0 :]
     if form.store is not False:

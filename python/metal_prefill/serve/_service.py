@@ -26,7 +26,7 @@ from metal_prefill.serve._forms import LARGE
 from metal_prefill.serve._prefix_store import PrefixStore
 from metal_prefill.serve._settings import Settings
 from metal_prefill.tasks._embedding import check_pooling
-from metal_prefill.tasks._reranking import Options, kind_of, template_of
+from metal_prefill.tasks._reranking import Options, check_ranks
 
 _T = TypeVar("_T")
 
@@ -138,8 +138,7 @@ class Service:
             check_pooling(engine, self.settings.pooling)
             tasks.append("embedding")
         with suppress(ValueError, GGUFError):
-            if kind_of(engine, Options()) == "template":
-                template_of(engine)
+            check_ranks(engine, Options())
             tasks.append("rerank")
         return tasks
 

@@ -37,7 +37,7 @@ from metal_prefill.tasks._embedding import (
 )
 from metal_prefill.tasks._pooled_head import probabilities_of
 from metal_prefill.tasks._prompts import PromptRules, TextRole, prompt_form, role_of
-from metal_prefill.tasks._reranking import Options, encode_documents, kind_of, template_of
+from metal_prefill.tasks._reranking import Options, check_ranks, encode_documents
 from metal_prefill.tasks._text_passes import TextPasses
 
 _T = TypeVar("_T")
@@ -54,19 +54,17 @@ def _check_inputs(service: Service, count: int, param: str) -> None:
 
 async def embed(service: Service, form: EmbeddingForm, reply: Reply) -> None:
     """Answer an embedding request, for texts or token ids."""
-    name = service.check_model(form.model)
     vectors, encoded = await _embedded(service, form, reply)
     usage = _usage(sum(map(len, encoded.prompts)), form.truncate, len(encoded.cut))
     if encoded.empty:
         usage["empty_texts"] = len(encoded.empty)
     packed = form.encoding_format == "base64"
-    answer = _answer(vectors, packed, {"model": name, "usage": usage})
+    answer = _answer(vectors, packed, {"model": reply.model, "usage": usage})
     await reply.pieces(answer, sum(vector.nbytes for vector in vectors), service.prepare)
 
 
 async def embed_inputs(service: Service, form: EmbedForm, reply: Reply) -> None:
     """Answer an embedding request of text-embeddings-inference with a list of vectors."""
-    service.check_model(form.model)
     same = EmbeddingForm(
         input=form.inputs,
         normalize=form.normalize,
@@ -81,7 +79,6 @@ async def embed_inputs(service: Service, form: EmbedForm, reply: Reply) -> None:
 
 async def predict(service: Service, form: PredictForm, reply: Reply) -> None:
     """Answer a classification request of text-embeddings-inference."""
-    service.check_model(form.model)
     given = [form.inputs] if isinstance(form.inputs, str) else form.inputs
     single = all(isinstance(item, str) for item in given)
     items = [[item for item in given if isinstance(item, str)]] if single else given
@@ -234,7 +231,6 @@ def _usage(tokens: int, truncate: str | None, cut: int) -> dict[str, int]:
 
 
 async def rank(service: Service, form: RerankForm, reply: Reply) -> None:
-    name = service.check_model(form.model)
     given = form.documents if form.texts is None else form.texts
     if given is None:
         raise missing("documents")
@@ -264,7 +260,7 @@ async def rank(service: Service, form: RerankForm, reply: Reply) -> None:
         ]
         return {
             "id": uuid.uuid4().hex,
-            "model": name,
+            "model": reply.model,
             "results": results,
             "usage": _usage(passes.tokens, rules.truncate, ranking.cut_texts),  # a shared prefix counts once
             "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
@@ -309,8 +305,7 @@ def _check_ranks(service: Service, options: Options) -> None:
     """Raise `ApiError` if the model does not rank documents in this way."""
     engine, name = service.engine, service.names[0]
     try:
-        if kind_of(engine, options) == "template":
-            template_of(engine)
+        check_ranks(engine, options)
     except GGUFError:
         raise unsupported(f"{name} does not support reranking: its file has no template for it") from None
     except ValueError as error:
