@@ -4,13 +4,15 @@ import json
 import signal
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.bench_fakes import options_for
 from support.programs import finished
 
-from metal_prefill import bench, cli
+from metal_prefill import bench, cli, default_model_path
 from metal_prefill.bench import _engines, _worker
 from metal_prefill.bench._cases import Case
 from metal_prefill.bench._worker import WorkerProcess
@@ -104,3 +106,29 @@ def test_the_command_prints_a_table_of_the_named_model_and_writes_json(
     for row in rows:
         assert row["model_filename"] == str(model)
         assert row["test"] in out
+
+
+@pytest.mark.parametrize(
+    ("words", "function", "arguments"),
+    [
+        ("-p 4,8 --sampled", "run", {"prompts": [4, 8], "sampled": True, "patience": 60.0}),
+        ("embed --text-tokens 16", "run", {"embed": True, "text_tokens": [16], "repetitions": 5}),
+        ("serve --clients 2 -r 3", "run_serving", {"clients": [2], "repetitions": 3, "compare": []}),
+        ("agents --compare llama-server", "run_agents", {"compare": ["llama-server"], "threads": None}),
+    ],
+)
+def test_each_mode_of_the_command_measures_what_it_names(
+    words: str, function: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    original = getattr(bench, function)
+
+    def measured(model: Path, **options: Any) -> bench.BenchResults:
+        signature(original).bind(model, **options)
+        given.update(options, model=model)
+        return bench.BenchResults([])
+
+    monkeypatch.setattr(bench, function, measured)
+    assert cli.main(["bench", *words.split(), "--demo"]) == 0
+    assert given["model"] == default_model_path()
+    assert {name: given.get(name) for name in arguments} == arguments

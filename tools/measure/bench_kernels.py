@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from rich.table import Table
 
 from metal_prefill import _core
+from metal_prefill._support.tables import table
 from metal_prefill.bench import _machine
 from metal_prefill.bench._runner import Spread, spread
 from metal_prefill.commands import common
@@ -133,9 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.types) - GGMLQuantizationType.__members__.keys():
         parser.error(f"no tensor types: {', '.join(sorted(unknown))}")
     isa = options.isa or _core.cpu.kernel_sets()[0]
-    table = Table(title=f"{_machine.cpu_name()}, {isa}: share of the limits, median (range)")
-    for name in ("kernel", "tokens", "threads", "GMAC/s", "limit", "of products", "of memory"):
-        table.add_column(name, justify="left" if name in ("kernel", "limit") else "right")
+    rows: list[tuple[str, ...]] = []
     for threads in options.threads or sorted({1, _machine.available_threads()}):
         limits = {
             name: limit_of(_core.cpu.peak_workload(isa, name, threads)) for name in _core.cpu.peaks(isa)
@@ -146,10 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ):
                 rate, *shares = measure(make(), limits[limit], limits["memory"], options.repetitions)
                 row = (kernel, str(n), str(threads), f"{rate.median / 1e9:,.1f}", limit)
-                table.add_row(*row, *map(share, shares))
+                rows.append((*row, *map(share, shares)))
         except ImportError:
             parser.error("needs a build with METAL_PREFILL_TESTING: run `make bench-kernels`")
-    common.console().print(table)
+    title = f"{_machine.cpu_name()}, {isa}: share of the limits, median (range)"
+    header = ("kernel", "tokens", "threads", "GMAC/s", "limit", "of products", "of memory")
+    common.console().print(table(title, header, rows))
     return 0
 
 

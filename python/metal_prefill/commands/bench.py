@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from metal_prefill._support.atomic_write import check_target, replacing
 from metal_prefill.bench._cases import DECODE_DEPTH
@@ -18,39 +18,17 @@ if TYPE_CHECKING:
     from metal_prefill.bench import AgentResults, BenchResults, ServingResults
     from metal_prefill.bench._runner import Progress
 
-_OF_SERVERS = ("threads", "compare")
-_OF_ENGINES = (*_OF_SERVERS, "repetitions", "device", "compute", "kv_dtype", "patience")
-
 EXAMPLE = "metal-prefill bench --demo -p 64 -n 8 -r 1"
 
-
-class _Mode(NamedTuple):
-    """A line of help, and the arguments of `bench.run` that have an option and those that are set."""
-
-    help: str
-    options: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-
-
-_MODES = {
-    "tokens": _Mode(
-        "measure prefill and decode (the default)",
-        ("prompts", "n_gen", "depth", "streams", "sampled", "speculate"),
-    ),
-    "embed": _Mode(
-        "measure an embedding model on 64 texts of 8 to 512 tokens",
-        ("text_tokens", "text_counts"),
-        ("embed",),
-    ),
-    "serve": _Mode(
-        "measure servers: this package's and those of --compare (llama-cpp-python,llama-server)",
-        ("clients", "repetitions"),
-    ),
-    "agents": _Mode(
-        "replay sessions of agents on servers, and count the tokens of prompts that they compute"
-    ),
+_HELP = {
+    "tokens": "measure prefill and decode (the default)",
+    "embed": "measure an embedding model on 64 texts of 8 to 512 tokens",
+    "serve": "measure servers: this package's and those of --compare (llama-cpp-python,llama-server)",
+    "agents": "replay sessions of agents on servers, and count the tokens of prompts that they compute",
 }
-MODES = tuple(_MODES)  # the first one is measured if none is named
+MODES = tuple(_HELP)  # the first one is measured if none is named
+# Arguments that are not those of a function of `bench`.
+_OWN = ("command", "version", "execute", "mode", "model", "demo", "json")
 
 
 def _lengths(text: str) -> list[int]:
@@ -69,8 +47,8 @@ def _numbers(parser: argparse.ArgumentParser, *names: str, default: list[int], t
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the modes of the command, each with its options."""
     modes = parser.add_subparsers(dest="mode", metavar="MODE", title="what to measure", required=True)
-    for name, mode in _MODES.items():
-        added = modes.add_parser(name, help=mode.help, description=f"{mode.help[0].upper()}{mode.help[1:]}.")
+    for name, text in _HELP.items():
+        added = modes.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         model = added.add_mutually_exclusive_group()
         model.add_argument(
             *("-m", "--model"),
@@ -82,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "tokens":
             _add_token_arguments(added)
         elif name == "embed":
+            added.set_defaults(embed=True)
             _numbers(
                 added,
                 "--text-tokens",
@@ -157,21 +136,15 @@ def execute(arguments: argparse.Namespace) -> None:
     """Measure, then print a table or JSON."""
     from metal_prefill import bench
 
-    model, serves = _model(arguments), arguments.mode in ("serve", "agents")
+    model = _model(arguments)
     # Report an unwritable file before measuring, which takes minutes.
     if arguments.json and arguments.json != "-":
         check_target(arguments.json)
-    mode = _MODES[arguments.mode]
-    names = (*mode.options, *(_OF_SERVERS if serves else _OF_ENGINES))
-    options = {name: getattr(arguments, name) for name in names} | dict.fromkeys(mode.settings, True)
+    options = {name: value for name, value in vars(arguments).items() if name not in _OWN}
+    functions: dict[str, Callable[..., BenchResults | ServingResults | AgentResults]]
+    functions = {"serve": bench.run_serving, "agents": bench.run_agents}
     with _shown_progress() as progress:
-        results: BenchResults | ServingResults | AgentResults
-        if arguments.mode == "agents":
-            results = bench.run_agents(model, progress=progress, **options)
-        elif serves:
-            results = bench.run_serving(model, progress=progress, **options)
-        else:
-            results = bench.run(model, progress=progress, **options)
+        results = functions.get(arguments.mode, bench.run)(model, progress=progress, **options)
     if arguments.json == "-":
         print(results.to_json())
     else:

@@ -17,25 +17,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print the entries, most recently used first, and delete them if requested."""
-    from rich.table import Table
-
+    from metal_prefill._support.tables import table
     from metal_prefill.hub import _local_file
     from metal_prefill.storage import _pack_cache
 
     console, packed = common.console(), _pack_cache.entries()
     kept = 0 if arguments.clear else sum(entry.size for entry in packed)
     for title, entries in (("packed weights", packed), ("converted models", _local_file.conversions())):
-        table = Table(title=title, title_justify="left")
-        table.add_column("MiB", justify="right")
-        table.add_column("used")
-        table.add_column("file", overflow="fold")
+        rows = []
         for used, nbytes, path in entries:
             if arguments.clear:
                 path.unlink(missing_ok=True)
             day = time.strftime("%Y-%m-%d %H:%M", time.localtime(used))
-            table.add_row(f"{nbytes / MIB:,.1f}", day, f"{path}: deleted" if arguments.clear else str(path))
-        if entries:
-            console.print(table)
+            rows.append((f"{path}: deleted" if arguments.clear else str(path), day, f"{nbytes / MIB:,.1f}"))
+        if rows:
+            console.print(table(title, ("file", "used", "MiB"), rows, names=2))
         if entries is packed:
             count = f"0 of {len(packed)} kept" if arguments.clear and packed else str(len(packed))
             size = f"{kept / MIB:,.1f} MiB of at most {_pack_cache.limit() / MIB:,.0f} MiB"

@@ -24,8 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print the names of models, as for ``-m``, or delete a repository."""
-    from rich.table import Table
-
+    from metal_prefill._support.tables import table
     from metal_prefill.hub._download import delete_cached
 
     console = common.console()
@@ -33,12 +32,8 @@ def execute(arguments: argparse.Namespace) -> None:
         freed = delete_cached(arguments.delete)
         console.print(f"{arguments.delete}: deleted, {freed / MIB:,.1f} MiB", highlight=False)
         return
-    table = Table()
-    for column, justify in (("model", "left"), ("does", "left"), ("MiB", "right")):
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for name, path, nbytes in _models():
-        table.add_row(name, _task(path), f"{nbytes / MIB:,.1f}")
-    console.print(table)
+    rows = ((name, _task(path), f"{nbytes / MIB:,.1f}") for name, path, nbytes in _models())
+    console.print(table(None, ("model", "does", "MiB"), rows, names=2))
 
 
 def _models() -> Iterator[tuple[str, Path, int]]:

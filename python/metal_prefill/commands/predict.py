@@ -155,29 +155,22 @@ def execute(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps([as_json(name, prediction) for name, prediction in found], indent=1))
         return
-    from rich.table import Table
+    from metal_prefill._support.tables import table
 
     console = common.console()
     for name, prediction in found:
         total, measured = prediction.seconds * 1e6, _measured(prediction)
         low, high = prediction.tokens_per_second_range
-        table = Table(
-            title=f"{name} on {prediction.chip.name}, predicted: {low:,.0f} to {high:,.0f} tok/s",
-            title_justify="left",
-        )
-        columns = ["kernel", "dispatches", "predicted µs", "share", "bound by"]
-        for i, column in enumerate([*columns, "in the trace µs"] if measured else columns):
-            table.add_column(column, justify="right" if 0 < i != 4 else "left", no_wrap=i == 0)
-        for row in prediction.by_kernel():
-            cells = [
-                row.kernel,
-                str(row.dispatches),
-                f"{row.microseconds:,.1f}",
-                f"{row.microseconds / total:.1%}",
-                row.bound,
-            ]
-            table.add_row(*cells, *([f"{measured.get(row.kernel, 0):,.1f}"] if measured else []))
-        cells = ["total", str(len(prediction.dispatches)), f"{total:,.1f}", "100.0%", ""]
-        table.add_row(*cells, *([f"{sum(measured.values()):,.1f}"] if measured else []))
-        console.print(table)
+        title = f"{name} on {prediction.chip.name}, predicted: {low:,.0f} to {high:,.0f} tok/s"
+        rows = [(row.kernel, row.dispatches, row.microseconds, row.bound) for row in prediction.by_kernel()]
+        cells = [
+            [kernel, bound, str(count), f"{time:,.1f}", f"{time / total:.1%}"]
+            for kernel, count, time, bound in (*rows, ("total", len(prediction.dispatches), total, ""))
+        ]
+        header = ["kernel", "bound by", "dispatches", "predicted µs", "share"]
+        if measured:
+            header.append("in the trace µs")
+            times = measured | {"total": sum(measured.values())}
+            cells = [[*row, f"{times.get(row[0], 0):,.1f}"] for row in cells]
+        console.print(table(title, header, cells, names=2))
     console.print(NOTE, highlight=False)
