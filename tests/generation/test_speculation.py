@@ -224,6 +224,31 @@ def test_a_draft_model_requires_the_same_vocabulary(bundled: Model, tiny: Model)
         bundled.generate([1, 2], 9, speculate=tiny)
 
 
+def test_a_draft_model_with_a_shorter_context_drafts_within_it(
+    bundled: Model, demo_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always(monkeypatch)
+    expected = "".join(bundled.generate("JULIET:", 60, speculate="off"))
+    with Model(demo_path, device="cpu", threads=1, max_context=30) as other:
+        assert "".join(bundled.generate("JULIET:", 60, speculate=other)) == expected
+
+
+def test_a_function_may_change_the_ids_that_it_receives(
+    bundled: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always(monkeypatch)
+    received: list[list[int]] = []
+
+    def guess(tokens: list[int]) -> list[int]:
+        received.append(tokens.copy())
+        tokens.clear()
+        return []
+
+    made = [piece.token for piece in bundled.session().stream([1, 2], 9, speculate=guess)]
+    assert len(received) > 1
+    assert received == [[1, 2, *made[:n]] for n in range(1, 1 + len(received))]
+
+
 def oracle_of(text: list[int], count: int) -> tuple[int, set[tuple[int, ...]]]:
     """Return the longest suffix that occurred before, and the continuation of each occurrence."""
     n = len(text)

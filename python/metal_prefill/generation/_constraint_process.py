@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
@@ -19,7 +20,7 @@ from weakref import finalize
 
 from metal_prefill._support.forks import renew_in_child
 from metal_prefill.errors import ConstraintError
-from metal_prefill.generation._constraint_worker import END, FORK, READY, SPELL
+from metal_prefill.generation._constraint_worker import READY, SPELL
 
 # Seconds after which a process that does not answer is taken to hang: one that prepares a vocabulary or
 # compiles a source, whose work is limited in processor time, and one that forks, for which others wait.
@@ -161,56 +162,45 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         requests = Connection(ours.detach())
         try:
-            with theirs:
-                pid = self._request(FORK, theirs.fileno())
+            with theirs, self._lock:
+                return Worker(self, requests, self._fork(theirs.fileno()))
         except BaseException:
             requests.close()
             raise
-        return Worker(self, requests, pid)
+
+    def _fork(self, handle: int) -> int:
+        """Fork with a connection for requests, and return the id of the process."""
+        for _ in range(2):  # it may have been ended from outside
+            if self._control is None:
+                self._start()
+            ended = []
+            while self.ended:
+                ended.append(self.ended.popleft())
+            with suppress(EOFError, OSError):
+                return self._ask(ended, handle)
+        raise NoWorkerError("the process that checks constraints ended")
 
     def end(self, pid: int) -> int:
         """End a worker, if it has not ended, and return its exit status."""
-        with self._lock:
-            if self._control is None:
-                return -signal.SIGKILL
-            try:
-                self._control.send_bytes(pickle.dumps((END, [pid])))
-                return int(self._answer())
-            except (EOFError, OSError):
-                self._stop()
-                return -signal.SIGKILL
-            except BaseException:
-                self._stop()
-                raise
+        with self._lock, suppress(EOFError, OSError):
+            if self._control is not None:
+                return self._ask([pid])
+        return -signal.SIGKILL
 
-    def _request(self, request: str, handle: int) -> int:
-        with self._lock:
-            for last in (False, True):  # it may have been ended from outside
-                if self._control is None:
-                    self._start()
-                assert self._control is not None
-                assert self._process is not None
-                ended = []
-                while self.ended:
-                    ended.append(self.ended.popleft())
-                try:
-                    self._control.send_bytes(pickle.dumps((request, ended)))
-                    send_handle(self._control, handle, self._process.pid)
-                    return self._answer()
-                except (EOFError, OSError):
-                    self._stop()
-                    if last:
-                        raise NoWorkerError("the process that checks constraints ended") from None
-                except BaseException:
-                    self._stop()
-                    raise
-        raise AssertionError
-
-    def _answer(self) -> int:
+    def _ask(self, ended: list[int], handle: int | None = None) -> int:
+        """End forks, and fork if there is a connection for that; return the last result."""
         assert self._control is not None
-        if not self._control.poll(FORK_PATIENCE):
-            raise EOFError
-        return int(json.loads(self._control.recv_bytes().partition(b"\n")[0])[0])
+        assert self._process is not None
+        try:
+            self._control.send_bytes(pickle.dumps((handle is not None, ended)))
+            if handle is not None:
+                send_handle(self._control, handle, self._process.pid)
+            if not self._control.poll(FORK_PATIENCE):
+                raise EOFError
+            return int(json.loads(self._control.recv_bytes().partition(b"\n")[0])[-1])
+        except BaseException:
+            self._stop()
+            raise
 
     def _start(self) -> None:
         path = [entry for entry in sys.path if isinstance(entry, str)]

@@ -25,7 +25,6 @@ STACK = 4 << 20  # bytes
 STEPS = 16  # tokens that are tried after compiling
 MOST_SHOWN = 2000  # characters of an error
 READY = b"ready"
-FORK, END = "fork", "end"  # requests to the fork server
 SPELL = "spell"  # first element of an answer that asks for the tokens of a string
 
 # Bounds the time of a mask, during which all texts of a batch wait. With llguidance's default of 1,000,000
@@ -245,20 +244,19 @@ def main() -> None:
         vocabulary = _prepare(spelling)
         control.send_bytes(READY)
         while True:
-            request, ended = pickle.loads(control.recv_bytes())
-            statuses = {pid: _end(pid) for pid in forks.intersection(ended)}
+            forks_again, ended = pickle.loads(control.recv_bytes())
+            results = [_end(pid) if pid in forks else -signal.SIGKILL for pid in ended]
             forks -= set(ended)
-            if request == END:
-                control.send_bytes(_answer([statuses.get(pid, -signal.SIGKILL) for pid in ended]))
-                continue
-            requests = Connection(recv_handle(control))
-            pid = os.fork()
-            if pid == 0:
-                control.close()
-                _work(requests, spelling, vocabulary)
-            requests.close()
-            forks.add(pid)
-            control.send_bytes(_answer([pid]))
+            if forks_again:
+                requests = Connection(recv_handle(control))
+                pid = os.fork()
+                if pid == 0:
+                    control.close()
+                    _work(requests, spelling, vocabulary)
+                requests.close()
+                forks.add(pid)
+                results.append(pid)
+            control.send_bytes(_answer(results))
     except (EOFError, OSError):  # the process that asked has ended
         for pid in forks:
             _end(pid)

@@ -7,6 +7,7 @@ all after it.
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -96,60 +97,48 @@ class LookupDrafter:
         return best, lookup.after_match
 
 
-class _TextDrafter:
-    """Drafter that receives the whole text for each draft."""
+class TextDrafter:
+    """Drafts by a function of the whole text and of the number of drafts."""
 
     free = False
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[list[int], int], list[int]]) -> None:
         self.acceptance = Acceptance(0.5)
+        self._function = function
         self._tokens: list[int] = []
 
     def append(self, tokens: npt.NDArray[np.int32], forced: bool = False) -> None:
         self._tokens += tokens.tolist()
 
-
-class CallableDrafter(_TextDrafter):
-    """Drafts by the caller's function."""
-
-    def __init__(self, function: Callable[[list[int]], Sequence[int]], vocab_size: int) -> None:
-        super().__init__()
-        self._function, self._vocab_size = function, vocab_size
-
     def draft(self, count: int) -> list[int]:
-        drafts = self._function(list(self._tokens))
-        if not isinstance(drafts, (Sequence, np.ndarray)):
-            raise TypeError(f"a draft of speculate must be a sequence of ids, got {type(drafts).__name__}")
-        if len(drafts) == 0:
-            return []
-        try:
-            ids: list[int] = token_array(drafts, self._vocab_size)[:count].tolist()
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"a draft of speculate: {error}") from None
-        return ids
+        return self._function(self._tokens, count)
 
 
-class ModelDrafter(_TextDrafter):
-    """Drafts the greedy tokens of another model with the same vocabulary."""
+def _drafts_of_caller(
+    function: Callable[[list[int]], Sequence[int]], vocab_size: int, tokens: list[int], count: int
+) -> list[int]:
+    drafts = function(list(tokens))  # which the caller may change
+    if not isinstance(drafts, (Sequence, np.ndarray)):
+        raise TypeError(f"a draft of speculate must be a sequence of ids, got {type(drafts).__name__}")
+    if len(drafts) == 0:
+        return []
+    try:
+        ids: list[int] = token_array(drafts, vocab_size)[:count].tolist()
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"a draft of speculate: {error}") from None
+    return ids
 
-    def __init__(self, engine: Engine, vocab_size: int, prefix_namespace: str) -> None:
-        super().__init__()
-        if engine.config.vocab_size != vocab_size:
-            raise ValueError(
-                f"the draft model of speculate has a vocabulary of {engine.config.vocab_size} tokens, "
-                f"this model one of {vocab_size}"
-            )
-        self._session = engine.session(prefix_namespace=prefix_namespace)
 
-    def draft(self, count: int) -> list[int]:
-        count = min(count, self._session.max_context - len(self._tokens))
-        if count < 1:
-            return []
-        greedy = _core.Request.greedy
-        drafts: list[int] = greedy(self._session, np.array(self._tokens, np.int32), reuse=True).run()
-        while len(drafts) < count:
-            drafts += greedy(self._session, np.array(drafts[-1:], np.int32)).run()
-        return drafts
+def _drafts_of_model(session: _core.Session, tokens: list[int], count: int) -> list[int]:
+    """Return the greedy tokens of another model with the same vocabulary."""
+    count = min(count, session.max_context - len(tokens))
+    if count < 1:
+        return []
+    greedy = _core.Request.greedy
+    drafts: list[int] = greedy(session, np.array(tokens, np.int32), reuse=True).run()
+    while len(drafts) < count:
+        drafts += greedy(session, np.array(drafts[-1:], np.int32)).run()
+    return drafts
 
 
 def make_drafter(
@@ -165,9 +154,15 @@ def make_drafter(
             raise ValueError(f"speculate must be 'lookup', 'off', a model or a function, got {speculate!r}")
         return LookupDrafter(constrained) if speculate == "lookup" else None
     if isinstance(speculate, EngineOwner):
-        return ModelDrafter(speculate.engine, vocab_size, prefix_namespace)
+        engine = speculate.engine
+        if engine.config.vocab_size != vocab_size:
+            raise ValueError(
+                f"the draft model of speculate has a vocabulary of {engine.config.vocab_size} tokens, "
+                f"this model one of {vocab_size}"
+            )
+        return TextDrafter(partial(_drafts_of_model, engine.session(prefix_namespace=prefix_namespace)))
     if callable(speculate):
-        return CallableDrafter(speculate, vocab_size)
+        return TextDrafter(partial(_drafts_of_caller, speculate, vocab_size))
     kind = type(speculate).__name__
     raise TypeError(f"speculate must be 'lookup', 'off', a model or a function, got {kind}")
 
