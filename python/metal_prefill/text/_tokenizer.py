@@ -17,7 +17,6 @@ from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._reasoning import CHANNEL, LAST_TOKENS, THINK, Tags, begins_in
 from metal_prefill.text._segmentation import NormalText, SpelledTokens, WordTokens, segmented, segmented_ids
 from metal_prefill.text._segmenters import segmenter_of
-from metal_prefill.text._tool_calls import MARKS
 from metal_prefill.text._vocabulary import (
     ENCODER_KINDS,
     SPACE,
@@ -610,7 +609,11 @@ class Tokenizer:
         """Return the control tokens that are part of an answer with reasoning, or with calls of tools."""
         special, tags = self._spelled.special, (self.reasoning_tags if reasoning else None) or ()
         shown = {text for text in special if any(tag.startswith(text) for tag in tags)}
-        return frozenset(special[text] for text in shown | ((MARKS & special.keys()) if calls else set()))
+        if calls:
+            from metal_prefill.text._tool_calls import MARKS  # not for encoders, which need no parser
+
+            shown |= MARKS & special.keys()
+        return frozenset(special[text] for text in shown)
 
     @cached_property
     def fill_tokens(self) -> tuple[int, int, int] | None:
