@@ -148,89 +148,73 @@ class RequiredCalls:
 
     def __init__(self, names: Collection[str]) -> None:
         self.text = ""  # the answer so far
+        # The calls so far whose tool is known, in OpenAI's format. At the end of the answer, arguments have
+        # at least their first brace.
+        self.messages: list[dict[str, Any]] = []
+        self.whole = True  # whether the last call is complete
         self._names = names
-        self._calls: list[_RequiredCall] = []
         self._brackets = Brackets()
+        self._count = 0  # of calls that have begun
         self._begin: int | None = None  # of the call that arrives
-        self._taken = 0
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The calls so far whose tool is known, in OpenAI's format."""
-        return [call.message for call in self._calls if call.message is not None]
-
-    @property
-    def whole(self) -> bool:
-        return all(call.whole for call in self._calls)
+        self._message: dict[str, Any] | None = None  # that call, once its tool is known
+        self._sent = 0  # characters of the answer up to the end of the arguments so far
 
     def step(self, piece: str, *, last: bool) -> list[dict[str, Any]]:
         """Add a piece; return what is new of the calls, each part with its index."""
         self.text += piece
         self._brackets.scan(piece)
+        is_list = self.text.startswith("[")
         made: list[dict[str, Any]] = []
         while True:
             if self._begin is None:
-                begin = self.text.find("{", self._taken) if self.text.startswith("[") else self._taken
+                begin = self.text.find("{", self._sent) if is_list else 0
                 if begin < 0:
                     return made
-                self._begin = self._taken = begin
-                self._calls.append(_RequiredCall(self._names))
+                self._begin = self._sent = begin
+                self._message = None
+                self._count += 1
             end = self._brackets.end(self._begin)
-            parts = self._calls[-1].step(self.text[self._taken : end], last=last, whole=end is not None)
-            made += [{"index": len(self._calls) - 1, **part} for part in parts]
-            self._taken = len(self.text) if end is None else end
-            if end is None or not self.text.startswith("["):
+            self.whole = end is not None
+            parts = self._parts(self._begin, len(self.text) if end is None else end, last)
+            made += [{"index": self._count - 1, **part} for part in parts]
+            if end is None or not is_list:
                 return made
             self._begin = None
 
+    def _parts(self, begin: int, end: int, last: bool) -> list[dict[str, Any]]:
+        """Return what is new of a call: the call with its name, then parts of its arguments.
 
-class _RequiredCall:
-    """A call that is the whole answer or a part of it, as it arrives; it may be truncated."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        self.text = ""  # the call so far
-        # The call so far, in OpenAI's format; None until its tool is known. Partial arguments have at least
-        # their brace at the end.
-        self.message: dict[str, Any] | None = None
-        self.whole = False  # whether the call is complete
-        self._names = names
-        self._sent = 0  # characters of the text up to the end of the arguments so far
-
-    def step(self, piece: str, *, last: bool, whole: bool) -> list[dict[str, Any]]:
-        """Add a piece; return what is new: the call with its name, then parts of its arguments.
-
-        `whole`: the call ends with the piece; `last`: so does the answer.
+        `last`: the answer ends there.
         """
-        self.text += piece
-        self.whole, last = whole, last or whole
-        begins = self.message is None
+        begins = self._message is None
         if begins:
-            name = self._name(last)
+            name = self._name(begin, end, last)
             if name is None:
                 return []
-            self.message = written_call(name, "")
+            self._message = written_call(name, "")
+            self.messages.append(self._message)
+        assert self._message is not None
+        function = self._message["function"]
         # The last bracket is that of the object around the arguments.
-        arguments = self.text[self._sent : len(self.text) - (self.whole or not last)]
+        arguments = self.text[self._sent : end - (self.whole or not last)]
         self._sent += len(arguments)
-        assert self.message is not None
-        function = self.message["function"]
         if last and not function["arguments"] + arguments:
             arguments = "{"  # LangChain reads empty arguments as those of a whole call without any
         function["arguments"] += arguments
         if begins:
-            return [{**self.message, "function": {**function}}]
+            return [{**self._message, "function": {**function}}]
         return [{"function": {"arguments": arguments}}] if arguments else []
 
-    def _name(self, last: bool) -> str | None:
+    def _name(self, begin: int, end: int, last: bool) -> str | None:
         """Return the name of the tool once it is known, at the latest at the end of the answer."""
-        if (begun := _CALL.match(self.text)) is not None:
+        if (begun := _CALL.match(self.text, begin, end)) is not None:
             self._sent = begun.end()
             return str(json.loads(begun[1]))
-        names = self._names
-        possible = [name for name in names if len(names) == 1 or call_beginning(name).startswith(self.text)]
+        names, text = self._names, self.text[begin:end]
+        possible = [name for name in names if len(names) == 1 or call_beginning(name).startswith(text)]
         if not last or len(possible) != 1:
             return None
-        self._sent = len(self.text)
+        self._sent = end
         return possible[0]
 
 
