@@ -161,31 +161,23 @@ def dispatches_of(prepare: Callable[[], object], run: Callable[[], object]) -> l
     return [d for buffer in history if buffer.label == history[-1].label for d in buffer.dispatches]
 
 
-def measure_stream_dispatches(path: Path, repeats: int) -> list[Record]:
-    """Return the same for passes with one token for each of several sequences."""
-    result = []
-    with Model(path, device="metal") as model:
-        for n in STREAMS:
-            sessions = decoding_sessions(model, n)
-            samples = [
-                dispatches_of(lambda: None, partial(model.forward_batch, sessions, [[1]] * n))
-                for _ in range(repeats + 2)
-            ]
-            result.append({"tokens": n, "streams": n, "dispatches": median_rows(samples)})
-    return result
-
-
 def measure_dispatches(path: Path, repeats: int) -> list[Record]:
-    """Return for each prompt length the dispatches in order, with the median of their times on the GPU."""
-    result = []
+    """Return the dispatches of prompts, and of passes with one token for each of several sequences.
+
+    They are in order, with the median of their times on the GPU.
+    """
     with Model(path, device="metal") as model, model.session() as session:
-        for n in TIMED_PROMPTS:
-            samples = [
-                dispatches_of(session.reset, partial(session.forward_prompt, prompt_of(n)))
-                for _ in range(repeats + 2)
-            ]
-            result.append({"tokens": n, "dispatches": median_rows(samples)})
-    return result + measure_stream_dispatches(path, repeats)
+        runs: list[tuple[Record, Callable[[], object], Callable[[], object]]] = [
+            ({"tokens": n}, session.reset, partial(session.forward_prompt, prompt_of(n)))
+            for n in TIMED_PROMPTS
+        ]
+        for n in STREAMS:
+            step = partial(model.forward_batch, decoding_sessions(model, n), [[1]] * n)
+            runs.append(({"tokens": n, "streams": n}, lambda: None, step))
+        return [
+            about | {"dispatches": median_rows([dispatches_of(prepare, run) for _ in range(repeats + 2)])}
+            for about, prepare, run in runs
+        ]
 
 
 def dispatch_times(path: Path, repeats: int) -> list[Record]:

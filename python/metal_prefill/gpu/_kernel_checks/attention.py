@@ -46,13 +46,12 @@ def _rotated(d: Captured, args: dict[str, Any], row: Values, position: int) -> t
         v = rms_normed(v, np.ones(value), args["eps"])
 
     def normed(heads: Values, binding: int, has_norm: int) -> Values:
-        weight = d.before(binding, np.float32)[:key].astype(np.float64)
-        return rms_normed(heads, weight, args["eps"]) if has_norm else heads
+        return rms_normed(heads, d.floats(binding, key), args["eps"]) if has_norm else heads
 
     if not args["norm_after"]:
         q, k = normed(q, 1, args["has_q_norm"]), normed(k, 2, args["has_k_norm"])
     n = args["rope_dim"]
-    table = d.before(3, np.float32)[position * n : (position + 1) * n].reshape(n // 2, 2).astype(np.float64)
+    table = d.floats(3, slice(position * n, (position + 1) * n)).reshape(n // 2, 2)
     first = np.arange(n // 2)
     first, second = (2 * first, 2 * first + 1) if args["style"] == _INTERLEAVED else (first, first + n // 2)
     for head in (q := q.copy(), k := k.copy()):
@@ -163,11 +162,8 @@ def relative_scores(d: Captured) -> Expected:
     tiles = d.before(4, _TILE)[: d.grid[1]]
     for tile in tiles[some_of(len(tiles), SAMPLED_TOKENS)]:
         row, end = int(tile["row"] + tile["first"]), int(tile["end"])
-        q = (
-            d.before(3, np.float32)[row * a["q_stride"] :][: heads * dim]
-            .reshape(heads, dim)
-            .astype(np.float64)
-        )
+        first = row * a["q_stride"]
+        q = d.floats(3, slice(first, first + heads * dim)).reshape(heads, dim)
         keys = _Cache(d, 6, 5, {**a, "n_kv_heads": heads}, dim, int(tile["pages"])).of(range(end))
         position = int(tile["position"] + tile["first"])
         rows = d.before(2, np.float32)[a["context"] + position - np.arange(end)].astype(int)
@@ -232,7 +228,7 @@ def attention(d: Captured) -> Expected:
         seen = _seen(position, end, a["window"], bool(a.get("both_ways")))
         distances = np.array(seen, np.int64) - position
         added = _added(d, token, seen, distances) if prefill else 0.0
-        sinks = d.before(6, np.float32)[: a["n_heads"]].astype(np.float64) if a["has_sinks"] else None
+        sinks = d.floats(6, a["n_heads"]) if a["has_sinks"] else None
         expected = _attend(q, keys.of(seen), values.of(seen), a, distances, added, sinks)
         if a["splits"] > 1 and not prefill:
             shape = (a["n_heads"], a["splits"], a["value_dim"] + 2)

@@ -43,6 +43,11 @@ class Captured:
         """Return the contents of a buffer, from its binding on, before the dispatch."""
         return _as(np.asarray(self._dispatch.before(binding)), dtype)
 
+    def floats(self, binding: int, part: int | slice) -> Values:
+        """Return a part of a buffer of float32 before the dispatch, or so many first values, as float64."""
+        part = slice(part) if isinstance(part, int) else part
+        return self.before(binding, np.float32)[part].astype(np.float64)
+
     def after(self, binding: int, dtype: Any) -> Values:
         """Return the contents of a buffer, from its binding on, after the dispatch."""
         return _as(np.asarray(self._dispatch.after(binding)), dtype)
@@ -57,6 +62,13 @@ def _as(data: npt.NDArray[np.uint8], dtype: Any) -> Values:
 def some_of(n: int, most: int) -> npt.NDArray[np.int64]:
     """Return at most `most` of n indices, including the first and the last."""
     return np.unique(np.linspace(0, n - 1, min(n, most)).astype(np.int64))
+
+
+def rows_of(n: int, width: int, stride: int | None = None) -> Iterator[slice]:
+    """Yield the places of some of n rows, including the first and the last."""
+    for row in some_of(n, SAMPLED_TOKENS):
+        first = int(row) * (width if stride is None else stride)
+        yield slice(first, first + width)
 
 
 def activate(x: Values, activation: int) -> Values:

@@ -94,7 +94,7 @@ def product(d: Captured) -> Expected:
     for token in some_of(args["tokens"], SAMPLED_TOKENS):
         vector = x[token * width : (token + 1) * width].astype(np.float64)
         if normed:
-            vector = rms_normed(vector, d.before(1, np.float32)[:width].astype(np.float64), args["eps"])
+            vector = rms_normed(vector, d.floats(1, width), args["eps"])
         products = [w @ vector for w in weights]
         expected = activate_gated(products[0], products[1], args["activation"]) if gated else products[0]
         where = token * stride + rows
@@ -109,14 +109,14 @@ def choose_experts(d: Captured) -> Expected:
     args, used = d.args, d.args["used"]
     dim, experts = args["dim"], args["experts"]
     routes = d.after(5, _ROUTE)
-    norm = d.before(1, np.float32)[:dim].astype(np.float64)
+    norm = d.floats(1, dim)
     bias, offset = (
-        d.before(binding, np.float32)[:experts].astype(np.float64) if args[has] else np.zeros(experts)
+        d.floats(binding, experts) if args[has] else np.zeros(experts)
         for binding, has in ((2, "has_bias"), (3, "has_offset"))
     )
     router = Matrix(d, columns=dim, rows=[experts], offsets=[0]).rows(np.arange(experts))
     for token in some_of(d.grid[0], SAMPLED_TOKENS):
-        x = d.before(4, np.float32)[token * dim : (token + 1) * dim].astype(np.float64)
+        x = d.floats(4, slice(token * dim, (token + 1) * dim))
         products = router @ (rms_normed(x, norm, args["eps"]) if args["has_norm"] else x) + offset
         if args["sigmoid"]:
             scores = 1 / (1 + np.exp(-products))
@@ -155,7 +155,7 @@ def add_experts(d: Captured) -> Expected:
     y = d.before(1, np.float32)
     for token in some_of(d.grid[1], SAMPLED_TOKENS):
         where = slice(token * dim, (token + 1) * dim)
-        expected = d.before(2, np.float32)[where].astype(np.float64)
+        expected = d.floats(2, where)
         for route in d.before(0, _ROUTE)[token * used : (token + 1) * used]:
             place = int(route["place"])
             expected = expected + float(route["factor"]) * y[place * dim : (place + 1) * dim]

@@ -15,6 +15,7 @@ from metal_prefill.gpu._kernel_checks.captured import (
     Values,
     activate,
     rms_normed,
+    rows_of,
     some_of,
 )
 from metal_prefill.gpu._trace import layout_of
@@ -38,8 +39,8 @@ def _convolved(d: Captured, given: Values, out: Values, *, filters: int, rows: i
     """Compare a convolution. The biases are bound after the filters, and the states after the rows."""
     a = d.args
     channels, taps, stride = a["channels"], a["taps"], a["slot_stride"]
-    weights = d.before(filters, np.float32)[: channels * taps].reshape(channels, taps).astype(np.float64)
-    bias = d.before(filters + 1, np.float32)[:channels].astype(np.float64) if a["biased"] else 0.0
+    weights = d.floats(filters, channels * taps).reshape(channels, taps)
+    bias = d.floats(filters + 1, channels) if a["biased"] else 0.0
     table = d.before(rows, _STATE_ROW)
     before, after = d.before(rows + 1, np.float32), d.after(rows + 1, np.float32)
 
@@ -89,7 +90,7 @@ def scan(d: Captured) -> Expected:
     a = d.args
     heads, dim, rows, total = a["heads"], a["dim"], a["rows"], a["tokens"]
     groups = heads // a["heads_per_group"]
-    rates, bias, skip = (d.before(i, np.float32)[:heads].astype(np.float64) for i in range(3))
+    rates, bias, skip = (d.floats(i, heads) for i in range(3))
     projected = d.before(3, np.float32)
     convolved = d.before(4, np.float32)[: total * (heads * dim + 2 * groups * rows)].reshape(total, -1)
     table = d.before(5, _STATE_ROW)
@@ -117,22 +118,19 @@ def scan(d: Captured) -> Expected:
 
 def scan_norm(d: Captured) -> Expected:
     a = d.args
-    inner, groups = a["inner"], a["groups"]
-    weight, gates, y = (d.before(i, np.float32) for i in range(3))
-    out = d.after(3, d.out)
-    for token in some_of(d.grid[0], SAMPLED_TOKENS):
-        start = (token + a["first_out"]) * a["row_stride"]
-        gate = gates[start : start + inner].astype(np.float64)
-        gated = (activate(gate, SILU) * y[token * inner : (token + 1) * inner]).reshape(groups, -1)
-        gated = gated / np.sqrt((gated**2).mean(axis=-1, keepdims=True) + a["eps"])
-        gated = gated * weight[:inner].reshape(groups, -1)
-        yield out[token * inner : (token + 1) * inner], gated.reshape(-1)
+    inner, groups, first = a["inner"], a["groups"], a["first_out"] * a["row_stride"]
+    rows = rows_of(d.grid[0], inner)
+    for row, gate in zip(rows, rows_of(d.grid[0], inner, a["row_stride"]), strict=True):
+        gates = d.floats(1, slice(gate.start + first, gate.stop + first))
+        gated = (activate(gates, SILU) * d.floats(2, row)).reshape(groups, -1)
+        expected = rms_normed(gated, d.floats(0, inner).reshape(groups, -1), a["eps"])
+        yield d.after(3, d.out)[row], expected.ravel()
 
 
 def gated_delta(d: Captured) -> Expected:
     a = d.args
     heads, groups, keys, width, total = a["heads"], a["groups"], a["key_dim"], a["value_dim"], a["tokens"]
-    decay, bias = (d.before(i, np.float32)[:heads].astype(np.float64) for i in range(2))
+    decay, bias = (d.floats(i, heads) for i in range(2))
     given, rates, table = d.before(2, np.float32), d.before(3, np.float32), d.before(4, _STATE_ROW)
     held, after, out = d.before(5, np.float32), d.after(5, np.float32), d.after(6, np.float32)
     for first in table[total : total + d.grid[2]]:
@@ -158,11 +156,8 @@ def gated_delta(d: Captured) -> Expected:
 
 
 def gated_norm(d: Captured) -> Expected:
-    heads, dim, stride = d.args["heads"], d.args["dim"], d.args["gate_stride"]
-    weight = d.before(0, np.float32)[:dim].astype(np.float64)
-    out = d.after(3, d.out)
-    for token in some_of(d.grid[1], SAMPLED_TOKENS):
-        row = slice(token * heads * dim, (token + 1) * heads * dim)
-        x = d.before(1, np.float32)[row].astype(np.float64).reshape(heads, dim)
-        gate = d.before(2, np.float32)[token * stride :][: heads * dim].astype(np.float64)
-        yield out[row], rms_normed(x, weight, d.args["eps"]).ravel() * activate(gate, SILU)
+    heads, dim, tokens = d.args["heads"], d.args["dim"], d.grid[1]
+    gates = rows_of(tokens, heads * dim, d.args["gate_stride"])
+    for row, gate in zip(rows_of(tokens, heads * dim), gates, strict=True):
+        normed = rms_normed(d.floats(1, row).reshape(heads, dim), d.floats(0, dim), d.args["eps"])
+        yield d.after(3, d.out)[row], normed.ravel() * activate(d.floats(2, gate), SILU)

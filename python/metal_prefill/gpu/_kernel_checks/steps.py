@@ -10,6 +10,7 @@ from metal_prefill.gpu._kernel_checks.captured import (
     activate,
     activate_gated,
     rms_normed,
+    rows_of,
     some_of,
 )
 from metal_prefill.gpu._trace import layout_of
@@ -18,26 +19,22 @@ _CANDIDATE = layout_of("Candidate")
 
 
 def rmsnorm(d: Captured) -> Expected:
-    dim, stride = d.args["dim"], d.args["stride"]
+    dim = d.args["dim"]
     y_binding = 1 if d.kernel == "rmsnorm_in_place" else 2
-    weight = d.before(0, np.float32)[:dim].astype(np.float64)
-    x = d.before(1, np.float32)
-    for token in some_of(d.grid[0], SAMPLED_TOKENS):
-        row = slice(token * stride, token * stride + dim)
-        expected = x[row].astype(np.float64)
-        if d.args["has_weight"]:  # else a copy
-            expected = rms_normed(expected, weight, d.args["eps"])
+    weight = d.floats(0, dim)
+    for row in rows_of(d.grid[0], dim, d.args["stride"]):
+        x = d.floats(1, row)
+        # Without a weight, it is a copy.
+        expected = rms_normed(x, weight, d.args["eps"]) if d.args["has_weight"] else x
         yield d.after(y_binding, d.out)[row], expected
 
 
 def rmsnorm_add(d: Captured) -> Expected:
     a, dim, has_next = d.args, d.args["dim"], d.kernel.startswith("rmsnorm_add_norm_")
-    weight, second = (d.before(binding, np.float32)[:dim].astype(np.float64) for binding in (0, 1))
+    weight, second = d.floats(0, dim), d.floats(1, dim)
     scale = second[0] if a["has_scale"] else 1.0
-    for token in some_of(d.grid[0], SAMPLED_TOKENS):
-        row = slice(token * dim, (token + 1) * dim)
-        x, y = (d.before(binding, np.float32)[row].astype(np.float64) for binding in (2, 3))
-        y = (y + rms_normed(x, weight, a["eps"])) * scale
+    for row in rows_of(d.grid[0], dim):
+        y = (d.floats(3, row) + rms_normed(d.floats(2, row), weight, a["eps"])) * scale
         yield d.after(3, np.float32)[row], y
         if has_next:
             yield d.after(4, d.out)[row], rms_normed(y, second, a["next_eps"]) if a["has_next"] else y
@@ -51,18 +48,14 @@ def _layer_normed(x: Values, width: int, weight: Values, eps: float) -> Values:
 
 
 def layernorm(d: Captured) -> Expected:
-    dim, stride, stream = d.args["dim"], d.args["stride"], d.kernel == "layernorm_stream"
+    dim, stream = d.args["dim"], d.kernel == "layernorm_stream"
     in_place = stream or d.kernel == "layernorm_in_place"
-    weight, bias = (d.before(binding, np.float32)[:dim].astype(np.float64) for binding in (0, 1))
-    addend = d.before(2, np.float32)[:dim] if in_place and d.args["has_addend"] else 0.0
+    weight, bias = d.floats(0, dim), d.floats(1, dim)
+    addend = d.floats(2, dim) if in_place and d.args["has_addend"] else 0.0
     x_binding, y_binding = (3, 3) if in_place else (2, 3)
-    x = d.before(x_binding, np.float32)
-    for token in some_of(d.grid[0], SAMPLED_TOKENS):
-        first = token * stride
-        row = slice(first, first + dim)
-        values = x[row].astype(np.float64) + addend
-        expected = _layer_normed(values, d.args["width"], weight, d.args["eps"])
-        expected = expected + (bias if d.args["has_bias"] else 0.0)
+    for row in rows_of(d.grid[0], dim, d.args["stride"]):
+        normed = _layer_normed(d.floats(x_binding, row) + addend, d.args["width"], weight, d.args["eps"])
+        expected = normed + (bias if d.args["has_bias"] else 0.0)
         yield d.after(y_binding, d.out)[row], expected
         if stream:
             yield d.after(4, np.float16)[row], expected
@@ -70,12 +63,10 @@ def layernorm(d: Captured) -> Expected:
 
 def layernorm_twice(d: Captured) -> Expected:
     dim, width, eps = d.args["dim"], d.args["width"], d.args["eps"]
-    vectors = [d.before(binding, np.float32)[:dim].astype(np.float64) for binding in range(5)]
-    weight, bias, addend, second_weight, second_bias = vectors
-    for token in some_of(d.grid[0], SAMPLED_TOKENS):
-        row = slice(token * dim, (token + 1) * dim)
-        attended, x = (d.before(binding, np.float32)[row].astype(np.float64) for binding in (5, 6))
-        attended = x + attended + (addend if d.args["has_addend"] else 0.0)
+    weight, bias, addend, second_weight, second_bias = (d.floats(binding, dim) for binding in range(5))
+    for row in rows_of(d.grid[0], dim):
+        x = d.floats(6, row)
+        attended = x + d.floats(5, row) + (addend if d.args["has_addend"] else 0.0)
         stream = x + _layer_normed(attended, width, weight, eps) + (bias if d.args["has_bias"] else 0.0)
         expected = _layer_normed(stream, width, second_weight, eps)
         expected = expected + (second_bias if d.args["has_second_bias"] else 0.0)
@@ -86,60 +77,50 @@ def layernorm_twice(d: Captured) -> Expected:
 
 def add_bias(d: Captured) -> Expected:
     dim = d.args["dim"]
-    bias = d.before(0, np.float32)[:dim].astype(np.float64)
-    for token in some_of(d.grid[1], SAMPLED_TOKENS):
-        row = slice(token * dim, (token + 1) * dim)
-        yield d.after(1, np.float32)[row], d.before(1, np.float32)[row] + bias
+    for row in rows_of(d.grid[1], dim):
+        yield d.after(1, np.float32)[row], d.floats(1, row) + d.floats(0, dim)
 
 
 def swiglu(d: Captured) -> Expected:
-    n = d.args["ffn_dim"]
-    columns = 2 * n if d.args["gated"] else n
-    bias = d.before(0, np.float32)[:columns] if d.args["has_bias"] else 0.0
-    for token in some_of(d.args["tokens"], SAMPLED_TOKENS):
-        row = d.before(1, np.float32)[token * columns : (token + 1) * columns].astype(np.float64) + bias
-        activation = d.args["activation"]
-        expected = (
-            activate_gated(row[:n], row[n:], activation) if d.args["gated"] else activate(row, activation)
-        )
-        yield d.after(2, d.out)[token * n : (token + 1) * n], expected
+    n, activation, gated = d.args["ffn_dim"], d.args["activation"], d.args["gated"]
+    columns = 2 * n if gated else n
+    bias = d.floats(0, columns) if d.args["has_bias"] else 0.0
+    places = zip(rows_of(d.args["tokens"], columns), rows_of(d.args["tokens"], n), strict=True)
+    for row, out in places:
+        x = d.floats(1, row) + bias
+        expected = activate_gated(x[:n], x[n:], activation) if gated else activate(x, activation)
+        yield d.after(2, d.out)[out], expected
 
 
 def layer_inputs(d: Captured) -> Expected:
     a, dim, layers = d.args, d.args["dim"], d.args["layers"]
-    weight = d.before(0, np.float32)[:dim].astype(np.float64)
-    for token in some_of(d.grid[1], SAMPLED_TOKENS):
-        row = slice(token * layers * dim, (token + 1) * layers * dim)
-        added, x = (
-            d.before(binding, np.float32)[row].reshape(layers, dim).astype(np.float64) for binding in (1, 2)
-        )
+    for row in rows_of(d.grid[1], layers * dim):
+        added, x = (d.floats(binding, row).reshape(layers, dim) for binding in (1, 2))
         mean = (x * x).sum(1, keepdims=True) / (dim * a["filled"])
-        expected = (x / np.sqrt(mean + a["eps"]) * weight + added) / np.sqrt(2.0)
+        expected = (x / np.sqrt(mean + a["eps"]) * d.floats(0, dim) + added) / np.sqrt(2.0)
         yield d.after(2, np.float32)[row], expected.ravel()
 
 
 def gate_input(d: Captured) -> Expected:
-    dim, stride = d.args["dim"], d.args["input_stride"]
-    for token in some_of(d.args["tokens"], SAMPLED_TOKENS):
-        row = slice(token * dim, (token + 1) * dim)
-        gate = d.before(0, np.float32)[row].astype(np.float64)
-        value = d.before(1, np.float32)[token * stride :][:dim]
-        yield d.after(2, d.out)[row], activate_gated(gate, value, d.args["activation"])
+    dim, tokens = d.args["dim"], d.args["tokens"]
+    places = zip(rows_of(tokens, dim), rows_of(tokens, dim, d.args["input_stride"]), strict=True)
+    for row, value in places:
+        expected = activate_gated(d.floats(0, row), d.floats(1, value), d.args["activation"])
+        yield d.after(2, d.out)[row], expected
 
 
 def gate_heads(d: Captured) -> Expected:
     a = d.args
     heads, width, step = a["n_heads"], a["value_dim"], a["query_step"]
-    for token in some_of(a["tokens"], SAMPLED_TOKENS):
-        q = d.before(0, np.float32)[token * a["q_stride"] :][: heads * step].reshape(heads, step)
-        gate = q[:, step // 2 :][:, :width].astype(np.float64).ravel()
-        row = slice(token * heads * width, (token + 1) * heads * width)
+    queries = rows_of(a["tokens"], heads * step, a["q_stride"])
+    for query, row in zip(queries, rows_of(a["tokens"], heads * width), strict=True):
+        gate = d.floats(0, query).reshape(heads, step)[:, step // 2 :][:, :width].ravel()
         yield d.after(1, d.out)[row], d.before(1, d.out)[row] / (1.0 + np.exp(-gate))
 
 
 def soft_cap(d: Captured) -> Expected:
     n, cap = d.args["n"], d.args["cap"]
-    yield d.after(0, np.float32)[:n], cap * np.tanh(d.before(0, np.float32)[:n].astype(np.float64) / cap)
+    yield d.after(0, np.float32)[:n], cap * np.tanh(d.floats(0, n) / cap)
 
 
 def argmax_stage1(d: Captured) -> Expected:
@@ -168,7 +149,7 @@ def argmax_stage2(d: Captured) -> Expected:
 def log_prob(d: Captured) -> Expected:
     n, targets = d.args["vocab_size"], d.before(1, np.int32)
     for token in some_of(d.grid[0], SAMPLED_TOKENS):
-        logits = d.before(0, np.float32)[token * n : (token + 1) * n].astype(np.float64)
+        logits = d.floats(0, slice(token * n, (token + 1) * n))
         best = logits.max()
         log_prob = logits[targets[token]] - best - np.log(np.exp(logits - best).sum())
         yield d.after(2, np.float32)[token : token + 1], np.array([log_prob if targets[token] >= 0 else 0.0])
