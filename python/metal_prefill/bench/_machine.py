@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill.storage._kernel_set import processor_facts
+
 Rows = npt.NDArray[np.floating[Any]]
 
 TOLERANCE = 1.25  # a calibration that takes this many times the best one marks a degraded machine
@@ -115,17 +117,8 @@ def involuntary_switches() -> int:
 
 def has_amx() -> bool:
     """Whether the processor has the matrix unit of AMX."""
-    try:
-        return " amx_tile " in f" {Path('/proc/cpuinfo').read_text(encoding='utf-8')} ".replace("\n", " ")
-    except OSError:
-        return False
+    return "amx_tile" in processor_facts().get("flags", "").split()
 
 
 def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return processor_facts().get("model name") or platform.processor() or platform.machine()

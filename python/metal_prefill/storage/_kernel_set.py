@@ -49,12 +49,18 @@ def settle_pair_speed() -> float:
 def _processor() -> str:
     """Return the identity of the processor: family, model and stepping, or the type of the machine."""
     wanted = ("vendor_id", "cpu family", "model", "model name", "stepping")
+    known = "; ".join(value for name, value in processor_facts().items() if name in wanted)
+    return known or platform.processor() or platform.machine()
+
+
+def processor_facts() -> dict[str, str]:
+    """Return the fields of the first processor that Linux lists, such as ``model name`` and ``flags``."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
-        return platform.processor() or platform.machine()
+        return {}
     lines = (line.partition(":") for line in text.splitlines())
-    return "; ".join(value.strip() for name, _, value in lines if name.strip() in wanted)
+    return {name.strip(): value.strip() for name, _, value in lines}
 
 
 def _read_speed(path: Path) -> float:
