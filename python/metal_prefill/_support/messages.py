@@ -1,6 +1,9 @@
 """Messages: their length, and the words of the command line and of the server for arguments of Python."""
 
 import re
+from pathlib import Path
+
+from metal_prefill.errors import GGUFError, UnsupportedModelError
 
 _FIELDS = ("truncate", "how", "label")  # of requests; the others are options of the server
 _ARGUMENT = re.compile(rf"\b(max_context|kv_dtype|device|compute|pooling|{'|'.join(_FIELDS)})=('?)([\w.]+)\2")
@@ -32,6 +35,20 @@ def shortened(text: str) -> str:
     """Return a text without its middle if it is long."""
     half = MOST_CHARACTERS // 2
     return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+
+
+class Located:
+    """Contents of a file, whose errors begin with its path."""
+
+    path: Path
+
+    def error(self, message: str) -> GGUFError:
+        """Return, without raising it, an error whose message starts with the path."""
+        return GGUFError(shortened(f"{self.path}: {message}"))
+
+    def unsupported(self, message: str) -> UnsupportedModelError:
+        """Return, without raising it, an error whose message starts with the path."""
+        return UnsupportedModelError(shortened(f"{self.path}: {message}"))
 
 
 def counted(count: int, noun: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from metal_prefill._support.messages import shortened
+from metal_prefill._support.messages import Located, shortened
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.files._other_formats import RECOGNIZED_BYTES, in_place_of_file
@@ -65,7 +65,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_FLOAT
 
 
-class Fields:
+class Fields(Located):
     """An object in a JSON file."""
 
     def __init__(self, path: Path, values: dict[str, Any], inside: str = "") -> None:
@@ -87,14 +87,6 @@ class Fields:
     def read_if_present(cls, path: Path) -> Fields:
         """Read a file, or return an object without fields if there is no such file."""
         return cls.read(path) if path.is_file() else cls(path, {})
-
-    def error(self, message: str) -> GGUFError:
-        """Return, without raising it, an error whose message starts with the path."""
-        return GGUFError(shortened(f"{self.path}: {message}"))
-
-    def unsupported(self, message: str) -> UnsupportedModelError:
-        """Return, without raising it, an error whose message starts with the path."""
-        return UnsupportedModelError(shortened(f"{self.path}: {message}"))
 
     def name(self, key: str) -> str:
         return f"{self._inside}.{key}" if self._inside else key

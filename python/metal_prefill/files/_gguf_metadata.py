@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._support.messages import shortened
+from metal_prefill._support.messages import Located, shortened
 from metal_prefill.errors import ClosedError, GGUFError
 
 Scalar: TypeAlias = bool | int | float | str
@@ -75,7 +75,7 @@ class Array(NamedTuple):
     offset: int  # of the first element
 
 
-class Cursor:
+class Cursor(Located):
     """Sequential reader of the header that checks every read against the end of the file."""
 
     def __init__(self, path: Path, data: memoryview, pos: int = 0) -> None:
@@ -83,10 +83,6 @@ class Cursor:
         self.data = data
         self.size = len(data)
         self.pos = pos
-
-    def error(self, message: str) -> GGUFError:
-        """Return, without raising it, an error whose message starts with the path."""
-        return GGUFError(f"{self.path}: {message}")
 
     def take(self, nbytes: int, what: str) -> int:
         """Advance by `nbytes` and return the position before."""

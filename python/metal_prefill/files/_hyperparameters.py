@@ -62,12 +62,10 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         import difflib
 
         if name in MISSING_STEPS:
-            raise UnsupportedModelError(
-                f"{gguf.path}: architecture {name} is not supported; it needs {MISSING_STEPS[name]}"
-            )
+            raise keys.unsupported(f"architecture {name} is not supported; it needs {MISSING_STEPS[name]}")
         near = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.5)
-        raise UnsupportedModelError(
-            f"{gguf.path}: architecture {name} is not supported; "
+        raise keys.unsupported(
+            f"architecture {name} is not supported; "
             + (f"the nearest that is supported is {near[0]}; " if near else "")
             + f"supported are {', '.join(ARCHITECTURES)}. To ask for it, use the project's issue form "
             "'A model that does not open'"

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._support.messages import shortened
-from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill._support.messages import Located
 from metal_prefill.files._gguf_file import GGUFFile
 
 MAX_INT = 2**31 - 1  # the engines count in 32 bits
@@ -42,7 +41,7 @@ LENGTH_KEYS = "metal_prefill.max_tokens."
 _SMALLEST = float(np.finfo(np.float32).tiny)  # smallest float with full precision
 
 
-class Keys:
+class Keys(Located):
     """Metadata of a file under its architecture's prefix: ``block_count`` reads ``llama.block_count``.
 
     Every getter raises a `GGUFError` that names the key if it is missing and has no default, has another
@@ -50,16 +49,8 @@ class Keys:
     """
 
     def __init__(self, gguf: GGUFFile) -> None:
-        self.gguf = gguf
+        self.gguf, self.path = gguf, gguf.path
         self.architecture: str = gguf.metadata.typed("general.architecture", "string")
-
-    def error(self, message: str) -> GGUFError:
-        """Return, without raising it, an error whose message starts with the path."""
-        return GGUFError(shortened(f"{self.gguf.path}: {message}"))
-
-    def unsupported(self, message: str) -> UnsupportedModelError:
-        """Return, without raising it, an error whose message starts with the path."""
-        return UnsupportedModelError(shortened(f"{self.gguf.path}: {message}"))
 
     def has(self, suffix: str) -> bool:
         return self._key(suffix) in self.gguf.metadata

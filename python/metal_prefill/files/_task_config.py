@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from metal_prefill import _core
-from metal_prefill.errors import UnsupportedModelError
 from metal_prefill.files._entity_head import ENTITY_TENSORS, EntityHead, read_entity_head
 from metal_prefill.files._gguf_file import FloatArray, GGUFFile, dequantized
 from metal_prefill.files._metadata_keys import (
@@ -361,7 +360,7 @@ def _read_labels(keys: Keys, dim: int) -> tuple[str, ...]:
 def _matrix_shape(keys: Keys, name: str) -> tuple[int, int]:
     tensor = keys.gguf.tensors[name]
     if tensor.type_name not in _core.tensor_types():
-        raise UnsupportedModelError(f"{keys.gguf.path}: tensor {name} has type {tensor.type_name}")
+        raise keys.unsupported(f"tensor {name} has type {tensor.type_name}")
     if len(tensor.shape) == 1:  # a head with one output
         return 1, tensor.shape[0]
     if len(tensor.shape) != 2:
