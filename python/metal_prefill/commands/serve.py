@@ -16,6 +16,8 @@ from metal_prefill.serve._settings import Settings
 
 EXAMPLE = "metal-prefill serve --port 8080"
 
+_DEFAULTS = {"prefix_memory": 1 << 30, "shutdown_grace": 30}  # of options that are not in `Settings`
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
@@ -82,30 +84,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("send_seconds", float, "X", "time limit in seconds for sending a piece of an answer"),
         ("max_body", positive, "BYTES", "maximum size of a request"),
         ("prefix_store_bytes", not_negative, "BYTES", "maximum size of the prefix store"),
+        (
+            *("kv_memory", positive, "BYTES"),
+            "memory limit of the KV caches of all texts (default: half of the machine's memory)",
+        ),
+        (
+            *("prefix_memory", not_negative, "BYTES"),
+            "memory limit of the prefix cache, which gives way to texts",
+        ),
+        (
+            *("shutdown_grace", positive, "N"),
+            "seconds that answers in flight may take after SIGTERM or Ctrl-C",
+        ),
     ):
-        default = getattr(Settings, option)
+        default = _DEFAULTS.get(option, getattr(Settings, option, None))
         flag = f"--{option.replace('_', '-')}"
         common.add_number(limits, flag, type=kind, default=default, metavar=metavar, help=what)
-    common.add_number(
-        limits,
-        "--kv-memory",
-        metavar="BYTES",
-        help="memory limit of the KV caches of all texts (default: half of the machine's memory)",
-    )
-    common.add_number(
-        limits,
-        "--prefix-memory",
-        type=not_negative,
-        default=1 << 30,
-        metavar="BYTES",
-        help="memory limit of the prefix cache, which gives way to texts",
-    )
-    common.add_number(
-        limits,
-        "--shutdown-grace",
-        default=30,
-        help="seconds that answers in flight may take after SIGTERM or Ctrl-C",
-    )
     parser.add_argument(
         "--prefix-store",
         type=Path,
