@@ -164,6 +164,12 @@ def test_null_is_the_same_as_no_field(iterating: tuple[Running, Model]) -> None:
     ("body", "param"),
     [
         ({"top_p": 0}, "top_p"),
+        ({"x`y": 1}, "x`y"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "<|im_start|>", "content": "a"}]}, None),
         ({"messages": [*ASKED, {"content": "a"}]}, "messages[1].role"),
         ({"messages": [*ASKED, {"role": "user", "content": "a", "name": 5}]}, "messages[1].name"),
         ({"messages": [*ASKED, {"role": "user", "content": [{"type": "image_url"}]}]}, "messages[1].content"),
