@@ -147,20 +147,19 @@ def test_the_last_token_that_is_scored_needs_no_room(demo_path: Path) -> None:
 @pytest.mark.parametrize(
     "value", [True, BOOL, 1.0, 1.5, "1", None, b"1", np.timedelta64(1, "s"), [1]], ids=repr
 )
-def test_non_integers_are_named(value: Any, demo_path: Path) -> None:
+def test_non_integers_are_named(value: Any, cpu: Model) -> None:
     kind = type(value).__name__
     with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):
         token_id(value, 10)
     with pytest.raises(TypeError, match=rf"threads must be an integer, got {kind}"):
         integer("threads", value, 1)
-    with Model(demo_path, device="cpu") as model:
-        for call in (model.forward_token, model.forward_token_greedy, model.tokenizer.token):
-            with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):
-                call(value)
+    for call in (cpu.forward_token, cpu.forward_token_greedy, cpu.tokenizer.token):
         with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):
-            model.tokenizer.decode([1, value])
-        with pytest.raises(TypeError, match=rf"position must be an integer, got {kind}"):
-            model.session().rewind(value)
+            call(value)
+    with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):
+        cpu.tokenizer.decode([1, value])
+    with pytest.raises(TypeError, match=rf"position must be an integer, got {kind}"):
+        cpu.session().rewind(value)
 
 
 @pytest.mark.parametrize("value", [np.int8(3), np.uint64(3), Index(3)], ids=lambda v: type(v).__name__)
@@ -200,29 +199,27 @@ def test_an_invalid_position_is_named(demo_path: Path, position: int) -> None:
         assert session.position == 2
 
 
-def test_invalid_numbers_of_tokens_and_streams_are_named(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        with pytest.raises(ValueError, match="max_tokens must not be negative, got -1"):
-            model.generate([1], -1)
-        with pytest.raises(TypeError, match="max_tokens must be an integer, got float"):
-            model.generate([1], 1.5)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="max_streams must be at least 1, got 0"):
-            Scheduler(model, max_streams=0)
-        with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
-            Scheduler(model).submit([1], 0)
+def test_invalid_numbers_of_tokens_and_streams_are_named(cpu: Model) -> None:
+    with pytest.raises(ValueError, match="max_tokens must not be negative, got -1"):
+        cpu.generate([1], -1)
+    with pytest.raises(TypeError, match="max_tokens must be an integer, got float"):
+        cpu.generate([1], 1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_streams must be at least 1, got 0"):
+        Scheduler(cpu, max_streams=0)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        Scheduler(cpu).submit([1], 0)
 
 
 @pytest.mark.parametrize("number", [0, 4097, 2**70])
-def test_numbers_of_answers_have_limits(demo_path: Path, number: int) -> None:
+def test_numbers_of_answers_have_limits(cpu: Model, number: int) -> None:
     limit = f"must be between 1 and 4096, got {number}"
-    with Model(demo_path, device="cpu") as model:
-        calls: list[Callable[[], object]] = [
-            lambda: next(model.generate_many(["a"], 2, n=number)),
-            lambda: Scheduler(model).submit_answers("a", number, 2),
-        ]
-        for call in calls:
-            with pytest.raises(ValueError, match=rf"^n {limit}$"):
-                call()
+    calls: list[Callable[[], object]] = [
+        lambda: next(cpu.generate_many(["a"], 2, n=number)),
+        lambda: Scheduler(cpu).submit_answers("a", number, 2),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"^n {limit}$"):
+            call()
 
 
 @pytest.mark.parametrize(

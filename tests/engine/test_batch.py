@@ -52,21 +52,20 @@ def alone(model: Model, *pieces: Ids) -> Session:
     return session
 
 
-def test_forks_share_the_pages_of_their_common_prefix(device: str, tiny_demo_path: Path) -> None:
-    with Model(tiny_demo_path, device=device) as model:
-        with alone(model, ids_of(model, 5 * PAGE)) as origin:
-            one = model.stats()["kv_pool_bytes"]
-            forks = [origin.fork() for _ in range(20)]
-            assert model.stats()["kv_pool_bytes"] == one
-            forks[0].forward_token_greedy(1)
-            assert model.stats()["kv_pool_bytes"] == one + one / 5
-            forks[1].rewind(3 * PAGE - 1)
-            forks[1].forward_token_greedy(1)  # writes to a page that others hold: to a copy of it
-            assert model.stats()["kv_pool_bytes"] == one + 2 * one / 5
-            for fork in forks:
-                fork.close()
-            assert model.stats()["kv_pool_bytes"] == one
-        assert model.stats()["kv_pool_bytes"] == 0
+def test_forks_share_the_pages_of_their_common_prefix(tiny_demo: Model) -> None:
+    with alone(tiny_demo, ids_of(tiny_demo, 5 * PAGE)) as origin:
+        one = tiny_demo.stats()["kv_pool_bytes"]
+        forks = [origin.fork() for _ in range(20)]
+        assert tiny_demo.stats()["kv_pool_bytes"] == one
+        forks[0].forward_token_greedy(1)
+        assert tiny_demo.stats()["kv_pool_bytes"] == one + one / 5
+        forks[1].rewind(3 * PAGE - 1)
+        forks[1].forward_token_greedy(1)  # writes to a page that others hold: to a copy of it
+        assert tiny_demo.stats()["kv_pool_bytes"] == one + 2 * one / 5
+        for fork in forks:
+            fork.close()
+        assert tiny_demo.stats()["kv_pool_bytes"] == one
+    assert tiny_demo.stats()["kv_pool_bytes"] == 0
 
 
 def test_a_failure_ends_one_sequence_and_leaves_others_unchanged(tiny_demo: Model) -> None:
@@ -242,16 +241,15 @@ def cancel(session: Session) -> None:
 
 
 @pytest.mark.parametrize("shared", [20, 64, 100, 128])
-def test_an_open_session_shares_its_full_pages(device: str, tiny_demo_path: Path, shared: int) -> None:
-    with Model(tiny_demo_path, device=device) as model:
-        start = ids_of(model, shared)
-        first, second = model.session(), model.session()
-        first.forward_prompt(np.concatenate([start, ids_of(model, 40, 1)]), reuse=True)
-        prompt = np.concatenate([start, ids_of(model, 30, 2)])
-        logits = second.forward_prompt_logits(prompt, reuse=True)
-        known = (shared + 40) // PAGE * PAGE  # tokens in full pages
-        assert second.stats()["tokens_reused"] == min(known, shared)
-        assert_same(model, logits, model.session().forward_prompt_logits(prompt))
+def test_an_open_session_shares_its_full_pages(tiny_demo: Model, shared: int) -> None:
+    start = ids_of(tiny_demo, shared)
+    first, second = tiny_demo.session(), tiny_demo.session()
+    first.forward_prompt(np.concatenate([start, ids_of(tiny_demo, 40, 1)]), reuse=True)
+    prompt = np.concatenate([start, ids_of(tiny_demo, 30, 2)])
+    logits = second.forward_prompt_logits(prompt, reuse=True)
+    known = (shared + 40) // PAGE * PAGE  # tokens in full pages
+    assert second.stats()["tokens_reused"] == min(known, shared)
+    assert_same(tiny_demo, logits, tiny_demo.session().forward_prompt_logits(prompt))
 
 
 def test_a_thousand_sessions_store_a_shared_prefix_once(tiny_demo_path: Path) -> None:
@@ -311,14 +309,13 @@ def test_a_fork_and_a_loaded_session_have_a_namespace(tiny_demo_path: Path, tmp_
             assert session.stats()["tokens_reused"] == 0
 
 
-def test_prompts_of_one_batch_share_nothing_with_other_namespaces(device: str, tiny_demo_path: Path) -> None:
-    with Model(tiny_demo_path, device=device) as model:
-        prompt = ids_of(model, 150)
-        sessions = [model.session(prefix_namespace=n) for n in ("one", "two", "one", "two")]
-        results = model.forward_batch(sessions, [prompt] * 4, output="logits", reuse=True)
-        for logits in results:
-            assert_same(model, logits, model.session().forward_prompt_logits(prompt))
-        assert [s.stats()["tokens_reused"] for s in sessions] == [0, 0, 149, 149]
+def test_prompts_of_one_batch_share_nothing_with_other_namespaces(tiny_demo: Model) -> None:
+    prompt = ids_of(tiny_demo, 150)
+    sessions = [tiny_demo.session(prefix_namespace=n) for n in ("one", "two", "one", "two")]
+    results = tiny_demo.forward_batch(sessions, [prompt] * 4, output="logits", reuse=True)
+    for logits in results:
+        assert_same(tiny_demo, logits, tiny_demo.session().forward_prompt_logits(prompt))
+    assert [s.stats()["tokens_reused"] for s in sessions] == [0, 0, 149, 149]
 
 
 def test_a_namespace_must_be_a_str(tiny_demo: Model) -> None:
@@ -341,14 +338,13 @@ def test_forward_prompts_matches_forward_prompt(tiny_demo: Model) -> None:
         tiny_demo.forward_prompts([[1], []])
 
 
-def test_pages_are_found_only_at_their_positions(device: str, tiny_demo_path: Path) -> None:
+def test_pages_are_found_only_at_their_positions(tiny_demo: Model) -> None:
     """The page that followed a whole page is not used after a part of that page."""
-    with Model(tiny_demo_path, device=device) as model:
-        first, second = ids_of(model, PAGE, 1), ids_of(model, PAGE, 2)
-        with model.session() as session:
-            session.forward_prompt(np.concatenate([first, second]), reuse=True)
-        prompt = np.concatenate([first[:40], second, [5]])
-        with model.session() as session:
-            logits = session.forward_prompt_logits(prompt, reuse=True)
-            assert session.stats()["tokens_reused"] == 40
-        assert_same(model, logits, model.session().forward_prompt_logits(prompt))
+    first, second = ids_of(tiny_demo, PAGE, 1), ids_of(tiny_demo, PAGE, 2)
+    with tiny_demo.session() as session:
+        session.forward_prompt(np.concatenate([first, second]), reuse=True)
+    prompt = np.concatenate([first[:40], second, [5]])
+    with tiny_demo.session() as session:
+        logits = session.forward_prompt_logits(prompt, reuse=True)
+        assert session.stats()["tokens_reused"] == 40
+    assert_same(tiny_demo, logits, tiny_demo.session().forward_prompt_logits(prompt))

@@ -44,7 +44,13 @@ def own_device() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a model whose passes have more than 64 dispatches; some files of tests have another `path`."""
+    """Make a small model; some files of tests have another `path`."""
+    return synth.synthesize(tmp_path_factory.mktemp("tiny") / "m.gguf", preset="tiny", layers=2, vocab=320)
+
+
+@pytest.fixture(scope="module")
+def deep_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a model whose passes have more than 64 dispatches."""
     return synth.synthesize(tmp_path_factory.mktemp("deep") / "m.gguf", preset="tiny", layers=12, vocab=320)
 
 

@@ -269,8 +269,8 @@ def test_models_of_the_suite_are_neither_checked_nor_tuned(
         assert {found.name for found in tmp_path.iterdir()} <= {"pipelines"}
 
 
-def test_the_first_dispatches_of_a_pass_are_committed_early(path: Path) -> None:
-    with open_with(path) as model, model.session() as session:
+def test_the_first_dispatches_of_a_pass_are_committed_early(deep_path: Path) -> None:
+    with open_with(deep_path) as model, model.session() as session:
         session.forward_token_greedy(session.forward_prompt(PROMPT))
         label = gpu.history()[-1].label
         sizes = [len(buffer.dispatches) for buffer in gpu.history() if buffer.label == label]

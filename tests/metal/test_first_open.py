@@ -24,13 +24,6 @@ gpu = require_emulator()
 PROMPT = [5 + 7 * i for i in range(12)]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synth.synthesize(
-        tmp_path_factory.mktemp("first_open") / "m.gguf", preset="tiny", layers=2, vocab=320
-    )
-
-
 def compiled_by_opening(path: Path) -> tuple[int, bytes]:
     """Return how many pipelines opening the model compiles, and the logits of a prompt."""
     before = gpu.counters().compiled_pipelines

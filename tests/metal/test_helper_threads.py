@@ -20,12 +20,6 @@ PROMPT = [5 + 7 * i for i in range(12)]
 LENGTHS = (40, 70, 130, 190, 250)  # of contexts; each needs more pages, so that the cache grows
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("helper_threads")
-    return synth.synthesize(folder / "m.gguf", preset="tiny", layers=2, vocab=320)
-
-
 def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 

@@ -41,13 +41,13 @@ WORK = 6e6  # multiply-adds of a command buffer: about a tenth of that prompt
 
 
 def test_a_long_pass_is_split_by_its_work_and_is_bit_identical(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    deep_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_with(path) as model, model.session() as session:
+    with open_with(deep_path) as model, model.session() as session:
         whole = session.forward_prompt_logits(LONG)
         most = max(steps())
     limit = most // 4
-    with open_with(path, watchdog_steps=limit) as model, model.session() as session:
+    with open_with(deep_path, watchdog_steps=limit) as model, model.session() as session:
         with pytest.raises(
             DeviceError,
             match=r"96 tokens at position 0: .*GPU Timeout.*AGX_RELAX_CDM_CTXSTORE_TIMEOUT is '1'",
@@ -55,7 +55,7 @@ def test_a_long_pass_is_split_by_its_work_and_is_bit_identical(
             session.forward_prompt_logits(LONG)
         assert session.position == 0
     set_engine_options(monkeypatch, metal_buffer_work=WORK)
-    with open_with(path, watchdog_steps=limit) as model, model.session() as session:
+    with open_with(deep_path, watchdog_steps=limit) as model, model.session() as session:
         np.testing.assert_array_equal(session.forward_prompt_logits(LONG), whole)
         assert session.stats()["command_buffers"] == len(steps()) > 4
 
@@ -116,10 +116,10 @@ def test_attention_of_several_texts_is_split_by_its_work_and_is_bit_identical(
 
 
 def test_a_failure_in_any_command_buffer_of_a_pass_changes_nothing(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    deep_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_engine_options(monkeypatch, metal_buffer_work=WORK)
-    with open_with(path) as model, model.session() as session:
+    with open_with(deep_path) as model, model.session() as session:
         wanted = session.forward_prompt_logits(LONG)
         buffers = int(session.stats()["command_buffers"])
         for nth in (1, 2, buffers):
@@ -134,11 +134,11 @@ def test_a_failure_in_any_command_buffer_of_a_pass_changes_nothing(
 
 
 def test_an_error_during_encoding_waits_for_committed_work(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    deep_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The buffer of the results is made late in a pass: without it, command buffers are already running."""
     set_engine_options(monkeypatch, metal_buffer_work=WORK)
-    with open_with(path) as model, model.session() as session:
+    with open_with(deep_path) as model, model.session() as session:
         session.forward_prompt_logits(LONG)
         before = gpu.counters()
         gpu.fail_allocation(2)  # after that of the logits

@@ -11,7 +11,7 @@ from support.emulated_gpu import require_emulator
 from support.forked import in_child
 from support.small_models import MODELS, with_tensor, write
 
-from metal_prefill import DeviceError, Model, NumericalError, Session, SessionBusyError, synth
+from metal_prefill import DeviceError, Model, NumericalError, Session, SessionBusyError
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
@@ -19,11 +19,6 @@ gpu = require_emulator()
 PROMPT = [5 + 7 * i for i in range(40)]
 TOKENS = 28  # beyond the first page, which ends at position 64
 ONE_BY_ONE: Any = {"temperature": 0.0, "speculate": "off"}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synth.synthesize(tmp_path_factory.mktemp("ahead") / "m.gguf", preset="tiny", layers=2, vocab=320)
 
 
 @pytest.fixture(scope="module")

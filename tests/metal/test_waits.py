@@ -11,8 +11,6 @@ import pytest
 from support.emulated_gpu import require_emulator
 from support.programs import finished
 
-from metal_prefill import synth
-
 pytestmark = pytest.mark.emulator
 
 require_emulator()
@@ -38,11 +36,6 @@ def attempt(call):
 def interrupt():
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 """
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synth.synthesize(tmp_path_factory.mktemp("waits") / "m.gguf", preset="tiny", layers=2, vocab=320)
 
 
 def run(path: Path, code: str, patience: float = PATIENCE) -> list[str]:

@@ -24,15 +24,9 @@ NEAR = {"cpu": 1 - 1e-9, "metal": 0.9999}
 INT8 = 0.999
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small Qwen3 embedding model."""
-    return synth.synthesize(tmp_path_factory.mktemp("m") / "small.gguf", preset="tiny-embedding")
-
-
 @pytest.fixture
-def model(path: Path) -> Iterator[Model]:
-    with Model(path, device="cpu") as opened:
+def model(embedder: Path) -> Iterator[Model]:
+    with Model(embedder, device="cpu") as opened:
         yield opened
 
 
@@ -135,8 +129,8 @@ def test_instructions_are_placed_as_in_the_model_card(
         np.testing.assert_array_equal(opened.embed([text], instruction=instruction), expected)
 
 
-def test_every_length_up_to_the_context(path: Path) -> None:
-    with Model(path, device="cpu", max_context=40) as model:
+def test_every_length_up_to_the_context(embedder: Path) -> None:
+    with Model(embedder, device="cpu", max_context=40) as model:
         piece = "a b"
         while len(tokens_of(model, piece)) < 40:
             piece += "!" if len(tokens_of(model, piece + " b")) > 40 else " b"
@@ -169,9 +163,9 @@ def test_a_text_without_tokens_has_a_zero_vector_and_is_named(tmp_path: Path) ->
         assert states.shape == (0, 64)
 
 
-def test_texts_beyond_the_context_are_truncated_on_request(path: Path) -> None:
+def test_texts_beyond_the_context_are_truncated_on_request(embedder: Path) -> None:
     long = "a b " * 40
-    with Model(path, device="cpu", max_context=20) as short, Model(path, device="cpu") as model:
+    with Model(embedder, device="cpu", max_context=20) as short, Model(embedder, device="cpu") as model:
         with pytest.warns(UserWarning, match=r"2 of 3 texts did not fit .* 20 tokens .* text 0, 2"):
             vectors = short.embed([long, "a", long], truncate="end")
         kept = model.tokenizer.decode(model.tokenizer.encode(long)[:19])
@@ -183,9 +177,9 @@ def test_texts_beyond_the_context_are_truncated_on_request(path: Path) -> None:
             short.embed(["a"], truncate="start")
 
 
-def test_truncation_keeps_the_tokens_after_the_text(path: Path) -> None:
+def test_truncation_keeps_the_tokens_after_the_text(embedder: Path) -> None:
     long, form = "a b, " * 40, "q: {text} => one word"
-    with Model(path, device="cpu", max_context=24) as short, Model(path, device="cpu") as model:
+    with Model(embedder, device="cpu", max_context=24) as short, Model(embedder, device="cpu") as model:
 
         def fits(text: str) -> bool:  # with the token that ends texts
             return len(model.tokenizer.encode(form.replace("{text}", text))) + 1 <= 24
@@ -221,9 +215,9 @@ def test_texts_are_encoded_together_as_each_alone(tmp_path: Path, preset: str, f
         assert len(together.empty) == (3 if (preset, form) == ("tiny", "{text}") else 0)
 
 
-def test_texts_are_normalized_to_nfc_on_request(path: Path) -> None:
+def test_texts_are_normalized_to_nfc_on_request(embedder: Path) -> None:
     composed, decomposed = "caf\u00e9", "cafe\u0301"
-    with Model(path, device="cpu") as model:
+    with Model(embedder, device="cpu") as model:
         plain = model.embed([composed, decomposed])
         assert not np.array_equal(plain[0], plain[1])
         found = model.embed([composed, decomposed], unicode="NFC")
@@ -257,9 +251,9 @@ def test_a_contradictory_file_is_rejected(tmp_path: Path) -> None:
     Model(with_entries(path, whole, {"gemma-embedding.dense_2_feat_out": None}), device="cpu").close()
 
 
-def test_the_end_of_a_text_is_marked_if_the_file_requires_it(path: Path, tmp_path: Path) -> None:
-    without = with_entries(tmp_path / "m.gguf", path, {"tokenizer.ggml.add_eos_token": FALSE})
-    with Model(path, device="cpu") as ends, Model(without, device="cpu") as open_:
+def test_the_end_of_a_text_is_marked_if_the_file_requires_it(embedder: Path, tmp_path: Path) -> None:
+    without = with_entries(tmp_path / "m.gguf", embedder, {"tokenizer.ggml.add_eos_token": FALSE})
+    with Model(embedder, device="cpu") as ends, Model(without, device="cpu") as open_:
         assert not np.array_equal(ends.embed(["a"]), open_.embed(["a"]))
         with open_.session() as session:
             state = open_.forward_batch([session], [tokens_of(ends, "a")], output="hidden")[0]

@@ -202,33 +202,30 @@ def test_label_probabilities_match_the_reference(device: str, fast_demo_path: Pa
             assert found.labels == tuple(LABELS)
 
 
-def test_the_same_text_twice_has_the_same_labels(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        found = model.classify(["The king", "ROMEO:", "The king"], LABELS, "{text} is {label}")
-        np.testing.assert_array_equal(found.log_likelihoods[0], found.log_likelihoods[2])
+def test_the_same_text_twice_has_the_same_labels(cpu: Model) -> None:
+    found = cpu.classify(["The king", "ROMEO:", "The king"], LABELS, "{text} is {label}")
+    np.testing.assert_array_equal(found.log_likelihoods[0], found.log_likelihoods[2])
 
 
-def test_calibration_divides_by_probabilities_without_content(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        plain = model.classify(["The king", "N/A", "[MASK]", ""], LABELS)
-        calibrated = model.classify(["The king"], LABELS, calibrate=True)
-        prior = plain.probabilities[1:].astype(np.float64).mean(axis=0)
-        expected = plain.probabilities[0] / prior
-        np.testing.assert_allclose(calibrated.probabilities[0], expected / expected.sum(), rtol=1e-4)
+def test_calibration_divides_by_probabilities_without_content(cpu: Model) -> None:
+    plain = cpu.classify(["The king", "N/A", "[MASK]", ""], LABELS)
+    calibrated = cpu.classify(["The king"], LABELS, calibrate=True)
+    prior = plain.probabilities[1:].astype(np.float64).mean(axis=0)
+    expected = plain.probabilities[0] / prior
+    np.testing.assert_allclose(calibrated.probabilities[0], expected / expected.sum(), rtol=1e-4)
 
 
-def test_texts_and_templates_are_shared_prefixes(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_and_templates_are_shared_prefixes(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     template = f"{'Say what it is. ' * 10}{{text}} is {{label}}"
-    with Model(demo_path, device="cpu") as model:
-        alone = [model.classify([text], LABELS, template) for text in DOCUMENTS]
-        computed = ComputedTokens(monkeypatch)
-        together = model.classify(DOCUMENTS, LABELS, template)
-        texts = sum(len(model.tokenizer.encode(text)) for text in DOCUMENTS)
-        labels = sum(len(model.tokenizer.encode(label)) for label in LABELS)
-        beginning = len(model.tokenizer.encode(template.split("{text}")[0]))
-        assert beginning + texts <= computed.count < beginning + texts + len(DOCUMENTS) * (labels + 16)
-        for i, one in enumerate(alone):
-            np.testing.assert_array_equal(together.log_likelihoods[i], one.log_likelihoods[0])
+    alone = [cpu.classify([text], LABELS, template) for text in DOCUMENTS]
+    computed = ComputedTokens(monkeypatch)
+    together = cpu.classify(DOCUMENTS, LABELS, template)
+    texts = sum(len(cpu.tokenizer.encode(text)) for text in DOCUMENTS)
+    labels = sum(len(cpu.tokenizer.encode(label)) for label in LABELS)
+    beginning = len(cpu.tokenizer.encode(template.split("{text}")[0]))
+    assert beginning + texts <= computed.count < beginning + texts + len(DOCUMENTS) * (labels + 16)
+    for i, one in enumerate(alone):
+        np.testing.assert_array_equal(together.log_likelihoods[i], one.log_likelihoods[0])
 
 
 def test_texts_with_labels_beyond_the_context_are_truncated(demo_path: Path) -> None:
@@ -247,12 +244,11 @@ def test_texts_with_labels_beyond_the_context_are_truncated(demo_path: Path) -> 
         np.testing.assert_array_equal(found.log_likelihoods, expected.log_likelihoods)
 
 
-def test_texts_and_labels_are_normalized_to_nfc_on_request(demo_path: Path) -> None:
+def test_texts_and_labels_are_normalized_to_nfc_on_request(cpu: Model) -> None:
     composed, decomposed = "caf\u00e9", "cafe\u0301"
-    with Model(demo_path, device="cpu") as model:
-        expected = model.classify([composed], [composed, "x"])
-        plain = model.classify([decomposed], [decomposed, "x"])
-        found = model.classify([decomposed], [decomposed, "x"], unicode="NFC")
-        np.testing.assert_array_equal(found.log_likelihoods, expected.log_likelihoods)
-        assert not np.array_equal(found.log_likelihoods, plain.log_likelihoods)
-        assert found.labels == (decomposed, "x")  # as they were given
+    expected = cpu.classify([composed], [composed, "x"])
+    plain = cpu.classify([decomposed], [decomposed, "x"])
+    found = cpu.classify([decomposed], [decomposed, "x"], unicode="NFC")
+    np.testing.assert_array_equal(found.log_likelihoods, expected.log_likelihoods)
+    assert not np.array_equal(found.log_likelihoods, plain.log_likelihoods)
+    assert found.labels == (decomposed, "x")  # as they were given

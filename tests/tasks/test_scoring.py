@@ -101,10 +101,9 @@ def test_an_invalid_prompt_is_named_before_anything_is_computed(
     assert computed == []
 
 
-def test_the_longest_prompt_fills_the_context(demo_path: Any) -> None:
-    with Model(demo_path, device="cpu") as model:
-        (scores,) = model.score_many([[1] * 1025])
-        assert scores.shape == (1024,)
+def test_the_longest_prompt_fills_the_context(cpu: Model) -> None:
+    (scores,) = cpu.score_many([[1] * 1025])
+    assert scores.shape == (1024,)
 
 
 def test_a_closed_model_scores_nothing(demo: Model) -> None:

@@ -240,23 +240,22 @@ def test_the_template_writes_the_bos_token(tokenizer_with: GGUFMaker) -> None:
     assert tokenizer.bos_id not in tokenizer.apply_chat_template(USER_HI)[1:]
 
 
-def test_the_default_template_is_used_without_one(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        tokenizer = model.tokenizer
-        assert tokenizer.chat_template is None
-        messages = [
-            {"role": "system", "content": "Enter ROMEO."},
-            {"role": "user", "content": "Who art thou? <|endoftext|>"},
-            {"role": "assistant", "content": "I know not."},
-        ]
-        ids = tokenizer.apply_chat_template(messages)
-        assert ids[0] == tokenizer.bos_id
-        assert not any(tokenizer.is_special(i) for i in ids[1:])
-        assert tokenizer.decode(ids) == (
-            "Enter ROMEO.\n\nUSER:\nWho art thou? <|endoftext|>\n\nASSISTANT:\nI know not.\n\nASSISTANT:\n"
-        )
-        plain = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-        assert plain == ids[: len(plain)]
+def test_the_default_template_is_used_without_one(cpu: Model) -> None:
+    tokenizer = cpu.tokenizer
+    assert tokenizer.chat_template is None
+    messages = [
+        {"role": "system", "content": "Enter ROMEO."},
+        {"role": "user", "content": "Who art thou? <|endoftext|>"},
+        {"role": "assistant", "content": "I know not."},
+    ]
+    ids = tokenizer.apply_chat_template(messages)
+    assert ids[0] == tokenizer.bos_id
+    assert not any(tokenizer.is_special(i) for i in ids[1:])
+    assert tokenizer.decode(ids) == (
+        "Enter ROMEO.\n\nUSER:\nWho art thou? <|endoftext|>\n\nASSISTANT:\nI know not.\n\nASSISTANT:\n"
+    )
+    plain = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    assert plain == ids[: len(plain)]
 
 
 GEMMA_TOKENS = [

@@ -230,23 +230,22 @@ def test_streams_of_recurrent_models_that_give_way_have_the_same_answers(
         check_answers(model, 0, constrained=False)
 
 
-def test_giving_way_does_not_change_how_many_tokens_were_cached(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        prompt = np.random.default_rng(3).integers(1, 900, 100)
-        scheduler = Scheduler(model, max_streams=2)
-        scheduler.submit(prompt[:70], 1)
+def test_giving_way_does_not_change_how_many_tokens_were_cached(cpu: Model) -> None:
+    prompt = np.random.default_rng(3).integers(1, 900, 100)
+    scheduler = Scheduler(cpu, max_streams=2)
+    scheduler.submit(prompt[:70], 1)
+    scheduler.step()
+    many = make_streams(cpu.engine, prompt, 2, 40, min_tokens=40, temperature=1.0, seed=0)
+    scheduler.enter(many)
+    for _ in range(20):
         scheduler.step()
-        many = make_streams(model.engine, prompt, 2, 40, min_tokens=40, temperature=1.0, seed=0)
-        scheduler.enter(many)
-        for _ in range(20):
-            scheduler.step()
-        before = [stream.cached_tokens for stream in many]
-        other = short_text(model)
-        scheduler.enter([other])
+    before = [stream.cached_tokens for stream in many]
+    other = short_text(cpu)
+    scheduler.enter([other])
+    scheduler.step()
+    assert [stream.core is None for stream in many] == [False, True]
+    while scheduler.streams:
         scheduler.step()
-        assert [stream.core is None for stream in many] == [False, True]
-        while scheduler.streams:
-            scheduler.step()
-        assert other.finish_reason == "length"
-        assert [stream.cached_tokens for stream in many] == before
-        assert before == [70, 99]
+    assert other.finish_reason == "length"
+    assert [stream.cached_tokens for stream in many] == before
+    assert before == [70, 99]
