@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from support import model_folders, task_folders
 from support.hostile_texts import hostile_texts
-from support.soak import Footprint, assert_steady
+from support.soak import rounds
 from support.task_folders import CLASSIFIERS, LATE, RANKERS, TAGGERS
 
 from metal_prefill import Model
@@ -27,7 +27,6 @@ from metal_prefill.conversion import convert
 
 SEED = os.environ.get("SOAK_SEED", "1")
 SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))  # 0: the time of the suite
-ROUND_S = 20.0
 THREADS = 6
 
 pytestmark = [
@@ -103,8 +102,6 @@ def test_results_of_encoders_match_sequential_calls(tmp_path: Path) -> None:
     shared = {name: Model(path, threads=2, **options) for name, path in paths.items()}
     alone = {name: Model(path, threads=1, **options) for name, path in paths.items()}
     counts: Counter[str] = Counter()
-    footprints: list[Footprint] = []
-    end = time.monotonic() + SECONDS
 
     def work(seed: str, until: float) -> list[tuple[str, Task, str, list[str], Any]]:
         random = Random(seed)
@@ -119,18 +116,15 @@ def test_results_of_encoders_match_sequential_calls(tmp_path: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        while not footprints or time.monotonic() < end:
-            until = time.monotonic() + min(ROUND_S, max(end - time.monotonic(), 0.5)) / 2
+        for n, seconds in rounds(SECONDS, counts):
+            until = time.monotonic() + seconds / 2
             with ThreadPoolExecutor(THREADS) as pool:
-                seeds = [f"{SEED}.{len(footprints)}.{i}" for i in range(THREADS)]
-                rounds = list(pool.map(work, seeds, [until] * THREADS))
-            for name, task, call, texts, found in (item for done in rounds for item in done):
+                seeds = [f"{SEED}.{n}.{i}" for i in range(THREADS)]
+                finished = list(pool.map(work, seeds, [until] * THREADS))
+            for name, task, call, texts, found in (item for done in finished for item in done):
                 expected = outcome(partial(task, alone[name], Random(call), texts))
                 assert same(found, expected), (name, task.__name__, texts)
                 error = isinstance(found, tuple) and isinstance(found[0], type)
                 counts[f"{name}, {'refused' if error else 'answered'}"] += 1
-            footprints.append(Footprint.now())
-            print(f"{footprints[-1]} {dict(counts)}", flush=True)
     for model in (*shared.values(), *alone.values()):
         model.close()
-    assert_steady(footprints)

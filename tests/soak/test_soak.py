@@ -5,19 +5,17 @@ The suite runs half a second of it; ``make soak MINUTES=n`` runs longer, with an
 
 import os
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from support.allocation_faults import require_failing_allocations
 from support.small_models import write
-from support.soak import Footprint, assert_steady, soak
+from support.soak import rounds, soak
 from support.tiny_models import TINY_MODELS
 
 SEED = os.environ.get("SOAK_SEED", "1")
 SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))  # per device; 0: the time of the suite
-ROUND_S = 20.0
 
 pytestmark = pytest.mark.timeout(0 if SECONDS else 300)
 
@@ -29,14 +27,8 @@ def test_results_match_sequential_calls(device: str, tmp_path: Path) -> None:
         pytest.skip("reads /proc")
     require_failing_allocations(device)
     path = write(tmp_path / "m.gguf", TINY_MODELS["gemma3"])
-    end = time.monotonic() + SECONDS
     counts: Counter[str] = Counter()
-    footprints: list[Footprint] = []
-    while not footprints or time.monotonic() < end:
-        seconds = min(ROUND_S, max(end - time.monotonic(), 0.5))
-        counts.update(soak(path, device, tmp_path, seconds, f"{SEED}.{len(footprints)}"))
-        footprints.append(Footprint.now())
-        print(f"{footprints[-1]} {dict(counts)}", flush=True)
+    for n, seconds in rounds(SECONDS, counts):
+        counts.update(soak(path, device, tmp_path, seconds, f"{SEED}.{n}"))
     assert counts["calls"] > 0
     assert counts["failed allocations"] > 0
-    assert_steady(footprints)

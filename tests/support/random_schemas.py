@@ -1,11 +1,7 @@
 """Random JSON schemas, and texts that a model makes under them."""
 
-import json
 import random
-from collections.abc import Mapping
 from typing import Any
-
-import jsonschema
 
 from metal_prefill import Model
 
@@ -49,11 +45,6 @@ def random_schema(rng: random.Random, depth: int = 2) -> Schema:
         "required": rng.sample(names, rng.randrange(1, len(names) + 1)),
         "additionalProperties": False,
     }
-
-
-def check(schema: Mapping[str, Any], text: str) -> None:
-    """Require JSON that the schema describes."""
-    jsonschema.validate(json.loads(text), schema)
 
 
 def make(model: Model, n: int, max_tokens: int) -> list[tuple[Schema, str]]:

@@ -13,8 +13,8 @@ import gc
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "repeat_penalty": 1.
 GROWTH = 8 << 20  # bytes; memory kept by allocators varies by this amount from round to round
 MOST_STREAMS = 256  # texts of a server that are written at the same time, each with a job at most
 JOBS, JOB_S = "metal_prefill jobs", 120.0  # name of threads; a job ends after the time that a worker may take
+ROUND_S = 20.0
 SETTLING = 3  # rounds after which memory is stable
 # Sanitizers keep freed memory.
 UNDER_SANITIZER = any(name in os.environ for name in ("ASAN_OPTIONS", "TSAN_OPTIONS"))
@@ -339,6 +340,17 @@ def assert_steady(footprints: list[Footprint]) -> None:
     """Require that nothing grew after the rounds in which a process settles."""
     for footprint in footprints[SETTLING:]:
         footprint.assert_no_growth(footprints[SETTLING - 1])
+
+
+def rounds(seconds: float, counts: Counter[str]) -> Iterator[tuple[int, float]]:
+    """Yield the number of each round and its seconds, until the time is over; nothing may grow meanwhile."""
+    end = time.monotonic() + seconds
+    footprints: list[Footprint] = []
+    while not footprints or time.monotonic() < end:
+        yield len(footprints), min(ROUND_S, max(end - time.monotonic(), 0.5))
+        footprints.append(Footprint.now())
+        print(f"{footprints[-1]} {dict(counts)}", flush=True)
+    assert_steady(footprints)
 
 
 def _names_of_threads() -> list[str]:
