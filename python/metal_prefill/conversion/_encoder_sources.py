@@ -61,10 +61,7 @@ _MPNET = replace(
     _ROBERTA,
     prefixes=("mpnet.",),
     accepted={"relative_attention_num_buckets": (32,)},
-    heads={
-        task: {**_ROBERTA.heads.get(task, {}), "encoder.relative_attention_bias": "attn_rel_b"}
-        for task in ("body", *_ROBERTA.heads)
-    },
+    names={"encoder.relative_attention_bias": "attn_rel_b"},
     parts={
         **{f"attention.attn.{i}": (f"attention.self.{name}",) for i, name in zip("qkv", _QKV, strict=True)},
         "attention.attn.o": ("attention.output.dense",),
@@ -94,19 +91,17 @@ _DISTILBERT = replace(
     },
     unused=(*UNUSED, r"vocab_(transform|layer_norm|projector)\..*"),
 )
-_PROJECTED = {"embeddings_project": "token_embd_proj"}
 _ELECTRA = replace(
     _BERT,
     prefixes=("electra.",),
     more=(_settings.activation,),
     constants={"classifier.hidden_activation": "gelu_erf"},
+    names={"embeddings_project": "token_embd_proj"},
     heads={
-        "body": _PROJECTED,
-        "sequence": {**_PROJECTED, "classifier.dense": "cls", "classifier.out_proj": "cls.output"},
-        "tokens": _PROJECTED | _CLASSIFIER,
-        "late": _PROJECTED | _PROJECTION,
+        "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
+        "tokens": _CLASSIFIER,
+        "late": _PROJECTION,
         "masked": {
-            **_PROJECTED,
             "generator_predictions.dense": "mlm",
             "generator_predictions.LayerNorm": "mlm.norm",
             "generator_lm_head": "mlm.output",
@@ -120,36 +115,31 @@ _ALBERT = replace(
     prefixes=("albert.",),
     accepted={**_BERT.accepted, "num_hidden_groups": (1,), "inner_group_num": (1,)},
     constants={"distinct_block_count": 1},
+    names={
+        "encoder.embedding_hidden_mapping_in": "token_embd_proj",
+        **{
+            f"encoder.albert_layer_groups.0.albert_layers.0.{module}": f"blk.0.{name}"
+            for module, name in {
+                "attention.query": "attn_q",
+                "attention.key": "attn_k",
+                "attention.value": "attn_v",
+                "attention.dense": "attn_output",
+                "attention.LayerNorm": "attn_output_norm",
+                "ffn": "ffn_up",
+                "ffn_output": "ffn_down",
+                "full_layer_layer_norm": "layer_output_norm",
+            }.items()
+        },
+    },
     heads={
-        task: {
-            **_BERT.heads.get(task, {}),
-            "encoder.embedding_hidden_mapping_in": "token_embd_proj",
-            **{
-                f"encoder.albert_layer_groups.0.albert_layers.0.{module}": f"blk.0.{name}"
-                for module, name in {
-                    "attention.query": "attn_q",
-                    "attention.key": "attn_k",
-                    "attention.value": "attn_v",
-                    "attention.dense": "attn_output",
-                    "attention.LayerNorm": "attn_output_norm",
-                    "ffn": "ffn_up",
-                    "ffn_output": "ffn_down",
-                    "full_layer_layer_norm": "layer_output_norm",
-                }.items()
-            },
-            **head,
-        }
-        for task, head in {
-            "body": {},
-            "sequence": {"pooler": "cls"},
-            "tokens": {},
-            "late": {},
-            "masked": {
-                "predictions.dense": "mlm",
-                "predictions.LayerNorm": "mlm.norm",
-                "predictions": "mlm.output",
-            },
-        }.items()
+        "sequence": {"pooler": "cls", **_CLASSIFIER},
+        "tokens": _CLASSIFIER,
+        "late": _PROJECTION,
+        "masked": {
+            "predictions.dense": "mlm",
+            "predictions.LayerNorm": "mlm.norm",
+            "predictions": "mlm.output",
+        },
     },
     unused=(*UNUSED, r"pooler\.(weight|bias)", r"(sop_)?(predictions|classifier)\..*"),
 )
@@ -345,7 +335,7 @@ ENCODERS: dict[str, Source] = {
             "context_length": 1 << 20,
             "attention.layer_norm_rms_epsilon": 1e-6,
         },
-        heads={"body": {"embedding": "token_embd"}},
+        names={"embedding": "token_embd"},
         combined=_combined.static_table,
         frames=False,
     ),

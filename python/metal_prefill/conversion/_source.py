@@ -105,7 +105,8 @@ class Source:
     biases: Mapping[str, str] = field(default_factory=dict)
     # Values of fields that the architecture implies; the first is the default.
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Names in a GGUF file of the tensors of a head, by task.
+    # Names in a GGUF file of modules that `gguf.TensorNameMap` does not know; and of those of heads, by task.
+    names: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     # Names of the tensors that one tensor of the folder contains, with equal numbers of rows, by its name.
     # All are names of modules within a layer.
@@ -145,9 +146,9 @@ class Source:
         bare = next((name.removeprefix(start) for start in self.prefixes if name.startswith(start)), name)
         stem, _, suffix = bare.rpartition(".")
         suffix = {"gamma": "weight", "beta": "bias"}.get(suffix, suffix)
-        head = self.heads.get(task, {}).get(stem)
-        if head is not None:
-            return f"{head}.{suffix}"
+        own = self.heads.get(task, {}).get(stem, self.names.get(stem))
+        if own is not None:
+            return f"{own}.{suffix}"
         if any(re.fullmatch(pattern, bare) for pattern in self.unused):
             return None
         if suffix in _PARAMETERS:
