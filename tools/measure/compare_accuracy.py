@@ -16,6 +16,7 @@ import ctypes
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -33,6 +34,7 @@ from metal_prefill.bench._machine import available_threads
 from metal_prefill.commands.perplexity import perplexity, windows
 
 CORRELATED_TOKENS = 64  # after which logits of types are compared
+WINDOW = 512  # tokens whose perplexity is computed together
 
 Logits: TypeAlias = npt.NDArray[np.float64]  # [n, vocab]
 Tokens: TypeAlias = npt.NDArray[np.int64]
@@ -123,13 +125,12 @@ def compare_logits(name: str, path: Path, tokens: Tokens) -> None:
     found = {engine: compute(tokens) for engine, compute in engines_of(path).items()}
     deviation = exact.std(axis=1).mean()
     print(f"### {name}: {len(tokens)} tokens, logits of standard deviation {deviation:.2f}\n")
-    print("| engine | against | correlation, median | lowest | same greedy token | mean KL divergence |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for engine, logits in found.items():
-        print("|", " | ".join([engine, "float64", *comparison(logits, exact)]), "|")
-    for engine, logits in found.items():
-        if engine != "llama.cpp":
-            print("|", " | ".join([engine, "llama.cpp", *comparison(logits, found["llama.cpp"])]), "|")
+    columns = ("correlation, median", "lowest", "same greedy token", "mean KL divergence")
+    print_header(["engine", "against", *columns])
+    for other, expected in (("float64", exact), ("llama.cpp", found["llama.cpp"])):
+        for engine, logits in found.items():
+            if engine != other:
+                print_row([engine, other, *comparison(logits, expected)])
     print(
         "\nWhere an engine's greedy token is not float64's, float64 has that token below its own by at most:"
     )
@@ -139,23 +140,33 @@ def compare_logits(name: str, path: Path, tokens: Tokens) -> None:
     print(flush=True)
 
 
-def compare_perplexity(path: Path, text: str, length: int = 512) -> None:
-    """Print the perplexity of a text, with the same windows for every engine."""
+def windows_of(path: Path, text: str, most: int | None = None) -> tuple[list[int], list[list[int]]]:
+    """Return the first tokens of a text, and the windows in which they are scored."""
     with Model(path, device="cpu") as model:
-        ids = model.tokenizer.encode(text)
-        cut = windows(ids, length, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
+        ids = model.tokenizer.encode(text)[:most]
+        bos = model.tokenizer.bos_id if model.tokenizer.add_bos else None
+        return ids, windows(ids, min(WINDOW, len(ids)), bos)
+
+
+def scores_of(compute: Callable[[Tokens], Logits]) -> Callable[[Sequence[int]], Scores]:
+    """Return a function that scores the tokens of a window after the first."""
+
+    def score(window: Sequence[int]) -> Scores:
+        log_probs = log_softmax(compute(np.array(window)))
+        return log_probs[np.arange(len(window) - 1), window[1:]].astype(np.float32)
+
+    return score
+
+
+def compare_perplexity(path: Path, text: str) -> None:
+    """Print the perplexity of a text, with the same windows for every engine."""
+    ids, cut = windows_of(path, text)
     exact = ReferenceModel(path)
     engines: Engines = {"float64": lambda tokens: exact.forward(tokens).logits, **engines_of(path)}
-    print(f"### {path.name}: {len(ids)} tokens, windows of {length}\n")
-    print("| engine | perplexity |\n| --- | --- |")
+    print(f"### {path.name}: {len(ids)} tokens, windows of {WINDOW}\n")
+    print_header(["engine", "perplexity"])
     for engine, compute in engines.items():
-
-        def score(window: Sequence[int], compute: Callable[[Tokens], Logits] = compute) -> Scores:
-            log_probs = log_softmax(compute(np.array(window)))
-            chosen = log_probs[np.arange(len(window) - 1), window[1:]]
-            return chosen.astype(np.float32)
-
-        print(f"| {engine} | {perplexity(score, cut).value:.4f} |", flush=True)
+        print_row([engine, f"{perplexity(scores_of(compute), cut).value:.4f}"])
 
 
 def quantized(source: Path, ftype: int, path: Path) -> bool:
@@ -168,74 +179,51 @@ def quantized(source: Path, ftype: int, path: Path) -> bool:
 
 
 def llama_types() -> dict[str, int]:
-    """Return the types of llama.cpp's quantizer, by their names without prefixes."""
+    """Return the types of llama.cpp's quantizer in their order, by their names without prefixes."""
     prefix = "LLAMA_FTYPE_"
-    return {
+    found = {
         name.removeprefix(prefix).replace("MOSTLY_", ""): int(getattr(llama_cpp, name))
         for name in dir(llama_cpp)
         if name.startswith(prefix) and "GUESSED" not in name
     }
+    return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def chosen_types(only: Sequence[str]) -> dict[str, int]:
-    """Return the numbers of the types that are named, or of all, in the order of these numbers.
-
-    Raises
-    ------
-    SystemExit
-        If a name is not one of them.
-    """
-    types = llama_types()
-    if unknown := [name for name in only if name not in types]:
-        raise SystemExit(f"no type of llama.cpp: {', '.join(unknown)}; known are {', '.join(sorted(types))}")
-    return {name: types[name] for name in sorted(only or types, key=lambda name: types[name])}
+def print_row(cells: Sequence[str]) -> None:
+    """Print a line of a table."""
+    print("|", " | ".join(cells), "|", flush=True)
 
 
 def print_header(cells: Sequence[str]) -> None:
     """Print the first two lines of a table."""
-    print("|", " | ".join(cells), "|")
-    print("|", " | ".join("---" for _ in cells), "|", flush=True)
+    print_row(cells)
+    print_row(["---"] * len(cells))
 
 
-def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], length: int = 512) -> None:
-    """Print the accuracy of each type, or of some, that llama.cpp quantizes a model to.
+def compare_types(source: Path, text: str, tokens: int, types: Sequence[str]) -> None:
+    """Print the accuracy of types that llama.cpp quantizes a model to.
 
     The perplexity of a text, and the similarity of the logits after each of the first tokens to those of
     float32 products with the same weights: the correlation over the vocabulary, its median over the tokens,
     and the lowest.
     """
-    with Model(source, device="cpu") as model:
-        ids = model.tokenizer.encode(text)[:tokens]
-        length = min(length, len(ids))
-        cut = windows(ids, length, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
-    print(f"### {source.name}, quantized again: {len(ids)} tokens, windows of {length}\n")
+    ids, cut = windows_of(source, text, tokens)
+    print(f"### {source.name}, quantized again: {len(ids)} tokens, windows of {min(WINDOW, len(ids))}\n")
     correlation = "correlation with f32, median and lowest: int8"
     engines = ["metal_prefill, int8", "bf16", "llama.cpp", "metal_prefill, f32"]
     print_header(["type", "MiB", *engines, correlation, "bf16", "llama.cpp"])
-
-    def of_llama(path: Path) -> Callable[[Sequence[int]], Scores]:
-        def score(window: Sequence[int]) -> Scores:
-            log_probs = log_softmax(llama(path, np.array(window)))
-            return log_probs[np.arange(len(window) - 1), window[1:]].astype(np.float32)
-
-        return score
-
-    for name, ftype in chosen_types(only).items():
+    for name in types:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
-            if not quantized(source, ftype, path):
+            if not quantized(source, llama_types()[name], path):
                 continue
             cells = [name, f"{path.stat().st_size / 2**20:.0f}"]
             for compute in ("int8", "bf16", "llama", "f32"):
                 if compute == "llama":
-                    value = perplexity(of_llama(path), cut).value
+                    value = perplexity(scores_of(partial(llama, path)), cut).value
                 else:
                     with Model(path, device="cpu", compute=compute, prefix_memory=0) as model:
-
-                        def score(window: Sequence[int], model: Model = model) -> Scores:
-                            return model.session().score(window)
-
-                        value = perplexity(score, cut).value
+                        value = perplexity(model.score, cut).value
                 cells.append(f"{value:.3f}")
             first = np.array(ids[:CORRELATED_TOKENS])
             exact = ours(path, first, "f32", "f32")
@@ -245,7 +233,7 @@ def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], len
                 llama(path, first),
             ):
                 cells.append(", ".join(comparison(logits, exact)[:2]))
-            print("|", " | ".join(cells), "|", flush=True)
+            print_row(cells)
 
 
 def main() -> None:
@@ -257,6 +245,7 @@ def main() -> None:
     parser.add_argument(
         "--types",
         nargs="*",
+        choices=llama_types(),
         metavar="TYPE",
         help="measure the perplexity for these types, or for all that llama.cpp quantizes the model to",
     )
@@ -272,7 +261,8 @@ def main() -> None:
         if not arguments.file:
             parser.error("--types needs a text: -f FILE")
         for path in arguments.models or [default_model_path()]:
-            compare_types(path, arguments.file.read_text(encoding="utf-8"), arguments.n, arguments.types)
+            types = arguments.types or list(llama_types())
+            compare_types(path, arguments.file.read_text(encoding="utf-8"), arguments.n, types)
         return
     if arguments.file:
         for path in arguments.models or [default_model_path()]:
