@@ -109,7 +109,7 @@ def cases(
 
 def share(part: Spread) -> str:
     """Return a share in percent, with its range; empty if nothing is read."""
-    return f"{part.median:.0%} ({part.low:.0%}-{part.high:.0%})" if part.median else ""
+    return part.text("{:.0%}".format) if part.median else ""
 
 
 def shapes(text: str) -> list[tuple[int, ...]]:

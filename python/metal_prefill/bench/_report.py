@@ -208,7 +208,11 @@ def _single(results: BenchResults) -> Table:
 
 def _speeds(results: BenchResults) -> Table:
     rows = (
-        (engine, *map(_speed_cell, of_engine), *_process_cells(of_engine[0]))
+        (
+            engine,
+            *(row.spread.text(rate) if row.measured else "" for row in of_engine),
+            *_process_cells(of_engine[0]),
+        )
         for engine, of_engine in results.by_engine()
     )
     title = f"{_headline(results)}\ntok/s, median (min-max)"
@@ -219,24 +223,12 @@ def _process_cells(row: Row) -> tuple[str, str]:
     return f"{row.load_ns / 1e9:.2f}", f"{row.peak_rss / MIB:.0f}"
 
 
-def _speed_cell(row: Row) -> str:
-    if not row.measured:
-        return ""
-    return f"{rate(row.median_ts)} ({rate(row.spread.low)}-{rate(row.spread.high)})"
-
-
-def _ratio_cell(row: Row) -> str:
-    if row.ratio is None:
-        return ""
-    return f"{row.ratio.median:.2f}x ({row.ratio.low:.2f}-{row.ratio.high:.2f})"
-
-
 def _ratios(results: BenchResults) -> Table:
     (_, (ours, *_)), *peers = results.by_engine()
     rows = (
         (
             engine,
-            *map(_ratio_cell, of_engine),
+            *("" if row.ratio is None else row.ratio.text("{:.2f}".format, "x") for row in of_engine),
             f"{of_engine[0].load_ns / ours.load_ns:.2f}x",
             f"{of_engine[0].peak_rss / ours.peak_rss:.2f}x",
         )
@@ -266,9 +258,9 @@ def _captions(results: BenchResults) -> Iterator[str]:
         yield f"{test}: vectors of texts, tokens of each and number of texts in a call"
     for row in results.rows:
         if row.of_compared is not None:
-            share, compared = row.of_compared, COMPARED[row.choice]
+            compared = COMPARED[row.choice]
             test = next(other.test for other in results.rows if other.choice == compared)
-            ratio = f"{share.median:.3f} ({share.low:.3f}-{share.high:.3f})"
+            ratio = row.of_compared.text("{:.3f}".format)
             yield f"{row.engine} {row.test}: {ratio} of the speed of {test}, samples in turns"
     yield from (f"note: {note}" for note in results.notes())
 

@@ -21,6 +21,10 @@ class Spread:
     low: float
     high: float
 
+    def text(self, shown: Callable[[float], str], unit: str = "") -> str:
+        """Return the median with its unit, and the range."""
+        return f"{shown(self.median)}{unit} ({shown(self.low)}-{shown(self.high)})"
+
 
 def spread(values: Sequence[float]) -> Spread:
     if not values:

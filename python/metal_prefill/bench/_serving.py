@@ -160,17 +160,14 @@ class ServingResults:
         return [
             row.server,
             str(row.clients),
-            _cell(spread(row.tokens_per_second), "{:,.1f}"),
-            _cell(spread([1e3 * seconds for seconds in row.first_token_s]), "{:,.0f}"),
+            spread(row.tokens_per_second).text("{:,.1f}".format),
+            spread([1e3 * seconds for seconds in row.first_token_s]).text("{:,.0f}".format),
             f"{median(row.slowest_first_token_s) * 1e3:,.0f}",
-            _cell(self.speedup(row), "{:.2f}x") if row.server != OURS else "",
-            _cell(self.sooner(row), "{:.2f}x") if row.server != OURS else "",
+            *(
+                ratio(row).text("{:.2f}".format, "x") if row.server != OURS else ""
+                for ratio in (self.speedup, self.sooner)
+            ),
         ]
-
-
-def _cell(values: Spread, form: str) -> str:
-    low, high = form.format(values.low), form.format(values.high)
-    return f"{form.format(values.median)} ({low.rstrip('x')}-{high.rstrip('x')})"
 
 
 def measure(
