@@ -52,10 +52,10 @@ class _CommandParser(argparse.ArgumentParser):
         return example + super().format_help()
 
 
-def make_parser(wanted: str | None, prog: str = "metal-prefill") -> argparse.ArgumentParser:
+def make_parser(wanted: str | None) -> argparse.ArgumentParser:
     """Build the parser with the options of one command; the others are only listed."""
     parser = argparse.ArgumentParser(
-        prog=prog,
+        prog="metal-prefill",
         description="Fast prompt processing for small quantized language models and text encoders.",
         epilog="Exit codes: 0 success, 1 failure, 2 invalid arguments, 130 interrupted. "
         "Set METAL_PREFILL_TRACEBACK=1 to show the traceback of an error.",

@@ -333,7 +333,7 @@ class ChatChoice(Choice):
             add({"role": "assistant", "content": ""})
         for part in self.parts(pieces):
             add(part)
-        scores = {} if self.tokenizer is None else self.logprobs(self.tokenizer, pieces)
+        scores = {} if self.scores is None else self.logprobs(self.scores.tokenizer, pieces)
         if any(scores.values()):
             texts = [chunk for chunk in chunks if "content" in chunk["delta"]]
             (texts[-1] if texts else add({"content": ""}))["logprobs"] = {**scores, "refusal": None}
@@ -364,7 +364,7 @@ class ChatChoice(Choice):
         return {
             "index": self.index,
             "message": message,
-            "logprobs": None if self.tokenizer is None else {**self.scores.whole(), "refusal": None},
+            "logprobs": None if self.scores is None else {**self.scores.whole(), "refusal": None},
             "finish_reason": self.finish_reason,
         }
 
@@ -384,7 +384,7 @@ async def conversation(service: Service, form: ChatForm, reply: Reply) -> AsyncI
         streams = await service.streams(prepare)
         reply.end_turn()
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
-        with scores_of(service.bodies.scores, streams, logprobs) as scores:
+        with scores_of(service, streams, logprobs) as scores:
             tokenizer, tools = service.engine.tokenizer, form.offered_tools
             choices = [
                 ChatChoice(
@@ -394,7 +394,6 @@ async def conversation(service: Service, form: ChatForm, reply: Reply) -> AsyncI
                     reasoning_parser=_reasoning_parser(form, tokenizer, stream),
                     parser=ToolCallParser(tools) if tools else None,
                     required=RequiredCalls(possible_calls(form)) if form.requires_call else None,
-                    tokenizer=tokenizer if form.logprobs else None,
                     dropped_messages=dropped,
                 )
                 for i, stream in enumerate(streams)

@@ -84,10 +84,9 @@ async def complete(service: Service, form: CompletionForm, reply: Reply) -> None
     with service.admitted(count):
         streams = await service.streams(all_streams)
         reply.end_turn()
-        with scores_of(service.bodies.scores, streams, form.logprobs) as scores:
-            tokenizer = service.engine.tokenizer if form.logprobs is not None else None
+        with scores_of(service, streams, form.logprobs) as scores:
             choices = [
-                CompletionChoice(i, s, scores[i], tokenizer=tokenizer, known=s.prompt_tokens if scored else 0)
+                CompletionChoice(i, s, scores[i], known=s.prompt_tokens if scored else 0)
                 for i, s in enumerate(streams)
             ]
             head = head_of("cmpl", "text_completion", reply.model)
@@ -153,14 +152,14 @@ class CompletionChoice(Choice):
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Return the event of a pass, if it has anything to report."""
-        if not any(piece.text for piece in pieces) and not self.ended and self.tokenizer is None:
+        if not any(piece.text for piece in pieces) and not self.ended and self.scores is None:
             return []
-        scores = None if self.tokenizer is None else self.logprobs(self.tokenizer, pieces)
+        scores = None if self.scores is None else self.logprobs(self.scores.tokenizer, pieces)
         return [self._choice(pieces, scores)]
 
     def whole(self) -> dict[str, Any]:
         self.score([])
-        return self._choice(self.pieces, None if self.tokenizer is None else self.scores.whole())
+        return self._choice(self.pieces, None if self.scores is None else self.scores.whole())
 
     def logprobs(self, tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
         tokens: list[str] = []

@@ -19,7 +19,7 @@ from metal_prefill.generation._stream import Stream
 from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._errors import ApiError, unsupported
 from metal_prefill.serve._forms import StructuredOutputs, TextForm
-from metal_prefill.serve._service import Held, InFlight, Service
+from metal_prefill.serve._service import Held, Service
 from metal_prefill.session import Piece
 from metal_prefill.text._tokenizer import Tokenizer
 
@@ -124,7 +124,8 @@ class Scores:
     The objects that they are encoded from take ten times as much memory.
     """
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, tokenizer: Tokenizer, held: Held) -> None:
+        self.tokenizer = tokenizer
         self._held = held  # by all texts of the request
         self._chunks: dict[str, list[bytes]] = {}
 
@@ -144,13 +145,16 @@ class Scores:
 
 
 @contextmanager
-def scores_of(in_flight: InFlight, streams: Sequence[Stream], logprobs: int | None) -> Iterator[list[Scores]]:
+def scores_of(
+    service: Service, streams: Sequence[Stream], logprobs: int | None
+) -> Iterator[Sequence[Scores | None]]:
     """Return lists for each text, whose bytes count as in flight until the end of the context.
 
-    Memory for the log probabilities of prompts, which come fast, is reserved from the start.
+    They are None if no log probabilities are requested. Memory for those of prompts, which come fast, is
+    reserved from the start.
     """
     if logprobs is None:
-        yield [Scores(Held(in_flight)) for _ in streams]
+        yield [None] * len(streams)
         return
     count = sum(stream.most_pieces for stream in streams) * (1 + logprobs)
     if count > MOST_SCORES:
@@ -160,9 +164,10 @@ def scores_of(in_flight: InFlight, streams: Sequence[Stream], logprobs: int | No
             code="too_many_logprobs",
         )
     reserved = sum(stream.scored_tokens for stream in streams) * (1 + logprobs) * _SCORE_BYTES
+    in_flight = service.bodies.scores
     with in_flight.holding(reserved) as held:
         in_flight.check()
-        yield [Scores(held) for _ in streams]
+        yield [Scores(service.engine.tokenizer, held) for _ in streams]
 
 
 @dataclass
@@ -171,10 +176,9 @@ class Choice:
 
     index: int
     stream: Stream
-    scores: Scores
+    scores: Scores | None  # None unless log probabilities are requested
     pieces: list[Piece] = field(default_factory=list)  # without the most probable tokens
     ended: bool = False
-    tokenizer: Tokenizer | None = None  # set if log probabilities are requested
 
     @property
     def finish_reason(self) -> str | None:
@@ -196,8 +200,8 @@ class Choice:
 
     def score(self, pieces: Sequence[Piece]) -> None:
         """Keep the log probabilities of a pass, if requested, for an answer that is not streamed."""
-        if self.tokenizer is not None:
-            self.scores.extend(self.logprobs(self.tokenizer, pieces))
+        if self.scores is not None:
+            self.scores.extend(self.logprobs(self.scores.tokenizer, pieces))
 
     def whole(self) -> dict[str, Any]:
         """Return the complete text, for answers that are not streamed."""

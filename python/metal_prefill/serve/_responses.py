@@ -176,7 +176,7 @@ class _Answer:
 
     def __init__(self, form: ResponsesForm, model: str) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
-        self.keep: Callable[[list[Block]], None] | None = None
+        self.keep: Callable[[ChatChoice], None] | None = None
         self._ids: list[str] = []  # of items
         self._number = 0  # of events
         effort = None if form.reasoning is None else form.reasoning.effort
@@ -238,7 +238,7 @@ class _Answer:
 
     def whole(self, blocks: list[Block], choice: ChatChoice, usage: Mapping[str, Any]) -> dict[str, Any]:
         if self.keep is not None:
-            self.keep(blocks)
+            self.keep(choice)
         is_cut = choice.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         return {
@@ -303,7 +303,7 @@ async def responses(kept: KeptConversations, service: Service, form: ResponsesFo
     chat = chat_form(form, before)
     messages = chat.messages[1 if form.instructions else 0 :]
     if form.store is not False:
-        answer.keep = lambda blocks: kept.add(reply.namespace, answer.id, [*messages, answer_message(blocks)])
+        answer.keep = lambda choice: kept.add(reply.namespace, answer.id, [*messages, answer_message(choice)])
     try:
         await answer_in_blocks(service, chat, reply, answer)
     except ApiError as error:
@@ -311,13 +311,14 @@ async def responses(kept: KeptConversations, service: Service, form: ResponsesFo
         raise
 
 
-def answer_message(blocks: list[Block]) -> Message:
+def answer_message(choice: ChatChoice) -> Message:
     """Return the message of an answer, for the next request."""
-    texts = {kind: "".join(b.text for b in blocks if b.kind == kind) for kind in ("reasoning", "text")}
-    calls = [written_call(b.name, b.text, b.call_id) for b in blocks if b.kind == "call"]
-    message = Message(role="assistant", content=texts["text"], tool_calls=calls or None)
-    message.reasoning_content = texts["reasoning"] or None
-    return message
+    return Message(
+        role="assistant",
+        content=choice.text,
+        tool_calls=choice.calls or None,
+        reasoning_content=choice.reasoning or None,
+    )
 
 
 MOST_KEPT = 64 << 20  # bytes of all of them
