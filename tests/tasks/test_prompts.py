@@ -121,6 +121,12 @@ def test_control_tokens_in_prompts_of_the_file_are_encoded(tmp_path: Path) -> No
         assert len(states) == len(model.tokenizer.frame.text([model.tokenizer.mask_id or 0, *ids]))
 
 
+def test_a_text_continues_the_word_before_it(tmp_path: Path) -> None:
+    with opened(stated(tmp_path, prompts={"query": "[MASK] a ro"})) as model:
+        states = model.embed(["se"], pooling="none", instruction="query", split_special_tokens=True)[0]
+        np.testing.assert_array_equal(states, model.embed(["[MASK] a rose"], pooling="none")[0])
+
+
 def test_prefixes_of_pylate_are_prompts(tmp_path: Path) -> None:
     settings = {"query_prefix": "[Q] ", "document_prefix": "[D] ", "prompts": {"query": "[Q] find: "}}
     with opened(stated(tmp_path, **settings)) as model:

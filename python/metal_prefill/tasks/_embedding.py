@@ -65,11 +65,6 @@ class EncodedTexts(NamedTuple):
     empty: list[int]
     unpooled: int  # number of first tokens of each text that pooling leaves out
 
-    @classmethod
-    def none(cls, engine: Engine, form: PromptForm) -> EncodedTexts:
-        """Return those of no texts in a form."""
-        return cls([], [], [], [], unpooled_tokens(engine, form))
-
     def add(self, text: EncodedText) -> None:
         """Append the prompt of the next text."""
         if text.cut:
@@ -117,7 +112,7 @@ def encode_texts(
     frame = engine.tokenizer.frame
     begin, end = (frame.begin, frame.end) if role.framed else ((), ())
     room = _most_tokens(engine, role) - len(begin) - len(end)
-    encoded = EncodedTexts.none(engine, form)
+    encoded = EncodedTexts([], [], [], [], unpooled_tokens(engine, form))
     framed: list[tuple[int, ...]] = []
     made = numbered(form.tokens_of_all(engine.tokenizer, checked, rules), noun)
     for i, (text, ids) in enumerate(zip(checked, made, strict=True)):

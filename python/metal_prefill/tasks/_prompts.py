@@ -182,31 +182,30 @@ class PromptForm(NamedTuple):
 
     def tokens(self, tokenizer: Tokenizer, text: str, rules: PromptRules) -> list[int]:
         """Return the tokens of a text in this form, without those that begin and end every text."""
-        parses = rules.parses(tokenizer)
-        if parses or not self.spells_tokens:
-            whole = rules.normalized(f"{self.before}{text}{self.after}")
-            return tokenizer.encode(whole, add_bos=False, parse_special=parses)
-        before = list(tokenizer.split(self.before, parse_special=True))
-        after = list(tokenizer.split(self.after, parse_special=True))
-        # Text next to the text is tokenized together with it.
-        left = before.pop() if before and isinstance(before[-1], str) else ""
-        right = after.pop(0) if after and isinstance(after[0], str) else ""
-        pieces = (*before, f"{left}{text}{right}", *after)
-        return tokenizer.encode_pieces(
-            piece if isinstance(piece, int) else rules.normalized(piece) for piece in pieces
-        )
+        return next(self.tokens_of_all(tokenizer, [text], rules))
 
     def tokens_of_all(
         self, tokenizer: Tokenizer, texts: Iterable[str], rules: PromptRules
     ) -> Iterator[list[int]]:
-        """Yield the tokens of each text, as `tokens` returns them, in less time."""
-        around = (tokenizer.split(part, parse_special=True) for part in (self.before, self.after))
+        """Yield the tokens of each text, as `tokens` returns them."""
         parses = rules.parses(tokenizer)
-        spelled = (isinstance(piece, int) for pieces in around for piece in pieces)
-        if self.spells_tokens and not parses and any(spelled):
-            return (self.tokens(tokenizer, text, rules) for text in texts)
-        whole = (rules.normalized(f"{self.before}{text}{self.after}") for text in texts)
-        return tokenizer.encode_all(whole, parse_special=parses)
+        before, after = list[str | int](), list[str | int]()
+        if self.spells_tokens and not parses:
+            before += tokenizer.split(self.before, parse_special=True)
+            after += tokenizer.split(self.after, parse_special=True)
+        if not any(isinstance(piece, int) for piece in (*before, *after)):
+            whole = (rules.normalized(f"{self.before}{text}{self.after}") for text in texts)
+            return tokenizer.encode_all(whole, parse_special=parses)
+        # Text next to the text is tokenized together with it.
+        left = before.pop() if before and isinstance(before[-1], str) else ""
+        right = after.pop(0) if after and isinstance(after[0], str) else ""
+        return (
+            tokenizer.encode_pieces(
+                piece if isinstance(piece, int) else rules.normalized(piece)
+                for piece in (*before, f"{left}{text}{right}", *after)
+            )
+            for text in texts
+        )
 
 
 PLAIN = PromptForm()

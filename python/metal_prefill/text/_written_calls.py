@@ -259,17 +259,13 @@ class PythonScanner:
                     self._strings[self._begin] = self._last_quote
                     self._quote = ""
                 self._last_quote = None
-            elif (found := self._next(piece, at)) is None:
+            elif (found := (_WITHIN[self._quote] if self._quote else _OUTSIDE).search(piece, at)) is None:
                 return
             else:
                 at = found.end()
                 self._take(found[0], base + found.start())
                 if self.end is not None:
                     return
-
-    def _next(self, piece: str, at: int) -> re.Match[str] | None:
-        pattern = _WITHIN[self._quote] if self._quote else _OUTSIDE
-        return pattern.search(piece, at)
 
     def _take(self, character: str, position: int) -> None:
         """Take a quote, a bracket, or a backslash in a string."""
