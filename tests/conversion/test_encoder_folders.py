@@ -23,6 +23,7 @@ from support.encoder_folders import (
     texts,
 )
 from support.encoder_tasks import FileOf, opened
+from support.float64 import softmax
 from support.folder_reference import FolderTensors, nomic_moe_states, states
 from support.gguf_mutator import with_key
 from support.model_folders import Folder, llama
@@ -168,7 +169,7 @@ def test_classes_of_distilbert_follow_a_rectified_layer(tmp_path: Path) -> None:
     t = FolderTensors(folder.tensors)
     hidden = states(folder, ids, "distilbert.", DISTILBERT)
     logits = t.linear("classifier", np.maximum(t.linear("pre_classifier", hidden[:1]), 0))[0]
-    expected = np.exp(logits) / np.exp(logits).sum()
+    expected = softmax(logits)
     assert found.labels == ("NEGATIVE", "POSITIVE")
     np.testing.assert_allclose(found.probabilities[0], expected, atol=1e-5)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support import model_folders, task_folders
 from support.encoder_tasks import opened
+from support.float64 import sigmoid, softmax
 from support.model_folders import CONTEXT, IDENTITY, Folder, read
 from support.task_folders import DOCUMENTS, QUERY
 
@@ -48,7 +49,7 @@ def test_the_activation_of_a_listed_module_is_followed(tmp_path: Path, listed: b
         convert(task_folders.RANKERS["bert, output as it is"](tmp_path / "n").write(), tmp_path / "n.gguf")
     ) as model:
         outputs = np.array([item.score for item in model.rerank(QUERY, DOCUMENTS)])
-    expected = outputs if listed else 1 / (1 + np.exp(-outputs))
+    expected = outputs if listed else sigmoid(outputs)
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 
@@ -60,10 +61,7 @@ def test_several_classes_have_the_activation_of_their_folder(tmp_path: Path, act
     with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
         found = model.classify(DOCUMENTS)
     logits = found.log_likelihoods
-    powers = np.exp(logits)
-    expected = (
-        powers / (1 + powers) if activation == "Sigmoid" else powers / powers.sum(axis=1, keepdims=True)
-    )
+    expected = (sigmoid if activation == "Sigmoid" else softmax)(logits)
     assert logits.shape[1] > 1
     np.testing.assert_allclose(found.probabilities, expected, rtol=1e-5)
 

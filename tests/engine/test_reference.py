@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support import comparison, llama_cpp_folders, small_models
+from support.float64 import softmax
 from support.reference import ReferenceModel
 from support.small_models import SmallModel
 
@@ -74,7 +75,7 @@ def assert_vectors(path: Path, model: SmallModel, expected: npt.NDArray[np.float
     for tokens, wanted in zip(comparison.vector_tokens(model), expected, strict=True):
         vector = reference.pooled(tokens)
         if len(model.labels) > 1 and within > TRANSFORMERS_TOLERANCE:  # llama.cpp returns probabilities
-            vector = np.exp(vector) / np.exp(vector).sum()
+            vector = softmax(vector)
         assert np.abs(vector - wanted).max() <= within * np.abs(wanted).max()
 
 
@@ -126,7 +127,7 @@ def test_log_probs_are_normalized_and_of_the_next_token(tmp_path: Path) -> None:
     path = small_models.write(tmp_path / "model.gguf", small_models.SmallModel(layers=1))
     tokens = np.array([5, 9, 2, 7])
     result = ReferenceModel(path).forward(tokens)
-    probabilities = np.exp(result.logits) / np.exp(result.logits).sum(axis=1, keepdims=True)
+    probabilities = softmax(result.logits)
     expected = np.log([probabilities[i, tokens[i + 1]] for i in range(3)])
     assert result.log_probs(tokens) == pytest.approx(expected)
 

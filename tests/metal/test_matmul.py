@@ -9,15 +9,15 @@ from itertools import product
 import numpy as np
 import pytest
 from metal_kernels import KernelLibrary
+from support.float64 import ACTIVATIONS
 from support.kernel_harness import (
-    ACTIVATIONS,
+    ACTIVATION_CODES,
     CONSTANTS,
     SILU,
     Array,
     Output,
     Run,
     Weights,
-    activation,
     ceil_div,
     columns,
     make_args,
@@ -175,9 +175,9 @@ def check_swiglu(
         w = Weights(rng, kind, [rows, rows], cols)
         x = rng.standard_normal((tokens, cols), np.float32)
         y = Output([tokens, rows], np.float16)
-        found = matmul(run, kernel, tile, w, x, y, rows, activation=ACTIVATIONS[act])
+        found = matmul(run, kernel, tile, w, x, y, rows, activation=ACTIVATION_CODES[act])
         gate, up = np.split(x.astype(np.float64) @ w.values.T, 2, axis=1)
-        near(found, activation(gate, act) * up)
+        near(found, ACTIVATIONS[act](gate) * up)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.float64 import ACTIVATIONS
 from support.kernel_harness import (
-    ACTIVATIONS,
+    ACTIVATION_CODES,
     CONSTANTS,
     SILU,
     Array,
     Output,
     Run,
     Weights,
-    activation,
     ceil_div,
     close,
     columns,
@@ -75,9 +75,9 @@ def test_matvec_swiglu(run: Run, kind: str, act: str) -> None:
     cols = columns(kind, 576)
     w = Weights(rng, kind, [37, 37], cols)
     x = rng.standard_normal(cols, np.float32)
-    found = matvec(run, w, x, Output([37]), 16, swiglu=True, activation=ACTIVATIONS[act])
+    found = matvec(run, w, x, Output([37]), 16, swiglu=True, activation=ACTIVATION_CODES[act])
     gate, up = np.split(w.values @ x, 2)
-    close(found, activation(gate.astype(np.float64), act) * up)
+    close(found, ACTIVATIONS[act](gate.astype(np.float64)) * up)
 
 
 def multi_token(

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.float64 import delta_step, rms, scan_step, sigmoid, silu
 from support.kernel_harness import (
     CONSTANTS,
     STRUCTS,
@@ -69,8 +70,7 @@ def test_causal_conv(run: Run, channels: int, taps: int, kind: str) -> None:
             if kind == "gated":
                 expected[row] = wide[row, 1] * sums
             else:
-                x = sums + (bias if kind == "with a bias" else 0)
-                expected[row] = x / (1 + np.exp(-x))
+                expected[row] = silu(sums + (bias if kind == "with a bias" else 0))
             if table["after"][row] != NONE:
                 after[table["after"][row], : (taps - 1) * channels] = window[1:].reshape(-1)
     for first_out in (0, 5):
@@ -126,13 +126,11 @@ def test_gated_delta(run: Run, heads: int, groups: int, keys: int, width: int) -
                 np.array([head / np.sqrt(head @ head + 1e-6) for head in part.reshape(groups, keys)])
                 for part in (q, k)
             )
+            # Heads `groups` apart share a key.
+            q, k = (np.tile(part, (heads // groups, 1)) for part in (q / np.sqrt(keys), k))
             alpha, beta = rates[row, :heads].astype(np.float64) + bias, rates[row, heads : 2 * heads]
-            for h in range(heads):
-                key, value = k[h % groups], v.reshape(heads, width)[h]
-                state[h] *= np.exp(decay[h] * np.logaddexp(0, alpha[h]))
-                rate = 1 / (1 + np.exp(-np.float64(beta[h])))
-                state[h] += np.outer(key, rate * (value - key @ state[h]))
-                expected[row, h] = q[h % groups] @ state[h] / np.sqrt(keys)
+            factors = np.exp(decay * np.logaddexp(0, alpha)), sigmoid(beta)
+            state, expected[row] = delta_step(state, q, k, v.reshape(heads, width), *factors)
             if table["after"][row] != NONE:
                 after[table["after"][row], :size] = state.ravel()
 
@@ -163,8 +161,7 @@ def test_gated_norm(run: Run, heads: int, dim: int) -> None:
     gate = (4 * rng.standard_normal((tokens, heads * dim + 7))).astype(np.float32)
     weight = rng.uniform(0.5, 1.5, dim).astype(np.float32)
     wide, gates = x.astype(np.float64), gate[:, : heads * dim].astype(np.float64).reshape(x.shape)
-    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight
-    expected *= gates / (1 + np.exp(-gates))
+    expected = rms(wide, 1e-5) * weight * silu(gates)
     args = make_args("GatedNormArgs", heads=heads, dim=dim, gate_stride=gate.shape[1], eps=1e-5)
     groups = (ceil_div(32 * heads, 64), tokens)
     buffers = (weight, x, gate, args)
@@ -191,12 +188,7 @@ def test_gate_heads(run: Run, heads: int, dim: int) -> None:
         y = Output(before.shape, dtype, initial=before)
         groups = (ceil_div(heads * dim, 64), tokens)
         run(name, q, y.buffer, args, groups=groups, threads=(64, 1))
-        check(y.check(), before.astype(np.float64) / (1 + np.exp(-gates)))
-
-
-def softplus(x: Array) -> Array:
-    values: Array = np.logaddexp(0.0, x.astype(np.float64))
-    return values
+        check(y.check(), before.astype(np.float64) * sigmoid(gates))
 
 
 @pytest.mark.parametrize("gated", [0, 1])
@@ -225,12 +217,9 @@ def test_scan(run: Run, heads: int, groups: int, dim: int, rows: int, half: bool
             x, b, c = np.split(convolved[row].astype(np.float64), [inner, inner + groups * rows])
             b, c = (np.repeat(part.reshape(groups, rows), heads // groups, axis=0) for part in (b, c))
             x = x.reshape(heads, dim)
-            step = softplus(projected[row, dt_column : dt_column + heads] + bias)
-            state = np.exp(step * a)[:, None, None] * state + np.einsum("h,hr,hd->hrd", step, b, x)
-            expected[row] = (np.einsum("hr,hrd->hd", c, state) + skip[:, None] * x).reshape(-1)
-            if gated:
-                gate = projected[row, :inner].astype(np.float64)
-                expected[row] *= gate / (1 + np.exp(-gate))
+            steps = projected[row, dt_column : dt_column + heads] + bias
+            state, y = scan_step(state, x, b, c, steps, a, skip)
+            expected[row] = y.reshape(-1) * (silu(projected[row, :inner]) if gated else 1)
             if table["after"][row] != NONE:
                 after[table["after"][row], : heads * rows * dim] = state.reshape(-1)
     vectors = [v.astype(np.float32) for v in (a, bias, skip)]
@@ -277,10 +266,8 @@ def test_scan_norm(run: Run, groups: int, size: int) -> None:
     gates = (3 * rng.standard_normal((tokens, row_stride))).astype(np.float32)
     y = rng.standard_normal((tokens - first_out, inner)).astype(np.float32)
     weight = rng.standard_normal(inner).astype(np.float32)
-    g = gates[first_out:, :inner].astype(np.float64)
-    gated = (y * (g / (1 + np.exp(-g)))).reshape(tokens - first_out, groups, size)
-    gated = gated / np.sqrt((gated**2).mean(axis=-1, keepdims=True) + 1e-3)
-    expected = (gated * weight.reshape(groups, size)).reshape(tokens - first_out, inner)
+    gated = (y.astype(np.float64) * silu(gates[first_out:, :inner])).reshape(tokens - first_out, groups, size)
+    expected = (rms(gated, 1e-3) * weight.reshape(groups, size)).reshape(tokens - first_out, inner)
     args = make_args(
         "ScanNormArgs", inner=inner, groups=groups, row_stride=row_stride, first_out=first_out, eps=1e-3
     )

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support.extreme_floats import EXTREME, extreme_activations
-from support.head_cases import ROPE_CASES, HeadRows, rms
+from support.float64 import ACTIVATIONS, clamped_silu, layer_norm, rms
+from support.head_cases import ROPE_CASES, HeadRows
 from support.kernel_harness import (
-    ACTIVATIONS,
+    ACTIVATION_CODES,
     CONSTANTS,
     SILU,
     Array,
     Output,
     Run,
     Weights,
-    activation,
     ceil_div,
     check_both_types,
     close,
@@ -136,8 +136,8 @@ def test_gate_input(run: Run, act: str) -> None:
     rng = np.random.default_rng(6)
     gate, inputs = rng.standard_normal((5, 72)).astype(np.float32), rng.standard_normal((5, 200))
     inputs = inputs.astype(np.float32)
-    expected = activation(gate.astype(np.float64), act) * inputs[:, 100:172]
-    args = make_args("GateInputArgs", dim=72, input_stride=200, tokens=5, activation=ACTIVATIONS[act])
+    expected = ACTIVATIONS[act](gate.astype(np.float64)) * inputs[:, 100:172]
+    args = make_args("GateInputArgs", dim=72, input_stride=200, tokens=5, activation=ACTIVATION_CODES[act])
     buffers = (gate, inputs.ravel()[100:], args)
     check_both_types(run, "gate_input", *buffers, expected=expected, groups=(2, 5), threads=(64, 1))
 
@@ -224,13 +224,6 @@ def test_rope_append(run: Run, case: str, cache: type) -> None:
     np.testing.assert_array_equal(queries_alone.v.check(), pages().v.array)
 
 
-def layer_norm(x: Array, weight: Array, bias: Array | float, eps: float) -> Array:
-    x = x.astype(np.float64)
-    d = x - x.mean(axis=1, keepdims=True)
-    normed: Array = d / np.sqrt((d * d).mean(axis=1, keepdims=True) + eps) * weight + bias
-    return normed
-
-
 def layernorm_args(dim: int, **fields: int) -> Array:
     chosen = {"width": dim, "stride": dim, "has_bias": 0, "has_addend": 0, "has_second_bias": 0, **fields}
     return make_args("LayernormArgs", dim=dim, eps=1e-5, **chosen)
@@ -244,7 +237,7 @@ def test_layernorm(run: Run, dim: int, threads: int) -> None:
             x = (offset + size * rng.standard_normal((9, dim))).astype(np.float32)
             weight, bias, addend = (rng.uniform(-1.5, 1.5, dim).astype(np.float32) for _ in range(3))
             args = layernorm_args(dim, has_bias=has_bias)
-            expected = layer_norm(x, weight, bias * has_bias, 1e-5)
+            expected = layer_norm(x, 1e-5) * weight + bias * has_bias
             # With a mean of 1000, values of 10 keep 13 bits.
             check = close if offset == 0 else near
             grid: dict[str, Any] = {"groups": (9,), "threads": (threads,)}
@@ -256,7 +249,7 @@ def test_layernorm(run: Run, dim: int, threads: int) -> None:
             near(y.check(), expected)
             for has_addend in (0, 1):
                 args = layernorm_args(dim, has_bias=has_bias, has_addend=has_addend)
-                expected = layer_norm(x + has_addend * addend, weight, bias * has_bias, 1e-5)
+                expected = layer_norm(x + has_addend * addend, 1e-5) * weight + bias * has_bias
                 stream, copy = Output([9, dim], initial=x), Output([9, dim], np.float16)
                 run("layernorm_stream", weight, bias, addend, stream.buffer, copy.buffer, args, **grid)
                 check(stream.check(), expected)
@@ -274,7 +267,7 @@ def test_layernorm_in_place(run: Run, dim: int, stride: int, threads: int) -> No
         y = Output([5, stride], initial=x)
         run("layernorm_in_place", weight, bias, addend, y.buffer, args, groups=(5,), threads=(threads,))
         expected = x.astype(np.float64)
-        expected[:, :dim] = layer_norm(x[:, :dim] + addend * present, weight, bias * present, 1e-5)
+        expected[:, :dim] = layer_norm(x[:, :dim] + addend * present, 1e-5) * weight + bias * present
         close(y.check(), expected)
 
 
@@ -293,8 +286,8 @@ def test_layernorm_twice(run: Run, dim: int, threads: int) -> None:
             groups=(9,),
             threads=(threads,),
         )
-        first = layer_norm(x.astype(np.float64) + attended + addend * present, weight, bias * present, 1e-5)
-        expected = layer_norm(x + first, second, second_bias * present, 1e-5)
+        first = layer_norm(x.astype(np.float64) + attended + addend * present, 1e-5) * weight + bias * present
+        expected = layer_norm(x + first, 1e-5) * second + second_bias * present
         close(stream.check(), expected)
         near(copy.check(), expected)
 
@@ -315,7 +308,7 @@ def test_padding_is_no_part_of_means_and_variances(run: Run, dim: int, width: in
     args = layernorm_args(dim, width=width, has_bias=1, has_addend=1, has_second_bias=1)
 
     def normed(rows: Array, by: Array, plus: Array) -> Array:
-        return padded(layer_norm(rows[:, :width], by[:width], plus[:width], 1e-5), width, dim)
+        return padded(layer_norm(rows[:, :width], 1e-5) * by[:width] + plus[:width], width, dim)
 
     y = Output([9, dim])
     run("layernorm_f32", weight, bias, x, y.buffer, args, **threads)
@@ -366,8 +359,7 @@ def test_swiglu_with_limits(run: Run) -> None:
     gate_up = (6 * np.random.default_rng(4).standard_normal((tokens, 2 * ffn_dim))).astype(np.float32)
     args = swiglu_args(ffn_dim, tokens, CONSTANTS["ACTIVATION_CLAMPED"])
     x = gate_up.astype(np.float64)
-    gate, up = np.minimum(x[:, :ffn_dim], 7), np.clip(x[:, ffn_dim:], -7, 7)
-    expected = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    expected = clamped_silu(x[:, :ffn_dim], x[:, ffn_dim:])
     for _ in range(2):
         out = Output([tokens, ffn_dim])
         run("swiglu_f32", gate_up, gate_up, out.buffer, args, groups=(2, tokens), threads=(64, 1))
@@ -387,8 +379,8 @@ def test_swiglu(run: Run, act: str, tokens: int, ffn_dim: int) -> None:
         gate_up[0, :2] = 200, -200
         bias = rng.standard_normal((1 + gated) * ffn_dim).astype(np.float32)
         biased = gate_up.astype(np.float64) + has_bias * bias
-        expected = activation(biased[:, :ffn_dim], act) * (biased[:, ffn_dim:] if gated else 1)
-        args = swiglu_args(ffn_dim, tokens, ACTIVATIONS[act], gated=gated, has_bias=has_bias)
+        expected = ACTIVATIONS[act](biased[:, :ffn_dim]) * (biased[:, ffn_dim:] if gated else 1)
+        args = swiglu_args(ffn_dim, tokens, ACTIVATION_CODES[act], gated=gated, has_bias=has_bias)
         grid: dict[str, Any] = {"groups": (ceil_div(ffn_dim, 64), tokens), "threads": (64, 1)}
         check_both_types(run, "swiglu", bias, gate_up, args, expected=expected, **grid)
 

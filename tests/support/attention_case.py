@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from metal_prefill import _core
+from support.float64 import alibi_slope, softmax
 from support.kernel_harness import CONSTANTS, STRUCTS, Array, Doubles, Output, Run, ceil_div, make_args
 from support.paged import Pages
 from support.reference import position_bucket
@@ -92,7 +93,9 @@ class Case:
             if self.score_cap:
                 scores = self.score_cap * np.tanh(scores / self.score_cap)
             distance = np.abs(np.arange(keys)[seen] - position)
-            scores -= np.array([self.slope(head) for head in range(self.n_heads)])[:, None] * distance
+            if self.max_alibi_bias:
+                slopes = [alibi_slope(h, self.n_heads, self.max_alibi_bias) for h in range(self.n_heads)]
+                scores -= np.array(slopes)[:, None] * distance
             if len(self.position_bias):
                 buckets = [position_bucket(key - position) for key in np.arange(keys)[seen]]
                 scores += self.position_bias[buckets].T
@@ -100,9 +103,7 @@ class Case:
                 scores += self.relative_scores(row)
             if self.has_sinks:  # scores without values
                 scores = np.concatenate([scores, self.sinks[:, None]], axis=1)
-            weights = np.exp(scores - scores.max(1, keepdims=True))
-            weights /= weights.sum(1, keepdims=True)
-            out[row] = np.einsum("hk,khd->hd", weights[:, : len(k)], v)
+            out[row] = np.einsum("hk,khd->hd", softmax(scores)[:, : len(k)], v)
         return out
 
     def relative_scores(self, row: int) -> Doubles:
@@ -120,13 +121,6 @@ class Case:
     @property
     def alibi_heads(self) -> int:
         return 2 ** int(np.log2(self.n_heads)) if self.max_alibi_bias else 0
-
-    def slope(self, head: int) -> float:
-        """Slope of ALiBi: heads beyond a power of two have every other slope of twice as many."""
-        if not (whole := self.alibi_heads):
-            return 0.0
-        power = (head + 1) / whole if head < whole else (2 * (head - whole) + 1) / (2 * whole)
-        return float(2.0 ** (-self.max_alibi_bias * power))
 
     def args(self, **fields: Any) -> Array:
         return attention_args(

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from support import model_folders
-from support.folder_reference import BIAS, LAYER, Array, FolderTensors, gelu, states
+from support.float64 import Array, gelu
+from support.folder_reference import BIAS, LAYER, FolderTensors, states
 from support.model_folders import (
     DIM,
     FFN,

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from support.float64 import Array, alibi_slope, gelu, layer_norm, rotate, softmax
 from support.model_folders import LAYERS, Folder
 from support.reference import position_bucket
 
-Array = npt.NDArray[np.float64]
 LAYER = "encoder.layer.{}."
 BIAS = "encoder.relative_attention_bias.weight"
 
@@ -35,9 +35,7 @@ class FolderTensors:
         return y + self._tensors.get(f"{self._prefix}{name}.bias", 0.0)
 
     def normed(self, name: str, x: Array) -> Array:
-        x = x - x.mean(axis=1, keepdims=True)
-        normed: Array = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + self._eps)
-        return normed * self[f"{name}.weight"] + self[f"{name}.bias"]
+        return layer_norm(x, self._eps) * self[f"{name}.weight"] + self[f"{name}.bias"]
 
 
 def attended(
@@ -60,32 +58,19 @@ def attended(
         scores = scores - np.reshape(slopes, (-1, 1, 1)) * np.abs(place[:, None] - place[None, :])
     if bias is not None:
         scores = scores + bias
-    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-    joined: Array = np.concatenate(list(weights / weights.sum(axis=2, keepdims=True) @ v), axis=1)
+    joined: Array = np.concatenate(list(softmax(scores) @ v), axis=1)
     return joined
 
 
-def gelu(x: Array) -> Array:
-    """Return ``x * P(X <= x)`` for a standard normal X."""
-    exact: Array = x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-    return exact
-
-
 def rotated(x: Array, heads: int, base: float, factor: float = 1.0) -> Array:
-    """Rotate each head by its position; a pair is a column of its first half and the same one of the second.
+    """Rotate each head by its position.
 
     With a factor (https://kexue.fm/archives/9706) the base is larger, and all frequencies are lower.
     """
     width = x.shape[1] // heads
     frequencies = (base * factor) ** (-np.arange(0, width, 2) / width) / factor ** (2 / width)
-    angles = np.arange(len(x))[:, None, None] * frequencies
-    first, second = np.split(x.reshape(len(x), heads, width), 2, axis=2)
-    turned = [
-        first * np.cos(angles) - second * np.sin(angles),
-        second * np.cos(angles) + first * np.sin(angles),
-    ]
-    joined: Array = np.concatenate(turned, axis=2).reshape(x.shape)
-    return joined
+    turns = np.exp(1j * np.arange(len(x))[:, None] * frequencies)
+    return rotate(x.reshape(len(x), heads, width), turns, halves=True).reshape(x.shape)
 
 
 def states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: Mapping[str, str]) -> Array:
@@ -109,7 +94,7 @@ def states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: Mappi
         buckets = np.vectorize(position_bucket)(place[None, :] - place[:, None])
         bias = t[BIAS][buckets].transpose(2, 0, 1)
     if config.get("position_embedding_type") == "alibi":
-        slopes = [2.0 ** (-8 * (head + 1) / heads) for head in range(heads)]
+        slopes = [alibi_slope(head, heads) for head in range(heads)]
     for layer in range(LAYERS):
         at = names.get(LAYER, LAYER).format(layer)
 
@@ -163,8 +148,7 @@ def nomic_moe_states(
         products = t.linear(f"{at}mlp.router.layer", x)
         last, following = -np.sort(-products, axis=1)[:, used - 1 : used + 1].T
         margins = np.minimum(margins, last - following)
-        scores = np.exp(products)
-        scores /= scores.sum(axis=1, keepdims=True)
+        scores = softmax(products)
         read = np.tile(t[f"{at}mlp.experts.bias"], (len(x), 1))
         for row, expert in np.argwhere(np.argsort(np.argsort(-scores, axis=1), axis=1) < used):
             read[row] += scores[row, expert] * (gelu(first[expert] @ x[row]) @ second[expert])

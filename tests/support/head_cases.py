@@ -1,29 +1,12 @@
-"""Shapes of heads that kernels with rope are tested with, and rope and RMS norm in float64."""
+"""Shapes of heads that kernels with rope are tested with."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from support.kernel_harness import CONSTANTS, Doubles, Floats
-
-
-def rms(x: Doubles, eps: float) -> Doubles:
-    """Normalize the last axis to a root mean square of 1."""
-    normed: Doubles = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
-    return normed
-
-
-def rotate(x: Doubles, table: Floats, rope_dim: int, neox: bool) -> Doubles:
-    """Rotate the first `rope_dim` dimensions of [tokens][heads][dim] by table [tokens][rope_dim / 2]."""
-    out: Doubles = x.copy()
-    half = rope_dim // 2
-    first, second = (
-        (slice(0, half), slice(half, rope_dim)) if neox else (slice(0, rope_dim, 2), slice(1, rope_dim, 2))
-    )
-    turned = (x[..., first] + 1j * x[..., second]) * (table[..., 0] + 1j * table[..., 1])[:, None]
-    out[..., first], out[..., second] = turned.real, turned.imag
-    return out
+from support.float64 import rms, rotate
+from support.kernel_harness import CONSTANTS
 
 
 class HeadRows:
@@ -65,7 +48,8 @@ class HeadRows:
         if norms and not norm_after:
             q, k = rms(q, 1e-6) * self.norms[0], rms(k, 1e-6) * self.norms[1]
         if rope:
-            q, k = (rotate(x, self.table[list(positions)], rope, neox) for x in (q, k))
+            turns = self.table[list(positions)] @ np.array([1, 1j])
+            q, k = (rotate(x, turns, neox) for x in (q, k))
         if norm_after:
             q, k = rms(q, 1e-6) * self.norms[0], rms(k, 1e-6) * self.norms[1]
         v = v.reshape(n, self.n_kv, self.value_dim)

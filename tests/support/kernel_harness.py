@@ -1,6 +1,5 @@
 """Shared by the kernel tests: argument structs, random weights, guarded outputs and a dispatch function."""
 
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from metal_prefill import _core
 from metal_prefill.synth._blocks import random_tensor
+from support.float64 import ACTIVATIONS
 from support.places import ROOT
 from support.reference import dequantized
 
@@ -169,21 +169,5 @@ def columns(kind: str, wanted: int) -> int:
     return ceil_div(wanted, unit) * unit
 
 
-ACTIVATIONS = {name: CONSTANTS[f"ACTIVATION_{name.upper()}"] for name in ("silu", "gelu", "gelu_erf", "relu")}
-SILU = ACTIVATIONS["silu"]
-
-
-def activation(x: Doubles, name: str) -> Doubles:
-    """Compute one of `ACTIVATIONS` in float64."""
-    share: Doubles
-    with np.errstate(over="ignore"):
-        if name == "silu":
-            share = 1 / (1 + np.exp(-x))
-        elif name == "gelu":
-            share = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-        elif name == "gelu_erf":
-            share = 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-        else:
-            share = (x > 0).astype(np.float64)
-        product: Doubles = x * share
-        return product
+ACTIVATION_CODES = {name: CONSTANTS[f"ACTIVATION_{name.upper()}"] for name in ACTIVATIONS}
+SILU = ACTIVATION_CODES["silu"]

@@ -7,15 +7,28 @@ by `gguf.quants`.
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
 
+from support.float64 import (
+    Array,
+    alibi_slope,
+    clamped_silu,
+    delta_step,
+    gelu,
+    gelu_tanh,
+    layer_norm,
+    rms,
+    rotate,
+    scan_step,
+    sigmoid,
+    silu,
+    softmax,
+)
 from support.gguf_reader import GGUFReader
-
-Array: TypeAlias = npt.NDArray[np.float64]
 
 GEMMA = ("gemma2", "gemma3", "gemma-embedding", "gemma4")
 BERT = ("bert", "deberta-v2", "nomic-bert", "jina-bert-v2")
@@ -245,7 +258,7 @@ class ReferenceModel:
         return mixed, products
 
     def _state_space(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
-        """Mamba-2, arXiv:2405.21060, section 7: ``[n, dim]``.
+        """Mamba-2, ``[n, dim]``.
 
         Also return the input of the convolution, and the state after the last token.
         """
@@ -255,23 +268,20 @@ class ReferenceModel:
         projected = self._normed(layer, "attn_norm", x) @ self._weight(layer, "ssm_in").T
         gate, products, steps = np.split(projected, [inner, inner + mixed], axis=1)
         convolved = _convolved(products, self._weight(layer, "ssm_conv1d"))
-        convolved = self._silu(convolved + self.tensors.get(f"blk.{layer}.ssm_conv1d.bias", 0.0))
+        convolved = silu(convolved + self.tensors.get(f"blk.{layer}.ssm_conv1d.bias", 0.0))
         u, b, c = np.split(convolved, [inner, inner + groups * size], axis=1)
         u = u.reshape(n, heads, inner // heads)
         # Consecutive heads share b and c of a group.
         b, c = (np.repeat(part.reshape(n, groups, size), heads // groups, axis=1) for part in (b, c))
-        step = np.logaddexp(0.0, steps + self.tensors[f"blk.{layer}.ssm_dt.bias"])  # softplus, [n, heads]
-        decay = np.exp(step * self.tensors[f"blk.{layer}.ssm_a"].reshape(heads))
+        steps = steps + self.tensors[f"blk.{layer}.ssm_dt.bias"]
+        a, skip = (self.tensors[f"blk.{layer}.ssm_{name}"].reshape(heads) for name in "ad")
         state, y = np.zeros((heads, size, inner // heads)), np.empty_like(u)
         for t in range(n):
-            state = decay[t][:, None, None] * state + (step[t][:, None] * b[t])[:, :, None] * u[t][:, None]
-            y[t] = np.einsum("hn,hnp->hp", c[t], state)
-        y += self.tensors[f"blk.{layer}.ssm_d"].reshape(heads, 1) * u
-        gated = (y.reshape(n, inner) * self._silu(gate)).reshape(n, groups, -1)
+            state, y[t] = scan_step(state, u[t], b[t], c[t], steps[t], a, skip)
+        gated = (y.reshape(n, inner) * silu(gate)).reshape(n, groups, -1)
         weight = self.tensors.get(f"blk.{layer}.ssm_norm.weight")
         if weight is not None:
-            scale = np.sqrt(np.mean(gated**2, axis=-1, keepdims=True) + self.norm_eps)
-            gated = gated / scale * weight.reshape(groups, -1)
+            gated = rms(gated, self.norm_eps) * weight.reshape(groups, -1)
         out: Array = gated.reshape(n, inner) @ self._weight(layer, "ssm_out").T
         return out, products, state
 
@@ -279,7 +289,7 @@ class ReferenceModel:
         return f"blk.{layer}.ssm_alpha.weight" in self.tensors
 
     def _gated_delta(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
-        """Gated delta rule (arXiv:2412.06464), ``[n, dim]``.
+        """Gated delta rule, ``[n, dim]``.
 
         Also return the inputs of its convolution, and the matrices after the last token.
         """
@@ -295,13 +305,10 @@ class ReferenceModel:
         v = v.reshape(n, heads, width)
         alpha = self._linear(layer, "ssm_alpha", h) + self.tensors[f"blk.{layer}.ssm_dt.bias"]
         decay = np.exp(self.tensors[f"blk.{layer}.ssm_a"] * np.log1p(np.exp(alpha)))
-        beta = 1 / (1 + np.exp(-self._linear(layer, "ssm_beta", h)))
+        beta = sigmoid(self._linear(layer, "ssm_beta", h))
         state, out = np.zeros((heads, keys, width)), np.empty((n, heads, width))
         for t in range(n):
-            state = state * decay[t][:, None, None]
-            error = v[t] - np.einsum("hk,hkv->hv", k[t], state)
-            state = state + np.einsum("hk,hv->hkv", k[t], beta[t][:, None] * error)
-            out[t] = np.einsum("hk,hkv->hv", q[t], state)
+            state, out[t] = delta_step(state, q[t], k[t], v[t], decay[t], beta[t])
         gate = self._activated(self._linear(layer, "attn_gate", h))
         gated = self._normed(layer, "ssm_norm", out).reshape(n, -1) * gate
         return self._linear(layer, "ssm_out", gated), inputs, state
@@ -330,14 +337,14 @@ class ReferenceModel:
             projected = self._linear(layer, name, h)
             if self.architecture == "qwen35" and name == "attn_q":  # each head, then its gate
                 projected, gate = np.split(projected.reshape(len(x), count, 2 * width), 2, axis=2)
-                gate = (1 / (1 + np.exp(-gate))).reshape(len(x), -1)
+                gate = sigmoid(gate).reshape(len(x), -1)
             if self.architecture in NORMS_ROWS_OF_QK:
                 projected = self._normed(layer, f"{name}_norm", projected)
             heads.append(projected.reshape(len(x), count, width))
         q, k = (self._normed_and_rotated(layer, n, h) for n, h in zip("qk", heads, strict=False))
         v = heads[2]
         if self.architecture == "gemma4":
-            v = v / np.sqrt(np.mean(v**2, axis=-1, keepdims=True) + self.norm_eps)
+            v = rms(v, self.norm_eps)
         return q, k, v, gate
 
     def _normed_and_rotated(self, layer: int, name: str, heads: Array) -> Array:
@@ -361,7 +368,7 @@ class ReferenceModel:
             scores = self._attention_scale() * (q[:, head] @ k[:, kv_head].T)
             scores = self._capped(scores, "attn_logit_softcapping")
             if self.architecture == "jina-bert-v2":
-                scores = scores - self._slope(head) * np.abs(distance)
+                scores = scores - alibi_slope(head, self.n_heads) * np.abs(distance)
             if "attn_rel_b.weight" in self.tensors:
                 buckets = np.vectorize(position_bucket)(-distance)
                 scores = scores + self.tensors["attn_rel_b.weight"][buckets, head]
@@ -370,8 +377,7 @@ class ReferenceModel:
             scores = np.where(visible, scores, -np.inf)
             if (sinks := self.tensors.get(f"blk.{layer}.attn_sinks.weight")) is not None:
                 scores = np.concatenate([scores, np.full((n, 1), sinks[head])], axis=1)
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            out[:, head] = (weights / weights.sum(axis=1, keepdims=True))[:, :n] @ v[:, kv_head]
+            out[:, head] = softmax(scores)[:, :n] @ v[:, kv_head]
         return out.reshape(n, -1)
 
     def _capped(self, x: Array, key: str) -> Array:
@@ -393,13 +399,6 @@ class ReferenceModel:
         added: Array = by_query + np.einsum("jd,ijd->ij", k[:, head], queries)
         return added
 
-    def _slope(self, head: int) -> float:
-        """Return the slope of ALiBi; heads beyond a power of two have every other slope of twice as many."""
-        whole = 2 ** math.floor(math.log2(self.n_heads))
-        if head < whole:
-            return float(2.0 ** (-8.0 * (head + 1) / whole))
-        return float(2.0 ** (-8.0 * (2 * (head - whole) + 1) / (2 * whole)))
-
     def _is_parallel(self) -> bool:
         """Whether attention and feed-forward of a layer read the same input."""
         stated: bool = self._key("use_parallel_residual", self.architecture in PARALLEL)
@@ -420,11 +419,7 @@ class ReferenceModel:
     def _experts(self, layer: int, h: Array) -> Array:
         """Add the outputs of the experts with the best scores, weighted by these: ``[n, dim]``."""
         products, used = self._linear(layer, "ffn_gate_inp", h), self._key("expert_used_count")
-        if self.architecture == "lfm2moe":
-            scores = 1 / (1 + np.exp(-products))
-        else:
-            powers = np.exp(products - products.max(axis=1, keepdims=True))
-            scores = powers / powers.sum(axis=1, keepdims=True)
+        scores = sigmoid(products) if self.architecture == "lfm2moe" else softmax(products)
         biased = scores + self.tensors.get(f"blk.{layer}.exp_probs_b.bias", 0.0)
         chosen = np.argsort(-biased, axis=1, kind="stable")[:, :used]
         ordered = np.concatenate([-np.sort(-biased, axis=1), np.zeros((len(h), 1))], axis=1)
@@ -442,7 +437,7 @@ class ReferenceModel:
             out[rows] += factors[rows, places][:, None] * self._of_expert(layer, "down", expert, inner)
         if f"blk.{layer}.ffn_up_shexp.weight" in self.tensors:
             gate, up = (self._linear(layer, f"ffn_{name}_shexp", h) for name in ("gate", "up"))
-            out = out + self._linear(layer, "ffn_down_shexp", self._silu(gate) * up)
+            out = out + self._linear(layer, "ffn_down_shexp", silu(gate) * up)
         return out
 
     def decided(self, margin: float) -> npt.NDArray[np.bool_]:
@@ -456,27 +451,15 @@ class ReferenceModel:
         return product if bias is None else product + bias[expert]
 
     def _gated(self, gate: Array, up: Array) -> Array:
-        if self.architecture != "privacy-filter":
-            return self._silu(gate) * up
-        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)  # as in gpt-oss
-        limited: Array = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-        return limited
+        return clamped_silu(gate, up) if self.architecture == "privacy-filter" else silu(gate) * up
 
     def _activated(self, x: Array) -> Array:
         stated: str = self._key("hidden_activation", "")
         if self.architecture in EXACT_GELU and stated in ("", "gelu"):
-            exact: Array = 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-            return exact
+            return gelu(x)
         if self.architecture in TANH_GELU or stated == "gelu_pytorch_tanh":
-            inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-            approximate: Array = 0.5 * x * (1 + np.tanh(inner))
-            return approximate
-        return self._silu(x)
-
-    @staticmethod
-    def _silu(x: Array) -> Array:
-        silu: Array = x / (1 + np.exp(-x))
-        return silu
+            return gelu_tanh(x)
+        return silu(x)
 
     def _rotated(self, layer: int, x: Array) -> Array:
         """Rotary embedding of ``[n, heads, key_dim]`` at positions 0 to n."""
@@ -487,18 +470,8 @@ class ReferenceModel:
         if self.architecture.startswith("granite") and not self._key("rope.scaling.finetuned", True):
             return x
         frequencies, magnitude = self._frequencies(layer)
-        angles = np.arange(len(x))[:, None, None] * frequencies  # [n, 1, rope_dim / 2]
-        cos, sin = magnitude * np.cos(angles), magnitude * np.sin(angles)
-        rope_dim = self._rope_dim(layer)
-        half = rope_dim // 2
-        if self.architecture in ROTATES_HALVES:
-            first, second = slice(0, half), slice(half, rope_dim)
-        else:
-            first, second = slice(0, rope_dim, 2), slice(1, rope_dim, 2)
-        out: Array = x.copy()
-        out[..., first] = x[..., first] * cos - x[..., second] * sin
-        out[..., second] = x[..., first] * sin + x[..., second] * cos
-        return out
+        turns = magnitude * np.exp(1j * np.arange(len(x))[:, None] * frequencies)  # [n, rope_dim / 2]
+        return rotate(x, turns, self.architecture in ROTATES_HALVES)
 
     def _frequencies(self, layer: int) -> tuple[Array, float]:
         """Radians per position of each pair, ``[rope_dim / 2]``, and the factor of cos and sin."""
@@ -605,9 +578,7 @@ class ReferenceModel:
         weight = self.tensors.get(f"{name}.weight", self.tensors.get(name))
         if weight is None:
             return x
-        if self.architecture in LAYER_NORM:
-            x = x - x.mean(axis=-1, keepdims=True)
-        normed: Array = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.norm_eps) * weight
+        normed = (layer_norm if self.architecture in LAYER_NORM else rms)(x, self.norm_eps) * weight
         return normed + self.tensors.get(f"{name}.bias", 0.0)
 
     def _linear(self, layer: int, name: str, x: Array) -> Array:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.computed_tokens import ComputedTokens
+from support.float64 import softmax
 from support.reference import ReferenceModel
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
@@ -149,7 +150,7 @@ def test_classes_match_the_head(device: str, tmp_path: Path) -> None:
         assert found.labels == ("low", "middle", "high")
         for i, text in enumerate(DOCUMENTS):
             logits = reference.pooled([*model.tokenizer.encode(text), 0])  # ends with <|endoftext|>
-            expected = np.exp(logits) / np.exp(logits).sum()
+            expected = softmax(logits)
             np.testing.assert_allclose(
                 found.probabilities[i], expected, atol=1e-4 if device == "cpu" else 1e-2
             )
@@ -196,8 +197,7 @@ def test_label_probabilities_match_the_reference(device: str, fast_demo_path: Pa
             found = model.classify(texts, LABELS, "{text} is {label}", normalize_length=normalize_length)
             np.testing.assert_allclose(found.log_likelihoods, expected, rtol=1e-6, atol=1e-2)
             np.testing.assert_array_equal(found.lengths, lengths)
-            weights = np.exp(expected / lengths if normalize_length else expected)
-            probabilities = weights / weights.sum(axis=1, keepdims=True)
+            probabilities = softmax(expected / lengths if normalize_length else expected)
             np.testing.assert_allclose(found.probabilities, probabilities, atol=5e-3)
             assert found.labels == tuple(LABELS)
 

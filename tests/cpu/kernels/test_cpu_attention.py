@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
+from support.float64 import softmax
 from support.kernel_cases import SENTINEL, SETS, Floats, cpu, each_set, normal, share
 
 
@@ -38,8 +39,7 @@ def reference_attention(
             scores = keys[begin:end].astype(np.float64) @ head * scale
             if sinks is not None:
                 scores = np.append(scores, np.float64(sinks[h]))
-            weights = np.exp(scores - scores.max())
-            out[t, h] = (weights / weights.sum())[: end - begin] @ values[begin:end].astype(np.float64)
+            out[t, h] = softmax(scores)[: end - begin] @ values[begin:end].astype(np.float64)
     return out.reshape(tokens, -1)
 
 

@@ -1,11 +1,20 @@
 """Steps between the products of the CPU kernels: norms, rotation, recurrences, activations."""
 
-import math
 from itertools import product
 
 import numpy as np
 import pytest
 from support.extreme_floats import EXTREME, extreme_activations
+from support.float64 import (
+    ACTIVATIONS,
+    clamped_silu,
+    delta_step,
+    layer_norm,
+    rms,
+    rotate,
+    scan_step,
+    sigmoid,
+)
 from support.kernel_cases import SENTINEL, cpu, each_set, guarded, inside, normal
 
 
@@ -16,7 +25,7 @@ def test_rms_norm(isa: str) -> None:
         out = np.full(n + 4, SENTINEL, np.float32)
         out[:n] = np.nan
         cpu.rms_norm(isa, x, weight, 1e-5, out)
-        expected = x / np.sqrt(np.square(x.astype(np.float64)).mean() + 1e-5) * weight
+        expected = rms(x.astype(np.float64), 1e-5) * weight
         np.testing.assert_allclose(out[:n], expected, rtol=1e-5, atol=1e-6)
         assert np.all(out[n:] == SENTINEL)
 
@@ -32,8 +41,7 @@ def test_layer_norm(isa: str) -> None:
         out = np.full(n + 4, SENTINEL, np.float32)
         out[:n] = np.nan
         cpu.layer_norm(isa, x, weight, bias, 1e-5, out)
-        d = x - x.astype(np.float64).mean()
-        expected = d / np.sqrt(np.square(d).mean() + 1e-5) * weight + (bias if has_bias else 0)
+        expected = layer_norm(x, 1e-5) * weight + (bias if has_bias else 0)
         # A mean of 1000 is rounded to 2^-14 of the deviation.
         np.testing.assert_allclose(out[:n], expected, rtol=1e-5, atol=1e-3 if offset else 1e-5)
         assert np.all(out[n:] == SENTINEL)
@@ -47,13 +55,13 @@ def test_scan(isa: str) -> None:
         x, b, c = normal(tokens, dim), normal(tokens, rows, seed=1), normal(tokens, rows, seed=2)
         dt, before = 2 * normal(tokens, seed=3), normal(rows, dim, seed=4)
         dt[3], dt[5] = 30.0, -30.0  # softplus of a large and of a small number
-        a, bias, skip = -0.7, 0.3, 1.5
-        state, expected = before.astype(np.float64), np.empty((tokens, dim))
+        factors = np.array([-0.7, 0.3, 1.5], np.float32)
+        (a, bias, skip), state = factors.astype(np.float64)[:, None], before.astype(np.float64)
+        expected = np.empty((tokens, dim))
+        of_head = [part[:, None].astype(np.float64) for part in (x, b, c)]
         for t in range(tokens):
-            step = np.logaddexp(0.0, float(dt[t]) + bias)
-            state = np.exp(step * a) * state + np.outer(b[t], step * x[t].astype(np.float64))
-            expected[t] = c[t] @ state + skip * x[t]
-        factors = np.array([a, bias, skip], np.float32)
+            steps = {"step": dt[t] + bias, "a": a, "skip": skip}
+            (state,), (expected[t],) = scan_step(state[None], *(part[t] for part in of_head), **steps)
         results = []
         for piece in (tokens, 1, 33):
             out = guarded(tokens, dim)
@@ -72,12 +80,10 @@ def test_rope_turns_pairs_and_leaves_the_rest(isa: str) -> None:
     for neox in (False, True):
         head, angle = normal(80), np.linspace(0.0, 9.0, 32)
         cos_sin = np.concatenate([np.cos(angle), np.sin(angle)]).astype(np.float32)
-        pairs = np.stack([head[:32], head[32:64]]) if neox else head[:64].reshape(32, 2).T
-        z = (pairs[0] + 1j * pairs[1]) * np.exp(1j * angle)
-        expected = np.concatenate([z.real, z.imag]) if neox else np.stack([z.real, z.imag], 1).reshape(-1)
+        expected = rotate(head[None, None].astype(np.float64), np.exp(1j * angle)[None], neox)
         out = head.copy()
         cpu.rope(isa, out, cos_sin, neox)
-        np.testing.assert_allclose(out[:64], expected, atol=1e-6)
+        np.testing.assert_allclose(out, expected[0, 0], atol=1e-6)
         np.testing.assert_array_equal(out[64:], head[64:])
 
 
@@ -100,7 +106,7 @@ def test_gate_of_a_head(isa: str) -> None:
         x, gate = np.full(n + 4, SENTINEL, np.float32), normal(n, seed=1) * np.float32(4)
         x[:n] = normal(n)
         gate[:2] = -100.0, 100.0
-        expected = x[:n] / (1 + np.exp(-gate.astype(np.float64)))
+        expected = x[:n] * sigmoid(gate)
         cpu.apply_gate(isa, gate, x)
         np.testing.assert_allclose(x[:n], expected, rtol=1e-5, atol=1e-6)
         assert np.all(x[n:] == SENTINEL)
@@ -117,9 +123,9 @@ def test_delta_rule(isa: str) -> None:
             q, k, v = normal(keys, seed=t), normal(keys, seed=t + 3), normal(columns, seed=t + 6)
             k /= np.float32(np.linalg.norm(k))
             cpu.delta_rule(isa, q, k, v, decay, beta, state, out)
-            expected = decay * expected
-            expected = expected + np.outer(k, beta * (v - k @ expected))
-            np.testing.assert_allclose(out[:columns], q @ expected, rtol=1e-5, atol=1e-5)
+            token = (np.array([part], np.float64) for part in (q, k, v, decay, beta))
+            (expected,), (found,) = delta_step(expected[None], *token)
+            np.testing.assert_allclose(out[:columns], found, rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(state[:, :columns], expected, rtol=1e-5, atol=1e-5)
             assert np.all(state[:, columns:] == 0)
             assert np.all(out[columns:] == SENTINEL)
@@ -149,17 +155,13 @@ def test_relu_keeps_nan(isa: str) -> None:
 
 @each_set
 def test_gated_activation(isa: str) -> None:
-    for gelu, n in [(False, 3), (False, 100), (True, 3), (True, 100)]:
+    for (kind, name), n in product(enumerate(("silu", "gelu")), (3, 100)):
         gate, up = normal(n) * np.float32(4), normal(n, seed=1)
         gate[:3] = (-100.0, 100.0, 0.0)
-        g = gate.astype(np.float64)
-        if gelu:
-            activated = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
-        else:
-            activated = g / (1 + np.exp(-g))
+        activated = ACTIVATIONS[name](gate.astype(np.float64))
         out = np.full(n + 4, SENTINEL, np.float32)
         out[:n] = np.nan
-        cpu.gated(isa, gate, up, int(gelu), out)
+        cpu.gated(isa, gate, up, kind, out)
         np.testing.assert_allclose(out[:n], activated * up, rtol=2e-6, atol=1e-6)
         assert np.all(out[n:] == SENTINEL)
 
@@ -168,10 +170,10 @@ def test_gated_activation(isa: str) -> None:
 def test_the_clamped_activation_limits_gate_and_factor(isa: str) -> None:
     gate, up = np.float32(6) * normal(101), np.float32(6) * normal(101, seed=1)
     gate[:6], up[:6] = (-100, 100, 7, 7.5, 0, 1e30), (3, -100, 100, -7.5, 1e30, -1)
-    g, factor = np.minimum(gate.astype(np.float64), 7), np.clip(up.astype(np.float64), -7, 7) + 1
+    expected = clamped_silu(gate.astype(np.float64), up.astype(np.float64))
     out = np.full(105, SENTINEL, np.float32)
     cpu.gated(isa, gate, up, 4, out)
-    np.testing.assert_allclose(out[:101], g / (1 + np.exp(-1.702 * g)) * factor, rtol=2e-6, atol=3e-6)
+    np.testing.assert_allclose(out[:101], expected, rtol=2e-6, atol=3e-6)
     assert np.all(out[101:] == SENTINEL)
     for bad in ((np.nan, 1.0), (1.0, np.nan)):
         result = np.zeros(1, np.float32)
@@ -184,18 +186,11 @@ def test_activations_are_exact_to_a_few_roundings_for_numbers_of_every_size(isa:
     for kind, activation in enumerate(("silu", "gelu", "gelu_erf")):
         sizes = np.concatenate([np.linspace(0, 30, 4001), np.geomspace(1e-9, 1e30, 400)])
         x = np.concatenate([sizes, -sizes]).astype(np.float32)
-        wide = x.astype(np.float64)
-        with np.errstate(over="ignore"):
-            if activation == "silu":
-                share = 1 / (1 + np.exp(-wide))
-            elif activation == "gelu":
-                share = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
-            else:
-                share = 0.5 * np.array([math.erfc(-value / math.sqrt(2)) for value in wide])
+        expected = ACTIVATIONS[activation](x.astype(np.float64))
         out = np.empty_like(x)
         cpu.gated(isa, x, np.ones_like(x), kind, out)
         # 7.1.26 of Abramowitz and Stegun, which most sets take for erf, is within 1.5e-7.
-        assert np.all(np.abs(out - wide * share) <= 4e-7 * np.maximum(1, np.abs(wide * share)))
+        assert np.all(np.abs(out - expected) <= 4e-7 * np.maximum(1, np.abs(expected)))
 
 
 @each_set

@@ -1,6 +1,5 @@
 """Modules after the transformer next to sentence-transformers and float64; passes over texts."""
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors.numpy import save_file
 from support import encoder_folders, model_folders, task_folders
 from support.encoder_folders import Size
 from support.encoder_tasks import NEAR, FileOf, opened
+from support.float64 import gelu, sigmoid, silu
 from support.model_folders import DIM, Folder, values
 from support.small_models import with_tensor
 from support.task_folders import MODULES, TEXTS, recorded, static
@@ -60,10 +60,10 @@ def test_a_table_in_a_folder_of_its_own_opens(tmp_path: Path) -> None:
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "torch.nn.modules.linear.Identity": lambda x: x,
     "torch.nn.modules.activation.Tanh": np.tanh,
-    "torch.nn.modules.activation.GELU": lambda x: x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2,
+    "torch.nn.modules.activation.GELU": gelu,
     "torch.nn.modules.activation.ReLU": lambda x: np.maximum(x, 0),
-    "torch.nn.modules.activation.SiLU": lambda x: x / (1 + np.exp(-x)),
-    "torch.nn.modules.activation.Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "torch.nn.modules.activation.SiLU": silu,
+    "torch.nn.modules.activation.Sigmoid": sigmoid,
 }
 
 

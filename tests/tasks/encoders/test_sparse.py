@@ -9,7 +9,8 @@ import pytest
 from support import task_folders
 from support.bert_relatives import distilbert_masked, gte_masked, routed, vocabulary_vector
 from support.encoder_tasks import NEAR, opened
-from support.folder_reference import Array, FolderTensors
+from support.float64 import Array
+from support.folder_reference import FolderTensors
 from support.model_folders import Folder
 from support.task_folders import ACTIVE, COLBERT, SPARSE, recorded
 from support.task_folders import TEXTS as SOME

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from support.encoder_folders import PRIVACY_TAGS, private_parts
 from support.encoder_tasks import NEAR, FileOf, opened
+from support.float64 import softmax
 from support.task_folders import STRATEGIES, TAGGERS, TEXTS
 
 from metal_prefill.cli import main
@@ -44,7 +45,7 @@ def score_of(tags: Sequence[str], biases: Mapping[str, float]) -> float:
 
 def best_of_all(logits: Logits, labels: Sequence[str], biases: Mapping[str, float]) -> tuple[int, ...]:
     """Return the best of all sequences."""
-    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    log_probs = np.log(softmax(logits))
     sequences = itertools.product(range(len(labels)), repeat=len(logits))
 
     def score(sequence: tuple[int, ...]) -> float:
@@ -120,8 +121,7 @@ def test_a_score_is_the_mean_probability_of_the_tags(file_of: FileOf) -> None:
     with opened(path) as model:
         (entities,) = model.label_tokens(TEXTS[:1], ignore=())
     spans, logits = tagged(path, TEXTS[0])
-    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    probabilities = powers / powers.sum(axis=1, keepdims=True)
+    probabilities = softmax(logits)
     chosen = best_path(logits, transitions_of(PRIVACY_TAGS, TransitionBiases()))
     own = probabilities[np.arange(len(chosen)), chosen]
     first = entities[0]

@@ -1,0 +1,114 @@
+"""Steps of models in float64, from their definitions: the oracle of engines and kernels."""
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+
+def sigmoid(x: npt.ArrayLike) -> Array:
+    with np.errstate(over="ignore"):
+        share: Array = 1 / (1 + np.exp(-np.asarray(x, np.float64)))
+    return share
+
+
+def silu(x: npt.ArrayLike) -> Array:
+    return np.asarray(x, np.float64) * sigmoid(x)
+
+
+def gelu(x: Array) -> Array:
+    """Return ``x * P(X <= x)`` for a standard normal X."""
+    exact: Array = x * np.vectorize(math.erfc)(-x / math.sqrt(2)) / 2
+    return exact
+
+
+def gelu_tanh(x: Array) -> Array:
+    """Return the usual approximation of `gelu`."""
+    with np.errstate(over="ignore"):
+        share: Array = 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return x * share
+
+
+# By the names of the kernels.
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": silu,
+    "gelu": gelu_tanh,
+    "gelu_erf": gelu,
+    "relu": lambda x: np.maximum(x, 0),
+}
+
+
+def clamped_silu(gate: Array, up: Array) -> Array:
+    """Return the gated activation of gpt-oss, which limits the gate and the factor."""
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    return gate * sigmoid(1.702 * gate) * (up + 1)
+
+
+def softmax(x: npt.ArrayLike) -> Array:
+    """Return shares over the last axis."""
+    wide = np.asarray(x, np.float64)
+    powers = np.exp(wide - wide.max(axis=-1, keepdims=True))
+    shares: Array = powers / powers.sum(axis=-1, keepdims=True)
+    return shares
+
+
+def rms(x: Array, eps: float) -> Array:
+    """Normalize the last axis to a root mean square of 1."""
+    normed: Array = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
+    return normed
+
+
+def layer_norm(x: npt.ArrayLike, eps: float) -> Array:
+    """Normalize the last axis to a mean of 0 and a variance of 1."""
+    wide = np.asarray(x, np.float64)
+    return rms(wide - wide.mean(axis=-1, keepdims=True), eps)
+
+
+def rotate(x: Array, turns: npt.NDArray[np.complex128], halves: bool) -> Array:
+    """Rotate ``[tokens, heads, dim]`` by the complex numbers ``[tokens, pairs]``.
+
+    Pairs are columns of two halves, or neighbours. Dimensions after them stay as they are.
+    """
+    out: Array = x.copy()
+    pairs = turns.shape[-1]
+    first, second = slice(0, pairs), slice(pairs, 2 * pairs)
+    if not halves:
+        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    turned = (x[..., first] + 1j * x[..., second]) * turns[:, None]
+    out[..., first], out[..., second] = turned.real, turned.imag
+    return out
+
+
+def alibi_slope(head: int, heads: int, max_bias: float = 8.0) -> float:
+    """Return the slope of ALiBi; heads beyond a power of two have every other slope of twice as many."""
+    whole = 2 ** math.floor(math.log2(heads))
+    power = (head + 1) / whole if head < whole else (2 * (head - whole) + 1) / (2 * whole)
+    return float(2.0 ** (-max_bias * power))
+
+
+def scan_step(
+    state: Array, x: Array, b: Array, c: Array, step: Array, a: Array, skip: Array
+) -> tuple[Array, Array]:
+    """Take a token into the state ``[heads, rows, dim]`` of Mamba-2 (arXiv:2405.21060).
+
+    It has x ``[heads, dim]``, b and c ``[heads, rows]``, and a step of each head before softplus. Also return
+    its output.
+    """
+    step = np.logaddexp(0.0, step)
+    state = np.exp(step * a)[:, None, None] * state + np.einsum("h,hr,hd->hrd", step, b, x)
+    return state, np.einsum("hr,hrd->hd", c, state) + skip[:, None] * x
+
+
+def delta_step(state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array) -> tuple[Array, Array]:
+    """Take a token into the state ``[heads, keys, columns]`` of a gated delta rule (arXiv:2412.06464).
+
+    Also return its output ``[heads, columns]``.
+    """
+    state = decay[:, None, None] * state
+    error = v - np.einsum("hk,hkv->hv", k, state)
+    state = state + np.einsum("hk,hv->hkv", k, beta[:, None] * error)
+    return state, np.einsum("hk,hkv->hv", q, state)
