@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -58,40 +59,29 @@ def read_text(path: str | Path) -> str:
         raise UsageError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    value = _integer(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def _integers(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Return a parser of integers within limits, for argparse."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+        if not least <= value <= most:
+            limit = f"at least {least}" if value < least else f"at most {most}"
+            raise argparse.ArgumentTypeError(f"must be {limit}, got {value}")
+        return value
+
+    return parse
 
 
-def not_negative(text: str) -> int:
-    """Parse an integer of at least 0."""
-    value = _integer(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
-    return value
-
-
-def port(text: str) -> int:
-    """Parse the number of a port; 0 picks a free one."""
-    value = not_negative(text)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"must be at most 65535, got {value}")
-    return value
+positive, not_negative = _integers(1), _integers(0)
+port = _integers(0, 65535)  # 0 picks a free one
 
 
 def positives(text: str) -> list[int]:
     """Parse comma-separated positive integers, for argparse."""
     return [positive(word) for word in text.split(",")]
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
 
 
 def add_number(
