@@ -37,17 +37,17 @@ from metal_prefill.files._task_config import (
     TransitionBiases,
 )
 
-# Fields of a pooling module's configuration; a folder sets one of them.
+# Poolings of a module, whose configuration names one, or sets one field with such a name.
 _MODES: dict[str, Pooling] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
-    "pooling_mode_weightedmean_tokens": "weighted_mean",
-    "pooling_mode_lasttoken": "last",
+    "cls_token": "cls",
+    "max_tokens": "max",
+    "mean_tokens": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean_tokens": "weighted_mean",
+    "lasttoken": "last",
 }
 _MODE_NAMES: dict[str, Pooling] = {
-    **{name.removeprefix("pooling_mode_"): kind for name, kind in _MODES.items()},
+    **_MODES,
     "cls": "cls",
     "max": "max",
     "mean": "mean",
@@ -301,12 +301,13 @@ def _add_pooling(found: Modules, config: Fields) -> None:
     if config.has("pooling_mode"):
         found.set_pooling(_MODE_NAMES[config.choice("pooling_mode", known=_MODE_NAMES)])
         return
+    known = {f"pooling_mode_{name}": pooling for name, pooling in _MODES.items()}
     chosen = [name for name in config.values if name.startswith("pooling_mode_") and config.boolean(name)]
-    if len(chosen) != 1 or chosen[0] not in _MODES:
+    if len(chosen) != 1 or chosen[0] not in known:
         raise config.unsupported(
-            f"sets {', '.join(chosen) or 'no pooling_mode'}; supported is one of {', '.join(_MODES)}"
+            f"sets {', '.join(chosen) or 'no pooling_mode'}; supported is one of {', '.join(known)}"
         )
-    found.set_pooling(_MODES[chosen[0]])
+    found.set_pooling(known[chosen[0]])
 
 
 def _add_norm(found: Modules, place: Path) -> str:

@@ -49,6 +49,7 @@ from metal_prefill.conversion._weights import FILE, Stack, Weight, divided, igno
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_writer import GGUFWriter, check_header
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, LABEL_ENCODER, LENGTH_KEYS, MAX_INT
+from metal_prefill.files._task_config import HEAD_TENSORS
 
 SOURCES = ENCODERS | DECODERS  # a row for each family of model classes
 AUTO = "auto"
@@ -57,8 +58,7 @@ TENSOR_TYPES = (AUTO, "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_
 _FALLBACK = "F16"  # for rows that no whole number of blocks fits
 _OF_WEIGHTS = {"BF16": "BF16", "F16": "F16"}  # a folder's number types that AUTO keeps; others become F32
 # Matrices that stay in float32, as in llama.cpp: they are added, not multiplied, or are small and come last.
-_EXACT = ("position_embd.weight", "token_types.weight")
-_EXACT_PREFIXES = ("cls", "dense_", "mlm", "sparse", "colbert", "entities")
+_EXACT = {"position_embd.weight", "token_types.weight", *HEAD_TENSORS}
 _EXACT_ENDS = (
     *("ffn_gate_inp.weight", "attn_rel_b.weight", "attn_rel_k.weight", "attn_rel_q.weight"),
     *("ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias"),
@@ -316,17 +316,14 @@ def _planned(source: Source, config: Fields, name: str, weight: Weight, chosen: 
     if len(shape) not in expected or 0 in shape:
         dimensions = " or ".join(map(str, expected))
         raise weight.error(f"has shape {weight.shape}, expected {dimensions} dimensions, none of them 0")
-    exact = (
-        *(len(weight.shape) == 1, is_filter, name in _EXACT),
-        *(name.startswith(_EXACT_PREFIXES), name.endswith(_EXACT_ENDS)),
-    )
+    exact = len(weight.shape) == 1 or is_filter or name in _EXACT or name.endswith(_EXACT_ENDS)
     for pattern, change in source.changes.items():
         if re.fullmatch(pattern, name):
             assert not isinstance(weight, Stack), f"{name}: no change applies to matrices of experts"
             weight = change(config, name, weight)
             shape = shape if is_filter else weight.shape
     chosen = _OF_WEIGHTS.get(weight.dtype, "F32") if chosen == AUTO else chosen
-    kind = GGMLQuantizationType["F32" if any(exact) else chosen]
+    kind = GGMLQuantizationType["F32" if exact else chosen]
     if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType[_FALLBACK]
     return _Tensor(name, shape, kind, weight.blocks)
