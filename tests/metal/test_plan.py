@@ -63,11 +63,6 @@ def shape_in(path: Path) -> Shape:
         return shape_of(gguf)
 
 
-def planned(shape: Shape, tokens: int, **options: Any) -> list[Dispatch]:
-    kv_type = options.pop("kv_dtype", "f16")
-    return plan(shape, tokens, kv_type=kv_type, **options)
-
-
 def encoded(model: Model, tokens: int, chunk: int = 512) -> list[tuple[Any, ...]]:
     """Return the dispatches that reached the GPU when a prompt was processed.
 
@@ -114,11 +109,12 @@ def test_a_plan_lists_the_dispatches_that_reach_the_gpu(
     shape = shape_in(path)
     claim(family, chip)
     for options in OPTIONS:
+        planned = {"kv_type" if name == "kv_dtype" else name: value for name, value in options.items()}
         with Model(path, device="metal", **options) as model:
             # 65 have as many wide tiles as 100, which are three chunks of 40.
             for tokens in (1, 2, 8, 9, 33, 100 if "chunk_tokens" in options else 65):
                 model.reset()
-                expected = comparable(planned(shape, tokens, family=family, gpu=chip, **options))
+                expected = comparable(plan(shape, tokens, family=family, gpu=chip, **planned))
                 actual = encoded(model, tokens, options.get("chunk_tokens", 512))
                 assert actual == expected, f"{tokens} tokens, {options}"
 
@@ -297,6 +293,13 @@ LLAMA_7B = replace(
     SMALL, n_layers=1, dim=4096, n_heads=32, n_kv_heads=32, key_dim=128, value_dim=128, ffn_dim=11008,
     vocab_size=32000, context_length=1 << 17, rope_dim=128,
 )  # fmt: skip
+
+
+def small(**fields: Any) -> Shape:
+    """Return the shape of a small model with these fields, whose matrices are Q4_0."""
+    return uniform_shape(replace(SMALL, **fields), "q4_0", "q4_0")
+
+
 PROMPT_ATTENTION = ("attention_prefill", "attention_tensor")
 COMMAND_BUFFER = {7: 6.5e10, 8: 7e10, 9: 9e10, 10: 9e10}  # multiply-adds, of docs/kernels.md
 
@@ -494,17 +497,8 @@ def test_tiles_are_within_two_percent_of_the_best_by_the_cost_model(chip: str, d
     """The engine chooses by the rounds of tiles that a core computes, from eight numbers for each family."""
     gpu = find_chip(chip)
     dim, heads, kv_heads, head_dim, ffn = dims
-    config = replace(
-        SMALL,
-        dim=dim,
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        key_dim=head_dim,
-        value_dim=head_dim,
-        ffn_dim=ffn,
-        context_length=2048,
-    )
-    shape = uniform_shape(config, "q4_0", "q4_0")
+    of_heads = {"n_heads": heads, "n_kv_heads": kv_heads, "key_dim": head_dim, "value_dim": head_dim}
+    shape = small(dim=dim, ffn_dim=ffn, context_length=2048, **of_heads)
     cores = {"m1-max": 32, "m2-max": 40, "m2-pro": 20}.get(chip, gpu.cores)  # as many as the engine assumes
     gpu = with_cores(gpu, cores)
     for tokens in (9, 32, 33, 64, 65, 96, 128, 129, 192, 256, 300, 384, 512):
@@ -524,17 +518,11 @@ def test_tiles_are_within_two_percent_of_the_best_by_the_cost_model(chip: str, d
 def test_threadgroups_of_attention_have_as_many_tiles_as_suit_the_cores(chip: str) -> None:
     """Either four simdgroups, each with a tile, or two, whichever the cost model predicts to be faster."""
     gpu = find_chip(chip)
-    config = replace(SMALL, dim=576, n_heads=9, n_kv_heads=3, context_length=2048)
+    shape = small(dim=576, n_heads=9, n_kv_heads=3, context_length=2048)
     threads = set()
     for tokens in (32, 128, 300, 512):
         for position in (0, 1024):
-            passes = plan(
-                uniform_shape(config, "q4_0", "q4_0"),
-                tokens,
-                position=position,
-                family=gpu.family,
-                gpu=gpu.gpu,
-            )
+            passes = plan(shape, tokens, position=position, family=gpu.family, gpu=gpu.gpu)
             (d,) = {d.grid: d for d in passes if d.kernel.startswith("attention_prefill")}.values()
             times = {}
             for simdgroups in (2, 4):
@@ -552,7 +540,7 @@ def test_threadgroups_of_attention_have_as_many_tiles_as_suit_the_cores(chip: st
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_rows_share_a_simdgroup_where_all_its_lanes_share_a_row(rows: int) -> None:
-    shape = uniform_shape(replace(SMALL, vocab_size=32768), "q4_0", "q4_0")
+    shape = small(vocab_size=32768)
     for d in plan(shape, 1, matvec_rows=rows):
         if d.kernel.startswith("matvec_q4_0"):
             together = rows if d.args["lanes_per_row"] == 32 else 1
@@ -564,7 +552,7 @@ def test_rows_share_a_simdgroup_where_all_its_lanes_share_a_row(rows: int) -> No
 
 
 def test_a_fused_norm_of_one_token_is_part_of_the_products_that_follow() -> None:
-    shape = uniform_shape(SMALL, "q4_0", "q4_0")
+    shape = small()
     for tokens, output, fused, norms in ((1, "greedy", 4, 1), (2, "log_probs", 0, 5), (9, "greedy", 1, 4)):
         found = Counter(d.kernel for d in plan(shape, tokens, output=output, fused_norm=True))
         assert sum(n for kernel, n in found.items() if kernel.startswith("rmsnorm_matvec")) == fused
@@ -582,18 +570,13 @@ def test_attention_on_matrix_units_takes_heads_of_64_and_128_in_half_precision()
         ((128, 64), "f16", 10, False),
         ((64, 64), "f16", 9, False),
     ):
-        config = replace(SMALL, key_dim=dims[0], value_dim=dims[1])
-        found = {
-            d.kernel
-            for d in plan(uniform_shape(config, "q4_0", "q4_0"), 40, family=family, kv_type=kv_type)
-            if d.kernel.startswith(PROMPT_ATTENTION)
-        }
+        passes = plan(small(key_dim=dims[0], value_dim=dims[1]), 40, family=family, kv_type=kv_type)
+        found = {d.kernel for d in passes if d.kernel.startswith(PROMPT_ATTENTION)}
         assert {kernel.startswith("attention_tensor") for kernel in found} == {used}
 
 
 def test_a_matmul_that_leaves_cores_idle_is_split() -> None:
-    as_smollm = replace(SMALL, dim=576, n_heads=9, n_kv_heads=3, ffn_dim=1536, context_length=1024)
-    shape = uniform_shape(as_smollm, "q4_0", "q4_0")
+    shape = small(dim=576, n_heads=9, n_kv_heads=3, ffn_dim=1536, context_length=1024)
     for gpu, tokens, split in (
         ("Apple M4", 32, {576}),
         ("Apple M4 Max", 64, {576, 960}),
@@ -605,8 +588,7 @@ def test_a_matmul_that_leaves_cores_idle_is_split() -> None:
 
 def test_larger_chips_have_more_threads_for_a_token() -> None:
     """As many loads in flight as their memory has bandwidth: 576 rows take all lanes from an M4 Pro on."""
-    as_smollm = replace(SMALL, dim=1024, n_heads=16, n_kv_heads=8, ffn_dim=3072)
-    shape = uniform_shape(as_smollm, "q4_0", "q4_0")
+    shape = small(dim=1024, n_heads=16, n_kv_heads=8, ffn_dim=3072)
     lanes = {}
     for gpu in ("Apple M4", "Apple M4 Pro", "Apple M4 Max"):
         lanes[gpu] = {
@@ -621,7 +603,7 @@ def test_arguments_of_another_size_are_rejected() -> None:
 
 
 def test_arguments_are_read_by_name() -> None:
-    first = planned(uniform_shape(SMALL, "q4_0", "q8_0"), 7)[0]
+    first = plan(uniform_shape(SMALL, "q4_0", "q8_0"), 7)[0]
     assert first.kernel == "embed_q8_0"
     assert first.args == {
         "dim": 256,
@@ -633,7 +615,7 @@ def test_arguments_are_read_by_name() -> None:
         "scale": 1.0,
     }
     assert first.buffers == ("weights", "ids", "x")
-    decode = planned(uniform_shape(SMALL, "q4_0", "q8_0"), 1, position=20)
+    decode = plan(uniform_shape(SMALL, "q4_0", "q8_0"), 1, position=20)
     attention = next(d for d in decode if d.kernel.startswith("rope_attention"))
     assert attention.runs == ((20, 1),)
     assert attention.args["n_heads"] == 4
