@@ -91,11 +91,6 @@ def test_a_misspelled_name_of_a_prompt_is_refused(tmp_path: Path, name: str, kno
         same(model, "a", "为这个句子生成表示", "为这个句子生成表示a")
 
 
-def test_a_document_without_a_prompt_is_unchanged(tmp_path: Path) -> None:
-    with opened(stated(tmp_path, prompts={"query": "find: "})) as model:
-        same(model, "a rose", "document", "a rose")
-
-
 def test_the_default_prompt_of_a_folder_is_that_without_an_instruction(tmp_path: Path) -> None:
     settings = {"prompts": {"query": "find: "}, "default_prompt_name": "query"}
     with opened(stated(tmp_path, **settings)) as model:

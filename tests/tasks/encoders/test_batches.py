@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import entity_folders, task_folders
+from support.bert_relatives import distilbert_masked
 from support.encoder_folders import private_parts
 from support.encoder_tasks import FileOf, scores_of
 from support.model_folders import Folder
@@ -43,8 +44,12 @@ def three_kinds(model: Model, texts: list[str], **more: Any) -> Any:
     found = model.embed_hybrid(texts, **more)
     weights = [(v.ids, v.weights) for v in found.sparse]
     np.testing.assert_array_equal(found.dense, model.embed(texts))
-    np.testing.assert_equal([(v.ids, v.weights) for v in model.embed_sparse(texts)], weights)
+    np.testing.assert_equal(sparse(model, texts), weights)
     return list(zip(found.dense, found.tokens, weights, strict=True))
+
+
+def sparse(model: Model, texts: list[str], **more: Any) -> Any:
+    return [(v.ids, v.weights) for v in model.embed_sparse(texts, **more)]
 
 
 # Folders, compute modes, calls and texts.
@@ -56,6 +61,7 @@ CASES: dict[str, tuple[Callable[[Path], Folder], str, Callable[..., Any], list[s
     "labels": (TAGGERS["bert"], "int8", labels, ["", *TEXTS]),
     "parts": (private_parts, "int8", labels, ["", *TEXTS]),
     "scores": (RANKERS["bert"], "int8", scores, DOCUMENTS),
+    "over the vocabulary": (distilbert_masked, "f32", sparse, TEXTS),
     "three kinds": (task_folders.hybrid, "int8", three_kinds, TEXTS),
     **{f"vectors, {name}": (MODULES[name], "f32", vectors, TEXTS) for name in MODULES},
     **{f"queries in {mode}": (LATE["unseen"], mode, queries, QUERIES) for mode in ("f32", "int8", "bf16")},

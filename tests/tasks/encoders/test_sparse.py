@@ -64,14 +64,6 @@ def test_the_largest_values_are_kept_on_request(folder: Folder, model: Model) ->
     np.testing.assert_array_equal(found.weights, whole.weights[np.isin(whole.ids, kept)])
 
 
-def test_a_text_has_the_same_vector_alone_and_in_a_batch(model: Model) -> None:
-    for text, found in zip(TEXTS, model.embed_sparse(TEXTS), strict=True):
-        (alone,) = model.embed_sparse([text])
-        np.testing.assert_array_equal(alone.ids, found.ids)
-        if model.device == "cpu":
-            np.testing.assert_array_equal(alone.weights, found.weights)
-
-
 def test_sparse_encoder_has_the_interface_of_sentence_transformers(folder: Folder) -> None:
     encoder = SparseEncoder(folder.path, model_kwargs={"dtype": "float32"}, device="cpu")
     with Model(folder.path, device="cpu", compute="f32", kv_dtype="f32") as model:
