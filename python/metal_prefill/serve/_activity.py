@@ -341,22 +341,13 @@ class Metrics:
 
     def __init__(self, model: Model) -> None:
         registry = self._registry = CollectorRegistry()
-
-        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"metal_prefill_{name}", text, labels, registry=registry)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"metal_prefill_{name}", text, registry=registry)
-
-        def histogram(
-            name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
-        ) -> Histogram:
-            return Histogram(f"metal_prefill_{name}", text, labels, buckets=buckets, registry=registry)
-
+        counter = partial(Counter, namespace="metal_prefill", registry=registry)
+        gauge = partial(Gauge, namespace="metal_prefill", registry=registry)
+        histogram = partial(Histogram, namespace="metal_prefill", registry=registry)
         self.requests = counter("requests", "Answered requests", ("path", "status"))
-        self.request_seconds = histogram("request_seconds", "Time of a request", _SECONDS, ("path",))
+        self.request_seconds = histogram("request_seconds", "Time of a request", ("path",), buckets=_SECONDS)
         self.first_token_seconds = histogram(
-            "first_token_seconds", "Time from a request to the first token of its answer", _SECONDS
+            "first_token_seconds", "Time from a request to the first token of its answer", buckets=_SECONDS
         )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens found in the cache")
@@ -373,7 +364,7 @@ class Metrics:
         self._passes = counter("passes", "Passes through the model")
         self._pass_seconds = counter("pass_seconds", "Time of passes")
         self._prefill = counter("prefill_tokens", "Computed tokens of prompts and other inputs")
-        self._batch = histogram("batch_texts", "Texts that received tokens from a pass", _BATCH)
+        self._batch = histogram("batch_texts", "Texts that received tokens from a pass", buckets=_BATCH)
         for name, text in (
             ("kv_pool_bytes", "K and V in use"),
             ("prefix_bytes", "K and V kept for later prompts with the same prefix"),

@@ -150,8 +150,7 @@ class Reply:
 
     async def _begin(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
-        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._send({"type": "http.response.start", "status": status, "headers": Headers(headers).raw})
         self._begun = True
 
     async def _body(self, body: bytes, more: bool) -> None:
