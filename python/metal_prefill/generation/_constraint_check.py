@@ -54,28 +54,19 @@ _BOUNDS = _MAXIMA | {"minimum", "exclusiveMinimum", "multipleOf"}
 _LARGEST = 2**63 - 1  # llguidance's largest integer, to which it lowers larger bounds
 
 
-def _check_numbers(schema: Any) -> None:
+def _check_numbers(whole: Any) -> None:
     """Raise `ValueError` if llguidance, which reads numbers as float64, would change an integer."""
-    todo: list[tuple[Any, bool]] = [(schema, False)]  # with whether it is a value
+    todo: list[Any] = []
+    for schema in _schemas(whole):
+        for key in schema.keys() & {"const", "enum", *_BOUNDS}:
+            # A larger maximum excludes nothing that can be written.
+            if not (key in _MAXIMA and isinstance(schema[key], int) and schema[key] >= _LARGEST):
+                todo.append(schema[key])
     while todo:
-        part, is_value = todo.pop()
-        if is_value and isinstance(part, int) and (abs(part) > _LARGEST or int(float(part)) != part):
+        part = todo.pop()
+        if isinstance(part, int) and (abs(part) > _LARGEST or int(float(part)) != part):
             raise ValueError(f"the number {part} has too many digits: integers beyond 2^53 would be rounded")
-        if isinstance(part, list):
-            todo += [(item, is_value) for item in part]
-        elif isinstance(part, dict) and is_value:
-            todo += [(item, True) for item in part.values()]
-        for key, item in part.items() if isinstance(part, dict) and not is_value else ():
-            if key in NAMED and isinstance(item, dict):
-                todo += [(inner, False) for inner in item.values()]
-            elif key in ("const", "enum"):
-                todo.append((item, True))
-            elif key in _BOUNDS:
-                # A larger maximum excludes nothing that can be written.
-                is_free = key in _MAXIMA and isinstance(item, int) and item >= _LARGEST
-                todo += [] if is_free else [(item, True)]
-            elif key not in VALUES:
-                todo.append((item, False))
+        todo += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
 
 def _definitions(whole: Any) -> dict[str, list[str]]:
