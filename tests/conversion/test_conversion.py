@@ -97,6 +97,24 @@ def test_matrices_have_the_requested_type(bert: Folder, tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize(
+    ("make", "heads"),
+    [
+        (task_folders.CLASSIFIERS["bert"], {"cls.weight", "cls.output.weight"}),
+        (task_folders.late_interaction, {"dense_2.weight"}),
+        (bert_relatives.distilbert_masked, {"mlm.weight"}),
+        (entity_folders.RECORDED["bert"], {"entities.span.0.weight", "entities.forward.input.weight"}),
+        (task_folders.hybrid, {"colbert.weight"}),
+    ],
+    ids=["classifier", "dense", "masked", "entities", "tokens"],
+)
+def test_heads_stay_in_float32(tmp_path: Path, make: Callable[[Path], Folder], heads: set[str]) -> None:
+    path = convert(make(tmp_path / "m").write(), tmp_path / "m.gguf", tensor_type="F16")
+    types = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
+    assert {types[name] for name in heads} == {"F32"}
+    assert types["blk.0.attn_q.weight"] == "F16"
+
+
+@pytest.mark.parametrize(
     ("layer", "rows", "name"), [("self_attn.q_proj", 32, "attention_bias"), ("mlp.down_proj", 32, "mlp_bias")]
 )
 def test_announced_biases_are_written(tmp_path: Path, layer: str, rows: int, name: str) -> None:
