@@ -4,7 +4,6 @@ A query has as many vectors as the file requires, or the call raises an error of
 same call have the bits that they have alone.
 """
 
-import struct
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -14,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.fuzzing import TIMEOUT, kept, rounds
-from support.gguf_bytes import scalar, text
-from support.gguf_mutator import FLOATS, INTEGERS, Parts, take_apart
+from support.gguf_bytes import BOOL, F32, I32, STRING, U32, U64, text
+from support.gguf_mutator import INTEGERS, Parts, random_scalar, take_apart
 from support.hostile_texts import hostile_texts
 from support.model_folders import CONTEXT
 from support.task_folders import LATE
@@ -30,7 +29,6 @@ pytestmark = [
 ]
 
 SETTINGS = "metal_prefill.query_expansion."
-UINT32, INT32, FLOAT32, BOOL, STRING, UINT64 = 4, 5, 6, 7, 8, 10
 NEAR_CONTEXT = (1, 2, 31, 32, CONTEXT - 1, CONTEXT, CONTEXT + 1)
 
 
@@ -42,18 +40,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def value(random: Random) -> tuple[int, bytes]:
     """Return the type and the bytes of a value, most often of an integer that fits."""
-    kind = random.choice((UINT32, UINT32, UINT32, INT32, FLOAT32, BOOL, BOOL, STRING, UINT64))
+    kind = random.choice((U32, U32, U32, I32, F32, BOOL, BOOL, STRING, U64))
     if kind == STRING:
         return kind, text("32")
-    if kind == FLOAT32:
-        return kind, scalar(kind, random.choice([x for x in FLOATS if not abs(x) > 3e38]))
-    if kind == BOOL:
-        return kind, bytes([random.choice((0, 1))])
-    bits = 64 if kind == UINT64 else 31 if kind == INT32 else 32
-    chosen = random.choice([*NEAR_CONTEXT, *(i for i in INTEGERS if i < 2**bits)])
-    return kind, struct.pack("<q" if kind == UINT64 and chosen < 2**63 else "<Q", chosen)[
-        : 4 if bits < 64 else 8
-    ]
+    return kind, random_scalar(kind, random, (0, 1) if kind == BOOL else (*NEAR_CONTEXT, *INTEGERS))
 
 
 def changed(parts: Parts, random: Random) -> Parts:

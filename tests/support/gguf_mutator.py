@@ -1,7 +1,7 @@
 """GGUF files with a few errors: parsed, changed and reassembled."""
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -119,6 +119,21 @@ def _some(parts: Parts, random: Random, wanted: bool) -> int | None:
     return random.choice(found) if found else None
 
 
+def random_scalar(kind: int, random: Random, integers: Sequence[int] = INTEGERS) -> bytes:
+    """Return a number of a type, often one at the ends of its range."""
+    form = SCALAR_FORMATS[kind]
+    if form[-1] in "fd":
+        value: float = random.choice(FLOATS)
+        if form[-1] == "f" and abs(value) > 3e38:
+            value = float("inf")
+    else:
+        bits = 8 * struct.calcsize(form)
+        value = random.choice(integers) % 2**bits
+        if form[-1].islower():
+            value -= 2**bits if value >= 2 ** (bits - 1) else 0
+    return scalar(kind, value)
+
+
 def _number(parts: Parts, random: Random) -> None:
     """Change the value of a number, and often its type."""
     i = _some(parts, random, wanted=False)
@@ -134,17 +149,7 @@ def _number(parts: Parts, random: Random) -> None:
         return
     known = list(SCALAR_FORMATS)
     kind = random.choice((kind if kind in known else known[0], random.choice(known)))
-    form = SCALAR_FORMATS[kind]
-    if form[-1] in "fd":
-        value: float = random.choice(FLOATS)
-        if form[-1] == "f" and abs(value) > 3e38:
-            value = float("inf")
-    else:
-        bits = 8 * struct.calcsize(form)
-        value = random.choice(INTEGERS) % 2**bits
-        if form[-1].islower() and form[-1] != "?":
-            value -= 2**bits if value >= 2 ** (bits - 1) else 0
-    parts.metadata[i] = (key, kind, scalar(kind, value))
+    parts.metadata[i] = (key, kind, random_scalar(kind, random))
 
 
 def _value_type(parts: Parts, random: Random) -> None:
