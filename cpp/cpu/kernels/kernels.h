@@ -197,6 +197,7 @@ struct SoftmaxSum {
 // next.
 struct VisibleRange {
   int begin, end;
+  bool operator==(const VisibleRange&) const = default;
 };
 // Range of the token at position `own`. `window`: number of positions that it sees, including itself; 0: all.
 // `length`: end of the visible positions if it also sees later ones, half the window before it and half after

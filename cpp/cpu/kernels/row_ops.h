@@ -78,18 +78,16 @@ inline void store_part(float* p, F a, int n) {
 
 // 2^x, at most 2^127, 0 if the result would be subnormal; NaN stays. Relative error below 3e-7.
 inline F exp2(F x) {
-  const F smallest = Simd::set(-126.0f);
-  const F clamped = Simd::min(Simd::set(127.0f), Simd::max(smallest, x));
+  const F clamped = Simd::min(Simd::set(127.0f), x);
   const I n = Simd::round(clamped);
   const F f = Simd::sub(clamped, Simd::to_float(n));  // within [-0.5, 0.5]
-  F p = Simd::set(1.5403530e-4f);                     // Taylor: ln(2)^k / k!
-  p = Simd::fma(p, f, Simd::set(1.33335581e-3f));
-  p = Simd::fma(p, f, Simd::set(9.61812911e-3f));
-  p = Simd::fma(p, f, Simd::set(5.55041087e-2f));
-  p = Simd::fma(p, f, Simd::set(2.40226507e-1f));
-  p = Simd::fma(p, f, Simd::set(6.93147181e-1f));
+  F p = Simd::set(1.32647273e-3f);                    // minimax, exact at 0
+  p = Simd::fma(p, f, Simd::set(9.67151299e-3f));
+  p = Simd::fma(p, f, Simd::set(5.55073358e-2f));
+  p = Simd::fma(p, f, Simd::set(2.40222424e-1f));
+  p = Simd::fma(p, f, Simd::set(6.93147004e-1f));
   p = Simd::fma(p, f, Simd::set(1.0f));
-  return Simd::zero_below(Simd::scale_by_power(p, n), x, smallest);
+  return Simd::zero_below(Simd::scale_by_power(p, n), x, Simd::set(-126.0f));
 }
 
 constexpr float kLog2E = 1.44269504f;

@@ -32,7 +32,7 @@ struct Simd {
   // by 6. In panels 2 by 6, and 8 loads.
   static constexpr int kFloatRows = 4, kFloatTokens = 3, kFloatPanelTokens = 6;
   static constexpr int kPanelVectors = 2, kPanelTokens = kOneDot ? 6 : 4, kRotatedZero = 128;
-  static constexpr int kAttentionRows = 3, kAttentionVectors = 4;
+  static constexpr int kAttentionRows = 3, kAttentionVectors = 4, kLaneSteps = 4;
   static constexpr int kNarrowVectors = 4;
 
   using F = __m256;
@@ -87,6 +87,10 @@ struct Simd {
   // Four floats of each of two rows, the first of which begins at p.
   static F load_quads(const float* p, std::size_t stride) {
     return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + stride), 1);
+  }
+  static void store_quads(float* p, std::size_t stride, F a) {
+    _mm_storeu_ps(p, _mm256_castps256_ps128(a));
+    _mm_storeu_ps(p + stride, _mm256_extractf128_ps(a, 1));
   }
   // Lane i of quad q of a[j] becomes lane j of quad q of a[i].
   static void transpose_quads(F (&a)[4]) {

@@ -21,7 +21,7 @@ struct Simd {
   static constexpr bool kFetchesForOne = false;  // slower on Zen 4; AMX fetches by itself
   static constexpr int kPanelVectors = 2, kPanelTokens = 12, kRotatedZero = 128;  // 24 sums
   static constexpr int kFloatRows = 4, kFloatTokens = 6, kFloatPanelTokens = 12;
-  static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
+  static constexpr int kAttentionRows = 6, kAttentionVectors = 4, kLaneSteps = 8;
   static constexpr int kNarrowVectors = 2;
   static constexpr bool kOneDot = true;  // dot() is one instruction
 
@@ -112,6 +112,12 @@ struct Simd {
     a = _mm512_insertf32x4(a, _mm_loadu_ps(p + stride), 1);
     a = _mm512_insertf32x4(a, _mm_loadu_ps(p + 2 * stride), 2);
     return _mm512_insertf32x4(a, _mm_loadu_ps(p + 3 * stride), 3);
+  }
+  static void store_quads(float* p, std::size_t stride, F a) {
+    _mm_storeu_ps(p, _mm512_castps512_ps128(a));
+    _mm_storeu_ps(p + stride, _mm512_extractf32x4_ps(a, 1));
+    _mm_storeu_ps(p + 2 * stride, _mm512_extractf32x4_ps(a, 2));
+    _mm_storeu_ps(p + 3 * stride, _mm512_extractf32x4_ps(a, 3));
   }
   // Lane i of quad q of a[j] becomes lane j of quad q of a[i].
   static void transpose_quads(F (&a)[4]) {

@@ -20,7 +20,7 @@ struct Simd {
   // 24 sums hide a latency of 4 cycles on 4 pipes with room to spare; 4 weights and an activation besides.
   static constexpr int kFloatRows = 4, kFloatTokens = 6, kFloatPanelTokens = 6;
   static constexpr int kPanelVectors = 4, kPanelTokens = 6, kRotatedZero = kSignedCodes;
-  static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
+  static constexpr int kAttentionRows = 6, kAttentionVectors = 4, kLaneSteps = 8;
   static constexpr int kNarrowVectors = 8;
 #ifdef __ARM_FEATURE_DOTPROD
   static constexpr bool kOneDot = true;  // dot() is one instruction
@@ -41,7 +41,10 @@ struct Simd {
   static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
   static F max(F a, F b) { return vmaxq_f32(a, b); }  // NaN if either is
   static F min(F a, F b) { return vminq_f32(a, b); }  // likewise
-  static float reduce_add(F a) { return vaddvq_f32(a); }
+  static float reduce_add(F a) {                      // of halves, as the other sets do
+    const float32x2_t half = vadd_f32(vget_low_f32(a), vget_high_f32(a));
+    return vget_lane_f32(vpadd_f32(half, half), 0);
+  }
   static float reduce_max(F a) { return vmaxvq_f32(a); }
   static I round(F a) { return vcvtnq_s32_f32(a); }  // to nearest even
   static F to_float(I a) { return vcvtq_f32_s32(a); }
@@ -66,6 +69,7 @@ struct Simd {
 
   // Four floats, of one row.
   static F load_quads(const float* p, std::size_t) { return load(p); }
+  static void store_quads(float* p, std::size_t, F a) { store(p, a); }
   // Lane i of a[j] becomes lane j of a[i].
   static void transpose_quads(F (&a)[4]) {
     const float32x4x2_t first = vtrnq_f32(a[0], a[1]), second = vtrnq_f32(a[2], a[3]);

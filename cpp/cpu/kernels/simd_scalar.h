@@ -20,7 +20,7 @@ struct Simd {
   static constexpr int kInt8Rows = 1, kInt8RowsOfOne = 1, kInt8Tokens = 2;
   static constexpr bool kFetchesForOne = false;
   static constexpr int kFloatRows = 2, kFloatTokens = 2, kFloatPanelTokens = 2;
-  static constexpr int kAttentionRows = 2, kAttentionVectors = 2;
+  static constexpr int kAttentionRows = 2, kAttentionVectors = 2, kLaneSteps = 4;
   static constexpr int kPanelVectors = 1, kPanelTokens = 2, kRotatedZero = 128;
   static constexpr int kNarrowVectors = 1;  // unrolled, all eight take the compiler half a minute
   static constexpr bool kOneDot = false;    // dot() is one instruction
@@ -114,6 +114,7 @@ struct Simd {
 
   // Four floats, of one row.
   static F load_quads(const float* p, std::size_t) { return load(p); }
+  static void store_quads(float* p, std::size_t, F a) { store(p, a); }
   // Lane i of a[j] becomes lane j of a[i].
   static void transpose_quads(F (&a)[4]) {
     for (int i = 0; i < 4; ++i)

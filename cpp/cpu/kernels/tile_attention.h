@@ -2,17 +2,17 @@
 #pragma once
 
 #include "tile_attention_f32.h"
+#include "tile_attention_lanes.h"
 #include "tile_attention_q8.h"
 
 namespace metal_prefill::cpu {
 namespace {
 
 void attention(const AttentionHead& head, int first, int count) {
-  const int row = first * head.heads, end = (first + count) * head.heads;
   if (head.layout == KvLayout::kFloat)
-    attention_rows<StoredSpan<float>, StoredSpan<float>>(head, row, end);
+    attention_of<StoredSpan<float>, StoredSpan<float>>(head, first, count);
   else if (head.layout == KvLayout::kHalf)
-    attention_rows<StoredSpan<std::uint16_t>, WidenedSpan>(head, row, end);
+    attention_of<StoredSpan<std::uint16_t>, WidenedSpan>(head, first, count);
   else
     attention_q8(head, first, count);
 }

@@ -204,8 +204,7 @@ void end_split(const AttentionHead& head, int row, bool last, AttentionTile<kRow
   add_split(head, row, kRows, tile.max, tile.sum, tile.acc[0], kMaxHeadDim, last, tile.splits);
 }
 
-// Keys and values of the first positions of a span for tiles: in the cache or, for several tiles, a copy in
-// float32.
+// Keys and values of the first positions of a span in the cache.
 template <typename Element>
 struct StoredSpan {
   static constexpr bool kWhole = false;  // whether weights of positions that are not seen are read as zeros
@@ -217,26 +216,6 @@ struct StoredSpan {
   }
   const Element* values(const AttentionHead& head, int span, int) {
     return static_cast<const Element*>(head.values_of(span));
-  }
-};
-struct WidenedSpan {
-  static constexpr bool kWhole = false;
-  template <int kRows>
-  using Tile = AttentionTile<kRows>;
-  float elements[kKeySpan * kMaxHeadDim];
-
-  const float* keys(const AttentionHead& head, int span, int n) {
-    return widened(head.keys_of(span), round_up(n, kKeyBlock) * head.key_stride);
-  }
-  const float* values(const AttentionHead& head, int span, int n) {
-    return widened(head.values_of(span), n * head.value_stride);
-  }
-
- private:
-  const float* widened(const void* from, int count) {
-    const auto* halves = static_cast<const std::uint16_t*>(from);
-    for (int i = 0; i < count; i += Simd::kLanes) Simd::store(elements + i, Simd::load_half(halves + i));
-    return elements;
   }
 };
 
@@ -289,19 +268,19 @@ void attention_tiles(const AttentionHead& head, int row, int count) {
   });
 }
 
-template <typename SpanOfOne, typename SpanOfMany>
+template <typename Span>
 void attention_rows(const AttentionHead& head, int row, int end) {
   constexpr int kRows = Simd::kAttentionRows, kTiles = 8;
   constexpr int kHalf = (kRows + 1) / 2;
   for (int count; (count = std::min((end - row) / kRows, kTiles)) > 1; row += count * kRows)
-    attention_tiles<kRows, kTiles, SpanOfMany>(head, row, count);
+    attention_tiles<kRows, kTiles, Span>(head, row, count);
   if (row + kRows <= end) {
-    attention_tiles<kRows, 1, SpanOfOne>(head, row, 1);
+    attention_tiles<kRows, 1, Span>(head, row, 1);
     row += kRows;
   }
-  for (; row + kHalf <= end; row += kHalf) attention_tiles<kHalf, 1, SpanOfOne>(head, row, 1);
-  for (; row + 2 <= end; row += 2) attention_tiles<2, 1, SpanOfOne>(head, row, 1);
-  if (row < end) attention_tiles<1, 1, SpanOfOne>(head, row, 1);
+  for (; row + kHalf <= end; row += kHalf) attention_tiles<kHalf, 1, Span>(head, row, 1);
+  for (; row + 2 <= end; row += 2) attention_tiles<2, 1, Span>(head, row, 1);
+  if (row < end) attention_tiles<1, 1, Span>(head, row, 1);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@
 #include <bit>
 #include <type_traits>
 
-#include "tile_attention_f32.h"
+#include "tile_attention_lanes.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -70,9 +70,6 @@ inline F zero_of(F scale) {
 
 // Codes of Q8_0 as float32: keys [kKeySpan / 16][key_dim][16] and values [kKeySpan][value_dim].
 struct WidenedQ8Span {
-  static constexpr bool kWhole = true;
-  template <int kRows>
-  using Tile = AttentionTile<kRows>;
   float elements[kKeySpan * kMaxHeadDim];
 
   const float* keys(const AttentionHead& head, int span, int) {
@@ -325,11 +322,11 @@ void value_span(const AttentionHead& head, const Q8Values* values, int n, Q8Tile
   }
 }
 
-using Q8SpanOfOne = std::conditional_t<Simd::kOneDot, Q8Codes<Q8Tile>, Q8Codes<AttentionTile>>;
-using Q8SpanOfMany = std::conditional_t<Simd::kOneDot, Q8Codes<Q8Tile>, WidenedQ8Span>;
-
 inline void attention_q8(const AttentionHead& head, int first, int count) {
-  attention_rows<Q8SpanOfOne, Q8SpanOfMany>(head, first * head.heads, (first + count) * head.heads);
+  if constexpr (Simd::kOneDot)
+    attention_rows<Q8Codes<Q8Tile>>(head, first * head.heads, (first + count) * head.heads);
+  else
+    attention_of<Q8Codes<AttentionTile>, WidenedQ8Span>(head, first, count);
 }
 
 }  // namespace
