@@ -70,7 +70,7 @@ inline void lanes_to_rows(const float* lanes, int columns, float* rows, std::siz
   }
 }
 
-// Queries of the tokens of a tile, rounded up to vectors: the last one stands for those after it.
+// Queries of the tokens of a tile, rounded up to vectors: lanes after the last token repeat it.
 inline void load_queries(const AttentionHead& head, LaneTile& tile) {
   alignas(64) float copies[Simd::kLanes][kMaxHeadDim];
   const int dim = head.key_dim, columns = round_up(dim, 4);
