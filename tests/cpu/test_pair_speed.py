@@ -11,23 +11,23 @@ from support.programs import finished
 
 from metal_prefill import _core
 
-# Opens a model in a process for each stored text; the first time, none is stored. Prints the speed, the
+# Opens a model in a process for each stored value; the first time, none is stored. Prints the speed, the
 # kernel sets and what is stored then.
 OPEN = """
 import json, os, sys
 from pathlib import Path
 from metal_prefill import Model, _core
-folder = Path(os.environ["METAL_PREFILL_CACHE"], "processors")
+path = Path(os.environ["METAL_PREFILL_CACHE"], "processors.json")
 for text in [None, *json.loads(sys.argv[1])]:
     if text is not None:
-        (path,) = folder.iterdir()
-        path.write_text(text)
+        (processor,) = json.loads(path.read_text())
+        path.write_text(json.dumps({processor: text}))
     if os.fork():
         if os.wait()[1]:
             sys.exit(f"with {text!r}")
         continue
     Model(device="cpu", threads=1).close()
-    kept = [path.read_text() for path in folder.glob("*")]
+    kept = [stored[0] for stored in json.loads(path.read_text()).values()] if path.exists() else []
     print(json.dumps([_core.cpu.pair_speedup(), _core.cpu.kernel_sets(), *kept]), flush=True)
     break
 """
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def outcomes(cache: Path, *stored: str) -> list[Any]:
-    """Return what `OPEN` prints: without a stored text, and with each."""
+def outcomes(cache: Path, *stored: Any) -> list[Any]:
+    """Return what `OPEN` prints: without a stored value, and with each."""
     environment = {**os.environ, "METAL_PREFILL_CACHE": str(cache)}
     done = finished([sys.executable, "-c", OPEN, json.dumps(stored)], env=environment)
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def outcomes(cache: Path, *stored: str) -> list[Any]:
 
 
 def test_a_cached_measurement_is_used(tmp_path: Path) -> None:
-    (measured, _, kept), *others = outcomes(tmp_path, "0.75", "1.75")
+    (measured, _, kept), *others = outcomes(tmp_path, ["0.75"], ["1.75"])
     assert float(kept) == measured
     for (known, sets, kept), stored in zip(others, (0.75, 1.75), strict=True):
         assert known == stored
@@ -55,7 +55,7 @@ def test_a_cached_measurement_is_used(tmp_path: Path) -> None:
 
 
 def test_an_invalid_measurement_is_replaced(tmp_path: Path) -> None:
-    texts = ("", "fast", "nan", "0", "1e9")
+    texts = (*([text] for text in ("", "fast", "nan", "0", "1e9")), [], ["1", "2"], [[]], 1.5)
     for text, (measured, _, kept) in zip((None, *texts), outcomes(tmp_path, *texts), strict=True):
         assert 0.05 <= measured <= 20, text
         assert float(kept) == measured, text

@@ -4,20 +4,16 @@ The CPU engine chooses between two sets by the speed of the products of bfloat16
 differently, so a process that measured anew on a busy machine could get other bits than the one before.
 """
 
-import hashlib
-import logging
 import os
 import platform
 import threading
 from pathlib import Path
 
 from metal_prefill import _core
-from metal_prefill._support.atomic_write import replacing
-from metal_prefill.storage._cache_folder import cache_folder
+from metal_prefill.storage._cache_folder import cache_folder, read_known, write_known
 
 SLOWEST, FASTEST = 0.05, 20.0  # times float32: anything else is not a measurement
 
-_log = logging.getLogger("metal_prefill")
 _lock = threading.Lock()
 _settled = False
 
@@ -36,11 +32,12 @@ def settle_pair_speed() -> float:
     global _settled
     with _lock:
         if not _settled and "avx512bf16" in _core.cpu.built_sets():
-            path = cache_folder() / "processors" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
-            if known := _read_speed(path):
-                _core.cpu.use_pair_speedup(known)
+            path, processor = cache_folder() / "processors.json", _processor()
+            known = read_known(path)
+            if stored := _valid_speed(known.get(processor)):
+                _core.cpu.use_pair_speedup(stored)
             elif (speedup := _core.cpu.pair_speedup()) > 0:
-                _write_speed(path, speedup)
+                write_known(path, known | {processor: [repr(speedup)]})
         _settled = True
         speed: float = _core.cpu.pair_speedup()
         return speed
@@ -63,19 +60,10 @@ def processor_facts() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in lines}
 
 
-def _read_speed(path: Path) -> float:
+def _valid_speed(stored: list[str] | None) -> float:
     try:
-        speedup = float(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
+        (text,) = stored or ("",)
+        speedup = float(text)
+    except (TypeError, ValueError):
         return 0.0
     return speedup if SLOWEST <= speedup <= FASTEST else 0.0
-
-
-def _write_speed(path: Path, speedup: float) -> None:
-    """Store a measurement; without a writable cache folder each process measures."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(repr(speedup), encoding="ascii")
-    except OSError as error:
-        _log.debug("the speed of bfloat16 products was not stored: %s", error)
