@@ -41,6 +41,7 @@ MODEL_TYPES = {  # where transformers has another name
 }
 
 GEMMA = ("gemma2", "gemma3", "gemma-embedding")
+ROTATES_NEIGHBOURS = ("llama", "smollm3", "granite", "granitemoe", "minicpm", "mistral3")
 # Settings of the heads, the values of a head, the rows of a state, the groups of heads and the taps.
 MAMBA_SETTINGS = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 SCAN_SETTINGS = {
@@ -288,15 +289,7 @@ def in_layout_of_folder(
 ) -> npt.NDArray[np.float32]:
     """Undo what a converter changes in a tensor with a name in a file."""
     *layer, part, kind = name.split(".") if name.endswith((".weight", ".bias")) else (*name.split("."), "")
-    rotates_neighbours = model.architecture in (
-        "llama",
-        "smollm3",
-        "granite",
-        "granitemoe",
-        "minicpm",
-        "mistral3",
-    )
-    if part in ("attn_q", "attn_k") and rotates_neighbours:
+    if part in ("attn_q", "attn_k") and model.architecture in ROTATES_NEIGHBOURS:
         # The values of a rotated pair are neighbours in the file, and half a head away in transformers.
         pairs = data.reshape(-1, model.head_dim // 2, 2, *data.shape[1:])
         data = pairs.swapaxes(1, 2).reshape(data.shape)
@@ -305,11 +298,9 @@ def in_layout_of_folder(
     if model.architecture == "gptneox" and part == "attn_qkv":  # those of each head together
         heads = data.reshape(3, model.heads, -1, *data.shape[1:])
         data = np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(data.shape)
-    if model.architecture in GEMMA and "norm" in part:
+    if model.architecture in (*GEMMA, "qwen35") and "norm" in part and part != "ssm_norm":
         data = data - 1  # transformers adds it
     if model.architecture == "qwen35" and model.scan is not None:
-        if "norm" in part and part != "ssm_norm":
-            data = data - 1  # likewise
         data = with_value_heads_by_key(data, part, model.scan)
     if part in ("conv", "ssm_conv1d") and data.ndim == 2:
         data = data[:, None]
