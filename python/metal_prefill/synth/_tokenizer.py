@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, islice
 
+from metal_prefill.text._vocabulary import BYTES, SPACE
+
 # Token types of GGUF.
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 
@@ -37,13 +39,6 @@ class Vocabulary:
     scores: list[float] = field(default_factory=list)  # score of each id; empty except for "llama"
 
 
-def byte_alphabet() -> list[str]:
-    """Return the character that represents each byte 0..255 in byte-level BPE, as defined by GPT-2."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    rest = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(rest)) for byte in range(256)]
-
-
 def _merges(space: str) -> Iterator[tuple[str, str]]:
     """Yield pairs of pieces that join to longer pieces; `space` precedes the first letter of words."""
     pieces = [space, *_LETTERS]
@@ -62,7 +57,7 @@ def _merges(space: str) -> Iterator[tuple[str, str]]:
 
 def gpt2_vocabulary(size: int) -> Vocabulary:
     """Byte-level BPE: three control tokens, the 256 bytes, then one token for each merge."""
-    alphabet = byte_alphabet()
+    alphabet = sorted(BYTES, key=lambda character: BYTES[character])
     fixed = [*_GPT2_SPECIALS, *alphabet]
     if size <= len(fixed):  # llama.cpp refuses a file without merges
         raise ValueError(f"vocab {size}: a byte-level vocabulary needs at least {len(fixed) + 1} tokens")
@@ -81,14 +76,13 @@ def gpt2_vocabulary(size: int) -> Vocabulary:
 
 def llama_vocabulary(size: int) -> Vocabulary:
     """SentencePiece's kind: <unk>, <s>, </s>, the 256 bytes, the letters, then pieces of falling score."""
-    space = "\u2581"
     fixed = [*_SPM_SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))]
-    letters = [space, *_LETTERS]
+    letters = [SPACE, *_LETTERS]
     if size < len(fixed) + len(letters):
         raise ValueError(
             f"vocab {size}: a SentencePiece vocabulary needs at least {len(fixed) + len(letters)} tokens"
         )
-    pieces = [left + right for left, right in islice(_merges(space), size - len(fixed) - len(letters))]
+    pieces = [left + right for left, right in islice(_merges(SPACE), size - len(fixed) - len(letters))]
     # The pair with the highest-scoring piece is joined first; single letters have the lowest scores, as in
     # SentencePiece.
     scores = [0.0] * len(fixed) + [-float(len(pieces) + i) for i in range(len(letters))]
@@ -107,12 +101,12 @@ def bert_vocabulary(size: int) -> Vocabulary:
     characters = [*_LETTERS, *"0123456789.,:;!?'-"]
     fixed = [
         *_BERT_SPECIALS,
-        *(f"\u2581{character}" for character in characters),  # as GGUF marks pieces that begin a word
+        *(f"{SPACE}{character}" for character in characters),  # as GGUF marks pieces that begin a word
         *characters,
     ]
     if size < len(fixed):
         raise ValueError(f"vocab {size}: a WordPiece vocabulary needs at least {len(fixed)} tokens")
-    joined = (left + right for left, right in _merges("\u2581"))
+    joined = (left + right for left, right in _merges(SPACE))
     known = set(fixed)
     pieces = list(islice((piece for piece in joined if piece not in known), size - len(fixed)))
     return Vocabulary(

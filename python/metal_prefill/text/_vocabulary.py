@@ -338,7 +338,7 @@ def _bytes_of_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTES = _bytes_of_characters()
+BYTES = _bytes_of_characters()
 
 
 class TokenBytes:
@@ -365,7 +365,7 @@ class TokenBytes:
             word = spelled or begins_word(text)
             raw = (" " + (text if spelled else text[1:]) if word else text).encode("utf-8")
         elif self._vocabulary.kind == "gpt2":
-            raw = bytes(_BYTES[c] for c in text) if _BYTES.keys() >= set(text) else text.encode("utf-8")
+            raw = bytes(BYTES[c] for c in text) if BYTES.keys() >= set(text) else text.encode("utf-8")
         elif kind == TokenType.BYTE:
             match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
             if match is None:
