@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import small_models
-from support.emulated_gpu import require_emulator
+from support.emulated_gpu import require_cpu_executor, require_emulator
 from support.kinds import KINDS, STEPS
 from support.tiny_models import TINY_RECURRENT
 
@@ -38,6 +38,7 @@ ENCODERS = ("bert", "nomic-bert", "jina-bert-v2", "jina-bert-v2, code", "modern-
 
 @pytest.fixture(autouse=True)
 def checked() -> Iterator[None]:
+    require_cpu_executor("has a checked mode")
     gpu.set_options(gpu.Options(checked=True))
     yield
     gpu.set_options(gpu.Options())

@@ -20,10 +20,15 @@ def open_metal(path: Path, kv_memory: int = 1 << 18, **options: Any) -> Model:
     return Model(path, device="metal", kv_memory=kv_memory, **options)
 
 
+def require_cpu_executor(ability: str) -> None:
+    """Skip a test of something that the emulator's executor on an NVIDIA GPU does not do."""
+    if "(CPU)" not in _core.metal_device()["name"]:
+        pytest.skip(f"only the emulator's CPU executor {ability}")
+
+
 def set_matrix_layout(name: str) -> None:
     """Choose which elements of a matrix a lane holds."""
-    if "(CPU)" not in _core.metal_device()["name"]:
-        pytest.skip("only the emulator's CPU executor has matrix layouts to choose from")
+    require_cpu_executor("has matrix layouts to choose from")
     gpu = _core.emulator
     if name == "COLUMNS" and gpu.sanitizer:
         pytest.skip("kernels then access pairs that are not aligned, which a sanitizer reports")
