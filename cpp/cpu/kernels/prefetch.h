@@ -53,13 +53,5 @@ class NextLines {
   int share_ = 0, of_step_ = 0;
 };
 
-// None of them.
-struct NoLines {
-  NoLines(const PrefetchRange&, int) {}
-  void begin_tile(int) {}
-  void step() {}
-  void all() {}
-};
-
 }  // namespace
 }  // namespace metal_prefill::cpu

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <span>
 #include <type_traits>
 
 #include "row_ops.h"
@@ -48,9 +47,9 @@ constexpr int runs_of(int vectors) {
 }
 
 // p[r][first + i] = q[r] . k[first + i] for kVectors vectors of positions of a span.
-template <int kRows, int kVectors, typename Element, class Lines>
+template <int kRows, int kVectors, typename Element>
 void score_vectors(const AttentionHead& head, const Element* keys, int first, AttentionTile<kRows>& tile,
-                   Lines& next) {
+                   NextLines& next) {
   const std::size_t block_size = std::size_t(head.key_stride) * kKeyBlock;
   F acc[kRows][kVectors];
 #pragma GCC unroll 16
@@ -63,7 +62,7 @@ void score_vectors(const AttentionHead& head, const Element* keys, int first, At
     const int position = first + v * Simd::kLanes;
     column[v] = keys + std::size_t(position / kKeyBlock) * block_size + position % kKeyBlock;
   }
-  Lines lines = next;  // in registers
+  NextLines lines = next;  // in registers
   for (int d = 0; d < head.key_dim; ++d) {
     lines.step();
     each_product<kRows, kVectors>(
@@ -82,9 +81,9 @@ void score_vectors(const AttentionHead& head, const Element* keys, int first, At
 
 // Scores of the first `n` positions of a span, whole vectors: a short text does not fill a span. `next` is
 // fetched meanwhile.
-template <int kRows, typename Element, class Lines>
+template <int kRows, typename Element>
 void score_span(const AttentionHead& head, const Element* keys, int n, AttentionTile<kRows>& tile,
-                Lines next) {
+                NextLines next) {
   const int vectors = n / Simd::kLanes;
   next.begin_tile(runs_of(vectors) * head.key_dim);
   each_run(vectors, [&](int v, auto count) {
@@ -136,9 +135,9 @@ void softmax_span(int span, AttentionTile<kRows>& tile, int n) {
 }
 
 // acc = acc * rescale + p * v over `n` positions, for kVectors vectors of columns.
-template <int kRows, int kVectors, typename Element, class Lines>
+template <int kRows, int kVectors, typename Element>
 void value_columns(const Element* values, std::size_t stride, int n, int column, AttentionTile<kRows>& tile,
-                   Lines& next) {
+                   NextLines& next) {
   F acc[kRows][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
@@ -146,7 +145,7 @@ void value_columns(const Element* values, std::size_t stride, int n, int column,
     for (int v = 0; v < kVectors; ++v)
       acc[r][v] = Simd::mul(Simd::load(tile.acc[r] + column + v * Simd::kLanes), Simd::set(tile.rescale[r]));
   const Element* row = values + column;
-  Lines lines = next;  // in registers
+  NextLines lines = next;  // in registers
   for (int i = 0; i < n; ++i, row += stride) {
     lines.step();
     each_product<kRows, kVectors>(
@@ -162,9 +161,9 @@ void value_columns(const Element* values, std::size_t stride, int n, int column,
     for (int v = 0; v < kVectors; ++v) Simd::store(tile.acc[r] + column + v * Simd::kLanes, acc[r][v]);
 }
 
-template <int kRows, typename Element, class Lines>
+template <int kRows, typename Element>
 void value_span(const AttentionHead& head, const Element* values, int n, AttentionTile<kRows>& tile,
-                Lines next) {
+                NextLines next) {
   const int vectors = head.value_stride / Simd::kLanes;
   next.begin_tile(runs_of(vectors) * n);
   each_run(vectors, [&](int v, auto count) {
@@ -199,11 +198,6 @@ void begin_split(const AttentionHead& head, AttentionTile<kRows>& tile) {
   std::fill(std::begin(tile.sum), std::end(tile.sum), 0.0f);
 }
 
-template <int kRows>
-void end_split(const AttentionHead& head, int row, bool last, AttentionTile<kRows>& tile) {
-  add_split(head, row, kRows, tile.max, tile.sum, tile.acc[0], kMaxHeadDim, last, tile.splits);
-}
-
 // Keys and values of the first positions of a span in the cache.
 template <typename Element>
 struct StoredSpan {
@@ -219,68 +213,44 @@ struct StoredSpan {
   }
 };
 
-// Scores, weights and values of a span for up to kTiles tiles. With `more`, another span follows.
-template <int kRows, int kTiles, typename Span, typename Tile>
-void attention_span(const AttentionHead& head, int span, bool more, Span& elements, std::span<Tile> tiles) {
-  const auto sees = [&](const Tile& tile) {
-    return tile.begin[0] < (span + 1) * kKeySpan && span * kKeySpan < tile.end[kRows - 1];
-  };
-  const auto seen = [&](const Tile& tile) {  // positions of the span up to the last one
-    const int left = tile.end[kRows - 1] - span * kKeySpan;
-    return left < kKeySpan ? left : kKeySpan;
-  };
-  // A single tile is done with a span before memory has delivered the next one, so it prefetches it. Floats
-  // do that line by line between their products: many requests at once gained nothing. Bytes prefetch at
-  // once.
-  using Lines = std::conditional_t<kTiles == 1, NextLines, NoLines>;
+// Scores, weights and values of a span. With `more`, another span follows, which is prefetched: a tile is
+// done with a span before memory has delivered the next one. Floats do that line by line between their
+// products: many requests at once gained nothing. Bytes prefetch at once.
+template <int kRows, typename Span, typename Tile>
+void attention_span(const AttentionHead& head, int span, bool more, Span& elements, Tile& tile) {
   const auto next = [&](const void* at, int stride) {
-    return Lines({static_cast<const std::byte*>(at), span_bytes(head.layout, stride)}, 1);
+    return NextLines({static_cast<const std::byte*>(at), span_bytes(head.layout, stride)}, 1);
   };
-  const Lines next_keys = more ? next(head.keys_of(span + 1), head.key_stride) : Lines({}, 1);
-  const Lines next_values = more ? next(head.values_of(span + 1), head.value_stride) : Lines({}, 1);
-  const int most = seen(tiles.back());
-  const auto keys = elements.keys(head, span, most);
-  for (Tile& tile : tiles) {
-    if (!sees(tile)) continue;
-    const int n = Span::kWhole ? kKeySpan : round_up(seen(tile), Simd::kLanes);
-    score_span(head, keys, n, tile, next_keys);
-    softmax_span<kRows>(span, tile, n);
-  }
-  const auto values = elements.values(head, span, most);
-  for (Tile& tile : tiles)
-    if (sees(tile)) value_span(head, values, seen(tile), tile, next_values);
+  const NextLines next_keys = more ? next(head.keys_of(span + 1), head.key_stride) : NextLines({}, 1);
+  const NextLines next_values = more ? next(head.values_of(span + 1), head.value_stride) : NextLines({}, 1);
+  const int seen = std::min(tile.end[kRows - 1] - span * kKeySpan, kKeySpan);  // up to the last one
+  const int n = Span::kWhole ? kKeySpan : round_up(seen, Simd::kLanes);
+  score_span(head, elements.keys(head, span, seen), n, tile, next_keys);
+  softmax_span<kRows>(span, tile, n);
+  value_span(head, elements.values(head, span, seen), seen, tile, next_values);
 }
 
-// `count` tiles of kRows query rows, from `row` on and at most kTiles, go through the keys together.
-template <int kRows, int kTiles, typename Span>
-void attention_tiles(const AttentionHead& head, int row, int count) {
-  using Tile = typename Span::template Tile<kRows>;
-  Tile memory[kTiles];
-  const std::span<Tile> tiles(memory, std::size_t(count));
+template <int kRows, typename Span>
+void attention_tile(const AttentionHead& head, int row) {
+  typename Span::template Tile<kRows> tile;
   Span elements;
-  for (int i = 0; i < count; ++i) begin_tile(head, row + i * kRows, memory[i]);
-  const VisibleRange visible = {tiles.front().begin[0], tiles.back().end[kRows - 1]};
+  begin_tile(head, row, tile);
+  const VisibleRange visible = {tile.begin[0], tile.end[kRows - 1]};
   each_split(head, visible, [&](VisibleRange split, bool last) {
-    for (Tile& tile : tiles) begin_split<kRows>(head, tile);
+    begin_split<kRows>(head, tile);
     for (int span = split.begin / kKeySpan; span * kKeySpan < split.end; ++span)
-      attention_span<kRows, kTiles>(head, span, (span + 1) * kKeySpan < visible.end, elements, tiles);
-    for (int i = 0; i < count; ++i) end_split<kRows>(head, row + i * kRows, last, memory[i]);
+      attention_span<kRows>(head, span, (span + 1) * kKeySpan < visible.end, elements, tile);
+    add_split(head, row, kRows, tile.max, tile.sum, tile.acc[0], kMaxHeadDim, last, tile.splits);
   });
 }
 
 template <typename Span>
 void attention_rows(const AttentionHead& head, int row, int end) {
-  constexpr int kRows = Simd::kAttentionRows, kTiles = 8;
-  constexpr int kHalf = (kRows + 1) / 2;
-  for (int count; (count = std::min((end - row) / kRows, kTiles)) > 1; row += count * kRows)
-    attention_tiles<kRows, kTiles, Span>(head, row, count);
-  if (row + kRows <= end) {
-    attention_tiles<kRows, 1, Span>(head, row, 1);
-    row += kRows;
-  }
-  for (; row + kHalf <= end; row += kHalf) attention_tiles<kHalf, 1, Span>(head, row, 1);
-  for (; row + 2 <= end; row += 2) attention_tiles<2, 1, Span>(head, row, 1);
-  if (row < end) attention_tiles<1, 1, Span>(head, row, 1);
+  constexpr int kRows = Simd::kAttentionRows, kHalf = (kRows + 1) / 2;
+  for (; row + kRows <= end; row += kRows) attention_tile<kRows, Span>(head, row);
+  for (; row + kHalf <= end; row += kHalf) attention_tile<kHalf, Span>(head, row);
+  for (; row + 2 <= end; row += 2) attention_tile<2, Span>(head, row);
+  if (row < end) attention_tile<1, Span>(head, row);
 }
 
 }  // namespace

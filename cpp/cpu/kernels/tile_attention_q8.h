@@ -6,8 +6,8 @@
 // of bfloat16 pairs take 4 and of float32 8, and half of the bytes are read. Sums of integers are exact in
 // any order.
 //
-// Elsewhere codes become float32, times their scales, which is exact, and are multiplied as such: for several
-// tiles a span at a time, for one between its products.
+// Elsewhere codes become float32, times their scales, which is exact, and are multiplied as such: for many
+// tokens a span at a time, for few between their products.
 #pragma once
 
 #include <bit>
@@ -109,15 +109,15 @@ struct WidenedQ8Span {
   }
 };
 
-// A single tile converts codes to float32 while it multiplies them, without a copy to share. Vectors of sums
+// Few tokens convert codes to float32 while they multiply them, without a copy to share. Vectors of sums
 // for a number of rows: enough to hide the latency of a product, with registers left for codes, scales and
 // factors on AVX2.
 template <int kRows>
 constexpr int kWidenedVectors = kRows >= Simd::kAttentionRows ? 2 : 4;
 
 // p[r][key] = q[r] . k[key] for the first `n` positions of a span, with the sums of the float tiles.
-template <int kRows, class Lines>
-void score_span(const AttentionHead& head, Q8Keys keys, int n, AttentionTile<kRows>& tile, Lines next) {
+template <int kRows>
+void score_span(const AttentionHead& head, Q8Keys keys, int n, AttentionTile<kRows>& tile, NextLines next) {
   constexpr int kVectors = kWidenedVectors<kRows>;
   const int dim = head.key_dim;
   next.begin_tile(ceil_div(n, kVectors * Simd::kLanes) * (dim / 4));
@@ -154,9 +154,9 @@ void score_span(const AttentionHead& head, Q8Keys keys, int n, AttentionTile<kRo
 }
 
 // acc = acc * rescale + p * v over the first `n` positions. Weights and scales of positions after them are 0.
-template <int kRows, class Lines>
+template <int kRows>
 void value_span(const AttentionHead& head, const Q8Values* values, int n, AttentionTile<kRows>& tile,
-                Lines next) {
+                NextLines next) {
   constexpr int kVectors = kWidenedVectors<kRows>;
   const int dim = head.value_dim;
   next.begin_tile(dim / (kVectors * Simd::kLanes) * ceil_div(n, 4));
@@ -270,8 +270,8 @@ template <int kRows>
 constexpr int kDigitVectors = kRows >= Simd::kAttentionRows ? 1 : 2;
 
 // p[r][key] = q[r] . k[key] for the first `n` positions of a span.
-template <int kRows, class Lines>
-void score_span(const AttentionHead& head, Q8Keys keys, int n, Q8Tile<kRows>& tile, Lines next) {
+template <int kRows>
+void score_span(const AttentionHead& head, Q8Keys keys, int n, Q8Tile<kRows>& tile, NextLines next) {
   constexpr int kVectors = kDigitVectors<kRows>;
   const int dim = head.key_dim;
   next.all();
@@ -296,8 +296,9 @@ void score_span(const AttentionHead& head, Q8Keys keys, int n, Q8Tile<kRows>& ti
 }
 
 // acc = acc * rescale + p * v over the first `n` positions.
-template <int kRows, class Lines>
-void value_span(const AttentionHead& head, const Q8Values* values, int n, Q8Tile<kRows>& tile, Lines next) {
+template <int kRows>
+void value_span(const AttentionHead& head, const Q8Values* values, int n, Q8Tile<kRows>& tile,
+                NextLines next) {
   constexpr int kVectors = kDigitVectors<kRows>;
   const int dim = head.value_dim;
   next.all();
