@@ -1,8 +1,8 @@
 // Attention of many tokens, in terms of the vectors of one instruction set (Simd, included before).
 //
-// Lanes are tokens, for one query head at a time: a step multiplies all of them by one element of a key or a
-// value. So the softmax adds up no lanes, and only tokens that see different positions need a mask. Each sum
-// is added up in the order of tile_attention_f32.h, which takes few tokens: the results have the same bits.
+// Each lane is a token, for one query head at a time: a step multiplies a vector of tokens by one element of
+// a key or a value. The softmax needs no sums across lanes then, and only tokens that see different positions
+// need a mask. Sums have the order of tile_attention_f32.h, which takes few tokens: the bits are the same.
 #pragma once
 
 #include <algorithm>
@@ -24,11 +24,11 @@ using LaneRow = float[kLaneTokens];
 struct LaneTile {
   alignas(64) LaneRow q[kMaxHeadDim];    // scaled so that scores are base-2 logarithms
   alignas(64) LaneRow acc[kMaxHeadDim];  // sum of p * v
-  alignas(64) LaneRow all[kMaxHeadDim];  // likewise, of complete splits
+  alignas(64) LaneRow all[kMaxHeadDim];  // the same for the splits before
   alignas(64) LaneRow p[kKeySpan];       // scores, then weights of the current span
   alignas(64) LaneRow max, sum, rescale;
   alignas(64) LaneRow begin, end;  // positions that a token sees, if they differ
-  SplitSums<kLaneTokens> splits;   // before this one
+  SplitSums<kLaneTokens> splits;   // of them
   int head, first, count;          // query head of the group, and tokens of the item
   VisibleRange every, any;         // positions that every token sees, and that any token sees
 };
@@ -180,15 +180,15 @@ inline void add_score_terms(const AttentionHead& head, int span, int n, int t, L
   rows_to_lanes(rows[0], kKeySpan, columns, tile.p[0] + t);
 }
 
-// Positions that a token does not see get the score -infinity.
+// Positions that a token does not see get the score -infinity, also in place of NaN.
 inline void mask_scores(int span, int n, int t, LaneTile& tile) {
   const F infinity = Simd::set(std::numeric_limits<float>::infinity());
   const F begin = Simd::load(tile.begin + t), end = Simd::load(tile.end + t);
   for (int i = 0; i < n; ++i) {
-    const F middle = Simd::set(float(span * kKeySpan + i) + 0.5f);
-    const F inside = Simd::min(Simd::sub(middle, begin), Simd::sub(end, middle));
-    const F bound = Simd::mul(inside, infinity);
-    Simd::store(tile.p[i] + t, Simd::min(bound, Simd::load(tile.p[i] + t)));
+    const F middle = Simd::set(float(span * kKeySpan + i) + 0.5f), zero = Simd::set(0);
+    const F inside = Simd::min(Simd::sub(middle, begin), Simd::sub(end, middle));  // positive if seen
+    const F seen = Simd::zero_below(Simd::load(tile.p[i] + t), inside, zero);
+    Simd::store(tile.p[i] + t, Simd::add(seen, Simd::min(Simd::mul(inside, infinity), zero)));
   }
 }
 
@@ -292,6 +292,7 @@ void attend_lanes(const AttentionHead& head, int h, int first, int count, Span& 
     t += kLaneTokens;
   }
   const VisibleRange all = {tiles.front().any.begin, tiles.back().any.end};
+  bool first_split = true;
   each_split(head, all, [&](VisibleRange split, bool last) {
     for (LaneTile& tile : tiles) begin_split(head, tile);
     for (int span = split.begin / kKeySpan; span * kKeySpan < split.end; ++span) {
@@ -303,7 +304,8 @@ void attend_lanes(const AttentionHead& head, int h, int first, int count, Span& 
       for (LaneTile& tile : tiles)
         with_positions(tile, span, [&](int n) { add_values(head, values, n, tile); });
     }
-    for (LaneTile& tile : tiles) end_split(head, split.begin == all.begin, last, tile);
+    for (LaneTile& tile : tiles) end_split(head, first_split, last, tile);
+    first_split = false;
   });
   for (const LaneTile& tile : tiles) store_results(head, tile);
 }

@@ -272,6 +272,32 @@ def test_padding_of_keys_changes_nothing(isa: str) -> None:
 
 
 @each_set
+def test_nan_of_an_earlier_call_does_not_reach_a_split(isa: str) -> None:
+    """Memory on the stack holds the results of the earlier call."""
+    q, keys, values = normal(32, 64), normal(1100, 64, seed=1), normal(1100, 64, seed=2)
+    for kv_dtype in KV_DTYPES:
+        out, nan, expected = np.zeros((3, 32, 64), np.float32)
+        cpu.attention(isa, q, keys, values, kv_dtype, 0, 0.125, 0, 32, expected)
+        cpu.attention(isa, q, np.full_like(keys, np.nan), values, kv_dtype, 0, 0.125, 0, 32, nan)
+        assert np.isnan(nan).all()
+        cpu.attention(isa, q, keys, values, kv_dtype, 0, 0.125, 0, 32, out, by_splits=True)
+        np.testing.assert_array_equal(out, expected)
+
+
+@each_set
+def test_keys_with_nan_do_not_reach_tokens_before_them(isa: str) -> None:
+    q, keys, values = normal(70, 64), normal(70, 64, seed=1), normal(70, 64, seed=2)
+    for kv_dtype in ("f16", "f32"):
+        whole, cut = np.empty((2, 70, 64), np.float32)
+        cpu.attention(isa, q, keys, values, kv_dtype, 0, 0.125, 38, 32, whole)
+        spoiled = keys.copy()
+        spoiled[60:] = np.nan
+        cpu.attention(isa, q, spoiled, values, kv_dtype, 0, 0.125, 38, 32, cut)
+        np.testing.assert_array_equal(cut[38:60], whole[38:60])
+        assert np.isnan(cut[60:]).all()
+
+
+@each_set
 def test_attention_does_not_see_later_positions(isa: str) -> None:
     q, keys, values = normal(70, 64), normal(70, 64, seed=1), normal(70, 64, seed=2)
     out, changed = np.empty((70, 64), np.float32), np.empty((70, 64), np.float32)
