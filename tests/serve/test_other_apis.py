@@ -17,7 +17,8 @@ CHAT_TOOL = {"type": "function", "function": {"name": "weather", "parameters": P
 TOOL = {"type": "function", "name": "weather", "parameters": PARAMETERS}
 ROME = {"city": "Rome"}
 THINKS = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: <think>\n{# </think> #}"
+    "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}\n{% endfor %}"
+    "assistant: <think>\n{# </think> #}"
 )
 COUNTING = {
     "type": "object",
@@ -170,6 +171,15 @@ def test_reasoning_is_an_item(thinking: Running) -> None:
     (item,) = found.output
     assert (item.type, item.content[0].text) == ("reasoning", expected)
     assert found.usage.output_tokens_details.reasoning_tokens == found.usage.output_tokens == 12
+
+
+def test_a_kept_response_keeps_its_reasoning(thinking: Running) -> None:
+    first = response(thinking, input=[USER])
+    items = [item.model_dump() for item in first.output]
+    following = response(thinking, input="a", previous_response_id=first.id)
+    spelled_out = response(thinking, input=[USER, *items, {"role": "user", "content": "a"}])
+    assert following.usage.input_tokens == spelled_out.usage.input_tokens
+    assert following.usage.input_tokens >= first.usage.total_tokens
 
 
 @pytest.mark.parametrize(
