@@ -34,6 +34,11 @@ class AskingForGil {
 // Whether this thread has released the GIL through this header. (PyGILState_Check is not in the stable ABI.)
 inline thread_local bool gil_is_released = false;
 
+// Whether this thread has the GIL. With it, a thread must not stop: the one that exits waits for it.
+inline bool has_gil() {
+  return !gil_is_released && PyGILState_GetThisThreadState();
+}
+
 // As nanobind's gil_scoped_release, also as a call guard.
 class GilRelease {
  public:
@@ -61,6 +66,7 @@ template <typename F>
 auto with_gil(F&& f) {
   const bool was_released = gil_is_released;
   const PyGILState_STATE state = [] {
+    if (has_gil()) return PyGILState_Ensure();
     const AskingForGil asking;
     return PyGILState_Ensure();
   }();

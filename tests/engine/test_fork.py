@@ -342,6 +342,34 @@ def test_a_process_exits_cleanly_with_daemon_threads(
     assert (done.returncode, done.stdout.splitlines()) == (0, [name for name in activities for _ in range(2)])
 
 
+LAST_REFERENCE = """
+import atexit, gc, threading
+
+exits, released = threading.Event(), threading.Event()
+
+@atexit.register
+def after_the_package():  # functions that are registered first are called last
+    exits.set()
+    print(released.wait(60))
+
+from metal_prefill import Model
+models = [Model(device="cpu", threads=1)]
+
+def release():
+    exits.wait()
+    models.clear()
+    gc.collect()
+    released.set()
+
+threading.Thread(target=release, daemon=True).start()
+"""
+
+
+def test_a_daemon_thread_may_release_a_model_while_the_process_exits() -> None:
+    done = finished([sys.executable, "-c", LAST_REFERENCE])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
 LEAKING = """
 import ctypes
 from metal_prefill import Model
