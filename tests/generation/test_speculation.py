@@ -239,12 +239,12 @@ def test_a_function_may_change_the_ids_that_it_receives(
     always(monkeypatch)
     received: list[list[int]] = []
 
-    def guess(tokens: list[int]) -> list[int]:
+    def draft(tokens: list[int]) -> list[int]:
         received.append(tokens.copy())
         tokens.clear()
         return []
 
-    made = [piece.token for piece in bundled.session().stream([1, 2], 9, speculate=guess)]
+    made = [piece.token for piece in bundled.session().stream([1, 2], 9, speculate=draft)]
     assert len(received) > 1
     assert received == [[1, 2, *made[:n]] for n in range(1, 1 + len(received))]
 

@@ -126,7 +126,7 @@ def test_gated_delta(run: Run, heads: int, groups: int, keys: int, width: int) -
                 np.array([head / np.sqrt(head @ head + 1e-6) for head in part.reshape(groups, keys)])
                 for part in (q, k)
             )
-            # Heads `groups` apart share a key.
+            # Head h has the key h % groups.
             q, k = (np.tile(part, (heads // groups, 1)) for part in (q / np.sqrt(keys), k))
             alpha, beta = rates[row, :heads].astype(np.float64) + bias, rates[row, heads : 2 * heads]
             factors = np.exp(decay * np.logaddexp(0, alpha)), sigmoid(beta)

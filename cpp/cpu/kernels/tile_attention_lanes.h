@@ -94,7 +94,6 @@ inline void load_queries(const AttentionHead& head, LaneTile& tile) {
 }
 
 inline void begin_tile(const AttentionHead& head, int h, int first, int count, LaneTile& tile) {
-  constexpr float kLargest = std::numeric_limits<float>::max();
   tile.head = h;
   tile.first = first;
   tile.count = count;
@@ -109,10 +108,9 @@ inline void begin_tile(const AttentionHead& head, int h, int first, int count, L
     tile.begin[t] = float(range(t).begin);
     tile.end[t] = float(range(t).end);
   }
-  const float* sink = head.sinks && !head.sums ? head.sinks + h : nullptr;
-  std::fill_n(tile.splits.shift, kLaneTokens,
-              sink ? std::clamp(*sink * kLog2E, -kLargest, kLargest) : -kLargest);
-  std::fill_n(tile.splits.sum, kLaneTokens, sink ? 1.0f : 0.0f);
+  const SoftmaxSum before = first_sum(head, std::size_t(h));
+  std::fill_n(tile.splits.shift, kLaneTokens, before.shift);
+  std::fill_n(tile.splits.sum, kLaneTokens, before.sum);
 }
 
 inline void begin_split(const AttentionHead& head, LaneTile& tile) {

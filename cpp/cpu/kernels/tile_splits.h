@@ -29,6 +29,19 @@ inline F inverse_sum(F sum) {
   return Simd::div(Simd::set(1), Simd::max(Simd::set(std::numeric_limits<float>::min()), sum));
 }
 
+// The sum of weights before the first position. A sink is a score that was seen before, without a value;
+// null: there is none.
+inline SoftmaxSum first_sum(const float* sink) {
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  if (!sink) return {-kLargest, 0};
+  return {std::clamp(*sink * kLog2E, -kLargest, kLargest), 1};
+}
+
+// That of query head h of the group: sums of a single split are without sinks.
+inline SoftmaxSum first_sum(const AttentionHead& head, std::size_t h) {
+  return first_sum(head.sinks && !head.sums ? head.sinks + h : nullptr);
+}
+
 // The splits of kRows rows so far, added up: a lane for each row.
 template <int kRows>
 struct SplitSums {
@@ -38,11 +51,9 @@ struct SplitSums {
   float scale[kPadded];                 // of both: 1, after the last split the inverse of the sum
   float* out[kRows];                    // weights times values
 
-  // A sink is a score that was seen before, without a value; null: there is none.
-  void begin_row(int r, float* to, int dim, const float* sink) {
-    constexpr float kLargest = std::numeric_limits<float>::max();
-    shift[r] = sink ? std::clamp(*sink * kLog2E, -kLargest, kLargest) : -kLargest;
-    sum[r] = sink ? 1.0f : 0.0f;
+  void begin_row(int r, float* to, int dim, SoftmaxSum first) {
+    shift[r] = first.shift;
+    sum[r] = first.sum;
     out[r] = to;
     std::fill_n(to, dim, 0.0f);
   }
@@ -88,9 +99,8 @@ template <int kRows>
 void begin_rows(const AttentionHead& head, int row, int rows, SplitSums<kRows>& splits) {
   for (int r = 0; r < rows; ++r) {
     const auto [token, h] = token_and_head(head, row + r);
-    const float* sink = head.sinks && !head.sums ? head.sinks + h : nullptr;
     splits.begin_row(r, head.out + token * head.out_stride + h * std::size_t(head.value_dim), head.value_dim,
-                     sink);
+                     first_sum(head, h));
   }
 }
 
@@ -127,7 +137,7 @@ inline void divide_split(const AttentionHead& head, int row, int rows, const flo
 void combine_splits(const float* results, std::size_t results_stride, const SoftmaxSum* sums,
                     std::size_t sums_stride, int count, int value_dim, const float* sink, float* out) {
   SplitSums<1> row;
-  row.begin_row(0, out, value_dim, sink);
+  row.begin_row(0, out, value_dim, first_sum(sink));
   for (int i = 0; i < count; ++i, results += results_stride, sums += sums_stride) {
     const float shift[Simd::kLanes] = {sums->shift}, sum[Simd::kLanes] = {sums->sum};
     row.add(shift, sum, 1, i + 1 == count);
