@@ -26,6 +26,8 @@ bool request_amx() {
 ProcessorFeatures processor_features() {
   ProcessorFeatures features;
   unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid(0, &a, &b, &c, &d)) return features;
+  features.intel = b == signature_INTEL_ebx && c == signature_INTEL_ecx && d == signature_INTEL_edx;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return features;
   const bool fma = c >> 12 & 1, f16c = c >> 29 & 1, xsave = c >> 27 & 1;
   if (!xsave) return features;
@@ -47,6 +49,17 @@ ProcessorFeatures processor_features() {
   return features;
 }
 
+bool prefetches_few_tokens() {
+  static const bool prefetches = processor_features().intel;
+  return prefetches;
+}
+
 }  // namespace metal_prefill::cpu
+
+#else
+
+bool metal_prefill::cpu::prefetches_few_tokens() {
+  return false;
+}
 
 #endif

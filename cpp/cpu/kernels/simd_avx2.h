@@ -17,7 +17,6 @@ struct Simd {
   // 16 registers. Products of bytes, few tokens: an integer and a float sum for each token, codes, a nibble
   // mask and temporaries. A second row vector would halve the tokens that share the unpacking of a nibble.
   static constexpr int kInt8Rows = 1, kInt8RowsOfOne = 4;
-  static constexpr bool kFetchesForOne = true;  // 1.2 times as fast on a Xeon, no slower on Zen 3
   // More tokens: 2 vectors of rows by 4 tokens are 8 integer sums; 2 of codes, an activation and temporaries.
   // With 12 sums GCC loads codes again for each product.
   static constexpr int kUnpackedRows = 2, kUnpackedTokens = 4;

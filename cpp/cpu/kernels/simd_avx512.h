@@ -18,7 +18,6 @@ struct Simd {
   // activations come as broadcast operands. Seven tokens spill.
   static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 6;
   static constexpr bool kJoinsHalves = true;
-  static constexpr bool kFetchesForOne = false;  // slower on Zen 4; AMX fetches by itself
   static constexpr int kPanelVectors = 2, kPanelTokens = 12, kRotatedZero = 128;  // 24 sums
   static constexpr int kFloatRows = 4, kFloatTokens = 6, kFloatPanelTokens = 12;
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4, kLaneSteps = 8;

@@ -16,7 +16,6 @@ struct Simd {
   static constexpr int kLanes = 4;
   // 32 registers. Products of bytes: 8 integer and 8 float sums, 2 of codes, and those of their widening.
   static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 4;
-  static constexpr bool kFetchesForOne = false;  // not measured
   // 24 sums hide a latency of 4 cycles on 4 pipes with room to spare; 4 weights and an activation besides.
   static constexpr int kFloatRows = 4, kFloatTokens = 6, kFloatPanelTokens = 6;
   static constexpr int kPanelVectors = 4, kPanelTokens = 6, kRotatedZero = kSignedCodes;

@@ -18,7 +18,6 @@ struct Simd {
   static constexpr int kLanes = 4;
   // Tile sizes: accumulators that a product keeps, rows (in vectors) by tokens.
   static constexpr int kInt8Rows = 1, kInt8RowsOfOne = 1, kInt8Tokens = 2;
-  static constexpr bool kFetchesForOne = false;
   static constexpr int kFloatRows = 2, kFloatTokens = 2, kFloatPanelTokens = 2;
   static constexpr int kAttentionRows = 2, kAttentionVectors = 2, kLaneSteps = 4;
   static constexpr int kPanelVectors = 1, kPanelTokens = 2, kRotatedZero = 128;

@@ -2,6 +2,7 @@
 // included before).
 #pragma once
 
+#include "processor.h"
 #include "tile_blocks.h"
 #include "tile_unpacked.h"
 
@@ -220,9 +221,8 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
   if constexpr (UnpacksBlocks<Simd>)
     if (count > kFewTokens<Simd>) return unpacked_blocks<Simd>(block, n_blocks, x, first, count, out, stride);
   // The group after this one is needed next. It is prefetched in the last few passes over this one,
-  // spread over them: in one pass of few tokens, memory could not keep up. Most single passes leave it to the
-  // processor, which does it better; but bytes for several tokens are more streams than it follows, and on
-  // some sets a token of 4-bit codes gains by it.
+  // spread over them: in one pass of few tokens, memory could not keep up. Some processors do it better for
+  // single passes, but bytes for several tokens are more streams than they follow.
   constexpr int kFetchPasses = 4;
   const auto passes_of = [](int n) { return ceil_div(n, Simd::kInt8Tokens); };
   int passes = 0;  // still to come
@@ -230,7 +230,7 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
     const int room = kTileTokens - at % kTileTokens, left = first + count - at;
     passes += passes_of(left < room ? left : room);
   }
-  const bool wanted = Block::kBits == 8 ? count >= 2 : Simd::kFetchesForOne && count == 1;
+  const bool wanted = prefetches_few_tokens() || (Block::kBits == 8 && count >= 2);
   const bool alone = wanted && group + 1 < weight.groups();
   const int fetch_passes = passes == 1 ? int(alone) : passes < kFetchPasses ? passes : kFetchPasses;
   while (count > 0) {

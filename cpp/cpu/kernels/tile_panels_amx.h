@@ -3,10 +3,10 @@
 //
 // A product of full tiles takes the unit 16 cycles and reads two tiles, so tokens and rows go in twos: four
 // C, one A and one B, five loads for four products. With two A and two B there would be four, but eight tiles
-// in use halve the rate of the unit if two threads share a core. A single token goes the same way, in a tile
-// with a single row in use: a sum depends on its own row of A only, and the weights come from memory more
-// slowly than the unit multiplies them. Every step adds its own sum to C, so sums have one order for any
-// tiles of tokens.
+// in use halve the rate of the unit if two threads share a core. A single token of pairs goes the same way,
+// in a tile with a single row in use: a sum depends on its own row of A only, and the weights come from
+// memory more slowly than the unit multiplies them. Vectors read them faster, and have the same sums of
+// bytes. Every step adds its own sum to C, so sums have one order for any tiles of tokens.
 //
 // Scale, bias and residual of the sums take the vector units about as long as the matrix unit takes for 384
 // columns, an activation longer. So the sums of one pair of tiles are finished while the unit multiplies the
@@ -180,7 +180,7 @@ void multiply_pairs_amx(const PairBlock* blocks, int n_blocks, const PairRows& x
 
 void multiply_rotated_amx(const PackedMatrix& weight, GroupRange groups, const RotatedRows& x, int first,
                           int count, const ProductOutput& out, const PrefetchRange& next) {
-  if (weight.packing == Packing::kRotatedWide)
+  if (weight.packing == Packing::kRotatedWide || count <= kFewPanelTokens)
     return kernels_avx512vnni().multiply_rotated(weight, groups, x, first, count, out, next);
   GroupProducts<RotatedTiles> products(x.row(first), x.stride, count);
   each_group(weight, groups, out, next,
