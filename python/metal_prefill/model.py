@@ -220,7 +220,7 @@ class Model:
         """See :meth:`Session.generate`."""
         return self._default_session().generate(prompt, max_tokens, progress=progress, **options)
 
-    async def generate_async(
+    def generate_async(
         self, prompt: str | TokenIds, max_tokens: int = 128, **options: Any
     ) -> AsyncIterator[str]:
         """Continue a prompt in one batch with those of other tasks, and yield text as it is generated.
@@ -229,8 +229,7 @@ class Model:
         The text is cancelled when the iteration over it ends early. Parameters are those of
         :meth:`generate_many`.
         """
-        async for piece in self._engine_loop.generate(prompt, max_tokens, **options):
-            yield piece
+        return self._engine_loop.generate(prompt, max_tokens, **options)
 
     @cached_property
     def _engine_loop(self) -> EngineLoop:

@@ -78,7 +78,9 @@ def test_the_page_can_be_disabled(cpu_model: Model) -> None:
 
 
 def test_an_app_may_be_mounted_under_a_path(cpu_model: Model) -> None:
-    outer = Starlette(routes=[Mount("/models/demo", serve.app(cpu_model, api_keys=["secret"]))])
+    outer = Starlette(
+        routes=[Mount("/models/demo", serve.app(cpu_model, serve.Settings(api_keys=["secret"])))]
+    )
     with TestClient(outer, "http://localhost") as client:
         html = client.get("/models/demo/").text
         for reference in ("health", *re.findall(r'(?:href|src)="([^"#]+)"', html)):

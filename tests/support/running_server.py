@@ -101,7 +101,7 @@ def running(
 
     `send_buffer` limits how much of an unread answer the system buffers; the default is megabytes.
     """
-    app = serve.app(model, **limits)
+    app = serve.app(model, serve.Settings(**limits))
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

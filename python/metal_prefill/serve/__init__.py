@@ -10,7 +10,7 @@ Needs the extra ``serve`` (``pip install 'metal_prefill[serve]'``). ``metal-pref
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.serve._settings import Settings
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Settings", "app"]
 
 
-def app(model: Model, settings: Settings | None = None, **limits: Any) -> Starlette:
+def app(model: Model, settings: Settings | None = None) -> Starlette:
     """Return an ASGI application that serves a model.
 
     All requests share the passes of one engine loop. The result of a request does not depend on the other
@@ -34,21 +34,15 @@ def app(model: Model, settings: Settings | None = None, **limits: Any) -> Starle
     model
         Remains owned by the caller, who closes it after the server has ended.
     settings
-        Limits.
-    limits
-        Fields of :class:`Settings`, instead of `settings`.
+        Names, keys and limits; None selects the defaults.
 
     Raises
     ------
     MissingExtraError
         The extra ``serve`` is not installed.
-    TypeError, ValueError
-        A limit is unknown, or out of range.
     """
-    if settings is not None and limits:
-        raise TypeError(f"got settings and also {', '.join(limits)}: pass settings or limits, not both")
     try:
         from metal_prefill.serve._app import make_app
     except ImportError as error:
         raise MissingExtraError(f"the server needs: pip install 'metal_prefill[serve]' ({error})") from error
-    return make_app(model, Settings(**limits) if settings is None else settings)
+    return make_app(model, settings or Settings())

@@ -1,28 +1,41 @@
-"""Routes of the server, and the static files of its page."""
+"""Routes of the server, access to them, and the static files of its page.
+
+A page of another site, which a browser on the same machine shows, can send requests to any address. Its
+``Origin`` identifies it, unless the name of its site resolves to this server (DNS rebinding): then ``Host``
+is that name.
+"""
 
 import hashlib
-from collections.abc import AsyncIterator
+import hmac
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_prefill.model import Model
 from metal_prefill.serve._activity import pass_number
 from metal_prefill.serve._chat import chat
 from metal_prefill.serve._completions import complete, detokenize, tokenize
 from metal_prefill.serve._endpoint import (
-    OPEN_PATHS,
+    OPENAI,
     Endpoint,
-    RefuseForeign,
-    RequireKey,
+    Reply,
+    Style,
+    given_key,
     prefix_key,
     prefix_namespace,
 )
@@ -33,6 +46,7 @@ from metal_prefill.serve._forms import (
     DetokenizeForm,
     EmbeddingForm,
     EmbedForm,
+    Form,
     PredictForm,
     RerankForm,
     TokenizeForm,
@@ -45,6 +59,8 @@ from metal_prefill.serve._service import Service
 from metal_prefill.serve._settings import Settings
 from metal_prefill.serve._vectors import embed, embed_inputs, predict, rank
 from metal_prefill.text._segmentation import let_threads_run
+
+_Form = TypeVar("_Form", bound=Form)
 
 
 def make_app(model: Model, settings: Settings) -> Starlette:
@@ -87,7 +103,8 @@ def make_app(model: Model, settings: Settings) -> Starlette:
 
     files = sorted(_PAGE_FOLDER.iterdir()) if settings.page else []
     page = [_route(path) for path in files if path.suffix in _MEDIA_TYPES]
-    open_paths = [*OPEN_PATHS, *(route.path for route in page)]
+    # Without a key, monitoring can probe the server, and the page can ask for one.
+    open_paths = ["/health", *(route.path for route in page)]
     origins = list(settings.cors_origins)
     middleware = [Middleware(RefuseForeign, hosts=settings.allowed_hosts, origins=origins)]
     if origins:
@@ -102,29 +119,32 @@ def make_app(model: Model, settings: Settings) -> Starlette:
         )
     if settings.api_keys:
         middleware.append(Middleware(RequireKey, keys=settings.api_keys, open_paths=open_paths))
-    keeping = partial(responses, KeptConversations())
-    ranking = Endpoint(service, RerankForm, rank)
+
+    def post(
+        path: str,
+        form: type[_Form],
+        answer: Callable[[Service, _Form, Reply], Awaitable[None]],
+        style: Style = OPENAI,
+    ) -> Route:
+        return Route(path, Endpoint(service, form, answer, style), methods=["POST"])
+
     app = Starlette(
         routes=[
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
-            Route("/v1/completions", Endpoint(service, CompletionForm, complete), methods=["POST"]),
-            Route("/v1/chat/completions", Endpoint(service, ChatForm, chat), methods=["POST"]),
-            Route("/v1/responses", Endpoint(service, ResponsesForm, keeping, RESPONSES), methods=["POST"]),
-            Route("/v1/messages", Endpoint(service, MessagesForm, messages, MESSAGES), methods=["POST"]),
-            Route(
-                "/v1/messages/count_tokens",
-                Endpoint(service, CountForm, count_tokens, MESSAGES),
-                methods=["POST"],
-            ),
-            Route("/v1/embeddings", Endpoint(service, EmbeddingForm, embed), methods=["POST"]),
-            Route("/embed", Endpoint(service, EmbedForm, embed_inputs), methods=["POST"]),
-            Route("/predict", Endpoint(service, PredictForm, predict), methods=["POST"]),
-            Route("/rerank", ranking, methods=["POST"]),
-            Route("/v1/rerank", ranking, methods=["POST"]),
-            Route("/v2/rerank", ranking, methods=["POST"]),  # the path of Cohere's client
-            Route("/tokenize", Endpoint(service, TokenizeForm, tokenize), methods=["POST"]),
-            Route("/detokenize", Endpoint(service, DetokenizeForm, detokenize), methods=["POST"]),
+            post("/v1/completions", CompletionForm, complete),
+            post("/v1/chat/completions", ChatForm, chat),
+            post("/v1/responses", ResponsesForm, partial(responses, KeptConversations()), RESPONSES),
+            post("/v1/messages", MessagesForm, messages, MESSAGES),
+            post("/v1/messages/count_tokens", CountForm, count_tokens, MESSAGES),
+            post("/v1/embeddings", EmbeddingForm, embed),
+            post("/embed", EmbedForm, embed_inputs),
+            post("/predict", PredictForm, predict),
+            post("/rerank", RerankForm, rank),
+            post("/v1/rerank", RerankForm, rank),
+            post("/v2/rerank", RerankForm, rank),  # the path of Cohere's client
+            post("/tokenize", TokenizeForm, tokenize),
+            post("/detokenize", DetokenizeForm, detokenize),
             Route("/health", health),
             Route("/metrics", metrics),
             Route("/activity", activity),
@@ -137,6 +157,93 @@ def make_app(model: Model, settings: Settings) -> Starlette:
     )
     app.state.service = service
     return app
+
+
+class RefuseForeign:
+    """Middleware that refuses requests with a foreign ``Host`` or ``Origin``."""
+
+    def __init__(
+        self,
+        app: ASGIApp,  # application
+        # Names of the server besides IP addresses, ``localhost`` and the machine's name; ``*`` allows all.
+        hosts: Collection[str],
+        # Origins of pages that may use the server besides its own; ``*`` allows all.
+        origins: Collection[str],
+    ) -> None:
+        self._app = app
+        machine = socket.gethostname().lower()
+        self._hosts = {"localhost", machine, f"{machine}.local", *(host.lower() for host in hosts)}
+        self._origins = {origin.lower() for origin in origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a request, or pass it to the application."""
+        if scope["type"] == "http" and (error := self._problem(Headers(scope=scope))) is not None:
+            await error.response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _problem(self, headers: Headers) -> ApiError | None:
+        host, origin = headers.get("host", "localhost"), headers.get("origin")
+        if not self._allows(host):
+            return ApiError(
+                f"{host!r} is not a name of this server; --allowed-host adds names",
+                status=403,
+                code="foreign_host",
+            )
+        if origin is None or not self._origins.isdisjoint({"*", origin.lower()}):
+            return None
+        if origin.lower().partition("://")[2] == host.lower():
+            return None
+        return ApiError(
+            f"pages of {origin!r} may not use this server; --cors-origin allows origins",
+            status=403,
+            code="foreign_origin",
+        )
+
+    def _allows(self, host: str) -> bool:
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+        except ValueError:
+            return False
+        if name in self._hosts or name.endswith(".localhost") or "*" in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)  # no site has an address as its name
+        except ValueError:
+            return False
+        return True
+
+
+class RequireKey:
+    """Middleware that requires a key for paths that are not open.
+
+    It is in ``Authorization: Bearer KEY`` or, as Anthropic's clients send it, in ``X-Api-Key: KEY``.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Iterable[str]) -> None:
+        self._app = app
+        self._open_paths = frozenset(open_paths)
+        self._keys = [key.encode("utf-8") for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Reject a request without a valid key, or pass it to the application."""
+        if scope["type"] == "http" and _path_of(scope) not in self._open_paths:
+            given = given_key(Headers(scope=scope))
+            # All keys are compared, each in constant time, so that the time reveals nothing about them.
+            if sum(hmac.compare_digest(given, known) for known in self._keys) == 0:
+                problem = "Incorrect API key provided" if given else "You didn't provide an API key"
+                error = ApiError(
+                    problem, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+                )
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _path_of(scope: Scope) -> str:
+    """Return the path of a request relative to the mount point of the application."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 _PAGE_FOLDER = Path(__file__).parent / "page"

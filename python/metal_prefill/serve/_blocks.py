@@ -94,7 +94,7 @@ async def answer_in_blocks(service: Service, form: ChatForm, reply: Reply, forma
         has_begun = False
         async with aclosing(generate(service, [choice], format_.id, reply.begin)) as passes:
             async for made in passes:
-                parts = [part for _, text in made for part in choice.parts(text.pieces)]
+                parts = [part for _, pieces in made for part in choice.parts(pieces)]
                 events = [] if has_begun else format_.begin(usage_of([choice]))
                 has_begun = True
                 events += [event for part in parts for event in blocks.take(part)]

@@ -13,7 +13,6 @@ import msgspec
 
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation._constraint_process import NoWorkerError
-from metal_prefill.generation._engine_loop import Made
 from metal_prefill.generation._sampling import SamplingOptions
 from metal_prefill.generation._stream import Stream
 from metal_prefill.serve._endpoint import Reply
@@ -210,8 +209,8 @@ class Choice:
 
 async def generate(
     service: Service, choices: Sequence[Choice], request: str, begin: float
-) -> AsyncGenerator[list[tuple[Choice, Made]], None]:
-    """Generate texts and yield the results of each pass; closing the iterator cancels them.
+) -> AsyncGenerator[list[tuple[Choice, list[Piece]]], None]:
+    """Generate texts and yield the pieces of each pass by text; closing the iterator cancels them.
 
     `request` is the id of the answer, and `begin` the time of the request. The first error in a text is
     raised and ends the others.
@@ -238,7 +237,7 @@ async def generate(
                 ]
                 metrics.generated_tokens.inc(len(text.pieces))
                 activity.count(choice.stream, len(text.pieces))
-            yield [(choices[text.text], text) for text in made]
+            yield [(choices[text.text], text.pieces) for text in made]
         service.note_prompts(streams)
     finally:
         texts.cancel()
@@ -270,11 +269,11 @@ async def send_choices(
     async with aclosing(generate(service, choices, head["id"], reply.begin)) as passes:
         async for made in passes:
             if form.stream:
-                chunks = [chunk for choice, text in made for chunk in choice.chunks(text.pieces)]
+                chunks = [chunk for choice, pieces in made for chunk in choice.chunks(pieces)]
                 await reply.events(*({**head, "choices": [chunk], **no_usage} for chunk in chunks))
             else:
-                for choice, text in made:
-                    choice.score(text.pieces)
+                for choice, pieces in made:
+                    choice.score(pieces)
 
     def last(texts: list[dict[str, Any]]) -> dict[str, Any]:
         usage = {"usage": usage_of(choices), "timings": timings_of(choices, reply.begin)}

@@ -194,9 +194,10 @@ class Service:
 
         def prepared() -> list[Stream]:
             streams = work()
-            for stream in streams if self._store is not None else ():
-                if stream.reuses and self._store is not None:
-                    self._store.load(stream.prompt, stream.prefix_namespace)
+            if self._store is not None:
+                for stream in streams:
+                    if stream.reuses:
+                        self._store.load(stream.prompt, stream.prefix_namespace)
             return streams
 
         compiles = may_compile.set(False)
@@ -210,9 +211,10 @@ class Service:
 
     def note_prompts(self, streams: Iterable[Stream]) -> None:
         """Let what finished prompts share with others be stored."""
-        for stream in streams if self._store is not None else ():
-            if stream.reuses and self._store is not None:
-                self._store.note(stream.prompt, stream.prefix_namespace)
+        if self._store is not None:
+            for stream in streams:
+                if stream.reuses:
+                    self._store.note(stream.prompt, stream.prefix_namespace)
 
     def close(self) -> None:
         """Wait until pending prefixes are stored."""
