@@ -2,19 +2,15 @@
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import model_folders
 from support.entity_folders import RECORDED
-from support.hub_server import Hub, Repo, serve
+from support.hub_server import Hub, Repo, serve, use_hub
 
 from metal_prefill import HubError, Model, hub
 from metal_prefill.hub import _download
@@ -27,62 +23,32 @@ FILES = {
     "more/tiny.F16.gguf": b"sixteen bits",
 }
 
-# Runs the code of each line in a process of its own, and prints what it adds to the answers.
-CALLER = """
-import functools, gc, json, os, ssl, sys
-ssl.create_default_context = functools.cache(ssl.create_default_context)  # each reads all certificates
-from metal_prefill import HubError, Model, hub
-from metal_prefill.conversion import _writing
-from metal_prefill.hub import _download
-client = _download.import_hub()
-client.HfApi, client.hf_hub_download, client.snapshot_download  # imports what they need
-client.utils.get_session()
-gc.freeze()
-for line in sys.stdin:
-    if os.fork():
-        if os.wait()[1]:
-            print("null", flush=True)
-        continue
-    code, calls, environment = json.loads(line)
-    if environment:  # which the Hub's client reads when it is imported
-        os.environ.update(environment)
-        for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
-            del sys.modules[name]
-    answers = []
-    exec(code)
-    print(json.dumps(answers), flush=True)
-    os._exit(0)  # the end of an interpreter takes longer than most calls
-"""
 UNREACHABLE = "http://127.0.0.1:9"
-FETCH = """
-for spec, options in calls:
-    try:
-        path = hub.fetch(*spec.split(":"), **options) if options else hub.resolve_model(spec)
-        answers.append({"path": str(path)})
-    except HubError as error:
-        answers.append({"error": str(error)})
-"""
 
 
-@dataclass
 class Client:
-    """A user of the Hub, in processes of its own."""
+    """A user of the Hub with an empty cache."""
 
-    home: Path
-    caller: subprocess.Popen[str]
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.home, self._monkeypatch = home, monkeypatch
 
-    def run(self, code: str, calls: Any = (), env: dict[str, str] | None = None) -> Any:
-        """Return the answers that a process adds to its list."""
-        assert self.caller.stdin is not None
-        assert self.caller.stdout is not None
-        self.caller.stdin.write(f"{json.dumps([code, calls, env])}\n")
-        self.caller.stdin.flush()
-        answers = json.loads(self.caller.stdout.readline())
-        assert answers is not None, "its traceback is in the output"
-        return answers
+    def ask(self, *specs: str, url: str | None = None, offline: bool = False, **options: Any) -> list[Any]:
+        """Return the path of each file or folder, or the message of an error.
 
-    def ask(self, *specs: str, env: dict[str, str] | None = None, **options: Any) -> list[dict[str, str]]:
-        answers: list[dict[str, str]] = self.run(FETCH, [(spec, options) for spec in specs], env)
+        `url` replaces that of the Hub; `offline` is a setting of the user.
+        """
+        answers: list[Path | str] = []
+        with self._monkeypatch.context() as patch:
+            if url is not None:
+                use_hub(patch, url, self.home)
+            patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+            for spec in specs:
+                try:
+                    answers.append(
+                        hub.fetch(*spec.split(":"), **options) if options else hub.resolve_model(spec)
+                    )
+                except HubError as error:
+                    answers.append(str(error))
         return answers
 
 
@@ -109,24 +75,12 @@ def server(served: Hub) -> Hub:
     return served
 
 
-@pytest.fixture(scope="module")
-def user(served: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    home = tmp_path_factory.mktemp("home")
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    env |= {"HF_HOME": str(home), "HF_ENDPOINT": served.url, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    env |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-W", "error::UserWarning", "-c", CALLER]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=env, **pipes) as process:
-        yield Client(home, process)
-
-
 @pytest.fixture
-def client(server: Hub, user: Client) -> Client:
-    """Return the user with an empty home."""
-    shutil.rmtree(user.home)
-    user.home.mkdir()
-    return user
+def client(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    use_hub(monkeypatch, server.url, tmp_path / "home")
+    return Client(tmp_path / "home", monkeypatch)
 
 
 def test_a_repository_without_a_model_folder_names_its_files(client: Client, tmp_path: Path) -> None:
@@ -138,7 +92,7 @@ def test_a_repository_without_a_model_folder_names_its_files(client: Client, tmp
         "(adapter_config.json), and no GGUF files",
         "tiny/absent": "repository tiny/absent does not exist on the Hub, or is private",
     }
-    assert [answer.get("error") for answer in client.ask(*messages)] == list(messages.values())
+    assert client.ask(*messages) == list(messages.values())
     assert hub.resolve_model(tmp_path / "none.gguf") == tmp_path / "none.gguf"
 
 
@@ -147,8 +101,7 @@ def test_all_parts_of_a_file_are_fetched(client: Client, server: Hub, name: str)
     folder = "" if "/" not in name else "parts/"
     files = {f"{folder}q-0000{i}-of-00003.gguf": bytes([i]) for i in (1, 2, 3)}
     server.repos["tiny/split"] = Repo({"README.md": b"", "other.gguf": b"x", **files})
-    (answer,) = client.ask(f"tiny/split:{name}")
-    first = Path(answer["path"])
+    (first,) = client.ask(f"tiny/split:{name}")
     assert first.name == "q-00001-of-00003.gguf"
     found = {folder + path.name: path.read_bytes() for path in first.parent.glob("q-*")}
     assert found == files
@@ -164,10 +117,10 @@ def test_a_model_folder_is_fetched_whole(client: Client, server: Hub) -> None:
     wanted = {name: b"{}" for name in (*names, f"{adapter}config.json", f"{adapter}model.safetensors")}
     others = {"pytorch_model.bin": b"x", "onnx/model.onnx": b"x", "model-1-of-2.safetensors": b"x"}
     server.repos["tiny/folder"] = Repo({**wanted, **others})
-    (answer,) = client.ask("tiny/folder")
-    assert contents(Path(answer["path"])) == wanted
+    (path,) = client.ask("tiny/folder")
+    assert contents(path) == wanted
     server.requests.clear()
-    assert client.ask("tiny/folder", env={"HF_HUB_OFFLINE": "1"}) == [answer]
+    assert client.ask("tiny/folder", offline=True) == [path]
     assert server.requests == []
 
 
@@ -177,30 +130,26 @@ def test_a_folder_of_gliner_is_fetched(client: Client, server: Hub, weights: str
     wanted = {**dict.fromkeys(names, b"{}"), weights: b"weights"}
     other = {} if weights == "pytorch_model.bin" else {"pytorch_model.bin": b"x"}
     server.repos["tiny/entities"] = Repo({**wanted, **other})
-    (answer,) = client.ask("tiny/entities")
-    assert contents(Path(answer["path"])) == wanted
+    (path,) = client.ask("tiny/entities")
+    assert contents(path) == wanted
 
 
-@pytest.mark.usefixtures("own_cache")
-def test_a_model_opens_a_repository_by_its_name(client: Client, server: Hub, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_cache", "client")
+def test_a_model_opens_a_repository_by_its_name(server: Hub, tmp_path: Path) -> None:
     folder = model_folders.llama(tmp_path / "made").write()
     server.repos["bard/plays"] = Repo({p.name: p.read_bytes() for p in folder.iterdir()})
-    code = (
-        "with Model('bard/plays', device='cpu') as model:\n"
-        "    answers += [model.path.name.rpartition('-')[0], model.forward_prompt([1, 2, 3])]"
-    )
-    with Model(folder, device="cpu") as model:
-        assert client.run(code) == ["plays", model.forward_prompt([1, 2, 3])]
+    with Model(folder, device="cpu") as model, Model("bard/plays", device="cpu") as fetched:
+        assert fetched.path.name.rpartition("-")[0] == "plays"
+        assert fetched.forward_prompt([1, 2, 3]) == model.forward_prompt([1, 2, 3])
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("own_cache", "client")
 @pytest.mark.parametrize("name", ["bert", "modernbert and bert"])
 def test_a_folder_of_gliner_takes_what_it_lacks_from_its_encoders(
-    client: Client, server: Hub, tmp_path: Path, name: str
+    server: Hub, tmp_path: Path, name: str
 ) -> None:
     folder = RECORDED[name](tmp_path / "made")
-    with Model(folder.write(), device="cpu") as model:
-        expected = model.find_entities(["Ada was born"], ["person"], threshold=0.0)
+    path = folder.write()
     places = {"encoder": (folder.path, "model_name", "encoder_config")}
     if "labels_encoder" in folder.config:
         labels = folder.path / "labels_tokenizer"
@@ -215,16 +164,16 @@ def test_a_folder_of_gliner_takes_what_it_lacks_from_its_encoders(
     server.repos["bard/entities"] = Repo(
         {"gliner_config.json": json.dumps(config).encode(), "model.safetensors": weights}
     )
-    code = (
-        "with Model('bard/entities', device='cpu') as model:\n"
-        "    answers += [str(model.find_entities(['Ada was born'], ['person'], threshold=0.0))]"
-    )
-    assert client.run(code) == [str(expected)]
+    with Model(path, device="cpu") as model, Model("bard/entities", device="cpu") as fetched:
+        found, expected = (
+            opened.find_entities(["Ada was born"], ["person"], threshold=0.0) for opened in (fetched, model)
+        )
+        assert found == expected
 
 
 def test_files_are_fetched_by_name_and_by_pattern(client: Client) -> None:
     specs = ["tiny/model:tiny.Q8_0.gguf", "tiny/model:*Q4_0.gguf", "tiny/model:more/*", "tiny/model:*F16*"]
-    paths = [Path(answer["path"]) for answer in client.ask(*specs)]
+    paths = client.ask(*specs)
     assert [p.read_bytes() for p in paths] == [b"eight bits", b"four bits", b"sixteen bits", b"sixteen bits"]
     assert [p.name for p in paths] == ["tiny.Q8_0.gguf", "tiny.Q4_0.gguf", "tiny.F16.gguf", "tiny.F16.gguf"]
 
@@ -241,19 +190,19 @@ def test_a_cached_file_is_not_fetched_again(client: Client, server: Hub, name: s
 @pytest.mark.parametrize("gone", ["server down", "told to stay offline"])
 def test_the_cache_is_used_without_the_hub(client: Client, server: Hub, gone: str) -> None:
     first = client.ask("tiny/model:*Q4_0.gguf")
-    offline = {"HF_ENDPOINT": UNREACHABLE} if gone == "server down" else {"HF_HUB_OFFLINE": "1"}
+    how: dict[str, Any] = {"url": UNREACHABLE} if gone == "server down" else {"offline": True}
     server.requests.clear()
     answers = client.ask(
         "tiny/model:*Q4_0.gguf",
         "tiny/model:tiny.Q4_0.gguf",
         "tiny/model:*Q8_0.gguf",
         "tiny/other:*",
-        env=offline,
+        **how,
     )
     assert answers[:2] == [*first, *first]
-    assert "in the cache" in answers[2]["error"]
-    assert "tiny.Q4_0.gguf" in answers[2]["error"]
-    assert "tiny/other is not in the cache, and the Hub is unreachable" in answers[3]["error"]
+    assert "in the cache" in answers[2]
+    assert "tiny.Q4_0.gguf" in answers[2]
+    assert "tiny/other is not in the cache, and the Hub is unreachable" in answers[3]
     assert server.requests == []
 
 
@@ -268,24 +217,22 @@ def test_unavailable_files_are_reported(client: Client) -> None:
         "tiny/gated:a.gguf": "tiny/gated is gated: request access on its page, then log in or set HF_TOKEN",
         "tiny/empty:*.gguf": "no file in tiny/empty matches '*.gguf'; it contains no GGUF files",
     }
-    answers = client.ask(*messages)
-    assert [answer.get("error") for answer in answers] == list(messages.values())
+    assert client.ask(*messages) == list(messages.values())
 
 
-def test_revisions_and_tokens(client: Client) -> None:
+def test_revisions_and_tokens(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     (tagged,) = client.ask("tiny/model:*Q4_0.gguf", revision="v1")
-    assert Path(tagged["path"]).read_bytes() == b"four bits"
-    (missing,) = client.ask("tiny/model:*Q4_0.gguf", revision="v9")
-    assert missing == {"error": "tiny/model has no revision 'v9'"}
+    assert tagged.read_bytes() == b"four bits"
+    assert client.ask("tiny/model:*Q4_0.gguf", revision="v9") == ["tiny/model has no revision 'v9'"]
     (secret,) = client.ask("tiny/secret:a.gguf", token="sesame")
-    assert Path(secret["path"]).read_bytes() == b"hidden"
-    (from_environment,) = client.ask("tiny/secret:*", env={"HF_TOKEN": "sesame"})
-    assert from_environment == secret
+    assert secret.read_bytes() == b"hidden"
+    monkeypatch.setenv("HF_TOKEN", "sesame")
+    assert client.ask("tiny/secret:*") == [secret]
 
 
 def test_a_prepared_cache_needs_no_hub(client: Client) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
-    repo = client.home / "hub" / "models--tiny--model"
+    repo = client.home / "models--tiny--model"
     for name, content in FILES.items():
         file = repo / "snapshots" / commit / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -293,34 +240,33 @@ def test_a_prepared_cache_needs_no_hub(client: Client) -> None:
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
     names = ("tiny.Q8_0.gguf", "*Q4_0*", "more/*", "*.gguf")
-    answers = client.ask(*(f"tiny/model:{name}" for name in names), env={"HF_ENDPOINT": UNREACHABLE})
-    contents = [Path(answer["path"]).read_bytes() for answer in answers[:3]]
-    assert contents == [b"eight bits", b"four bits", b"sixteen bits"]
-    assert "3 files" in answers[3]["error"]
+    specs = (f"tiny/model:{name}" for name in names)
+    *paths, message = client.ask(*specs, url=UNREACHABLE)
+    assert [path.read_bytes() for path in paths] == [b"eight bits", b"four bits", b"sixteen bits"]
+    assert "3 files" in message
 
 
 def test_an_interrupted_download_is_resumed(client: Client, server: Hub) -> None:
     content = bytes(range(256)) * 400
     server.repos["tiny/long"] = Repo({"a.gguf": content}, cut={"a.gguf"})
-    (answer,) = client.ask("tiny/long:a.gguf")
-    assert Path(answer["path"]).read_bytes() == content
+    (path,) = client.ask("tiny/long:a.gguf")
+    assert path.read_bytes() == content
     assert server.requests.count("GET /tiny/long/resolve/main/a.gguf") == 2
 
 
 def test_a_file_removed_during_a_download_is_reported(client: Client, server: Hub) -> None:
     server.repos["tiny/hasty"] = Repo({}, vanished=("a.gguf",))
-    (answer,) = client.ask("tiny/hasty:*")
-    assert "cannot download a.gguf from tiny/hasty" in answer["error"]
+    (message,) = client.ask("tiny/hasty:*")
+    assert "cannot download a.gguf from tiny/hasty" in message
 
 
-def test_a_model_is_opened_from_the_hub(client: Client, server: Hub, demo_path: Path) -> None:
+@pytest.mark.usefixtures("client")
+def test_a_model_is_opened_from_the_hub(server: Hub, demo_path: Path) -> None:
     server.repos["bard/plays"] = Repo({"bard.Q4_0.gguf": demo_path.read_bytes()})
-    code = (
-        "with Model.from_pretrained('bard/plays', '*Q4_0.gguf', device='cpu', max_context=64) as model:\n"
-        "    answers += [model.max_context, model.forward_prompt([1, 2, 3])]"
-    )
-    with Model(demo_path, device="cpu") as model:
-        assert client.run(code) == [64, model.forward_prompt([1, 2, 3])]
+    fetched = Model.from_pretrained("bard/plays", "*Q4_0.gguf", device="cpu", max_context=64)
+    with fetched, Model(demo_path, device="cpu") as model:
+        assert fetched.max_context == 64
+        assert fetched.forward_prompt([1, 2, 3]) == model.forward_prompt([1, 2, 3])
 
 
 @pytest.mark.parametrize("spec", ["model.gguf", "dir/model.gguf", "/tmp/x:y.gguf", "a/b/c:d.gguf", "a/b:"])
@@ -357,7 +303,7 @@ def test_a_hub_with_invalid_answers_counts_as_unreachable(client: Client, server
     numbers = [*range(len(ODD_LISTINGS)), 99]
     answers = client.ask(*(f"tiny/odd{i}:*.gguf" for i in numbers))
     for i, answer in zip(numbers, answers, strict=True):
-        assert f"tiny/odd{i} is not in the cache, and the Hub is unreachable: its " in answer["error"]
+        assert f"tiny/odd{i} is not in the cache, and the Hub is unreachable: its " in answer
 
 
 INVALID_HEADERS = (("ETag", None), ("X-Repo-Commit", None), ("ETag", '"../../x"'))
@@ -371,7 +317,7 @@ def test_a_cached_file_is_used_if_the_hub_answers_are_invalid(client: Client, se
     names = [f"tiny/odd{i}" for i in range(len(odd))]
     server.repos.update((name, Repo({"a.gguf": b"content"})) for name in names)
     first = client.ask(*(f"{name}:*.gguf" for name in names))
-    assert [Path(answer["path"]).read_bytes() for answer in first] == [b"content"] * len(odd)
+    assert [path.read_bytes() for path in first] == [b"content"] * len(odd)
     server.repos.update(
         (name, Repo({"a.gguf": b"content"}, **answers)) for name, answers in zip(names, odd, strict=True)
     )
@@ -380,14 +326,17 @@ def test_a_cached_file_is_used_if_the_hub_answers_are_invalid(client: Client, se
 
 def test_an_endless_listing_is_limited(client: Client, server: Hub) -> None:
     server.repos["tiny/endless"] = Repo({"a.gguf": b"a"}, endless=True, listing=b" " * 65536)
-    (answer,) = client.ask("tiny/endless:*.gguf")
-    assert f"the Hub is unreachable: its response has more than {16 << 20} bytes" in answer["error"]
+    (message,) = client.ask("tiny/endless:*.gguf")
+    assert f"the Hub is unreachable: its response has more than {16 << 20} bytes" in message
 
 
-def test_a_hub_that_never_answers_times_out(client: Client, server: Hub) -> None:
+def test_a_hub_that_never_answers_times_out(
+    client: Client, server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 2)
     server.repos["tiny/silent"] = Repo({"a.gguf": b"a"}, silent=True)
-    (answer,) = client.ask("tiny/silent:*.gguf", env={"HF_HUB_ETAG_TIMEOUT": "2"})
-    assert "the Hub is unreachable" in answer["error"]
+    (message,) = client.ask("tiny/silent:*.gguf")
+    assert "the Hub is unreachable" in message
 
 
 def test_a_call_that_takes_too_long_is_abandoned() -> None:
@@ -422,7 +371,7 @@ def test_headers_with_invalid_file_names_are_rejected(client: Client, server: Hu
         server.repos[name] = Repo({"a.gguf": b"a"}, headers=headers)
     answers = client.ask(*(f"{name}:*.gguf" for name in names))
     for name, headers, answer in zip(names, HOSTILE_HEADERS, answers, strict=True):
-        assert f"cannot download a.gguf from {name}: its " in answer.get("error", ""), headers
+        assert f"cannot download a.gguf from {name}: its " in str(answer), headers
         assert f"GET /{name}/resolve/main/a.gguf" not in server.requests, headers
     kept = [p for p in client.home.rglob("*") if p.is_file() and p.name != "CACHEDIR.TAG"]
     assert kept == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.fuzzing import TIMEOUT, fuzz
-from support.hub_server import Repo, serve
+from support.hub_server import Repo, serve, use_hub
 
 from metal_prefill import HubError
 from metal_prefill.hub import _download
@@ -59,15 +59,11 @@ def odd_repo(listing: bytes, random: Random) -> Repo:
 
 
 def test_answers_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library: Any = _download.import_hub()
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     home = tmp_path / "home"
     home.mkdir()
     numbers = itertools.count()
     with serve({}) as server:
-        monkeypatch.setattr(library.constants, "ENDPOINT", server.url)
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(library.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        use_hub(monkeypatch, server.url, home)
 
         def ask(listing: bytes, random: Random) -> None:
             n = next(numbers)

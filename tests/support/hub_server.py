@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import pytest
 
 
 @dataclass
@@ -64,6 +67,16 @@ def serve(repos: dict[str, Repo]) -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    """Have the library, which is imported once, use the server at `url` and this cache."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    template = "/{repo_id}/resolve/{revision}/{filename}"
+    constants = {"ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": url + template, "HF_HUB_CACHE": str(cache)}
+    for name, value in constants.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(cache))  # a copy
 
 
 class _Handler(BaseHTTPRequestHandler):
