@@ -1,13 +1,14 @@
 """An independent reference for samplers: NumPy, random numbers by their definition, log probabilities."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.generation import Options
+from support.float64 import softmax
 
 Ids: TypeAlias = npt.NDArray[np.intp]
 Scores: TypeAlias = npt.NDArray[np.float64]
@@ -54,78 +55,35 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
 def sample(
     logits: npt.ArrayLike,
     *,
-    allowed: npt.ArrayLike | None = None,
+    rng: np.random.Generator,
+    allowed: npt.NDArray[np.bool_] | None = None,
     recent: Iterable[int] = (),
-    rng: np.random.Generator | None = None,
     **options: Any,
 ) -> int:
-    """Choose one token as `Sampler` does; `options` are the fields of `Options`."""
-    return _choose(
-        logits, Options(**options), allowed, recent, np.random.default_rng() if rng is None else rng
-    )
-
-
-def _check_shape(logits: npt.NDArray[np.floating]) -> None:
-    if logits.ndim != 1 or logits.size == 0:
-        raise ValueError(f"logits must be one-dimensional and not empty, got shape {logits.shape}")
-
-
-def _checked_mask(allowed: npt.ArrayLike, vocab_size: int) -> npt.NDArray[np.bool_]:
-    mask = np.asarray(allowed)
-    if mask.dtype != np.bool_ or mask.shape != (vocab_size,):
-        raise ValueError(
-            f"a mask of allowed tokens must be bool [{vocab_size}], got {mask.dtype} {list(mask.shape)}"
-        )
-    return mask
-
-
-def _choose(
-    logits: npt.ArrayLike,
-    options: Options,
-    allowed: npt.ArrayLike | None,
-    recent: Iterable[int],
-    rng: np.random.Generator,
-) -> int:
-    scores = np.array(logits, dtype=np.float64)
-    _check_shape(scores)
-    if np.isnan(scores).any():
-        raise ValueError(f"the logit of token {int(np.flatnonzero(np.isnan(scores))[0])} is NaN")
-    _add_bias(scores, options.logit_bias)
+    """Choose one token of finite logits as `Sampler` does; `options` are the fields of `Options`."""
+    stated, scores = Options(**options), np.array(logits, dtype=np.float64)
+    for token, bias in stated.logit_bias.items():
+        scores[token] = bias if bias == -math.inf else scores[token] + bias
     if allowed is not None:
-        scores[~_checked_mask(allowed, scores.size)] = -math.inf
-    _penalize(scores, recent, options)
-    highest = scores.max()
-    if highest == -math.inf:
-        raise ValueError("every logit is -inf: there is no token to choose")
-    if highest == math.inf:
-        scores = np.where(scores == math.inf, 0.0, -math.inf)
-    if options.temperature == 0:
+        scores[~allowed] = -math.inf
+    _penalize(scores, recent, stated)
+    if stated.temperature == 0:
         return int(scores.argmax())
 
     ids = np.flatnonzero(scores > -math.inf)
-    ids = _top_k(ids, scores, options.top_k)
-    ids = _typical(ids, scores, options.typical_p)
-    ids = _top_p(ids, scores, options.top_p)
-    ids = _min_p(ids, scores, options.min_p)
+    ids = _top_k(ids, scores, stated.top_k)
+    ids = _typical(ids, scores, stated.typical_p)
+    ids = _top_p(ids, scores, stated.top_p)
+    ids = _min_p(ids, scores, stated.min_p)
     # Inverse transform sampling over ids in increasing order, as in the native core.
-    cumulative = np.cumsum(_softmax(scores[ids], options.temperature))
+    values = scores[ids]
+    cumulative = np.cumsum(softmax((values - values.max()) / stated.temperature))
     drawn = int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
     return int(ids[min(drawn, len(ids) - 1)])
 
 
-def _add_bias(scores: Scores, logit_bias: Mapping[int, float]) -> None:
-    for token, bias in logit_bias.items():
-        if token >= scores.size:
-            raise ValueError(f"the id of a logit bias {token} is outside the vocabulary of {scores.size}")
-        scores[token] = bias if bias == -math.inf else scores[token] + bias
-
-
 def _penalize(scores: Scores, recent: Iterable[int], options: Options) -> None:
-    if not (options.repeat_penalty != 1 or options.frequency_penalty or options.presence_penalty):
-        return
     ids, counts = np.unique(np.fromiter(recent, dtype=np.int64), return_counts=True)
-    if ids.size and not 0 <= ids[0] <= ids[-1] < scores.size:
-        raise ValueError(f"a recent token id is outside the vocabulary of {scores.size}")
     penalty = options.repeat_penalty
     scores[ids] = np.where(scores[ids] > 0, scores[ids] / penalty, scores[ids] * penalty)
     scores[ids] -= counts * options.frequency_penalty + options.presence_penalty
@@ -143,7 +101,7 @@ def _top_k(ids: Ids, scores: Scores, k: int) -> Ids:
 def _typical(ids: Ids, scores: Scores, p: float) -> Ids:
     if p == 1:
         return ids
-    weights = _softmax(scores[ids])
+    weights = softmax(scores[ids])
     below = scores[ids].max() - scores[ids]  # surprisal, relative to that of the most probable token
     distance = np.abs(below - (weights * below).sum())
     return _fewest(ids, distance, weights, p)
@@ -152,7 +110,7 @@ def _typical(ids: Ids, scores: Scores, p: float) -> Ids:
 def _top_p(ids: Ids, scores: Scores, p: float) -> Ids:
     if p == 1:
         return ids
-    return _fewest(ids, -scores[ids], _softmax(scores[ids]), p)
+    return _fewest(ids, -scores[ids], softmax(scores[ids]), p)
 
 
 def _fewest(ids: Ids, keys: Scores, weights: Scores, p: float) -> Ids:
@@ -168,10 +126,3 @@ def _min_p(ids: Ids, scores: Scores, p: float) -> Ids:
     values = scores[ids]
     kept: Ids = ids[values >= values.max() + math.log(p)]
     return kept
-
-
-def _softmax(values: Scores, temperature: float = 1.0) -> Scores:
-    with np.errstate(over="ignore", under="ignore"):  # a tiny temperature underflows all but the highest
-        weights: Scores = np.exp((values - values.max()) / temperature)
-    weights /= weights.sum()
-    return weights
