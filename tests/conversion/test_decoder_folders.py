@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from support import decoder_folders, recurrent_folders
@@ -22,6 +21,7 @@ from support.decoder_folders import (
     gemma4,
     long_rope,
 )
+from support.gguf_mutator import take_apart
 from support.gguf_reader import GGUFReader
 from support.model_folders import CONTEXT, DIM, FFN, LAYERS, Folder, read, save_bfloat16
 
@@ -257,20 +257,11 @@ def test_the_file_of_gemma4_has_the_keys_and_tensors_of_llama_cpp(tmp_path: Path
 def test_keys_of_layers_that_share_others_are_ignored_in_a_file(tmp_path: Path) -> None:
     """Files of llama.cpp have them, since published folders do."""
     path = convert(gemma4(tmp_path / "m").write(), tmp_path / "m.gguf")
-    reader = GGUFReader(path)
-    writer = gguf.GGUFWriter(tmp_path / "more.gguf", "gemma4")
-    for key, field in reader.fields.items():
-        if not key.startswith(("GGUF.", "general.architecture")):
-            writer.add_key_value(key, field.contents(), field.types[0], (*field.types, None)[1])
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.add_tensor("blk.4.attn_k.weight", np.ones((48, 32), np.float32))
-    writer.add_tensor("blk.4.attn_k_norm.weight", np.ones(24, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    np.testing.assert_array_equal(logits_of(tmp_path / "more.gguf"), logits_of(path))
+    parts = take_apart(path)
+    for name, dims in {"attn_k": [32, 48], "attn_k_norm": [24]}.items():
+        parts.tensors.append((f"blk.4.{name}.weight", dims, 0, len(parts.data)))
+        parts.data += np.ones(dims, np.float32).tobytes()
+    np.testing.assert_array_equal(logits_of(parts.write(tmp_path / "more.gguf")), logits_of(path))
 
 
 def resident_bytes() -> int:

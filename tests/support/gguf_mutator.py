@@ -8,6 +8,7 @@ from random import Random
 
 from metal_prefill.files import GGUFFile
 from support.gguf_bytes import ARRAY, SCALAR_FORMATS, STRING, Value, gguf, scalar, tensor, text
+from support.gguf_reader import GGUFReader
 
 INTEGERS = [
     *(0, 1, 2, 7, 8, 31, 32, 33, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1),
@@ -65,34 +66,17 @@ def with_key(path: Path, whole: Path, key: str, kind: int, value: bytes) -> Path
 
 def take_apart(path: Path) -> Parts:
     """Read a valid file."""
-    content = path.read_bytes()
-    with GGUFFile(path) as opened:
-        tensors = [
-            (t.name, list(reversed(t.shape)), t.type, t.offset - opened.data_offset)
-            for t in opened.tensors.values()
-        ]
-        data = content[opened.data_offset :]
-    metadata, pos = [], 24
-    for _ in range(struct.unpack_from("<Q", content, 16)[0]):
-        (length,) = struct.unpack_from("<Q", content, pos)
-        key = content[pos + 8 : pos + 8 + length]
-        (kind,) = struct.unpack_from("<I", content, pos + 8 + length)
-        start = pos + 12 + length
-        pos = _end(content, start, kind)
-        metadata.append((key, kind, content[start:pos]))
-    return Parts(metadata, tensors, data)
-
-
-def _end(content: bytes, pos: int, kind: int) -> int:
-    if kind == STRING:
-        return pos + 8 + int(struct.unpack_from("<Q", content, pos)[0])
-    if kind != ARRAY:
-        return pos + struct.calcsize(SCALAR_FORMATS[kind])
-    element, count = struct.unpack_from("<IQ", content, pos)
-    pos += 12
-    for _ in range(count):
-        pos = _end(content, pos, element)
-    return pos
+    reader = GGUFReader(path)
+    fields = [field.parts for name, field in reader.fields.items() if not name.startswith("GGUF.")]
+    metadata = [
+        (key.tobytes(), int(kind[0]), b"".join(part.tobytes() for part in value))
+        for _, key, kind, *value in fields
+    ]
+    tensors = [
+        (t.name, t.shape.tolist(), int(t.tensor_type), int(t.data_offset) - reader.data_offset)
+        for t in reader.tensors
+    ]
+    return Parts(metadata, tensors, path.read_bytes()[reader.data_offset :])
 
 
 def mutate(parts: Parts, random: Random) -> bytes:

@@ -37,7 +37,7 @@ class GGUFReader(gguf.GGUFReader):  # type: ignore[misc]
                 for _ in range(int(length[0])):
                     start = end + 8
                     end = start + int.from_bytes(data[end:start], "little")
-                    parts.append(self._data[start:end])
+                    parts += [self._data[start - 8 : start], self._data[start:end]]
                 types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]
-                return end - orig_offs, parts, list(range(2, len(parts))), types
+                return end - orig_offs, parts, list(range(3, len(parts), 2)), types
         return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
