@@ -10,8 +10,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from support import encoder_tokenizers as recorded
-from support.encoder_tokenizers import VARIANTS
+from support.encoder_tokenizers import VARIANTS, open_recorded
 from support.fuzzing import TIMEOUT, fuzz
 from support.gguf_mutator import Parts, mutate, take_apart
 from support.hostile_texts import hostile_texts
@@ -28,12 +27,7 @@ TEXT = "Hello, wörld \u212b \u1e9b\u0323 ﬁ 漢字 \U0001f600 </s> [SEP]"
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    record = recorded.recorded()
-    folders = {name: tmp_path_factory.mktemp("vocabulary") for name in VARIANTS}
-    return {
-        name: recorded.open_folder(recorded.write_recorded(folder, name, record))
-        for name, folder in folders.items()
-    }
+    return {name: open_recorded(tmp_path_factory.mktemp("vocabulary"), name) for name in VARIANTS}
 
 
 def test_texts_are_encoded_with_offsets(tokenizers: dict[str, Tokenizer]) -> None:
@@ -58,12 +52,11 @@ def test_texts_are_encoded_with_offsets(tokenizers: dict[str, Tokenizer]) -> Non
 
 
 @pytest.fixture(scope="module")
-def files(tokenizers: dict[str, Tokenizer], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Parts]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Parts]:
     folder = tmp_path_factory.mktemp("parts")
-    record = recorded.recorded()
     found = {}
     for name in ("uncased", "unigram"):
-        recorded.open_folder(recorded.write_recorded(folder, name, record))
+        open_recorded(folder, name)
         parts = take_apart(folder / "vocabulary.gguf")
         found[name] = Parts(parts.metadata, [("t", [32], 0, 0)], bytes(128))
     return found

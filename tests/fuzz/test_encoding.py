@@ -4,10 +4,8 @@ A text round-trips through its tokens, whole and piece by piece; its words never
 llama.cpp is installed, the ids are compared with its ids.
 """
 
-import json
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 from support import comparison
@@ -79,7 +77,7 @@ def write_text(random: Random) -> str:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("vocabularies")
-    vocabularies: dict[str, Any] = json.loads(comparison.TOKENS.read_text())["vocabularies"]
+    vocabularies = comparison.recorded()["vocabularies"]
     return {
         name: comparison.write_vocabulary(folder / f"{i}.gguf", vocabularies[variant.kind], variant)
         for i, (name, variant) in enumerate(comparison.TOKENIZERS.items())

@@ -5,14 +5,17 @@ The tools that record their answers and the tests that compare with them share t
 
 # ruff: noqa: RUF001  (the look-alikes are intended)
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill.files import GGUFFile
 from metal_prefill.files._gguf_writer import GGUFWriter
 from metal_prefill.synth import TIED
 from metal_prefill.text import Tokenizer
@@ -127,6 +130,19 @@ TOKENIZERS = {
     "sentencepiece, special": TokenizerVariant("llama", parse_special=True),
     "sentencepiece, no prefix": TokenizerVariant("llama", space_prefix=False),
 }
+
+
+@cache
+def recorded() -> dict[str, Any]:
+    """Return vocabularies, texts, and the tokens that llama.cpp makes of them."""
+    record: dict[str, Any] = json.loads(TOKENS.read_text())
+    return record
+
+
+def open_variant(path: Path, variant: TokenizerVariant, **changes: Any) -> Tokenizer:
+    """Open a recorded vocabulary, changed or not."""
+    vocabulary = {**recorded()["vocabularies"][variant.kind], **changes}
+    return Tokenizer.from_gguf(GGUFFile(write_vocabulary(path, vocabulary, variant)))
 
 
 def write_vocabulary(path: Path, vocabulary: dict[str, Any], variant: TokenizerVariant) -> Path:

@@ -4,7 +4,6 @@ The tool that records the ids of transformers, and the tests that compare with t
 """
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -91,9 +90,13 @@ def recorded() -> dict[str, npt.NDArray[Any]]:
         return dict(arrays)
 
 
-def write_recorded(folder: Path, name: str, record: dict[str, npt.NDArray[Any]]) -> Path:
+def write_recorded(folder: Path, name: str) -> Path:
     """Write the tokenizer of a variant as transformers wrote it."""
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes(record[f"{name}: {file}"].tobytes())
-    assert json.loads((folder / "tokenizer.json").read_bytes())["model"]
+        (folder / file).write_bytes(recorded()[f"{name}: {file}"].tobytes())
     return folder
+
+
+def open_recorded(folder: Path, name: str) -> Tokenizer:
+    """Open the tokenizer of a variant, whose files are written to the folder."""
+    return open_folder(write_recorded(folder, name))

@@ -103,7 +103,7 @@ def entities(
     """Make a folder of GLiNER with an encoder."""
     folder = body(path)
     if tokenizer:
-        encoder_tokenizers.write_recorded(path, tokenizer, encoder_tokenizers.recorded())
+        encoder_tokenizers.write_recorded(path, tokenizer)
     content = json.loads((path / "tokenizer.json").read_bytes())
     vocabulary = content["model"]["vocab"]
     known = {t if isinstance(t, str) else t[0] for t in vocabulary}

@@ -183,7 +183,7 @@ def bert_layer(names: Mapping[str, str]) -> Shapes:
 def bert(path: Path, architecture: str = "BertModel", variant: str = "uncased", **config: Any) -> Folder:
     """Make a folder of a BERT or XLM-R class."""
     path.mkdir(parents=True, exist_ok=True)
-    encoder_tokenizers.write_recorded(path, variant, encoder_tokenizers.recorded())
+    encoder_tokenizers.write_recorded(path, variant)
     tokenizer = json.loads((path / "tokenizer.json").read_bytes())
     vocab = max(len(tokenizer["model"]["vocab"]), *(t["id"] + 1 for t in tokenizer["added_tokens"]))
     roberta = "Roberta" in architecture

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import encoder_tokenizers as recorded
 from support.encoder_tokenizers import VOCABULARY_KEYS as KEY
-from support.encoder_tokenizers import open_vocabulary
+from support.encoder_tokenizers import open_recorded, open_vocabulary
 from support.gguf_bytes import (
     ARRAY,
     F32,
@@ -157,7 +156,7 @@ class Charsmap:
     """The character map of the recorded vocabulary, and ways to damage it."""
 
     def __init__(self, folder: Path) -> None:
-        recorded.open_folder(recorded.write_recorded(folder, "unigram", recorded.recorded()))
+        open_recorded(folder, "unigram")
         with GGUFFile(folder / "vocabulary.gguf") as opened:
             content = np.asarray(opened.metadata[KEY + "precompiled_charsmap"]).tobytes()
         size = int.from_bytes(content[:4], "little")

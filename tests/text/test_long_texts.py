@@ -1,6 +1,5 @@
 """Long texts, which are encoded in parts: the tokens of the whole, and an end by Ctrl-C."""
 
-import json
 import re
 import signal
 from collections.abc import Callable
@@ -12,10 +11,9 @@ import pytest
 from support import comparison, encoder_tokenizers
 from support.hostile_texts import hostile_texts
 
-from metal_prefill.files import GGUFFile
 from metal_prefill.text import Tokenizer, _segmentation, _tokenizer
 
-RECORD: dict[str, Any] = json.loads(comparison.TOKENS.read_text())
+RECORD = comparison.recorded()
 WHOLE = 1 << 40  # characters of a part, which no text has
 TEXTS = [*RECORD["texts"], *hostile_texts(150, seed=5), "И был вечер и было утро", "a  b c\n d"]
 BETWEEN = " and  the King's \u2581x "
@@ -26,14 +24,8 @@ SHORT = BETWEEN.join(TEXTS[:: max(len(TEXTS) // 60, 1)])  # for the places, whic
 @pytest.fixture(params=[*comparison.TOKENIZERS, *encoder_tokenizers.VARIANTS])
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     if request.param in encoder_tokenizers.VARIANTS:
-        record = encoder_tokenizers.recorded()
-        folder = encoder_tokenizers.write_recorded(tmp_path, request.param, record)
-        return encoder_tokenizers.open_folder(folder)
-    variant = comparison.TOKENIZERS[request.param]
-    vocabulary = RECORD["vocabularies"][variant.kind]
-    return Tokenizer.from_gguf(
-        GGUFFile(comparison.write_vocabulary(tmp_path / "v.gguf", vocabulary, variant))
-    )
+        return encoder_tokenizers.open_recorded(tmp_path, request.param)
+    return comparison.open_variant(tmp_path / "v.gguf", comparison.TOKENIZERS[request.param])
 
 
 def made(monkeypatch: pytest.MonkeyPatch, length: int, encode: Callable[[], Any]) -> tuple[Any, int]:
@@ -69,12 +61,12 @@ def test_only_vocabularies_with_spaces_after_letters_are_not_divided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variant = comparison.TOKENIZERS["sentencepiece"]
-    vocabulary = dict(RECORD["vocabularies"][variant.kind])
-    place = next(i for i, token in enumerate(vocabulary["tokens"]) if re.fullmatch("\u2581[a-z]{2,}", token))
+    tokens = RECORD["vocabularies"][variant.kind]["tokens"]
+    place = next(i for i, token in enumerate(tokens) if re.fullmatch("\u2581[a-z]{2,}", token))
     for token, divisible in (("th\u2581", False), ("\u2581th", True)):
-        vocabulary["tokens"] = [token if i == place else t for i, t in enumerate(vocabulary["tokens"])]
-        path = comparison.write_vocabulary(tmp_path / "v.gguf", vocabulary, variant)
-        encode = partial(Tokenizer.from_gguf(GGUFFile(path)).encode, "with the king")
+        changed = [*tokens[:place], token, *tokens[place + 1 :]]
+        opened = comparison.open_variant(tmp_path / "v.gguf", variant, tokens=changed)
+        encode = partial(opened.encode, "with the king")
         found, parts = made(monkeypatch, 1, encode)
         assert (parts == 3) == divisible
         assert found == made(monkeypatch, WHOLE, encode)[0]
@@ -87,9 +79,7 @@ def test_a_text_without_words_is_one_part(smollm: Tokenizer, monkeypatch: pytest
 
 @pytest.fixture
 def smollm(tmp_path: Path) -> Tokenizer:
-    variant = comparison.TOKENIZERS["smollm"]
-    path = comparison.write_vocabulary(tmp_path / "s.gguf", RECORD["vocabularies"][variant.kind], variant)
-    return Tokenizer.from_gguf(GGUFFile(path))
+    return comparison.open_variant(tmp_path / "s.gguf", comparison.TOKENIZERS["smollm"])
 
 
 def test_ctrl_c_ends_the_encoding_of_a_long_text(smollm: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

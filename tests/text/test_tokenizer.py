@@ -1,8 +1,8 @@
 """Tokenizers: the same ids as llama.cpp, the same text back, and no special token out of plain text."""
 
-import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.files import GGUFFile
 from metal_prefill.text import Tokenizer
 
-RECORD: dict[str, Any] = json.loads(comparison.TOKENS.read_text())
+RECORD = comparison.recorded()
 GPT2, LLAMA = RECORD["vocabularies"]["gpt2"], RECORD["vocabularies"]["llama"]
 
 Open = Callable[..., Tokenizer]
@@ -28,15 +28,8 @@ Open = Callable[..., Tokenizer]
 
 @pytest.fixture
 def open_variant(tmp_path: Path) -> Open:
-    """Open one of the recorded vocabularies, changed or not."""
-
-    def open_variant(variant: TokenizerVariant, **changes: Any) -> Tokenizer:
-        vocabulary = {**RECORD["vocabularies"][variant.kind], **changes}
-        return Tokenizer.from_gguf(
-            GGUFFile(comparison.write_vocabulary(tmp_path / "vocabulary.gguf", vocabulary, variant))
-        )
-
-    return open_variant
+    """Return a function that opens one of the recorded vocabularies, changed or not."""
+    return partial(comparison.open_variant, tmp_path / "vocabulary.gguf")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from support import encoder_tokenizers as recorded
+from support.encoder_tokenizers import open_recorded
 from support.hostile_texts import hostile_texts
 from tokenizers import Tokenizer as Segmenter
 from tokenizers import models, pre_tokenizers
@@ -23,8 +23,7 @@ WORDS = ("the", "The", "king", "unaffable", "x" * 101, "isn't", "a_b", "3.14", "
 
 @pytest.fixture(params=["uncased", "cased"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Opened:
-    folder = recorded.write_recorded(tmp_path, request.param, recorded.recorded())
-    tokenizer = recorded.open_folder(folder)
+    tokenizer = open_recorded(tmp_path, request.param)
     words = tokenizer._words
     assert words is not None
     return tokenizer, words
