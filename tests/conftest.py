@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.missing import REQUIRE_METAL, fail_or_skip, skip_where_the_cpu_is_selected
+from support.programs import Run
 from support.small_models import MODELS, with_tokenizer_of, write
 from support.tiny_models import TINY
 
 import metal_prefill
-from metal_prefill import MissingExtraError, Model, _core, synth
+from metal_prefill import MissingExtraError, Model, _core, cli, synth
 from metal_prefill.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -195,3 +196,25 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the cache folder of the package, which the test has for itself."""
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def output(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command that must succeed; return what it prints to standard output."""
+
+    def run(*arguments: object) -> str:
+        assert cli.main(list(map(str, arguments))) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def errors(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command; return what it prints to standard error."""
+
+    def run(*arguments: object, code: int = 2) -> str:
+        assert cli.main(list(map(str, arguments))) == code
+        return capsys.readouterr().err
+
+    return run

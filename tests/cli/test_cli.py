@@ -232,6 +232,8 @@ USAGE_ERRORS = (
     *("run -p a --max-context 100000", "run -p a --answers 0", "synth", "bench -p 0", "perplexity"),
     *("bench -p 32,32 --demo", "bench -p 5000 --demo", "bench -p '' -n 0 --demo"),
     *("bench --demo -m model.gguf", "bench --demo --compare nobody"),
+    *("run -p a --prompts b", "run -p a -p b -n 0", "run -p a -p b --temperature -1"),
+    *("run -p a -p b --stop ''", "run -p a -p b --streams 0"),
 )
 
 
@@ -240,6 +242,7 @@ def test_usage_errors_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(shlex.split(line)) == 2, line
         printed = capsys.readouterr().err
         assert "error: " in printed, line
+        assert "prompt 1" not in printed, line  # it is not an error of one of several
         assert "Traceback" not in printed, line
 
 

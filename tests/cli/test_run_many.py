@@ -355,20 +355,6 @@ def test_devices_are_not_valid_outputs(errors: Run) -> None:
     assert "/dev/null: is a device" in errors(*RUN, "-p", "a", "-o", "/dev/null", code=1)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["-p", "a", "--prompts", "b"],
-        ["-p", "a", "-p", "b", "-n", "0"],
-        ["-p", "a", "-p", "b", "--temperature", "-1"],
-        ["-p", "a", "-p", "b", "--stop", ""],
-        ["-p", "a", "-p", "b", "--streams", "0"],
-    ],
-)
-def test_usage_errors_are_not_errors_of_prompts(arguments: list[str], errors: Run) -> None:
-    assert "prompt 1" not in errors(*RUN, *arguments)
-
-
 def test_a_result_is_written_when_those_before_it_are_done(bundled: Model) -> None:
     lengths = [4, 30, 2, 2]
     prompts = iter([Prompt(SPEAKERS[i], {"max_tokens": n}) for i, n in enumerate(lengths)])

@@ -239,13 +239,21 @@ def test_numbers_of_answers_have_limits(cpu: Model, number: int) -> None:
         ({"seed": "3", "temperature": 1}, TypeError, "seed must be an integer, got str"),
         ({"stop": 5.5}, TypeError, "stop must be a str, a token id or a sequence of them, got float"),
         ({"stop": [5.5]}, TypeError, "a token id must be an integer, got float"),
+        ({"stop": [True]}, TypeError, "a token id must be an integer, got bool"),
+        ({"stop": [1 << 20]}, ValueError, "token id 1048576 is outside the vocabulary of 1024"),
+        ({"stop": -1}, ValueError, "token id -1 is outside the vocabulary"),
+        ({"stop": ["a", ""]}, ValueError, "a stop string is empty"),
+        ({"min_tokens": -1}, ValueError, "min_tokens must not be negative, got -1"),
+        ({"logprobs": -1}, ValueError, "logprobs must be between 0 and 1000, got -1"),
+        ({"logprobs": 1001}, ValueError, "logprobs must be between 0 and 1000, got 1001"),
+        ({"prompt_logprobs": True}, ValueError, "prompt_logprobs .* requires logprobs"),
     ],
 )
 def test_invalid_text_options_are_named(
     demo_path: Path, options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with Model(demo_path, device="cpu") as model, pytest.raises(error, match=f"^{said}"):
-        next(model.generate("a", 2, **options))
+        model.session().stream("a", 2, **options)
 
 
 def test_max_tokens_may_exceed_the_context(demo_path: Path) -> None:

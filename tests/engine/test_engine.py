@@ -367,6 +367,8 @@ def test_nan_logits_are_an_error_and_change_nothing(device: str, tmp_path: Path)
     with Model(path, device=device) as model:
         with pytest.raises(NumericalError, match="every logit of the token at position 2 is NaN"):
             model.forward_prompt([1, 2, 3])
+        with pytest.raises(NumericalError, match=r"logit \d+ of the token at position 2 is NaN"):
+            list(model.generate([1, 2, 3], 2, temperature=1.0))
         assert model.position == 0
 
 

@@ -1,12 +1,10 @@
 """Constraints that try to stall a server, next to other requests, whose answers stay the same."""
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from support.hostile_constraints import PLAIN, hostile_requests
 from support.running_server import running
@@ -15,7 +13,6 @@ from metal_prefill import Model
 from metal_prefill.generation import _constraint
 from metal_prefill.generation._constraint import _Compiled
 from metal_prefill.serve import _service
-from metal_prefill.serve._forms import ChatForm
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
 
@@ -106,19 +103,3 @@ def test_only_unknown_constraints_wait_for_those_that_compile(
         assert not any(answer.done() for answer in answers)
         go_on.set()
     assert [answer.result().status_code for answer in answers] == [200] * 3
-
-
-@pytest.mark.parametrize(
-    ("choice", "required"),
-    [
-        (None, False),
-        ("none", False),
-        ("auto", False),
-        ("required", True),
-        ({"type": "function", "function": {"name": "f"}}, True),
-    ],
-)
-def test_choices_of_tools_that_require_a_call(choice: Any, required: bool) -> None:
-    body = chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice=choice)
-    form: ChatForm = msgspec.json.decode(json.dumps(body), type=ChatForm)
-    assert form.requires_call is required

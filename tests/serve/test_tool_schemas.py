@@ -119,57 +119,43 @@ def test_objects_have_their_listed_properties(parameters: Any, arguments: Any, a
 
 
 @pytest.mark.parametrize(
-    ("text", "names", "expected"),
+    ("text", "names", "expected", "whole"),
     [
-        ('{"name": "a", "arguments": {"x": 1e999}}', ["a", "b"], ("a", '{"x": 1e999}', True)),
-        ('{"name": "a", "arguments": {"x": [1, ', ["a", "b"], ("a", '{"x": [1, ', False)),
-        ('{"name": "a\\"\\u00e9", "arguments": {}}', ['a"é', "b"], ('a"é', "{}", True)),
-        ('{"name": "ab', ["ab", "b"], ("ab", "{", False)),
-        ('{"name": "a', ["ab", "ac"], None),
-        ("", ["ab", "ac"], None),
-        ("", ["ab"], ("ab", "{", False)),
+        ('{"name": "a", "arguments": {"x": 1e999}}', ["a", "b"], [("a", '{"x": 1e999}')], True),
+        ('{"name": "a", "arguments": {"x": [1, ', ["a", "b"], [("a", '{"x": [1, ')], False),
+        ('{"name": "a\\"\\u00e9", "arguments": {}}', ['a"é', "b"], [('a"é', "{}")], True),
+        ('{"name": "ab', ["ab", "b"], [("ab", "{")], False),
+        ('{"name": "a', ["ab", "ac"], [], False),
+        ("", ["ab", "ac"], [], False),
+        ("", ["ab"], [("ab", "{")], False),
+        (
+            '[{"name": "a", "arguments": {"x": "}{"}}, {"name": "b", "arguments": {}}]',
+            ["a", "b"],
+            [("a", '{"x": "}{"}'), ("b", "{}")],
+            True,
+        ),
+        (
+            '[{"name": "a", "arguments": {}}, {"name": "b", "arg',
+            ["a", "b"],
+            [("a", "{}"), ("b", "{")],
+            False,
+        ),
+        ('[{"name": "a", "arguments": {}}, {"name": "', ["a", "b"], [("a", "{}")], False),
+        ('[{"name": "a", "arguments": {}}', ["a", "b"], [("a", "{}")], True),
+        ("[", ["a", "b"], [], True),
     ],
 )
-def test_a_call_keeps_its_arguments(
-    text: str, names: list[str], expected: tuple[str, str, bool] | None
+def test_calls_are_numbered_and_keep_their_arguments(
+    text: str, names: list[str], expected: list[tuple[str, str]], whole: bool
 ) -> None:
     for pieces in ([text], list(text) or [""]):
         calls = RequiredCalls(names)
         made = [
             part for i, piece in enumerate(pieces) for part in calls.step(piece, last=i == len(pieces) - 1)
         ]
-        if expected is None:
-            assert (made, calls.messages) == ([], [])
-            continue
-        (message,) = calls.messages
-        function = message["function"]
-        assert (function["name"], function["arguments"], calls.whole) == expected
-        assert "".join(part["function"]["arguments"] for part in made) == function["arguments"]
-        assert [part.get("id") for part in made] == [message["id"], *[None] * (len(made) - 1)]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected", "whole"),
-    [
-        (
-            '[{"name": "a", "arguments": {"x": "}{"}}, {"name": "b", "arguments": {}}]',
-            [("a", '{"x": "}{"}'), ("b", "{}")],
-            True,
-        ),
-        ('[{"name": "a", "arguments": {}}, {"name": "b", "arg', [("a", "{}"), ("b", "{")], False),
-        ('[{"name": "a", "arguments": {}}, {"name": "', [("a", "{}")], False),
-        ('[{"name": "a", "arguments": {}}', [("a", "{}")], True),
-        ("[", [], True),
-    ],
-)
-def test_calls_of_a_list_are_numbered(text: str, expected: list[tuple[str, str]], whole: bool) -> None:
-    for pieces in ([text], list(text)):
-        calls = RequiredCalls(["a", "b"])
-        made = [
-            part for i, piece in enumerate(pieces) for part in calls.step(piece, last=i == len(pieces) - 1)
-        ]
         functions = [message["function"] for message in calls.messages]
         assert [(f["name"], f["arguments"]) for f in functions] == expected
+        assert {part["index"] for part in made} == set(range(len(expected)))
         for i, message in enumerate(calls.messages):
             parts = [part for part in made if part["index"] == i]
             assert "".join(part["function"]["arguments"] for part in parts) == functions[i]["arguments"]

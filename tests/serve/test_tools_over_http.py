@@ -32,9 +32,12 @@ def ask(server: Running, regex: str | None, **options: Any) -> Any:
     )
 
 
-def test_a_call_is_separated_from_the_answer(with_tools: tuple[Running, Model]) -> None:
+@pytest.mark.parametrize("options", [{}, {"tool_choice": None}, {"tool_choice": "auto"}])
+def test_a_call_is_separated_from_the_answer(
+    with_tools: tuple[Running, Model], options: dict[str, Any]
+) -> None:
     server, model = with_tools
-    answer = ask(server, CALLING)
+    answer = ask(server, CALLING, **options)
     choice = answer.choices[0]
     assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
     (call,) = choice.message.tool_calls

@@ -25,12 +25,6 @@ def test_texts_match_those_of_single_prompts(cpu: Model, max_streams: int) -> No
     assert cpu.position == 0
 
 
-def test_metal_generates_for_many_prompts(demo: Model) -> None:
-    n = 3 if demo.backend == "metal" else 8
-    texts = texts_of(demo.generate_many(TEXTS[:3], n), 3)
-    assert texts == [alone(demo, p, n) for p in TEXTS[:3]]
-
-
 def test_each_text_has_its_finish_reason(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", max_context=30) as model:
         scheduler = Scheduler(model)
@@ -56,14 +50,16 @@ def test_memory_does_not_grow_with_the_number_of_prompts(demo_path: Path) -> Non
     assert most[200] == most[10] > 0
 
 
-def test_errors_of_single_prompts_are_raised_or_returned(cpu: Model) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_errors_of_single_prompts_are_raised_or_returned(cpu: Model, n: int) -> None:
     prompts: list[Any] = [[1, 2], [1 << 20], [3] * 2000, [4, 5]]
     with pytest.raises(ValueError, match="prompt 1: token id"):
-        list(cpu.generate_many(prompts, 3))
-    results = list(cpu.generate_many(prompts, 3, errors="return"))
+        list(cpu.generate_many(prompts, 3, n=n))
+    results = list(cpu.generate_many(prompts, 3, n=n, errors="return"))
     errors = {index: type(item) for index, item in results if isinstance(item, Exception)}
-    assert errors == {1: ValueError, 2: ContextOverflowError}
-    assert {index for index, item in results if isinstance(item, str)} == {0, 3}
+    assert errors == dict(zip(range(n, 3 * n), [ValueError] * n + [ContextOverflowError] * n, strict=True))
+    assert all(str(item).startswith(f"prompt {i // n}: ") for i, item in results if i in errors)
+    assert {index for index, item in results if isinstance(item, str)} == {*range(n), *range(3 * n, 4 * n)}
     with pytest.raises(ValueError, match="errors must be"):
         cpu.generate_many([], errors="ignore")
     with pytest.raises(TypeError, match="prompts must be a sequence of prompts, got one str"):
@@ -238,8 +234,3 @@ def test_answers_continue_if_the_first_ends_immediately(cpu: Model) -> None:
     while scheduler.streams:
         scheduler.step()
     assert [s.finish_reason for s in streams] == ["length"] * 3
-
-
-def test_errors_name_the_prompt_of_answers(cpu: Model) -> None:
-    results = list(cpu.generate_many([[1], [1 << 20]], 2, n=2, errors="return"))
-    assert {i for i, r in results if isinstance(r, ValueError) and "prompt 1: token id" in str(r)} == {2, 3}

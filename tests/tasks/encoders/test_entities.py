@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support.encoder_tasks import NEAR, FileOf, opened
 from support.entity_folders import LABELS, RECORD, RECORDED, TEXTS, calls_of
+from support.programs import Run
 
 from metal_prefill import ClosedError, ContextOverflowError, Model
-from metal_prefill.cli import main
 from metal_prefill.tasks import Entity, _embedding, _entities
 from metal_prefill.tasks._text_passes import Ids, TextPasses
 
@@ -153,17 +153,5 @@ def test_texts_and_labels_that_do_not_fit_are_named(file_of: FileOf) -> None:
             assert model.find_entities(["king " * 29], LABELS, truncate="end", threshold=0.0)[0]
 
 
-def test_a_command_prints_entities(file_of: FileOf, capsys: pytest.CaptureFixture[str]) -> None:
-    path = file_of(RECORDED["bert, names"])
-    with opened(path) as model:
-        expected = model.find_entities(TEXTS[:2], LABELS, threshold=0.7)
-    arguments = ["label", "-m", str(path), "--compute", "f32", "--kv-dtype", "f32", *TEXTS[:2]]
-    labels = ["--labels", ",".join(LABELS), "--threshold", "0.7"]
-    assert main([*arguments, *labels]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"{i}:{e.start}-{e.end}  {e.label}  {e.score:.4f}  {e.text}"
-        for i, entities in enumerate(expected)
-        for e in entities
-    ]
-    assert main(arguments) == 2
-    assert "requires --labels" in capsys.readouterr().err
+def test_a_command_requires_labels(file_of: FileOf, errors: Run) -> None:
+    assert "requires --labels" in errors("label", "-m", file_of(RECORDED["bert, names"]), "a")

@@ -11,10 +11,10 @@ from support.float64 import gelu, sigmoid
 from support.gguf_bytes import Value, integer, string
 from support.gguf_mutator import with_entries
 from support.model_folders import read
+from support.programs import Run
 from support.task_folders import CLASSIFIERS, DOCUMENTS, PAIRS, QUERY, RANKERS, TEXTS
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
-from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 from metal_prefill.tasks._pooled_head import _gelu
 
@@ -74,24 +74,15 @@ def test_pooling_for_classes_is_a_setting_of_modernbert_alone(tmp_path: Path) ->
     assert "bert.classifier.pooling_type" not in fields
 
 
-def test_a_command_prints_classes(
-    file_of: FileOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = file_of(CLASSIFIERS["bert"])
-    file = tmp_path / "texts"
-    file.write_text("good\nbad\n")
+def test_a_command_prints_classes(file_of: FileOf, output: Run) -> None:
+    path, texts = file_of(CLASSIFIERS["bert"]), ["good", "bad"]
     with Model(path, device="cpu") as model:
-        found = model.classify(["good", "bad"])
-    assert main(["label", "-m", str(path), "-f", str(file)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [
+        found = model.classify(texts)
+    assert output("label", "-m", path, *texts).splitlines() == [
         f"{i}  {label}  {values.max():.4f}  {text}"
-        for i, (label, values, text) in enumerate(
-            zip(found.best, found.probabilities, ["good", "bad"], strict=True)
-        )
+        for i, (label, values, text) in enumerate(zip(found.best, found.probabilities, texts, strict=True))
     ]
-    assert main(["label", "-m", str(path), "-f", str(file), "--json"]) == 0
-    line = json.loads(capsys.readouterr().out.splitlines()[0])
+    line = json.loads(output("label", "-m", path, "--json", *texts).splitlines()[0])
     assert line["label"] == found.best[0]
     assert sum(line["probabilities"].values()) == pytest.approx(1)
 
@@ -167,7 +158,7 @@ def certain(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_documents_with_scores_near_1_are_ordered_and_printed_apart(
-    certain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    certain: Path, tmp_path: Path, output: Run
 ) -> None:
     with opened(certain) as model:
         logits = model.classify([(QUERY, document) for document in DOCUMENTS]).log_likelihoods[:, 0]
@@ -175,7 +166,7 @@ def test_documents_with_scores_near_1_are_ordered_and_printed_apart(
     with opened(certain) as model:
         ranked = model.rerank(QUERY, DOCUMENTS)
         assert [item.index for item in ranked] == np.argsort(-logits, kind="stable").tolist()
-    file = str(tmp_path / "documents.jsonl")
-    assert main(["rerank", "-m", str(certain), "-q", QUERY, "-f", file, "--compute", "f32"]) == 0
-    printed = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    file = tmp_path / "documents.jsonl"
+    lines = output("rerank", "-m", certain, "-q", QUERY, "-f", file, "--compute", "f32").splitlines()
+    printed = [line.split("  ")[0] for line in lines]
     assert len(set(printed)) == len({item.score for item in ranked})

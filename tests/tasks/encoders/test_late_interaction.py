@@ -12,11 +12,11 @@ from support.encoder_tasks import NEAR, FileOf, opened, scores_of
 from support.gguf_bytes import Value, integer, string
 from support.gguf_mutator import with_entries
 from support.model_folders import read
+from support.programs import Run
 from support.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS
 from tokenizers import Tokenizer
 
 from metal_prefill import ContextOverflowError, GGUFError, Model
-from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._text_settings import colbert_metadata
@@ -170,19 +170,18 @@ def test_token_vectors_are_projected_and_truncated(file_of: FileOf) -> None:
 
 
 def test_a_command_ranks_by_late_interaction(
-    file_of: FileOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file_of: FileOf, tmp_path: Path, output: Run, errors: Run
 ) -> None:
     path = file_of(task_folders.late_interaction)
     file = tmp_path / "texts"
     file.write_text("The king is dead.\nx\n")
-    assert main(["rerank", "-m", str(path), "-q", QUERY, "-f", str(file), "--how", "late", "--json"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    printed = output("rerank", "-m", path, "-q", QUERY, "-f", file, "--how", "late", "--json")
+    lines = [json.loads(line) for line in printed.splitlines()]
     with Model(path, device="cpu") as model:
         assert [line["score"] for line in lines] == [
             item.score for item in model.rerank(QUERY, ["The king is dead.", "x"])
         ]
-    assert main(["embed", "-m", str(path), "-f", str(file), "-o", str(tmp_path / "v.npy")]) == 2
-    assert "has a vector for each token" in capsys.readouterr().err
+    assert "has a vector for each token" in errors("embed", "-m", path, "-f", file, "-o", tmp_path / "v.npy")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ import numpy.typing as npt
 import pytest
 from support.encoder_folders import PRIVACY_TAGS, private_parts
 from support.encoder_tasks import NEAR, FileOf, opened
+from support.entity_folders import LABELS, RECORDED
 from support.float64 import softmax
+from support.programs import Run
 from support.task_folders import STRATEGIES, TAGGERS, TEXTS
 
-from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._task_config import TransitionBiases, read_head
@@ -222,20 +223,30 @@ def test_ignored_labels_are_omitted(file_of: FileOf) -> None:
         assert kept == [entity for entity in everything if entity.label == "LOC"]
 
 
-def test_a_command_prints_labels(file_of: FileOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = file_of(TAGGERS["bert"])
-    file = tmp_path / "texts"
-    file.write_text("\n".join(["Angela met the Queen.", "nothing"]))
+@pytest.mark.parametrize(
+    ("make", "options", "call"),
+    [
+        (TAGGERS["bert"], ("--strategy", "first"), lambda m, texts: m.label_tokens(texts, strategy="first")),
+        (
+            RECORDED["bert, names"],
+            ("--labels", ",".join(LABELS), "--threshold", "0.7"),
+            lambda m, texts: m.find_entities(texts, LABELS, threshold=0.7),
+        ),
+    ],
+    ids=["tags", "labels of the call"],
+)
+def test_a_command_prints_entities(
+    file_of: FileOf, output: Run, make: Any, options: tuple[str, ...], call: Callable[..., Any]
+) -> None:
+    path, texts = file_of(make), ["Angela met the Queen.", "The king lives in London"]
     with opened(path) as model:
-        expected = model.label_tokens(["Angela met the Queen.", "nothing"], strategy="first")
-    arguments = ["label", "-m", str(path), "-f", str(file), "--compute", "f32", "--kv-dtype", "f32"]
-    assert main([*arguments, "--strategy", "first"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+        expected = call(model, texts)
+    command = ("label", "-m", path, "--compute", "f32", "--kv-dtype", "f32", *options, *texts)
+    assert output(*command).splitlines() == [
         f"{i}:{e.start}-{e.end}  {e.label}  {e.score:.4f}  {e.text}"
         for i, entities in enumerate(expected)
         for e in entities
     ]
-    assert main([*arguments, "--strategy", "first", "--json"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    lines = [json.loads(line) for line in output(*command, "--json").splitlines()]
     assert [line["index"] for line in lines] == [0, 1]
     assert lines[0]["entities"][0]["text"] == expected[0][0].text

@@ -18,12 +18,12 @@ from support.entity_folders import RECORDED
 from support.gguf_bytes import string
 from support.gguf_mutator import with_entries
 from support.model_folders import Folder
+from support.programs import Run
 from support.small_models import CLASSIFIERS as SMALL_CLASSIFIERS
 from support.small_models import EMBEDDERS, SmallModel, with_tensor, write
 from support.task_folders import CLASSIFIERS, DOCUMENTS, QUERY, RANKERS, TAGGERS, TEXTS
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, NumericalError
-from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 
 HEADS: dict[str, tuple[Any, str, Callable[[Model], Any]]] = {
@@ -258,31 +258,22 @@ def test_generating_methods_name_the_alternatives(file_of: FileOf, tmp_path: Pat
             assert session.position == model.position == 0
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "perplexity"])
+@pytest.mark.parametrize("command", ["run", "chat", "perplexity", "bench"])
 def test_generating_commands_print_a_one_line_error(
-    file_of: FileOf, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    file_of: FileOf, tmp_path: Path, errors: Run, command: str
 ) -> None:
     path = file_of(TAGGERS["bert"])
     (tmp_path / "text").write_text("a b c d e f g h")
-    arguments = {"run": ["-p", "a"], "chat": [], "perplexity": ["-f", str(tmp_path / "text")]}[command]
-    assert main([command, "-m", str(path), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert (
-        error == "error: model.gguf is an encoder, which does not generate or score text: use label_tokens\n"
-    )
-
-
-def test_a_text_benchmark_names_the_embedding_benchmark(
-    file_of: FileOf, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = file_of(TAGGERS["bert"])
-    assert main(["bench", "-m", str(path)]) == 2
-    expected = "error: model.gguf is an encoder, which does not generate text: use bench embed\n"
-    assert capsys.readouterr().err == expected
+    arguments = {"run": ("-p", "a"), "perplexity": ("-f", tmp_path / "text")}.get(command, ())
+    said = "does not generate or score text: use label_tokens"
+    if command == "bench":
+        said = "does not generate text: use bench embed"
+    expected = f"error: model.gguf is an encoder, which {said}\n"
+    assert errors(command, "-m", path, *arguments) == expected
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_errors_name_the_folder_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_the_folder_of_a_model(tmp_path: Path, errors: Run) -> None:
     folder = model_folders.bert(tmp_path / "my-model").write()
     with Model(folder, device="cpu") as model:
         assert repr(model).startswith("<metal_prefill.Model 'my-model' on CPU")
@@ -294,8 +285,8 @@ def test_errors_name_the_folder_of_a_model(tmp_path: Path, capsys: pytest.Captur
     late = task_folders.late_interaction(tmp_path / "late").write()
     texts = tmp_path / "texts"
     texts.write_text("a\n")
-    assert main(["embed", "-m", str(late), "-f", str(texts), "-o", str(tmp_path / "v.npy")]) == 2
-    assert "error: late has a vector for each token" in capsys.readouterr().err
+    printed = errors("embed", "-m", late, "-f", texts, "-o", tmp_path / "v.npy")
+    assert "error: late has a vector for each token" in printed
 
 
 def test_a_damaged_vocabulary_is_an_error_of_the_file(file_of: FileOf, tmp_path: Path) -> None:
