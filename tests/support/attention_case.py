@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from metal_prefill import _core
-from support.float64 import alibi_slope, softmax
+from support.float64 import alibi_slope, attention, position_bucket, visible
 from support.kernel_harness import CONSTANTS, STRUCTS, Array, Doubles, Output, Run, ceil_div, make_args
 from support.paged import Pages
-from support.reference import position_bucket
 
 # Heads of the variants of kernels.
 DECODE_SIZES = (32, 64, 96, 128, 256, 512)
@@ -78,43 +78,37 @@ class Case:
             self.pages.put(i, self.k[-1], self.v[-1])
 
     def expected(self) -> Doubles:
-        out = np.empty((len(self.rows), self.n_heads, self.value_dim))
-        for row, (sequence, position) in enumerate(self.rows):
-            q = self.q[row, : self.n_heads * self.key_dim].astype(np.float64)
-            keys = len(self.k[sequence])
-            before = keys if not self.window else self.window // 2 if self.both_ways else self.window - 1
-            after = 0 if not self.both_ways else self.window // 2 if self.window else keys
-            seen = slice(max(0, position - before), min(keys, position + after + 1))
-            k, v = (
-                np.repeat(x[sequence][seen].astype(np.float64), self.n_heads // self.n_kv, axis=1)
-                for x in (self.k, self.v)
-            )
-            scores = np.einsum("hd,khd->hk", q.reshape(self.n_heads, self.key_dim), k) * self.scale
-            if self.score_cap:
-                scores = self.score_cap * np.tanh(scores / self.score_cap)
-            distance = np.abs(np.arange(keys)[seen] - position)
-            if self.max_alibi_bias:
-                slopes = [alibi_slope(h, self.n_heads, self.max_alibi_bias) for h in range(self.n_heads)]
-                scores -= np.array(slopes)[:, None] * distance
-            if len(self.position_bias):
-                buckets = [position_bucket(key - position) for key in np.arange(keys)[seen]]
-                scores += self.position_bias[buckets].T
-            if self.longest:
-                scores += self.relative_scores(row)
-            if self.has_sinks:  # scores without values
-                scores = np.concatenate([scores, self.sinks[:, None]], axis=1)
-            out[row] = np.einsum("hk,khd->hd", softmax(scores)[:, : len(k)], v)
-        return out
+        return np.concatenate([self._expected(sequence) for sequence in range(len(self.sequences))])
 
-    def relative_scores(self, row: int) -> Doubles:
-        """Return what relative positions add to the scores of a row, ``[head, key]``."""
-        sequence, position = self.rows[row]
+    def _expected(self, sequence: int) -> Doubles:
+        q, k, distance = self._wide(sequence)
+        seen = visible(distance, self.window, causal=not self.both_ways)
+        added = np.tile(np.where(seen, 0.0, -np.inf), (self.n_heads, 1, 1))
+        if self.max_alibi_bias:
+            slopes = [alibi_slope(h, self.n_heads, self.max_alibi_bias) for h in range(self.n_heads)]
+            added -= np.reshape(slopes, (-1, 1, 1)) * np.abs(distance)
+        if len(self.position_bias):
+            added += self.position_bias[np.vectorize(position_bucket)(-distance)].transpose(2, 0, 1)
+        if self.longest:
+            added += self.relative_scores(sequence)
+        sinks = self.sinks if self.has_sinks else None
+        v = self.v[sequence].astype(np.float64)
+        return attention(q, k, v, self.scale, added, cap=self.score_cap, sinks=sinks)
+
+    def _wide(self, sequence: int) -> tuple[Doubles, Doubles, NDArray[np.int64]]:
+        """Return queries and keys of a sequence, and the distances of the keys before each query."""
+        first, (tokens, position) = sum(n for n, _ in self.sequences[:sequence]), self.sequences[sequence]
+        q = self.q[first : first + tokens, : self.n_heads * self.key_dim].astype(np.float64)
+        distance = np.arange(position, position + tokens)[:, None] - np.arange(position + tokens)
+        return q.reshape(tokens, self.n_heads, -1), self.k[sequence].astype(np.float64), distance
+
+    def relative_scores(self, sequence: int) -> Doubles:
+        """Return what relative positions add to the scores, ``[head, token, key]``."""
+        q, k, distance = self._wide(sequence)
+        rows = self.row_of[self.longest + distance].astype(int)
         shape = (-1, self.n_heads, self.key_dim)
-        q = self.q[row, : self.n_heads * self.key_dim].astype(np.float64).reshape(shape[1:])
-        k = self.k[sequence].astype(np.float64)
-        rows = self.row_of[self.longest + position - np.arange(len(k))].astype(int)
         keys, queries = (x.reshape(shape)[rows] for x in (self.relative_keys, self.relative_queries))
-        added: Doubles = np.einsum("hd,khd->hk", q, keys) + np.einsum("khd,khd->hk", k, queries)
+        added = np.einsum("nhd,nkhd->hnk", q, keys) + np.einsum("khd,nkhd->hnk", k, queries)
         scaled: Doubles = added * self.scale
         return scaled
 

@@ -1,7 +1,8 @@
 """Steps of models in float64, from their definitions: the oracle of engines and kernels."""
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -56,6 +57,44 @@ def softmax(x: npt.ArrayLike) -> Array:
     return shares
 
 
+def soft_limit(x: Array, cap: float) -> Array:
+    """Limit values softly, unless the limit is 0."""
+    limited: Array = cap * np.tanh(x / cap) if cap else x
+    return limited
+
+
+def visible(distance: npt.NDArray[np.int64], window: int, causal: bool) -> npt.NDArray[np.bool_]:
+    """Return which keys attention sees that are `distance` positions before the query; 0 is no window."""
+    if causal:
+        return (distance >= 0) & (distance < (window or np.inf))
+    return np.abs(distance) <= (window // 2 if window else np.inf)
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    added: Iterable[Array | float] = itertools.repeat(0.0),
+    *,
+    cap: float = 0.0,
+    sinks: npt.NDArray[np.floating] | None = None,
+) -> Array:
+    """Return attention of ``[n, heads, key_dim]`` over ``[m, kv_heads, ...]``, ``[n, heads, value_dim]``.
+
+    Consecutive heads share keys and values. `added` has for each head what is added to its limited scores
+    ``[n, m]``: minus infinity hides a key. A sink is a score without a value.
+    """
+    out = np.empty((*q.shape[:2], v.shape[2]))
+    for head, bias in zip(range(q.shape[1]), added, strict=False):
+        shared = head // (q.shape[1] // k.shape[1])
+        scores = soft_limit(scale * (q[:, head] @ k[:, shared].T), cap) + bias
+        if sinks is not None:
+            scores = np.concatenate([scores, np.full((len(q), 1), sinks[head])], axis=1)
+        out[:, head] = softmax(scores)[:, : len(k)] @ v[:, shared]
+    return out
+
+
 def rms(x: Array, eps: float) -> Array:
     """Normalize the last axis to a root mean square of 1."""
     normed: Array = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
@@ -88,6 +127,14 @@ def alibi_slope(head: int, heads: int, max_bias: float = 8.0) -> float:
     whole = 2 ** math.floor(math.log2(heads))
     power = (head + 1) / whole if head < whole else (2 * (head - whole) + 1) / (2 * whole)
     return float(2.0 ** (-max_bias * power))
+
+
+def position_bucket(distance: int, buckets: int = 32, furthest: int = 128) -> int:
+    """Return the bucket of a key `distance` positions after the query, as T5 has it (arXiv:1910.10683)."""
+    half, n = buckets // 2, abs(distance)
+    exact = half // 2
+    far = exact + int(math.log(max(n, 1) / exact) / math.log(furthest / exact) * (half - exact) + 1e-9)
+    return (half if distance > 0 else 0) + (n if n < exact else min(far, half - 1))
 
 
 def scan_step(

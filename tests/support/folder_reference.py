@@ -1,15 +1,23 @@
 """Forward passes of encoders in float64, on the tensors of a model folder by the names of transformers."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from support.float64 import Array, alibi_slope, gelu, layer_norm, rotate, softmax
+from support.float64 import (
+    Array,
+    alibi_slope,
+    attention,
+    gelu,
+    layer_norm,
+    position_bucket,
+    rotate,
+    softmax,
+)
 from support.model_folders import LAYERS, Folder
-from support.reference import position_bucket
 
 LAYER = "encoder.layer.{}."
 BIAS = "encoder.relative_attention_bias.weight"
@@ -38,28 +46,11 @@ class FolderTensors:
         return layer_norm(x, self._eps) * self[f"{name}.weight"] + self[f"{name}.bias"]
 
 
-def attended(
-    q: Array,
-    k: Array,
-    v: Array,
-    heads: int,
-    *,
-    slopes: Sequence[float] = (),
-    bias: Array | None = None,
-) -> Array:
-    """Return attention of ``[n, dim]``.
-
-    Slopes of ALiBi are those of each head; `bias` is added to scores, ``[heads, n, n]``.
-    """
-    q, k, v = (np.stack(np.split(x, heads, axis=1)) for x in (q, k, v))
-    scores = q @ k.swapaxes(1, 2) / math.sqrt(q.shape[2])
-    if slopes:
-        place = np.arange(q.shape[1])
-        scores = scores - np.reshape(slopes, (-1, 1, 1)) * np.abs(place[:, None] - place[None, :])
-    if bias is not None:
-        scores = scores + bias
-    joined: Array = np.concatenate(list(softmax(scores) @ v), axis=1)
-    return joined
+def attended(q: Array, k: Array, v: Array, heads: int, added: Iterable[Array | float] = repeat(0.0)) -> Array:
+    """Return attention of ``[n, dim]``; `added` is what `attention` adds to the scores of each head."""
+    n, width = len(q), q.shape[1] // heads
+    q, k, v = (x.reshape(n, heads, width) for x in (q, k, v))
+    return attention(q, k, v, width**-0.5, added).reshape(n, -1)
 
 
 def rotated(x: Array, heads: int, base: float, factor: float = 1.0) -> Array:
@@ -88,13 +79,12 @@ def states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: Mappi
         offset = config["pad_token_id"] + 1 if config.get("model_type") == "mpnet" else 0
         x = x + t["embeddings.position_embeddings.weight"][offset : offset + n]
     x = t.normed("embeddings.LayerNorm", x)
-    bias, slopes = None, []
+    after = np.arange(n)[None, :] - np.arange(n)[:, None]
+    added = np.zeros((heads, n, n))
     if BIAS in t:
-        place = np.arange(n)
-        buckets = np.vectorize(position_bucket)(place[None, :] - place[:, None])
-        bias = t[BIAS][buckets].transpose(2, 0, 1)
+        added = t[BIAS][np.vectorize(position_bucket)(after)].transpose(2, 0, 1)
     if config.get("position_embedding_type") == "alibi":
-        slopes = [alibi_slope(head, heads) for head in range(heads)]
+        added = np.stack([-alibi_slope(head, heads) * np.abs(after) for head in range(heads)])
     for layer in range(LAYERS):
         at = names.get(LAYER, LAYER).format(layer)
 
@@ -110,7 +100,7 @@ def states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: Mappi
         if config.get("position_embedding_type") == "rope":
             factor = (config["rope_scaling"] or {"factor": 1.0})["factor"]
             q, k = (rotated(y, heads, config["rope_theta"], factor) for y in (q, k))
-        read = t.linear(of("attention.output.dense"), attended(q, k, v, heads, slopes=slopes, bias=bias))
+        read = t.linear(of("attention.output.dense"), attended(q, k, v, heads, added))
         block = t.normed(of("attention.output.LayerNorm"), x + read)
         x = t.normed(f"{at}layer_norm_1", x + block) if f"{at}layer_norm_1.weight" in t else block
         if f"{of('intermediate.gated')}.weight" in t:

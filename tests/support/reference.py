@@ -16,17 +16,21 @@ from gguf import GGMLQuantizationType, quants
 from support.float64 import (
     Array,
     alibi_slope,
+    attention,
     clamped_silu,
     delta_step,
     gelu,
     gelu_tanh,
     layer_norm,
+    position_bucket,
     rms,
     rotate,
     scan_step,
     sigmoid,
     silu,
+    soft_limit,
     softmax,
+    visible,
 )
 from support.gguf_reader import GGUFReader
 
@@ -95,14 +99,6 @@ class Result:
         targets = np.asarray(tokens)[1:]
         chosen: Array = self.logits[np.arange(len(targets)), targets] - log_total[:-1]
         return chosen
-
-
-def position_bucket(distance: int, buckets: int = 32, furthest: int = 128) -> int:
-    """Return the bucket of a key `distance` positions after the query, as T5 has it (arXiv:1910.10683)."""
-    half, n = buckets // 2, abs(distance)
-    exact = half // 2
-    far = exact + int(math.log(max(n, 1) / exact) / math.log(furthest / exact) * (half - exact) + 1e-9)
-    return (half if distance > 0 else 0) + (n if n < exact else min(far, half - 1))
 
 
 class ReferenceModel:
@@ -204,7 +200,7 @@ class ReferenceModel:
             scale = self.scale["logit_scale"]
             scale = scale if self.architecture == "cohere2" else 1 / scale
             logits = scale * (hidden @ head.T) + self.tensors.get("output.bias", 0.0)
-            logits = self._capped(logits, "final_logit_softcapping")
+            logits = soft_limit(logits, self._soft_cap("final_logit_softcapping"))
         return Result(logits, x, hidden, keys, values, products, states)
 
     def pooled(self, tokens: npt.ArrayLike) -> Array:
@@ -355,37 +351,34 @@ class ReferenceModel:
         return self._rotated(layer, self._normed(layer, f"attn_{name}_norm", heads))
 
     def _attention(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        """Attention, ``[n, n_heads * value_dim]``; consecutive query heads share a key-value head."""
-        n = len(q)
-        position = np.arange(n)
+        """Attention, ``[n, n_heads * value_dim]``."""
+        position = np.arange(len(q))
         distance = position[:, None] - position[None, :]
-        windowed, causal = self._is_windowed(layer), self._key("attention.causal", True)
-        window = self._key("attention.sliding_window") if windowed else 2 * n
-        visible = (distance >= 0) & (distance < window) if causal else np.abs(distance) <= window // 2
-        out = np.empty((n, self.n_heads, v.shape[2]))
-        for head in range(self.n_heads):
-            kv_head = head // (self.n_heads // k.shape[1])
-            scores = self._attention_scale() * (q[:, head] @ k[:, kv_head].T)
-            scores = self._capped(scores, "attn_logit_softcapping")
-            if self.architecture == "jina-bert-v2":
-                scores = scores - alibi_slope(head, self.n_heads) * np.abs(distance)
-            if "attn_rel_b.weight" in self.tensors:
-                buckets = np.vectorize(position_bucket)(-distance)
-                scores = scores + self.tensors["attn_rel_b.weight"][buckets, head]
-            if "attn_rel_row.weight" in self.tensors:
-                scores = scores + self._attention_scale() * self._relative(layer, head, q, k, distance)
-            scores = np.where(visible, scores, -np.inf)
-            if (sinks := self.tensors.get(f"blk.{layer}.attn_sinks.weight")) is not None:
-                scores = np.concatenate([scores, np.full((n, 1), sinks[head])], axis=1)
-            out[:, head] = softmax(scores)[:, :n] @ v[:, kv_head]
-        return out.reshape(n, -1)
+        window = self._key("attention.sliding_window") if self._is_windowed(layer) else 0
+        seen = visible(distance, window, self._key("attention.causal", True))
+        hidden = np.where(seen, 0.0, -np.inf)
+        added = (hidden + self._score_bias(layer, head, q, k, distance) for head in range(self.n_heads))
+        cap = self._soft_cap("attn_logit_softcapping")
+        sinks = self.tensors.get(f"blk.{layer}.attn_sinks.weight")
+        return attention(q, k, v, self._attention_scale(), added, cap=cap, sinks=sinks).reshape(len(q), -1)
 
-    def _capped(self, x: Array, key: str) -> Array:
-        """Limit values softly where the model does."""
+    def _score_bias(
+        self, layer: int, head: int, q: Array, k: Array, distance: npt.NDArray[np.int64]
+    ) -> Array | float:
+        """Return what is added to the scores of a head for the distances of its keys."""
+        bias: Array | float = 0.0
+        if self.architecture == "jina-bert-v2":
+            bias = -alibi_slope(head, self.n_heads) * np.abs(distance)
+        if "attn_rel_b.weight" in self.tensors:
+            bias = self.tensors["attn_rel_b.weight"][np.vectorize(position_bucket)(-distance), head]
+        if "attn_rel_row.weight" in self.tensors:
+            bias = self._attention_scale() * self._relative(layer, head, q, k, distance)
+        return bias
+
+    def _soft_cap(self, key: str) -> float:
         usual = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
         cap: float = self._key(key, usual[key] if self.architecture == "gemma2" else 0.0)
-        limited: Array = cap * np.tanh(x / cap) if cap else x
-        return limited
+        return cap
 
     def _relative(self, layer: int, head: int, q: Array, k: Array, distance: npt.NDArray[np.int64]) -> Array:
         """Products with keys and queries of relative positions (arXiv:2006.03654), ``[n, n]``."""

@@ -1,14 +1,14 @@
 """Attention of the CPU kernels, on every instruction set."""
 
 from functools import cache
-from itertools import product
+from itertools import product, repeat
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
-from support.float64 import softmax
+from support.float64 import attention, visible
 from support.kernel_cases import SENTINEL, SETS, Floats, cpu, each_set, normal, share
 
 
@@ -22,25 +22,12 @@ def reference_attention(
     both_ways: bool = False,
     sinks: Floats | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Attention in float64, one head and token at a time.
-
-    A bidirectional window has half of its positions before a token and half after it. A sink of a head is a
-    score without a value.
-    """
-    tokens, positions = len(q), len(keys)
-    out = np.empty((tokens, heads, values.shape[1]))
-    for t in range(tokens):
-        end = positions - tokens + t + 1
-        begin = max(0, end - window) if window else 0
-        if both_ways:
-            begin = max(0, end - 1 - window // 2) if window else 0
-            end = min(positions, end + window // 2) if window else positions
-        for h, head in enumerate(q[t].reshape(heads, -1).astype(np.float64)):
-            scores = keys[begin:end].astype(np.float64) @ head * scale
-            if sinks is not None:
-                scores = np.append(scores, np.float64(sinks[h]))
-            out[t, h] = softmax(scores)[: end - begin] @ values[begin:end].astype(np.float64)
-    return out.reshape(tokens, -1)
+    """Return attention of the last positions in float64."""
+    distance = np.arange(len(keys))[-len(q) :, None] - np.arange(len(keys))
+    hidden = np.where(visible(distance, window, causal=not both_ways), 0.0, -np.inf)
+    inputs = zip((q, keys, values), (heads, 1, 1), strict=True)
+    wide_q, k, v = (x.astype(np.float64).reshape(len(x), count, -1) for x, count in inputs)
+    return attention(wide_q, k, v, scale, repeat(hidden), sinks=sinks).reshape(len(q), -1)
 
 
 def as_cached(rows: Floats, kv_dtype: str) -> Floats:
