@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from gguf import GGUFValueType
 from support import bidirectional_folders
 from support.bert_relatives import DISTILBERT, GTE, JINA_CODE, MPNET, distilbert, gte, jina_code, mpnet
+from support.closeness import assert_close, hidden_states, lowest_cosine, states_of_texts
 from support.encoder_folders import (
     CONTEXT,
     NOMIC_MOE,
@@ -36,18 +36,9 @@ from metal_prefill.conversion._source import find_source
 from metal_prefill.conversion._writing import SOURCES
 from metal_prefill.sentence_transformers import SentenceTransformer
 
-NMSE = {"cpu": 1e-9, "metal": 5e-6}
 # Between the router's products for the last expert of a token and the next one. Products have errors of a few
 # thousandths on Metal, so that a token with a smaller margin may have another expert.
 LEAST_MARGIN = 0.02
-
-
-def _states(model: Model, ids: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.float32]]:
-    sessions = [model.session() for _ in ids]
-    found: list[npt.NDArray[np.float32]] = model.forward_batch(sessions, ids, output="hidden", rows="all")
-    for session in sessions:
-        session.close()
-    return found
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -55,33 +46,31 @@ def test_states_are_those_of_transformers(device: str, file_of: FileOf, name: st
     with opened(file_of(RECORDED[name]), device) as model, np.load(RECORD) as record:
         for ids in texts():
             expected = record[f"{name}/{len(ids)}"]
-            found = rows_of(_states(model, [ids])[0])
+            found = rows_of(hidden_states(model, ids))
             if device == "metal" and name in PRIVACY_FILTERS:
                 decided = record[f"{name}/{len(ids)}/margins"] >= LEAST_MARGIN
                 assert decided.mean() > 0.5
                 found, expected = found[decided], expected[decided]
-            assert np.square(found - expected).sum() <= NMSE[device] * np.square(expected).sum()
-            lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
-            assert ((found * expected).sum(axis=1) / lengths).min() >= 0.99999
+            assert_close(device, found, expected)
+            assert lowest_cosine(found, expected) >= 0.99999
 
 
 @pytest.mark.parametrize("name", NOMIC_MOE)
 def test_states_of_experts_without_gates_are_those_in_float64(device: str, tmp_path: Path, name: str) -> None:
     folder = NOMIC_MOE[name](tmp_path / "m")
-    path = convert(folder.write(), tmp_path / "m.gguf")
-    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+    with opened(convert(folder.write(), tmp_path / "m.gguf"), device) as model:
         for ids in texts():
             expected, margins = nomic_moe_states(folder.config, folder.tensors, ids)
-            (found,) = _states(model, [ids])
+            found = hidden_states(model, ids)
             if device == "metal":
                 decided = margins >= LEAST_MARGIN
                 assert decided.mean() > 0.5
                 found, expected = found[decided], expected[decided]
-            assert np.square(found - expected).sum() <= NMSE[device] * np.square(expected).sum()
+            assert_close(device, found, expected)
 
 
 def test_a_vector_over_the_vocabulary_is_that_of_transformers(device: str, tmp_path: Path) -> None:
-    with Model(masked(tmp_path / "m").write(), device=device, compute="f32", kv_dtype="f32") as model:
+    with opened(masked(tmp_path / "m").write(), device) as model:
         (found,) = model.embed_sparse([TEXT])
     with np.load(RECORD) as record:
         expected = record["masked"]
@@ -102,9 +91,9 @@ def test_a_text_has_the_same_bits_in_any_batch(file_of: FileOf, name: str, compu
     path = file_of((RECORDED | NOMIC_MOE)[name], "auto" if compute == "f32" else "Q8_0")
     ids = [np.random.default_rng(n).integers(5, 300, n) for n in (1, 40, 9, 300, 65)]
     with Model(path, device="cpu", compute=compute, threads=2) as model:
-        together = _states(model, ids)
+        together = states_of_texts(model, ids)
         for text, states in zip(ids, together, strict=True):
-            np.testing.assert_array_equal(_states(model, [text])[0], states)
+            np.testing.assert_array_equal(hidden_states(model, text), states)
 
 
 def test_embeddings_that_the_configuration_excludes_have_no_effect(tmp_path: Path) -> None:
@@ -140,14 +129,11 @@ MADE: dict[str, tuple[Callable[[Path], Folder], str, dict[str, str]]] = {
 def test_states_of_a_folder_match_float64(device: str, tmp_path: Path, name: str) -> None:
     make, prefix, names = MADE[name]
     folder = make(tmp_path / "folder")
-    path = convert(folder.write(), tmp_path / "m.gguf")
-    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+    with opened(convert(folder.write(), tmp_path / "m.gguf"), device) as model:
         for tokens in (1, 9, 40, 64, 65, 300):
             if tokens <= model.max_context:
                 ids = np.random.default_rng(tokens).integers(5, 300, tokens)
-                expected = states(folder, ids, prefix, names)
-                error = np.square(_states(model, [ids])[0] - expected).sum()
-                assert error <= NMSE[device] * np.square(expected).sum(), tokens
+                assert_close(device, hidden_states(model, ids), states(folder, ids, prefix, names))
 
 
 def test_pairs_of_mpnet_have_two_separators(tmp_path: Path) -> None:
@@ -178,7 +164,7 @@ INTEGERS = "qwen3, integers"
 
 
 def vectors(path: Path, device: str = "cpu", **options: Any) -> Any:
-    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+    with opened(path, device) as model:
         assert not model.engine.config.causal
         return model.embed(bidirectional_folders.TEXTS, **options)
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.closeness import hidden_states, states_of_texts
+from support.encoder_tasks import opened
 from support.gguf_mutator import take_apart
 from support.llama_cpp_folders import FOLDERS, RECORD, texts, written
 from support.small_models import with_tensor
-
-from metal_prefill import Model
 
 # Of the largest value: llama.cpp looks up GELU in half precision, and the Metal engine multiplies in it.
 NEAR = {"cpu": 1e-3, "metal": 5e-3}
@@ -19,13 +19,10 @@ def test_vectors_are_those_of_llama_cpp(device: str, tmp_path: Path, name: str) 
     path, ids = written(tmp_path, name), list(texts())
     with np.load(RECORD) as record:
         expected = record[name]
-    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+    with opened(path, device) as model:
         assert model.config.architecture == name.partition(",")[0]
         assert not model.engine.config.causal
-        sessions = [model.session() for _ in ids]
-        states = model.forward_batch(sessions, ids, output="hidden", rows="all")
-        for session in sessions:
-            session.close()
+        states = states_of_texts(model, ids)
     for found, wanted in zip(states, expected, strict=True):
         assert np.abs(found.mean(axis=0) - wanted).max() <= NEAR[device] * np.abs(wanted).max()
 
@@ -43,6 +40,6 @@ def test_a_bias_of_relative_positions_may_have_16_bits(device: str, tmp_path: Pa
     parts.replace_tensor(name, kind=1)
     ids, found = np.arange(5, 105), []
     for path in (rounded, parts.write(tmp_path / "half.gguf")):
-        with Model(path, device=device, compute="f32", kv_dtype="f32") as model, model.session() as session:
-            found += model.forward_batch([session], [ids], output="hidden", rows="all")
+        with opened(path, device) as model:
+            found.append(hidden_states(model, ids))
     np.testing.assert_array_equal(found[0], found[1])

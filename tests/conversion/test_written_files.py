@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import decoder_folders, model_folders, recurrent_folders
-from support.minilm_texts import TEXTS, VECTORS, least_cosine
+from support.closeness import lowest_cosine
+from support.minilm_texts import TEXTS, VECTORS
 from support.model_folders import Folder
 
 from metal_prefill import Model
@@ -62,7 +63,7 @@ def test_vectors_of_written_encoders_are_those_of_llama_cpp(
     path = convert(ENCODERS[name](tmp_path / "m").write(), tmp_path / "m.gguf", tensor_type=kind)
     with Model(path, device="cpu") as model:
         prompts = encode_texts(model.engine, SENTENCES).prompts
-        assert least_cosine(vectors_of(path, prompts), model.embed(SENTENCES)) > 1 - near
+        assert lowest_cosine(vectors_of(path, prompts), model.embed(SENTENCES)) > 1 - near
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -116,7 +117,7 @@ def test_vectors_of_minilm_are_those_of_llama_cpp(
     path = convert(minilm_folder, tmp_path / "m.gguf", tensor_type=kind)
     with Model(path, device="cpu", max_context=512) as model:
         prompts = encode_texts(model.engine, TEXTS).prompts
-        assert least_cosine(vectors_of(path, prompts), model.embed(TEXTS)) > 1 - near
+        assert lowest_cosine(vectors_of(path, prompts), model.embed(TEXTS)) > 1 - near
 
 
 @pytest.mark.real_model

@@ -1,5 +1,6 @@
 """Random tokens, and results of engines next to those of the float64 reference."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,19 @@ def assert_close(device: str, actual: npt.ArrayLike, expected: npt.ArrayLike) ->
 
 def hidden_states(model: Model, ids: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Compute the states of all tokens of a text."""
-    with model.session() as session:
-        (states,) = model.forward_batch([session], [ids], output="hidden", rows="all")
-        return np.asarray(states, np.float32)
+    return states_of_texts(model, [ids])[0]
 
 
-def lowest_cosine(states: npt.NDArray[Any], expected: npt.NDArray[np.float64]) -> float:
+def states_of_texts(model: Model, texts: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[np.float32]]:
+    """Compute the states of all tokens of several texts in one batch."""
+    sessions = [model.session() for _ in texts]
+    states: list[npt.NDArray[np.float32]] = model.forward_batch(sessions, texts, output="hidden", rows="all")
+    for session in sessions:
+        session.close()
+    return states
+
+
+def lowest_cosine(states: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
     """Return the lowest cosine of a row with the expected one."""
     lengths = np.linalg.norm(states, axis=1) * np.linalg.norm(expected, axis=1)
     return float(((states * expected).sum(axis=1) / lengths).min())

@@ -1,9 +1,5 @@
 """Texts with recorded vectors of all-MiniLM-L6-v2."""
 
-from typing import Any
-
-import numpy as np
-
 from support.comparison import PROSE, VERSE
 from support.places import DATA
 
@@ -18,8 +14,3 @@ TEXTS = (
     VERSE,
     " ".join([VERSE] * 3),
 )
-
-
-def least_cosine(made: Any, expected: Any) -> float:
-    norms = np.linalg.norm(made, axis=1) * np.linalg.norm(expected, axis=1)
-    return float(((made * expected).sum(axis=1) / norms).min())
