@@ -80,12 +80,6 @@ def test_the_texts_with_the_highest_mean_log_probability_are_returned(
     assert best.usage.prompt_tokens == candidates.usage.prompt_tokens
 
 
-def test_prompts_may_be_token_ids(server: Running, cpu_model: Model) -> None:
-    ids = cpu_model.tokenizer.encode(PROMPT)
-    for prompt in (ids, [ids]):
-        assert complete(server, prompt=prompt, max_tokens=8).choices[0].text == alone(cpu_model, ids, 8)
-
-
 def test_stops_bias_and_echo_take_effect(server: Running, cpu_model: Model) -> None:
     whole = alone(cpu_model, PROMPT, 30)
     (stopped,) = complete(server, max_tokens=30, stop=[whole[8:11], "no such text"]).choices
@@ -164,15 +158,6 @@ def test_usage_and_timings_are_the_last_event_on_request(server: Running, cpu_mo
         reasons = [c["choices"][0]["finish_reason"] for c in found]
         assert reasons == [None] * (len(found) - 1) + ["length"]
         assert len({chunk["id"] for chunk in found}) == 1
-
-
-def test_a_repeated_prompt_counts_as_cached(server: Running, cpu_model: Model) -> None:
-    prompt = "FIRST CITIZEN:\nBefore we proceed any further, hear me speak, and mark my words. " * 8
-    usages = [complete(server, prompt=prompt, max_tokens=1).usage for _ in range(2)]
-    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
-    n = len(cpu_model.tokenizer.encode(prompt))
-    assert cached[0] <= 64
-    assert n - 64 <= cached[1] < n  # pages that are full, or all but the last token
 
 
 def test_tokens_round_trip(server: Running, cpu_model: Model) -> None:
