@@ -155,7 +155,7 @@ class Engine:
         """Tokenizer of the file, built on first use."""
         from metal_prefill.text._tokenizer import Tokenizer
 
-        return Tokenizer.from_gguf(self.gguf)
+        return Tokenizer(self.gguf)
 
     @cached_property
     def state_owner(self) -> _session_file.Owner:

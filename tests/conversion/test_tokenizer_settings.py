@@ -435,9 +435,9 @@ def test_a_file_of_llama_cpp_with_the_vocabulary_of_gemma4_has_the_same_ids(tmp_
         "tokenizer.ggml.pre": None,
     }
     whole = with_entries(tmp_path / "llama.gguf", tmp_path / "vocabulary.gguf", changed)
-    ours = Tokenizer.from_gguf(GGUFFile(whole))
+    ours = Tokenizer(GGUFFile(whole))
     for words in TEXTS:
         assert ours.frame.text(ours.encode(words, add_bos=False)) == theirs.encode(words).ids, repr(words)
     without = with_entries(tmp_path / "none.gguf", whole, {"tokenizer.ggml.merges": None})
     with pytest.raises(GGUFError, match=r"tokenizer\.ggml\.merges is missing, which .* gemma4 needs"):
-        Tokenizer.from_gguf(GGUFFile(without))
+        Tokenizer(GGUFFile(without))

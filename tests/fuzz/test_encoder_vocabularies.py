@@ -87,7 +87,7 @@ def test_files_open_or_raise_an_error(files: dict[str, Parts], tmp_path: Path, d
         path = tmp_path / "v.gguf"
         path.write_bytes(content)
         with suppress(MetalPrefillError), GGUFFile(path) as opened:
-            tokenizer = Tokenizer.from_gguf(opened)
+            tokenizer = Tokenizer(opened)
             ids = tokenizer.encode(TEXT)
             tokenizer.decode(ids)
             tokenizer.encode_spans(TEXT)

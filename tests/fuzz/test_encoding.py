@@ -86,7 +86,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def tokenizers(files: dict[str, Path]) -> dict[str, Tokenizer]:
-    return {name: Tokenizer.from_gguf(GGUFFile(path)) for name, path in files.items()}
+    return {name: Tokenizer(GGUFFile(path)) for name, path in files.items()}
 
 
 def write(random: Random) -> bytes:

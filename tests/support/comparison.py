@@ -142,7 +142,7 @@ def recorded() -> dict[str, Any]:
 def open_variant(path: Path, variant: TokenizerVariant, **changes: Any) -> Tokenizer:
     """Open a recorded vocabulary, changed or not."""
     vocabulary = {**recorded()["vocabularies"][variant.kind], **changes}
-    return Tokenizer.from_gguf(GGUFFile(write_vocabulary(path, vocabulary, variant)))
+    return Tokenizer(GGUFFile(write_vocabulary(path, vocabulary, variant)))
 
 
 def write_vocabulary(path: Path, vocabulary: dict[str, Any], variant: TokenizerVariant) -> Path:

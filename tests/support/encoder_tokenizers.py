@@ -56,7 +56,7 @@ def open_folder(folder: Path) -> Tokenizer:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    return Tokenizer.from_gguf(GGUFFile(path))
+    return Tokenizer(GGUFFile(path))
 
 
 VOCABULARY_KEYS = "tokenizer.ggml."
@@ -67,7 +67,7 @@ def open_vocabulary(folder: Path, base: Mapping[str, Value], **changes: Value | 
     entries = {**base, **changes}
     content = [entry(VOCABULARY_KEYS + key, *value) for key, value in entries.items() if value is not None]
     (folder / "v.gguf").write_bytes(gguf(content))
-    return Tokenizer.from_gguf(GGUFFile(folder / "v.gguf"))
+    return Tokenizer(GGUFFile(folder / "v.gguf"))
 
 
 def packed(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:

@@ -47,7 +47,7 @@ def tokenizer_with(tmp_path: Path) -> GGUFMaker:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return Tokenizer.from_gguf(GGUFFile(path))
+        return Tokenizer(GGUFFile(path))
 
     return make
 

@@ -83,7 +83,7 @@ def test_text_of_the_bundled_model_is_tokenized_as_in_training(demo_path: Path) 
     trained.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer = Tokenizer.from_gguf(GGUFFile(demo_path))
+    tokenizer = Tokenizer(GGUFFile(demo_path))
     for text in comparison.texts():
         assert tokenizer.encode(text, add_bos=False) == trained.encode(text).ids, text
 

@@ -220,7 +220,7 @@ def run_serving(
     for name in names:
         servers.check_server(name)
     path = _model_file.found(model)
-    tokenizer = Tokenizer.from_gguf(GGUFFile(path))
+    tokenizer = Tokenizer(GGUFFile(path))
     options = servers.ServerOptions(
         path=os.fspath(path),
         threads=threads or _machine.available_threads(),

@@ -54,7 +54,7 @@ class ModelFacts:
 def task_ids(path: str | Path) -> npt.NDArray[np.int32]:
     """Return the ids of `cases.TASK`, as a model is asked."""
     with GGUFFile(path) as gguf:
-        tokenizer = Tokenizer.from_gguf(gguf)
+        tokenizer = Tokenizer(gguf)
         return np.array(tokenizer.apply_chat_template([{"role": "user", "content": TASK}]), np.int32)
 
 

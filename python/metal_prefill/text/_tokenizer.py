@@ -71,7 +71,12 @@ class TokenSpan(NamedTuple):
 
 
 class Tokenizer:
-    """Tokenizer of a model file, created by :meth:`from_gguf`. Safe to use from several threads.
+    """Tokenizer of a model file. Safe to use from several threads.
+
+    Parameters
+    ----------
+    gguf
+        Open file, whose vocabulary is read. The structures for encoding are built by the first `encode`.
 
     Attributes
     ----------
@@ -89,6 +94,13 @@ class Tokenizer:
         Whether a text to embed or classify ends with `eos_id`; `encode` never adds it.
     frame : TokenFrame
         Tokens around a text to embed or classify, and around a pair of texts.
+
+    Raises
+    ------
+    GGUFError
+        The vocabulary is missing or inconsistent.
+    UnsupportedModelError
+        The type of tokenizer or pre-tokenizer is not implemented.
     """
 
     def __init__(self, gguf: GGUFFile) -> None:
@@ -108,19 +120,6 @@ class Tokenizer:
         self.stop_ids = frozenset(
             named | {i for i in self._spelled.special.values() if self.token(i) in END_TOKENS}
         )
-
-    @classmethod
-    def from_gguf(cls, gguf: GGUFFile) -> Tokenizer:
-        """Read the vocabulary of an open file. The structures for encoding are built by the first `encode`.
-
-        Raises
-        ------
-        GGUFError
-            The vocabulary is missing or inconsistent.
-        UnsupportedModelError
-            The type of tokenizer or pre-tokenizer is not implemented.
-        """
-        return cls(gguf)
 
     def encode(
         self,
