@@ -33,6 +33,7 @@ inline constexpr std::uint32_t kSimdWidth = abi::kLanes;
 struct Dim3 {
   std::uint32_t x = 1, y = 1, z = 1;
   bool operator==(const Dim3&) const = default;
+  std::uint64_t volume() const { return std::uint64_t{x} * y * z; }
 };
 
 using KernelArgument = abi::Argument;
@@ -56,7 +57,6 @@ struct ShaderLibrary {
 };
 
 // Libraries linked into this binary, in no particular order.
-void register_library(const ShaderLibrary* library);
 std::vector<const ShaderLibrary*> registered_libraries();
 
 // A kernel made ready to run. An executor may derive from it.
@@ -137,16 +137,31 @@ struct ByteRange {
   std::uint64_t begin, end;
 };
 
+struct BindingStatistics {
+  std::uint64_t bytes_read = 0, bytes_written = 0;  // by all threads
+  std::vector<ByteRange> read, written;             // sorted and disjoint
+};
+
 struct DispatchStatistics {
   std::uint64_t threads = 0, barriers = 0;
-  double seconds = 0;                                    // on the device, in timed mode
-  std::vector<std::uint64_t> bytes_read, bytes_written;  // by buffer index; counted in checked mode
-  std::vector<std::vector<ByteRange>> read, written;  // by buffer index, sorted and disjoint; in checked mode
+  double seconds = 0;                       // on the device, in timed mode
+  std::vector<BindingStatistics> bindings;  // by buffer index, in checked mode
+
+  const BindingStatistics& of(int index) const {
+    static const BindingStatistics none;
+    const auto position = static_cast<std::size_t>(index);
+    return position < bindings.size() ? bindings[position] : none;
+  }
 };
+
+// Seconds of std::chrono::steady_clock.
+inline double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 struct Completion {
   std::string error;  // empty: all went well; names kernel, dispatch number and binding
-  double start_seconds = 0, end_seconds = 0;   // of std::chrono::steady_clock
+  double start_seconds = 0, end_seconds = 0;   // of `now`
   std::vector<DispatchStatistics> statistics;  // one for each dispatch that ran
 };
 

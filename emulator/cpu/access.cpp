@@ -1,13 +1,13 @@
 #include "access.h"
 
 #include <dlfcn.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <new>
 
 namespace metal_emulator::cpu {
@@ -24,11 +24,20 @@ inline AccessRecorder* current_recorder() {
   return recording.load(std::memory_order_relaxed) ? recorder_of(abi::current_worker()) : nullptr;
 }
 
-std::uint64_t* map_bits(std::size_t words) {
-  void* memory =
-      mmap(nullptr, words * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  return static_cast<std::uint64_t*>(memory);
+inline void record(std::uintptr_t address, std::size_t bytes, bool write, const void* caller) {
+  if (AccessRecorder* recorder = current_recorder()) recorder->access(address, bytes, write, caller);
+}
+inline void record(const void* memory, std::size_t bytes, bool write, const void* caller) {
+  record(reinterpret_cast<std::uintptr_t>(memory), bytes, write, caller);
+}
+
+// Appends a range that does not begin before the last one.
+void append(std::vector<ByteRange>& ranges, ByteRange range) {
+  if (ranges.empty() || range.begin > ranges.back().end) {
+    ranges.push_back(range);
+  } else {
+    ranges.back().end = std::max(ranges.back().end, range.end);
+  }
 }
 
 std::string quoted(const std::string& text) {
@@ -67,31 +76,18 @@ std::string source_location(const void* instruction) {
   return std::string(info.dli_fname) + "+" + hex;
 }
 
-AccessRecorder::~AccessRecorder() {
-  release();
-}
-
-void AccessRecorder::release() {
-  for (auto* list : {&read_, &written_}) {
-    for (Touched& touched : *list) {
-      if (touched.bits) munmap(touched.bits, touched.words * 8);
-    }
-    list->clear();
-  }
-}
-
 void AccessRecorder::begin(const std::vector<Binding>& bindings, Report report, void* context) {
-  release();
   bindings_ = &bindings;
   last_ = nullptr;
   report_ = report;
   context_ = context;
-  for (const Binding& binding : bindings) {
-    for (auto* list : {&read_, &written_}) {
-      Touched touched;
-      touched.words = (binding.end - binding.begin + 63) / 64;
-      if (touched.words) touched.bits = map_bits(touched.words);
-      list->push_back(touched);
+  for (auto* list : {&read_, &written_}) {
+    list->clear();
+    for (const Binding& binding : bindings) {
+      const std::size_t words = (binding.end - binding.begin) / 64 + 1;
+      auto& bits = list->emplace_back().bits;
+      bits.reset(static_cast<std::uint64_t*>(std::calloc(words, sizeof(std::uint64_t))));
+      if (!bits) throw std::bad_alloc();
     }
   }
 }
@@ -127,16 +123,34 @@ inline const Binding* AccessRecorder::find(std::uintptr_t address, std::size_t b
   return found;
 }
 
-void AccessRecorder::mark(Touched& touched, std::size_t offset, std::size_t bytes) {
-  touched.count += bytes;
-  const std::size_t first = offset / 64, last = (offset + bytes - 1) / 64;
-  touched.first = std::min(touched.first, first);
-  touched.last = std::max(touched.last, last);
-  for (std::size_t word = first; word <= last; word++) {
-    const std::size_t begin = word == first ? offset % 64 : 0;
-    const std::size_t end = word == last ? (offset + bytes - 1) % 64 + 1 : 64;
-    touched.bits[word] |= (end - begin == 64 ? ~0ull : ((1ull << (end - begin)) - 1)) << begin;
+void AccessRecorder::Touched::mark(std::size_t offset, std::size_t bytes) {
+  count += bytes;
+  const std::size_t from = offset / 64, to = (offset + bytes - 1) / 64;
+  first = std::min(first, from);
+  last = std::max(last, to);
+  for (std::size_t word = from; word <= to; word++) {
+    const std::size_t begin = word == from ? offset % 64 : 0;
+    const std::size_t end = word == to ? (offset + bytes - 1) % 64 + 1 : 64;
+    bits[word] |= (end - begin == 64 ? ~0ull : ((1ull << (end - begin)) - 1)) << begin;
   }
+}
+
+void AccessRecorder::Touched::add_to(std::vector<ByteRange>& all, std::size_t offset) const {
+  std::vector<ByteRange> own, both, united;
+  for (std::size_t word = first; word <= last; word++) {
+    const std::size_t at = offset + word * 64;
+    for (int begin = 0; begin < 64;) {
+      begin += std::countr_zero(bits[word] >> begin);
+      if (begin >= 64) break;
+      const int end = begin + std::countr_one(bits[word] >> begin);
+      append(own, {at + static_cast<std::size_t>(begin), at + static_cast<std::size_t>(end)});
+      begin = end;
+    }
+  }
+  std::merge(all.begin(), all.end(), own.begin(), own.end(), std::back_inserter(both),
+             [](const ByteRange& a, const ByteRange& b) { return a.begin < b.begin; });
+  for (const ByteRange& range : both) append(united, range);
+  all = std::move(united);
 }
 
 void AccessRecorder::access(std::uintptr_t address, std::size_t bytes, bool write, const void* caller) {
@@ -156,7 +170,7 @@ void AccessRecorder::access(std::uintptr_t address, std::size_t bytes, bool writ
     return;  // a table of the shader's own
   }
   const auto position = static_cast<std::size_t>(binding - bindings_->data());
-  mark(write ? written_[position] : read_[position], address - binding->begin, bytes);
+  (write ? written_ : read_)[position].mark(address - binding->begin, bytes);
 }
 
 bool AccessRecorder::is_meant_for_buffer(std::uintptr_t address) const {
@@ -206,99 +220,57 @@ void AccessRecorder::collect(DispatchStatistics& statistics) {
   for (std::size_t i = 0; i < bindings_->size(); i++) {
     const Binding& binding = (*bindings_)[i];
     const auto index = static_cast<std::size_t>(binding.index);
-    const auto take = [&](const Touched& touched, std::vector<std::uint64_t>& counts,
-                          std::vector<std::vector<ByteRange>>& ranges) {
-      if (counts.size() <= index) counts.resize(index + 1), ranges.resize(index + 1);
-      counts[index] += touched.count;
-      if (touched.first > touched.last) return;
-      std::vector<ByteRange> own;
-      std::size_t begin = SIZE_MAX;
-      for (std::size_t word = touched.first; word <= touched.last; word++) {
-        const std::uint64_t bits = touched.bits[word];
-        if (bits == ~0ull && begin != SIZE_MAX) continue;
-        if (bits == 0 && begin == SIZE_MAX) continue;
-        for (std::size_t bit = 0; bit < 64; bit++) {
-          const bool set = bits >> bit & 1;
-          const std::size_t at = binding.offset + word * 64 + bit;
-          if (set && begin == SIZE_MAX) begin = at;
-          if (!set && begin != SIZE_MAX) own.push_back({begin, at}), begin = SIZE_MAX;
-        }
-      }
-      if (begin != SIZE_MAX) own.push_back({begin, binding.offset + (touched.last + 1) * 64});
-      // Union with the ranges that other host threads recorded.
-      std::vector<ByteRange>& all = ranges[index];
-      all.insert(all.end(), own.begin(), own.end());
-      std::sort(all.begin(), all.end(),
-                [](const ByteRange& a, const ByteRange& b) { return a.begin < b.begin; });
-      std::vector<ByteRange> merged;
-      for (const ByteRange& range : all) {
-        if (!merged.empty() && range.begin <= merged.back().end) {
-          merged.back().end = std::max(merged.back().end, range.end);
-        } else {
-          merged.push_back(range);
-        }
-      }
-      all = std::move(merged);
-    };
-    take(read_[i], statistics.bytes_read, statistics.read);
-    take(written_[i], statistics.bytes_written, statistics.written);
+    if (statistics.bindings.size() <= index) statistics.bindings.resize(index + 1);
+    BindingStatistics& accesses = statistics.bindings[index];
+    accesses.bytes_read += read_[i].count;
+    accesses.bytes_written += written_[i].count;
+    read_[i].add_to(accesses.read, binding.offset);
+    written_[i].add_to(accesses.written, binding.offset);
   }
-  release();
+  read_.clear();
+  written_.clear();
   bindings_ = nullptr;
 }
 
 }  // namespace metal_emulator::cpu
 
 // Called by shaders compiled with --checked.
-#define METAL_EMULATOR_ACCESS(kind, write, bytes)                                                         \
-  extern "C"                                                                                              \
-      __attribute__((visibility("hidden"))) void __asan_##kind##bytes##_noabort(std::uintptr_t address) { \
-    if (auto* recorder = metal_emulator::cpu::current_recorder()) {                                       \
-      recorder->access(address, bytes, write, __builtin_return_address(0));                               \
-    }                                                                                                     \
-  }
 #if !METAL_EMULATOR_ASAN
-METAL_EMULATOR_ACCESS(load, false, 1)
-METAL_EMULATOR_ACCESS(load, false, 2)
-METAL_EMULATOR_ACCESS(load, false, 4)
-METAL_EMULATOR_ACCESS(load, false, 8)
-METAL_EMULATOR_ACCESS(load, false, 16)
-METAL_EMULATOR_ACCESS(store, true, 1)
-METAL_EMULATOR_ACCESS(store, true, 2)
-METAL_EMULATOR_ACCESS(store, true, 4)
-METAL_EMULATOR_ACCESS(store, true, 8)
-METAL_EMULATOR_ACCESS(store, true, 16)
+using metal_emulator::cpu::record;
+
 extern "C" {
-__attribute__((visibility("hidden"))) void __asan_loadN_noabort(std::uintptr_t address, std::size_t bytes) {
-  if (auto* recorder = metal_emulator::cpu::current_recorder()) {
-    recorder->access(address, bytes, false, __builtin_return_address(0));
+#define METAL_EMULATOR_ACCESSES(bytes)                          \
+  void __asan_load##bytes##_noabort(std::uintptr_t address) {   \
+    record(address, bytes, false, __builtin_return_address(0)); \
+  }                                                             \
+  void __asan_store##bytes##_noabort(std::uintptr_t address) {  \
+    record(address, bytes, true, __builtin_return_address(0));  \
   }
+METAL_EMULATOR_ACCESSES(1)
+METAL_EMULATOR_ACCESSES(2)
+METAL_EMULATOR_ACCESSES(4)
+METAL_EMULATOR_ACCESSES(8)
+METAL_EMULATOR_ACCESSES(16)
+void __asan_loadN_noabort(std::uintptr_t address, std::size_t bytes) {
+  record(address, bytes, false, __builtin_return_address(0));
 }
-__attribute__((visibility("hidden"))) void __asan_storeN_noabort(std::uintptr_t address, std::size_t bytes) {
-  if (auto* recorder = metal_emulator::cpu::current_recorder()) {
-    recorder->access(address, bytes, true, __builtin_return_address(0));
-  }
+void __asan_storeN_noabort(std::uintptr_t address, std::size_t bytes) {
+  record(address, bytes, true, __builtin_return_address(0));
 }
-__attribute__((visibility("hidden"))) void* __asan_memcpy(void* to, const void* from, std::size_t bytes) {
-  if (auto* recorder = metal_emulator::cpu::current_recorder()) {
-    recorder->access(reinterpret_cast<std::uintptr_t>(from), bytes, false, __builtin_return_address(0));
-    recorder->access(reinterpret_cast<std::uintptr_t>(to), bytes, true, __builtin_return_address(0));
-  }
+void* __asan_memcpy(void* to, const void* from, std::size_t bytes) {
+  record(from, bytes, false, __builtin_return_address(0));
+  record(to, bytes, true, __builtin_return_address(0));
   return std::memcpy(to, from, bytes);
 }
-__attribute__((visibility("hidden"))) void* __asan_memmove(void* to, const void* from, std::size_t bytes) {
-  if (auto* recorder = metal_emulator::cpu::current_recorder()) {
-    recorder->access(reinterpret_cast<std::uintptr_t>(from), bytes, false, __builtin_return_address(0));
-    recorder->access(reinterpret_cast<std::uintptr_t>(to), bytes, true, __builtin_return_address(0));
-  }
+void* __asan_memmove(void* to, const void* from, std::size_t bytes) {
+  record(from, bytes, false, __builtin_return_address(0));
+  record(to, bytes, true, __builtin_return_address(0));
   return std::memmove(to, from, bytes);
 }
-__attribute__((visibility("hidden"))) void* __asan_memset(void* to, int value, std::size_t bytes) {
-  if (auto* recorder = metal_emulator::cpu::current_recorder()) {
-    recorder->access(reinterpret_cast<std::uintptr_t>(to), bytes, true, __builtin_return_address(0));
-  }
+void* __asan_memset(void* to, int value, std::size_t bytes) {
+  record(to, bytes, true, __builtin_return_address(0));
   return std::memset(to, value, bytes);
 }
-__attribute__((visibility("hidden"))) void __asan_handle_no_return() {}
+void __asan_handle_no_return() {}
 }
 #endif

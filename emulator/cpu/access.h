@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -24,11 +26,6 @@ struct Binding {
 // their ranges are merged.
 class AccessRecorder {
  public:
-  AccessRecorder() = default;
-  ~AccessRecorder();
-  AccessRecorder(const AccessRecorder&) = delete;
-  AccessRecorder& operator=(const AccessRecorder&) = delete;
-
   // `report` does not return.
   using Report = void (*)(void* context, std::string message);
   // `bindings` are sorted by `begin`.
@@ -41,10 +38,18 @@ class AccessRecorder {
   void collect(DispatchStatistics& statistics);
 
  private:
-  struct Touched {  // one bit for each byte of a binding
-    std::uint64_t* bits = nullptr;
-    std::size_t words = 0, first = SIZE_MAX, last = 0;  // words outside of [first, last] are zero
-    std::uint64_t count = 0;                            // bytes, repeated accesses counted again
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  struct Touched {
+    // One bit for each byte of a binding. Pages of large ones take memory when they are written.
+    std::unique_ptr<std::uint64_t[], Free> bits;
+    std::size_t first = SIZE_MAX, last = 0;  // words outside of [first, last] are zero
+    std::uint64_t count = 0;                 // bytes, repeated accesses counted again
+
+    void mark(std::size_t offset, std::size_t bytes);
+    // Unites `all` with the marked ranges, of a binding at an offset in its allocation.
+    void add_to(std::vector<ByteRange>& all, std::size_t offset) const;
   };
   struct Variable {
     const char* name;
@@ -53,8 +58,6 @@ class AccessRecorder {
 
   const Binding* find(std::uintptr_t address, std::size_t bytes);
   bool is_meant_for_buffer(std::uintptr_t address) const;
-  void mark(Touched& touched, std::size_t offset, std::size_t bytes);
-  void release();
   [[noreturn]] void report_outside(std::uintptr_t address, std::size_t bytes, bool write, const void* caller);
 
   const std::vector<Binding>* bindings_ = nullptr;

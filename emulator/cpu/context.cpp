@@ -74,18 +74,18 @@ namespace {
 
 constexpr std::size_t kStacksOffset = abi::kRegionBytes / 2;
 
-std::byte* map(void* address, std::size_t bytes, int flags) {
+}  // namespace
+
+std::byte* map_memory(void* address, std::size_t bytes) {
   void* memory = mmap(address, bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (address ? MAP_FIXED : 0), -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   return static_cast<std::byte*>(memory);
 }
 
-}  // namespace
-
 Region::Region() {
   // Twice the size holds an aligned region wherever it begins.
-  std::byte* mapping = map(nullptr, 2 * abi::kRegionBytes, 0);
+  std::byte* mapping = map_memory(nullptr, 2 * abi::kRegionBytes);
   const auto begin = reinterpret_cast<std::uintptr_t>(mapping);
   const std::uintptr_t aligned = (begin + abi::kRegionBytes - 1) / abi::kRegionBytes * abi::kRegionBytes;
   base_ = mapping + (aligned - begin);
@@ -123,7 +123,7 @@ void* Region::prepare(unsigned index, void (*entry)()) {
 
 void Region::forget() {
   // A new mapping is new memory to ThreadSanitizer.
-  map(base_ + kStacksOffset, abi::kRegionBytes - kStacksOffset, MAP_FIXED);
+  map_memory(base_ + kStacksOffset, abi::kRegionBytes - kStacksOffset);
   guarded_ = 0;
 }
 

@@ -18,6 +18,9 @@ extern "C" void metal_emulator_switch(void** from, void* to) asm("metal_emulator
 
 namespace metal_emulator::cpu {
 
+// Maps zeroed memory, in place of what an address has if it is not null. Throws std::bad_alloc.
+std::byte* map_memory(void* address, std::size_t bytes);
+
 // Memory for a Worker and kMaxThreads stacks, aligned to its size. An inaccessible page separates two stacks.
 class Region {
  public:

@@ -4,16 +4,14 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstring>
-#include <deque>
 #include <limits>
 #include <mutex>
 #include <numeric>
-#include <stdexcept>
 #include <thread>
 
+#include "../submissions.h"
 #include "library.h"
 #include "threadgroup.h"
 
@@ -25,10 +23,6 @@ struct CpuPipeline final : Pipeline {
   const KernelEntry* entry = nullptr;
 };
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 // Time that a dispatch takes on one thread before others help, unless the options set a number of threads:
 // most end earlier than other threads wake. ThreadSanitizer finds races of threadgroups only on different
 // threads.
@@ -37,10 +31,6 @@ constexpr double kSecondsAlone = 0;
 #else
 constexpr double kSecondsAlone = 500e-6;
 #endif
-
-std::uint64_t volume(Dim3 d) {
-  return std::uint64_t{d.x} * d.y * d.z;
-}
 
 std::byte* address_of(const BoundBuffer& buffer) {
   if (buffer.allocation) return static_cast<std::byte*>(buffer.allocation->host()) + buffer.offset;
@@ -75,11 +65,12 @@ std::size_t length_of(const BoundBuffer& buffer) {
 // Threads that run threadgroups. The thread that calls `run` takes part as worker 0.
 class Pool {
  public:
-  ~Pool() { resize(0); }
-
   // `task` is called once on each of `workers` threads, with the thread's number.
   void run(unsigned workers, const std::function<void(unsigned)>& task) {
-    resize(std::max(size(), workers - 1));
+    while (threads_.size() + 1 < workers) {
+      const auto number = static_cast<unsigned>(threads_.size()) + 1;
+      threads_.emplace_back([this, number](const std::stop_token& stop) { work(stop, number); });
+    }
     {
       std::lock_guard lock(mutex_);
       task_ = &task;
@@ -95,30 +86,10 @@ class Pool {
   }
 
  private:
-  unsigned size() const { return static_cast<unsigned>(threads_.size()); }
-
-  void resize(unsigned threads) {
-    if (threads < size()) {
-      {
-        std::lock_guard lock(mutex_);
-        stop_ = true;
-      }
-      wake_.notify_all();
-      for (std::thread& thread : threads_) thread.join();
-      threads_.clear();
-      stop_ = false;
-    }
-    while (size() < threads) {
-      threads_.emplace_back([this, number = size() + 1] { work(number); });
-    }
-  }
-
-  void work(unsigned number) {
+  void work(const std::stop_token& stop, unsigned number) {
     std::uint64_t seen = 0;
     std::unique_lock lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [&] { return stop_ || (generation_ != seen && number <= wanted_ && task_); });
-      if (stop_) return;
+    while (wake_.wait(lock, stop, [&] { return generation_ != seen && number <= wanted_ && task_; })) {
       seen = generation_;
       const auto* task = task_;
       lock.unlock();
@@ -129,19 +100,18 @@ class Pool {
   }
 
   std::mutex mutex_;
-  std::condition_variable wake_, done_;
-  std::vector<std::thread> threads_;
+  std::condition_variable_any wake_, done_;
   const std::function<void(unsigned)>* task_ = nullptr;
   unsigned wanted_ = 0, running_ = 0;
   std::uint64_t generation_ = 0;
-  bool stop_ = false;
+  std::vector<std::jthread> threads_;
 };
 
 // The order in which threadgroups begin: as numbered, or with a seed a permutation by a stride without common
 // divisor.
 class GroupOrder {
  public:
-  GroupOrder(Dim3 grid, std::uint64_t seed) : grid_(grid), count_(volume(grid)) {
+  GroupOrder(Dim3 grid, std::uint64_t seed) : grid_(grid), count_(grid.volume()) {
     if (seed == 0) return;
     offset_ = seed * 0x9e3779b97f4a7c15ull % count_;
     stride_ = (seed * 0xbf58476d1ce4e5b9ull >> 8) % count_;
@@ -163,15 +133,6 @@ class GroupOrder {
 
 class CpuExecutor final : public Executor {
  public:
-  ~CpuExecutor() override {
-    {
-      std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    wake_.notify_all();
-    if (thread_.joinable()) thread_.join();
-  }
-
   std::string device_name() const override { return "Metal emulator (CPU)"; }
 
   void configure(const ExecutorOptions& options) override {
@@ -200,9 +161,7 @@ class CpuExecutor final : public Executor {
 
   void submit(std::vector<Command> commands, std::function<void(Completion)> done) override {
     std::lock_guard lock(mutex_);
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
-    queue_.push_back({std::move(commands), std::move(done), options_});
-    wake_.notify_one();
+    queue_.push({std::move(commands), std::move(done), options_});
   }
 
  private:
@@ -211,23 +170,6 @@ class CpuExecutor final : public Executor {
     std::function<void(Completion)> done;
     ExecutorOptions options;
   };
-
-  void serve() {
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [&] { return stop_ || !queue_.empty(); });
-      if (queue_.empty()) return;  // everything that was submitted has run
-      Submission submission = std::move(queue_.front());
-      queue_.pop_front();
-      lock.unlock();
-      Completion completion = run(submission);
-      auto done = std::move(submission.done);
-      submission = {};  // buffers are released before the caller is notified
-      done(std::move(completion));
-      done = nullptr;
-      lock.lock();
-    }
-  }
 
   Completion run(const Submission& submission) {
     Completion completion;
@@ -339,10 +281,6 @@ class CpuExecutor final : public Executor {
         if (worker > 0) runners_[worker]->finish();
       });
     runners_[0]->finish();
-    statistics.bytes_read.resize(kMaxBuffers);
-    statistics.bytes_written.resize(kMaxBuffers);
-    statistics.read.resize(kMaxBuffers);
-    statistics.written.resize(kMaxBuffers);
     for (unsigned worker = 0; worker < (helped ? workers : 1); worker++) {
       ThreadgroupRunner& runner = *runners_[worker];
       statistics.threads += runner.threads();
@@ -356,13 +294,10 @@ class CpuExecutor final : public Executor {
   }
 
   std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<Submission> queue_;
   ExecutorOptions options_;
-  bool stop_ = false;
-  std::thread thread_;
   Pool pool_;
   std::vector<std::unique_ptr<ThreadgroupRunner>> runners_;
+  SubmissionQueue<Submission> queue_{[this](Submission& submission) { return run(submission); }};
 };
 
 }  // namespace

@@ -19,11 +19,12 @@ struct Loaded {
   std::deque<KernelEntry> entries;
 };
 
-// Registered libraries, by name and text. Plain and checked variants of a source are two objects of the same
+// Known libraries, by name and text. Plain and checked variants of a source are two objects of the same
 // name; the first one waits here for the other.
 struct Registry {
   std::mutex mutex;
   std::map<std::pair<std::string_view, std::string_view>, Loaded*> by_text;
+  std::vector<const ShaderLibrary*> linked;
   static Registry& get() {
     static auto* instance = new Registry;
     return *instance;
@@ -49,14 +50,14 @@ void fill(Loaded& loaded, const abi::Library& table) {
 
 }  // namespace
 
-const ShaderLibrary* add_library(const abi::Library& table, bool announce) {
+const ShaderLibrary* add_library(const abi::Library& table, bool linked) {
   Registry& registry = Registry::get();
   std::lock_guard lock(registry.mutex);
   Loaded*& loaded = registry.by_text[{table.name, {table.source, table.source_bytes}}];
   if (!loaded) {
     loaded = new Loaded;
     fill(*loaded, table);
-    if (announce) register_library(&loaded->library);
+    if (linked) registry.linked.push_back(&loaded->library);
   }
   for (abi::u32 i = 0; i < table.kernel_count; i++) {
     KernelEntry& entry = loaded->entries[i];
@@ -66,6 +67,13 @@ const ShaderLibrary* add_library(const abi::Library& table, bool announce) {
 }
 
 }  // namespace cpu
+
+std::vector<const ShaderLibrary*> registered_libraries() {
+  cpu::Registry& registry = cpu::Registry::get();
+  std::lock_guard lock(registry.mutex);
+  return registry.linked;
+}
+
 }  // namespace metal_emulator
 
 void metal_emulator_register(const metal_emulator::abi::Library* library) {

@@ -51,13 +51,6 @@ constexpr unsigned matrix_place(MatrixLayout layout, unsigned lane, unsigned ele
   return row * 8 + column + element;
 }
 
-std::byte* map_arena(void* address) {
-  void* memory = mmap(address, kArenaBytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (address ? MAP_FIXED : 0), -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  return static_cast<std::byte*>(memory);
-}
-
 // Tells ThreadSanitizer that past accesses of one fiber are before later ones of another.
 void acquire([[maybe_unused]] char& point) {
 #if METAL_EMULATOR_TSAN
@@ -76,7 +69,7 @@ ThreadgroupRunner::ThreadgroupRunner()
     : header_(new(region_.base()) Header{}),
       simdgroups_(header_->simdgroups),
       threads_(new Thread[abi::kMaxThreads]()),
-      arena_(map_arena(nullptr)) {
+      arena_(map_memory(nullptr, kArenaBytes)) {
   static_assert(offsetof(Header, recorder) == sizeof(abi::Worker));
   header_->runner = this;
   abi::Worker& worker = header_->worker;
@@ -127,7 +120,7 @@ void ThreadgroupRunner::forget() {
     fiber = nullptr;
   }
   region_.forget();
-  map_arena(arena_);
+  map_memory(arena_, kArenaBytes);
 #endif
 }
 

@@ -24,12 +24,30 @@ constexpr unsigned align_up(unsigned value) {
 constexpr bool is_inline(bool constant, bool reference, unsigned long bytes) {
   return constant && reference && bytes <= kMaxInlineBytes;
 }
-constexpr unsigned slot_offset(unsigned position) {
-  return position * kSlotBytes;
-}
-// Where the values begin.
-constexpr unsigned first_inline_offset(unsigned slots) {
-  return align_up(slot_offset(slots));
+
+// An argument of a kernel.
+struct Form {
+  bool has_slot, has_value;
+  unsigned long bytes;  // of the value
+};
+// Offsets in the parameters.
+struct Place {
+  unsigned slot, value;  // a value at 0: there is none
+};
+// Sets the places of all arguments, and returns the size of the parameters.
+constexpr unsigned lay_out(const Form* arguments, unsigned count, Place* places) {
+  unsigned end = 0;
+  for (unsigned i = 0; i < count; ++i) {
+    places[i] = {end, 0};
+    if (arguments[i].has_slot) end += kSlotBytes;
+  }
+  end = align_up(end);
+  for (unsigned i = 0; i < count; ++i) {
+    if (!arguments[i].has_value) continue;
+    places[i].value = end;
+    end = align_up(end + static_cast<unsigned>(arguments[i].bytes));
+  }
+  return end;
 }
 
 }  // namespace metal_emulator::cuda

@@ -5,62 +5,30 @@
 #include <cstdint>
 #include <cstdio>
 #include <fstream>
+#include <functional>
 
 namespace metal_emulator::cuda {
 namespace {
 
-class PrivateAllocation final : public Allocation {
+// Memory at an address of the device.
+class DeviceAllocation final : public Allocation {
  public:
-  PrivateAllocation(const Device& device, Address memory, std::size_t length) : device_(device) {
-    device_address = memory;
+  // `seen` is the same memory as the host sees it, null: it does not. `release` is called at the end.
+  DeviceAllocation(Address address, std::size_t length, std::shared_ptr<Allocation> seen,
+                   std::function<void()> release)
+      : seen_(std::move(seen)), release_(std::move(release)) {
+    device_address = address;
     bytes = length;
   }
-  PrivateAllocation(const PrivateAllocation&) = delete;
-  PrivateAllocation& operator=(const PrivateAllocation&) = delete;
-  ~PrivateAllocation() override {
-    device_.enter();
-    Driver::get().cuMemFree_v2(device_address);
-  }
-  void* host() override { return nullptr; }
+  DeviceAllocation(const DeviceAllocation&) = delete;
+  DeviceAllocation& operator=(const DeviceAllocation&) = delete;
+  ~DeviceAllocation() override { release_(); }
+  void* host() override { return seen_ ? seen_->host() : nullptr; }
+  bool intact() override { return !seen_ || seen_->intact(); }
 
  private:
-  const Device& device_;
-};
-
-// Host memory that is also mapped for the GPU. `inner` owns it.
-class MappedAllocation final : public Allocation {
- public:
-  MappedAllocation(const Device& device, std::shared_ptr<Allocation> inner, void* registered)
-      : device_(device), inner_(std::move(inner)), registered_(registered) {
-    bytes = inner_->bytes;
-  }
-  MappedAllocation(const MappedAllocation&) = delete;
-  MappedAllocation& operator=(const MappedAllocation&) = delete;
-  ~MappedAllocation() override {
-    device_.enter();
-    Driver::get().cuMemHostUnregister(registered_);
-  }
-  void* host() override { return inner_->host(); }
-  bool intact() override { return inner_->intact(); }
-
- private:
-  const Device& device_;
-  const std::shared_ptr<Allocation> inner_;
-  void* const registered_;
-};
-
-// Read-only pages and their copy on the device.
-class CopiedAllocation final : public Allocation {
- public:
-  CopiedAllocation(std::shared_ptr<Allocation> inner, std::shared_ptr<Allocation> copy)
-      : inner_(std::move(inner)), copy_(std::move(copy)) {
-    bytes = inner_->bytes;
-    device_address = copy_->device_address;
-  }
-  void* host() override { return inner_->host(); }
-
- private:
-  const std::shared_ptr<Allocation> inner_, copy_;
+  const std::shared_ptr<Allocation> seen_;
+  const std::function<void()> release_;
 };
 
 // The stream of fills and copies that may continue when their calls return. Other streams do not wait for it.
@@ -82,11 +50,18 @@ std::shared_ptr<Allocation> map(const Device& device, std::shared_ptr<Allocation
   const std::size_t length = page_floor(memory + inner->bytes - 1) - page_floor(memory) +
                              static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   if (Driver::get().cuMemHostRegister_v2(first, length, kMapped) != 0) return nullptr;
-  auto mapped = std::make_shared<MappedAllocation>(device, std::move(inner), first);
+  const auto unregister = [&device, first] {
+    device.enter();
+    Driver::get().cuMemHostUnregister(first);
+  };
   Address address = 0;
-  if (Driver::get().cuMemHostGetDevicePointer_v2(&address, first, 0) != 0) return nullptr;
-  mapped->device_address = address + static_cast<Address>(memory - first);
-  return mapped;
+  if (Driver::get().cuMemHostGetDevicePointer_v2(&address, first, 0) != 0) {
+    unregister();
+    return nullptr;
+  }
+  const std::size_t bytes = inner->bytes;
+  return std::make_shared<DeviceAllocation>(address + static_cast<Address>(memory - first), bytes,
+                                            std::move(inner), unregister);
 }
 
 // Whether no thread of this process can write to any of the pages.
@@ -136,7 +111,10 @@ std::shared_ptr<Allocation> allocate_private(const Device& device, std::size_t b
   device.enter();
   Address address = 0;
   if (Driver::get().cuMemAlloc_v2(&address, bytes) != 0) return nullptr;
-  auto allocation = std::make_shared<PrivateAllocation>(device, address, bytes);
+  auto allocation = std::make_shared<DeviceAllocation>(address, bytes, nullptr, [&device, address] {
+    device.enter();
+    Driver::get().cuMemFree_v2(address);
+  });
   if (filled) {
     METAL_EMULATOR_CALL(cuMemsetD8_v2, address, 0xff, bytes);
     wait_for_default_stream();
@@ -155,7 +133,8 @@ std::shared_ptr<Allocation> wrap(const Device& device, void* memory, std::size_t
   if (!copy) return nullptr;
   METAL_EMULATOR_CALL(cuMemcpyHtoD_v2, copy->device_address, memory, bytes);
   wait_for_default_stream();
-  return std::make_shared<CopiedAllocation>(std::move(inner), std::move(copy));
+  // The copy lives as long as what refers to it.
+  return std::make_shared<DeviceAllocation>(copy->device_address, bytes, std::move(inner), [copy] {});
 }
 
 }  // namespace metal_emulator::cuda

@@ -4,12 +4,10 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <cstdlib>
-#include <deque>
 #include <mutex>
-#include <thread>
 
+#include "../submissions.h"
 #include "device.h"
 #include "events.h"
 #include "graphs.h"
@@ -28,10 +26,6 @@ bool is_set(const char* variable, bool otherwise) {
   return text ? std::strtoul(text, nullptr, 10) != 0 : otherwise;
 }
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 class CudaExecutor final : public Executor {
  public:
   CudaExecutor()
@@ -39,14 +33,6 @@ class CudaExecutor final : public Executor {
         filled_(is_set("METAL_EMULATOR_FILL", true)),
         timed_(is_set("METAL_EMULATOR_TIMED", false)),
         as_graphs_(is_set("METAL_EMULATOR_GRAPHS", true)) {}
-  ~CudaExecutor() override {
-    {
-      std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    wake_.notify_all();
-    if (thread_.joinable()) thread_.join();
-  }
 
   std::string device_name() const override { return "Metal emulator (CUDA, " + device_.name() + ")"; }
 
@@ -88,10 +74,7 @@ class CudaExecutor final : public Executor {
       launch(running);
     }
     keep_memory_alone(running);
-    std::lock_guard lock(mutex_);
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
-    running_.push_back(std::move(running));
-    wake_.notify_one();
+    running_.push(std::move(running));
   }
 
  private:
@@ -123,9 +106,8 @@ class CudaExecutor final : public Executor {
       for (BoundBuffer* buffer : {&command.copy.from, &command.copy.to, &command.fill.to}) keep(*buffer);
     }
     running.commands.clear();
-    std::ranges::sort(running.memory);
-    const auto repeated = std::ranges::unique(running.memory);
-    running.memory.erase(repeated.begin(), repeated.end());
+    std::sort(running.memory.begin(), running.memory.end());
+    running.memory.erase(std::unique(running.memory.begin(), running.memory.end()), running.memory.end());
   }
 
   // Launches all commands, between two events.
@@ -198,7 +180,7 @@ class CudaExecutor final : public Executor {
   }
 
   Launch make_launch(Running& running, const DispatchCommand& command, std::size_t stage) {
-    running.completion.statistics.emplace_back().threads = threads_of(command);
+    running.completion.statistics.emplace_back().threads = command.grid.volume() * command.group.volume();
     return cuda::make_launch(command, stage,
                              [&](const std::vector<std::byte>& bytes) { return upload(running, bytes); });
   }
@@ -217,26 +199,9 @@ class CudaExecutor final : public Executor {
     return address;
   }
 
-  // Waits for submissions in their order.
-  void serve() {
-    device_.enter();
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [&] { return stop_ || !running_.empty(); });
-      if (running_.empty()) return;  // everything that was submitted has run
-      Running running = std::move(running_.front());
-      running_.pop_front();
-      lock.unlock();
-      Completion completion = finish(running);
-      auto done = std::move(running.done);
-      running = {};  // buffers are released before the caller is notified
-      done(std::move(completion));
-      done = nullptr;
-      lock.lock();
-    }
-  }
-
+  // Waits for the submission.
   Completion finish(Running& running) {
+    device_.enter();
     Completion completion = std::move(running.completion);
     const Result result = Driver::get().cuEventSynchronize(running.end);
     if (result != 0 && completion.error.empty()) {
@@ -266,11 +231,7 @@ class CudaExecutor final : public Executor {
   std::mutex programs_mutex_;
   std::map<const Kernel*, std::shared_ptr<Program>> programs_;
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<Running> running_;
-  bool stop_ = false;
-  std::thread thread_;
+  SubmissionQueue<Running> running_{[this](Running& running) { return finish(running); }};
 };
 
 }  // namespace

@@ -11,10 +11,6 @@ namespace {
 constexpr std::uint32_t kMaxGridYZ = 65535, kMaxGroupZ = 64;  // of CUDA
 constexpr std::size_t kMaxParameterBytes = 4096;
 
-std::uint64_t volume(Dim3 d) {
-  return std::uint64_t{d.x} * d.y * d.z;
-}
-
 const BoundBuffer* bound_to(const DispatchCommand& command, const KernelArgument& argument) {
   const auto index = static_cast<std::size_t>(argument.index);
   const bool buffer = argument.space != KernelArgument::Space::kThreadgroup;
@@ -22,10 +18,6 @@ const BoundBuffer* bound_to(const DispatchCommand& command, const KernelArgument
 }
 
 }  // namespace
-
-std::uint64_t threads_of(const DispatchCommand& command) {
-  return volume(command.grid) * volume(command.group);
-}
 
 Address address_of(const BoundBuffer& buffer) {
   return buffer.allocation ? buffer.allocation->device_address + buffer.offset : 0;
@@ -73,7 +65,7 @@ Launch make_launch(const DispatchCommand& command, std::size_t stage, const Uplo
 
   if (command.grid.y > kMaxGridYZ || command.grid.z > kMaxGridYZ || command.group.z > kMaxGroupZ)
     fail(command, "a CUDA grid has at most 65535 threadgroups in y and z, and a threadgroup 64 threads in z");
-  variant.partial = volume(command.group) % kSimdWidth != 0;
+  variant.partial = command.group.volume() % kSimdWidth != 0;
   return {.function = variant == Variant{} ? pipeline.function : pipeline.program->function(variant),
           .groups = command.grid,
           .threads = command.group,

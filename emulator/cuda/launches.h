@@ -16,9 +16,6 @@ struct CudaPipeline final : Pipeline {
   Function function = nullptr;  // of the usual variant
 };
 
-// Number of threads of a dispatch.
-std::uint64_t threads_of(const DispatchCommand& command);
-
 // The address of a buffer for a kernel; 0 if none is bound.
 Address address_of(const BoundBuffer& buffer);
 

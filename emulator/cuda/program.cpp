@@ -34,17 +34,14 @@ const Image* find_image(std::string_view name, std::string_view source) {
 }
 
 ParameterLayout layout_of(const Kernel& kernel) {
-  ParameterLayout layout;
-  unsigned slots = 0;
-  for (std::size_t i = 0; i < kernel.arguments.size(); i++) layout.places.push_back({slot_offset(slots++)});
-  layout.bytes = first_inline_offset(slots);
-  for (std::size_t i = 0; i < kernel.arguments.size(); i++) {
-    const KernelArgument& argument = kernel.arguments[i];
+  std::vector<Form> forms;
+  for (const KernelArgument& argument : kernel.arguments) {
     const bool constant = argument.space == KernelArgument::Space::kConstant;
-    if (!is_inline(constant, argument.reference, argument.element_bytes)) continue;
-    layout.places[i].value = layout.bytes;
-    layout.bytes = align_up(layout.bytes + static_cast<unsigned>(argument.element_bytes));
+    forms.push_back(
+        {true, is_inline(constant, argument.reference, argument.element_bytes), argument.element_bytes});
   }
+  ParameterLayout layout{.places = std::vector<Place>(forms.size())};
+  layout.bytes = lay_out(forms.data(), static_cast<unsigned>(forms.size()), layout.places.data());
   return layout;
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "abi.h"
 #include "device.h"
@@ -19,12 +20,8 @@ struct Variant {
   auto operator<=>(const Variant&) const = default;
 };
 
-// The kinds of parameters of a kernel: see abi.h.
+// The parameters of a kernel: see abi.h.
 struct ParameterLayout {
-  struct Place {
-    unsigned slot;       // offset of the slot
-    unsigned value = 0;  // offset of the value, 0: there is none
-  };
   std::vector<Place> places;  // of each argument of the kernel
   unsigned bytes = 0;
 };

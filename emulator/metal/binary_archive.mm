@@ -6,12 +6,7 @@
 
 #include "classes.h"
 
-using metal_emulator::checked_cast;
-using metal_emulator::checksum_of;
-using metal_emulator::make_error;
-using metal_emulator::State;
-using metal_emulator::to_string;
-using metal_emulator::ValidationError;
+using namespace metal_emulator;
 
 NSErrorDomain const MTLBinaryArchiveDomain = @"MTLBinaryArchiveDomain";
 
@@ -72,8 +67,8 @@ std::string read_file(const std::string& path) {
       checked_cast<EmulatorFunction>(descriptor.computeFunction, "addComputePipelineFunctionsWithDescriptor");
   try {
     [function prepare];
-    State::get().count(&metal_emulator::Counters::compiled_pipelines);
-    State::get().count(&metal_emulator::Counters::archived_pipelines);
+    State::get().count(&Counters::compiled_pipelines);
+    State::get().count(&Counters::archived_pipelines);
   } catch (const std::runtime_error& exception) {
     if (error)
       *error = make_error(MTLBinaryArchiveDomain, MTLBinaryArchiveErrorCompilationFailure, exception.what());
@@ -90,7 +85,7 @@ std::string read_file(const std::string& path) {
     std::lock_guard lock(_mutex);
     for (const std::string& identity : _pipelines) text += identity + "\n";
     if (_pipelines.empty()) problem = "there is nothing to serialize";
-    if (!metal_emulator::limits().binary_archives) problem = "the device has no binary archives";
+    if (!limits().binary_archives) problem = "the device has no binary archives";
   }
   const std::string path = to_string(url.path);
   if (problem.empty()) {

@@ -1,9 +1,7 @@
 #include "classes.h"
 #include "untracked.h"
 
-using metal_emulator::BufferState;
-using metal_emulator::State;
-using metal_emulator::ValidationError;
+using namespace metal_emulator;
 
 @implementation EmulatorBuffer {
   void (^_deallocator)(void* pointer, NSUInteger length);
@@ -20,29 +18,26 @@ using metal_emulator::ValidationError;
   return self;
 }
 - (void)dealloc {
-  if (_state->untracked) metal_emulator::UntrackedUse::forget(*_state->allocation);
+  if (_state->untracked) UntrackedUse::forget(*_state->allocation);
   State::get().release(_state);
   // The deallocator receives the caller's pointer, not a view that the executor made of it.
   if (_deallocator) _deallocator(_state->caller_memory, _state->info.length);
 }
 
-- (const std::shared_ptr<BufferState>&)state {
-  return _state;
-}
 - (NSUInteger)length {
   return _state->info.length;
 }
 - (void*)contents {
-  if (_state->info.storage_mode == metal_emulator::StorageMode::kPrivate)
+  if (_state->info.storage_mode == StorageMode::kPrivate)
     throw ValidationError("contents: the buffer is MTLStorageModePrivate, which the host cannot reach");
   return _state->caller_memory ? _state->caller_memory : _state->allocation->host();
 }
 - (NSString*)label {
   const std::string label = State::get().label(*_state);
-  return label.empty() ? nil : metal_emulator::to_ns(label);
+  return label.empty() ? nil : to_ns(label);
 }
 - (void)setLabel:(NSString*)label {
-  State::get().set_label(*_state, metal_emulator::to_string(label));
+  State::get().set_label(*_state, to_string(label));
 }
 - (MTLStorageMode)storageMode {
   return static_cast<MTLStorageMode>(_state->info.storage_mode);

@@ -53,7 +53,6 @@ inline void require_open(bool ended, const char* call) {
 - (instancetype)initWithState:(std::shared_ptr<metal_emulator::BufferState>)state
                       options:(MTLResourceOptions)options
                   deallocator:(void (^)(void* pointer, NSUInteger length))deallocator;
-- (const std::shared_ptr<metal_emulator::BufferState>&)state;
 @end
 
 @interface EmulatorLibrary : NSObject <MTLLibrary>
@@ -109,7 +108,6 @@ inline void require_open(bool ended, const char* call) {
 // For encoders.
 - (void)encode:(metal_emulator::Command)command
       bindings:(std::vector<metal_emulator::EncodedBinding>)bindings;
-- (void)encodeBarrier;
 - (void)waitForFence:(id<MTLFence>)fence;
 - (void)updateFence:(id<MTLFence>)fence;
 // Whether the bindings of commands must be kept, for messages and records.
@@ -125,7 +123,6 @@ inline void require_open(bool ended, const char* call) {
   BOOL _ended;
 }
 - (instancetype)initWithCommandBuffer:(EmulatorCommandBuffer*)commandBuffer;
-- (EmulatorCommandBuffer*)commandBuffer;
 - (void)updateFence:(id<MTLFence>)fence;
 - (void)waitForFence:(id<MTLFence>)fence;
 @end

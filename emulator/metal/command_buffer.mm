@@ -8,29 +8,13 @@
 #include "classes.h"
 #include "untracked.h"
 
-using metal_emulator::Access;
-using metal_emulator::AutoreleasePool;
-using metal_emulator::checked_cast;
-using metal_emulator::Command;
-using metal_emulator::CommandBufferFault;
-using metal_emulator::CommandBufferRecord;
-using metal_emulator::Completion;
-using metal_emulator::Encoded;
-using metal_emulator::EncodedBinding;
-using metal_emulator::State;
-using metal_emulator::to_string;
-using metal_emulator::UntrackedUse;
-using metal_emulator::ValidationError;
+using namespace metal_emulator;
 
 NSErrorDomain const MTLCommandBufferErrorDomain = @"MTLCommandBufferErrorDomain";
 
 namespace {
 
 constexpr std::size_t kUsualCommands = 256;  // of a command buffer
-
-struct Running {
-  EmulatorCommandBuffer* object;
-};
 
 }  // namespace
 
@@ -60,8 +44,8 @@ struct Running {
     _queue = queue;
     _retained = retained;
     State& state = State::get();
-    _describes = state.validates() || state.keeps_history() || metal_emulator::options().checked ||
-                 metal_emulator::limits().watchdog_steps > 0 || metal_emulator::limits().out_of_memory;
+    _describes = state.validates() || state.keeps_history() || options().checked ||
+                 limits().watchdog_steps > 0 || limits().out_of_memory;
     _untracked = std::make_shared<UntrackedUse>((__bridge const void*)queue);
   }
   return self;
@@ -120,8 +104,8 @@ struct Running {
   }
   if (const auto refusal = State::get().next_commit_refusal()) throw ValidationError("commit: " + *refusal);
   UntrackedUse::commit(_untracked);
-  State::get().count(&metal_emulator::Counters::command_buffers);
-  State::get().count(&metal_emulator::Counters::dispatches, static_cast<std::uint64_t>(_dispatches));
+  State::get().count(&Counters::command_buffers);
+  State::get().count(&Counters::dispatches, static_cast<std::uint64_t>(_dispatches));
   _aheadOfHost = [_queue committed:self];
   [self becomeStatus:MTLCommandBufferStatusCommitted];
   [_queue submit:self];
@@ -129,7 +113,7 @@ struct Running {
 
 - (void)submit {
   State& state = State::get();
-  const metal_emulator::DeviceLimits limits = metal_emulator::limits();
+  const DeviceLimits limits = metal_emulator::limits();
   if (!limits.endless_kernels.empty() && has_kernel(_encoded.commands, limits.endless_kernels)) {
     [[maybe_unused]] static auto& running = *new std::vector<EmulatorCommandBuffer*>;
     running.push_back(self);
@@ -149,13 +133,12 @@ struct Running {
   }
   if (!limits.wrong_kernels.empty()) plant_mistakes(commands, limits.wrong_kernels);
   // The object lives until it is done, and is released before the work counts as done.
-  auto running = std::make_shared<Running>(Running{self});
-  state.executor().submit(std::move(commands), [running, fault](const Completion& completion) {
-    const metal_emulator::WorkerScope scope;
+  state.executor().submit(std::move(commands), [object = self, fault](const Completion& completion) mutable {
+    const WorkerScope scope;
     {
       const AutoreleasePool pool;
-      [running->object finish:completion fault:fault];
-      running->object = nil;
+      [object finish:completion fault:fault];
+      object = nil;
     }
     State::get().end_work();
   });
@@ -168,7 +151,7 @@ struct Running {
   if (message.empty()) message = find_overlap(_encoded, completion.statistics);
   if (message.empty()) message = find_hazard(_encoded, completion.statistics);
   if (message.empty()) {
-    message = find_timeout(_encoded, completion.statistics, metal_emulator::limits().watchdog_steps);
+    message = find_timeout(_encoded, completion.statistics, limits().watchdog_steps);
     if (!message.empty()) code = MTLCommandBufferErrorTimeout;
   }
   if (message.empty() && fault) {
@@ -184,7 +167,7 @@ struct Running {
   const bool failed = !message.empty();
   {
     std::lock_guard lock(_mutex);
-    if (failed) _error = metal_emulator::make_error(MTLCommandBufferErrorDomain, code, message);
+    if (failed) _error = make_error(MTLCommandBufferErrorDomain, code, message);
     _start = completion.start_seconds;
     _end = completion.end_seconds;
     _status = failed ? MTLCommandBufferStatusError : MTLCommandBufferStatusCompleted;
@@ -203,7 +186,7 @@ struct Running {
   while (!_finished && std::chrono::steady_clock::now() < until) std::this_thread::yield();
   std::unique_lock lock(_mutex);
   _changed.wait(lock, [&] { return _finished.load(); });
-  if ([self observe]) State::get().count(&metal_emulator::Counters::waits);
+  if ([self observe]) State::get().count(&Counters::waits);
 }
 
 - (void)requireNoEncoder:(const char*)call {
@@ -233,10 +216,6 @@ struct Running {
   if (_encoded.commands.empty()) _encoded.commands.reserve(kUsualCommands);
   _encoded.commands.push_back(std::move(command));
   if (_describes) _encoded.bindings.push_back(std::move(bindings));
-}
-- (void)encodeBarrier {
-  if (!_describes) return;  // commands have a flag that a barrier precedes them
-  _encoded.barriers.push_back(_encoded.commands.size());
 }
 - (void)waitForFence:(id<MTLFence>)fence {
   _untracked->wait_for((__bridge const void*)checked_cast<EmulatorFence>(fence, "waitForFence"));

@@ -6,9 +6,7 @@
 #include "classes.h"
 #include "untracked.h"
 
-using metal_emulator::checked_cast;
-using metal_emulator::State;
-using metal_emulator::ValidationError;
+using namespace metal_emulator;
 
 namespace {
 constexpr std::size_t kMaxResidencySets = 32;  // of a queue, as Apple's documentation says
@@ -17,7 +15,7 @@ constexpr NSUInteger kMaxCommandBuffers = 64;  // of a queue, not yet completed
 
 @implementation EmulatorFence
 - (void)dealloc {
-  metal_emulator::UntrackedUse::forget_fence((__bridge const void*)self);
+  UntrackedUse::forget_fence((__bridge const void*)self);
 }
 @end
 
@@ -32,7 +30,7 @@ constexpr NSUInteger kMaxCommandBuffers = 64;  // of a queue, not yet completed
 }
 
 - (id<MTLCommandBuffer>)makeCommandBuffer:(BOOL)retained {
-  if (const auto violations = metal_emulator::take_violations(); !violations.empty()) {
+  if (const auto violations = take_violations(); !violations.empty()) {
     throw ValidationError("earlier: " + violations.front());
   }
   std::unique_lock lock(_mutex);

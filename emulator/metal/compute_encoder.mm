@@ -3,28 +3,7 @@
 #include "classes.h"
 #include "hazards.h"
 
-using metal_emulator::Access;
-using metal_emulator::Allocation;
-using metal_emulator::Binding;
-using metal_emulator::Bindings;
-using metal_emulator::BoundBuffer;
-using metal_emulator::BufferState;
-using metal_emulator::checked_cast;
-using metal_emulator::Command;
-using metal_emulator::Dim3;
-using metal_emulator::DispatchCommand;
-using metal_emulator::EncodedBinding;
-using metal_emulator::HazardTracker;
-using metal_emulator::KernelArgument;
-using metal_emulator::kMaxBuffers;
-using metal_emulator::kMaxSetBytes;
-using metal_emulator::kMaxThreadgroupArguments;
-using metal_emulator::Pipeline;
-using metal_emulator::require_open;
-using metal_emulator::Size;
-using metal_emulator::State;
-using metal_emulator::ThreadgroupLengths;
-using metal_emulator::ValidationError;
+using namespace metal_emulator;
 
 namespace {
 
@@ -80,7 +59,6 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
     _barrier = YES;
     _retains = commandBuffer.retainedReferences;
     _hazards = std::make_unique<HazardTracker>(HazardTracker::Known::kBound);
-    [commandBuffer encodeBarrier];
   }
   return self;
 }
@@ -135,14 +113,14 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
   require_open(_ended, "setThreadgroupMemoryLength");
   check_index("setThreadgroupMemoryLength", index, kMaxThreadgroupArguments);
-  if (length % metal_emulator::kThreadgroupLengthUnit != 0) {
+  if (length % kThreadgroupLengthUnit != 0) {
     throw ValidationError("setThreadgroupMemoryLength: " + std::to_string(length) + " at index " +
                           std::to_string(index) + " is not a multiple of 16 bytes");
   }
-  if (length > metal_emulator::kMaxThreadgroupBytes) {
+  if (length > kMaxThreadgroupBytes) {
     throw ValidationError("setThreadgroupMemoryLength: " + std::to_string(length) + " bytes at index " +
                           std::to_string(index) + " exceed the limit of " +
-                          std::to_string(metal_emulator::kMaxThreadgroupBytes));
+                          std::to_string(kMaxThreadgroupBytes));
   }
   _threadgroupLengths[index] = length;
 }
@@ -162,7 +140,7 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   check_buffers(pipeline, number, _bindings);
   check_threadgroup_memory(pipeline, number, _threadgroupLengths);
 
-  const bool checked = metal_emulator::options().checked;
+  const bool checked = options().checked;
   if (_dispatchType == MTLDispatchTypeConcurrent && !checked && State::get().validates())
     [self trackHazards:number];
 
@@ -192,9 +170,6 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
     if (_objects[index]) [commandBuffer retainUntilCompleted:_objects[index]];
   }
   if (_retains) [commandBuffer retainUntilCompleted:_pipeline];
-  if (_dispatchType == MTLDispatchTypeSerial) {
-    [commandBuffer encodeBarrier];
-  }
   [commandBuffer encode:std::move(command) bindings:std::move(encoded)];
   _barrier = NO;
 }
@@ -211,7 +186,7 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
                         argument.writable,
                         describe(pipeline, number, argument)});
   }
-  if (const auto conflict = _hazards->find_conflict(accesses, metal_emulator::kNoBarrier)) {
+  if (const auto conflict = _hazards->find_conflict(accesses, kNoBarrier)) {
     throw ValidationError(*conflict);
   }
   _hazards->add(std::move(accesses));
@@ -222,6 +197,5 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   if (!(scope & MTLBarrierScopeBuffers)) return;
   _barrier = YES;
   _hazards->barrier();
-  [_commandBuffer encodeBarrier];
 }
 @end

@@ -13,14 +13,7 @@
 
 #include "classes.h"
 
-using metal_emulator::AutoreleasePool;
-using metal_emulator::checked_cast;
-using metal_emulator::make_error;
-using metal_emulator::ShaderLibrary;
-using metal_emulator::State;
-using metal_emulator::StorageMode;
-using metal_emulator::to_string;
-using metal_emulator::ValidationError;
+using namespace metal_emulator;
 
 NSError* metal_emulator::make_error(NSErrorDomain domain, NSInteger code, const std::string& message) {
   return [NSError errorWithDomain:domain code:code userInfo:@{NSLocalizedDescriptionKey : to_ns(message)}];
@@ -76,7 +69,7 @@ std::string missing_header(const ShaderLibrary& library, std::uint32_t language)
   constexpr unsigned kTensors = 400;  // the language that introduced them
   const unsigned version = (language >> 16) * 100 + (language & 0xffff) * 10;
   if (library.metal_version < kTensors) return "";
-  if (!metal_emulator::limits().metal_tensor)
+  if (!limits().metal_tensor)
     return std::string(library.name) + ": fatal error: 'metal_tensor' file not found";
   if (version >= library.metal_version) return "";
   return std::string(library.name) + ": error: the language is Metal " + std::to_string(language >> 16) +
@@ -84,7 +77,7 @@ std::string missing_header(const ShaderLibrary& library, std::uint32_t language)
 }
 
 void require_family(int family, const char* call) {
-  if (const int own = metal_emulator::limits().apple_family; own < family)
+  if (const int own = limits().apple_family; own < family)
     throw ValidationError(std::string(call) + ": needs a GPU of the family Apple" + std::to_string(family) +
                           " or later; the family of this one is Apple" + std::to_string(own));
 }
@@ -95,7 +88,7 @@ void* the_device = nullptr;
 
 void check_length(NSUInteger length, const char* call) {
   if (length == 0) throw ValidationError(std::string(call) + ": length is 0");
-  const auto limit = metal_emulator::limits().max_buffer_length;
+  const auto limit = limits().max_buffer_length;
   if (length > limit) {
     throw ValidationError(std::string(call) + ": length " + std::to_string(length) +
                           " exceeds maxBufferLength " + std::to_string(limit));
@@ -120,23 +113,23 @@ void check_length(NSUInteger length, const char* call) {
   _maximizesCompilation = maximizes;
 }
 - (NSString*)name {
-  return metal_emulator::to_ns(metal_emulator::device_name());
+  return to_ns(device_name());
 }
 - (uint64_t)registryID {
   return 1;
 }
 - (BOOL)hasUnifiedMemory {
-  return metal_emulator::limits().unified_memory;
+  return limits().unified_memory;
 }
 - (uint64_t)recommendedMaxWorkingSetSize {
-  return metal_emulator::limits().working_set_bytes;
+  return limits().working_set_bytes;
 }
 - (NSUInteger)maxBufferLength {
-  return metal_emulator::limits().max_buffer_length;
+  return limits().max_buffer_length;
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
   if (family == MTLGPUFamilyMac2 || family == MTLGPUFamilyMetal3) return YES;
-  return family >= MTLGPUFamilyApple1 && family - MTLGPUFamilyApple1 < metal_emulator::limits().apple_family;
+  return family >= MTLGPUFamilyApple1 && family - MTLGPUFamilyApple1 < limits().apple_family;
 }
 
 - (id<MTLCommandQueue>)newCommandQueue {
@@ -183,7 +176,7 @@ void check_length(NSUInteger length, const char* call) {
     throw ValidationError("newBufferWithBytesNoCopy: length " + std::to_string(length) +
                           " is not a multiple of the page size, " + std::to_string(page));
   }
-  if (!metal_emulator::limits().no_copy) return nil;
+  if (!limits().no_copy) return nil;
   auto state = State::get().wrap(pointer, length, StorageMode::kShared);
   if (!state) return nil;
   return [[EmulatorBuffer alloc] initWithState:std::move(state) options:options deallocator:deallocator];
@@ -209,9 +202,9 @@ void check_length(NSUInteger length, const char* call) {
   const std::string text = to_string(source);
   const std::set<std::string> macros = macros_of(options);
   std::string why = "this source text was not compiled ahead of time into the binary";
-  for (const ShaderLibrary* library : metal_emulator::registered_libraries()) {
+  for (const ShaderLibrary* library : registered_libraries()) {
     if (library->source != text) continue;
-    if (metal_emulator::limits().broken_sources.contains(library->name)) {
+    if (limits().broken_sources.contains(library->name)) {
       why = std::string(library->name) + ":1:1: error: this compiler rejects it";
       break;
     }
@@ -234,7 +227,7 @@ void check_length(NSUInteger length, const char* call) {
            completionHandler:(MTLNewLibraryCompletionHandler)completionHandler {
   if (!options)
     throw ValidationError("newLibraryWithSource: options are nil, but the emulator has no defaults");
-  if (!metal_emulator::limits().compiler) return;
+  if (!limits().compiler) return;
   State::get().run_in_background([=] {
     const AutoreleasePool pool;
     NSError* error = nil;
@@ -258,7 +251,7 @@ void check_length(NSUInteger length, const char* call) {
   }
   try {
     auto pipeline = [function prepare];
-    if (!archived) State::get().count(&metal_emulator::Counters::compiled_pipelines);
+    if (!archived) State::get().count(&Counters::compiled_pipelines);
     return [[EmulatorComputePipeline alloc] initWithPipeline:std::move(pipeline)
                                                   maxThreads:descriptor.maxTotalThreadsPerThreadgroup];
   } catch (const std::runtime_error& exception) {
@@ -274,7 +267,7 @@ void check_length(NSUInteger length, const char* call) {
                                                         NSError*))completionHandler {
   checked_cast<EmulatorFunction>(descriptor.computeFunction, "newComputePipelineState");
   MTLComputePipelineDescriptor* copy = [descriptor copy];
-  if (!metal_emulator::limits().compiler) return;
+  if (!limits().compiler) return;
   State::get().run_in_background([=] {
     const AutoreleasePool pool;
     NSError* error = nil;
@@ -287,7 +280,7 @@ void check_length(NSUInteger length, const char* call) {
                                                  error:(NSError**)error {
   EmulatorBinaryArchive* archive = [[EmulatorBinaryArchive alloc] init];
   if (!descriptor.url) return archive;
-  if (!metal_emulator::limits().binary_archives)
+  if (!limits().binary_archives)
     throw ValidationError(
         "newBinaryArchiveWithDescriptor: Target device architecture is nil (a Mac aborts the process there)");
   const std::string path = to_string(descriptor.url.path);
@@ -301,7 +294,7 @@ void check_length(NSUInteger length, const char* call) {
 
 - (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)desc error:(NSError**)error {
   require_family(6, "newResidencySetWithDescriptor");
-  if (metal_emulator::limits().residency_sets) return [[EmulatorResidencySet alloc] init];
+  if (limits().residency_sets) return [[EmulatorResidencySet alloc] init];
   if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorUnsupported, "no residency sets");
   return nil;
 }
@@ -309,7 +302,7 @@ void check_length(NSUInteger length, const char* call) {
 
 id<MTLDevice> MTLCreateSystemDefaultDevice() {
   static const pid_t first_process = getpid();
-  if (!metal_emulator::limits().survives_fork && getpid() != first_process) {
+  if (!limits().survives_fork && getpid() != first_process) {
     std::fputs("the compiler service cannot be reached from a forked process\n", stderr);
     std::abort();
   }

@@ -31,33 +31,35 @@ std::string describe(const Command& command, const EncodedBinding& binding) {
   return text;
 }
 
-void apply_barriers(const Encoded& encoded, std::size_t command, std::size_t& next, HazardTracker& tracker) {
-  for (; next < encoded.barriers.size() && encoded.barriers[next] <= command; next++) tracker.barrier();
+// A dispatch that ran.
+struct Ran {
+  const Command& command;
+  const std::vector<EncodedBinding>& bindings;
+  const DispatchStatistics& statistics;
+};
+
+std::vector<Ran> dispatches_that_ran(const Encoded& encoded,
+                                     const std::vector<DispatchStatistics>& statistics) {
+  std::vector<Ran> ran;
+  for (std::size_t i = 0; i < encoded.commands.size() && ran.size() < statistics.size(); i++) {
+    if (encoded.commands[i].kind == Command::Kind::kDispatch)
+      ran.push_back({encoded.commands[i], encoded.bindings[i], statistics[ran.size()]});
+  }
+  return ran;
 }
 
-std::vector<Access> touched(const Command& command, const std::vector<EncodedBinding>& bindings,
-                            const DispatchStatistics& statistics) {
+std::vector<Access> touched(const Ran& ran) {
   std::vector<Access> accesses;
-  for (const EncodedBinding& binding : bindings) {
+  for (const EncodedBinding& binding : ran.bindings) {
     if (!binding.buffer) continue;
-    const auto add = [&](const auto& by_index, bool write) {
-      const auto index = static_cast<std::size_t>(binding.index);
-      if (index >= by_index.size()) return;
-      for (const auto& range : by_index[index]) {
-        accesses.push_back({binding.buffer->allocation.get(), range, write, describe(command, binding)});
-      }
+    const auto add = [&](const std::vector<ByteRange>& ranges, bool write) {
+      for (const ByteRange& range : ranges)
+        accesses.push_back({binding.buffer->allocation.get(), range, write, describe(ran.command, binding)});
     };
-    add(statistics.read, false);
-    add(statistics.written, true);
+    add(ran.statistics.of(binding.index).read, false);
+    add(ran.statistics.of(binding.index).written, true);
   }
   return accesses;
-}
-
-const std::vector<ByteRange>& ranges_of(const std::vector<std::vector<ByteRange>>& by_index,
-                                        const EncodedBinding& binding) {
-  static const std::vector<ByteRange> none;
-  const auto index = static_cast<std::size_t>(binding.index);
-  return index < by_index.size() ? by_index[index] : none;
 }
 
 // Returns the first range that two sorted lists have in common.
@@ -80,11 +82,9 @@ std::uint64_t total_bytes(const std::vector<ByteRange>& ranges) {
 
 std::string find_hazard(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics) {
   HazardTracker tracker(HazardTracker::Known::kTouched);
-  std::size_t barrier = 0, dispatch = 0;
-  for (std::size_t i = 0; i < encoded.commands.size() && dispatch < statistics.size(); i++) {
-    apply_barriers(encoded, i, barrier, tracker);
-    if (encoded.commands[i].kind != Command::Kind::kDispatch) continue;
-    auto accesses = touched(encoded.commands[i], encoded.bindings[i], statistics[dispatch++]);
+  for (const Ran& ran : dispatches_that_ran(encoded, statistics)) {
+    if (ran.command.after_barrier) tracker.barrier();
+    auto accesses = touched(ran);
     if (auto conflict = tracker.find_conflict(accesses, kNoBarrier)) return *conflict;
     tracker.add(std::move(accesses));
   }
@@ -92,21 +92,18 @@ std::string find_hazard(const Encoded& encoded, const std::vector<DispatchStatis
 }
 
 std::string find_overlap(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics) {
-  std::size_t dispatch = 0;
-  for (std::size_t i = 0; i < encoded.commands.size() && dispatch < statistics.size(); i++) {
-    const Command& command = encoded.commands[i];
-    if (command.kind != Command::Kind::kDispatch) continue;
-    const DispatchStatistics& ran = statistics[dispatch++];
-    for (const EncodedBinding& own : encoded.bindings[i]) {
-      for (const EncodedBinding& other : encoded.bindings[i]) {
+  for (const Ran& ran : dispatches_that_ran(encoded, statistics)) {
+    for (const EncodedBinding& own : ran.bindings) {
+      for (const EncodedBinding& other : ran.bindings) {
         if (!own.buffer || !other.buffer || own.index == other.index ||
             own.buffer->allocation != other.buffer->allocation)
           continue;
-        const auto& written = ranges_of(ran.written, own);
+        const BindingStatistics& accesses = ran.statistics.of(other.index);
         for (const bool writes : {false, true}) {
-          const auto both = first_common(written, ranges_of(writes ? ran.written : ran.read, other));
+          const auto both =
+              first_common(ran.statistics.of(own.index).written, writes ? accesses.written : accesses.read);
           if (!both) continue;
-          return describe(command, own) + " writes bytes " + std::to_string(both->begin) + " to " +
+          return describe(ran.command, own) + " writes bytes " + std::to_string(both->begin) + " to " +
                  std::to_string(both->end) + " of a buffer that buffer(" + std::to_string(other.index) +
                  ") '" + other.name + "' of the same dispatch " + (writes ? "writes" : "reads") +
                  ", which Metal's compiler assumes never to happen";
@@ -155,16 +152,14 @@ std::vector<DispatchRecord> make_records(const Encoded& encoded,
     record.barriers = measured.barriers;
     record.seconds = measured.seconds;
     for (const EncodedBinding& binding : encoded.bindings[i]) {
-      const auto index = static_cast<std::size_t>(binding.index);
-      BindingRecord entry;
-      entry.index = binding.index;
-      entry.name = binding.name;
-      if (binding.buffer) entry.label = State::get().label(*binding.buffer);
-      if (index < measured.bytes_read.size()) entry.bytes_read = measured.bytes_read[index];
-      if (index < measured.bytes_written.size()) entry.bytes_written = measured.bytes_written[index];
-      if (index < measured.read.size()) entry.unique_bytes_read = total_bytes(measured.read[index]);
-      if (index < measured.written.size()) entry.unique_bytes_written = total_bytes(measured.written[index]);
-      record.bindings.push_back(std::move(entry));
+      const BindingStatistics& accesses = measured.of(binding.index);
+      record.bindings.push_back({.index = binding.index,
+                                 .name = binding.name,
+                                 .label = binding.buffer ? State::get().label(*binding.buffer) : "",
+                                 .bytes_read = accesses.bytes_read,
+                                 .bytes_written = accesses.bytes_written,
+                                 .unique_bytes_read = total_bytes(accesses.read),
+                                 .unique_bytes_written = total_bytes(accesses.written)});
     }
     records.push_back(std::move(record));
   }
@@ -224,17 +219,14 @@ std::string find_timeout(const Encoded& encoded, const std::vector<DispatchStati
                          std::uint64_t limit) {
   if (limit == 0) return {};
   std::uint64_t steps = 0;
-  std::size_t dispatch = 0;
   const std::string allowed =
       " steps of threads are more than the " + std::to_string(limit) + " that the watchdog allows";
-  for (const Command& command : encoded.commands) {
-    if (command.kind != Command::Kind::kDispatch || dispatch == statistics.size()) continue;
-    const Dim3& group = command.dispatch.group;
-    const DispatchStatistics& ran = statistics[dispatch++];
-    const std::uint64_t own = ran.threads + ran.barriers * group.x * group.y * group.z;
+  for (const Ran& ran : dispatches_that_ran(encoded, statistics)) {
+    const DispatchCommand& dispatch = ran.command.dispatch;
+    const std::uint64_t own = ran.statistics.threads + ran.statistics.barriers * dispatch.group.volume();
     if (own > limit)
-      return "Caused GPU Timeout Error: " + describe(*command.dispatch.pipeline, command.dispatch.number) +
-             ": " + std::to_string(own) + allowed;
+      return "Caused GPU Timeout Error: " + describe(*dispatch.pipeline, dispatch.number) + ": " +
+             std::to_string(own) + allowed;
     steps += own;
   }
   if (steps <= limit) return {};

@@ -23,7 +23,6 @@ struct EncodedBinding {
 struct Encoded {
   std::vector<Command> commands;
   std::vector<std::vector<EncodedBinding>> bindings;  // of each command
-  std::vector<std::size_t> barriers;                  // indices of the commands that follow them
 };
 
 // Conflicts between dispatches by the bytes that they touched; empty without conflicts.

@@ -3,24 +3,15 @@
 
 #include "classes.h"
 
-using metal_emulator::BufferState;
-using metal_emulator::checked_cast;
-using metal_emulator::Command;
-using metal_emulator::require_open;
-using metal_emulator::ValidationError;
+using namespace metal_emulator;
 
-@implementation EmulatorEncoder {
-}
-
+@implementation EmulatorEncoder
 - (instancetype)initWithCommandBuffer:(EmulatorCommandBuffer*)commandBuffer {
   if ((self = [super init])) _commandBuffer = commandBuffer;
   return self;
 }
 - (void)dealloc {
   if (!_ended) [_commandBuffer encoderEnded:NO];
-}
-- (EmulatorCommandBuffer*)commandBuffer {
-  return _commandBuffer;
 }
 - (void)endEncoding {
   require_open(_ended, "endEncoding");
@@ -42,7 +33,7 @@ namespace {
 // Throws ValidationError unless [offset, offset + size) is inside the buffer.
 const std::shared_ptr<BufferState>& check_range(id<MTLBuffer> buffer, NSUInteger offset, NSUInteger size,
                                                 const char* call, const char* what) {
-  const auto& state = checked_cast<EmulatorBuffer>(buffer, call).state;
+  const auto& state = checked_cast<EmulatorBuffer>(buffer, call)->_state;
   const std::size_t length = state->info.length;
   if (size == 0) throw ValidationError(std::string(call) + ": size is 0");
   if (offset > length || size > length - offset) {
@@ -83,9 +74,9 @@ void check_units(const char* call, std::initializer_list<NSUInteger> values) {
   command.copy.from = {from->allocation, sourceOffset, {}};
   command.copy.to = {to->allocation, destinationOffset, {}};
   command.copy.bytes = size;
-  [self.commandBuffer retainUntilCompleted:source];
-  [self.commandBuffer retainUntilCompleted:destination];
-  [self.commandBuffer
+  [_commandBuffer retainUntilCompleted:source];
+  [_commandBuffer retainUntilCompleted:destination];
+  [_commandBuffer
         encode:std::move(command)
       bindings:{{0, "source", from, sourceOffset, false}, {1, "destination", to, destinationOffset, true}}];
 }
@@ -99,7 +90,7 @@ void check_units(const char* call, std::initializer_list<NSUInteger> values) {
   command.fill.to = {to->allocation, range.location, {}};
   command.fill.bytes = range.length;
   command.fill.value = value;
-  [self.commandBuffer retainUntilCompleted:buffer];
-  [self.commandBuffer encode:std::move(command) bindings:{{0, "destination", to, range.location, true}}];
+  [_commandBuffer retainUntilCompleted:buffer];
+  [_commandBuffer encode:std::move(command) bindings:{{0, "destination", to, range.location, true}}];
 }
 @end

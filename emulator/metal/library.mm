@@ -7,12 +7,7 @@
 
 #include "classes.h"
 
-using metal_emulator::Kernel;
-using metal_emulator::Pipeline;
-using metal_emulator::ShaderLibrary;
-using metal_emulator::State;
-using metal_emulator::to_ns;
-using metal_emulator::to_string;
+using namespace metal_emulator;
 
 NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
 
@@ -92,19 +87,18 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
   return to_ns(_kernel->name);
 }
 - (std::string)identity {
-  return metal_emulator::device_name() + "; " + metal_emulator::checksum_of(_library->source) + "; " +
-         _kernel->name;
+  return device_name() + "; " + checksum_of(_library->source) + "; " + _kernel->name;
 }
 - (std::shared_ptr<const Pipeline>)prepare {
   State& state = State::get();
   auto pipeline = state.executor().prepare(*_library, *_kernel);
-  if (pipeline->static_threadgroup_bytes > metal_emulator::kMaxThreadgroupBytes) {
+  if (pipeline->static_threadgroup_bytes > kMaxThreadgroupBytes) {
     throw std::runtime_error(std::string("kernel '") + _kernel->name + "' declares " +
                              std::to_string(pipeline->static_threadgroup_bytes) +
                              " bytes of threadgroup memory, over the limit of " +
-                             std::to_string(metal_emulator::kMaxThreadgroupBytes));
+                             std::to_string(kMaxThreadgroupBytes));
   }
-  const metal_emulator::DeviceLimits limits = metal_emulator::limits();
+  const DeviceLimits limits = metal_emulator::limits();
   if (limits.aborting_kernels.contains(_kernel->name)) {
     std::fprintf(stderr, "AGX: compiling '%s' failed: the driver aborts\n", _kernel->name);
     std::abort();
@@ -113,7 +107,7 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
     throw std::runtime_error("XPC_ERROR_CONNECTION_INTERRUPTED: the compiler service failed");
   if (!limits.simdgroup_matrix && _library->source.find("simdgroup_matrix") != std::string_view::npos)
     throw std::runtime_error("the GPU has no simdgroup_matrix");
-  state.count(&metal_emulator::Counters::pipelines);
+  state.count(&Counters::pipelines);
   return pipeline;
 }
 @end

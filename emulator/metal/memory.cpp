@@ -12,19 +12,7 @@
 
 #include "emulator.h"
 
-#if defined(__SANITIZE_ADDRESS__)
-#define METAL_EMULATOR_ASAN 1
-#elif defined(__SANITIZE_THREAD__)
-#define METAL_EMULATOR_TSAN 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define METAL_EMULATOR_ASAN 1
-#elif __has_feature(thread_sanitizer)
-#define METAL_EMULATOR_TSAN 1
-#endif
-#endif
-
-#if defined(METAL_EMULATOR_ASAN)
+#if METAL_EMULATOR_ASAN
 #include <sanitizer/asan_interface.h>
 #else
 #define ASAN_POISON_MEMORY_REGION(address, size) static_cast<void>(0)
@@ -228,7 +216,7 @@ class GuardedAllocation final : public Allocation {
     return pages ? pages + (first_ - mapping_) : nullptr;
   }
   bool intact() override {
-#if !defined(METAL_EMULATOR_ASAN)
+#if !METAL_EMULATOR_ASAN
     for (std::size_t i = 0; i < slack(); i++) {
       if (static_cast<unsigned char>(first_[bytes + i]) != kCanary) return false;
     }
@@ -279,7 +267,7 @@ struct Fault {
 };
 thread_local Fault fault;
 
-#if !defined(METAL_EMULATOR_ASAN)  // whose own report names the line
+#if !METAL_EMULATOR_ASAN  // whose own report names the line
 [[noreturn]] void landing() {
   fault.handler(*fault.missed, fault.overrun, fault.write);
   std::abort();  // a handler does not return
@@ -312,17 +300,15 @@ void on_fault(int signal, siginfo_t* info, void* context) {
   stack = (stack & ~std::uintptr_t{15}) - 8;                                 // as after a call
   registers.gregs[REG_RSP] = static_cast<greg_t>(stack);
   registers.gregs[REG_RIP] = reinterpret_cast<greg_t>(landing);
-#elif defined(__aarch64__)
+#else
   fault.write = false;  // not told
   registers.pc = reinterpret_cast<std::uintptr_t>(landing);
-#else
-  pass_on(signal, info, context);
 #endif
 }
 #endif
 
 void install_signal_handler() {
-#if !defined(METAL_EMULATOR_ASAN)
+#if !METAL_EMULATOR_ASAN
   static std::once_flag once;
   std::call_once(once, [] {
     struct sigaction action{};
@@ -337,34 +323,31 @@ void install_signal_handler() {
 
 // Fibers have small stacks, so each thread that runs kernels has a stack for the signal handler.
 struct SignalStack {
-  static constexpr std::size_t kBytes = 64 << 10;
-  void* memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  std::vector<std::byte> memory = std::vector<std::byte>(64 << 10);
   SignalStack() {
     stack_t stack{};
-    if (memory == MAP_FAILED || (sigaltstack(nullptr, &stack) == 0 && !(stack.ss_flags & SS_DISABLE))) return;
+    if (sigaltstack(nullptr, &stack) == 0 && !(stack.ss_flags & SS_DISABLE)) return;
     stack = {};
-    stack.ss_sp = memory;
-    stack.ss_size = kBytes;
+    stack.ss_sp = memory.data();
+    stack.ss_size = memory.size();
     sigaltstack(&stack, nullptr);
   }
   SignalStack(const SignalStack&) = delete;
   SignalStack& operator=(const SignalStack&) = delete;
   ~SignalStack() {
     stack_t stack{};
-    if (sigaltstack(nullptr, &stack) == 0 && stack.ss_sp == memory) {
-      stack.ss_flags = SS_DISABLE;
-      sigaltstack(&stack, nullptr);
-    }
-    if (memory != MAP_FAILED) munmap(memory, kBytes);
+    if (sigaltstack(nullptr, &stack) != 0 || stack.ss_sp != memory.data()) return;
+    stack.ss_flags = SS_DISABLE;
+    sigaltstack(&stack, nullptr);
   }
 };
 
 }  // namespace
 
 const char* sanitizer() {
-#if defined(METAL_EMULATOR_ASAN)
+#if METAL_EMULATOR_ASAN
   return "address";
-#elif defined(METAL_EMULATOR_TSAN)
+#elif METAL_EMULATOR_TSAN
   return "thread";
 #else
   return "";

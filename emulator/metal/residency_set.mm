@@ -7,10 +7,7 @@
 
 #include "classes.h"
 
-using metal_emulator::BufferState;
-using metal_emulator::checked_cast;
-using metal_emulator::State;
-using metal_emulator::ValidationError;
+using namespace metal_emulator;
 
 @implementation MTLResidencySetDescriptor
 - (id)copyWithZone:(NSZone*)zone {
@@ -35,8 +32,7 @@ using metal_emulator::ValidationError;
 // The caller has locked.
 - (void)account {
   std::size_t bytes = 0;
-  const bool kept = metal_emulator::limits().keeps_unused &&
-                    metal_emulator::counters().command_buffers == _commandBuffersBefore;
+  const bool kept = limits().keeps_unused && counters().command_buffers == _commandBuffersBefore;
   if (!_requested && kept) return;
   for (EmulatorBuffer* buffer : _committed) bytes += _requested ? buffer->_state->info.length : 0;
   State::get().change_resident_bytes(_resident, bytes);
@@ -45,20 +41,20 @@ using metal_emulator::ValidationError;
 - (void)requestResidency {
   [self use];
   std::lock_guard lock(_mutex);
-  if (!_requested) _commandBuffersBefore = metal_emulator::counters().command_buffers;
+  if (!_requested) _commandBuffersBefore = counters().command_buffers;
   _requested = YES;
   _lastNeeded = std::chrono::steady_clock::now();
   [self account];
 }
 - (void)use {
-  const std::chrono::milliseconds lapse(metal_emulator::limits().residency_lapse_ms);
+  const std::chrono::milliseconds lapse(limits().residency_lapse_ms);
   std::lock_guard lock(_mutex);
   if (!_requested) return;
   const auto now = std::chrono::steady_clock::now();
   const bool lapsed = lapse.count() > 0 && now - std::exchange(_lastNeeded, now) > lapse;
   if (!State::get().loses_residency() && !lapsed) return;
-  State::get().count(&metal_emulator::Counters::residency_faults);
-  State::get().count(&metal_emulator::Counters::residency_fault_bytes, _resident);
+  State::get().count(&Counters::residency_faults);
+  State::get().count(&Counters::residency_fault_bytes, _resident);
 }
 - (void)endResidency {
   std::lock_guard lock(_mutex);

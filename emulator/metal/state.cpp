@@ -28,11 +28,6 @@ std::uint64_t machine_bytes() {
          static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
 }
 
-std::vector<const ShaderLibrary*>& libraries() {
-  static auto* instance = new std::vector<const ShaderLibrary*>;
-  return *instance;
-}
-
 void check(const ExecutorOptions& options) {
   if (options.checked && *sanitizer()) {
     throw std::runtime_error(std::string("checked mode is not part of builds with the sanitizer '") +
@@ -68,13 +63,6 @@ std::shared_ptr<Allocation> stale(Executor& executor, const void* memory, std::s
 
 }  // namespace
 
-void register_library(const ShaderLibrary* library) {
-  libraries().push_back(library);
-}
-std::vector<const ShaderLibrary*> registered_libraries() {
-  return libraries();
-}
-
 WorkerScope::WorkerScope() {
   worker_depth++;
 }
@@ -101,7 +89,7 @@ State::State() : executor_(make_executor()) {
 
 bool State::allocation_fails() {
   std::lock_guard lock(mutex_);
-  return allocation_fault_ > 0 && --allocation_fault_ == 0;
+  return until_allocation_fault_.ends();
 }
 
 std::shared_ptr<BufferState> State::keep(std::shared_ptr<Allocation> allocation, BufferInfo info) {
@@ -153,14 +141,12 @@ void State::change_resident_bytes(std::size_t before, std::size_t after) {
 
 std::optional<CommandBufferFault> State::next_command_buffer_fault() {
   std::lock_guard lock(mutex_);
-  if (command_buffer_fault_countdown_ == 0 || --command_buffer_fault_countdown_ > 0) return std::nullopt;
-  return command_buffer_fault_;
+  return until_command_buffer_fault_.ends() ? std::optional(command_buffer_fault_) : std::nullopt;
 }
 
 std::optional<std::string> State::next_commit_refusal() {
   std::lock_guard lock(mutex_);
-  if (commit_refusal_countdown_ == 0 || --commit_refusal_countdown_ > 0) return std::nullopt;
-  return commit_refusal_;
+  return until_commit_refusal_.ends() ? std::optional(commit_refusal_) : std::nullopt;
 }
 
 void State::count(std::uint64_t Counters::* counter, std::uint64_t times) {
@@ -300,20 +286,20 @@ std::size_t resident_bytes() {
 }
 
 void fail_allocation(int nth) {
-  locked([&](State& state) { state.allocation_fault_ = nth; });
+  locked([&](State& state) { state.until_allocation_fault_ = {nth}; });
 }
 bool allocation_will_fail() {
-  return locked([](State& state) { return state.allocation_fault_ > 0; });
+  return locked([](State& state) { return state.until_allocation_fault_.calls > 0; });
 }
 void fail_command_buffer(int nth, const std::string& message, long code, int dispatches) {
   locked([&](State& state) {
-    state.command_buffer_fault_countdown_ = nth;
+    state.until_command_buffer_fault_ = {nth};
     state.command_buffer_fault_ = {message, code, dispatches};
   });
 }
 void refuse_commit(int nth, const std::string& message) {
   locked([&](State& state) {
-    state.commit_refusal_countdown_ = nth;
+    state.until_commit_refusal_ = {nth};
     state.commit_refusal_ = message;
   });
 }
@@ -322,7 +308,7 @@ void lose_residency() {
 }
 void clear_faults() {
   locked([](State& state) {
-    state.allocation_fault_ = state.command_buffer_fault_countdown_ = state.commit_refusal_countdown_ = 0;
+    state.until_allocation_fault_ = state.until_command_buffer_fault_ = state.until_commit_refusal_ = {};
     state.loses_residency_ = false;
   });
 }

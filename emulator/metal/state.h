@@ -26,6 +26,12 @@ struct BufferState {
   std::atomic<bool> released = false;  // the object is gone
 };
 
+// Counts calls down to the one that fails; 0: none will.
+struct Countdown {
+  int calls = 0;
+  bool ends() { return calls > 0 && --calls == 0; }
+};
+
 struct CommandBufferFault {
   std::string message;
   long code = 0;
@@ -77,10 +83,8 @@ class State {
   DeviceLimits limits_;
   std::vector<std::shared_ptr<BufferState>> buffers_;
   std::size_t resident_bytes_ = 0;
-  int allocation_fault_ = 0;  // counts down; 0: none
-  int command_buffer_fault_countdown_ = 0;
+  Countdown until_allocation_fault_, until_command_buffer_fault_, until_commit_refusal_;
   CommandBufferFault command_buffer_fault_;
-  int commit_refusal_countdown_ = 0;
   std::string commit_refusal_;
   std::atomic<bool> loses_residency_ = false;
   Counters counters_;

@@ -119,11 +119,10 @@ inline Header& header(Object* object) {
 bool is_block(Object* object);
 Class* class_of(Object* object);
 Slot* find_method(Class* cls, const char* unique_name);
-const char* unique_name(const char* name);
 // Runs `.cxx_construct` (superclass first) or `.cxx_destruct` (subclass first) of all classes of the object.
 void construct_ivars(Object* object);
 void destroy_ivars(Object* object);
-// A copy of the string that lives as long as the process.
+// The one copy of the string that lives as long as the process: a selector's unique name.
 const char* intern(const std::string& text);
 long live_objects();
 std::map<std::string, long> live_objects_by_class();

@@ -6,7 +6,7 @@
 
 #include "abi.h"
 
-using metal_emulator::objc::Object;
+using namespace metal_emulator::objc;
 
 namespace {
 

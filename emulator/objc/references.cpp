@@ -8,9 +8,7 @@
 
 #include "abi.h"
 
-using metal_emulator::objc::Class;
-using metal_emulator::objc::Object;
-using metal_emulator::objc::Selector;
+using namespace metal_emulator::objc;
 
 extern "C" {
 extern Class constant_string_class asm("._OBJC_CLASS_NSConstantString");
@@ -88,8 +86,6 @@ std::map<std::string, long> live_objects_by_class() {
 
 }  // namespace metal_emulator::objc
 
-using namespace metal_emulator::objc;
-
 extern "C" {
 
 Object* metal_emulator_allocate(Class* cls) {
@@ -129,7 +125,7 @@ void objc_release(Object* object) {
   if (!object || is_tagged(object)) return;
   if (is_block(object)) return _Block_release(object);
   if (is_immortal(object) || !drop_reference(object)) return;
-  static const char* const name = unique_name("dealloc");
+  static const char* const name = intern("dealloc");
   send(object, name);
 }
 
@@ -192,8 +188,8 @@ static Object** property(Object* object, std::ptrdiff_t offset) {
 }
 
 // Only `copy` properties are set here: of others, those of the emulator are `nonatomic`, and ARC stores them.
-static void set_copied(Object* object, std::ptrdiff_t offset, Object* value) {
-  static const char* const name = unique_name("copy");
+void objc_setProperty_atomic_copy(Object* object, Selector*, Object* value, std::ptrdiff_t offset) {
+  static const char* const name = intern("copy");
   if (value) value = send<Object*>(value, name);
   Object* old;
   {
@@ -208,11 +204,9 @@ Object* objc_getProperty(Object* object, Selector*, std::ptrdiff_t offset, bool 
   std::lock_guard lock(property_mutex());
   return objc_retainAutorelease(*property(object, offset));
 }
-void objc_setProperty_nonatomic_copy(Object* object, Selector*, Object* value, std::ptrdiff_t offset) {
-  set_copied(object, offset, value);
-}
-void objc_setProperty_atomic_copy(Object* object, Selector*, Object* value, std::ptrdiff_t offset) {
-  set_copied(object, offset, value);
+void objc_setProperty_nonatomic_copy(Object* object, Selector* selector, Object* value,
+                                     std::ptrdiff_t offset) {
+  objc_setProperty_atomic_copy(object, selector, value, offset);
 }
 
 }  // extern "C"

@@ -17,15 +17,7 @@
 
 #include "abi.h"
 
-using metal_emulator::objc::Category;
-using metal_emulator::objc::Class;
-using metal_emulator::objc::Image;
-using metal_emulator::objc::Implementation;
-using metal_emulator::objc::MethodList;
-using metal_emulator::objc::Object;
-using metal_emulator::objc::Selector;
-using metal_emulator::objc::Slot;
-using metal_emulator::objc::Super;
+using namespace metal_emulator::objc;
 
 extern "C" {
 extern Class tiny_string_class asm("._OBJC_CLASS_NSTinyString");
@@ -184,10 +176,6 @@ const char* intern(const std::string& text) {
   return intern_locked(text);
 }
 
-const char* unique_name(const char* name) {
-  return intern(name);
-}
-
 Class* class_of(Object* object) {
   if (is_tagged(object)) return &tiny_string_class;
   return is_block(object) ? &block_class : object->isa;
@@ -199,18 +187,16 @@ Slot* find_method(Class* cls, const char* unique_name) {
 }
 
 void construct_ivars(Object* object) {
-  static const char* const name = unique_name(".cxx_construct");
+  static const char* const name = intern(".cxx_construct");
   run_on_ivars(object->isa, object, name, true);
 }
 
 void destroy_ivars(Object* object) {
-  static const char* const name = unique_name(".cxx_destruct");
+  static const char* const name = intern(".cxx_destruct");
   run_on_ivars(object->isa, object, name, false);
 }
 
 }  // namespace metal_emulator::objc
-
-using namespace metal_emulator::objc;
 
 extern "C" {
 

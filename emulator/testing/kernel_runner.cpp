@@ -9,13 +9,8 @@
 namespace metal_emulator {
 namespace {
 
-std::vector<const ShaderLibrary*>& libraries() {
-  static auto* instance = new std::vector<const ShaderLibrary*>;
-  return *instance;
-}
-
 std::shared_ptr<const Pipeline> prepare(Executor& executor, const std::string& name) {
-  for (const ShaderLibrary* library : libraries()) {
+  for (const ShaderLibrary* library : registered_libraries()) {
     for (const Kernel& kernel : library->kernels) {
       if (kernel.name == name) return executor.prepare(*library, kernel);
     }
@@ -24,13 +19,6 @@ std::shared_ptr<const Pipeline> prepare(Executor& executor, const std::string& n
 }
 
 }  // namespace
-
-void register_library(const ShaderLibrary* library) {
-  libraries().push_back(library);
-}
-std::vector<const ShaderLibrary*> registered_libraries() {
-  return libraries();
-}
 
 }  // namespace metal_emulator
 

@@ -57,13 +57,8 @@ MSL_INLINE abi::Vec3 register_vector(int x, int y, int z) {
   return {static_cast<uint>(x), static_cast<uint>(y), static_cast<uint>(z)};
 }
 
-// The offset of an argument in the parameters.
-struct Place {
-  unsigned slot, value;
-};
-
 template <class T, class P, bool ByValue, bool Constant>
-MSL_INLINE T argument(Given given, Place place) {
+MSL_INLINE T argument(Given given, abi::Place place) {
   constexpr Role role = P::role;
   static_assert(fits_role<T, P>());
   const abi::Vec3 thread = register_vector(MSL_REGISTERS(tid)), size = register_vector(MSL_REGISTERS(ntid));
@@ -111,27 +106,19 @@ struct Entry<Kernel, Constants, P...> {
   static_assert(sizeof...(T) <= 32, "a bit for each parameter");
 
   struct Layout {
-    Place places[sizeof...(T) + 1];
+    abi::Place places[sizeof...(T) + 1];
     unsigned bytes;
   };
   static constexpr Layout layout() {
-    constexpr Role roles[] = {P::role..., Role::thread_position_in_grid};
-    constexpr bool references[] = {Pointee<T>::reference..., false};
-    constexpr ulong sizes[] = {Pointee<T>::bytes..., 0};
+    unsigned i = 0;
+    const abi::Form forms[] = {
+        abi::Form{has_slot(P::role),
+                  abi::is_inline(Constants >> i++ & 1, Pointee<T>::reference, Pointee<T>::bytes) &&
+                      P::role == Role::buffer,
+                  Pointee<T>::bytes}...,
+        abi::Form{}};
     Layout result{};
-    unsigned slots = 0;
-    for (unsigned i = 0; i < sizeof...(T); ++i) {
-      result.places[i].slot = abi::slot_offset(slots);
-      if (has_slot(roles[i])) ++slots;
-    }
-    unsigned offset = abi::first_inline_offset(slots);
-    for (unsigned i = 0; i < sizeof...(T); ++i) {
-      result.places[i].value = offset;
-      if (roles[i] == Role::buffer && abi::is_inline(Constants >> i & 1, references[i], sizes[i])) {
-        offset = abi::align_up(offset + static_cast<unsigned>(sizes[i]));
-      }
-    }
-    result.bytes = offset;
+    result.bytes = abi::lay_out(forms, sizeof...(T), result.places);
     return result;
   }
   typedef Parameters<layout().bytes> Declared;

@@ -53,22 +53,17 @@ class tensor {
 
 namespace msl {
 
-#if MSL_CHECK
 template <class T>
 struct WithoutSpace {
   typedef T type;
 };
+#if MSL_CHECK
 template <class T>
 struct WithoutSpace<__global T> {
   typedef T type;
 };
 template <class T>
 struct WithoutSpace<__local T> {
-  typedef T type;
-};
-#else
-template <class T>
-struct WithoutSpace {
   typedef T type;
 };
 #endif
