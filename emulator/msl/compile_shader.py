@@ -61,29 +61,30 @@ def sanitizer_flags(sanitizers: str) -> list[str]:
             f"-DMETAL_EMULATOR_TSAN={int('thread' in names)}"]  # fmt: skip
 
 
-def compile_unit(cpp: Path, output: Path, metal_version: int, checked: bool, flags: list[str]) -> None:
-    """Compile a translated source to an object; raises SourceError with the compiler's words."""
-    clang = find_clang()
-    command = [clang, *FLAGS, *architecture_flags(clang), f"-D__METAL_VERSION__={metal_version}",
-               f"-DMSL_CHECKED={int(checked)}", *(CHECKED if checked else []), "-I", str(HERE / "shim"),
-               "-I", str(HERE.parent / "cpu"), *flags, "-c", str(cpp), "-o", str(output)]  # fmt: skip
+def run(command: list[str]) -> str:
+    """Run a compiler, print its warnings and return its output; raises SourceError with its words."""
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SourceError(result.stderr.strip())
     if result.stderr.strip():
         print(result.stderr.strip(), file=sys.stderr)
+    return result.stdout
+
+
+def compile_unit(cpp: Path, output: Path, metal_version: int, checked: bool, flags: list[str]) -> None:
+    """Compile a translated source to an object."""
+    clang = find_clang()
+    command = [clang, *FLAGS, *architecture_flags(clang), f"-D__METAL_VERSION__={metal_version}",
+               f"-DMSL_CHECKED={int(checked)}", *(CHECKED if checked else []), "-I", str(HERE / "shim"),
+               "-I", str(HERE.parent / "cpu"), *flags, "-c", str(cpp), "-o", str(output)]  # fmt: skip
+    run(command)
 
 
 def compile_ptx(cpp: Path, metal_version: int, flags: list[str], name: str) -> dict[str, str]:
     """Return the modules of a translated source for NVIDIA GPUs by the names of their entries."""
     command = [find_clang(), *PTX_FLAGS, f"-D__METAL_VERSION__={metal_version}", "-I", str(HERE / "shim"),
                "-I", str(HERE.parent / "cuda"), *flags, str(cpp), "-o", "-"]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise SourceError(result.stderr.strip())
-    if result.stderr.strip():
-        print(result.stderr.strip(), file=sys.stderr)
-    return ptx.split(result.stdout, name)
+    return ptx.split(run(command), name)
 
 
 def embed_ptx(modules: dict[str, str], source: Path, output: Path) -> None:

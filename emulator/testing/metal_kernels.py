@@ -18,6 +18,11 @@ def testing_module() -> Any:
     return importlib.import_module("_metal_testing")
 
 
+def u32(value: int) -> bytes:
+    """Return a number as setBytes passes it."""
+    return np.uint32(value).tobytes()
+
+
 def three(size: Size) -> tuple[int, int, int]:
     """Return a size in three dimensions."""
     sizes = (size,) if isinstance(size, int) else size
@@ -75,6 +80,30 @@ class KernelLibrary:
         """Return a compute pipeline."""
         return self.device.new_pipeline(self.library.new_function(kernel))
 
+    def encode(
+        self,
+        encoder: Any,
+        kernel: str,
+        bindings: Sequence[Any],
+        *,
+        threads: Size,
+        groups: Size = 1,
+        threadgroup: Sequence[int] = (),
+    ) -> None:
+        """Encode one dispatch; `dispatch` describes the other arguments.
+
+        A binding is a buffer, a buffer and an offset in it, bytes for setBytes, or None.
+        """
+        encoder.set_pipeline(self.pipeline(kernel))
+        for index, binding in enumerate(bindings):
+            if isinstance(binding, bytes):
+                encoder.set_bytes(index, binding)
+            elif binding is not None:
+                encoder.set_buffer(index, *(binding if isinstance(binding, tuple) else (binding,)))
+        for index, length in enumerate(threadgroup):
+            encoder.set_threadgroup_memory(index, length)
+        encoder.dispatch_threadgroups(three(groups), three(threads))
+
     def dispatch(
         self,
         kernel: str,
@@ -104,22 +133,15 @@ class KernelLibrary:
         RuntimeError
             Metal or the emulator reports an error.
         """
-        pipeline, bound = self.pipeline(kernel), []
+        bindings: list[Any] = [
+            argument.tobytes() if isinstance(argument, np.generic) else argument for argument in buffers
+        ]
+        arrays = [(i, argument) for i, argument in enumerate(buffers) if isinstance(argument, np.ndarray)]
+        for index, array in arrays:
+            bindings[index] = self.device.new_buffer_with_bytes(np.ascontiguousarray(array).tobytes())
         with encoded(self.queue) as (command_buffer, encoder):
-            encoder.set_pipeline(pipeline)
-            for index, argument in enumerate(buffers):
-                if isinstance(argument, np.generic):
-                    argument = argument.tobytes()
-                if isinstance(argument, bytes):
-                    encoder.set_bytes(index, argument)
-                elif argument is not None:
-                    buffer = self.device.new_buffer_with_bytes(np.ascontiguousarray(argument).tobytes())
-                    encoder.set_buffer(index, buffer)
-                    bound.append((argument, buffer))
-            for index, length in enumerate(threadgroup):
-                encoder.set_threadgroup_memory(index, length)
-            encoder.dispatch_threadgroups(three(groups), three(threads))
+            self.encode(encoder, kernel, bindings, threads=threads, groups=groups, threadgroup=threadgroup)
         if command_buffer.status != "completed":
             raise RuntimeError(command_buffer.error)
-        for array, buffer in bound:
-            array[...] = buffer.contents.view(array.dtype).reshape(array.shape)
+        for index, array in arrays:
+            array[...] = bindings[index].contents.view(array.dtype).reshape(array.shape)

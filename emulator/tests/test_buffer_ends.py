@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from metal_kernels import KernelLibrary, encoded
+from metal_kernels import KernelLibrary, encoded, u32
 
 PAGE = mmap.PAGESIZE
 
@@ -14,22 +14,15 @@ PAGE = mmap.PAGESIZE
 def run_store(library: KernelLibrary, buffer: Any, position: int) -> Any:
     """Write one element at a position; returns the command buffer."""
     with encoded(library.queue) as (command_buffer, encoder):
-        encoder.set_pipeline(library.pipeline("store"))
-        encoder.set_buffer(0, buffer)
-        encoder.set_bytes(1, position.to_bytes(4, "little"))
-        encoder.set_bytes(2, b"\1\0\0\0")
-        encoder.dispatch_threadgroups((1, 1, 1), (1, 1, 1))
+        library.encode(encoder, "store", [buffer, u32(position), u32(1)], threads=1)
     return command_buffer
 
 
 def run_load(library: KernelLibrary, buffer: Any, position: int) -> Any:
     """Read one element at a position; returns the command buffer."""
     with encoded(library.queue) as (command_buffer, encoder):
-        encoder.set_pipeline(library.pipeline("load"))
-        encoder.set_buffer(0, buffer)
-        encoder.set_buffer(1, library.device.new_buffer(16))
-        encoder.set_bytes(2, position.to_bytes(4, "little"))
-        encoder.dispatch_threadgroups((1, 1, 1), (1, 1, 1))
+        target = library.device.new_buffer(16)
+        library.encode(encoder, "load", [buffer, target, u32(position)], threads=1)
     return command_buffer
 
 

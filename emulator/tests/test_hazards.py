@@ -5,12 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from metal_kernels import KernelLibrary, encoded
-
-
-def u32(value: int) -> bytes:
-    """Return four bytes."""
-    return value.to_bytes(4, "little")
+from metal_kernels import KernelLibrary, encoded, u32
 
 
 class Encoder:
@@ -22,23 +17,16 @@ class Encoder:
         self.second = library.device.new_buffer(256, label="second")
         self.command_buffer = library.queue.command_buffer()
         self.encoder = self.command_buffer.compute_encoder(concurrent)
-        self.pipelines = {kernel: library.pipeline(kernel) for kernel in ("store", "load")}
 
     def store(self, position: int, offset: int = 0) -> None:
         """Write 8 elements of the first buffer, bound at a byte offset."""
-        self.encoder.set_pipeline(self.pipelines["store"])
-        self.encoder.set_buffer(0, self.first, offset)
-        self.encoder.set_bytes(1, u32(position))
-        self.encoder.set_bytes(2, u32(7))
-        self.encoder.dispatch_threadgroups((1, 1, 1), (8, 1, 1))
+        bindings = [(self.first, offset), u32(position), u32(7)]
+        self.library.encode(self.encoder, "store", bindings, threads=8)
 
     def load(self, position: int, offset: int = 0, target: int = 0) -> None:
         """Read 8 elements of the first buffer into the second, each bound at a byte offset."""
-        self.encoder.set_pipeline(self.pipelines["load"])
-        self.encoder.set_buffer(0, self.first, offset)
-        self.encoder.set_buffer(1, self.second, target)
-        self.encoder.set_bytes(2, u32(position))
-        self.encoder.dispatch_threadgroups((1, 1, 1), (8, 1, 1))
+        bindings = [(self.first, offset), (self.second, target), u32(position)]
+        self.library.encode(self.encoder, "load", bindings, threads=8)
 
     def finish(self) -> str:
         """Run it; returns the error."""
@@ -138,7 +126,6 @@ class Untracked:
         self.library = library
         self.buffer = library.device.new_buffer(64, label="untracked", untracked=True)
         self.target = library.device.new_buffer(64)
-        self.pipelines = {kernel: library.pipeline(kernel) for kernel in ("store", "load")}
 
     def encode(
         self, command_buffer: Any, kernel: str, offset: int = 0, *, waits: Any = None, updates: Any = None
@@ -147,15 +134,9 @@ class Untracked:
         encoder = command_buffer.compute_encoder()
         if waits is not None:
             encoder.wait_for_fence(waits)
-        encoder.set_pipeline(self.pipelines[kernel])
-        encoder.set_buffer(0, self.buffer, offset)
-        if kernel == "load":
-            encoder.set_buffer(1, self.target)
-        else:
-            encoder.set_bytes(1, u32(0))
-        encoder.set_bytes(2, u32(0))
+        other = self.target if kernel == "load" else u32(0)
         try:
-            encoder.dispatch_threadgroups((1, 1, 1), (4, 1, 1))
+            self.library.encode(encoder, kernel, [(self.buffer, offset), other, u32(0)], threads=4)
             if updates is not None:
                 encoder.update_fence(updates)
         finally:
@@ -283,10 +264,7 @@ class Addition:
         if private:
             self.both = library.device.new_buffer(1 << 20, storage="private")
             self.copy(self.copied, self.both)
-        self.encoder = self.command_buffer.compute_encoder(True)
-        self.encoder.set_pipeline(library.pipeline("add"))
-        for index, (buffer, offset) in enumerate(((ones, 0), (self.both, addends), (self.both, sums))):
-            self.encoder.set_buffer(index, buffer, offset)
+        self.library, self.bindings = library, [ones, (self.both, addends), (self.both, sums)]
 
     def copy(self, source: Any, target: Any) -> None:
         """Copy the part of the buffer with numbers."""
@@ -296,8 +274,9 @@ class Addition:
 
     def run(self, count: int) -> str:
         """Compute this many sums; returns the error."""
-        self.encoder.dispatch_threadgroups((1, 1, 1), (count, 1, 1))
-        self.encoder.end()
+        encoder = self.command_buffer.compute_encoder(True)
+        self.library.encode(encoder, "add", self.bindings, threads=count)
+        encoder.end()
         if self.copied is not self.both:
             self.copy(self.both, self.copied)
         self.command_buffer.commit()
@@ -317,10 +296,7 @@ def test_checked_mode_finds_bindings_that_overlap(library: KernelLibrary, addend
 def test_checked_mode_finds_a_byte_that_two_bindings_write(library: KernelLibrary) -> None:
     first = library.device.new_buffer(256, label="first")
     with encoded(library.queue, "compute", True) as (command_buffer, encoder):
-        encoder.set_pipeline(library.pipeline("store_twice"))
-        encoder.set_buffer(0, first)
-        encoder.set_buffer(1, first, 64)
-        encoder.dispatch_threadgroups((1, 1, 1), (17, 1, 1))
+        library.encode(encoder, "store_twice", [first, (first, 64)], threads=17)
     assert "buffer(0) 'y' = \"first\" writes bytes 64 to 68" in command_buffer.error
     assert "buffer(1) 'z' of the same dispatch writes" in command_buffer.error
 

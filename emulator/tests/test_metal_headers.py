@@ -2,14 +2,10 @@
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-
 import check_metal_api
+import pytest
 from apple_metadata import Framework
 
 NEEDED = "needs clang (Debian: apt-get install clang-19) and PyPI"

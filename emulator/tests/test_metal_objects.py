@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from metal_kernels import KernelLibrary, encoded
+from metal_kernels import KernelLibrary, encoded, u32
 
 PAGE = mmap.PAGESIZE
 
@@ -89,11 +89,7 @@ def test_no_copy_buffers_use_the_callers_memory(device: Any, library: KernelLibr
     buffer = device.new_buffer_no_copy(memory, offset=PAGE, length=PAGE)
     half = PAGE // 2
     with encoded(library.queue) as (command_buffer, encoder):
-        encoder.set_pipeline(library.pipeline("add"))
-        encoder.set_buffer(0, buffer)
-        encoder.set_buffer(1, buffer)
-        encoder.set_buffer(2, buffer, half)
-        encoder.dispatch_threadgroups((half // 256, 1, 1), (64, 1, 1))
+        library.encode(encoder, "add", [buffer, buffer, (buffer, half)], groups=half // 256, threads=64)
     assert command_buffer.error == ""
     assert (floats[: (PAGE + half) // 4] == 1).all()
     assert (floats[(PAGE + half) // 4 :] == 2).all()
@@ -212,9 +208,7 @@ def test_a_retained_pipeline_lives_until_the_command_buffer_completes(
     buffer = device.new_buffer(256)
     command_buffer = library.queue.command_buffer()
     encoder = command_buffer.compute_encoder()
-    encoder.set_pipeline(library.pipeline("limited"))
-    encoder.set_buffer(0, buffer)
-    encoder.dispatch_threadgroups((1, 1, 1), (64, 1, 1))
+    library.encode(encoder, "limited", [buffer], threads=64)
     encoder.end()
     del encoder
     assert emulator.live_objects_by_class()["EmulatorComputePipeline"] == 1
@@ -241,12 +235,8 @@ def test_dispatches_before_a_fault_take_effect(device: Any, library: KernelLibra
     buffer = device.new_buffer(8)
     emulator.fail_command_buffer(1, "half way", dispatches=1)
     with encoded(library.queue) as (command_buffer, encoder):
-        encoder.set_pipeline(library.pipeline("store"))
-        encoder.set_buffer(0, buffer)
         for position in range(2):
-            encoder.set_bytes(1, position.to_bytes(4, "little"))
-            encoder.set_bytes(2, (9).to_bytes(4, "little"))
-            encoder.dispatch_threadgroups((1, 1, 1), (1, 1, 1))
+            library.encode(encoder, "store", [buffer, u32(position), u32(9)], threads=1)
     assert command_buffer.error == "half way"
     assert buffer.contents.view(np.uint32).tolist() == [9, 0]
 

@@ -1,7 +1,7 @@
 """Misuse that Apple's validation layer aborts on is a precise error at the call."""
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,18 @@ PAGE = mmap.PAGESIZE
 class Setup:
     """An open encoder with everything that `add` requires; each test breaks one part."""
 
-    def __init__(self, library: KernelLibrary, kernel: str = "add", concurrent: bool = False) -> None:
+    def __init__(self, library: KernelLibrary) -> None:
         self.library = library
-        self.device = library.device
-        self.buffers = [self.device.new_buffer(256, label=f"buffer {i}") for i in range(3)]
+        self.buffers = [library.device.new_buffer(256, label=f"buffer {i}") for i in range(3)]
         self.command_buffer = library.queue.command_buffer()
-        self.encoder = self.command_buffer.compute_encoder(concurrent)
-        self.encoder.set_pipeline(library.pipeline(kernel))
+        self.encoder = self.command_buffer.compute_encoder()
+        self.use("add")
         for index, buffer in enumerate(self.buffers):
             self.encoder.set_buffer(index, buffer)
+
+    def use(self, kernel: str) -> None:
+        """Set the pipeline."""
+        self.encoder.set_pipeline(self.library.pipeline(kernel))
 
     def dispatch(self, groups: int = 2, threads: int = 32) -> None:
         """Run 64 threads."""
@@ -30,10 +33,24 @@ class Setup:
 
     def finish(self) -> Any:
         """Commit and wait."""
-        self.encoder.end()
+        self.end()
         self.command_buffer.commit()
         self.command_buffer.wait()
         return self.command_buffer
+
+    def end(self) -> None:
+        """End encoding, once."""
+        if self.encoder is not None:
+            self.encoder.end()
+        self.encoder = None
+
+
+@pytest.fixture
+def case(library: KernelLibrary) -> Iterator[Setup]:
+    setup = Setup(library)
+    yield setup
+    setup.end()
+    vars(setup).clear()  # pytest refers to it until the emulator has looked for live objects
 
 
 @pytest.fixture
@@ -42,67 +59,56 @@ def refuses(emulator: Any) -> Callable[[str], Any]:
     return lambda pattern: pytest.raises(emulator.ValidationError, match=pattern)
 
 
-def test_the_unmodified_setup_is_valid(library: KernelLibrary) -> None:
-    setup = Setup(library)
-    setup.dispatch()
-    assert setup.finish().status == "completed"
+def test_the_unmodified_setup_is_valid(case: Setup) -> None:
+    case.dispatch()
+    assert case.finish().status == "completed"
 
 
-def test_missing_binding(library: KernelLibrary, refuses: Any) -> None:
-    setup = Setup(library)
-    setup.dispatch()
-    setup.encoder.set_buffer(1, None)
+def test_missing_binding(case: Setup, refuses: Any) -> None:
+    case.dispatch()
+    case.encoder.set_buffer(1, None)
     with refuses(r"kernel 'add', dispatch 1, buffer\(1\) 'b': nothing is bound"):
-        setup.dispatch()
-    setup.encoder.end()
+        case.dispatch()
 
 
-def test_bytes_for_a_writable_argument(library: KernelLibrary, refuses: Any) -> None:
-    setup = Setup(library)
-    setup.encoder.set_bytes(2, bytes(256))
+def test_bytes_for_a_writable_argument(case: Setup, refuses: Any) -> None:
+    case.encoder.set_bytes(2, bytes(256))
     with refuses(r"buffer\(2\) 'sum': the kernel writes to it, but it was bound by setBytes"):
-        setup.dispatch()
-    setup.encoder.end()
+        case.dispatch()
 
 
-def test_struct_argument_that_is_too_short(library: KernelLibrary, refuses: Any) -> None:
-    setup = Setup(library, "scale")
-    setup.encoder.set_bytes(2, bytes(4))
+def test_struct_argument_that_is_too_short(case: Setup, refuses: Any) -> None:
+    case.use("scale")
+    case.encoder.set_bytes(2, bytes(4))
     with refuses(r"buffer\(2\) 'args': holds 4 bytes from offset 0, the argument needs 8"):
-        setup.dispatch()
-    setup.encoder.end()
+        case.dispatch()
 
 
 @pytest.mark.parametrize(
     ("kernel", "index", "offset", "unit"), [("add", 0, 2, 4), ("negate4", 1, 8, 16), ("scale", 2, 128, 256)]
 )
 def test_misaligned_offset(
-    library: KernelLibrary, refuses: Any, kernel: str, index: int, offset: int, unit: int
+    case: Setup, refuses: Any, kernel: str, index: int, offset: int, unit: int
 ) -> None:
-    setup = Setup(library, kernel)
-    setup.encoder.set_buffer(index, setup.buffers[index], offset)
+    case.use(kernel)
+    case.encoder.set_buffer(index, case.buffers[index], offset)
     with refuses(rf"kernel '{kernel}', .*buffer\({index}\).*offset {offset} is not a multiple of {unit}"):
-        setup.dispatch()
-    setup.encoder.end()
+        case.dispatch()
 
 
-def test_offset_outside_the_buffer(library: KernelLibrary, refuses: Any) -> None:
-    setup = Setup(library)
+def test_offset_outside_the_buffer(case: Setup, refuses: Any) -> None:
     with refuses("setBuffer: offset 256 at index 0 lies outside the buffer of 256 bytes"):
-        setup.encoder.set_buffer(0, setup.buffers[0], 256)
-    setup.encoder.end()
+        case.encoder.set_buffer(0, case.buffers[0], 256)
 
 
-def test_a_buffer_that_is_written_and_bound_twice(library: KernelLibrary, refuses: Any) -> None:
-    setup = Setup(library)
-    setup.encoder.set_buffer(1, setup.buffers[2])
+def test_a_buffer_that_is_written_and_bound_twice(case: Setup, refuses: Any) -> None:
+    case.encoder.set_buffer(1, case.buffers[2])
     with refuses(r"kernel 'add', dispatch 0, buffer\(2\) 'sum': is written, and overlaps buffer\(1\) 'b'"):
-        setup.dispatch()
-    setup.encoder.set_buffer(1, setup.buffers[0])  # which is read twice
-    setup.dispatch()
-    setup.encoder.set_buffer(1, setup.buffers[2], 128)  # another part
-    setup.dispatch(1)
-    setup.encoder.end()
+        case.dispatch()
+    case.encoder.set_buffer(1, case.buffers[0])  # which is read twice
+    case.dispatch()
+    case.encoder.set_buffer(1, case.buffers[2], 128)  # another part
+    case.dispatch(1)
 
 
 def test_contents_of_a_private_buffer(device: Any, refuses: Any) -> None:
@@ -111,49 +117,41 @@ def test_contents_of_a_private_buffer(device: Any, refuses: Any) -> None:
         _ = private.contents
 
 
-def test_more_than_31_buffers(library: KernelLibrary, refuses: Any) -> None:
-    setup = Setup(library)
-    setup.encoder.set_buffer(30, setup.buffers[0])
+def test_more_than_31_buffers(case: Setup, refuses: Any) -> None:
+    case.encoder.set_buffer(30, case.buffers[0])
     with refuses("setBuffer: index 31 is not below 31"):
-        setup.encoder.set_buffer(31, setup.buffers[0])
+        case.encoder.set_buffer(31, case.buffers[0])
     with refuses("setBytes: index 31 is not below 31"):
-        setup.encoder.set_bytes(31, b"1234")
-    setup.encoder.end()
+        case.encoder.set_bytes(31, b"1234")
 
 
-def test_more_than_4_kb_of_bytes(library: KernelLibrary, refuses: Any) -> None:
-    setup = Setup(library)
-    setup.encoder.set_bytes(0, bytes(4096))
+def test_more_than_4_kb_of_bytes(case: Setup, refuses: Any) -> None:
+    case.encoder.set_bytes(0, bytes(4096))
     with refuses("setBytes: 4097 bytes at index 0 exceed the limit of 4096"):
-        setup.encoder.set_bytes(0, bytes(4097))
+        case.encoder.set_bytes(0, bytes(4097))
     with refuses("setBytes: no bytes"):
-        setup.encoder.set_bytes(0, b"")
-    setup.encoder.end()
+        case.encoder.set_bytes(0, b"")
 
 
-def test_empty_grid_or_threadgroup(library: KernelLibrary, refuses: Any) -> None:
-    setup = Setup(library)
+def test_empty_grid_or_threadgroup(case: Setup, refuses: Any) -> None:
     with refuses("kernel 'add', dispatch 0: the grid 0x1x1 is empty"):
-        setup.dispatch(0)
+        case.dispatch(0)
     with refuses("kernel 'add', dispatch 0: the threadgroup 0x1x1 is empty"):
-        setup.dispatch(threads=0)
+        case.dispatch(threads=0)
     with refuses("the grid 1x0x1 is empty"):
-        setup.encoder.dispatch_threadgroups((1, 0, 1), (1, 1, 1))
-    setup.encoder.end()
+        case.encoder.dispatch_threadgroups((1, 0, 1), (1, 1, 1))
 
 
-def test_too_many_threads(library: KernelLibrary, refuses: Any) -> None:
-    setup = Setup(library)
+def test_too_many_threads(case: Setup, refuses: Any) -> None:
     with refuses("the threadgroup 32x33x1 exceeds the pipeline's limit of 1024 threads"):
-        setup.encoder.dispatch_threadgroups((1, 1, 1), (32, 33, 1))
-    setup.encoder.set_pipeline(library.pipeline("limited"))
+        case.encoder.dispatch_threadgroups((1, 1, 1), (32, 33, 1))
+    case.use("limited")
     with refuses("kernel 'limited', dispatch 0: the threadgroup 65x1x1 exceeds the pipeline's limit of 64"):
-        setup.dispatch(threads=65)
-    function = library.library.new_function("add")
-    setup.encoder.set_pipeline(library.device.new_pipeline(function, max_threads=16))
+        case.dispatch(threads=65)
+    function = case.library.library.new_function("add")
+    case.encoder.set_pipeline(case.library.device.new_pipeline(function, max_threads=16))
     with refuses("exceeds the pipeline's maxTotalThreadsPerThreadgroup of 16"):
-        setup.dispatch(threads=17)
-    setup.encoder.end()
+        case.dispatch(threads=17)
 
 
 def test_no_pipeline(library: KernelLibrary, refuses: Any) -> None:
@@ -164,34 +162,34 @@ def test_no_pipeline(library: KernelLibrary, refuses: Any) -> None:
     encoder.end()
 
 
-def test_threadgroup_memory(library: KernelLibrary, refuses: Any) -> None:
-    setup = Setup(library, "reverse")
+def test_threadgroup_memory(case: Setup, refuses: Any) -> None:
+    case.use("reverse")
     with refuses(r"kernel 'reverse', dispatch 0, threadgroup\(0\) 'scratch': has 0 bytes"):
-        setup.dispatch()
+        case.dispatch()
     with refuses("setThreadgroupMemoryLength: 24 at index 0 is not a multiple of 16"):
-        setup.encoder.set_threadgroup_memory(0, 24)
+        case.encoder.set_threadgroup_memory(0, 24)
     with refuses("32784 bytes at index 0 exceed the limit of 32768"):
-        setup.encoder.set_threadgroup_memory(0, 32784)
-    setup.encoder.set_pipeline(library.pipeline("static_scratch"))
-    setup.encoder.set_threadgroup_memory(0, 32768 - 4096 + 16)
+        case.encoder.set_threadgroup_memory(0, 32784)
+    case.use("static_scratch")
+    case.encoder.set_threadgroup_memory(0, 32768 - 4096 + 16)
     with refuses(
         "kernel 'static_scratch', dispatch 0: 32784 bytes of threadgroup memory exceed the limit of 32768"
     ):
-        setup.dispatch()
-    setup.encoder.set_threadgroup_memory(0, 32768 - 4096)
-    setup.dispatch()
-    assert setup.finish().status == "completed"
+        case.dispatch()
+    case.encoder.set_threadgroup_memory(0, 32768 - 4096)
+    case.dispatch()
+    assert case.finish().status == "completed"
 
 
-def test_use_after_end_encoding(library: KernelLibrary, refuses: Any) -> None:
-    setup = Setup(library)
-    setup.encoder.end()
+def test_use_after_end_encoding(case: Setup, refuses: Any) -> None:
+    encoder = case.encoder
+    case.end()
     for call, name in (
-        (lambda: setup.encoder.set_buffer(0, None), "setBuffer"),
-        (lambda: setup.encoder.set_bytes(0, b"1234"), "setBytes"),
-        (lambda: setup.dispatch(), "dispatchThreadgroups"),
-        (lambda: setup.encoder.barrier(), "memoryBarrierWithScope"),
-        (lambda: setup.encoder.end(), "endEncoding"),
+        (lambda: encoder.set_buffer(0, None), "setBuffer"),
+        (lambda: encoder.set_bytes(0, b"1234"), "setBytes"),
+        (lambda: encoder.dispatch_threadgroups((1, 1, 1), (1, 1, 1)), "dispatchThreadgroups"),
+        (encoder.barrier, "memoryBarrierWithScope"),
+        (encoder.end, "endEncoding"),
     ):
         with refuses(f"{name}: the encoder has ended encoding"):
             call()
@@ -208,13 +206,11 @@ def test_encoder_released_without_end_encoding(library: KernelLibrary, emulator:
     assert emulator.take_violations() == []
 
 
-def test_two_encoders_at_once(library: KernelLibrary, refuses: Any) -> None:
-    setup = Setup(library)
+def test_two_encoders_at_once(case: Setup, refuses: Any) -> None:
     with refuses("blitCommandEncoder: another encoder has not ended encoding"):
-        setup.command_buffer.blit_encoder()
+        case.command_buffer.blit_encoder()
     with refuses("commit: an encoder of the command buffer has not ended encoding"):
-        setup.command_buffer.commit()
-    setup.encoder.end()
+        case.command_buffer.commit()
 
 
 def test_command_buffer_used_out_of_order(library: KernelLibrary, refuses: Any) -> None:
@@ -287,10 +283,8 @@ def test_unretained_buffer_that_is_freed_before_commit(
 ) -> None:
     command_buffer = library.queue.command_buffer(retained=False)
     encoder = command_buffer.compute_encoder()
-    encoder.set_pipeline(library.pipeline("limited"))
     buffer = device.new_buffer(16, label="short-lived")
-    encoder.set_buffer(0, buffer)
-    encoder.dispatch_threadgroups((1, 1, 1), (4, 1, 1))
+    library.encode(encoder, "limited", [buffer], threads=4)
     encoder.end()
     del buffer
     with refuses(

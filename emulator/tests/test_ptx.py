@@ -1,25 +1,19 @@
 """Shaders compiled for NVIDIA GPUs: tests of the assembly, which need no GPU."""
 
-import importlib
 import re
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from compile_shader import compile_ptx
+from scanner import ptx
+from scanner.program import translate
+from scanner.tokens import SourceError
 
 HERE = Path(__file__).resolve().parent
 EMULATOR = HERE.parent
-sys.path.insert(0, str(EMULATOR / "msl"))
 
-compile_shader: Any = importlib.import_module("compile_shader")
-ptx: Any = importlib.import_module("scanner.ptx")
-find_clang: Any = importlib.import_module("scanner.preprocess").find_clang
-translate: Any = importlib.import_module("scanner.program").translate
-SourceError: Any = importlib.import_module("scanner.tokens").SourceError
-
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("clang")]
 
 HEADER = ".version 7.8\n.target sm_80\n.address_size 64\n"
 ASSEMBLY = (
@@ -59,21 +53,11 @@ ASSEMBLY = (
 )
 
 
-def require_clang() -> str:
-    """Return the compiler; skip the test without one."""
-    try:
-        return str(find_clang())
-    except SourceError:
-        pytest.skip("there is no clang")
-
-
 def compile_source(path: Path, folder: Path) -> dict[str, str]:
     """Return the modules of a Metal source."""
-    require_clang()
     cpp = folder / "unit.cpp"
     cpp.write_text(translate(path, "ptx", 300, []))
-    modules: dict[str, str] = compile_shader.compile_ptx(cpp, 300, [], path.name)
-    return modules
+    return compile_ptx(cpp, 300, [], path.name)
 
 
 def write(folder: Path, body: str) -> Path:
@@ -164,12 +148,12 @@ def test_kernels_need_only_the_driver(tmp_path: Path) -> None:
         assert module.count(".visible .entry") == 1
 
 
-def test_the_executor_compiles(tmp_path: Path) -> None:
+def test_the_executor_compiles(clang: str, tmp_path: Path) -> None:
     """Builds omit the executor by default, so its code could miss changes of the interface."""
     folder = EMULATOR / "cuda"
     unit = tmp_path / "executor.cpp"
     unit.write_text("".join(f'#include "{path}"\n' for path in sorted(folder.glob("*.cpp"))))
-    command = [require_clang(), "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{folder}",
+    command = [clang, "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{folder}",
                f"-I{folder.parent}", str(unit)]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

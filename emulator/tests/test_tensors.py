@@ -1,22 +1,18 @@
 """Products on tensors of Metal 4: values as NumPy computes them, and mistakes that are found."""
 
-import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import check_shaders
 import numpy as np
 import pytest
+from compile_shader import compile_ptx
 from metal_kernels import KernelLibrary
+from scanner.program import translate
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "shaders" / "tensor.metal"
-sys.path.insert(0, str(HERE.parent / "msl"))
-
-check_shaders: Any = importlib.import_module("check_shaders")
-compile_shader: Any = importlib.import_module("compile_shader")
-translate: Any = importlib.import_module("scanner.program").translate
 
 pytestmark = pytest.mark.emulator
 
@@ -119,16 +115,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compiler(clang: str, folder: Path) -> list[str]:
     """Return the command that checks sources in Metal 4.0, whose headers it has compiled."""
-    command: list[str] = check_shaders.precompile(folder, 400)
-    return command
+    return check_shaders.precompile(folder, 400)
 
 
 def check(folder: Path, compiler: list[str], changed: dict[str, str], metal_version: int = 400) -> list[str]:
     """Return the messages of the static check about the product above."""
     source = folder / "k.metal"
     source.write_text(HEAD + PRODUCT.format(**RIGHT | changed))
-    messages: list[str] = check_shaders.check(source, metal_version, [], compiler, folder)
-    return messages
+    return check_shaders.check(source, metal_version, [], compiler, folder)
 
 
 @pytest.mark.parametrize(
@@ -159,5 +153,5 @@ def test_products_compile_for_nvidia_gpus(tmp_path: Path) -> None:
     source = tmp_path / "k.metal"
     source.write_text(HEAD + PRODUCT.format(**RIGHT))
     cpp.write_text(translate(source, "ptx", 400, []))
-    modules = compile_shader.compile_ptx(cpp, 400, [], source.name)
+    modules = compile_ptx(cpp, 400, [], source.name)
     assert [".visible .entry" in module for module in modules.values()] == [True, True]

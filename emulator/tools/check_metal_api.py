@@ -55,7 +55,6 @@ class Declared:
 
     protocols: dict[str, dict[str, str]] = field(default_factory=dict)  # "-selector" to type encoding
     classes: dict[str, list[str]] = field(default_factory=dict)  # selectors
-    superclasses: dict[str, str] = field(default_factory=dict)
     enums: dict[str, int] = field(default_factory=dict)
     constants: set[str] = field(default_factory=set)
     functions: set[str] = field(default_factory=set)
@@ -96,7 +95,6 @@ def read_headers(include: Path) -> Declared:
             declared.protocols[node["name"]] = {}
         elif node["kind"] == "ObjCInterfaceDecl" and "inner" in node:
             declared.classes.setdefault(node["name"], []).extend(method["name"] for method in methods)
-            declared.superclasses[node["name"]] = node.get("super", {}).get("name", "")
         elif node["kind"] == "EnumDecl":
             for constant in node.get("inner", []):
                 if constant["kind"] == "EnumConstantDecl":

@@ -2,18 +2,14 @@
 
 import re
 import shutil
-import sys
 from pathlib import Path
-
-import pytest
-from support.missing import fail_or_skip
-from support.places import ROOT
-
-sys.path.insert(0, str(ROOT / "emulator" / "tools"))
 
 import check_metal_api
 import check_sdks
+import pytest
 from apple_metadata import WHEELS, download
+from support.missing import fail_or_skip
+from support.places import ROOT
 
 FOLDERS = [ROOT / "cpp", ROOT / "emulator" / "testing"]  # compiled on a Mac
 NEEDED = "needs clang (Debian: apt-get install clang-19) and PyPI"

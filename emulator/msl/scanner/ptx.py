@@ -56,7 +56,8 @@ def split(assembly: str, source: str) -> dict[str, str]:
     SourceError
         An entry needs a function that no GPU and no header has, such as one of the C library.
     """
-    header, rest = [], []
+    header: list[str] = []
+    rest: list[str] = []
     for line in assembly.splitlines():
         directive = line.lstrip().startswith((".version", ".target", ".address_size"))
         (header if directive else rest).append(line)
