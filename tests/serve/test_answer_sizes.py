@@ -213,7 +213,7 @@ def test_an_answer_without_max_tokens_ends_at_the_limit(
 def test_an_answer_ends_if_it_has_most_of_too_many_bytes(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = server.service.bodies.scores
+    held = server.service.scores
     monkeypatch.setattr(held, "_most", 20_000)
     body = {**BODY, "logprobs": 5, "max_tokens": 400, "seed": 1, "temperature": 1}
     ended = server.post("/v1/completions", body)
@@ -230,7 +230,7 @@ def test_an_answer_ends_if_it_has_most_of_too_many_bytes(
 def test_requests_that_want_some_are_refused_while_others_hold_many(
     server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    held = server.service.bodies.scores
+    held = server.service.scores
     chat = {**CHAT, "max_tokens": 2, "stream": stream}
     with held.holding(MOST_SCORED + 1):
         for path, body in (
@@ -247,7 +247,7 @@ def test_requests_that_want_some_are_refused_while_others_hold_many(
 
 
 def test_they_are_kept_as_json_until_the_answer(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = server.service.bodies.scores
+    held = server.service.scores
     sizes: list[int] = []
 
     def noted(kind: type[Any]) -> None:

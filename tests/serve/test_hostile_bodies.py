@@ -15,9 +15,10 @@ from metal_prefill import Model
 from metal_prefill._support.messages import MOST_CHARACTERS
 from metal_prefill.serve import Settings, _connections, _endpoint, _service
 from metal_prefill.serve._completions import CompletionChoice, prompts_of
+from metal_prefill.serve._endpoint import Bodies
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import LARGE, MOST_VALUES, CompletionForm, RerankForm, decode
-from metal_prefill.serve._service import MOST_TEXT, Bodies
+from metal_prefill.serve._service import MOST_TEXT
 from metal_prefill.tasks._prompts import PromptRules
 from metal_prefill.text import ChatTemplate
 from metal_prefill.text._chat_template import _MARKERS

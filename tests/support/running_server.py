@@ -13,9 +13,11 @@ from unittest.mock import patch
 import httpx
 import openai
 import uvicorn
+from starlette.applications import Starlette
 
 from metal_prefill import Model, serve
 from metal_prefill.serve._connections import Server
+from metal_prefill.serve._endpoint import Bodies
 from metal_prefill.serve._service import Service
 
 JSON = {"content-type": "application/json"}
@@ -38,8 +40,9 @@ def bearer(key: str) -> dict[str, str]:
 class Running:
     """A server that answers at `url`."""
 
-    def __init__(self, service: Service, port: int, server: uvicorn.Server) -> None:
-        self.service = service
+    def __init__(self, app: Starlette, port: int, server: uvicorn.Server) -> None:
+        self.service: Service = app.state.service
+        self.bodies: Bodies = app.state.bodies
         self.port = port
         self._server = server
         self.url = f"http://127.0.0.1:{port}"
@@ -109,7 +112,7 @@ def running(
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
-            yield Running(app.state.service, listener.getsockname()[1], server)
+            yield Running(app, listener.getsockname()[1], server)
         finally:
             server.should_exit = True
             thread.join(30)

@@ -32,6 +32,7 @@ from metal_prefill.serve._chat import chat
 from metal_prefill.serve._completions import complete, detokenize, tokenize
 from metal_prefill.serve._endpoint import (
     OPENAI,
+    Bodies,
     Endpoint,
     Reply,
     Style,
@@ -64,9 +65,9 @@ _Form = TypeVar("_Form", bound=Form)
 
 
 def make_app(model: Model, settings: Settings) -> Starlette:
-    """Return the ASGI application; its ``state.service`` is the :class:`Service`."""
+    """Return the ASGI application, whose ``state`` has the :class:`Service` and the :class:`Bodies`."""
     let_threads_run()
-    service = Service(model, settings)
+    service, bodies = Service(model, settings), Bodies(settings)
 
     async def described(name: str) -> dict[str, object]:
         return {
@@ -126,7 +127,7 @@ def make_app(model: Model, settings: Settings) -> Starlette:
         answer: Callable[[Service, _Form, Reply], Awaitable[None]],
         style: Style = OPENAI,
     ) -> Route:
-        return Route(path, Endpoint(service, form, answer, style), methods=["POST"])
+        return Route(path, Endpoint(service, bodies, form, answer, style), methods=["POST"])
 
     app = Starlette(
         routes=[
@@ -155,7 +156,7 @@ def make_app(model: Model, settings: Settings) -> Starlette:
         # Starlette writes a traceback to the log for errors that only the handler of `Exception` answers.
         exception_handlers=dict.fromkeys((HTTPException, ApiError, Exception), answer_error),
     )
-    app.state.service = service
+    app.state.service, app.state.bodies = service, bodies
     return app
 
 

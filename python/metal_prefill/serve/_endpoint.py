@@ -5,8 +5,8 @@ An answer is one JSON body, or a stream of server-sent events.
 
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
@@ -17,12 +17,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from metal_prefill.errors import ClosedError, ContextOverflowError
-from metal_prefill.serve._errors import NO_RETRY, ApiError, api_error, log
+from metal_prefill.serve._errors import CLOSE, NO_RETRY, ApiError, api_error, log
 from metal_prefill.serve._forms import LARGE, Form, decode
-from metal_prefill.serve._service import Service
+from metal_prefill.serve._service import InFlight, Service
 from metal_prefill.serve._settings import Settings
 
 _PIECE = 1 << 18  # bytes of an answer that are sent at a time
+HELD = 32  # requests of the largest size that may be in flight, or more smaller ones
+MOST_UNSENT = 1 << 28  # bytes of answers, other than streams, that clients have not received
 CLOSING_SECONDS = 2  # time limit for a client to receive the end of an answer when the server closes
 
 _Form = TypeVar("_Form", bound=Form)
@@ -153,39 +155,113 @@ class Reply:
             raise StalledClientError
 
 
+class Bodies:
+    """Reader of the request bodies of a server."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._limit = settings.max_body
+        self._seconds = settings.body_seconds
+        # Requests that arrive or are answered.
+        self.requests = InFlight("requests in flight", HELD * self._limit)
+        # Answers that are being sent.
+        self.answers = InFlight("answers that clients have not received", MOST_UNSENT)
+        self._turns = anyio.Semaphore(1)
+
+    async def read(self, request: Request) -> bytes:
+        """Read a body; raise `ApiError` if it is not JSON, too large or slow, or too many are in flight."""
+        _check_type(request.headers)
+        limit = self._limit
+        stated = request.headers.get("content-length", "0")
+        if stated.isdigit() and int(stated) > limit:
+            raise _too_large(limit)
+        body = bytearray()
+        with self.requests.holding() as held, anyio.move_on_after(self._seconds) as scope:
+            async for piece in request.stream():
+                body += piece
+                held.add(len(piece))
+                if len(body) > limit:
+                    raise _too_large(limit)
+                self.requests.check()
+                self.answers.check()
+        if scope.cancelled_caught:
+            raise ApiError(
+                f"the body did not arrive within {self._seconds:g} s",
+                status=408,
+                code="body_timeout",
+                headers=CLOSE,
+            )
+        return bytes(body)
+
+    @asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[Callable[[], None]]:
+        """Wait for the turn of a body of `size` bytes, which the returned function ends early."""
+        with ExitStack() as held:
+            if size > LARGE:
+                await self._turns.acquire()
+                held.callback(self._turns.release)
+            yield held.close
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        f"the body has more than {limit} bytes", status=413, code="request_too_large", headers=CLOSE
+    )
+
+
+def _check_type(headers: Headers) -> None:
+    """Raise `ApiError` unless a body is plain JSON, which pages of other sites may not send unasked."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(
+            f"the Content-Type must be application/json, got {kind or 'none'}",
+            status=415,
+            code="unsupported_content_type",
+            headers=CLOSE,
+        )
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            f"the Content-Encoding {coding} is not supported: send the body without compression",
+            status=415,
+            code="unsupported_content_encoding",
+            headers=CLOSE,
+        )
+
+
 class Endpoint(Generic[_Form]):
     """An ASGI application for one path."""
 
     def __init__(
         self,
         service: Service,
+        bodies: Bodies,
         form: type[_Form],
         answer: Callable[[Service, _Form, Reply], Awaitable[None]],
         style: Style = OPENAI,
     ) -> None:
         self._style = style
         self._service = service
+        self._bodies = bodies
         self._form = form
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings, metrics = self._service.settings, self._service.metrics
-        bodies = self._service.bodies
-        reply = Reply(send, settings.send_seconds, bodies.answers.holding, self._style)
+        reply = Reply(send, settings.send_seconds, self._bodies.answers.holding, self._style)
         begin = time.perf_counter()
         try:
             async with anyio.create_task_group() as group:
                 with self._service.answering() as answering:
                     request = Request(scope, receive)
                     try:
-                        body = await bodies.read(request)
+                        body = await self._bodies.read(request)
                     except ApiError as error:
                         await reply.error(error)
                     except ClientDisconnect:
                         pass
                     else:
                         group.start_soon(_cancel_after_disconnect, receive, group.cancel_scope)
-                        with bodies.requests.holding(len(body)):
+                        with self._bodies.requests.holding(len(body)):
                             await self._reply(body, reply, prefix_key(settings, request.headers))
                 if answering.cancelled_caught:
                     with anyio.move_on_after(CLOSING_SECONDS), suppress(StalledClientError, OSError):
@@ -199,7 +275,7 @@ class Endpoint(Generic[_Form]):
         seconds = self._service.settings.max_seconds
         try:
             with anyio.move_on_after(seconds) as scope:
-                async with self._service.bodies.turn(len(body)) as reply.end_turn:
+                async with self._bodies.turn(len(body)) as reply.end_turn:
                     form = await self._decoded(body)
                     reply.begin = time.perf_counter()
                     reply.namespace = prefix_namespace(key, form.prompt_cache_key)

@@ -24,6 +24,8 @@ log = logging.getLogger("metal_prefill.serve")
 # OpenAI's generated clients do not retry a request whose answer has this header.
 NO_RETRY = {"x-should-retry": "false"}
 RETRY = {"Retry-After": "1"}
+# The unread rest of a body must not be parsed as the next request.
+CLOSE = {"connection": "close"}
 
 
 class ApiError(Exception):

@@ -163,7 +163,7 @@ def scores_of(
             code="too_many_logprobs",
         )
     reserved = sum(stream.scored_tokens for stream in streams) * (1 + logprobs) * _SCORE_BYTES
-    in_flight = service.bodies.scores
+    in_flight = service.scores
     with in_flight.holding(reserved) as held:
         in_flight.check()
         yield [Scores(service.engine.tokenizer, held) for _ in streams]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-from starlette.datastructures import Headers
-from starlette.requests import Request
 
 from metal_prefill.errors import GGUFError
 from metal_prefill.generation._constraint import MOST_COMPILING, NotCompiledError, may_compile
@@ -21,8 +19,7 @@ from metal_prefill.generation._stream import Stream
 from metal_prefill.hub._local_file import model_name
 from metal_prefill.model import Model
 from metal_prefill.serve._activity import Activity, Metrics
-from metal_prefill.serve._errors import RETRY, ApiError, log
-from metal_prefill.serve._forms import LARGE
+from metal_prefill.serve._errors import CLOSE, RETRY, ApiError, log
 from metal_prefill.serve._prefix_store import PrefixStore
 from metal_prefill.serve._settings import Settings
 from metal_prefill.tasks._embedding import check_pooling
@@ -36,12 +33,7 @@ PREPARERS = 8  # threads that read prompts: tokens, templates
 MOST_TEXT = 1 << 20
 BYTES_PER_TOKEN = 8
 MOST_RETRY_AFTER = 60  # seconds
-HELD = 32  # requests of the largest size that may be in flight, or more smaller ones
-MOST_UNSENT = 1 << 28  # bytes of answers, other than streams, that clients have not received
 MOST_SCORED = 1 << 28  # bytes of log probabilities whose texts have not ended
-
-# The unread rest of a body must not be parsed as the next request.
-_CLOSE = {"connection": "close"}
 
 
 class Service:
@@ -58,7 +50,8 @@ class Service:
             self.no_text = str(error)
         self.created = int(time.time())
         self.metrics = Metrics(model)
-        self.bodies = Bodies(settings)
+        # Log probabilities of answers that are computed.
+        self.scores = InFlight("log probabilities of requests in flight", MOST_SCORED)
         self.activity = Activity(model)
         self.loop = EngineLoop(model, max_streams=settings.max_streams, after_pass=self._after_pass)
         self._store = (
@@ -256,7 +249,7 @@ class InFlight:
                 f"{self._what} exceed {self._most} bytes in total; retry later",
                 status=503,
                 code="too_many_bytes",
-                headers={**_CLOSE, **RETRY},
+                headers={**CLOSE, **RETRY},
             )
 
 
@@ -276,78 +269,3 @@ class Held:
         """Raise `ApiError` if too many bytes are held, of which this request has at least its share."""
         if self.size * self._of_all.holders >= self._of_all.size:
             self._of_all.check()
-
-
-class Bodies:
-    """Reader of the request bodies of a server."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._limit = settings.max_body
-        self._seconds = settings.body_seconds
-        # Requests that arrive or are answered.
-        self.requests = InFlight("requests in flight", HELD * self._limit)
-        # Answers that are being sent.
-        self.answers = InFlight("answers that clients have not received", MOST_UNSENT)
-        # Log probabilities of answers that are computed.
-        self.scores = InFlight("log probabilities of requests in flight", MOST_SCORED)
-        self._turns = anyio.Semaphore(1)
-
-    async def read(self, request: Request) -> bytes:
-        """Read a body; raise `ApiError` if it is not JSON, too large or slow, or too many are in flight."""
-        _check_type(request.headers)
-        limit = self._limit
-        stated = request.headers.get("content-length", "0")
-        if stated.isdigit() and int(stated) > limit:
-            raise _too_large(limit)
-        body = bytearray()
-        with self.requests.holding() as held, anyio.move_on_after(self._seconds) as scope:
-            async for piece in request.stream():
-                body += piece
-                held.add(len(piece))
-                if len(body) > limit:
-                    raise _too_large(limit)
-                self.requests.check()
-                self.answers.check()
-        if scope.cancelled_caught:
-            raise ApiError(
-                f"the body did not arrive within {self._seconds:g} s",
-                status=408,
-                code="body_timeout",
-                headers=_CLOSE,
-            )
-        return bytes(body)
-
-    @asynccontextmanager
-    async def turn(self, size: int) -> AsyncIterator[Callable[[], None]]:
-        """Wait for the turn of a body of `size` bytes, which the returned function ends early."""
-        with ExitStack() as held:
-            if size > LARGE:
-                await self._turns.acquire()
-                held.callback(self._turns.release)
-            yield held.close
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        f"the body has more than {limit} bytes", status=413, code="request_too_large", headers=_CLOSE
-    )
-
-
-def _check_type(headers: Headers) -> None:
-    """Raise `ApiError` unless a body is plain JSON, which pages of other sites may not send unasked."""
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise ApiError(
-            f"the Content-Type must be application/json, got {kind or 'none'}",
-            status=415,
-            code="unsupported_content_type",
-            headers=_CLOSE,
-        )
-    coding = headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("", "identity"):
-        raise ApiError(
-            f"the Content-Encoding {coding} is not supported: send the body without compression",
-            status=415,
-            code="unsupported_content_encoding",
-            headers=_CLOSE,
-        )
