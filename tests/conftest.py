@@ -1,6 +1,5 @@
 """Shared by all tests: devices, the bundled model, small synthetic models."""
 
-import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -34,18 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "metal" in getattr(item, "fixturenames", ()):
             item.add_marker("emulator")
-
-
-def pytest_collection() -> None:
-    """Search for no unreachable objects while there are only new ones."""
-    gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """Exclude the collected tests from each later search for unreachable objects."""
-    gc.enable()
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
