@@ -12,7 +12,7 @@ from support import adapter_folders, model_folders
 from support.adapter_folders import RANK, TASKS, WORDS, adapter
 from support.bert_relatives import gte
 from support.encoder_folders import RECORDED
-from support.model_folders import DIM, Folder, read, values
+from support.model_folders import DIM, Folder, assert_same_tensors, read, values
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.cli import main
@@ -38,9 +38,7 @@ def summed(folder: Folder, shapes: dict[str, tuple[int, int]], scale: float, pre
 
 
 def bert(path: Path) -> Folder:
-    folder = model_folders.bert(path)
-    folder.pool()
-    return folder
+    return model_folders.bert(path).pool()
 
 
 # Folders, modules with an adapter, settings, and the factor of the products.
@@ -69,9 +67,7 @@ def test_products_are_added_to_the_weights_as_by_peft(
     found = read(convert(folder.write(), tmp_path / "found.gguf", adapter=added))[1]
     whole = summed(folder, shapes, scale, PREFIX).write()
     expected = read(convert(whole, tmp_path / "expected.gguf"))[1]
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        np.testing.assert_allclose(found[name], tensor, rtol=1e-5, atol=1e-5)
+    assert_same_tensors(found, expected, near=1e-5)
 
 
 def test_the_commands_have_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """Folders whose parts are in other places than usual, or are not a whole model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ LIMIT = 12
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
-    made = model_folders.bert(tmp_path / "m")
-    made.pool(dense=16)
+    made = model_folders.bert(tmp_path / "m").pool(dense=16)
     made.json("sentence_bert_config.json", {"max_seq_length": LIMIT, "do_lower_case": False})
     return made
 
@@ -61,7 +59,7 @@ def test_arguments_in_messages_are_options_or_fields(message: str, option: str, 
 def test_a_transformer_in_a_folder_of_its_own_is_found(folder: Folder) -> None:
     """As early versions of sentence-transformers wrote it."""
     expected = vectors(folder.write())
-    modules = json.loads((folder.path / "modules.json").read_text())
+    modules = folder.loaded("modules.json")
     modules[0]["path"] = "0_Transformer"
     body = folder.path / "0_Transformer"
     body.mkdir()

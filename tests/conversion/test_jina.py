@@ -1,6 +1,5 @@
 """Folders of classes that Jina defines: XLM-R with adapters within the weights, and BERT for code."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 from support import encoder_folders, model_folders
 from support.bert_relatives import jina_code
-from support.model_folders import LAYERS, Folder, linear, read, values
+from support.model_folders import LAYERS, Folder, assert_same_tensors, linear, read, values
 from support.task_folders import TEXTS
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
@@ -38,8 +37,7 @@ def plain(path: Path) -> Folder:
         "position_embedding_type": "rotary",
         "rotary_emb_base": folder.config.pop("rope_parameters")["rope_theta"],
     }
-    folder.pool()
-    modules = json.loads((folder.path / "modules.json").read_bytes())
+    modules = folder.pool().loaded("modules.json")
     modules[0] |= {"type": "custom_st.Transformer", "kwargs": ["task"]}
     folder.json("modules.json", modules)
     return folder
@@ -74,9 +72,7 @@ def test_a_folder_under_the_name_of_xlm_r_is_that_of_transformers(tmp_path: Path
     assert {key: second[key] for key in first if key.startswith("jina-bert-v3.")} == {
         key: value for key, value in first.items() if key.startswith("jina-bert-v3.")
     }
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        np.testing.assert_array_equal(found[name], tensor)
+    assert_same_tensors(found, expected)
 
 
 @pytest.mark.parametrize("chosen", [None, "retrieval.query", "text-matching"])
@@ -84,9 +80,7 @@ def test_an_adapter_within_the_weights_is_added(tmp_path: Path, chosen: str | No
     whole, summed = with_adapters(tmp_path, chosen)
     _, found = read(convert(whole.write(), tmp_path / "a.gguf", adapter=chosen))
     _, expected = read(convert(summed.write(), tmp_path / "b.gguf"))
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        np.testing.assert_allclose(found[name], tensor, rtol=1e-5, atol=1e-5)
+    assert_same_tensors(found, expected, near=1e-5)
 
 
 def test_each_adapter_has_its_own_conversion(tmp_path: Path) -> None:
@@ -102,7 +96,7 @@ def test_each_adapter_has_its_own_conversion(tmp_path: Path) -> None:
 
 def test_a_module_of_its_own_code_that_does_more_is_refused(tmp_path: Path) -> None:
     folder = plain(tmp_path / "m")
-    modules = json.loads((folder.path / "modules.json").read_bytes())
+    modules = folder.loaded("modules.json")
     modules[0]["kwargs"] = ["task", "truncate_dim"]
     folder.json("modules.json", modules)
     with pytest.raises(UnsupportedModelError, match=r"custom_st\.Transformer is not supported"):
@@ -175,9 +169,7 @@ def test_a_colbert_model_has_that_body_and_a_projection(tmp_path: Path) -> None:
     metadata, found = read(convert(folder.write(), tmp_path / "m.gguf"))
     assert metadata["general.architecture"] == "jina-bert-v3"
     np.testing.assert_array_equal(found.pop("dense_2.weight"), folder.tensors["linear.weight"])
-    assert found.keys() == body.keys()
-    for name, tensor in body.items():
-        np.testing.assert_array_equal(found[name], tensor)
+    assert_same_tensors(found, body)
 
 
 def test_a_head_is_that_of_bert(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Settings of the modules of sentence-transformers: a model follows each of them, or it is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def test_control_tokens_and_parts_of_words_are_left_out(tmp_path: Path) -> None:
     folder = task_folders.late_interaction(tmp_path / "m")
     folder.merge("2_MultiVectorMask/config.json", skiplist_words=["[SEP]", "##e", "the", "nothing like it"])
     fields, _ = read(convert(folder.write(), tmp_path / "m.gguf"))
-    ids = json.loads((folder.path / "tokenizer.json").read_bytes())["model"]["vocab"]
+    ids = folder.loaded("tokenizer.json")["model"]["vocab"]
     assert list(fields["metal_prefill.skipped_tokens"]) == [
         ids[word] for word in ("[SEP]", "##e", "the") if word in ids
     ]

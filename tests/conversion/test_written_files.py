@@ -33,15 +33,10 @@ NEAR = 1e-4
 NEAR_INT8 = 2e-3
 
 
-def pooled(folder: Folder, mode: str) -> Folder:
-    folder.pool(mode)
-    return folder
-
-
 ENCODERS: dict[str, Callable[[Path], Folder]] = {
-    "bert": lambda path: pooled(model_folders.bert(path), "mean_tokens"),
-    "bert, first token": lambda path: pooled(model_folders.bert(path), "cls_token"),
-    "xlm-r": lambda path: pooled(model_folders.bert(path, "XLMRobertaModel", "unigram"), "mean_tokens"),
+    "bert": lambda path: model_folders.bert(path).pool("mean_tokens"),
+    "bert, first token": lambda path: model_folders.bert(path).pool("cls_token"),
+    "xlm-r": lambda path: model_folders.bert(path, "XLMRobertaModel", "unigram").pool("mean_tokens"),
 }
 
 

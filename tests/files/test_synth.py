@@ -10,6 +10,7 @@ import pytest
 from gguf import quants
 from numpy.typing import NDArray
 from support.gguf_reader import GGUFReader
+from support.model_folders import types_of
 from support.small_models import TYPES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -24,10 +25,6 @@ WIDE: dict[str, Any] = {"preset": "tiny", "dim": 256, "heads": 4, "head_dim": 64
 
 def value(reader: GGUFReader, key: str) -> Any:
     return reader.fields[key].contents()
-
-
-def tensor_types(path: Path) -> dict[str, str]:
-    return {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
 
 
 class Weights:
@@ -48,7 +45,7 @@ def test_matrices_have_the_requested_type_and_preserve_activation_variance(tmp_p
     path = synth.synthesize(
         tmp_path / "m.gguf", **WIDE, tensor_type=kind, embedding_type=kind, output_type=kind
     )
-    types = tensor_types(path)
+    types = types_of(path)
     norms = {name for name in types if name.endswith("norm.weight")}
     assert {types[name] for name in norms} == {"F32"}
     assert {types[name] for name in types.keys() - norms} == {kind}
@@ -111,7 +108,7 @@ def test_default_is_the_shape_of_smollm_135m_and_takes_under_five_seconds(tmp_pa
         "llama.rope.freq_base": 10000.0,
     }
     assert sum(t.n_elements for t in reader.tensors) == 134_515_008
-    types = {t.name: t.tensor_type.name for t in reader.tensors}
+    types = types_of(path)
     assert types["token_embd.weight"] == "Q8_0"
     assert types["blk.29.ffn_down.weight"] == "Q4_0"
     assert "output.weight" not in types
@@ -142,7 +139,7 @@ def test_same_seed_gives_the_same_file_and_another_seed_other_weights(tmp_path: 
 
 def test_overrides_change_single_tensors_and_the_last_match_wins(tmp_path: Path) -> None:
     overrides = {"blk.*.ffn_down.weight": "Q6_K", "blk.1.*": "Q5_1", "blk.1.attn_v.weight": "F16"}
-    types = tensor_types(synth.synthesize(tmp_path / "m.gguf", **WIDE, overrides=overrides))
+    types = types_of(synth.synthesize(tmp_path / "m.gguf", **WIDE, overrides=overrides))
     assert types["blk.0.ffn_down.weight"] == "Q6_K"
     assert types["blk.0.attn_v.weight"] == "Q4_0"
     assert types["blk.1.ffn_down.weight"] == "Q5_1"

@@ -121,22 +121,14 @@ def sharded(path: Path) -> Folder:
 
 def lines(path: Path) -> Folder:
     """Return a folder with a list of tokens instead of a tokenizer."""
-    folder = model_folders.bert(path)
-    vocabulary = json.loads((path / "tokenizer.json").read_bytes())["model"]["vocab"]
-    (path / "vocab.txt").write_text("\n".join(sorted(vocabulary, key=lambda text: int(vocabulary[text]))))
-    (path / "tokenizer.json").unlink()
+    folder = model_folders.bert(path).list_words()
     folder.json("tokenizer_config.json", {"added_tokens_decoder": {"400": {"content": "<a>"}}})
     folder.json("special_tokens_map.json", {"cls_token": "[CLS]"})
     return folder
 
 
 def pooled(make: Callable[[Path], Folder]) -> Callable[[Path], Folder]:
-    def made(path: Path) -> Folder:
-        folder = make(path)
-        folder.pool(dense=16)
-        return folder
-
-    return made
+    return lambda path: make(path).pool(dense=16)
 
 
 def calibrated(path: Path) -> Folder:

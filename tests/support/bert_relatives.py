@@ -1,6 +1,5 @@
 """Folders of MPNet, DistilBERT, GTE and Jina's BERT for code with random weights, and heads of SPLADE."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ def mpnet(path: Path) -> Folder:
     del folder.config["type_vocab_size"]
     _with_body(folder, "mpnet.", bert_layer(MPNET), MPNET, types=False)
     folder.add({f"mpnet.{BIAS}": (32, HEADS)}, 7, size=10)
-    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer = folder.loaded("tokenizer.json")
     ids = tokenizer["model"]["vocab"]
     frame = {"sep": ["[SEP]", ids["[SEP]"]], "cls": ["[CLS]", ids["[CLS]"]]}
     flags = dict.fromkeys(("trim_offsets", "add_prefix_space"), True)

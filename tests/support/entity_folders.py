@@ -1,6 +1,5 @@
 """Folders of GLiNER with random weights, and texts whose entities are recorded with its library."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -104,7 +103,7 @@ def entities(
     folder = body(path)
     if tokenizer:
         encoder_tokenizers.write_recorded(path, tokenizer)
-    content = json.loads((path / "tokenizer.json").read_bytes())
+    content = folder.loaded("tokenizer.json")
     vocabulary = content["model"]["vocab"]
     known = {t if isinstance(t, str) else t[0] for t in vocabulary}
     first = len(known | {token["content"] for token in content["added_tokens"]})
@@ -163,9 +162,7 @@ def entities(
 
 def _modern(path: Path) -> Folder:
     folder = task_folders.modern_body(path, max_position_embeddings=300)
-    settings = json.loads((path / "tokenizer_config.json").read_bytes())
-    folder.json("tokenizer_config.json", {**settings, "model_max_length": 300})
-    return folder
+    return folder.merge("tokenizer_config.json", model_max_length=300)
 
 
 _BERT = partial(encoder_folders.bert, seed=1, size=Size(32, 4, 64, 2))

@@ -31,8 +31,7 @@ def written(folder: Path, name: str) -> Path:
 
     That converter leaves out the bias of the sum of experts.
     """
-    made = FOLDERS[name](folder / "m")
-    made.pool("mean_tokens")
+    made = FOLDERS[name](folder / "m").pool("mean_tokens")
     made.tensors = {name: t for name, t in made.tensors.items() if not name.endswith("experts.bias")}
     parts = take_apart(convert(made.write(), folder / "whole.gguf"))
     parts.metadata = [entry for entry in parts.metadata if not entry[0].endswith(_OWN)]

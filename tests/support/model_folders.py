@@ -105,7 +105,18 @@ class Folder:
 
     def merge(self, name: str, **fields: Any) -> Folder:
         """Change fields of a file."""
-        self.json(name, {**json.loads((self.path / name).read_bytes()), **fields})
+        self.json(name, {**self.loaded(name), **fields})
+        return self
+
+    def loaded(self, name: str) -> Any:
+        """Return the contents of a file of JSON."""
+        return json.loads((self.path / name).read_bytes())
+
+    def list_words(self) -> Folder:
+        """Write a list of words in place of the tokenizer, as early folders of BERT have it."""
+        ids = self.loaded("tokenizer.json")["model"]["vocab"]
+        (self.path / "vocab.txt").write_text("\n".join(sorted(ids, key=ids.get)) + "\n")
+        (self.path / "tokenizer.json").unlink()
         return self
 
     def pool(self, mode: str = "mean_tokens", dense: int = 0, normalize: bool = True) -> Folder:
@@ -117,6 +128,18 @@ class Folder:
         pooling = {f"pooling_mode_{name}": name == mode for name in modes}
         self.json("1_Pooling/config.json", {"word_embedding_dimension": DIM, **pooling})
         return self.dense("2_Dense", dense, DIM).dense("3_Dense", DIM, dense) if dense else self
+
+
+def types_of(path: Path) -> dict[str, str]:
+    """Return the types of the tensors of a GGUF file."""
+    return {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(path).tensors}
+
+
+def assert_same_tensors(found: Mapping[str, Any], expected: Mapping[str, Any], near: float = 0) -> None:
+    """Compare tensors of two files."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, rtol=near, atol=near)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

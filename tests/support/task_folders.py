@@ -251,7 +251,7 @@ def _pylate(path: Path) -> Folder:
 def stanford(path: Path, **settings: Any) -> Folder:
     """Make a checkpoint of Stanford's ColBERT: the projection is a tensor of the model."""
     folder = _sized(_bert(path))
-    tokenizer = json.loads((path / "tokenizer.json").read_bytes())
+    tokenizer = folder.loaded("tokenizer.json")
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary |= {f"[unused{i}]": len(vocabulary) + i for i in range(2)}
     folder.json("tokenizer.json", tokenizer)
@@ -360,7 +360,7 @@ def generative(path: Path, template: str = PAIR_TEMPLATE, **scores: int) -> Fold
     made.json(
         "config_sentence_transformers.json", {"prompts": {"web": "Judge."}, "default_prompt_name": "web"}
     )
-    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer = made.loaded("tokenizer.json")
     ids = tokenizer["model"]["vocab"]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     if "yes" not in ids:
