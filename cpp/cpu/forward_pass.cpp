@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "../base/release_pages.h"
+#include "kernels/processor.h"
 
 namespace metal_prefill::cpu {
 
@@ -225,9 +226,14 @@ int ForwardPass::rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int r
   const int threads = team_.size();
   if (rows < kLeast * threads) return rows;
   const std::size_t columns = std::size_t(std::max(config_.ffn_dim, 1));
-  const int most = std::max(kLeast, int(kernels_.cached_bytes / sizeof(float) / columns));
+  const int most = std::max(kLeast, int(bytes_at_once() / sizeof(float) / columns));
   const int blocks = round_up(ceil_div(rows, most), threads);
-  return rows / blocks / kTileTokens * kTileTokens;  // not more: all threads together use `rows` rows of ffn
+  const auto rows_of_thread = [&](int block) {  // at most
+    const int whole = rows / block, turns = whole / threads;
+    return turns * block + (whole % threads == 0 ? rows % block : block);
+  };
+  const int longer = round_up(ceil_div(rows, blocks), kTileTokens), shorter = longer - kTileTokens;
+  return shorter > 0 && rows_of_thread(shorter) < rows_of_thread(longer) ? shorter : longer;
 }
 
 ForwardPass::BlockOutput ForwardPass::attention(const Context& c, int layer, const Rows& all,
@@ -503,7 +509,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
     if (logits_use(chunk.output) == LogitsUse::kPass) n_used += rows_of(chunk.output);
     n_pages += chunk.cache->pages().size();
   }
-  work_.reserve(config_, weights_, ropes_.ropes.size(), n, std::min(n_used, kHeadRows));
+  work_.reserve(config_, weights_, ropes_.ropes.size(), n, std::min(n_used, kHeadRows), team_.size());
   pages_.resize(n_pages);
   all_.rows.clear();
   all_.tiles.clear();

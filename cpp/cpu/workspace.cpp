@@ -86,7 +86,7 @@ Buffer reserve_normed(const Config& c, const Weights& weights, int rows, Activat
 }
 
 void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rope_tables, int rows,
-                        int logit_rows) {
+                        int logit_rows, int threads) {
   if (rows > rows_) {
     const auto lay_out = [&](std::byte* base, Workspace& w) {
       Layout layout(base, std::size_t(rows));
@@ -102,8 +102,10 @@ void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rop
       w.normed = layout.activations(dim, weights.dim_input, Layout::Float32::kAlways);
       w.att = layout.activations(heads * std::size_t(c.value_dim), weights.attention_input,
                                  Layout::Float32::kAlways);
+      layout.set_rows(std::size_t(round_up(rows, kTileTokens * threads)));
       w.ffn = layout.activations(std::size_t(std::max(c.ffn_dim, c.shared_dim)), weights.ffn_input,
                                  Layout::Float32::kWhereRead);
+      layout.set_rows(std::size_t(rows));
       if (c.per_layer_dim > 0) {
         const std::size_t columns = std::size_t(c.per_layer_dim);
         w.inputs = layout.floats(std::size_t(c.n_layers) * columns);

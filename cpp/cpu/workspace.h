@@ -121,7 +121,7 @@ struct Workspace {
   FloatRows v;                 // [rows][n_kv_heads * value_dim]
   Activations normed;          // [rows][dim]
   Activations att;             // [rows][n_heads * value_dim]
-  Activations ffn;             // [rows][ffn_dim], or [rows][shared_dim]
+  Activations ffn;             // [rows, a tile more for each thread][ffn_dim], or [...][shared_dim]
   FloatRows inputs;            // [rows][n_layers][per_layer_dim]: of each layer from the token itself
   Activations gated_input;     // [rows][per_layer_dim]: of a layer
   Routes routes;               // of a feed-forward with experts
@@ -153,7 +153,7 @@ struct Workspace {
   // Makes room, in one allocation for the rows and one for the logits; does nothing if there is enough.
   // Throws DeviceError without a change.
   void reserve(const Config& config, const Weights& weights, std::size_t rope_tables, int rows,
-               int logit_rows);
+               int logit_rows, int threads);
   // The same for splits of `rows` rows.
   void reserve_splits(const Config& config, int n_splits, int rows);
   std::size_t bytes() const { return memory_.bytes() + logits_memory_.bytes() + splits_memory_.bytes(); }

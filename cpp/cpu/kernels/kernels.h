@@ -322,8 +322,6 @@ struct Kernels {
   // weights in float32.
   void (*multiply_pairs)(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
                          const ProductOutput& out, const PrefetchRange& next) = nullptr;
-  // Bytes of a feed-forward block in float32 that one thread computes at a time: part of the L2 cache.
-  std::size_t cached_bytes = 384 << 10;
   // multiply_int8 of groups with rotated rows. The codes of weights count from `rotated_zero`.
   void (*multiply_rotated)(const PackedMatrix& weight, GroupRange groups, const RotatedRows& x, int first,
                            int count, const ProductOutput& out, const PrefetchRange& next);

@@ -263,7 +263,6 @@ Kernels amx_table() {
   table.quantize_super = quantize_super;
   table.multiply_pairs = multiply_pairs_amx;
   table.multiply_rotated = multiply_rotated_amx;
-  table.cached_bytes = 1536 << 10;  // of 2 MB; products wait for weights, which serve all rows of a block
   table.end_phase = drop_tile_config;
   table.attention = attention_amx;
   table.run_dots = run_tiles<false>;

@@ -1,5 +1,11 @@
 #include "processor.h"
 
+#include <algorithm>
+
+namespace {
+constexpr std::size_t kLeastAtOnce = 384 << 10;
+}
+
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cpuid.h>
 #if defined(__linux__)
@@ -19,6 +25,21 @@ bool request_amx() {
 #else
   return false;
 #endif
+}
+
+// Bytes of the L2 cache; 0 if the processor does not list its caches in leaf 4, as AMD's do not.
+std::size_t l2_bytes() {
+  constexpr unsigned kNone = 0, kInstructions = 2, kSecondLevel = 2;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  for (unsigned cache = 0; __get_cpuid_count(4, cache, &a, &b, &c, &d); ++cache) {
+    const unsigned type = a & 31, level = a >> 5 & 7;
+    if (type == kNone) break;
+    if (type != kInstructions && level == kSecondLevel) {
+      const std::size_t line = (b & 0xfff) + 1, partitions = (b >> 12 & 0x3ff) + 1, ways = (b >> 22) + 1;
+      return ways * partitions * line * (std::size_t(c) + 1);
+    }
+  }
+  return 0;
 }
 
 }  // namespace
@@ -54,12 +75,25 @@ bool prefetches_few_tokens() {
   return prefetches;
 }
 
+std::size_t bytes_at_once() {
+  static const std::size_t bytes = std::max(kLeastAtOnce, l2_bytes() / 4 * 3);
+  return bytes;
+}
+
 }  // namespace metal_prefill::cpu
 
 #else
 
-bool metal_prefill::cpu::prefetches_few_tokens() {
+namespace metal_prefill::cpu {
+
+bool prefetches_few_tokens() {
   return false;
 }
+
+std::size_t bytes_at_once() {
+  return kLeastAtOnce;
+}
+
+}  // namespace metal_prefill::cpu
 
 #endif

@@ -1,6 +1,8 @@
 // Facts about the processor that this runs on.
 #pragma once
 
+#include <cstddef>
+
 namespace metal_prefill::cpu {
 
 // Instruction sets of the processor that the system also saves the registers of.
@@ -18,6 +20,10 @@ ProcessorFeatures processor_features();  // of x86
 // Whether weights for few tokens arrive sooner if instructions prefetch them: on Intel's processors. On Zen 4
 // such lines arrive at 13.5 GB/s at most, a third of the rate of its own prefetcher.
 bool prefetches_few_tokens();
+
+// Bytes of activations that one thread computes at a time, part of the L2 cache: the more rows, the more
+// products a weight serves. Three quarters of the cache, and 384 KB at least.
+std::size_t bytes_at_once();
 
 // Sets the result of pair_speedup() of an earlier process on the same processor; has no effect after a
 // measurement, or on a processor without such products.
