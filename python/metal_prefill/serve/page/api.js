@@ -109,9 +109,9 @@ async function send(path, { body, signal } = {}) {
   }
 }
 
-export const getJson = async (path, options) => (await send(path, options)).json();
-export const getText = async (path, options) => (await send(path, options)).text();
-export const post = async (path, body, signal) => (await send(path, { body, signal })).json();
+export const getJson = async (path) => (await send(path)).json();
+export const getText = async (path) => (await send(path)).text();
+export const post = async (path, body) => (await send(path, { body })).json();
 
 /** Yields the events of a streamed answer; an event with an error is thrown. */
 export async function* events(path, body, signal) {

@@ -11,7 +11,7 @@ const METRICS_MS = 1500;
 const [MOST_LISTED, MOST_ENDED] = [10, 4];
 
 /** The values of Prometheus's text format that have no labels. */
-export function parseMetrics(text) {
+function parseMetrics(text) {
   const values = {};
   for (const line of text.split("\n")) {
     const found = /^metal_prefill_(\w+) (\S+)$/.exec(line);

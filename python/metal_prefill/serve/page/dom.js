@@ -23,11 +23,9 @@ export function svg(tag, attributes = {}, ...children) {
 }
 
 /** A label and its control, which get a common id. */
-export function field(id, label, control, hint) {
+export function field(id, label, control) {
   control.id = id;
-  if (hint) control.setAttribute("aria-describedby", `${id}-hint`);
-  return el("div", { class: "field" }, el("label", { for: id }, label), control,
-    hint && el("p", { class: "hint", id: `${id}-hint` }, hint));
+  return el("div", { class: "field" }, el("label", { for: id }, label), control);
 }
 
 export const byId = (id) => document.getElementById(id);

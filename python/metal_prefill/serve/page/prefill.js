@@ -5,18 +5,14 @@ import { count, counted, rate, seconds } from "./format.js";
 import { sourceOf, textOf } from "./sent.js";
 
 /** A bar of tokens: reused ones first, then computed ones. */
-export function tokenBar(reused, computed, most = reused + computed) {
+export function tokenBar(reused, computed) {
   const part = (kind, tokens) => {
     const node = el("span", { class: kind });
     node.style.flexGrow = String(tokens);
     return tokens > 0 && node;
   };
-  const rest = Math.max(most - reused - computed, 0);
-  return el(
-    "div",
-    { class: "tokens", role: "img", "aria-label": `${counted(reused, "token")} reused, ${count(computed)} computed` },
-    part("reused", reused), part("computed", computed), part("unused", rest),
-  );
+  const label = `${counted(reused, "token")} reused, ${count(computed)} computed`;
+  return el("div", { class: "tokens", role: "img", "aria-label": label }, part("reused", reused), part("computed", computed));
 }
 
 function fact(label, value, title) {
