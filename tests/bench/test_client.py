@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from support.bench_fakes import options_for
-from support.programs import finished
+from support.programs import Run, finished
 
-from metal_prefill import bench, cli, default_model_path
+from metal_prefill import bench, default_model_path
 from metal_prefill.bench import _engines, _worker
 from metal_prefill.bench._cases import Case
 from metal_prefill.bench._worker import WorkerProcess
@@ -60,12 +60,9 @@ def test_a_crash_of_llama_cpp_on_amx_names_the_compiler(
         assert ("GCC 12 miscompiles llama.cpp: build it with clang" in str(error.value)) == named
 
 
-def test_a_missing_peer_names_the_extra(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_peer_names_the_extra(errors: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli.main(["bench", "--demo", "--compare", "llama.cpp"]) == 1
-    error = capsys.readouterr().err
+    error = errors("bench", "--demo", "--compare", "llama.cpp", code=1)
     assert "llama-cpp-python" in error
     assert "metal_prefill[bench]" in error
 
@@ -94,13 +91,9 @@ def test_the_command_prints_only_json() -> None:
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_the_command_prints_a_table_of_the_named_model_and_writes_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table_of_the_named_model_and_writes_json(tmp_path: Path, output: Run) -> None:
     model, file = synthesize(tmp_path / "named.gguf", preset="tiny"), tmp_path / "rows.json"
-    options = ["-p", "4", "-n", "2", "-r", "1", "-t", "1", "--json", str(file)]
-    assert cli.main(["bench", "-m", str(model), *options]) == 0
-    out = capsys.readouterr().out
+    out = output(*("bench", "-m", model, "-p", 4, "-n", 2, "-r", 1, "-t", 1, "--json", file))
     rows = json.loads(file.read_text(encoding="utf-8"))
     assert [row["test"] for row in rows] == ["pp4", "tg2"]
     for row in rows:
@@ -118,7 +111,7 @@ def test_the_command_prints_a_table_of_the_named_model_and_writes_json(
     ],
 )
 def test_each_mode_of_the_command_measures_what_it_names(
-    words: str, function: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    words: str, function: str, arguments: dict[str, Any], output: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {}
     original = getattr(bench, function)
@@ -129,6 +122,6 @@ def test_each_mode_of_the_command_measures_what_it_names(
         return bench.BenchResults([])
 
     monkeypatch.setattr(bench, function, measured)
-    assert cli.main(["bench", *words.split(), "--demo"]) == 0
+    output("bench", *words.split(), "--demo")
     assert given["model"] == default_model_path()
     assert {name: given.get(name) for name in arguments} == arguments

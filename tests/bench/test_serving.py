@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.programs import Run
 from support.stand_in_server import stand_in
 
-from metal_prefill import MissingExtraError, Model, bench, cli
+from metal_prefill import MissingExtraError, Model, bench
 from metal_prefill.bench import ServingResults
 from metal_prefill.bench._peers import servers
 from metal_prefill.bench._peers.servers import SERVERS, ServerOptions, ServerProcess, check_server
@@ -117,9 +118,7 @@ def test_peers_are_started_with_documented_commands() -> None:
     assert ANSWER_TOKENS == 64
 
 
-def test_invalid_usage_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_usage_is_reported(monkeypatch: pytest.MonkeyPatch, errors: Run) -> None:
     with pytest.raises(ValueError, match="unknown server 'x' to compare with; known are llama-cpp-python"):
         check_server("x")
     monkeypatch.setenv("PATH", "")
@@ -130,5 +129,4 @@ def test_invalid_usage_is_reported(
         (["--patience", "1"], "unrecognized arguments: --patience"),
         (["--compare", "vllm"], "unknown server 'vllm'"),
     ):
-        assert cli.main(["bench", "serve", "--demo", *arguments]) == cli.EXIT_USAGE
-        assert message in capsys.readouterr().err
+        assert message in errors("bench", "serve", "--demo", *arguments)

@@ -57,10 +57,9 @@ def uneven_prompts(tmp_path: Path) -> Path:
     )
 
 
-def test_several_prompts_print_the_same_as_alone(bundled: Model, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("-p", SPEAKERS[0], "-p", SPEAKERS[1], "-p", SPEAKERS[2], "-n", "12") == 0
+def test_several_prompts_print_the_same_as_alone(bundled: Model, output: Run) -> None:
     expected = "".join(f"{speaker}{alone(bundled, speaker, 12)}\n" for speaker in SPEAKERS[:3])
-    assert capsys.readouterr().out == expected
+    assert output(*RUN, "-p", SPEAKERS[0], "-p", SPEAKERS[1], "-p", SPEAKERS[2], "-n", 12) == expected
 
 
 def all_answers(model: Model, prompt: str, max_tokens: int, n: int) -> list[str]:
@@ -68,12 +67,12 @@ def all_answers(model: Model, prompt: str, max_tokens: int, n: int) -> list[str]
     return texts_of(model.generate_many([prompt], max_tokens, n=n, temperature=1.0, seed=5), n)
 
 
-def test_several_answers_are_numbered(bundled: Model, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_answers_are_numbered(bundled: Model, output: Run) -> None:
     texts = all_answers(bundled, SPEAKERS[0], 12, 2)
     assert texts[0] == alone(bundled, SPEAKERS[0], 12, temperature=1.0, seed=5) != texts[1]
-    assert run("-p", SPEAKERS[0], "-n", "12", "--answers", "2", "--temperature", "1", "--seed", "5") == 0
     expected = [f"--- answer {i + 1} of 2\n{SPEAKERS[0]}{text}\n" for i, text in enumerate(texts)]
-    assert capsys.readouterr().out == "".join(expected)
+    options = ("--answers", 2, "--temperature", 1, "--seed", 5)
+    assert output(*RUN, "-p", SPEAKERS[0], "-n", 12, *options) == "".join(expected)
 
 
 def test_several_answers_are_one_line_of_results(bundled: Model, tmp_path: Path) -> None:
@@ -164,14 +163,14 @@ INVALID = [
 
 
 def test_an_error_of_a_prompt_is_a_line_and_the_others_continue(
-    bundled: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundled: Model, tmp_path: Path, errors: Run
 ) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps(SPEAKERS[0]), *(line for line, _ in INVALID), json.dumps(SPEAKERS[1])]
     prompts.write_text("\n".join(lines), encoding="utf-8")
-    assert run("--prompts", prompts, "-n", "4", "-o", out) == 1
     n = len(INVALID)
-    assert f"error: {n} of {n + 2} prompts failed; {out} has their errors" in capsys.readouterr().err
+    message = f"error: {n} of {n + 2} prompts failed; {out} has their errors"
+    assert message in errors(*RUN, "--prompts", prompts, "-n", 4, "-o", out, code=1)
     first, *failed, last = read_lines(out)
     for (line, message), found in zip(INVALID, failed, strict=True):
         assert message in found["error"], line
@@ -190,20 +189,17 @@ def test_an_error_among_several_prompts_is_the_exit_code(
     assert "1 of 2 prompts failed" in captured.err
 
 
-def test_earlier_errors_in_a_results_file_are_the_exit_code(
-    tmp_path: Path, errors: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_earlier_errors_in_a_results_file_are_the_exit_code(tmp_path: Path, errors: Run) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('[]\n"a"\n[]\n', encoding="utf-8")
-    assert run("--prompts", prompts, "-n", "2", "-o", out) == 1
+    command = (*RUN, "--prompts", prompts, "-n", 2)
+    assert "2 of 3 prompts failed" in errors(*command, "-o", out, code=1)
     whole = out.read_bytes()
-    assert "2 of 3 prompts failed" in capsys.readouterr().err
     out.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
     for _ in range(2):  # with one prompt left, and with none
-        assert "2 of 3 prompts failed" in errors(*RUN, "--prompts", prompts, "-n", "2", "-o", out, code=1)
+        assert "2 of 3 prompts failed" in errors(*command, "-o", out, code=1)
         assert out.read_bytes() == whole
-    assert run("--prompts", prompts, "-n", "2") == 1  # to stdout
-    assert capsys.readouterr().err.endswith("error: 2 of 3 prompts failed\n")
+    assert errors(*command, code=1).endswith("error: 2 of 3 prompts failed\n")  # to stdout
 
 
 def test_a_file_truncated_anywhere_is_completed(uneven: Path, tmp_path: Path) -> None:
@@ -224,20 +220,18 @@ def test_truncated_lines_are_removed(bundled: Model, tmp_path: Path) -> None:
     assert [line["continuation"] for line in read_lines(out)] == [alone(bundled, SPEAKERS[0], 3)]
 
 
-def test_existing_results_are_not_recomputed(
-    uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_existing_results_are_not_recomputed(uneven: Path, tmp_path: Path, errors: Run) -> None:
     out = tmp_path / "out.jsonl"
     there = [
         {"prompt": SPEAKERS[0], "continuation": "of an earlier run"},
         {"prompt": SPEAKERS[1], "error": "x"},
     ]
     write_lines(out, *there)
-    assert run("--prompts", uneven, "-o", out) == 1  # for the earlier error
+    printed = errors(*RUN, "--prompts", uneven, "-o", out, code=1)  # for the earlier error
     assert read_lines(out)[:2] == there
     assert [line["prompt"] for line in read_lines(out)] == SPEAKERS
-    assert "3 prompts in" in (err := capsys.readouterr().err)
-    assert "2 prompts done before" in err
+    assert "3 prompts in" in printed
+    assert "2 prompts done before" in printed
 
 
 def test_a_killed_run_is_resumed(tmp_path: Path, errors: Run) -> None:
@@ -321,14 +315,12 @@ def test_results_with_other_options_are_rejected_and_kept(
     difference: str,
     tmp_path: Path,
     errors: Run,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", *SPEAKERS[:2]), tmp_path / "out.jsonl"
     same: list[str | Path] = ["--prompts", prompts, "-n", "4", "-o", out]
     assert run(*same, *before) == 0
     content = b"".join(out.read_bytes().splitlines(keepends=True)[:1])
     out.write_bytes(content)
-    capsys.readouterr()
     assert f"{out}: its results were computed with {difference};" in errors(*RUN, *same, *now)
     assert out.read_bytes() == content
     assert run(*same, *before) == 0
@@ -342,13 +334,11 @@ def test_an_invalid_seed_is_an_error_also_without_sampling(tmp_path: Path) -> No
     assert run("-p", "a", "-n", "4", "--seed", "-1") == 2
 
 
-def test_a_file_in_use_by_another_process_is_rejected(
-    uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_in_use_by_another_process_is_rejected(uneven: Path, tmp_path: Path, errors: Run) -> None:
     with open(tmp_path / "out.jsonl", "wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert run("--prompts", uneven, "-o", tmp_path / "out.jsonl") == 2
-    assert "another process is writing it" in capsys.readouterr().err
+        printed = errors(*RUN, "--prompts", uneven, "-o", tmp_path / "out.jsonl")
+    assert "another process is writing it" in printed
 
 
 def test_devices_are_not_valid_outputs(errors: Run) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.page import CONTRASTS, NAMELESS, NARROW, WIDE, Pages, ask, facts
+from support.page import CONTRASTS, NAMELESS, NARROW, WIDE, Pages, ask, choose, facts, send
 from support.places import ROOT
 from support.running_server import Running, running, wait_until
 
-from metal_prefill import Model, hub
+from metal_prefill import Model
 
 PARTS = ("chat", "compare", "batch")
 # The lowest contrast of WCAG 2.2, level AA.
@@ -24,9 +24,7 @@ LEAST_CONTRAST = 4.5
 def test_a_text_is_continued_and_its_prefill_explained(pages: Pages, demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model, running(model) as server:
         page = pages.open(server)
-        page.locator(".options summary").click()
-        page.fill("#chat-max", "12")
-        page.fill("#chat-temperature", "0")
+        choose(page, max="12", temperature="0")
         card = ask(page, "ROMEO:\nBut soft, what light")
         with model.session() as session:
             expected = "".join(session.generate("ROMEO:\nBut soft, what light", 12))
@@ -52,8 +50,7 @@ def test_a_text_is_continued_and_its_prefill_explained(pages: Pages, demo_path: 
 def test_a_conversation_reuses_its_earlier_messages(pages: Pages, server: Running) -> None:
     page = pages.open(server)
     page.get_by_role("radio", name="Chat", exact=True).click()
-    page.locator(".options summary").click()
-    page.fill("#chat-max", "20")
+    choose(page, max="20")
     ask(page, "Who art thou, and what is thy name?")
     reused = facts(ask(page, "And whence comest thou?"))["Reused"]
     assert reused.endswith("· answer 1")
@@ -78,10 +75,8 @@ def test_an_answer_can_be_stopped(pages: Pages, cpu_model: Model, way: str) -> N
     with running(cpu_model) as server:
         slow_down(server)
         page = pages.open(server)
-        page.locator(".options summary").click()
-        page.fill("#chat-max", "1000")
-        page.fill("#chat-input", "ROMEO:\n")
-        page.press("#chat-input", "Enter")
+        choose(page, max="1000")
+        send(page, "ROMEO:\n")
         page.locator("#chat .answer", has_text=re.compile(".{20}", re.DOTALL)).wait_for()
         if way == "button":
             page.get_by_role("button", name="Stop").click()
@@ -97,8 +92,7 @@ def test_an_answer_can_be_stopped(pages: Pages, cpu_model: Model, way: str) -> N
 def test_errors_of_the_server_are_shown(pages: Pages, cpu_model: Model) -> None:
     with running(cpu_model) as server:
         page = pages.open(server)
-        page.fill("#chat-input", "word " * 3000)
-        page.press("#chat-input", "Enter")
+        send(page, "word " * 3000)
         page.locator("#chat .problem", has_text="exceeds the context of 1024").wait_for()
     page.locator("#batch .problem", has_text="The server does not answer.").wait_for()
 
@@ -106,12 +100,9 @@ def test_errors_of_the_server_are_shown(pages: Pages, cpu_model: Model) -> None:
 def test_the_running_batch_is_drawn(pages: Pages, demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model, running(model) as server:
         page = pages.open(server)
-        page.locator(".options summary").click()
-        page.fill("#chat-max", "200")
-        ask(
-            page, "A long text that has some more tokens than a page of them has, so that there are two. " * 4
-        )
-        ask(page, "A long text that has some more tokens than a page of them has, and another end. " * 4)
+        choose(page, max="200")
+        for end in ("so that there are two", "and another end"):
+            ask(page, f"A long text that has some more tokens than a page of them has, {end}. " * 4)
         page.locator("#batch .request", has_text="answer 2").wait_for()
         assert page.locator("#batch .request").count() == 2
         page.locator("#batch .passes rect.tint").first.wait_for(state="attached")
@@ -126,10 +117,8 @@ def test_the_running_batch_is_drawn(pages: Pages, demo_path: Path) -> None:
 
 
 def test_two_prompts_are_compared(pages: Pages, demo_path: Path) -> None:
-    first, second = (
-        "To be, or not to be, that is the question. " * 9 + "A",
-        "To be, or not to be, that is the question. " * 9,
-    )
+    second = "To be, or not to be, that is the question. " * 9
+    first = second + "A"
     with Model(demo_path, device="cpu") as model, running(model) as server:
         page = pages.open(server)
         page.get_by_role("tab", name="Compare").click()
@@ -180,8 +169,7 @@ def test_hostile_names_and_texts_are_escaped(pages: Pages, cpu_model: Model) -> 
         page.route(
             "**/v1/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream")
         )
-        page.fill("#chat-input", hostile)
-        page.press("#chat-input", "Enter")
+        send(page, hostile)
         page.locator("#chat .card .problem").wait_for()
         for part in (".question", ".answer", ".problem"):
             assert hostile in page.locator(f"#chat .card {part}").text_content()
@@ -288,30 +276,23 @@ def read(server: Running, question: str, max_tokens: int) -> None:
 
 
 @pytest.mark.real_model
-def test_the_picture_of_the_readme(pages: Pages, tmp_path: Path) -> None:
+def test_the_picture_of_the_readme(pages: Pages, smollm2_path: Path, tmp_path: Path) -> None:
     """With ``PAGE_PICTURE=1``, the picture replaces that of the README."""
-    try:
-        path = hub.resolve_model("smollm2")
-    except Exception as error:
-        if os.environ.get("METAL_PREFILL_REQUIRE_MODEL", "0") not in ("", "0"):
-            raise
-        pytest.skip(f"needs SmolLM2-135M-Instruct: {error}")
-    with Model(path, device="cpu") as model, running(model, names=["SmolLM2-135M-Instruct"]) as server:
+    with (
+        Model(smollm2_path, device="cpu") as model,
+        running(model, names=["SmolLM2-135M-Instruct"]) as server,
+    ):
         # The first request also reads the chat template.
         server.post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1, "prompt_cache_key": "x"})
         page = pages.open(server, color_scheme="light", viewport={"width": 1400, "height": 940})
-        page.locator(".options summary").click()
-        page.fill("#chat-system", LIBRARIAN)
-        page.fill("#chat-temperature", "0")
-        page.fill("#chat-max", "60")
+        choose(page, system=LIBRARIAN, temperature="0", max="60")
         page.locator(".options summary").click()
         ask(page, "Where do I find a play about two families?")
         clients = [threading.Thread(target=read, args=(server, *client)) for client in CLIENTS]
         for client in clients:
             client.start()
             page.wait_for_timeout(250)
-        page.fill("#chat-input", "And a map of the stars?")
-        page.press("#chat-input", "Enter")
+        send(page, "And a map of the stars?")
         page.locator("#chat .prefill").nth(1).wait_for()
         page.locator("#chat summary", has_text="Prompt").nth(1).click()
         page.locator("#chat mark.computed").wait_for(state="attached")

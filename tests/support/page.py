@@ -96,12 +96,23 @@ class Pages:
             context.close()
 
 
+def choose(page: Any, **options: str) -> None:
+    """Set options of the chat."""
+    page.locator(".options summary").click()
+    for name, value in options.items():
+        page.fill(f"#chat-{name}", value)
+
+
+def send(page: Any, text: str) -> None:
+    page.fill("#chat-input", text)
+    page.press("#chat-input", "Enter")
+
+
 def ask(page: Any, text: str) -> Any:
     """Send a text, and return the card of its finished answer."""
     cards = page.locator("#chat .card")
     before = cards.count()
-    page.fill("#chat-input", text)
-    page.press("#chat-input", "Enter")
+    send(page, text)
     card = cards.nth(before)
     card.locator(".prefill").wait_for()
     return card

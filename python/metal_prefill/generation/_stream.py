@@ -41,8 +41,6 @@ class Stream:
         Ids of the prompt, int32 ``[prompt_tokens]``.
     scored_tokens : int
         Number of tokens of the prompt that are among its pieces: all but the first one, or none.
-    most_pieces : int
-        Number of pieces that it has at most, including those of the prompt.
     first : bool
         Whether it is the first text of its prompt.
     reuses : bool
@@ -64,7 +62,6 @@ class Stream:
         self.passes_waited = 0
         self.prompt_tokens = len(text.prompt)
         self.scored_tokens = len(text.prompt) - len(text.ids)
-        self.most_pieces = text.most_pieces
         self.prompt = text.prompt
         self.first = first
         self.reuses = first and self.scored_tokens == 0

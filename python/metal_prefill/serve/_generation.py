@@ -155,7 +155,7 @@ def scores_of(
     if logprobs is None:
         yield [None] * len(streams)
         return
-    count = sum(stream.most_pieces for stream in streams) * (1 + logprobs)
+    count = sum(stream.text.most_pieces for stream in streams) * (1 + logprobs)
     if count > MOST_SCORES:
         raise ApiError(
             f"logprobs: up to {count} log probabilities of prompts and answers; the limit is {MOST_SCORES}",
