@@ -140,7 +140,7 @@ def test_pairs_of_mpnet_have_two_separators(tmp_path: Path) -> None:
     with Model(mpnet(tmp_path / "folder").write()) as model:
         first, second = (model.tokenizer.encode(text, add_bos=False) for text in ("a rose", "by any name"))
         begin, end = model.tokenizer.bos_id, model.tokenizer.eos_id
-        assert model.tokenizer.encode_pair("a rose", "by any name").ids == [
+        assert model.tokenizer.frame.pair(first, second).ids == [
             *(begin, *first, end),
             *(end, *second, end),
         ]

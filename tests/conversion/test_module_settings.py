@@ -81,7 +81,7 @@ def test_pairs_have_types_if_the_tokenizer_gives_them(tmp_path: Path, inputs: li
     folder.merge("tokenizer_config.json", model_input_names=inputs)
     types = folder.tensors["bert.embeddings.token_type_embeddings.weight"]
     with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
-        made = model.tokenizer.encode_pair(QUERY, DOCUMENTS[0])
+        made = model.tokenizer.frame.pair([5], [6])
         scores = [item.score for item in model.rerank(QUERY, DOCUMENTS)]
     assert set(made.types) == ({0, 1} if "token_type_ids" in inputs else {0})
     types[1] = types[0]  # all tokens have the first type

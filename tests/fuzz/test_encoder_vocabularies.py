@@ -91,7 +91,7 @@ def test_files_open_or_raise_an_error(files: dict[str, Parts], tmp_path: Path, d
             ids = tokenizer.encode(TEXT)
             tokenizer.decode(ids)
             tokenizer.encode_spans(TEXT)
-            tokenizer.encode_pair(TEXT, "x")
+            tokenizer.frame.pair(ids, ids)
         path.unlink()
 
     fuzz("encoder-vocabulary", 60, damage, use)

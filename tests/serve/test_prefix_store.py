@@ -143,18 +143,16 @@ def test_files_beyond_the_limit_are_removed_least_recently_used_first(
         for question in ("Who art thou?", "What is thy name?"):
             ask(server, question, f"{i}. {SYSTEM}")
 
-    with serving(demo_path, prefix_store=tmp_path / "store") as server:
+    limits: dict[str, Any] = {"prefix_store": tmp_path / "store"}
+    with serving(demo_path, **limits) as server:
         store(server, 0)
     (oldest,) = files(tmp_path)
-    with serving(
-        demo_path, prefix_store=tmp_path / "store", prefix_store_bytes=oldest.stat().st_size * 5 // 2
-    ) as server:
+    limits["prefix_store_bytes"] = oldest.stat().st_size * 5 // 2
+    with serving(demo_path, **limits) as server:
         store(server, 1)
     newer = set(files(tmp_path)) - {oldest}
     assert len(newer) == 1
-    with serving(
-        demo_path, prefix_store=tmp_path / "store", prefix_store_bytes=oldest.stat().st_size * 5 // 2
-    ) as server:
+    with serving(demo_path, **limits) as server:
         ask(server, "Whence?", f"0. {SYSTEM}")
         store(server, 2)
     left = set(files(tmp_path))

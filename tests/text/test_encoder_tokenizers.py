@@ -20,7 +20,8 @@ def test_ids_match_transformers(tmp_path: Path, name: str) -> None:
 @each_variant
 def test_pairs_match_transformers(tmp_path: Path, name: str) -> None:
     tokenizer = open_recorded(tmp_path, name)
-    made = [tokenizer.encode_pair(*pair) for pair in itertools.pairwise(hostile_texts(PAIRS + 1))]
+    texts = [tokenizer.encode(text, add_bos=False) for text in hostile_texts(PAIRS + 1)]
+    made = [tokenizer.frame.pair(*pair) for pair in itertools.pairwise(texts)]
     assert [pair.ids for pair in made] == unpacked(recorded()[f"{name}: pairs"])
     assert [pair.types for pair in made] == unpacked(recorded()[f"{name}: types"])
 

@@ -264,15 +264,15 @@ TEXTS = [
 
 
 def by_pieces_of(parser: ToolCallParser, text: str, size: int) -> list[str | ToolCall]:
-    return list(parser.parts(text[i : i + size] for i in range(0, len(text), size)))
+    pieces = (text[i : i + size] for i in range(0, len(text), size))
+    return [*(part for piece in pieces for part in parser.step(piece)), *parser.flush()]
 
 
 def by_pieces(text: str, size: int) -> tuple[str, list[ToolCall]]:
     """Parse a text in pieces of some size; at no time is more returned than is certain."""
-    parser = ToolCallParser([WEATHER, CLOCK])
     whole = parse_tool_calls(text, [WEATHER, CLOCK])
     made, calls = "", []
-    for part in parser.parts(text[i : i + size] for i in range(0, len(text), size)):
+    for part in by_pieces_of(ToolCallParser([WEATHER, CLOCK]), text, size):
         if isinstance(part, str):
             made += part
             assert whole.text.startswith(made)

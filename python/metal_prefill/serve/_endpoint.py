@@ -6,7 +6,7 @@ An answer is one JSON body, or a stream of server-sent events.
 import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
@@ -58,13 +58,12 @@ class Reply:
         self,
         send: Send,  # ASGI's send function
         send_seconds: float,  # time limit in seconds for the client to receive a piece
-        # Returns a context in which so many bytes of an answer count as not received.
-        sending: Callable[[int], AbstractContextManager[object]],
+        unreceived: InFlight,  # bytes of answers that clients have not received
         style: Style,  # format of errors and events
     ) -> None:
         self._style = style
         self._send = send
-        self._sending = sending
+        self._unreceived = unreceived
         self._seconds = send_seconds
         self._begun = self._events = self._complete = False
         # HTTP status of the answer; until one is sent, 499, which nginx logs for clients that disconnect.
@@ -98,7 +97,7 @@ class Reply:
         if len(made) < _PIECE:
             await self.encoded(made)
             return
-        with self._sending(size):
+        with self._unreceived.holding(size):
             await self._begin(200, {"content-type": "application/json"})
             while made:
                 await self._body(made, more=True)
@@ -136,7 +135,7 @@ class Reply:
         await self._begin(
             status, {"content-type": "application/json", "content-length": str(len(body)), **headers}
         )
-        with self._sending(len(body)):
+        with self._unreceived.holding(len(body)):
             # A server keeps what its client has not received: it gets the next piece once it has sent most.
             for end in range(_PIECE, len(body) + _PIECE, _PIECE):
                 await self._body(body[end - _PIECE : end], more=end < len(body))
@@ -247,7 +246,7 @@ class Endpoint(Generic[_Form]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings, metrics = self._service.settings, self._service.metrics
-        reply = Reply(send, settings.send_seconds, self._bodies.answers.holding, self._style)
+        reply = Reply(send, settings.send_seconds, self._bodies.answers, self._style)
         begin = time.perf_counter()
         try:
             async with anyio.create_task_group() as group:

@@ -22,7 +22,6 @@ from metal_prefill.text._vocabulary import (
     SPACE,
     TokenBytes,
     TokenDecoder,
-    TokenPair,
     Vocabulary,
     begins_word,
     special_tokens,
@@ -371,19 +370,6 @@ class Tokenizer:
             return not begins_word(self.token(span.id))
         around = text[max(span.start - 1, 0) : span.start + 1]
         return span.start > 0 and not any(map(str.isspace, around))
-
-    def encode_pair(self, first: str, second: str) -> TokenPair:
-        """Convert two texts that a model reads together, such as a query and a document, to token ids.
-
-        The file defines which tokens begin, separate and end them (`frame`). Control tokens in the texts
-        remain plain text.
-
-        Raises
-        ------
-        TypeError, ValueError
-            See :meth:`encode`.
-        """
-        return self.frame.pair(self.encode(first, add_bos=False), self.encode(second, add_bos=False))
 
     def _plain(self, piece: str) -> str:
         return piece.replace(" ", SPACE) if self._vocabulary.kind == "llama" else piece
