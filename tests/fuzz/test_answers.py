@@ -38,6 +38,9 @@ PARTS = (
     *(f"<tool_call>{CALL}</tool_call>", "<function=clock>", "<function=weather>", "<parameter=a>"),
     *("<parameter=b>\n", "\n</parameter>", "</function>", "<function=clock></function>"),
     *("<|tool_call_start|>", "<|tool_call_end|>", "[clock(", "[clock()]", "weather(a=", "'it's'"),
+    *("[TOOL_CALLS]", "clock", "[ARGS]", "{}", "```json", "```", "```tool_code", "print(", "a="),
+    *("<tool_calls>", "</tool_calls>", "<function_calls>", "</function_calls>", "<arg_key>", "</arg_key>"),
+    *("<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>", "call:", '<|"|>', "<escape>", "a:"),
     "\\ud800",
     *"()=',",
 )
@@ -91,4 +94,4 @@ def test_answers_with_calls() -> None:
         if not whole.calls:
             assert whole.text == text
 
-    fuzz("answer", 80, lambda random: write_answer(random).encode(), run)
+    fuzz("answer", 200, lambda random: write_answer(random).encode(), run)

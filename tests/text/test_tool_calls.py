@@ -466,26 +466,6 @@ def test_parsing_takes_linear_time(parts: tuple[str, ...], monkeypatch: pytest.M
         assert twice < 2.2 * once
 
 
-_BITS = [
-    *("<tool_call>", "</tool_call>", '{"name": "clock"', ', "arguments": {}', *'<{}[]",\\ n'),
-    *("<function=clock>", "<parameter=a>", "</parameter>", "</function>"),
-    *("[clock(", "a=", "'", ")", "clock()", "<|tool_call_start|>", "<|tool_call_end|>"),
-    *("[TOOL_CALLS]", "clock", "[ARGS]", "{}", "```json", "```", "```tool_code"),
-    *("<tool_calls>", "</tool_calls>", "<function_calls>", "</function_calls>"),
-    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>"),
-    *("call:", '<|"|>', "<escape>", "a:", "print("),
-]
-
-
-@given(st.lists(st.sampled_from(_BITS), max_size=12), st.integers(1, 9))
-def test_any_text_is_parsed_the_same_in_any_pieces(parts: list[str], size: int) -> None:
-    text = "".join(parts)
-    whole = parse_tool_calls(text, [WEATHER, CLOCK])
-    assert by_pieces(text, size) == whole
-    if not whole.calls:
-        assert whole.text == text
-
-
 @given(st.lists(st.sampled_from(["a", " b", "\n", "5 < 6", "é"]), max_size=4), st.integers(0, 3))
 def test_text_excludes_the_calls(texts: list[str], tool: int) -> None:
     calls = [ToolCall(f"t{tool}", {"t": t}) for t in texts]
