@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from support import encoder_tokenizers, tokenizer_folders
+from support import tokenizer_folders
 from support.tokenizer_folders import DECODERS, TOKENIZERS, Json
 from tokenizers import Tokenizer as HubTokenizer
 
@@ -123,12 +123,10 @@ def soak(folder: Path, name: str, seed: int, texts: int) -> bool:
     """Compare the texts of one folder; return whether it is not refused."""
     random = Random(f"{name} {seed}")
     made = generated(name, random)
-    path = tokenizer_folders.write(folder, made, {"tokenizer_class": "PreTrainedTokenizerFast"})
     try:
-        ours = encoder_tokenizers.open_folder(path)
+        ours, theirs = tokenizer_folders.opened(folder, made, {"tokenizer_class": "PreTrainedTokenizerFast"})
     except UnsupportedModelError:
         return False
-    theirs = HubTokenizer.from_file(str(path / "tokenizer.json"))
     never = (made["pre_tokenizer"] or {}).get("prepend_scheme") == "never"
     theirs.decoder = DECODERS["gemma"] if never and name == "mistral" else DECODERS[name]
     decodes = not never or name != "unigram"  # `decode` removes a space that begins the text of an encoder
@@ -144,8 +142,7 @@ def opened(folder: Path, name: str, content: str, normalizer: Json | None) -> tu
     made = TOKENIZERS[name]()
     made["normalizer"] = made["normalizer"] or normalizer
     made["added_tokens"][-1].update(content=content, special=True, normalized=True)
-    path = tokenizer_folders.write(folder, made)
-    return encoder_tokenizers.open_folder(path), HubTokenizer.from_file(str(path / "tokenizer.json"))
+    return tokenizer_folders.opened(folder, made)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 from gguf import quants
 from safetensors.numpy import save_file
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 
-from metal_prefill.text._vocabulary import PRE_TOKENIZERS
 from support import encoder_tokenizers
 from support.comparison import VERSE
 from support.gguf_reader import GGUFReader
+from support.tokenizer_folders import trained_byte_level
 
 Values = npt.NDArray[np.float32]
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -244,21 +244,7 @@ def byte_level_tokenizer(path: Path, size: int = 300, pattern: str | None = None
 
 @cache
 def _byte_level(size: int, pattern: str | None) -> str:
-    split = Regex(pattern or PRE_TOKENIZERS["llama-bpe"].patterns[0])
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pattern is None))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(split, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([VERSE], trainer)
+    tokenizer = trained_byte_level(pattern, size, [VERSE])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
     )

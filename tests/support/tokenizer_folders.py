@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from metal_prefill import text
 from metal_prefill.text._vocabulary import PRE_TOKENIZERS
 from support import encoder_tokenizers
 from support.comparison import VERSE
@@ -24,13 +25,23 @@ TEKKEN_PATTERN = (
 )
 
 
-def _trained(tokenizer: Tokenizer, size: int, special: list[str], alphabet: list[str]) -> Json:
+def _train(
+    tokenizer: Tokenizer, size: int, special: list[str], alphabet: list[str], texts: list[str]
+) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(_TEXTS, trainer)
-    made: Json = json.loads(tokenizer.to_str())
-    return made
+    tokenizer.train_from_iterator(texts, trainer)
+
+
+def trained_byte_level(pattern: str | None, size: int, texts: list[str]) -> Tokenizer:
+    """Return a byte-level tokenizer with two control tokens, by default that of a Llama 3 model."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pattern is None))
+    split = pre_tokenizers.Split(Regex(pattern or PRE_TOKENIZERS["llama-bpe"].patterns[0]), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    _train(tokenizer, size, ["<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet(), texts)
+    return tokenizer
 
 
 def _with_tool(made: Json) -> Tokenizer:
@@ -57,20 +68,17 @@ GPT_4O_PATTERN = (
 )
 
 
-def byte_level(pattern: str = PRE_TOKENIZERS["llama-bpe"].patterns[0]) -> Json:
+def byte_level(pattern: str | None = None) -> Json:
     """Return a byte-level tokenizer, by default that of a Llama 3 model."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    made = _trained(tokenizer, 420, ["<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet())
+    made = json.loads(trained_byte_level(pattern, 420, _TEXTS).to_str())
     return _framed(made, "<s> $A", "<s> $A <s> $B")
 
 
 def _byte_fallback() -> Json:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    made = _trained(tokenizer, 700, ["<unk>", "<s>", "</s>", *_BYTES], [])
+    _train(tokenizer, 700, ["<unk>", "<s>", "</s>", *_BYTES], [], _TEXTS)
+    made: Json = json.loads(tokenizer.to_str())
     made["added_tokens"] = made["added_tokens"][:3]
     return _framed(made, "<s> $A", "<s> $A <s> $B")
 
@@ -143,3 +151,11 @@ def write(folder: Path, made: Json, settings: Json | None = None, **config: Any)
     size = max(*numbers, *(token["id"] for token in made["added_tokens"])) + 1
     (folder / "config.json").write_text(json.dumps({"vocab_size": size, "type_vocab_size": 2, **config}))
     return folder
+
+
+def opened(
+    folder: Path, made: Json, settings: Json | None = None, **config: Any
+) -> tuple[text.Tokenizer, Tokenizer]:
+    """Return the tokenizer of a folder that is written with these files, and that of the library."""
+    path = write(folder, made, settings, **config)
+    return encoder_tokenizers.open_folder(path), Tokenizer.from_file(str(path / "tokenizer.json"))
