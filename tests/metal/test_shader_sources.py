@@ -1,6 +1,5 @@
 """The shaders as a whole: requirements of Apple's compiler, and messages of the emulator's compilers."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 from shader_library import EMULATOR, find_clang
 from support.kernel_harness import SHADERS, flat_source
+from support.missing import fail_or_skip
 from support.programs import finished
 
 from metal_prefill import _core
@@ -20,9 +20,7 @@ SOURCES = sorted(SHADERS.glob("*.metal"))
 def run_compiler(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run one of the emulator's compilers."""
     if find_clang() is None:
-        if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
-            pytest.fail(MISSING)
-        pytest.skip(MISSING)
+        fail_or_skip(MISSING, "METAL_PREFILL_REQUIRE_EMULATOR")
     command = [sys.executable, EMULATOR / "msl" / script, *arguments]
     return finished(command)
 

@@ -10,10 +10,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import pytest
 
 from metal_prefill import _core
 from support.cpu_testing import cpu_testing
+from support.missing import fail_or_skip
 from support.places import ROOT
 
 SERVER = ROOT / "build/arm/arm_server"
@@ -39,9 +39,7 @@ class ArmMachine:
     ) -> None:
         qemu = shutil.which("qemu-aarch64")
         if qemu is None or not SERVER.exists():
-            if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
-                pytest.fail(MISSING)
-            pytest.skip(MISSING)
+            fail_or_skip(MISSING, "METAL_PREFILL_REQUIRE_EMULATOR")
         self._process = subprocess.Popen(
             [qemu, "-cpu", processor, SERVER],
             stdin=subprocess.PIPE,

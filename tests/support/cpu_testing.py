@@ -5,9 +5,8 @@ import os
 from functools import cache
 from typing import Any
 
-import pytest
-
 from metal_prefill import _core
+from support.missing import fail_or_skip
 
 EMULATE_AMX = "METAL_PREFILL_EMULATE_AMX"  # read by builds for tests: see `tests/native/amx_emulator.cpp`
 MISSING = "the package was built without METAL_PREFILL_TESTING, which tests of kernels need: run `make test`"
@@ -42,6 +41,4 @@ def cpu_testing() -> Any:
     try:
         return _with_emulated_amx()
     except ImportError:
-        if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
-            pytest.fail(MISSING)
-        pytest.skip(MISSING)
+        fail_or_skip(MISSING, "METAL_PREFILL_REQUIRE_EMULATOR")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from gguf import GGUFValueType
+from support.chat_templates import CHATML
 
 from metal_prefill import ChatTemplateError, GGUFError, MetalPrefillError, Model
 from metal_prefill.files import GGUFFile
@@ -20,11 +21,6 @@ from metal_prefill.text import ChatTemplate, Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
 SPECIAL = [START, END, "<|endoftext|>", "<s>", "</s>", "[INST]", "[/INST]", "<turn>"]
-CHATML = (
-    "{% for m in messages %}"
-    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 STRADDLING = "{% for m in messages %}<|im_{{ m.content }}{% endfor %}"
 
 USER_HI = [{"role": "user", "content": "Hi"}]
@@ -106,7 +102,7 @@ def test_a_later_turn_has_the_earlier_ones_as_its_prefix(tokenizer_with: GGUFMak
 )
 @pytest.mark.parametrize("field", ["content", "name"])
 def test_a_message_never_writes_a_control_token(tokenizer_with: GGUFMaker, content: str, field: str) -> None:
-    template = CHATML.replace("m['content']", "(m['name'] or '') + m['content']")
+    template = CHATML.replace("m.content", "(m['name'] or '') + m.content")
     tokenizer = tokenizer_with(template)
     harmless = [{"role": "user", "content": "x", "name": "y"}, {"role": "assistant", "content": "z"}]
     hostile = [{**harmless[0], field: content}, {**harmless[1], field: content}]

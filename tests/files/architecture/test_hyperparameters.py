@@ -64,10 +64,6 @@ def test_any_integer_type_is_accepted(open_model: Open) -> None:
         assert read_config(open_model({"llama.block_count": (kind, scalar(kind, LAYERS))})) == PLAIN
 
 
-def test_double_precision_is_accepted(open_model: Open) -> None:
-    assert read_config(open_model({"llama.rope.freq_base": (F64, scalar(F64, 123.5))})).rope_base == 123.5
-
-
 def test_the_vocabulary_size_may_be_stated_without_tokens(open_model: Open) -> None:
     without = {"tokenizer.ggml.tokens": None}
     assert read_config(open_model({**without, "llama.vocab_size": integer(7)})).vocab_size == 7
