@@ -66,22 +66,34 @@ def test_a_stopped_answer_stays_in_the_conversation(chat: Conversation) -> None:
     assert talk(chat, QUESTIONS[1])
 
 
-def test_interrupting_the_prompt_removes_the_question(chat: Conversation) -> None:
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        list(chat.answer(QUESTIONS[0], progress=interrupt))
-    assert [m["role"] for m in chat.messages] == ["system"]
-    assert talk(chat, QUESTIONS[0])
+def interrupt(done: int, total: int) -> None:
+    raise KeyboardInterrupt
 
 
-def test_a_failed_answer_leaves_the_conversation_unchanged(chat: Conversation) -> None:
-    talk(chat, QUESTIONS[0])
+@pytest.mark.parametrize("turns", [0, 1])
+@pytest.mark.parametrize(
+    ("question", "options", "error", "message"),
+    [
+        (QUESTIONS[1], {"progress": interrupt}, KeyboardInterrupt, None),
+        (QUESTIONS[1], {"temperature": -1.0}, ValueError, "temperature"),
+        ("word " * 1000, {}, ContextOverflowError, "exceeds the context of 1024"),
+    ],
+    ids=["interrupted", "refused", "too long"],
+)
+def test_a_failed_answer_leaves_the_conversation_unchanged(
+    chat: Conversation,
+    turns: int,
+    question: str,
+    options: dict[str, Any],
+    error: type[BaseException],
+    message: str | None,
+) -> None:
+    talk(chat, *QUESTIONS[:turns])
     before = list(chat.messages)
-    with pytest.raises(ValueError, match="temperature"):
-        list(chat.answer(QUESTIONS[1], temperature=-1.0))
+    with pytest.raises(error, match=message):
+        list(chat.answer(question, **options))
     assert chat.messages == before
+    assert talk(chat, QUESTIONS[1])
 
 
 def test_the_oldest_turns_are_dropped_when_the_context_is_full(bundled: Model) -> None:
@@ -97,15 +109,6 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(bundled: Model) -
         )
         assert chat.messages[-2]["content"] == f"Question the {i}th?"
     assert forgotten == 2 * 12 - (len(chat.messages) - 1) > 0
-
-
-def test_a_message_that_can_never_fit_is_rejected(bundled: Model) -> None:
-    chat = Conversation(bundled, max_context=32)
-    talk(chat, "Ay?", max_tokens=2)
-    before = list(chat.messages)
-    with pytest.raises(ContextOverflowError, match="exceeds the context of 32"):
-        talk(chat, "word " * 40)
-    assert chat.messages == before
 
 
 def test_a_saved_conversation_continues(bundled: Model, chat: Conversation, tmp_path: Path) -> None:

@@ -325,22 +325,34 @@ def test_lookups_after_a_change_are_used_while_they_are_more_likely() -> None:
     assert drafter.draft(1) == after_match
 
 
-def steps(speculation: Speculation, cost: RowCost, right: Callable[[list[int]], int], n: int) -> list[int]:
-    """Take passes, and return the number of drafts of each."""
-    counts, token = [], 50
-    for _ in range(n):
-        drafts = speculation.drafts(MOST_DRAFTS, cost, 1, 1.0)
-        counts.append(len(drafts))
-        token += 1
-        speculation.learn([*drafts[: right(drafts)], token % 7 if right(drafts) else token])
-    return counts
+class Repeating(LookupDrafter):
+    """Drafts the same token again and again."""
+
+    acceptance: Any = None
+
+    def __init__(self, token: int, probability: float, *, free: bool = True) -> None:
+        super().__init__()
+        self.token, self.acceptance, self.free = token, Acceptance(probability), free
+
+    def draft(self, count: int) -> list[int]:
+        return [self.token] * count
 
 
-def measured_cost() -> RowCost:
+def numbers_of_drafts(drafter: LookupDrafter, chosen: Callable[[int], int], n: int) -> list[int]:
+    """Take passes that choose these tokens, and return the number of drafts of each."""
+    speculation, counts, position = Speculation(drafter, np.array([1], np.int32)), [], 0
     cost = RowCost()
     for rows in range(1, MOST_DRAFTS + 2):
         cost.note(rows, 1 + 0.16 * (rows - 1))
-    return cost
+    for _ in range(n):
+        drafts = speculation.drafts(MOST_DRAFTS, cost, 1, 1.0)
+        counts.append(len(drafts))
+        tokens = [chosen(position)]
+        while len(tokens) <= len(drafts) and drafts[len(tokens) - 1] == tokens[-1]:
+            tokens.append(chosen(position + len(tokens)))
+        speculation.learn(tokens)
+        position += len(tokens)
+    return counts
 
 
 def test_costs_of_passes_are_interpolated() -> None:
@@ -375,44 +387,19 @@ def test_a_pass_never_costs_less_than_one_of_one_row() -> None:
 
 
 def test_rejected_drafts_back_off() -> None:
-    class Hostile(LookupDrafter):
-        free = False
-        acceptance = Acceptance(0.5)
-
-        def draft(self, count: int) -> list[int]:
-            return [-1] * count
-
-    counts = steps(Speculation(Hostile(), np.array([1], np.int32)), measured_cost(), lambda drafts: 0, 400)
-    cost = sum(0.16 * c for c in counts)
-    assert cost < 0.05 * 400
+    counts = numbers_of_drafts(Repeating(-1, 0.5, free=False), lambda position: position, 400)
+    assert sum(0.16 * count for count in counts) < 0.05 * 400
     assert any(counts[100:])
     assert sum(map(bool, counts[200:])) < sum(map(bool, counts[:200]))
 
 
 def test_accepted_drafts_grow() -> None:
-    class Right(LookupDrafter):
-        acceptance = Acceptance(0.5)
-
-        def draft(self, count: int) -> list[int]:
-            return [1] * count
-
-    counts = steps(Speculation(Right(), np.array([1], np.int32)), measured_cost(), len, 30)
+    counts = numbers_of_drafts(Repeating(1, 0.5), lambda position: 1, 30)
     assert counts[0] >= 1
     assert max(counts) == MOST_DRAFTS
 
 
 def test_free_drafts_are_evaluated_without_use() -> None:
-    class Free(LookupDrafter):
-        acceptance = Acceptance(0.01)
-
-        def draft(self, count: int) -> list[int]:
-            return [50] * count
-
-    speculation = Speculation(Free(), np.array([1], np.int32))
-    counts = []
-    for _ in range(40):
-        drafts = speculation.drafts(MOST_DRAFTS, measured_cost(), 1, 1.0)
-        counts.append(len(drafts))
-        speculation.learn([50] * (len(drafts) + 1))
+    counts = numbers_of_drafts(Repeating(1, 0.01), lambda position: 1, 40)
     assert counts[0] == 0
     assert counts[-1] > 0

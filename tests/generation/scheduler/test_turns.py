@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.scheduled_texts import TEXTS, alone, passes_until_it_ends
 
-from metal_prefill import Model, Scheduler, _core
+from metal_prefill import Model, Scheduler, Session, _core
 from metal_prefill.generation import Stream
 from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, ROWS_PER_WRITING
 from metal_prefill.generation._stream import PendingCall, make_streams
@@ -67,6 +67,11 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(cpu: Model) -> None:
     assert long._made == []
 
 
+def call_of(session: Session, ids: list[int]) -> PendingCall:
+    """Return a call for the hidden state after these tokens."""
+    return PendingCall([_core.Request.hidden(session.native, np.array(ids, np.int32))])
+
+
 def test_calls_and_streams_share_passes(cpu: Model) -> None:
     rows = Scheduler(cpu)._core.pass_rows
     texts = [np.random.default_rng(i).integers(1, 900, rows).tolist() for i in range(6)]
@@ -76,9 +81,7 @@ def test_calls_and_streams_share_passes(cpu: Model) -> None:
     writing = scheduler.submit(TEXTS[0], 20)
     ((_, made),) = scheduler.step()
     reading = scheduler.submit(np.random.default_rng(9).integers(1, 900, 3 * PROMPT_TURN), 1)
-    calls = [
-        PendingCall([_core.Request.hidden(cpu.session().native, np.array(text, np.int32))]) for text in texts
-    ]
+    calls = [call_of(cpu.session(), text) for text in texts]
     for call in calls:
         scheduler.call(call)
     order: list[int] = []
@@ -99,7 +102,7 @@ def test_calls_and_streams_share_passes(cpu: Model) -> None:
 def test_a_cancelled_call_is_dropped(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     session = cpu.session()
-    pending = PendingCall([_core.Request.hidden(session.native, np.array([1, 2, 3], np.int32))])
+    pending = call_of(session, [1, 2, 3])
     scheduler.call(pending)
     pending.results.cancel()
     assert scheduler.step() == []
@@ -109,7 +112,7 @@ def test_a_cancelled_call_is_dropped(cpu: Model) -> None:
 def test_a_call_may_be_cancelled_during_its_pass(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     core: Any = scheduler._core
-    call = PendingCall([_core.Request.hidden(cpu.session().native, np.array([1, 2, 3], np.int32))])
+    call = call_of(cpu.session(), [1, 2, 3])
     scheduler.call(call)
 
     def forward_pass(shares: Any) -> None:
