@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from scanner.ast_check import Checker
-from scanner.preprocess import find_clang
+from scanner.preprocess import add_options, find_clang, flags_of
 from scanner.program import translate_for_check
 from scanner.tokens import SourceError
 
@@ -104,11 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sources", nargs="+", type=Path)
-    parser.add_argument("-D", dest="defines", action="append", default=[], metavar="NAME[=VALUE]")
-    parser.add_argument("-I", dest="include", action="append", default=[], metavar="FOLDER")
-    parser.add_argument("--metal-version", type=int, default=300, help="__METAL_VERSION__; default 300")
+    add_options(parser)
     options = parser.parse_args(arguments)
-    flags = [f"-D{d}" for d in options.defines] + [f"-I{i}" for i in options.include]
+    flags = flags_of(options)
     failed = 0
     sys.setrecursionlimit(20000)
     with tempfile.TemporaryDirectory() as name:

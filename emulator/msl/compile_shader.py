@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from scanner import ptx
 from scanner.emit import raw_string
-from scanner.preprocess import find_clang
+from scanner.preprocess import add_options, find_clang, flags_of
 from scanner.program import translate
 from scanner.selection import Macros
 from scanner.tokens import SourceError
@@ -115,13 +115,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True, help=".cpp: only translate")
     parser.add_argument("--ptx", action="store_true", help="for NVIDIA GPUs; -o .ptx: only compile")
-    parser.add_argument("-D", dest="defines", action="append", default=[], metavar="NAME[=VALUE]")
-    parser.add_argument("-I", dest="include", action="append", default=[], metavar="FOLDER")
+    add_options(parser)
     parser.add_argument("--guard", help="macro by which a host leaves out what --select does not name")
     parser.add_argument(
         "--select", action="append", default=[], metavar="MACRO", help="one that brings kernels back"
     )
-    parser.add_argument("--metal-version", type=int, default=300, help="__METAL_VERSION__; default 300")
     parser.add_argument("--depfile", help="write a Make rule with the files that are read")
     parser.add_argument("--checked", action="store_true", help="let every memory access call the executor")
     parser.add_argument("--sanitize", default="", metavar="LIST", help="such as address,undefined or thread")
@@ -129,13 +127,16 @@ def main(arguments: list[str] | None = None) -> int:
         "--flag", dest="flags", action="append", default=[], help="more flags of the compiler"
     )
     options = parser.parse_args(arguments)
-    macros = [f"-D{d}" for d in options.defines] + [f"-I{i}" for i in options.include]
-    selectors = Macros(options.guard, tuple(options.select)) if options.guard else None
+    macros = flags_of(options)
     if options.depfile:
         macros += ["-MD", "-MF", options.depfile, "-MT", str(options.output)]
     try:
         text = translate(
-            options.source, "ptx" if options.ptx else "cpu", options.metal_version, macros, selectors
+            options.source,
+            "ptx" if options.ptx else "cpu",
+            options.metal_version,
+            macros,
+            Macros(options.guard, tuple(options.select)),
         )
         if options.sanitize:
             text = without_unrolling(text)

@@ -20,8 +20,6 @@ class Checker:
         self.functions: dict[str, tuple[str, Place]] = {}
         self.calls: dict[str, set[str]] = {}
         self._file, self._line = "", 0
-        self._presumed_file: str | None = None
-        self._presumed_line: int | None = None
 
     def check(self, tree: Node) -> list[tuple[str, int, str]]:
         """Return (file, line, message) of every violation."""
@@ -36,21 +34,9 @@ class Checker:
         if "spellingLoc" in location or "expansionLoc" in location:
             self._place(location.get("spellingLoc"))
             return self._place(location.get("expansionLoc"))
-        if "file" in location:
-            self._file = location["file"]
-        if "line" in location:
-            self._line = location["line"]
-        if "presumedFile" in location:
-            self._presumed_file = location["presumedFile"]
-        elif "file" in location:
-            self._presumed_file = location["file"]
-        if "presumedLine" in location:
-            self._presumed_line = location["presumedLine"]
-        elif "line" in location:
-            self._presumed_line = location["line"]
-        if "offset" not in location:
-            return None
-        return self._presumed_file or self._file, self._presumed_line or self._line
+        self._file = location.get("presumedFile") or location.get("file") or self._file
+        self._line = location.get("presumedLine") or location.get("line") or self._line
+        return (self._file, self._line) if "offset" in location else None
 
     def _walk(self, node: Node, function: str | None, outer: Place) -> None:
         own = self._place(node.get("loc"))

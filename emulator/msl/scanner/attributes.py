@@ -23,25 +23,21 @@ class Attribute:
 def attributes(tokens: TokenList, begin: int, end: int) -> list[Attribute]:
     """Return all attributes between two indices that do not lie inside parentheses or braces."""
     found: list[Attribute] = []
-    index = begin
-    while index < end:
-        if tokens.is_attribute(index):
-            closing = tokens.partner[index]
-            position = index + 2
-            while position < closing - 1:
-                name = tokens.at(position)
+    for index in tokens.outer(begin, end):
+        if not tokens.is_attribute(index):
+            continue
+        closing = tokens.partner[index]
+        position = index + 2
+        while position < closing - 1:
+            name = tokens.at(position)
+            position += 1
+            argument = None
+            if tokens.at(position) == "(":
+                argument = tokens.text(position + 1, tokens.partner[position])
+                position = tokens.partner[position] + 1
+            found.append(Attribute(name, argument, index, closing + 1))
+            if tokens.at(position) == ",":
                 position += 1
-                argument = None
-                if tokens.at(position) == "(":
-                    argument = tokens.text(position + 1, tokens.partner[position])
-                    position = tokens.partner[position] + 1
-                found.append(Attribute(name, argument, index, closing + 1))
-                if tokens.at(position) == ",":
-                    position += 1
-            index = closing
-        elif tokens.at(index) in ("(", "{"):
-            index = tokens.partner[index]
-        index += 1
     return found
 
 

@@ -100,13 +100,9 @@ class CastRewriter:
     def _closing_angles(self) -> frozenset[int]:
         """Return the indices of ``>`` that close template arguments."""
         closers = set()
-        for index, token in enumerate(self.tokens):
-            if token.text == "<" and (
-                self.tokens.kind(index - 1) == "name" or self.tokens.at(index - 1) == "operator"
-            ):
-                closing = self.tokens.closing_angle(index)
-                if closing is not None:
-                    closers.add(closing)
+        for index in range(len(self.tokens)):
+            if self.tokens.kind(index - 1) == "name" and (closing := self.tokens.closing_angle(index)):
+                closers.add(closing)
         return frozenset(closers)
 
     def _type(self, index: int) -> tuple[int, bool] | None:
@@ -123,7 +119,7 @@ class CastRewriter:
             last = tokens.at(position)
             position += 1
             template = False
-            if tokens.at(position) == "<" and (closing := tokens.closing_angle(position)) is not None:
+            if (closing := tokens.closing_angle(position)) is not None:
                 position, template = closing + 1, True
             if tokens.at(position) == "::" and tokens.kind(position + 1) == "name":
                 position += 1

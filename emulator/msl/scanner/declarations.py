@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from .tokens import TokenList
 
 CLASS_KEYS = ("struct", "class", "union")
+NOT_SCOPES = (*CLASS_KEYS, "namespace", "inline", "alignas")
 NOT_PARAMETERS = ("alignas", "__attribute__", "decltype", "noexcept", "sizeof")  # their parentheses hold none
 
 
@@ -53,20 +54,11 @@ def _scope_name(tokens: TokenList, found: Declaration) -> tuple[str, ...]:
     """Return the name that a namespace or class adds to qualified names; none where it is anonymous."""
     assert found.body is not None
     names = []
-    index = found.head
-    while index < found.body[0]:
-        if tokens.is_attribute(index):
-            index = tokens.partner[index]
-        elif tokens[index].kind == "name" and tokens[index].text not in (
-            *CLASS_KEYS,
-            "namespace",
-            "inline",
-            "alignas",
-        ):
-            names.append(tokens[index].text)
-        elif tokens[index].text == ":":
+    for index in tokens.outer(found.head, found.body[0]):
+        if tokens[index].text == ":":
             break
-        index += 1
+        if tokens[index].kind == "name" and tokens[index].text not in NOT_SCOPES:
+            names.append(tokens[index].text)
     return tuple(names) if found.kind == "namespace" else tuple(names[:1])
 
 
@@ -104,10 +96,7 @@ def _declaration(tokens: TokenList, begin: int, end: int, scope: tuple[str, ...]
     if body and kind in ("namespace", "function"):
         stop = body[1]
     else:
-        stop = head_end
-        while stop < end and tokens[stop].text != ";":
-            stop = tokens.partner[stop] if tokens[stop].text in ("(", "[", "{") else stop
-            stop += 1
+        stop = next((i for i in tokens.outer(head_end, end) if tokens[i].text == ";"), end)
     return Declaration(
         kind, begin, stop + 1, head, head_end, body, scope, templates, instantiation, parameters
     )
@@ -135,7 +124,7 @@ def _end_of_head(tokens: TokenList, kind: str, head: int, end: int) -> tuple[int
             while tokens.kind(index) == "punctuation" and tokens.at(index) not in ("(", ";"):
                 index += 1
             continue
-        if text == "<" and (closing := tokens.closing_angle(index)) is not None and closing < end:
+        if (closing := tokens.closing_angle(index)) is not None and closing < end:
             index = closing
         elif text == "(":
             if parameters is None and tokens.at(index - 1) not in NOT_PARAMETERS and kind in ("", "class"):

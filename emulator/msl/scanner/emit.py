@@ -1,7 +1,7 @@
 """Writes the C++ translation unit of a rewritten source."""
 
 from .kernels import Argument, Instantiation, Program
-from .selection import Selection
+from .selection import Macros
 from .tokens import TokenList
 
 
@@ -42,7 +42,7 @@ def check_table(program: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cpu_table(program: Program, name: str, source: str, selection: Selection | None) -> str:
+def cpu_table(program: Program, name: str, source: str, macros: Macros, selected_by: dict[str, str]) -> str:
     """Return the kernel table and its registration.
 
     Parameters
@@ -51,10 +51,9 @@ def cpu_table(program: Program, name: str, source: str, selection: Selection | N
         File name of the source, by which the host identifies the library.
     source
         Exact text that the host gives to newLibraryWithSource.
-    selection
-        The macros that a host may define; None: none.
+    macros, selected_by
+        The macros that a host may define, and the one that restores a kernel, for each that one restores.
     """
-    by_kernel = selection.by_kernel if selection else {}
     lines = ["namespace {", "namespace msl_table {", "using namespace ::metal_emulator::abi;"]
     rows = []
     for number, entry in enumerate(program.instantiations):
@@ -66,16 +65,15 @@ def cpu_table(program: Program, name: str, source: str, selection: Selection | N
         rows.append(
             f'    {{"{entry.host_name}", kArguments{number}, {bindings}, '
             f"{entry.kernel.max_threads}, &Entry{number}::call, Entry{number}::layout, "
-            f"{_text(by_kernel.get(entry.host_name))}}},"
+            f"{_text(selected_by.get(entry.host_name))}}},"
         )
     lines += ["const Kernel kKernels[] = {", *rows, "    {}};"]
     lines += [f"const char kSource[] =\n{raw_string(source)};"]
-    guard, selectors = (selection.macros.guard, selection.macros.selectors) if selection else (None, ())
-    lines += [f"const char* const kSelectors[] = {{{', '.join(map(_text, [*selectors, None]))}}};"]
+    lines += [f"const char* const kSelectors[] = {{{', '.join(map(_text, [*macros.selectors, None]))}}};"]
     lines += [
         f'const Library kLibrary = {{"{name}", kSource, sizeof(kSource) - 1, kKernels, {len(rows)}, '
-        f"MSL_CHECKED, {_text(guard)}, kSelectors, "
-        f"{len(selectors)}, __METAL_VERSION__}};",
+        f"MSL_CHECKED, {_text(macros.guard)}, kSelectors, "
+        f"{len(macros.selectors)}, __METAL_VERSION__}};",
         "struct Registration {",
         "  Registration() { metal_emulator_register(&kLibrary); }",
         "} registration;",

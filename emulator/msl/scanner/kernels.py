@@ -105,20 +105,12 @@ def analyze(tokens: TokenList, found: list[Declaration]) -> Program:
 
 def is_kernel(tokens: TokenList, declaration: Declaration) -> bool:
     """Whether the head says ``kernel`` or ``[[kernel]]`` before the name."""
-    index = declaration.head
-    while index < declaration.head_end:
-        if tokens.is_attribute(index):
-            if any(
-                a.name in ("kernel", "host_name")
-                for a in attributes(tokens, index, tokens.partner[index] + 1)
-            ):
-                return True
-            index = tokens.partner[index]
-        elif tokens[index].text == "kernel":
+    for index in tokens.outer(declaration.head, declaration.head_end):
+        if tokens[index].text == "(":
+            return False
+        found = attributes(tokens, index, index + 1)
+        if tokens[index].text == "kernel" or any(a.name in ("kernel", "host_name") for a in found):
             return True
-        elif tokens[index].text == "(":
-            break
-        index += 1
     return False
 
 
@@ -169,17 +161,11 @@ def _kernel(tokens: TokenList, declaration: Declaration, integers: dict[str, int
 
 def split_list(tokens: TokenList, begin: int, end: int) -> list[tuple[int, int]]:
     """Return the ranges between commas of a parameter or argument list."""
-    ranges, start, index = [], begin, begin
-    while index < end:
-        text = tokens[index].text
-        if text in ("(", "[", "{"):
-            index = tokens.partner[index]
-        elif text == "<" and (closing := tokens.closing_angle(index)) is not None and closing < end:
-            index = closing
-        elif text == ",":
+    ranges, start = [], begin
+    for index in tokens.outer(begin, end):
+        if tokens[index].text == ",":
             ranges.append((start, index))
             start = index + 1
-        index += 1
     if start < end:
         ranges.append((start, end))
     return ranges
@@ -250,25 +236,18 @@ def _template_arguments(tokens: TokenList, declaration: Declaration) -> str:
 
 
 def _instantiation(tokens: TokenList, declaration: Declaration, kernels: dict[str, Kernel]) -> Instantiation:
-    found = _head_attributes(tokens, declaration)
-    index, match = declaration.head, None
-    while index < declaration.end - 1:
-        if tokens.is_attribute(index):
-            index = tokens.partner[index]
-        elif tokens[index].text == "<" and (closing := tokens.closing_angle(index)) is not None:
-            if tokens.at(index - 1) in kernels and tokens.at(closing + 1) in ("(", ";"):
-                match = (index - 1, closing)
-                break
-            if tokens.at(index - 1) != "decltype":
-                index = closing
-        elif tokens[index].text == "(":
-            index = tokens.partner[index]
-        index += 1
-    if match is None:
-        raise tokens[declaration.begin].error("instantiation of an unknown kernel template")
-    kernel = kernels[tokens.at(match[0])]
-    first = tokens[match[0]]
-    arguments = tokens.text(match[0] + 1, match[1] + 1)
-    host_name = _host_name(found) or kernel.name + arguments
-    expression = kernel.path + tokens.written(match[0] + 1, match[1] + 1)
-    return Instantiation(host_name, expression, first.line, first.file, kernel)
+    for index in tokens.outer(declaration.head, declaration.end - 1):
+        closing = tokens.closing_angle(index)
+        if closing is None or tokens.at(index - 1) not in kernels or tokens.at(closing + 1) not in ("(", ";"):
+            continue
+        first = tokens[index - 1]
+        kernel = kernels[first.text]
+        host_name = _host_name(_head_attributes(tokens, declaration))
+        return Instantiation(
+            host_name or kernel.name + tokens.text(index, closing + 1),
+            kernel.path + tokens.written(index, closing + 1),
+            first.line,
+            first.file,
+            kernel,
+        )
+    raise tokens[declaration.begin].error("instantiation of an unknown kernel template")

@@ -1,5 +1,6 @@
 """Runs clang's preprocessor over a flat Metal source, with empty stand-ins for Apple's headers."""
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -18,6 +19,18 @@ def find_clang() -> str:
         if path := shutil.which(name):
             return path
     raise SourceError("clang++ was not found; on Debian: apt-get install clang-19")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the preprocessor to a command line."""
+    parser.add_argument("-D", dest="defines", action="append", default=[], metavar="NAME[=VALUE]")
+    parser.add_argument("-I", dest="include", action="append", default=[], metavar="FOLDER")
+    parser.add_argument("--metal-version", type=int, default=300, help="__METAL_VERSION__; default 300")
+
+
+def flags_of(options: argparse.Namespace) -> list[str]:
+    """Return the flags -D and -I that a command line has."""
+    return [f"-D{d}" for d in options.defines] + [f"-I{i}" for i in options.include]
 
 
 def preprocess(source: str, metal_version: int, flags: list[str]) -> str:

@@ -2,17 +2,18 @@
 
 from pathlib import Path
 
-from . import emit, selection
+from . import emit
 from .declarations import Declaration, declarations
 from .kernels import analyze
 from .lint import lint
 from .preprocess import preprocess
 from .rewrite import rewrite
+from .selection import NO_MACROS, Macros, select
 from .tokens import SourceError, TokenList, tokenize
 
 
 def translate(
-    path: Path, backend: str, metal_version: int, flags: list[str], macros: selection.Macros | None = None
+    path: Path, backend: str, metal_version: int, flags: list[str], macros: Macros = NO_MACROS
 ) -> str:
     """Return the C++ of a Metal source.
 
@@ -42,8 +43,8 @@ def translate(
         return text + emit.ptx_table(program)
     source = path.read_text(encoding="utf-8")
     names = [entry.host_name for entry in program.instantiations]
-    selected = selection.select(path, metal_version, flags, macros, names) if macros else None
-    return text + emit.cpu_table(program, path.name, source, selected)
+    selected_by = select(path, metal_version, flags, macros, names)
+    return text + emit.cpu_table(program, path.name, source, macros, selected_by)
 
 
 def translate_for_check(path: Path, metal_version: int, flags: list[str]) -> tuple[str, list[SourceError]]:
@@ -59,12 +60,8 @@ def translate_for_check(path: Path, metal_version: int, flags: list[str]) -> tup
 
 
 def _scan(path: Path, metal_version: int, flags: list[str]) -> tuple[TokenList, list[Declaration]]:
-    tokens, directives = tokenize(preprocess(str(path), metal_version, flags), str(path))
-    check_directives(path, directives)
-    return tokens, list(declarations(tokens))
-
-
-def check_directives(path: Path, directives: list[tuple[str, int, str]]) -> None:
-    """Refuse a source without Metal's standard library."""
-    if not any("metal_emulator include" in text for _, _, text in directives):
+    text = preprocess(str(path), metal_version, flags)
+    if "#pragma metal_emulator include" not in text:
         raise SourceError(f"{path}:1: error: #include <metal_stdlib> is missing")
+    tokens = tokenize(text, str(path))
+    return tokens, list(declarations(tokens))

@@ -2,7 +2,6 @@
 
 import re
 
-from .attributes import attributes
 from .casts import CastRewriter
 from .declarations import Declaration
 from .kernels import Kernel, Program, is_kernel
@@ -83,7 +82,7 @@ def _threadgroup_variables(tokens: TokenList, program: Program) -> None:
         end, pointer = index, False
         while end < len(tokens) and tokens[end].text not in (";", "{", "}", "(", ")", "="):
             pointer = pointer or tokens[end].text in ("*", "&")
-            if tokens[end].text == "<" and (closing := tokens.closing_angle(end)) is not None:
+            if (closing := tokens.closing_angle(end)) is not None:
                 end = closing
             end = tokens.partner[end] + 1 if tokens[end].text == "[" else end + 1
         if pointer or tokens.at(end) in ("{", "}", "(", ")"):
@@ -99,7 +98,7 @@ def _threadgroup_variable(tokens: TokenList, index: int, end: int, kernel: Kerne
     """Rewrite ``threadgroup T a[2], b;``; index is at ``threadgroup``, end at the semicolon."""
     position = index + 1
     while position < end:  # the type ends before the first name that a bracket, comma or semicolon follows
-        if tokens.at(position) == "<" and (closing := tokens.closing_angle(position)) is not None:
+        if (closing := tokens.closing_angle(position)) is not None:
             position = closing
         elif tokens.kind(position) == "name" and (
             tokens.at(position + 1) in ("[", ",") or position + 1 == end
@@ -138,10 +137,6 @@ def _kernels(tokens: TokenList, found: list[Declaration]) -> None:
 
 def _attributes(tokens: TokenList) -> None:
     """Erase ``[[...]]``: their contents are in the kernel table."""
-    index = 0
-    while index < len(tokens):
+    for index in range(len(tokens)):
         if tokens.is_attribute(index):
-            for attribute in attributes(tokens, index, tokens.partner[index] + 1):
-                tokens.erase(attribute.begin, attribute.end)
-            index = tokens.partner[index]
-        index += 1
+            tokens.erase(index, tokens.partner[index] + 1)

@@ -19,31 +19,29 @@ class Macros:
     ``guard`` omits all kernels that no macro of ``selectors`` restores. Their value is 1.
     """
 
-    guard: str
-    selectors: tuple[str, ...]
+    guard: str | None = None  # None: there are none
+    selectors: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The macros, and for each kernel that one of them restores, which one."""
-
-    macros: Macros
-    by_kernel: dict[str, str]
+NO_MACROS = Macros()
 
 
-def select(path: Path, metal_version: int, flags: list[str], macros: Macros, kernels: list[str]) -> Selection:
-    """Return what selects each kernel of a source, according to the preprocessor's output.
+def select(
+    path: Path, metal_version: int, flags: list[str], macros: Macros, kernels: list[str]
+) -> dict[str, str]:
+    """Return the macro that restores a kernel, for each that one restores, as the preprocessor does.
 
     Raises
     ------
     SourceError
         If a kernel is missing with all macros, or several restore it.
     """
-    if macros.guard not in path.read_text(encoding="utf-8"):
-        return Selection(macros, {})
+    guard = macros.guard
+    if guard is None or guard not in path.read_text(encoding="utf-8"):
+        return {}
     # The list of files is made elsewhere. Where the macros themselves are defined for the compiler, only some
     # kernels are compiled, and the host selects among those.
-    own = {macros.guard, *macros.selectors}
+    own = {guard, *macros.selectors}
     flags = [
         flag for flag in flags if flag.startswith(("-D", "-I")) and flag[2:].partition("=")[0] not in own
     ]
@@ -54,8 +52,8 @@ def select(path: Path, metal_version: int, flags: list[str], macros: Macros, ker
         return named | set(KERNEL.findall(text))
 
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda name: remaining(macros.guard, name), macros.selectors))
-    always = remaining(macros.guard)
+        found = list(pool.map(lambda name: remaining(guard, name), macros.selectors))
+    always = remaining(guard)
     by_kernel: dict[str, str] = {}
     for macro, names in zip(macros.selectors, found, strict=True):
         for name in names - always:
@@ -66,4 +64,4 @@ def select(path: Path, metal_version: int, flags: list[str], macros: Macros, ker
     missing = sorted(name for name in kernels if name in all_names - always and name not in by_kernel)
     if missing:
         raise SourceError(f"{path}:1: error: no macro that was named selects {', '.join(missing)}")
-    return Selection(macros, by_kernel)
+    return by_kernel

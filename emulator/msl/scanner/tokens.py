@@ -5,7 +5,7 @@ travel with the token after them and are never changed, so the output has the li
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 TOKEN = re.compile(
@@ -88,11 +88,13 @@ class TokenList(list[Token]):
         return self.at(index) == "[" and self.at(index + 1) == "[" and not self[index + 1].space
 
     def closing_angle(self, index: int, *, certain: bool = False) -> int | None:
-        """Return the ``>`` that closes the ``<`` at index; None where it is a comparison.
+        """Return the ``>`` that closes the ``<`` at index; None for a comparison or another token.
 
         A logical operator speaks for a comparison, unless it is ``certain`` that template parameters begin.
         """
         depth = 0
+        if self.at(index) != "<":
+            return None
         while index < len(self):
             text = self[index].text
             if text == "<" and (depth == 0 or self.kind(index - 1) == "name"):
@@ -107,6 +109,20 @@ class TokenList(list[Token]):
                 return None
             index += 1
         return None
+
+    def outer(self, begin: int, end: int) -> Iterator[int]:
+        """Yield the indices of tokens in [begin, end) that are not inside brackets or template arguments.
+
+        Of brackets, the opening ones are yielded.
+        """
+        index = begin
+        while index < end:
+            yield index
+            if self[index].text in OPENING:
+                index = self.partner[index]
+            elif (closing := self.closing_angle(index)) is not None and closing < end:
+                index = closing
+            index += 1
 
     def text(self, begin: int, end: int) -> str:
         """Return the source text of tokens [begin, end) on one line."""
@@ -126,18 +142,9 @@ class TokenList(list[Token]):
         return "".join(part for token in self for part in (token.space, token.out)) + self.tail
 
 
-def tokenize(source: str, file: str) -> tuple[TokenList, list[tuple[str, int, str]]]:
-    """Split a preprocessed source.
-
-    Returns
-    -------
-    tokens
-        All tokens but space and directives.
-    directives
-        (file, line, text) of every ``#`` line that is not a line marker.
-    """
+def tokenize(source: str, file: str) -> TokenList:
+    """Return the tokens of a preprocessed source; directives are part of the space before a token."""
     tokens: list[Token] = []
-    directives: list[tuple[str, int, str]] = []
     position, line, space = 0, 1, ""
     while position < len(source):
         match = TOKEN.match(source, position)
@@ -148,7 +155,6 @@ def tokenize(source: str, file: str) -> tuple[TokenList, list[tuple[str, int, st
             line, file = int(marker[1]) - 1, marker[2]
             space += f'#line {line + 1} "{file}"'
         elif kind == "directive":
-            directives.append((file, line, text))
             space += "" if UNROLL_COUNT.match(text) else text
         elif kind == "space":
             space += text if not text.startswith("/") else "\n" * text.count("\n") or " "
@@ -157,4 +163,4 @@ def tokenize(source: str, file: str) -> tuple[TokenList, list[tuple[str, int, st
             tokens.append(Token(kind, text, space, file, line))
             space = ""
             line += text.count("\n")
-    return TokenList(tokens, space), directives
+    return TokenList(tokens, space)
