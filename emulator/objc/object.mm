@@ -23,14 +23,6 @@ BOOL class_respondsToSelector(Class cls, SEL selector);
 + (Class)class {
   return static_cast<Class>(self);
 }
-+ (id)retain {
-  return self;
-}
-+ (oneway void)release {
-}
-+ (id)autorelease {
-  return self;
-}
 
 - (id)init {
   return self;

@@ -5,7 +5,6 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <mutex>
 #include <shared_mutex>
@@ -27,18 +26,13 @@ extern Class block_class asm("._OBJC_CLASS_NSBlock");
 namespace metal_emulator::objc {
 namespace {
 
-// A method that a message found. Never changed, and lives as long as the process.
-struct FoundMethod {
-  Class* cls;
-  const char* name;
-  Slot* slot;
-};
+// Methods that messages found, by class and unique name. None is removed.
+using FoundMethods = std::map<std::pair<Class*, const char*>, std::atomic<Slot*>>;
 
 // Never destroyed: objects may be released while the process exits.
 struct Tables {
   std::shared_mutex mutex;
-  std::map<std::pair<Class*, const char*>, const FoundMethod*> found;
-  std::deque<FoundMethod> all_found;
+  FoundMethods found;
   std::unordered_map<std::string, Class*> classes;
   std::unordered_set<std::string> names;
 };
@@ -117,17 +111,11 @@ void run_on_ivars(Class* cls, Object* object, const char* name, bool superclass_
 
 // Methods that messages found last, by class and selector.
 constexpr std::size_t kCachedMethods = 1024;
-std::array<std::atomic<const FoundMethod*>, kCachedMethods> method_cache;
+std::array<std::atomic<const FoundMethods::value_type*>, kCachedMethods> method_cache;
 
-std::atomic<const FoundMethod*>& cached_method(Class* cls, const char* name) {
+std::atomic<const FoundMethods::value_type*>& cached_method(Class* cls, const char* name) {
   const auto hash = reinterpret_cast<std::uintptr_t>(cls) / 8 + reinterpret_cast<std::uintptr_t>(name);
   return method_cache[(hash ^ hash >> 10) % kCachedMethods];
-}
-
-// A new image may add methods that change the result of a lookup.
-void forget_methods_locked() {
-  tables().found.clear();
-  for (auto& entry : method_cache) entry.store(nullptr, std::memory_order_release);
 }
 
 Slot* find_locked(Class* cls, const char* unique_name) {
@@ -139,6 +127,11 @@ Slot* find_locked(Class* cls, const char* unique_name) {
   return nullptr;
 }
 
+// A new image may add methods that change the result of a lookup.
+void find_again_locked() {
+  for (auto& [method, slot] : tables().found) slot = find_locked(method.first, method.second);
+}
+
 Slot* find_and_remember(Class* cls, const Selector* selector) {
   std::unique_lock lock(tables().mutex);
   Slot* slot = find_locked(cls, selector->name);
@@ -146,16 +139,15 @@ Slot* find_and_remember(Class* cls, const Selector* selector) {
     throw std::logic_error(std::string("unrecognized selector: ") + (cls->info & kMetaClass ? "+[" : "-[") +
                            cls->name + " " + selector->name + "]");
   }
-  auto& found = tables().found[{cls, selector->name}];
-  if (!found) found = &tables().all_found.emplace_back(FoundMethod{cls, selector->name, slot});
-  cached_method(cls, selector->name).store(found, std::memory_order_release);
+  const auto found = tables().found.try_emplace({cls, selector->name}, slot).first;
+  cached_method(cls, selector->name).store(&*found, std::memory_order_release);
   return slot;
 }
 
 // Null: not remembered.
 Slot* find_remembered(Class* cls, const Selector* selector) {
-  const FoundMethod* found = cached_method(cls, selector->name).load(std::memory_order_acquire);
-  return found && found->cls == cls && found->name == selector->name ? found->slot : nullptr;
+  const auto* found = cached_method(cls, selector->name).load(std::memory_order_acquire);
+  return found && found->first == std::pair(cls, selector->name) ? found->second.load() : nullptr;
 }
 
 Slot* require_method(Class* cls, const Selector* selector) {
@@ -215,7 +207,7 @@ void __objc_load(Image* image) {
     add_methods(cls, c->instance_methods);
     add_methods(cls->isa, c->class_methods);
   }
-  forget_methods_locked();
+  find_again_locked();
 }
 
 Slot* objc_msg_lookup_sender(Object** receiver, Selector* selector, Object*) {

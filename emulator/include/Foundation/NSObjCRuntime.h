@@ -5,8 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#if !defined(__OBJC__) || !defined(__clang__)
-#error "Foundation needs Objective-C and clang"
+#if !defined(__OBJC__) || !defined(__cplusplus) || !defined(__clang__)
+#error "Foundation needs Objective-C++ and clang"
 #endif
 
 // Of Availability.h: the newest SDK of which these headers have a part.
@@ -19,18 +19,10 @@ typedef bool BOOL;  // as on arm64
 #define NO false
 
 #ifndef nil
-#if defined(__cplusplus)
 #define nil nullptr
-#else
-#define nil ((void*)0)
-#endif
 #endif
 
-#if defined(__cplusplus)
 #define FOUNDATION_EXPORT extern "C"
-#else
-#define FOUNDATION_EXPORT extern
-#endif
 #define NS_RETURNS_RETAINED __attribute__((ns_returns_retained))
 
 typedef long NSInteger;
@@ -41,21 +33,14 @@ typedef double CFTimeInterval;
 #define NS_ASSUME_NONNULL_BEGIN _Pragma("clang assume_nonnull begin")
 #define NS_ASSUME_NONNULL_END _Pragma("clang assume_nonnull end")
 #define NS_RETURNS_INNER_POINTER __attribute__((objc_returns_inner_pointer))
-#define API_AVAILABLE(...)
 
 #define NS_ENUM(type, name)                                        \
   enum __attribute__((enum_extensibility(open))) name : type name; \
   enum __attribute__((enum_extensibility(open))) name : type
 // In C++ an option set is a plain integer, so that `a | b` converts back.
-#if defined(__cplusplus)
 #define NS_OPTIONS(type, name) \
   type name;                   \
   enum : type
-#else
-#define NS_OPTIONS(type, name)                                                \
-  enum __attribute__((flag_enum, enum_extensibility(open))) name : type name; \
-  enum __attribute__((flag_enum, enum_extensibility(open))) name : type
-#endif
 #define NS_ERROR_ENUM(domain, name) NS_ENUM(NSInteger, name)
 
 #if __has_feature(objc_arc)
