@@ -68,6 +68,11 @@ struct Pipeline {
   std::uint32_t max_threads = kMaxThreads;
 };
 
+// "kernel 'name', dispatch 3", for messages; dispatches of a command buffer are numbered.
+inline std::string describe(const Pipeline& pipeline, int dispatch) {
+  return std::string("kernel '") + pipeline.kernel->name + "', dispatch " + std::to_string(dispatch);
+}
+
 // The memory of a buffer.
 class Allocation {
  public:
@@ -93,8 +98,8 @@ std::shared_ptr<Allocation> wrap_memory(void* memory, std::size_t bytes, bool gu
 // Called on the thread and stack of a kernel in place of an instruction that accessed a guard of
 // allocate_guarded or wrap_memory. `overrun` counts bytes from the end of the allocation. It must not return.
 using GuardHandler = void (*)(const Allocation& missed, std::size_t overrun, bool write);
-// For the calling thread, while it runs kernels; null outside. Returns the previous one.
-GuardHandler set_guard_handler(GuardHandler handler);
+// For the calling thread, while it runs kernels; null outside.
+void set_guard_handler(GuardHandler handler);
 
 struct BoundBuffer {
   std::shared_ptr<Allocation> allocation;  // null: `bytes` holds the contents (setBytes), or nothing is bound

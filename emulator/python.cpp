@@ -16,6 +16,8 @@ using namespace nb::literals;
 namespace metal_emulator {
 namespace {
 
+constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
+
 nb::tuple to_tuple(const Dim3& size) {
   return nb::make_tuple(size.x, size.y, size.z);
 }
@@ -95,7 +97,6 @@ class DispatchCounter {
 };
 
 void bind_counter(nb::module_& m) {
-  constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<DispatchCounter>(m, "DispatchCounter",
                               "Counts, in its context, the bytes that dispatches read and write.")
       .def(nb::init<>())
@@ -138,8 +139,8 @@ void bind_settings(nb::module_& m) {
       .def_rw("fast_errors", &ExecutorOptions::fast_errors)
       .def_rw("matrix_layout", &ExecutorOptions::matrix_layout);
   m.def("Options", &with_members<ExecutorOptions>, nb::sig("def Options(**members) -> ExecutorOptions"));
-  m.def("options", &options, nb::call_guard<nb::gil_scoped_release>());
-  m.def("set_options", &set_options, "options"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def("options", &options, kWithoutGil);
+  m.def("set_options", &set_options, "options"_a, kWithoutGil);
 
   nb::class_<DeviceLimits>(m, "DeviceLimits")
       .def_rw("max_buffer_length", &DeviceLimits::max_buffer_length)
@@ -180,7 +181,6 @@ void bind_emulator(nb::module_& m) {
   bind_records(m);
   bind_settings(m);
   bind_counter(m);
-  constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
   m.def("live_objects", &live_objects, kWithoutGil);
   m.def("live_objects_by_class", &live_objects_by_class, kWithoutGil);
   m.def("live_buffers", &live_buffers, kWithoutGil);

@@ -101,12 +101,8 @@ std::byte* Region::stack(unsigned index) const {
   return base_ + kStacksOffset + index * abi::kStackBytes + kGuardBytes;
 }
 
-void Region::guard(unsigned index) {
-  for (; guarded_ <= index; guarded_++) mprotect(stack(guarded_) - kGuardBytes, kGuardBytes, PROT_NONE);
-}
-
 void* Region::prepare(unsigned index, void (*entry)()) {
-  guard(index);
+  for (; guarded_ <= index; guarded_++) mprotect(stack(guarded_) - kGuardBytes, kGuardBytes, PROT_NONE);
   // Staggered: stacks are at multiples of a power of two, so equal depths would share one set of the cache.
   const std::size_t stagger = index * 320 % 8192;
   auto* top = reinterpret_cast<void**>(stack(index) + kUsableBytes - 64 - stagger);

@@ -39,8 +39,6 @@ class Region {
   void forget();
 
  private:
-  void guard(unsigned index);
-
   std::byte* base_;
   unsigned guarded_ = 0;  // stacks with a guard page so far
 };

@@ -9,6 +9,7 @@
 #include <limits>
 #include <mutex>
 #include <numeric>
+#include <random>
 #include <thread>
 
 #include "../submissions.h"
@@ -19,9 +20,9 @@ namespace metal_emulator {
 namespace cpu {
 namespace {
 
-struct CpuPipeline final : Pipeline {
-  const KernelEntry* entry = nullptr;
-};
+const KernelEntry& entry_of(const Kernel& kernel) {
+  return *static_cast<const KernelEntry*>(kernel.entry);
+}
 
 // Time that a dispatch takes on one thread before others help, unless the options set a number of threads:
 // most end earlier than other threads wake. ThreadSanitizer finds races of threadgroups only on different
@@ -149,11 +150,11 @@ class CpuExecutor final : public Executor {
   const ShaderLibrary* load(const std::string& path) override { return load_library(path); }
 
   std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel) override {
-    auto pipeline = std::make_shared<CpuPipeline>();
+    auto pipeline = std::make_shared<Pipeline>();
     pipeline->library = &library;
     pipeline->kernel = &kernel;
-    pipeline->entry = static_cast<const KernelEntry*>(kernel.entry);
-    const abi::Kernel& table = *(pipeline->entry->plain ? pipeline->entry->plain : pipeline->entry->checked);
+    const KernelEntry& entry = entry_of(kernel);
+    const abi::Kernel& table = *(entry.plain ? entry.plain : entry.checked);
     pipeline->static_threadgroup_bytes = table.layout->declared;
     pipeline->max_threads = table.max_threads ? std::min(table.max_threads, kMaxThreads) : kMaxThreads;
     return pipeline;
@@ -204,16 +205,13 @@ class CpuExecutor final : public Executor {
   // Commands that no barrier separates may run in any order: with a seed they do.
   static std::vector<std::size_t> order_of(const Submission& submission) {
     std::vector<std::size_t> order(submission.commands.size());
-    for (std::size_t i = 0; i < order.size(); i++) order[i] = i;
+    std::iota(order.begin(), order.end(), std::size_t{0});
     if (submission.options.seed == 0) return order;
-    std::uint64_t state = submission.options.seed;
-    for (std::size_t begin = 0; begin < order.size();) {
-      std::size_t end = begin + 1;
-      while (end < order.size() && !submission.commands[end].after_barrier) end++;
-      for (std::size_t i = end - begin; i > 1; i--) {
-        state = state * 6364136223846793005ull + 1442695040888963407ull;
-        std::swap(order[begin + i - 1], order[begin + (state >> 33) % i]);
-      }
+    std::mt19937_64 random(submission.options.seed);
+    for (auto begin = order.begin(); begin != order.end();) {
+      const auto end = std::find_if(begin + 1, order.end(),
+                                    [&](std::size_t i) { return submission.commands[i].after_barrier; });
+      std::shuffle(begin, end, random);
       begin = end;
     }
     return order;
@@ -221,16 +219,16 @@ class CpuExecutor final : public Executor {
 
   std::string dispatch(const DispatchCommand& command, const ExecutorOptions& options,
                        DispatchStatistics& statistics) {
-    const auto& pipeline = static_cast<const CpuPipeline&>(*command.pipeline);
+    const Kernel& kernel = *command.pipeline->kernel;
+    const KernelEntry& entry = entry_of(kernel);
     Work work;
     work.options = options;
-    work.kernel = pipeline.entry->plain;
-    if (options.checked && pipeline.entry->checked) work.kernel = pipeline.entry->checked;
-    work.options.checked = options.checked && pipeline.entry->checked;
+    work.options.checked = options.checked && entry.checked;
+    work.kernel = work.options.checked ? entry.checked : entry.plain;
     work.grid = command.grid;
     work.group = command.group;
-    work.label = "dispatch " + std::to_string(command.number) + ", kernel '" + pipeline.kernel->name + "'";
-    for (const KernelArgument& argument : pipeline.kernel->arguments) {
+    work.label = describe(*command.pipeline, command.number);
+    for (const KernelArgument& argument : kernel.arguments) {
       const auto index = static_cast<std::size_t>(argument.index);
       if (argument.space == KernelArgument::Space::kThreadgroup) {
         if (index < command.threadgroup_bytes.size())
@@ -241,7 +239,7 @@ class CpuExecutor final : public Executor {
       const BoundBuffer& bound = command.buffers[index];
       if (!bound.allocation && bound.bytes.empty()) continue;
       std::byte* address =
-          work.options.checked ? distinct_address(*pipeline.kernel, command, argument) : address_of(bound);
+          work.options.checked ? distinct_address(kernel, command, argument) : address_of(bound);
       work.buffers[index] = address;
       const auto begin = reinterpret_cast<std::uintptr_t>(address);
       work.bindings.push_back({.begin = begin,

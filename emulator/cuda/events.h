@@ -1,4 +1,4 @@
-// A pool of events of the driver.
+// A pool of events of the driver, which have times.
 #pragma once
 
 #include <mutex>
@@ -10,12 +10,11 @@ namespace metal_emulator::cuda {
 
 class Events {
  public:
-  explicit Events(unsigned flags) : flags_(flags) {}
   Event take() {
     std::lock_guard lock(mutex_);
     if (idle_.empty()) {
       Event event = nullptr;
-      METAL_EMULATOR_CALL(cuEventCreate, &event, flags_);
+      METAL_EMULATOR_CALL(cuEventCreate, &event, kWithTime);
       return event;
     }
     Event event = idle_.back();
@@ -28,7 +27,6 @@ class Events {
   }
 
  private:
-  const unsigned flags_;
   std::mutex mutex_;
   std::vector<Event> idle_;
 };

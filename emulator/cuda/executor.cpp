@@ -225,7 +225,7 @@ class CudaExecutor final : public Executor {
   const bool overlaps_ = device_.capability() >= 90 && !timed_;  // kernels wait by themselves: see Program
   Graphs graphs_{overlaps_};
   Streams streams_{device_, overlaps_};
-  Events timing_{kWithTime};
+  Events timing_;
   std::mutex launch_mutex_;
 
   std::mutex programs_mutex_;

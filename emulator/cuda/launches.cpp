@@ -24,8 +24,7 @@ Address address_of(const BoundBuffer& buffer) {
 }
 
 void fail(const DispatchCommand& command, const std::string& why) {
-  throw std::runtime_error("dispatch " + std::to_string(command.number) + ", kernel '" +
-                           command.pipeline->kernel->name + "': " + why);
+  throw std::runtime_error(describe(*command.pipeline, command.number) + ": " + why);
 }
 
 Launch make_launch(const DispatchCommand& command, std::size_t stage, const Upload& upload) {

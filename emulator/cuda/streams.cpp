@@ -10,6 +10,7 @@ Streams::Streams(const Device& device, bool overlaps) : overlaps_(overlaps) {
   device.enter();
   METAL_EMULATOR_CALL(cuStreamCreate, &main_, kNonBlocking);
   for (Stream& stream : side_) METAL_EMULATOR_CALL(cuStreamCreate, &stream, kNonBlocking);
+  METAL_EMULATOR_CALL(cuEventCreate, &reached_, kWithoutTime);
 }
 
 void Streams::launch_stages(const std::vector<Launch>& launches) {
@@ -23,22 +24,18 @@ void Streams::launch_stages(const std::vector<Launch>& launches) {
 
 void Streams::launch_overlapping(std::span<const Launch> launches) {
   if (launches.size() == 1) return start(launches[0], main_);
-  Event fork = ordering_.take();
-  METAL_EMULATOR_CALL(cuEventRecord, fork, main_);
+  METAL_EMULATOR_CALL(cuEventRecord, reached_, main_);
   const std::size_t streams = std::min(kSideStreams, launches.size() - 1);
   for (std::size_t i = 0; i < streams; i++) {
-    METAL_EMULATOR_CALL(cuStreamWaitEvent, side_[i], fork, 0);
+    METAL_EMULATOR_CALL(cuStreamWaitEvent, side_[i], reached_, 0);
   }
-  ordering_.put_back(fork);
   for (std::size_t i = 0; i < launches.size(); i++) {
     const std::size_t place = i % (streams + 1);
     start(launches[i], place == 0 ? main_ : side_[place - 1]);
   }
   for (std::size_t i = 0; i < streams; i++) {
-    Event join = ordering_.take();
-    METAL_EMULATOR_CALL(cuEventRecord, join, side_[i]);
-    METAL_EMULATOR_CALL(cuStreamWaitEvent, main_, join, 0);
-    ordering_.put_back(join);
+    METAL_EMULATOR_CALL(cuEventRecord, reached_, side_[i]);
+    METAL_EMULATOR_CALL(cuStreamWaitEvent, main_, reached_, 0);
   }
 }
 

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "device.h"
-#include "events.h"
 #include "graphs.h"
 
 namespace metal_emulator::cuda {
@@ -31,7 +30,7 @@ class Streams {
   const bool overlaps_;
   Stream main_ = nullptr;
   std::array<Stream, kSideStreams> side_{};
-  Events ordering_{kWithoutTime};
+  Event reached_ = nullptr;  // recorded on a stream for others to wait for
 };
 
 }  // namespace metal_emulator::cuda

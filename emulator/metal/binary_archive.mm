@@ -70,8 +70,7 @@ std::string read_file(const std::string& path) {
     State::get().count(&Counters::compiled_pipelines);
     State::get().count(&Counters::archived_pipelines);
   } catch (const std::runtime_error& exception) {
-    if (error)
-      *error = make_error(MTLBinaryArchiveDomain, MTLBinaryArchiveErrorCompilationFailure, exception.what());
+    fail(error, MTLBinaryArchiveDomain, MTLBinaryArchiveErrorCompilationFailure, exception.what());
     return NO;
   }
   std::lock_guard lock(_mutex);
@@ -94,7 +93,7 @@ std::string read_file(const std::string& path) {
     if (!file.flush()) problem = "cannot write '" + path + "'";
   }
   if (problem.empty()) return YES;
-  if (error) *error = make_error(MTLBinaryArchiveDomain, MTLBinaryArchiveErrorInternalError, problem);
+  fail(error, MTLBinaryArchiveDomain, MTLBinaryArchiveErrorInternalError, problem);
   return NO;
 }
 @end

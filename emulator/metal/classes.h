@@ -24,6 +24,12 @@ namespace metal_emulator {
 std::string device_name();
 std::string checksum_of(std::string_view text);
 NSError* make_error(NSErrorDomain domain, NSInteger code, const std::string& message);
+// Sets the error of a call, if the caller asks for it, and returns the call's result.
+inline std::nullptr_t fail(NSError** error, NSErrorDomain domain, NSInteger code,
+                           const std::string& message) {
+  if (error) *error = make_error(domain, code, message);
+  return nil;
+}
 // The object that implements a protocol; throws ValidationError if it is not one of the emulator's.
 template <typename T>
 T* checked_cast(id object, const char* call) {

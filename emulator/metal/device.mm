@@ -194,8 +194,7 @@ void check_length(NSUInteger length, const char* call) {
       message = "library '" + path + "': " + exception.what();
     }
   }
-  if (error) *error = make_error(MTLLibraryErrorDomain, code, message);
-  return nil;
+  return fail(error, MTLLibraryErrorDomain, code, message);
 }
 
 - (id<MTLLibrary>)compile:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
@@ -218,8 +217,7 @@ void check_length(NSUInteger length, const char* call) {
                               static_cast<bool>(self.shouldMaximizeConcurrentCompilation)});
     return found;
   }
-  if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, why);
-  return nil;
+  return fail(error, MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, why);
 }
 
 - (void)newLibraryWithSource:(NSString*)source
@@ -246,8 +244,7 @@ void check_length(NSUInteger length, const char* call) {
         archived || [checked_cast<EmulatorBinaryArchive>(archive, "binaryArchives") has:function.identity];
   if (!archived && (options & MTLPipelineOptionFailOnBinaryArchiveMiss)) {
     const std::string message = "no archive has the pipeline of '" + to_string(function.name) + "'";
-    if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorInternal, message);
-    return nil;
+    return fail(error, MTLLibraryErrorDomain, MTLLibraryErrorInternal, message);
   }
   try {
     auto pipeline = [function prepare];
@@ -255,8 +252,7 @@ void check_length(NSUInteger length, const char* call) {
     return [[EmulatorComputePipeline alloc] initWithPipeline:std::move(pipeline)
                                                   maxThreads:descriptor.maxTotalThreadsPerThreadgroup];
   } catch (const std::runtime_error& exception) {
-    if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, exception.what());
-    return nil;
+    return fail(error, MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, exception.what());
   }
 }
 
@@ -286,17 +282,14 @@ void check_length(NSUInteger length, const char* call) {
   const std::string path = to_string(descriptor.url.path);
   const std::string problem = [archive load:path];
   if (problem.empty()) return archive;
-  if (error)
-    *error = make_error(MTLBinaryArchiveDomain, MTLBinaryArchiveErrorInvalidFile,
-                        "binary archive '" + path + "': " + problem);
-  return nil;
+  return fail(error, MTLBinaryArchiveDomain, MTLBinaryArchiveErrorInvalidFile,
+              "binary archive '" + path + "': " + problem);
 }
 
 - (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)desc error:(NSError**)error {
   require_family(6, "newResidencySetWithDescriptor");
   if (limits().residency_sets) return [[EmulatorResidencySet alloc] init];
-  if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorUnsupported, "no residency sets");
-  return nil;
+  return fail(error, MTLLibraryErrorDomain, MTLLibraryErrorUnsupported, "no residency sets");
 }
 @end
 

@@ -384,14 +384,12 @@ std::shared_ptr<Allocation> wrap_memory(void* memory, std::size_t bytes, bool gu
   return std::make_shared<WrappedAllocation>(memory, view, bytes);
 }
 
-GuardHandler set_guard_handler(GuardHandler handler) {
+void set_guard_handler(GuardHandler handler) {
   if (handler) {
     install_signal_handler();
     static thread_local SignalStack stack;
   }
-  const GuardHandler previous = fault.handler;
   fault.handler = handler;
-  return previous;
 }
 
 }  // namespace metal_emulator

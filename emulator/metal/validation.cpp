@@ -54,10 +54,6 @@ void check_overlap(const Pipeline& pipeline, int dispatch, const KernelArgument&
 
 }  // namespace
 
-std::string describe(const Pipeline& pipeline, int dispatch) {
-  return std::string("kernel '") + pipeline.kernel->name + "', dispatch " + std::to_string(dispatch);
-}
-
 std::string describe(const Pipeline& pipeline, int dispatch, const KernelArgument& argument) {
   const bool threadgroup = argument.space == KernelArgument::Space::kThreadgroup;
   return describe(pipeline, dispatch) + (threadgroup ? ", threadgroup(" : ", buffer(") +

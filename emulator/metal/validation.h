@@ -26,8 +26,6 @@ using ThreadgroupLengths = std::array<std::size_t, kMaxThreadgroupArguments>;
 inline constexpr std::size_t kMaxSetBytes = 4096;
 inline constexpr std::size_t kThreadgroupLengthUnit = 16;
 
-// "kernel 'name', dispatch 3"
-std::string describe(const Pipeline& pipeline, int dispatch);
 // "kernel 'name', dispatch 3, buffer(2) 'weights'"
 std::string describe(const Pipeline& pipeline, int dispatch, const KernelArgument& argument);
 
