@@ -10,8 +10,9 @@ namespace {
 
 // Tokens of an item at most: what it unpacks is used for all, its results fit the L1 cache.
 constexpr int kTokenBlock = 192;
-// The same if quantized weights become pairs, which takes as long as many tokens.
-constexpr int kWidenedTokenBlock = 512;
+// The same if quantized weights become pairs, which takes as long as many tokens, or if panels of bytes or
+// pairs come from memory.
+constexpr int kLongTokenBlock = 512;
 // Tokens of a part in products of panels: with their results they stay in the L1 cache. Whole tiles of all
 // sets.
 constexpr int kPartTokens = 96;
@@ -30,7 +31,7 @@ constexpr int kItemsOfThread = 4;  // at least: the last ones end together
 // before it is multiplied.
 constexpr int kGroupsOfItem = 16;
 
-using Tile = float[kWidenedTokenBlock][kGroupRows];
+using Tile = float[kLongTokenBlock][kGroupRows];
 
 // The rows of a pass in blocks of about equal length. A block begins with a tile of quantized activations.
 struct TokenBlocks {
@@ -54,15 +55,14 @@ void for_each_group(int range, int ranges, int groups, Body&& body) {
   for (int group = share_of(groups, range, ranges); group < end; ++group) body(group);
 }
 
-// Tokens of an item at most, by the cost of unpacking its weights.
-int most_tokens(int unpacking) {
-  return unpacking > kTileTokens ? kWidenedTokenBlock : kTokenBlock;
+int most_tokens(const Linear& linear) {
+  const bool ready = linear.ready_panels() && !linear.floats();
+  return ready || unpacking_tokens(linear) > kTileTokens ? kLongTokenBlock : kTokenBlock;
 }
 
 // An item is a group of weights and a block of tokens. Few blocks unpack weights seldom; more of them keep
 // all threads at work until the end. Takes the number that is done first.
-TokenBlocks blocks_of(int rows, int groups, int threads, int unpacking) {
-  const int most = most_tokens(unpacking);
+TokenBlocks blocks_of(int rows, int groups, int threads, int most, int unpacking) {
   TokenBlocks best = {rows, 0, 0};
   int best_cost = 0;
   for (int count = ceil_div(rows, most); count <= ceil_div(rows, kTileTokens); ++count) {
@@ -347,14 +347,15 @@ const PairBlock* pairs_of_group(const Kernels& kernels, const PackedMatrix& weig
 
 void multiply(const Context& c, std::initializer_list<Product> products, const NormedRows& x, int rows,
               const AttentionItems* fetch, const CacheWriter* cache) {
-  int groups = 0, unpacking = 0;
+  int groups = 0, most = 0, unpacking = 0;
   bool in_panels = true;
   for (const Product& p : products) {
     groups += p.weight.packed.groups();
+    most = std::max(most, most_tokens(p.weight));
     unpacking = std::max(unpacking, unpacking_tokens(p.weight));
     in_panels = in_panels && p.weight.in_panels();
   }
-  const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), unpacking);
+  const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), most, unpacking);
   // Items are runs of groups of a product; the cache takes single groups.
   const auto length_of_runs = [&](const Product& p) {
     return p.part == CachePart::kNone && in_panels ? groups_at_once(p.weight, blocks.count, c.worker.count())
@@ -397,7 +398,8 @@ void multiply(const Context& c, std::initializer_list<Product> products, const N
 void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, int rows,
                     const Activations& h) {
   const int groups = w.up.packed.groups();
-  const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), unpacking_tokens(w.up));
+  const TokenBlocks blocks =
+      blocks_of(rows, groups, c.worker.count(), most_tokens(w.up), unpacking_tokens(w.up));
   const bool in_panels = w.up.in_panels();
   const int length =
       w.gate.tensor || rounds_groups(h) ? 1 : groups_at_once(w.up, blocks.count, c.worker.count());
@@ -414,7 +416,7 @@ void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, i
 void multiply_gated_experts(const Context& c, const GatedExperts& w, const Routes& routes,
                             const Activations& x, const Activations& h) {
   const int groups = w.up[0].packed.groups(), columns = w.up[0].packed.rows;
-  const int most = most_tokens(unpacking_tokens(w.up[0]));
+  const int most = most_tokens(w.up[0]);
   const Linear no_gate;
   // Divides tiles of all experts among the threads, so that each has work, and groups if there are few tiles.
   const int items = kItemsOfThread * c.worker.count(), most_tiles = std::max(routes.most_tiles(), 1);
@@ -438,7 +440,7 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
 void add_experts(const Context& c, const DownOfExperts& w, const Routes& routes, const Activations& h,
                  const FloatRows& x) {
   const Linear& first = w.down[0];
-  const int groups = first.packed.groups(), most = most_tokens(unpacking_tokens(first));
+  const int groups = first.packed.groups(), most = most_tokens(first);
   const int ranges = std::clamp(kItemsOfThread * c.worker.count(), ceil_div(groups, kGroupsOfItem), groups);
   c.for_each(ranges, [&](int item) {
     const auto columns_of = [&](int group) {
