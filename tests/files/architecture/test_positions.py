@@ -1,4 +1,4 @@
-"""Rotation, its scaling, and windows of attention, as files and architectures define them."""
+"""Heads, rotation and windows of attention, as files and architectures define them."""
 
 import math
 from collections.abc import Iterator
@@ -8,8 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 from support import small_models
-from support.gguf_bytes import BOOL, F64, FALSE, TRUE, U8, U32, integer, number, numbers, scalar, string
-from support.llama_file import LAYERS, Open
+from support.gguf_bytes import (
+    BOOL,
+    F64,
+    FALSE,
+    I32,
+    I64,
+    TRUE,
+    U8,
+    U16,
+    U32,
+    U64,
+    integer,
+    number,
+    numbers,
+    scalar,
+    string,
+)
+from support.llama_file import HEADS, LAYERS, VOCAB, Open
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.files import GGUFFile, ModelConfig
@@ -26,8 +42,23 @@ YARN_CONFIG = {"rope_scaling": "yarn", "rope_factor": 8.0, "rope_original_contex
 LINEAR = {"rope_scaling": "linear", "rope_factor": 4.0}
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 EIGHT = {WINDOW: integer(8)}
-# Architectures, keys of a file, and fields that differ from those of a file without them.
+HEAD: dict[str, Any] = {
+    "attention.key_length": integer(12),
+    "attention.value_length": integer(20),
+    "attention.scale": number(0.25),
+    "rope.dimension_count": integer(6),
+    "rope.freq_base": number(5e5),
+}
+WIDE = {"key_dim": 12, "value_dim": 20, "attention_scale": 0.25, "rope_dim": 6, "rope_base": 5e5}
+# Architectures, keys of a file, which are left out or replaced, and fields that differ from those of a file
+# without changes.
 READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {**HEAD, "vocab_size": integer(VOCAB)}, WIDE),
+    ("llama", {"attention.head_count_kv": None}, {"n_kv_heads": HEADS}),
+    *(("llama", {"block_count": (n, scalar(n, LAYERS))}, {}) for n in (U8, U16, U32, I32, U64, I64)),
+    # Neutral values of unsupported features.
+    ("llama", {"expert_count": integer(0), "logit_scale": number(1.0), "attention.causal": TRUE}, {}),
+    ("llama", {"attention.causal": FALSE}, {"causal": False}),
     ("llama", {SCALING + "type": string("linear"), SCALING + "factor": number(4.0)}, LINEAR),
     ("llama", {SCALING + "factor": number(4.0)}, LINEAR),
     ("llama", {"rope.scale_linear": number(4.0)}, LINEAR),
