@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import quants
-from numpy.typing import NDArray
 from support.gguf_reader import GGUFReader
-from support.model_folders import types_of
+from support.model_folders import read, types_of
 from support.small_models import TYPES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -21,22 +19,6 @@ from metal_prefill.synth import _tensors
 
 # Rows of 256 fit the blocks of every type, and the matrices are large enough for statistics.
 WIDE: dict[str, Any] = {"preset": "tiny", "dim": 256, "heads": 4, "head_dim": 64, "ffn": 512}
-
-
-def value(reader: GGUFReader, key: str) -> Any:
-    return reader.fields[key].contents()
-
-
-class Weights:
-    """Values of the tensors of a file, by name."""
-
-    def __init__(self, path: Path) -> None:
-        self._tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
-
-    def __getitem__(self, name: str) -> NDArray[np.float32]:
-        tensor = self._tensors[name]
-        values: NDArray[np.float32] = quants.dequantize(tensor.data, tensor.tensor_type)
-        return values
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -50,7 +32,7 @@ def test_matrices_have_the_requested_type_and_preserve_activation_variance(tmp_p
     assert {types[name] for name in norms} == {"F32"}
     assert {types[name] for name in types.keys() - norms} == {kind}
     assert "output.weight" in types
-    tensors = Weights(path)
+    _, tensors = read(path)
     additions = math.sqrt(2 * 2)  # two a layer, two layers
     expected = {
         "token_embd.weight": 3 / 16,
@@ -70,7 +52,7 @@ def test_matrices_have_the_requested_type_and_preserve_activation_variance(tmp_p
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q6_K"])
 def test_every_column_of_a_block_varies(tmp_path: Path, kind: str) -> None:
     path = synth.synthesize(tmp_path / "m.gguf", **WIDE, tensor_type=kind)
-    assert (Weights(path)["blk.0.ffn_up.weight"].std(axis=0) > 0).all()
+    assert (read(path)[1]["blk.0.ffn_up.weight"].std(axis=0) > 0).all()
 
 
 def test_q8_0_never_holds_minus_128(tmp_path: Path) -> None:
@@ -82,7 +64,7 @@ def test_q8_0_never_holds_minus_128(tmp_path: Path) -> None:
 
 
 def test_norms_are_around_one_and_the_last_has_both_signs(tmp_path: Path) -> None:
-    tensors = Weights(synth.synthesize(tmp_path / "m.gguf", **WIDE))
+    _, tensors = read(synth.synthesize(tmp_path / "m.gguf", **WIDE))
     assert tensors["blk.0.attn_norm.weight"].min() >= 0.75
     assert tensors["blk.0.attn_norm.weight"].max() <= 1.25
     last = tensors["output_norm.weight"]
@@ -95,7 +77,7 @@ def test_default_is_the_shape_of_smollm_135m_and_takes_under_five_seconds(tmp_pa
     path = synth.synthesize(tmp_path / "m.gguf")
     assert time.process_time() - begin < 5
     reader = GGUFReader(path)
-    assert {key: value(reader, key) for key in reader.fields if key.startswith("llama.")} == {
+    assert {key: reader.fields[key].contents() for key in reader.fields if key.startswith("llama.")} == {
         "llama.vocab_size": 49152,
         "llama.context_length": 2048,
         "llama.embedding_length": 576,
@@ -148,15 +130,13 @@ def test_overrides_change_single_tensors_and_the_last_match_wins(tmp_path: Path)
 
 
 def test_head_dim_follows_dim_unless_given(tmp_path: Path) -> None:
-    followed = GGUFReader(synth.synthesize(tmp_path / "a.gguf", preset="tiny", dim=96, heads=6, kv_heads=2))
-    assert value(followed, "llama.rope.dimension_count") == 16
-    assert "llama.attention.key_length" not in followed.fields
-    given = GGUFReader(synth.synthesize(tmp_path / "b.gguf", preset="tiny", dim=96, heads=6, head_dim=32))
-    assert value(given, "llama.attention.key_length") == 32
-    assert value(given, "llama.attention.value_length") == 32
-    shapes = {t.name: tuple(t.shape) for t in given.tensors}
-    assert shapes["blk.0.attn_q.weight"] == (96, 192)
-    assert shapes["blk.0.attn_output.weight"] == (192, 96)
+    followed, _ = read(synth.synthesize(tmp_path / "a.gguf", preset="tiny", dim=96, heads=6, kv_heads=2))
+    assert followed["llama.rope.dimension_count"] == 16
+    assert "llama.attention.key_length" not in followed
+    given, tensors = read(synth.synthesize(tmp_path / "b.gguf", preset="tiny", dim=96, heads=6, head_dim=32))
+    assert given["llama.attention.key_length"] == given["llama.attention.value_length"] == 32
+    assert tensors["blk.0.attn_q.weight"].shape == (192, 96)
+    assert tensors["blk.0.attn_output.weight"].shape == (96, 192)
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
@@ -164,23 +144,23 @@ def test_rope_scaling_is_in_the_metadata(tmp_path: Path, kind: str) -> None:
     path = synth.synthesize(
         tmp_path / "m.gguf", preset="tiny", rope_scaling=kind, rope_factor=4.0, rope_dims=8
     )
-    reader = GGUFReader(path)
-    assert value(reader, "llama.rope.scaling.type") == kind
-    assert value(reader, "llama.rope.scaling.factor") == 4.0
-    assert value(reader, "llama.rope.dimension_count") == 8
+    fields, _ = read(path)
+    assert fields["llama.rope.scaling.type"] == kind
+    assert fields["llama.rope.scaling.factor"] == 4.0
+    assert fields["llama.rope.dimension_count"] == 8
     if kind == "yarn":
-        assert value(reader, "llama.rope.scaling.original_context_length") == 256 // 4
+        assert fields["llama.rope.scaling.original_context_length"] == 256 // 4
 
 
 def test_long_rope_has_two_tensors_and_the_published_factor_of_magnitude(tmp_path: Path) -> None:
     path = synth.synthesize(
         tmp_path / "m.gguf", preset="tiny", architecture="phi3", rope_scaling="longrope", rope_factor=4.0
     )
-    reader = GGUFReader(path)
-    assert value(reader, "phi3.rope.scaling.original_context_length") == 256 // 4
+    fields, tensors = read(path)
+    assert fields["phi3.rope.scaling.original_context_length"] == 256 // 4
     magnitude = math.sqrt(1 + math.log(4) / math.log(64))
-    assert value(reader, "phi3.rope.scaling.attn_factor") == pytest.approx(magnitude)
-    long, short = (Weights(path)[f"rope_factors_{name}.weight"] for name in ("long", "short"))
+    assert fields["phi3.rope.scaling.attn_factor"] == pytest.approx(magnitude)
+    long, short = (tensors[f"rope_factors_{name}.weight"] for name in ("long", "short"))
     assert (long[0], long[-1], short[0]) == (1.0, 4.0, 1.0)
     assert 1.0 < short[-1] < 2.0
     with Model(path, device="cpu") as model:
@@ -196,7 +176,7 @@ def test_llama3_rope_factors_stretch_only_long_waves(tmp_path: Path) -> None:
         rope_scaling="llama3",
         rope_factor=8.0,
     )
-    factors = Weights(path)["rope_freqs.weight"]
+    factors = read(path)[1]["rope_freqs.weight"]
     original_context = 8192 / 8
     for i, factor in enumerate(factors):
         wavelength = 2 * math.pi * 500000.0 ** (2 * i / 32)
@@ -210,9 +190,10 @@ def test_llama3_rope_factors_stretch_only_long_waves(tmp_path: Path) -> None:
     assert {1, 8} < set(factors.tolist())
 
 
-def byte_level_tokenizer(reader: GGUFReader) -> Tokenizer:
-    tokens = value(reader, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in value(reader, "tokenizer.ggml.merges")]
+def byte_level_tokenizer(path: Path) -> Tokenizer:
+    fields, _ = read(synth.synthesize(path, preset="tiny", vocab=5000))
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -223,40 +204,35 @@ def byte_level_tokenizer(reader: GGUFReader) -> Tokenizer:
 
 @pytest.mark.parametrize("vocab", [260, 515, 32003])
 def test_byte_level_tokenizer_is_consistent_at_any_size(tmp_path: Path, vocab: int) -> None:
-    reader = GGUFReader(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=vocab))
-    tokens = value(reader, "tokenizer.ggml.tokens")
+    fields, _ = read(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=vocab))
+    tokens = fields["tokenizer.ggml.tokens"]
     assert len(tokens) == len(set(tokens)) == vocab
     known = set(pre_tokenizers.ByteLevel.alphabet())
-    for merge in value(reader, "tokenizer.ggml.merges"):
+    for merge in fields["tokenizer.ggml.merges"]:
         left, right = merge.split(" ")
         assert {left, right} <= known
         known.add(left + right)
     assert known == set(tokens[3:])
-    types = value(reader, "tokenizer.ggml.token_type")
+    types = fields["tokenizer.ggml.token_type"]
     assert types == [3] * 3 + [1] * (len(tokens) - 3)
 
 
 @pytest.mark.parametrize("text", ["The quick brown fox, 1599.\n", "".join(map(chr, range(256))), "漢字 🎭"])
 def test_the_byte_level_tokenizer_round_trips(tmp_path: Path, text: str) -> None:
-    tokenizer = byte_level_tokenizer(
-        GGUFReader(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=5000))
-    )
+    tokenizer = byte_level_tokenizer(tmp_path / "m.gguf")
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 def test_byte_level_tokenizer_joins_letters(tmp_path: Path) -> None:
-    tokenizer = byte_level_tokenizer(
-        GGUFReader(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=5000))
-    )
+    tokenizer = byte_level_tokenizer(tmp_path / "m.gguf")
     text = " the rain in the tent"
     assert len(tokenizer.encode(text).ids) < len(text) / 2
 
 
 def test_sentencepiece_vocabulary_is_consistent(tmp_path: Path) -> None:
-    reader = GGUFReader(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=2000, tokenizer="llama"))
-    tokens, scores = value(reader, "tokenizer.ggml.tokens"), value(reader, "tokenizer.ggml.scores")
-    types = value(reader, "tokenizer.ggml.token_type")
-    assert value(reader, "tokenizer.ggml.model") == "llama"
+    fields, _ = read(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=2000, tokenizer="llama"))
+    tokens, scores, types = (fields[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores", "token_type"))
+    assert fields["tokenizer.ggml.model"] == "llama"
     assert len(tokens) == len(set(tokens)) == len(scores) == len(types) == 2000
     assert tokens[:3] == ["<unk>", "<s>", "</s>"]
     assert types == [2, 3, 3] + [6] * 256 + [1] * 1741
