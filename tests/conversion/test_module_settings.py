@@ -42,11 +42,9 @@ def test_the_activation_of_a_listed_module_is_followed(tmp_path: Path, listed: b
     if listed:
         folder.modules({"": "Transformer"})
     folder.json(SETTINGS, {"model_type": "CrossEncoder", "activation_fn": IDENTITY})
-    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
+    with opened(folder.write()) as model:
         scores = [item.score for item in model.rerank(QUERY, DOCUMENTS)]
-    with opened(
-        convert(task_folders.RANKERS["bert, output as it is"](tmp_path / "n").write(), tmp_path / "n.gguf")
-    ) as model:
+    with opened(task_folders.RANKERS["bert, output as it is"](tmp_path / "n").write()) as model:
         outputs = np.array([item.score for item in model.rerank(QUERY, DOCUMENTS)])
     expected = outputs if listed else sigmoid(outputs)
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
@@ -57,7 +55,7 @@ def test_several_classes_have_the_activation_of_their_folder(tmp_path: Path, act
     folder = task_folders.CLASSIFIERS["bert"](tmp_path / "m")
     folder.json(SETTINGS, {"activation_fn": f"torch.nn.modules.activation.{activation}"})
     folder.modules({"": "Transformer"})
-    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
+    with opened(folder.write()) as model:
         found = model.classify(DOCUMENTS)
     logits = found.log_likelihoods
     expected = (sigmoid if activation == "Sigmoid" else softmax)(logits)
@@ -80,13 +78,13 @@ def test_pairs_have_types_if_the_tokenizer_gives_them(tmp_path: Path, inputs: li
     folder = task_folders.RANKERS["bert"](tmp_path / "m")
     folder.merge("tokenizer_config.json", model_input_names=inputs)
     types = folder.tensors["bert.embeddings.token_type_embeddings.weight"]
-    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
+    with opened(folder.write()) as model:
         made = model.tokenizer.frame.pair([5], [6])
         scores = [item.score for item in model.rerank(QUERY, DOCUMENTS)]
     assert set(made.types) == ({0, 1} if "token_type_ids" in inputs else {0})
     types[1] = types[0]  # all tokens have the first type
     folder.merge("tokenizer_config.json", model_input_names=["input_ids", "token_type_ids"])
-    with opened(convert(folder.write(), tmp_path / "n.gguf")) as model:
+    with opened(folder.write()) as model:
         expected = [item.score for item in model.rerank(QUERY, DOCUMENTS)]
     assert np.allclose(scores, expected, rtol=1e-5) == ("token_type_ids" not in inputs)
 
@@ -138,11 +136,11 @@ def test_pairs_are_as_long_as_in_sentence_transformers(tmp_path: Path) -> None:
 
 def test_empty_prompts_take_precedence_over_those_of_a_card(tmp_path: Path) -> None:
     folder = bert(tmp_path / "e5-small")
-    with opened(convert(folder.write(), tmp_path / "card.gguf")) as model:
+    with opened(folder.write()) as model:
         text, query = model.embed(["x"])[0], model.embed(["x"], instruction="query")[0]
         assert not np.array_equal(text, query)
     folder.json(SETTINGS, {"prompts": {"query": "", "document": ""}})
-    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
+    with opened(folder.write()) as model:
         np.testing.assert_array_equal(model.embed(["x"], instruction="query")[0], text)
 
 

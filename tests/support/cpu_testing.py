@@ -1,9 +1,10 @@
 """The module through which tests call the CPU engine's kernels."""
 
 import importlib
-import os
 from functools import cache
 from typing import Any
+
+import pytest
 
 from metal_prefill import _core
 from support.missing import fail_or_skip
@@ -16,14 +17,9 @@ MISSING = "the package was built without METAL_PREFILL_TESTING, which tests of k
 def _with_emulated_amx() -> Any:
     """Import it and let it run the kernels of AMX, emulated if the processor lacks them."""
     module = importlib.import_module("_cpu_testing")
-    before = os.environ.get(EMULATE_AMX)
-    os.environ[EMULATE_AMX] = "1"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(EMULATE_AMX, "1")
         module.kernel_sets()  # reads the processor's features, once
-    finally:
-        del os.environ[EMULATE_AMX]
-        if before is not None:
-            os.environ[EMULATE_AMX] = before
     return module
 
 

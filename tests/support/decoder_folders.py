@@ -30,6 +30,7 @@ from support.model_folders import (
     weights,
 )
 from support.places import DATA
+from support.recurrent_folders import GRANITE
 
 RECORD = DATA / "transformers_folders.npz"
 IDS = np.random.default_rng(7).integers(2, 300, 37).astype(np.int32)  # a prompt
@@ -37,12 +38,6 @@ ROWS = [0, 1, 7, 36]  # its tokens after which logits are recorded
 
 HEAD = DIM // HEADS
 _DENSE = tuple(f"{name}_proj" for name in GATED)
-_GRANITE = {
-    "embedding_multiplier": 12.0,
-    "residual_multiplier": 0.25,
-    "logits_scaling": 8.0,
-    "attention_multiplier": 0.3,
-}
 
 
 Make = Callable[..., Folder]  # of a path and settings
@@ -91,7 +86,7 @@ def _without_head(folder: Folder) -> None:
 
 
 smollm3 = _llama("SmolLM3", pad_token_id=0, num_hidden_layers=5)  # the fourth of five layers does not rotate
-granite = _llama("Granite", **_GRANITE)
+granite = _llama("Granite", **GRANITE)
 minicpm = _llama("MiniCPM", scale_emb=12.0, scale_depth=0.5, dim_model_base=8)
 ernie = _llama("Ernie4_5", head_dim=HEAD, use_bias=False)  # rotated pairs are next to each other
 mistral = _llama("Mistral", head_dim=HEAD)  # all layers have a window
@@ -347,8 +342,9 @@ def _without_dense(folder: Folder) -> Folder:
 
 def _with_experts(folder: Folder, count: int) -> Folder:
     """Give all layers experts in place of their dense feed-forward."""
+    _without_dense(folder)
     for layer in range(folder.config["num_hidden_layers"]):
-        _add_experts(_without_dense(folder) if layer == 0 else folder, f"model.layers.{layer}.mlp", count)
+        _add_experts(folder, f"model.layers.{layer}.mlp", count)
     return folder
 
 
@@ -389,7 +385,7 @@ def granite_moe(path: Path, count: int = 5, used: int = 2, shared: int = 0, **co
         "num_local_experts": count,
         "num_experts_per_tok": used,
         "intermediate_size": WIDTH,
-        **_GRANITE,
+        **GRANITE,
         **({"shared_intermediate_size": shared} if shared else {}),
     }
     folder = _without_dense(_llama(f"GraniteMoe{family}", **settings)(path, **config))

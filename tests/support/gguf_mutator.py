@@ -125,15 +125,12 @@ def _number(parts: Parts, random: Random) -> None:
         return
     key, kind, _ = parts.metadata[i]
     if kind == STRING:
-        parts.metadata[i] = (
-            key,
-            kind,
-            text(random.choice((b"", b"x" * 5000, b"\xff", b"yarn", b"llama", b"gpt2"))),
-        )
-        return
-    known = list(SCALAR_FORMATS)
-    kind = random.choice((kind if kind in known else known[0], random.choice(known)))
-    parts.metadata[i] = (key, kind, random_scalar(kind, random))
+        value = text(random.choice((b"", b"x" * 5000, b"\xff", b"yarn", b"llama", b"gpt2")))
+    else:
+        other = random.choice(list(SCALAR_FORMATS))
+        kind = random.choice((kind, other)) if kind in SCALAR_FORMATS else other
+        value = random_scalar(kind, random)
+    parts.metadata[i] = (key, kind, value)
 
 
 def _value_type(parts: Parts, random: Random) -> None:
@@ -155,11 +152,8 @@ def _entry(parts: Parts, random: Random) -> None:
     elif choice == 1:
         parts.metadata.append((key, kind, value))
     else:
-        parts.metadata[i] = (
-            random.choice((other, b"", b"k" * 70000, b"\xc3")) if choice == 2 else other,
-            kind,
-            value,
-        )
+        names = (other, other, other, b"", b"k" * 70000, b"\xc3")
+        parts.metadata[i] = (random.choice(names), kind, value)
 
 
 def _array(parts: Parts, random: Random) -> None:
@@ -217,7 +211,6 @@ def _weights(parts: Parts, random: Random) -> None:
     data = bytearray(parts.data)
     for _ in range(random.choice((1, 16, 256))):
         at = random.randrange(len(data) - 4)
-        data[at : at + 4] = random.choice(
-            (b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\xff" * 4, random.randbytes(4))
-        )
+        values = (b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\xff" * 4, random.randbytes(4))
+        data[at : at + 4] = random.choice(values)
     parts.data = bytes(data)

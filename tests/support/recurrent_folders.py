@@ -20,6 +20,13 @@ from support.model_folders import (
     weights,
 )
 
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.25,
+    "logits_scaling": 8.0,
+    "attention_multiplier": 0.3,
+}
+
 
 def lfm2(path: Path, **config: Any) -> Folder:
     """Make a folder of LFM2: a layer with a short convolution, then one with attention."""
@@ -131,10 +138,7 @@ def granite_hybrid(path: Path, **config: Any) -> Folder:
         "rms_norm_eps": 1e-5,
         "layer_types": ["mamba", "attention"],
         "position_embedding_type": "nope",
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.25,
-        "logits_scaling": 8.0,
-        "attention_multiplier": 0.3,
+        **GRANITE,
         "mamba_n_heads": 4,
         "mamba_d_head": 16,
         "mamba_d_state": 8,
