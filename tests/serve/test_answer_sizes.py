@@ -191,9 +191,8 @@ def test_the_context_limits_the_number_of_an_answer(
     monkeypatch.setattr(_generation, "MOST_SCORES", 2 * 5 - 1)
     assert server.post("/v1/completions", body).status_code == 400
     scored = {**body, "echo": True, "max_tokens": 1}
-    monkeypatch.setattr(
-        _generation, "MOST_SCORES", 2 * length
-    )  # all but the first of the prompt, and one more
+    # All but the first of the prompt, and one more.
+    monkeypatch.setattr(_generation, "MOST_SCORES", 2 * length)
     assert server.post("/v1/completions", scored).status_code == 200
     monkeypatch.setattr(_generation, "MOST_SCORES", 2 * length - 1)
     assert server.post("/v1/completions", scored).status_code == 400

@@ -40,9 +40,8 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(
-            shortened(as_fields(message)).encode("utf-8", "backslashreplace").decode()
-        )  # JSON is UTF-8
+        # JSON is UTF-8.
+        super().__init__(shortened(as_fields(message)).encode("utf-8", "backslashreplace").decode())
         self.status = status
         self.code = code
         self.param = None if param is None else shortened(param)

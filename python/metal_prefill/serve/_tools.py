@@ -77,9 +77,8 @@ def _parameters(tool: dict[str, Any], number: int) -> dict[str, Any]:
     given = tool.get("function", tool).get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(given, dict):
         raise ApiError(f"{where} must be a JSON schema, got {json.dumps(given):.80}", param=where)
-    given = {
-        key: value for key, value in given.items() if key != "$id"
-    }  # no reference is resolved against it
+    # No reference is resolved against it.
+    given = {key: value for key, value in given.items() if key != "$id"}
     try:
         found: dict[str, Any] = _moved(given, f"#/$defs/tool{number}", where, closed=not _combines(given))
     except RecursionError:

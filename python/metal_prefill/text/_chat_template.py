@@ -376,9 +376,8 @@ class ChatTemplate:
     def _completion(self, text: str) -> int | None:
         """Return where a text, after white space, could complete a control token begun by the template."""
         first = len(text) - len(text.lstrip())
-        starts = range(
-            first, max(first - self._endings.longest, 0) - 1, -1
-        )  # an end may begin with white space
+        # An end may begin with white space.
+        starts = range(first, max(first - self._endings.longest, 0) - 1, -1)
         return next((start for start in starts if self._endings.length(text, start)), None)
 
     @cached_property

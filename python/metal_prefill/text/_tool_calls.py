@@ -244,9 +244,8 @@ class ToolCallParser:
         self._arrived: list[str] = []  # pieces to append to `_text` once the value may end in them
         self._value: _Value | None = None
         self._brackets = Brackets()
-        self._space: list[
-            str
-        ] = []  # pending white space, which is part of the text only if more text follows
+        # Pending white space, which is part of the text only if more text follows.
+        self._space: list[str] = []
         self._called = self._after_call = False
         self._closing: tuple[str, ...] = ()  # texts that end the last call, in addition to tags
         self._in_lines = False  # the last call is in Python without brackets, and may be followed by others
