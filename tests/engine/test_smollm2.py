@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.places import ROOT
-from support.sampling_reference import Drawn, sample
+from support.sampling_reference import drawn, sample
 
 from metal_prefill import Conversation, Model
 from metal_prefill.commands.perplexity import perplexity, windows
@@ -42,7 +42,7 @@ def test_texts_match_a_reference_sampler(smollm2: Model) -> None:
         with smollm2.session() as session:
             logits = session.forward_prompt_logits(ids)
             for piece in pieces:
-                token = sample(logits, recent=made[-REPEAT_WINDOW:], rng=Drawn(3, len(made)), **chain)
+                token = sample(logits, drawn(3, len(made)), recent=made[-REPEAT_WINDOW:], **chain)
                 assert piece.token == token
                 made.append(token)
                 logits = session.forward_token(token)

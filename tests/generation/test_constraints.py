@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.native_requests import passes_of_texts
 from support.random_schemas import make
-from support.sampling_reference import Drawn, sample
+from support.sampling_reference import drawn, sample
 
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
 from metal_prefill.engine import RowCost
@@ -45,8 +45,8 @@ def one_by_one(model: Model, ids: list[int], guide: Constraint, seed: int, **opt
         while not complete:
             words = np.frombuffer(guide.mask(), np.uint8)
             allowed = np.unpackbits(words, bitorder="little")[: logits.size].astype(bool)
-            recent, drawn = [*ids, *made][-REPEAT_WINDOW:], Drawn(seed, len(ids) + len(made))
-            made.append(sample(logits, allowed=allowed, recent=recent, rng=drawn, **options))
+            recent, number = [*ids, *made][-REPEAT_WINDOW:], drawn(seed, len(ids) + len(made))
+            made.append(sample(logits, number, allowed=allowed, recent=recent, **options))
             if made[-1] in model.tokenizer.stop_ids:
                 break
             complete = guide.advance([made[-1]]).take()

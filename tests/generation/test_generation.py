@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.sampling_reference import Drawn, log_softmax, sample
+from support.sampling_reference import drawn, log_softmax, sample
 
 from metal_prefill import Model, Piece
 from metal_prefill.generation._sampling import REPEAT_WINDOW
@@ -36,8 +36,8 @@ def reference_tokens(model: Model, ids: list[int], n: int, seed: int, **options:
     with model.session() as session:
         logits, made = session.forward_prompt_logits(ids), list(ids)
         for _ in range(n):
-            drawn = Drawn(seed, len(made))
-            made.append(sample(logits, recent=made[-REPEAT_WINDOW:], rng=drawn, **options))
+            number = drawn(seed, len(made))
+            made.append(sample(logits, number, recent=made[-REPEAT_WINDOW:], **options))
             logits = session.forward_token(made[-1])
     return made[len(ids) :]
 

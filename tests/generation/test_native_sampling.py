@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.sampling_reference import Drawn, log_softmax, logits_like_a_model, philox, sample
+from support.sampling_reference import drawn, log_softmax, logits_like_a_model, philox, sample
 
 from metal_prefill import _core
 from metal_prefill.generation import Options, Sampler
@@ -60,7 +60,7 @@ def test_choices_match_the_reference() -> None:
             if allowed is not None:
                 allowed[int(logits.argmax())] = True
             seed = int(rng.integers(2**63))
-            expected = sample(logits, recent=recent, allowed=allowed, rng=Drawn(seed, len(recent)), **options)
+            expected = sample(logits, drawn(seed, len(recent)), recent=recent, allowed=allowed, **options)
             sampler = Sampler(Options(**options), seed=seed, recent=recent)
             assert sampler(logits, allowed=allowed) == expected, (options, recent)
 
@@ -75,7 +75,7 @@ def test_each_seed_position_and_answer_has_its_own_random_number() -> None:
     numbers = {case: draw(*case) for case in cases}
     assert len(set(numbers.values())) == len(cases)
     for (seed, position, answer), token in numbers.items():
-        assert token == int(Drawn(seed, position, answer).random() * len(logits))
+        assert token == int(drawn(seed, position, answer) * len(logits))
 
 
 def test_a_seed_counts_by_its_lowest_64_bits_and_is_not_negative() -> None:
@@ -155,7 +155,7 @@ def test_penalties_cover_the_latest_tokens_after_drafts_were_rejected() -> None:
             for n in range(len(drafts) + 1):
                 logits = rng.normal(0, 1, 20).astype(np.float32)
                 whole = [*tokens, *drafts[:n]]
-                expected = sample(logits, recent=whole[-64:], rng=Drawn(seed, len(whole)), **options)
+                expected = sample(logits, drawn(seed, len(whole)), recent=whole[-64:], **options)
                 assert sampler.choose(logits, drafts[:n]) == expected, (seed, len(tokens), n)
             for token in drafts[: int(rng.integers(0, len(drafts) + 1))]:
                 sampler.accept(token)

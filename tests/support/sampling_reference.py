@@ -24,16 +24,10 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return c
 
 
-class Drawn(np.random.Generator):
-    """Returns the one random number of a seed, a position and an answer."""
-
-    def __init__(self, seed: int, position: int, answer: int = 0) -> None:
-        super().__init__(np.random.PCG64())
-        words = philox([position, answer, 0, 0], [seed % 2**32, seed >> 32])
-        self._number = ((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53
-
-    def random(self, *args: Any, **kwargs: Any) -> Any:
-        return self._number
+def drawn(seed: int, position: int, answer: int = 0) -> float:
+    """Return the random number of a seed, a position and an answer."""
+    words = philox([position, answer, 0, 0], [seed % 2**32, seed >> 32])
+    return ((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53
 
 
 def logits_like_a_model(rng: np.random.Generator, n: int) -> npt.NDArray[np.float32]:
@@ -54,13 +48,16 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
 
 def sample(
     logits: npt.ArrayLike,
+    number: float,
     *,
-    rng: np.random.Generator,
     allowed: npt.NDArray[np.bool_] | None = None,
     recent: Iterable[int] = (),
     **options: Any,
 ) -> int:
-    """Choose one token of finite logits as `Sampler` does; `options` are the fields of `Options`."""
+    """Choose one token of finite logits as `Sampler` does with a random number from 0 to 1.
+
+    `options` are the fields of `Options`.
+    """
     stated, scores = Options(**options), np.array(logits, dtype=np.float64)
     for token, bias in stated.logit_bias.items():
         scores[token] = bias if bias == -math.inf else scores[token] + bias
@@ -78,8 +75,8 @@ def sample(
     # Inverse transform sampling over ids in increasing order, as in the native core.
     values = scores[ids]
     cumulative = np.cumsum(softmax((values - values.max()) / stated.temperature))
-    drawn = int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
-    return int(ids[min(drawn, len(ids) - 1)])
+    place = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+    return int(ids[min(place, len(ids) - 1)])
 
 
 def _penalize(scores: Scores, recent: Iterable[int], options: Options) -> None:
