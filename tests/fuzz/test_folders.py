@@ -4,7 +4,6 @@ A folder is converted, or raises an error of the package and leaves no file. The
 vectors or scores, or raises such an error.
 """
 
-import copy
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import pytest
 from support import decoder_folders, entity_folders, model_folders
 from support.encoder_folders import RECORDED, private_parts
 from support.fuzzing import TIMEOUT, kept, rounds
+from support.json_mutator import changed
 from support.model_folders import Folder
 from support.task_folders import LATE, QUERY, stanford
 
@@ -40,26 +40,6 @@ VALUES: list[Any] = [
 ]
 
 
-def changed(content: Any, random: Random) -> Any:
-    """Return a copy with another value, or without one, at a random place."""
-    content = copy.deepcopy(content)
-    place: Any = None
-    key: Any = None
-    node = content
-    while isinstance(node, (dict, list)) and node and random.random() < 0.8:
-        place, key = node, random.choice(list(node) if isinstance(node, dict) else range(len(node)))
-        node = node[key]
-    if place is None:
-        return random.choice(VALUES)
-    if random.random() < 0.2:
-        del place[key]
-    elif random.random() < 0.1 and isinstance(place, dict):
-        place[random.choice(("", "\ud800", "-1", "9" * 5000, "x" * 5000))] = place.pop(key)
-    else:
-        place[key] = random.choice(VALUES)
-    return content
-
-
 def written(content: Any, random: Random) -> bytes:
     """Write JSON, sometimes with a value in many arrays, a name that occurs twice, or damaged bytes."""
     deep = random.choice((200, 900, 980, 100_000))
@@ -78,7 +58,7 @@ def damaged(content: bytes, random: Random) -> bytes:
     """Change values or bytes of the header, or cut the file."""
     header = 8 + int.from_bytes(content[:8], "little")
     if random.random() < 0.4:
-        other = json.dumps(changed(json.loads(content[8:header]), random)).encode()
+        other = json.dumps(changed(json.loads(content[8:header]), random, VALUES)).encode()
         size = len(other) + random.choice((0, 0, 0, 1, -1, 2**40, 2**63))
         return (max(size, 0) % 2**64).to_bytes(8, "little") + other + content[header:]
     data = bytearray(content)
@@ -179,7 +159,7 @@ def test_folders_are_converted_or_raise_an_error(tmp_path: Path, kind: str) -> N
         elif name in weights:
             bad = damaged(good[Path(name)], random)
         else:
-            bad = written(changed(settings[name], random), random)
+            bad = written(changed(settings[name], random, VALUES), random)
         with kept("folder", name.encode() + b"\n" + (bad or b"misplaced")):
             if bad is None:
                 misplace(folder / name, random)

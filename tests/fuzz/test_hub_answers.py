@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.fuzzing import TIMEOUT, fuzz
 from support.hub_server import Repo, serve, use_hub
+from support.json_mutator import changed
 
 from metal_prefill import HubError
 from metal_prefill.hub import _download
@@ -29,16 +30,10 @@ NAMES = ("ETag", "X-Linked-ETag", "X-Repo-Commit", "X-Linked-Size", "Content-Typ
 
 def odd_listing(random: Random) -> bytes:
     """Make a listing with odd values in odd places, or one that is not JSON."""
-    siblings: Any = [{"rfilename": "a.gguf"}, {"rfilename": "b.gguf"}]
+    listing: Any = {"siblings": [{"rfilename": "a.gguf"}, {"rfilename": "b.gguf"}], "sha": "0" * 40}
     for _ in range(random.choice((0, 1, 2))):
-        place = random.choice(siblings)
-        place["rfilename" if random.random() < 0.8 else "x"] = random.choice(ODD)
-    if random.random() < 0.2:
-        siblings = random.choice(ODD)
-    if random.random() < 0.2 and isinstance(siblings, list):
-        siblings.append(random.choice(ODD))
-    listing: Any = {"siblings": siblings, "sha": random.choice(["0" * 40, *ODD])}
-    raw = bytearray(json.dumps(random.choice([listing] * 9 + [random.choice(ODD)])).encode())
+        listing = changed(listing, random, ODD)
+    raw = bytearray(json.dumps(listing).encode())
     for _ in range(random.choice((0, 0, 0, 1, 8))):
         raw[random.randrange(len(raw))] = random.randrange(256)
     if random.random() < 0.1:

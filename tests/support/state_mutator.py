@@ -3,13 +3,13 @@
 import json
 import struct
 from contextlib import suppress
-from copy import deepcopy
 from random import Random
 from typing import Any
 
 import numpy as np
 
 from metal_prefill.storage import _session_file
+from support.json_mutator import changed
 
 
 def mutate_state(plain: bytes, random: Random) -> bytes:
@@ -18,16 +18,7 @@ def mutate_state(plain: bytes, random: Random) -> bytes:
     header, body = json.loads(plain[8 : 8 + length]), bytearray(plain[8 + length :])
     odd: list[Any] = [0, -1, 2**63, 1.5, "x", None, [], {}, [0, 1], True, "F16", "I64", [[[]]], 10**30]
     for _ in range(random.choice((0, 1, 1, 2))):
-        node: Any = header
-        while isinstance(node, dict) and node and random.random() < 0.8:
-            key = random.choice(list(node))
-            if isinstance(node[key], (dict, list)) and node[key] and random.random() < 0.8:
-                node = node[key]
-                continue
-            node[key] = deepcopy(random.choice(odd))
-            break
-        if isinstance(node, list) and node:
-            node[random.randrange(len(node))] = deepcopy(random.choice(odd))
+        header = changed(header, random, odd)
     for _ in range(random.choice((0, 0, 1, 8))):
         body[random.randrange(len(body))] = random.randrange(256)
     with suppress(Exception):  # a header without a computable checksum keeps the old one
