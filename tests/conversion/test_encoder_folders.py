@@ -41,6 +41,13 @@ from metal_prefill.sentence_transformers import SentenceTransformer
 LEAST_MARGIN = 0.02
 
 
+def _decided(margins: Any, *rows: Any) -> list[Any]:
+    """Return the rows of tokens whose experts are certain: most."""
+    certain = margins >= LEAST_MARGIN
+    assert certain.mean() > 0.5
+    return [array[certain] for array in rows]
+
+
 @pytest.mark.parametrize("name", RECORDED)
 def test_states_are_those_of_transformers(device: str, file_of: FileOf, name: str) -> None:
     with opened(file_of(RECORDED[name]), device) as model, np.load(RECORD) as record:
@@ -48,9 +55,7 @@ def test_states_are_those_of_transformers(device: str, file_of: FileOf, name: st
             expected = record[f"{name}/{len(ids)}"]
             found = rows_of(hidden_states(model, ids))
             if device == "metal" and name in PRIVACY_FILTERS:
-                decided = record[f"{name}/{len(ids)}/margins"] >= LEAST_MARGIN
-                assert decided.mean() > 0.5
-                found, expected = found[decided], expected[decided]
+                found, expected = _decided(record[f"{name}/{len(ids)}/margins"], found, expected)
             assert_close(device, found, expected)
             assert lowest_cosine(found, expected) >= 0.99999
 
@@ -63,9 +68,7 @@ def test_states_of_experts_without_gates_are_those_in_float64(device: str, tmp_p
             expected, margins = nomic_moe_states(folder.config, folder.tensors, ids)
             found = hidden_states(model, ids)
             if device == "metal":
-                decided = margins >= LEAST_MARGIN
-                assert decided.mean() > 0.5
-                found, expected = found[decided], expected[decided]
+                found, expected = _decided(margins, found, expected)
             assert_close(device, found, expected)
 
 

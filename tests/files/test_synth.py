@@ -10,7 +10,8 @@ import pytest
 from support.gguf_reader import GGUFReader
 from support.model_folders import read, types_of
 from support.small_models import TYPES
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.tokenizer_folders import of_file
+from tokenizers import pre_tokenizers
 
 from metal_prefill import Model, cli, synth
 from metal_prefill.files._architecture import ARCHITECTURES
@@ -190,18 +191,6 @@ def test_llama3_rope_factors_stretch_only_long_waves(tmp_path: Path) -> None:
     assert {1, 8} < set(factors.tolist())
 
 
-def byte_level_tokenizer(path: Path) -> Tokenizer:
-    fields, _ = read(synth.synthesize(path, preset="tiny", vocab=5000))
-    tokens = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
 @pytest.mark.parametrize("vocab", [260, 515, 32003])
 def test_byte_level_tokenizer_is_consistent_at_any_size(tmp_path: Path, vocab: int) -> None:
     fields, _ = read(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=vocab))
@@ -219,12 +208,12 @@ def test_byte_level_tokenizer_is_consistent_at_any_size(tmp_path: Path, vocab: i
 
 @pytest.mark.parametrize("text", ["The quick brown fox, 1599.\n", "".join(map(chr, range(256))), "漢字 🎭"])
 def test_the_byte_level_tokenizer_round_trips(tmp_path: Path, text: str) -> None:
-    tokenizer = byte_level_tokenizer(tmp_path / "m.gguf")
+    tokenizer = of_file(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=5000))
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 def test_byte_level_tokenizer_joins_letters(tmp_path: Path) -> None:
-    tokenizer = byte_level_tokenizer(tmp_path / "m.gguf")
+    tokenizer = of_file(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=5000))
     text = " the rain in the tent"
     assert len(tokenizer.encode(text).ids) < len(text) / 2
 

@@ -73,21 +73,21 @@ def make_args(struct: str, **fields: Any) -> Array:
 
 def close(actual: Array, expected: Doubles, bound: float = 1e-4) -> None:
     """Require a maximum error of `bound` times the largest magnitude expected."""
-    actual = actual.astype(np.float64)
-    assert actual.shape == expected.shape
-    assert np.isfinite(actual).all(), "an output was not written, or is not finite"
-    worst = np.abs(actual - expected).max()
+    worst = np.abs(_errors(actual, expected)).max()
     magnitude = np.abs(expected).max()
     assert worst <= bound * magnitude, f"error {worst} at a magnitude of {magnitude}"
 
 
 def near(actual: Array, expected: Doubles, bound: float = 5e-6) -> None:
     """Require a normalized mean square error of at most `bound`: for operands in half precision."""
-    actual = actual.astype(np.float64)
+    error = (_errors(actual, expected) ** 2).sum() / (expected**2).sum()
+    assert error <= bound, f"NMSE {error}"
+
+
+def _errors(actual: Array, expected: Doubles) -> Doubles:
     assert actual.shape == expected.shape
     assert np.isfinite(actual).all(), "an output was not written, or is not finite"
-    error = ((actual - expected) ** 2).sum() / (expected**2).sum()
-    assert error <= bound, f"NMSE {error}"
+    return actual.astype(np.float64) - expected
 
 
 class Output:

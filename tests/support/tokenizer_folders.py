@@ -11,6 +11,7 @@ from metal_prefill import text
 from metal_prefill.text._vocabulary import PRE_TOKENIZERS
 from support import encoder_tokenizers
 from support.comparison import VERSE
+from support.gguf_reader import GGUFReader
 
 Json = dict[str, Any]
 
@@ -139,6 +140,19 @@ DECODERS = {
     "word piece": decoders.WordPiece(cleanup=False),
     "unigram": decoders.Metaspace(),
 }
+
+
+def of_file(path: Path) -> Tokenizer:
+    """Return the library's tokenizer of a model file with a byte-level vocabulary and single digits."""
+    fields = GGUFReader(path).fields
+    vocab = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"].contents())}
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def write(folder: Path, made: Json, settings: Json | None = None, **config: Any) -> Path:

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import comparison
+from support import comparison, tokenizer_folders
 from support.comparison import TokenizerVariant
 from support.encoder_tokenizers import VOCABULARY_KEYS as KEY
 from support.encoder_tokenizers import open_vocabulary
 from support.gguf_bytes import F32, I32, TRUE, U32, integer, numbers, scalar, string, strings
-from support.gguf_reader import GGUFReader
-from tokenizers import Tokenizer as HubTokenizer
-from tokenizers import models, pre_tokenizers
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.files import GGUFFile
@@ -76,13 +73,7 @@ def test_ids_match_llama_cpp(open_variant: Open, name: str) -> None:
 
 
 def test_text_of_the_bundled_model_is_tokenized_as_in_training(demo_path: Path) -> None:
-    fields = GGUFReader(demo_path).fields
-    vocab = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"].contents())}
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
-    trained = HubTokenizer(models.BPE(vocab, merges))
-    trained.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    trained = tokenizer_folders.of_file(demo_path)
     tokenizer = Tokenizer(GGUFFile(demo_path))
     for text in comparison.texts():
         assert tokenizer.encode(text, add_bos=False) == trained.encode(text).ids, text
