@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.sampling_reference import drawn, log_softmax, sample
+from support.scheduled_texts import texts_of
 
 from metal_prefill import Model, Piece
 from metal_prefill.generation._sampling import REPEAT_WINDOW
@@ -20,11 +21,6 @@ CHAINS: list[dict[str, Any]] = [
     {"temperature": 0.9, "typical_p": 0.8, "logit_bias": {30: 2.0, 31: -math.inf}},
     {"repeat_penalty": 1.3},
 ]
-
-
-def text_of(pieces: Iterator[tuple[int, str | Exception]]) -> str:
-    """Join the text of a single prompt."""
-    return "".join(str(piece) for _, piece in pieces)
 
 
 def tokens_of(pieces: Iterator[Piece]) -> list[int]:
@@ -50,14 +46,13 @@ def test_a_text_matches_a_reference_sampler(demo: Model, options: dict[str, Any]
     assert tokens_of(demo.session().stream(ids, n, seed=17, **options)) == expected
     text = demo.tokenizer.decode(expected)
     assert "".join(demo.generate(ids, n, seed=17, **options)) == text
-    assert text_of(demo.generate_many([ids], n, seed=17, **options)) == text
+    assert texts_of(demo.generate_many([ids], n, seed=17, **options), 1) == [text]
 
 
 def test_streams_of_a_batch_sample_each_with_its_own_seed_and_options(cpu: Model) -> None:
     chains = [(chain | {"seed": i, "max_tokens": 30}) for i, chain in enumerate(CHAINS * 8)]
-    texts = [""] * len(chains)
-    for i, piece in cpu.generate_many([(PROMPT, chain) for chain in chains], max_streams=40):
-        texts[i] += str(piece)
+    pieces = cpu.generate_many([(PROMPT, chain) for chain in chains], max_streams=40)
+    texts = texts_of(pieces, len(chains))
     for i in (0, 7, 13, 24, 39):  # more than go through the head together
         assert texts[i] == "".join(cpu.session().generate(PROMPT, **chains[i])), i
 
@@ -101,7 +96,7 @@ def test_a_stop_token_ends_the_text_before_it(cpu: Model) -> None:
     text = cpu.tokenizer.decode(whole[:first])
     assert "".join(p.text for p in pieces) == text
     assert "".join(cpu.generate(PROMPT, 30, stop=stop)) == text
-    assert text_of(cpu.generate_many([PROMPT], 30, stop=stop)) == text
+    assert texts_of(cpu.generate_many([PROMPT], 30, stop=stop), 1) == [text]
 
 
 def test_nothing_ends_a_text_before_min_tokens(cpu: Model) -> None:
@@ -144,7 +139,7 @@ def test_echo_prepends_the_prompt(cpu: Model) -> None:
     ids = cpu.tokenizer.encode(PROMPT)
     assert "".join(cpu.generate(PROMPT, 8, echo=True)) == PROMPT + text
     assert "".join(cpu.generate(ids, 8, echo=True)) == cpu.tokenizer.decode(ids) + text
-    assert text_of(cpu.generate_many([PROMPT], 8, echo=True)) == PROMPT + text
+    assert texts_of(cpu.generate_many([PROMPT], 8, echo=True), 1) == [PROMPT + text]
     assert "".join(cpu.generate(PROMPT, 0, echo=True)) == PROMPT
     assert next(iter(cpu.session().stream(PROMPT, 8, echo=True))).text.startswith(PROMPT)
 

@@ -73,14 +73,15 @@ def test_progress_counts_prompts_that_ended(cpu: Model) -> None:
     assert [done for done, _ in seen] == [1, 2, 3, 4, 5]
 
 
+async def text_of_task(model: Model, prompt: Any, max_tokens: int) -> str:
+    return "".join([piece async for piece in model.generate_async(prompt, max_tokens)])
+
+
 def test_tasks_share_one_engine_loop(cpu: Model) -> None:
     expected = [alone(cpu, p, 20) for p in TEXTS]
 
-    async def text(prompt: str) -> str:
-        return "".join([piece async for piece in cpu.generate_async(prompt, 20)])
-
     async def all_texts() -> list[str]:
-        return await asyncio.gather(*(text(p) for p in TEXTS))
+        return await asyncio.gather(*(text_of_task(cpu, p, 20) for p in TEXTS))
 
     assert asyncio.run(all_texts()) == expected
     assert asyncio.run(all_texts()) == expected  # in another event loop
@@ -91,10 +92,7 @@ def test_tasks_of_several_event_loops_run_at_the_same_time(cpu: Model) -> None:
     texts = [""] * len(TEXTS)
 
     def run(i: int) -> None:
-        async def text() -> str:
-            return "".join([piece async for piece in cpu.generate_async(TEXTS[i], 15)])
-
-        texts[i] = asyncio.run(text())
+        texts[i] = asyncio.run(text_of_task(cpu, TEXTS[i], 15))
 
     at_once(run, len(TEXTS))
     assert texts == expected
@@ -129,20 +127,11 @@ def test_leaving_the_loop_cancels_the_rest(cpu: Model, monkeypatch: pytest.Monke
 
 
 def test_errors_reach_the_task(cpu: Model) -> None:
-    async def run() -> None:
-        with pytest.raises(ContextOverflowError, match="a prompt of 2000 tokens"):
-            async for _ in cpu.generate_async([1] * 2000, 3):
-                pass
-
-    asyncio.run(run())
+    with pytest.raises(ContextOverflowError, match="a prompt of 2000 tokens"):
+        asyncio.run(text_of_task(cpu, [1] * 2000, 3))
     cpu.close()
-
-    async def closed() -> None:
-        with pytest.raises(ClosedError):
-            async for _ in cpu.generate_async([1], 3):
-                pass
-
-    asyncio.run(closed())
+    with pytest.raises(ClosedError):
+        asyncio.run(text_of_task(cpu, [1], 3))
 
 
 def test_pieces_match_those_of_single_prompts(cpu: Model) -> None:

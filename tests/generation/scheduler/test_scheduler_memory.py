@@ -69,18 +69,26 @@ def results_together(scheduler: Scheduler, streams: list[Stream]) -> list[tuple[
     return [(texts[s], None if s.error is None else type(s.error)) for s in streams]
 
 
+def check_together(
+    model: Model, prompts: list[Any], options: list[dict[str, Any]], max_streams: int
+) -> list[tuple[str, type | None]]:
+    """Return the result of each prompt alone, which is the same in common passes."""
+    expected = [result_alone(model, p, **o) for p, o in zip(prompts, options, strict=True)]
+    scheduler = Scheduler(model, max_streams=max_streams)
+    streams = [scheduler.submit(p, **o) for p, o in zip(prompts, options, strict=True)]
+    assert results_together(scheduler, streams) == expected
+    return expected
+
+
 def test_streams_that_need_a_page_in_the_same_pass_both_get_their_text(
     bundled: Model, demo_path: Path
 ) -> None:
     page = page_bytes(bundled)
     with Model(demo_path, device="cpu", kv_memory=2 * page, prefix_memory=0) as model:
         prompts = [[1 + i] * 60 for i in range(2)]
-        options: dict[str, Any] = {"min_tokens": 20, "speculate": "off"}
-        expected = [result_alone(model, prompt, 20, **options) for prompt in prompts]
-        scheduler = Scheduler(model)
-        streams = [scheduler.submit(prompt, 20, **options) for prompt in prompts]
-        assert results_together(scheduler, streams) == expected
-        assert [error for _, error in expected] == [None, None]
+        options = {"max_tokens": 20, "min_tokens": 20, "speculate": "off"}
+        results = check_together(model, prompts, [options] * 2, max_streams=2)
+        assert [error for _, error in results] == [None, None]
 
 
 def test_a_text_has_room_after_it_was_computed_once(bundled: Model, demo_path: Path) -> None:
@@ -112,11 +120,9 @@ def test_texts_with_states_fit_together_where_each_fits(
         ids = model.config.vocab_size
     with Model(path, device="cpu", threads=1, kv_memory=memory, prefix_memory=prefix_memory) as model:
         prompts = [np.random.default_rng(kind).integers(1, ids, length) for length, _, kind in texts]
-        expected = [result_alone(model, p, most) for p, (_, most, _) in zip(prompts, texts, strict=True)]
-        assert [error for _, error in expected] == [None] * 3
-        scheduler = Scheduler(model, max_streams=3)
-        streams = [scheduler.submit(p, most) for p, (_, most, _) in zip(prompts, texts, strict=True)]
-        assert results_together(scheduler, streams) == expected
+        options = [{"max_tokens": most} for _, most, _ in texts]
+        results = check_together(model, prompts, options, max_streams=3)
+        assert [error for _, error in results] == [None] * 3
 
 
 @pytest.mark.slow
@@ -150,11 +156,9 @@ def test_a_stream_fails_for_memory_only_where_it_fails_alone(path: Path, data: s
             for i, (_, made, _, sampled, speculate) in enumerate(texts)
         ]
         expected = [result_alone(model, p, **o) for p, o in zip(prompts, options, strict=True)]
-        again = [result_alone(model, p, **o) for p, o in zip(prompts, options, strict=True)]
-        assert again == expected  # what the prefix cache holds takes no memory from a text
-        scheduler = Scheduler(model, max_streams=data.draw(st.integers(2, 6), label="max_streams"))
-        streams = [scheduler.submit(p, **o) for p, o in zip(prompts, options, strict=True)]
-        assert results_together(scheduler, streams) == expected
+        # What the prefix cache holds takes no memory from a text.
+        max_streams = data.draw(st.integers(2, 6), label="max_streams")
+        assert check_together(model, prompts, options, max_streams) == expected
 
 
 def test_streams_enter_again_after_memory_ran_out(bundled: Model, demo_path: Path) -> None:

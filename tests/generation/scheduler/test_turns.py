@@ -215,21 +215,21 @@ def test_scored_prompts_give_way_to_texts(cpu: Model) -> None:
         scheduler.step()
     assert scheduler.last_pass.prompts == scheduler._core.pass_rows  # nothing else is wanted
     writing = scheduler.submit([1, 2, 3], 30, speculate="off")
-    made: dict[Stream, list[Any]] = {stream: [] for stream in scored}
-    for stream, piece in scheduler.step_pieces():
-        if stream in made:
+    made: dict[Stream, list[Any]] = {stream: [] for stream in (*scored, writing)}
+
+    def step() -> None:
+        for stream, piece in scheduler.step_pieces():
             made[stream].append(piece)
+
+    step()
     while writing.finish_reason is None:
         assert all(stream.ready_tokens < stream.prompt_tokens for stream in scored)
         assert scheduler.writing == 1
         before = len(writing._made)
-        for stream, piece in scheduler.step_pieces():
-            if stream in made:
-                made[stream].append(piece)
+        step()
         assert len(writing._made) == before + 1
         assert scheduler.last_pass.prompts <= LEAST_PROMPT_ROWS + ROWS_PER_WRITING
     while scheduler.streams:
-        for stream, piece in scheduler.step_pieces():
-            made[stream].append(piece)
+        step()
     for stream, pieces in zip(scored, expected, strict=True):
         assert made[stream] == pieces[-len(made[stream]) :]
