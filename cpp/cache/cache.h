@@ -1,11 +1,14 @@
-// The cache of one session: K and V of its tokens, and the states of recurrent layers.
+// The cache of one session: K and V of its tokens in pages, and the states of recurrent layers.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
+#include "cache_memory.h"
 #include "pages.h"
 #include "states.h"
 
@@ -22,29 +25,36 @@ struct CallCounters {
   CallCounters& operator+=(const CallCounters& other);
 };
 
-// K and V of one session, as its engine keeps them, and the states of its recurrent layers.
+// K and V of one session, and the states of its recurrent layers. Engines add the layout of pages and states.
 class Cache {
  public:
+  explicit Cache(CacheMemory& memory) : table_(memory.pages()) {
+    if (StatePool* states = memory.states()) states_.emplace(*states);
+  }
   virtual ~Cache() = default;
 
   // Makes positions [kept, end) writable and keeps those before them. Changes nothing if it throws.
-  virtual void reserve(int kept, int end, CallCounters& counters) = 0;
+  virtual void reserve(int kept, int end, CallCounters&) { table_.reserve(kept, end); }
   // Releases the pages that only later positions need.
-  virtual void truncate(int positions) = 0;
+  virtual void truncate(int positions) { table_.truncate(positions); }
   // Becomes the first `positions` of another cache of the same engine.
-  virtual void share(const Cache& from, int positions) = 0;
-  virtual std::span<const PageId> pages() const = 0;
+  virtual void share(const Cache& from, int positions) { table_.share(from.table_, positions); }
+  std::span<const PageId> pages() const { return table_.pages(); }
   // Replaces its pages by these; the caller already holds one reference to each for it.
-  virtual void adopt(std::vector<PageId> pages) = 0;
+  virtual void adopt(std::vector<PageId> pages) { table_.adopt(std::move(pages)); }
   // Canonical layout [position][kv_head][head_dim], elements or blocks of kv_type.
   virtual void read(int layer, bool values, int positions, std::byte* out) const = 0;
   virtual void write(int layer, bool values, int positions, const std::byte* in) = 0;
   // Null: no layer of the model has a state.
-  virtual SequenceStates* states() { return nullptr; }
+  SequenceStates* states() { return states_ ? &*states_ : nullptr; }
   // The state of a layer, Config::state_values() long.
   virtual void read_state(const StateRef& state, int layer, float* out) const = 0;
   virtual void write_state(const StateRef& state, int layer, const float* in) = 0;
-  virtual std::size_t bytes() const = 0;
+  std::size_t bytes() const { return table_.bytes() + (states_ ? states_->bytes() : 0); }
+
+ private:
+  BlockTable table_;
+  std::optional<SequenceStates> states_;
 };
 
 }  // namespace metal_prefill

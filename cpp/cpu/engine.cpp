@@ -7,8 +7,7 @@
 #include <mutex>
 #include <string>
 
-#include "../cache/cache_memory.h"
-#include "../cache/paged_cache.h"
+#include "../cache/cache.h"
 #include "forward_pass.h"
 #include "kernels/kernels.h"
 #include "kv_pages.h"
@@ -24,6 +23,18 @@ void check_heads(const Config& config) {
   if (head_dim > kMaxHeadDim)
     throw UnsupportedModelError("heads of " + std::to_string(head_dim) +
                                 " dimensions: the CPU engine takes up to " + std::to_string(kMaxHeadDim));
+}
+
+// A cache in blocks holds heads of whole blocks.
+void check_cache(const Config& config, KvType type) {
+  const TypeInfo& info = type_info(tensor_type(type));
+  std::vector<int> dims = config.layer_head_dim;
+  dims.insert(dims.end(), {config.key_dim, config.value_dim});
+  for (const int dim : dims)
+    if (std::size_t(dim) % info.block_values != 0)
+      throw UnsupportedModelError("a KV cache in q8_0 has blocks of " + std::to_string(info.block_values) +
+                                  " dimensions, which heads of " + std::to_string(dim) +
+                                  " are not a multiple of: use kv_dtype='f16'");
 }
 
 // Products of pairs round as much as products in 8 bits, and several times as much as those of weights in 16
@@ -59,8 +70,7 @@ class CpuEngine final : public Engine {
   Stats stats() const override;
 
   std::unique_ptr<Cache> make_cache(int max_context) override;
-  PrefixTree* prefixes() override { return &memory_.prefixes(); }
-  void check_fits(int positions) const override { memory_.pages().check_fits(positions); }
+  CacheMemory& memory() override { return memory_; }
   int pass_rows() const override {
     return config().causal ? std::min(options().chunk_tokens, forward_.max_rows()) : forward_.max_rows();
   }
@@ -90,10 +100,10 @@ class CpuEngine final : public Engine {
                                   }};
 };
 
-class CpuEngine::CpuCache final : public PagedCache {
+class CpuEngine::CpuCache final : public Cache {
  public:
   explicit CpuCache(CpuEngine& engine)
-      : PagedCache(engine.memory_), store_(engine.store_), slots_(engine.states_), config_(engine.config()) {}
+      : Cache(engine.memory_), store_(engine.store_), slots_(engine.states_), config_(engine.config()) {}
 
   void read(int layer, bool values, int positions, std::byte* out) const override {
     store_.read(pages(), layer, values, positions, out);
@@ -156,7 +166,7 @@ namespace metal_prefill {
 
 std::shared_ptr<Engine> make_cpu_engine(Model model, const EngineOptions& options) {
   cpu::check_heads(model.config);
-  Engine::check_cache(model.config, options.kv_type);
+  cpu::check_cache(model.config, options.kv_type);
   return std::make_shared<cpu::CpuEngine>(std::move(model), options);
 }
 

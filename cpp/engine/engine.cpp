@@ -4,8 +4,6 @@
 #include <new>
 #include <utility>
 
-#include "../cache/prefix_tree.h"
-
 namespace metal_prefill {
 
 CallCounters& CallCounters::operator+=(const CallCounters& other) {
@@ -40,15 +38,7 @@ Session::~Session() {
         cache_.release();  // another thread was changing it: of no known form
     return;
   }
-  PrefixTree* tree = engine_->prefixes();
-  if (!tree || !remembers_) return;
-  try {
-    const auto tokens = std::span(tokens_).first(cached());
-    const auto points =
-        cache_->states() ? cache_->states()->points(int(tokens.size())) : std::vector<StatePoint>();
-    static_cast<void>(tree->insert(prefix_namespace_, tokens, cache_->pages(), points));
-  } catch (const std::bad_alloc&) {  // later sessions find less
-  }
+  if (remembers_) remember(cached());
 }
 
 std::size_t Session::cached() const {
@@ -65,13 +55,13 @@ std::size_t Session::keep_known(std::span<const TokenId> tokens, std::size_t roo
   }
   std::size_t known = std::size_t(common_prefix(tokens, tokens_));
   remembers_ = true;
-  PrefixTree* tree = engine_->prefixes();
-  if (tree) tree->count_prompt();
+  PrefixTree& tree = engine_->memory().prefixes();
+  tree.count_prompt();
   SequenceStates* states = cache_->states();
   const int own = states ? states->nearest(int(known)) : int(known);
-  const PrefixTree::Known others = tree ? tree->known(prefix_namespace_, tokens) : PrefixTree::Known{};
+  const PrefixTree::Known others = tree.known(prefix_namespace_, tokens);
   if (std::pair(others.usable, others.positions) > std::pair(own, int(known))) {
-    PrefixTree::Match match = tree->find(prefix_namespace_, tokens);
+    PrefixTree::Match match = tree.find(prefix_namespace_, tokens);
     if (states) states->replace(int(known), std::move(match.state));
     known = std::size_t(match.positions);
     cache_->adopt(std::move(match.pages));
@@ -91,16 +81,19 @@ void Session::keep_first(std::span<const TokenId> tokens) {
   cache_bytes_ = cache_->bytes();
 }
 
-// The call has succeeded: without memory, others find less.
-void Session::remember_pages() try {
+void Session::remember_pages() {
   const std::size_t full = cached() / kPagePositions;
-  PrefixTree* tree = engine_->prefixes();
-  if (!tree || !remembers_ || full <= remembered_) return;
-  const auto tokens = std::span(tokens_).first(full * kPagePositions);
-  const auto points =
-      cache_->states() ? cache_->states()->points(int(tokens.size())) : std::vector<StatePoint>();
-  if (tree->insert(prefix_namespace_, tokens, cache_->pages(), points)) remembered_ = full;
+  if (remembers_ && full > remembered_ && remember(full * kPagePositions)) remembered_ = full;
+}
+
+// The call has succeeded: without memory, others find less.
+bool Session::remember(std::size_t positions) try {
+  SequenceStates* states = cache_->states();
+  const auto points = states ? states->points(int(positions)) : std::vector<StatePoint>();
+  return engine_->memory().prefixes().insert(prefix_namespace_, std::span(tokens_).first(positions),
+                                             cache_->pages(), points);
 } catch (const std::bad_alloc&) {
+  return false;
 }
 
 void Session::check_room(std::size_t position, std::size_t tokens) const {
@@ -162,7 +155,7 @@ void Session::rewind(int position, Claim claim) {
 
 std::unique_ptr<Session> Session::fork() {
   auto copy = engine_->session(max_context_, prefix_namespace_);
-  const SessionLock::Share hold(lock_, "fork");
+  const SessionLock::Hold hold(lock_, "fork", SessionLock::Access::kRead);
   copy->cache_->share(*cache_, int(tokens_.size()));
   if (SequenceStates* states = cache_->states()) copy->cache_->states()->share(*states, int(tokens_.size()));
   copy->cache_bytes_ = copy->cache_->bytes();
@@ -189,7 +182,7 @@ void Session::each_part(std::size_t cached, const Visit& visit) const {
 }
 
 Session::Exported Session::export_state(const StateSink& sink) {
-  const SessionLock::Share hold(lock_, "save");
+  const SessionLock::Hold hold(lock_, "save", SessionLock::Access::kRead);
   const std::size_t cached = this->cached();
   each_part(cached, [&](int layer, Part part, std::size_t bytes) {
     std::byte* out = sink(layer, part, bytes);
@@ -247,17 +240,6 @@ Stats Session::stats() const {
   stats["tokens_recomputed"] = double(recomputed_);
   engine_->add_call_stats(counters_, stats);
   return stats;
-}
-
-void Engine::check_cache(const Config& config, KvType type) {
-  const TypeInfo& info = type_info(tensor_type(type));
-  std::vector<int> dims = config.layer_head_dim;
-  dims.insert(dims.end(), {config.key_dim, config.value_dim});
-  for (const int dim : dims)
-    if (std::size_t(dim) % info.block_values != 0)
-      throw UnsupportedModelError("a KV cache in q8_0 has blocks of " + std::to_string(info.block_values) +
-                                  " dimensions, which heads of " + std::to_string(dim) +
-                                  " are not a multiple of: use kv_dtype='f16'");
 }
 
 void Engine::check_token(TokenId token, std::size_t index) const {

@@ -129,7 +129,6 @@ using Claim = std::uint64_t;
 using Stats = std::map<std::string, double>;
 
 class Engine;
-class PrefixTree;
 
 class Session {
  public:
@@ -192,6 +191,8 @@ class Session {
   void drop_uncounted_rows();
   // Lets other sessions find the pages that are full.
   void remember_pages();
+  // Lets them find the first `positions`; returns false if memory ran out before all were added.
+  bool remember(std::size_t positions);
   void check_room(std::size_t position, std::size_t tokens) const;
   // Tokens whose K, V and states the cache has. It neither has those of later tokens nor relies on their
   // pages.
@@ -234,8 +235,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const Config& config() const { return model_.config; }
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
-  // Throws UnsupportedModelError if the heads of a model do not fit a cache of this type.
-  static void check_cache(const Config& config, KvType type);
   // Throws std::invalid_argument for an id outside the vocabulary.
   void check_token(TokenId token, std::size_t index) const;
   virtual std::string device_name() const = 0;  // never presents an emulator as Metal
@@ -249,12 +248,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // The functions below are for sessions.
 
-  // Null if the engine keeps no pages for reuse.
-  virtual PrefixTree* prefixes() { return nullptr; }
-
+  virtual CacheMemory& memory() = 0;
   virtual std::unique_ptr<Cache> make_cache(int max_context) = 0;
-  // Throws KvMemoryError if a sequence of this length would not fit in the memory for K and V alone.
-  virtual void check_fits(int positions) const = 0;
   // Largest number of rows in one pass: the context length, if tokens attend to later ones.
   virtual int pass_rows() const = 0;
   // Largest number of tokens of one sequence in a pass whose results are bit-identical to those of single

@@ -27,9 +27,4 @@ PromptResult SessionInspector::trace(std::span<const TokenId> tokens, Trace& tra
   return run_alone(session_, {.tokens = tokens, .output = output, .trace = &trace}, "trace", progress);
 }
 
-std::vector<float> SessionInspector::intermediate(const std::string& name) const {
-  const SessionLock::Share hold(session_.lock_, "intermediate");
-  return passes_.intermediate(*session_.cache_, name);
-}
-
 }  // namespace metal_prefill

@@ -15,10 +15,10 @@ namespace metal_prefill {
 
 // A buffer of a dispatch, from its binding on.
 struct Contents {
-  std::vector<std::byte> copy;
-  std::span<const std::byte> weights;  // these are not copied, and stay valid as long as the engine
-
-  std::span<const std::byte> bytes() const { return weights.empty() ? std::span(copy) : weights; }
+  std::span<const std::byte> bytes;
+  // Of a copy, which the bindings of one buffer share. Null for weights, which stay valid as long as the
+  // engine.
+  std::shared_ptr<const std::vector<std::byte>> owner;
 };
 
 // One dispatch of a GPU: the kernel, its buffers, and if it ran alone, its time.
@@ -63,9 +63,6 @@ class PassInspector {
   virtual std::string no_matmul_tensor() const = 0;
   // The dispatches of a prompt of this length.
   virtual std::vector<Dispatch> plan(int tokens, int position) const = 0;
-  // A buffer after the last pass over the cache, by its name in the forward pass, if the engine was told to
-  // keep them. Throws std::invalid_argument for others.
-  virtual std::vector<float> intermediate(const Cache& cache, const std::string& name) const = 0;
 };
 
 // Access to the passes of a session, which must outlive it.
@@ -82,8 +79,6 @@ class SessionInspector {
   std::vector<Dispatch> plan(int tokens) const;
   // As forward_prompt, with each dispatch run alone, so that its time can be read.
   PromptResult trace(std::span<const TokenId> tokens, Trace& trace, const Progress& progress);
-  // As that of PassInspector, for the last call.
-  std::vector<float> intermediate(const std::string& name) const;
 
  private:
   SessionInspector(Session& session, const PassInspector& passes) : session_(session), passes_(passes) {}

@@ -18,31 +18,23 @@ struct SessionBusyError : std::runtime_error {
 // calls its own session would hang, and so would Ctrl-C while another thread computes.
 class SessionLock {
  public:
+  enum class Access { kChange, kRead };
+
   // Calls of other threads wait until this one ends.
   class Hold {
    public:
-    // `call` is the name of the call in messages. Throws SessionBusyError if this thread
-    // holds the lock already, which means that the call comes from the progress callback of another.
-    Hold(SessionLock& lock, const char* call) : lock_(lock) { lock.acquire(call); }
-    ~Hold() { lock_.release(); }
-    Hold(const Hold&) = delete;
-    Hold& operator=(const Hold&) = delete;
-
-   private:
-    SessionLock& lock_;
-  };
-
-  // The same for a call that only reads the cache: in a progress callback it shares the lock of its thread.
-  class Share {
-   public:
-    Share(SessionLock& lock, const char* call) : lock_(lock.mine() ? nullptr : &lock) {
+    // `call` is the name of the call in messages. This thread may hold the lock already, which means that the
+    // call comes from the progress callback of another: a call that only reads shares the lock then, another
+    // throws SessionBusyError.
+    Hold(SessionLock& lock, const char* call, Access access = Access::kChange)
+        : lock_(access == Access::kRead && lock.mine() ? nullptr : &lock) {
       if (lock_) lock_->acquire(call);
     }
-    ~Share() {
+    ~Hold() {
       if (lock_) lock_->release();
     }
-    Share(const Share&) = delete;
-    Share& operator=(const Share&) = delete;
+    Hold(const Hold&) = delete;
+    Hold& operator=(const Hold&) = delete;
 
    private:
     SessionLock* const lock_;

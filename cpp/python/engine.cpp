@@ -19,7 +19,6 @@
 #include <variant>
 #include <vector>
 
-#include "../cache/prefix_tree.h"
 #include "../engine/batch.h"
 #include "arrays.h"
 #include "bindings.h"
@@ -237,15 +236,15 @@ void bind_engines(nb::module_& m) {
           "share has requests, the most rows that they get together, and the most that one gets while others "
           "of the share want some. Another request that is not finished continues in the next call. Those "
           "that wait for a prefix that another request computes get no rows.")
-      .def("check_fits", &Engine::check_fits, "positions"_a,
-           "Raise KVMemoryError where a sequence of so many tokens would not fit in kv_memory alone.")
+      .def(
+          "check_fits", [](Engine& engine, int positions) { engine.memory().pages().check_fits(positions); },
+          "positions"_a,
+          "Raise KVMemoryError where a sequence of so many tokens would not fit in kv_memory alone.")
       .def(
           "cached_tokens",
           [](Engine& engine, const std::string& prefix_namespace, TokenArray tokens) {
-            return without_gil([&] {
-              PrefixTree* prefixes = engine.prefixes();
-              return prefixes ? prefixes->known(prefix_namespace, view(tokens)).usable : 0;
-            });
+            return without_gil(
+                [&] { return engine.memory().prefixes().known(prefix_namespace, view(tokens)).usable; });
           },
           "prefix_namespace"_a, "tokens"_a,
           "Return how many of these tokens a prompt would find in the prefix cache; not counted as a use.")

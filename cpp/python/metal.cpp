@@ -119,7 +119,7 @@ nb::object contents(nb::handle self, std::size_t binding) {
   const std::vector<Contents>& buffers = nb::cast<const Dispatch&>(self).*kBuffers;
   if (binding >= buffers.size())
     throw std::invalid_argument("the trace kept nothing of binding " + std::to_string(binding));
-  const std::span<const std::byte> bytes = buffers[binding].bytes();
+  const std::span<const std::byte> bytes = buffers[binding].bytes;
   return nb::cast(ByteView(reinterpret_cast<const std::uint8_t*>(bytes.data()), {bytes.size()}, self));
 }
 

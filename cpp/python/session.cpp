@@ -94,10 +94,7 @@ void bind_sessions(nb::module_& m) {
       .def_prop_ro("shaders_were_compiled", &SessionInspector::shaders_were_compiled,
                    "When the package was built; else when the model was opened.")
       .def_prop_ro("no_matmul_tensor", &SessionInspector::no_matmul_tensor,
-                   "Why a GPU with matrix units does without them; empty: it uses them, or has none.")
-      .def("intermediate", &SessionInspector::intermediate, "name"_a, nb::call_guard<GilRelease>(),
-           "Return a buffer of the last call by its name in the forward pass; with METAL_PREFILL_DEBUG=1 "
-           "only.");
+                   "Why a GPU with matrix units does without them; empty: it uses them, or has none.");
 
   nb::class_<Session>(m, "Session", "KV cache, position and token ids.")
       .def("check_claim", &Session::check_claim, "claim"_a)

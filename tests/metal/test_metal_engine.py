@@ -146,37 +146,39 @@ def test_weights_are_mapped_not_copied(model: Model, path: Path) -> None:
 def test_debug_mode_makes_every_intermediate_readable(
     monkeypatch: pytest.MonkeyPatch, path: Path, variable: str
 ) -> None:
-    monkeypatch.setenv(variable, "0")
-    with Model(path, device="metal") as plain:
-        session: Any = plain.session()
-        expected = session.forward_prompt(prompt(40))
-        assert "projected" in private_and_shared()[0]
-        with pytest.raises(ValueError, match="METAL_PREFILL_DEBUG"):
-            session.native.inspector().intermediate("x")
-        del session
-    monkeypatch.setenv(variable, "1")
-    with Model(path, device="metal") as model:
-        session = model.session()
-        assert session.forward_prompt(prompt(40)) == expected
-        private, _ = private_and_shared()
-        assert private == set()
-        session, config = session.native, model.config
-        sizes = {
-            "x": 40 * config.dim,
-            "projected": 40
-            * (config.n_heads * config.key_dim + config.n_kv_heads * (config.key_dim + config.value_dim)),
-            "normed": config.dim,
-            "att": config.n_heads * config.value_dim,
-            "ffn": config.ffn_dim,
-            "logits": config.vocab_size,
-        }
-        for name, size in sizes.items():
-            values = np.array(session.inspector().intermediate(name))
-            assert values.size == size
-            assert np.isfinite(values).all()
-        assert int(np.argmax(session.inspector().intermediate("logits"))) == expected
-        with pytest.raises(ValueError, match="nonsense"):
-            session.inspector().intermediate("nonsense")
+    """The host reads memory of the GPU alone by copies, which a trace makes in either mode."""
+    for value in ("0", "1"):
+        monkeypatch.setenv(variable, value)
+        with Model(path, device="metal") as model, model.session() as session:
+            private, _ = traced(session)
+            assert ("projected" in private) == (value == "0")
+            if value == "1":
+                assert private == set()
+
+
+def traced(session: Any) -> tuple[set[str], Any]:
+    """Trace a prompt; return the labels of private buffers, and the dispatch of attention in a layer."""
+    inspector = session.native.inspector()
+    kernels = [d.kernel for d in inspector.plan(40)]
+    attention, head = kernels.index("attention_prefill_f16_64"), kernels.index("argmax_stage1")
+    token, dispatches = inspector.trace(np.array(prompt(40), np.int32), contents={attention, head})
+    logits = dispatches[head].before(0).view(np.float32)
+    assert int(np.argmax(logits[:1024])) == token
+    return private_and_shared()[0], dispatches[attention]
+
+
+def test_a_trace_copies_each_buffer_of_a_dispatch_once(model: Model) -> None:
+    """The pages of keys and of values are in one."""
+    gpu.set_history_depth(256)
+    with model.session() as session:
+        _, attention = traced(session)
+    copied = {"projected", "kv_pages", "rope_table", "att", *("logits", "candidates")}
+    copies = [buffer.label for buffer in gpu.history()].count("a download")
+    assert copies == 2 * len(copied)
+    keys, values, out = (attention.buffers.index(name) for name in ("keys", "values", "att"))
+    np.testing.assert_array_equal(attention.before(keys), attention.after(keys))
+    assert len(attention.after(keys)) > len(attention.after(values)) > 0
+    assert not np.array_equal(attention.before(out), attention.after(out))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])

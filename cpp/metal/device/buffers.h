@@ -73,30 +73,12 @@ class PassMemory {
 // PassMemory that no pass is using: as many as passes were in flight at the same time.
 class PassMemoryPool {
  public:
-  class Lease {
-   public:
-    Lease(PassMemoryPool& pool, std::unique_ptr<PassMemory> memory)
-        : pool_(pool), memory_(std::move(memory)) {}
-    ~Lease() {
-      if (memory_) pool_.put_back(std::move(memory_));
-    }
-    Lease(Lease&&) = default;
-    Lease(const Lease&) = delete;
-    Lease& operator=(const Lease&) = delete;
-    PassMemory& operator*() const { return *memory_; }
-
-   private:
-    PassMemoryPool& pool_;
-    std::unique_ptr<PassMemory> memory_;
-  };
-
-  Lease take();
+  // Returns to the pool, which must outlive it.
+  std::shared_ptr<PassMemory> take();
   void trim();                // frees the memory that no pass uses
   std::size_t bytes() const;  // that no pass uses
 
  private:
-  void put_back(std::unique_ptr<PassMemory> memory);
-
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<PassMemory>> idle_;
 };

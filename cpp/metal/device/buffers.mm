@@ -153,17 +153,20 @@ std::size_t PassMemory::bytes() const {
   return sum;
 }
 
-PassMemoryPool::Lease PassMemoryPool::take() {
-  const std::scoped_lock lock(mutex_);
-  if (idle_.empty()) return {*this, std::make_unique<PassMemory>()};
-  std::unique_ptr<PassMemory> memory = std::move(idle_.back());
-  idle_.pop_back();
-  return {*this, std::move(memory)};
-}
-
-void PassMemoryPool::put_back(std::unique_ptr<PassMemory> memory) {
-  const std::scoped_lock lock(mutex_);
-  idle_.push_back(std::move(memory));
+std::shared_ptr<PassMemory> PassMemoryPool::take() {
+  std::unique_ptr<PassMemory> memory;
+  {
+    const std::scoped_lock lock(mutex_);
+    if (!idle_.empty()) {
+      memory = std::move(idle_.back());
+      idle_.pop_back();
+    }
+  }
+  if (!memory) memory = std::make_unique<PassMemory>();
+  return {memory.release(), [this](PassMemory* used) {
+            const std::scoped_lock lock(mutex_);
+            idle_.emplace_back(used);
+          }};
 }
 
 void PassMemoryPool::trim() {

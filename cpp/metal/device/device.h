@@ -85,10 +85,10 @@ class Device {
     if (counters_) ++counters_->dispatches;
   }
 
-  // Copies between consecutive pieces on the host and places of any buffers.
+  // Copies between consecutive pieces on the host and pieces of any buffers.
   struct Piece {
-    View place;
-    std::size_t bytes;
+    __unsafe_unretained id<MTLBuffer> buffer;
+    std::size_t offset, bytes;
   };
   void upload(std::span<const Piece> to, const void* from) const { transfer(to, from, nullptr); }
   void download(std::span<const Piece> from, void* to) const { transfer(from, nullptr, to); }

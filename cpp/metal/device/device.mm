@@ -248,8 +248,8 @@ void Device::transfer(std::span<const Piece> pieces, const void* from, void* to)
     id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
     for (std::size_t staged = 0; staged < size;) {
       const std::size_t bytes = std::min(size - staged, piece->bytes - in_piece);
-      __unsafe_unretained const id<MTLBuffer> buffer = buffer_of(piece->place);
-      const std::size_t offset = piece->place.offset + in_piece;
+      __unsafe_unretained const id<MTLBuffer> buffer = piece->buffer;
+      const std::size_t offset = piece->offset + in_piece;
       [blit copyFromBuffer:from ? staging : buffer
                sourceOffset:from ? staged : offset
                    toBuffer:from ? buffer : staging

@@ -35,9 +35,11 @@ MetalEngine::MetalEngine(Model model, const EngineOptions& options)
       kernels_(device_, forward_.kernels(), forward_.cache_type(), options_.metal),
       rope_tables_(padded_),
       residency_(device_, options_.metal.resident_seconds, !options_.metal.is_measured),
-      store_(device_, residency_, forward_.page_layout(), options_.poison_cache),
-      states_(device_, residency_, forward_.state_layout(), options_.poison_cache),
-      memory_(store_, states_.layout().values > 0 ? &states_ : nullptr,
+      pages_(device_, residency_, slot_use_, "kv_pages", "the KV cache", forward_.page_layout().bytes,
+             options_.poison_cache),
+      states_(device_, residency_, slot_use_, "states", "states of recurrent layers",
+              std::max(forward_.state_layout().bytes(), std::size_t(16)), options_.poison_cache),
+      memory_(pages_, forward_.state_layout().values > 0 ? &states_ : nullptr,
               options_.kv_memory > 0 ? options_.kv_memory : default_kv_memory(device_, weights_),
               options_.prefix_memory) {
   weights_.wait_until_read();
@@ -46,8 +48,7 @@ MetalEngine::MetalEngine(Model model, const EngineOptions& options)
   if (residency_.bytes() > 0) {
     const std::uint32_t value = 0;
     id<MTLBuffer> buffer = device_.allocate("first work", sizeof value, Access::kGpu);
-    const Device::Piece piece = {view_of(buffer, BufferName::kResult), sizeof value};
-    device_.upload({&piece, 1}, &value);
+    device_.upload({{{buffer, 0, sizeof value}}}, &value);
   }
   kernels_.check(forward_.kernels([this](const KernelKey& key) { return kernels_.max_threads(key); }));
 }
@@ -55,15 +56,6 @@ MetalEngine::MetalEngine(Model model, const EngineOptions& options)
 std::vector<Dispatch> MetalEngine::plan(int tokens, int position) const {
   return record_prompt(forward_, tokens, position,
                        config().has_head ? RowOutput::kGreedy : RowOutput::kHidden);
-}
-
-std::vector<float> MetalEngine::intermediate(const Cache& cache, const std::string& name) const {
-  if (!device_.debug()) throw std::invalid_argument("intermediates are kept with METAL_PREFILL_DEBUG=1 only");
-  const auto intermediates = static_cast<const MetalCache&>(cache).intermediates;
-  const auto kept = intermediates ? intermediates->find(name) : MetalCache::Intermediates::const_iterator();
-  if (!intermediates || kept == intermediates->end())
-    throw std::invalid_argument("the last call left no intermediate '" + name + "'");
-  return kept->second;
 }
 
 void MetalEngine::add_call_stats(const CallCounters& counters, Stats& stats) const {

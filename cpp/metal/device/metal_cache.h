@@ -1,19 +1,16 @@
 // The cache of a session on the GPU.
 #pragma once
 
-#include "../../cache/paged_cache.h"
 #include "metal_engine.h"
 #include "sent_passes.h"
 #include "waits.h"
 
 namespace metal_prefill::metal {
 
-// The pages of a session, and, when debugging, the intermediate results of its last pass.
-class MetalEngine::MetalCache final : public PagedCache {
+// The pages of a session, and the pass that was sent ahead for it.
+class MetalEngine::MetalCache final : public Cache {
  public:
-  explicit MetalCache(MetalEngine& engine) : PagedCache(engine.memory_), metal_(engine) {
-    ++metal_.sessions_;
-  }
+  explicit MetalCache(MetalEngine& engine) : Cache(engine.memory_), metal_(engine) { ++metal_.sessions_; }
   ~MetalCache() override {
     drop_ahead();
     if (metal_.forked_ || gpu_is_lost()) return;
@@ -23,15 +20,15 @@ class MetalEngine::MetalCache final : public PagedCache {
   void reserve(int kept, int end, CallCounters& counters) override;
   void truncate(int positions) override {
     drop_ahead();
-    PagedCache::truncate(positions);
+    Cache::truncate(positions);
   }
   void share(const Cache& from, int positions) override {
     drop_ahead();
-    PagedCache::share(from, positions);
+    Cache::share(from, positions);
   }
   void adopt(std::vector<PageId> pages) override {
     drop_ahead();
-    PagedCache::adopt(std::move(pages));
+    Cache::adopt(std::move(pages));
   }
   void read(int layer, bool values, int positions, std::byte* out) const override;
   void write(int layer, bool values, int positions, const std::byte* in) override;
@@ -43,7 +40,7 @@ class MetalEngine::MetalCache final : public PagedCache {
   // chunk's state is then the one that the pass writes.
   std::unique_ptr<Ahead> take_ahead(Chunk& chunk);
   // The GPU may still run it and write to a page that another session takes now: later passes and blits wait
-  // for it (see KvPages::Hold).
+  // for it (see SlotUse).
   void drop_ahead() {
     // A forked process has no GPU to wait for, so it drops the passes of its parent; nor has one whose GPU is
     // lost.
@@ -54,15 +51,15 @@ class MetalEngine::MetalCache final : public PagedCache {
     ahead_.reset();
   }
 
-  using Intermediates = std::map<std::string, std::vector<float>>;
-  std::shared_ptr<const Intermediates> intermediates;
-
  private:
   struct PaddedRows {
     std::size_t count, bytes, padded_bytes;  // bytes of a row
   };
   PaddedRows heads_of(int layer, bool values, int positions) const;
   PaddedRows rows_of_state(int layer) const;
+  // Where keys or values of a layer, and its state, are.
+  std::vector<Slots::Range> ranges_of(int layer, bool values, int positions) const;
+  Slots::Range range_of(const StateRef& state, int layer, const PaddedRows& rows) const;
 
   MetalEngine& metal_;
   std::unique_ptr<Ahead> ahead_;

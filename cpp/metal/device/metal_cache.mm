@@ -52,37 +52,55 @@ void MetalEngine::MetalCache::reserve(int kept, int end, CallCounters& counters)
   if (ahead_ && kept < ahead_->position) drop_ahead();
   const AutoreleasePool pool;
   metal_.rope_tables_.reserve(metal_.device_.counting(counters), end);
-  PagedCache::reserve(kept, end, counters);
+  Cache::reserve(kept, end, counters);
 }
 
 // Rows are exported and imported without the dimensions that padding added to them.
 void MetalEngine::MetalCache::read(int layer, bool values, int positions, std::byte* out) const {
   metal_.require_unforked();
   without_padding(heads_of(layer, values, positions), out,
-                  [&](std::byte* to) { metal_.store_.read(pages(), layer, values, positions, to); });
+                  [&](std::byte* to) { metal_.pages_.read(ranges_of(layer, values, positions), to); });
 }
 
 void MetalEngine::MetalCache::write(int layer, bool values, int positions, const std::byte* in) {
   metal_.require_unforked();
   drop_ahead();
-  with_padding(heads_of(layer, values, positions), in,
-               [&](const std::byte* from) { metal_.store_.write(pages(), layer, values, positions, from); });
+  with_padding(heads_of(layer, values, positions), in, [&](const std::byte* from) {
+    metal_.pages_.write(ranges_of(layer, values, positions), from);
+  });
 }
 
 void MetalEngine::MetalCache::read_state(const StateRef& state, int layer, float* out) const {
   metal_.require_unforked();
   const PaddedRows rows = rows_of_state(layer);
-  const std::size_t values = rows.count * rows.padded_bytes / sizeof(float);
+  const Slots::Range range = range_of(state, layer, rows);
   without_padding(rows, reinterpret_cast<std::byte*>(out),
-                  [&](std::byte* to) { metal_.states_.read(state.slot(), layer, values, to); });
+                  [&](std::byte* to) { metal_.states_.read({&range, 1}, to); });
 }
 
 void MetalEngine::MetalCache::write_state(const StateRef& state, int layer, const float* in) {
   metal_.require_unforked();
   const PaddedRows rows = rows_of_state(layer);
-  const std::size_t values = rows.count * rows.padded_bytes / sizeof(float);
+  const Slots::Range range = range_of(state, layer, rows);
   with_padding(rows, reinterpret_cast<const std::byte*>(in),
-               [&](const std::byte* from) { metal_.states_.write(state.slot(), layer, values, from); });
+               [&](const std::byte* from) { metal_.states_.write({&range, 1}, from); });
+}
+
+std::vector<Slots::Range> MetalEngine::MetalCache::ranges_of(int layer, bool values, int positions) const {
+  const PageLayout::Place& place = metal_.forward_.page_layout()[layer];
+  const std::size_t start = values ? place.values : place.keys;
+  const std::size_t row = values ? place.value_row : place.key_row;
+  std::vector<Slots::Range> ranges;
+  for (int position = 0; position < positions; position += kPagePositions)
+    ranges.push_back({pages()[std::size_t(position / kPagePositions)], start,
+                      std::size_t(std::min(kPagePositions, positions - position)) * row});
+  return ranges;
+}
+
+Slots::Range MetalEngine::MetalCache::range_of(const StateRef& state, int layer,
+                                               const PaddedRows& rows) const {
+  const std::size_t first = metal_.forward_.state_layout().first[std::size_t(layer)];
+  return {state.slot(), first * sizeof(float), rows.count * rows.padded_bytes};
 }
 
 // Heads of K or V.

@@ -1,6 +1,9 @@
 #include "metal_encoder.h"
 
+#include <algorithm>
 #include <array>
+#include <map>
+#include <memory>
 #include <utility>
 
 #include "../plan/recorder.h"
@@ -47,23 +50,29 @@ void encode_step(__unsafe_unretained id<MTLComputeCommandEncoder> encoder, const
           threadsPerThreadgroup:MTLSizeMake(grid.threads, 1, 1)];
 }
 
+// A buffer is copied once for all of its views: the keys and the values of every layer are in one.
 std::vector<Contents> contents_of(const Device& device, std::span<const View> views) {
+  std::map<void*, std::shared_ptr<const std::vector<std::byte>>> copies;
   std::vector<Contents> found;
   for (const View& view : views) {
-    Contents& contents = found.emplace_back();
     id<MTLBuffer> buffer = buffer_of(view);
-    const std::size_t bytes = buffer.length - view.offset;
     // With Metal's validation layer, asking for the contents of a Private buffer ends the process.
     const bool is_private = buffer.storageMode == MTLStorageModePrivate;
     const auto* host = is_private ? nullptr : static_cast<const std::byte*>(buffer.contents);
     if (view.name == BufferName::kWeights) {
-      contents.weights = {host + view.offset, bytes};
-    } else if (host) {
-      contents.copy.assign(host + view.offset, host + view.offset + bytes);
-    } else {
-      contents.copy.resize(bytes);
-      device.download({{{view, bytes}}}, contents.copy.data());
+      found.push_back({{host + view.offset, buffer.length - view.offset}, nullptr});
+      continue;
     }
+    auto& copy = copies[view.buffer];
+    if (!copy) {
+      std::vector<std::byte> bytes(buffer.length);
+      if (host)
+        std::copy_n(host, bytes.size(), bytes.data());
+      else
+        device.download({{{buffer, 0, bytes.size()}}}, bytes.data());
+      copy = std::make_shared<const std::vector<std::byte>>(std::move(bytes));
+    }
+    found.push_back({std::span(*copy).subspan(view.offset), copy});
   }
   return found;
 }

@@ -5,53 +5,17 @@
 #include <memory>
 
 #include "../../base/fork_handler.h"
-#include "../../cache/cache_memory.h"
 #include "../../engine/inspection.h"
 #include "../plan/forward_pass.h"
 #include "../plan/recorder.h"
 #include "buffers.h"
 #include "device.h"
 #include "kernels.h"
-#include "kv_pages.h"
 #include "residency.h"
 #include "rope_tables.h"
-#include "state_slots.h"
+#include "slots.h"
 
 namespace metal_prefill::metal {
-
-// Pages and states, which belong to the holder as Slots::Hold describes it.
-class CacheHold {
- public:
-  CacheHold(KvPages& pages, StateSlots& states)
-      : page_layout_(pages.layout()), state_layout_(states.layout()), pages_(pages), states_(states) {}
-  bool is_in_use() const { return pages_.is_in_use(); }
-  void settle() {
-    pages_.settle();
-    states_.settle();
-  }
-  void sent(id<MTLCommandBuffer> last) {
-    pages_.sent(last);
-    states_.sent(last);
-  }
-  void finished(id<MTLCommandBuffer> sent) {
-    pages_.finished(sent);
-    states_.finished(sent);
-  }
-  // From the keys, and from the values, of a layer in the first page on.
-  LayerCache layer(int layer) const {
-    return {pages_.view(BufferName::kKeys, page_layout_[layer].keys),
-            pages_.view(BufferName::kValues, page_layout_[layer].values)};
-  }
-  // From the state of a layer in the first slot on.
-  View states(int layer) const {
-    return states_.view(BufferName::kStates, state_layout_.first[std::size_t(layer)] * sizeof(float));
-  }
-
- private:
-  const PageLayout& page_layout_;
-  const StateLayout& state_layout_;
-  Slots::Hold pages_, states_;
-};
 
 class MetalEngine final : public Engine, private PassInspector {
  public:
@@ -85,8 +49,7 @@ class MetalEngine final : public Engine, private PassInspector {
   }
 
   std::unique_ptr<Cache> make_cache(int max_context) override;
-  PrefixTree* prefixes() override { return &memory_.prefixes(); }
-  void check_fits(int positions) const override { memory_.pages().check_fits(positions); }
+  CacheMemory& memory() override { return memory_; }
   int pass_rows() const override { return forward_.pass_rows(); }
   // The host reads rows of the inputs of layers, so it must know the tokens of a pass.
   bool runs_ahead() const override { return config().per_layer_dim == 0; }
@@ -107,8 +70,8 @@ class MetalEngine final : public Engine, private PassInspector {
   bool shaders_were_compiled() const override { return kernels_.compiled(); }
   std::string no_matmul_tensor() const override { return device_.no_matmul_tensor(); }
   std::vector<Dispatch> plan(int tokens, int position) const override;
-  std::vector<float> intermediate(const Cache& cache, const std::string& name) const override;
 
+  class Buffers;
   class MetalCache;
   class SentPass;
   struct RequestedPass;
@@ -122,12 +85,10 @@ class MetalEngine final : public Engine, private PassInspector {
   void run_pass(std::span<Chunk* const> chunks, CallCounters& counters);
   void trace_pass(std::span<Chunk* const> chunks, CallCounters& counters);
   static std::vector<Chunk*> take_ahead(std::span<Chunk* const> chunks, std::vector<RequestedPass>& passes);
-  std::shared_ptr<SentPass> send_after(std::span<Chunk> chunks, CacheHold& cache, const SentPass& before);
+  std::shared_ptr<SentPass> send_after(std::span<Chunk> chunks, const SentPass& before);
   void fill(const PassTables& tables, const PassRows& rows, std::span<Chunk* const> chunks) const;
   void fill_layer_rows(const View& out, const PassRows& rows, std::span<Chunk* const> chunks) const;
   void deliver(const PassRows& rows, std::span<Chunk* const> chunks, const PassMemory& memory) const;
-  void keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks,
-                          const PassMemory& memory) const;
 
   const Device device_;
   const Model padded_;  // the model itself, if its dimensions suit the kernels
@@ -136,8 +97,8 @@ class MetalEngine final : public Engine, private PassInspector {
   const Kernels kernels_;
   RopeTables rope_tables_;
   Residency residency_;
-  KvPages store_;
-  StateSlots states_;
+  SlotUse slot_use_;
+  Slots pages_, states_;
   CacheMemory memory_;
   PassMemoryPool pass_memory_;
   std::atomic<int> sessions_{0};

@@ -30,7 +30,7 @@ void RopeTables::reserve(const Device& device, int positions) {
     if (values.empty()) values.resize(2);  // rope_dim may be 0, a buffer's length may not
     const std::size_t bytes = values.size() * sizeof(float);
     id<MTLBuffer> buffer = device.allocate(traits_of(BufferName::kRopeTable).label, bytes, Access::kGpu);
-    device.upload({{{view_of(buffer, BufferName::kRopeTable), bytes}}}, values.data());
+    device.upload({{{buffer, 0, bytes}}}, values.data());
     grown.push_back(buffer);
     grown_bytes += bytes;
   }

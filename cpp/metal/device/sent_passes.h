@@ -6,20 +6,21 @@
 
 namespace metal_prefill::metal {
 
-// A pass on the GPU, with everything that it uses there except the pages.
+// A pass on the GPU, with everything that it uses there except the pages and states. It is made and waited
+// for by the holder of SlotUse::mutex.
 class MetalEngine::SentPass {
  public:
   // `choices`: results of an earlier pass, which are the tokens of this one; null: the chunks have the
   // tokens.
-  SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, CacheHold& cache, id<MTLBuffer> choices);
+  SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, id<MTLBuffer> choices);
 
   // Waits for it and counts it, once. Throws DeviceError if the GPU failed, each time, and the error of an
   // interrupted wait.
-  void finish(CacheHold& cache, CallCounters& counters) {
+  void finish(SlotUse& use, CallCounters& counters) {
     if (!is_finished_) {
       try {
         encoder_.finish();
-        cache.finished(last_);
+        if (use.left == last_) use.left = nil;
         counters += counters_;
       } catch (const DeviceError&) {
         failure_ = std::current_exception();
@@ -29,12 +30,12 @@ class MetalEngine::SentPass {
     if (failure_) std::rethrow_exception(failure_);
   }
   const PassRows& rows() const { return rows_; }
-  const PassMemory& memory() const { return *lease_; }
+  const PassMemory& memory() const { return *memory_; }
 
  private:
   CallCounters counters_;
   const Device device_;  // which counts
-  const PassMemoryPool::Lease lease_;
+  const std::shared_ptr<PassMemory> memory_;
   [[maybe_unused]] const id<MTLBuffer> choices_;  // kept: its command buffers do not retain it
   const RopeTables::ByLayer rope_tables_;
   const PassRows rows_;

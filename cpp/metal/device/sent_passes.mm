@@ -10,34 +10,41 @@
 
 namespace metal_prefill::metal {
 
-namespace {
-
-// The buffers of a pass: pages of K and V, and activations from the pool.
-class MetalPassBuffers final : public PassBuffers {
+// The buffers of a pass: pages, states and activations.
+class MetalEngine::Buffers final : public PassBuffers {
  public:
   // `choices`: the results of the previous pass, or null.
-  MetalPassBuffers(const Device& device, PassMemory& memory, const CacheHold& cache,
-                   RopeTables::ByLayer rope_tables, id<MTLBuffer> choices)
-      : device_(device),
+  Buffers(const MetalEngine& engine, const Device& device, PassMemory& memory,
+          RopeTables::ByLayer rope_tables, id<MTLBuffer> choices)
+      : engine_(engine),
+        device_(device),
         memory_(memory),
-        cache_(cache),
         rope_tables_(std::move(rope_tables)),
         choices_(choices) {}
   View get(BufferName name, std::size_t bytes) override { return memory_.get(device_, name, bytes); }
-  LayerCache cache(int layer) override { return cache_.layer(layer); }
-  View states(int layer) override { return cache_.states(layer); }
+  LayerCache cache(int layer) override {
+    const PageLayout::Place& place = engine_.forward_.page_layout()[layer];
+    return {engine_.pages_.view(BufferName::kKeys, place.keys),
+            engine_.pages_.view(BufferName::kValues, place.values)};
+  }
+  View states(int layer) override {
+    const StateLayout& layout = engine_.forward_.state_layout();
+    return engine_.states_.view(BufferName::kStates, layout.first[std::size_t(layer)] * sizeof(float));
+  }
   View rope_table(int layer) override {
     return view_of((*rope_tables_)[std::size_t(layer)], BufferName::kRopeTable);
   }
   View choices() override { return choices_ ? view_of(choices_, BufferName::kResult) : View{}; }
 
  private:
+  const MetalEngine& engine_;
   const Device& device_;
   PassMemory& memory_;
-  const CacheHold& cache_;
   const RopeTables::ByLayer rope_tables_;
   const id<MTLBuffer> choices_;
 };
+
+namespace {
 
 std::string label_of(const PassRows& rows, std::span<Chunk* const> chunks) {
   const std::string tokens = std::to_string(rows.all.count) + " tokens ";
@@ -87,20 +94,19 @@ void MetalEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
     if (!together->empty()) run_pass(*together, counters);
 }
 
-MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, CacheHold& cache,
-                                id<MTLBuffer> choices)
+MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, id<MTLBuffer> choices)
     : device_(engine.device_.counting(counters_)),
-      lease_(engine.pass_memory_.take()),
+      memory_(engine.pass_memory_.take()),
       choices_(choices),
       rope_tables_(engine.rope_tables_.by_layer()),
       rows_(engine.forward_.rows_of(shapes_of(chunks))),
       encoder_(device_, engine.kernels_, label_of(rows_, chunks),
-               choices || cache.is_in_use() ? Gpu::kBusy : Gpu::kIdle) {
-  MetalPassBuffers buffers(device_, *lease_, cache, rope_tables_, choices);
+               choices || engine.slot_use_.left ? Gpu::kBusy : Gpu::kIdle) {
+  Buffers buffers(engine, device_, *memory_, rope_tables_, choices);
   engine.fill(engine.forward_.tables(rows_, buffers), rows_, chunks);
   engine.forward_.encode(encoder_, rows_, buffers);
   last_ = encoder_.send();
-  cache.sent(last_);
+  engine.slot_use_.left = last_;
 }
 
 void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
@@ -116,15 +122,13 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
   });
   std::vector<Chunk> after = goes_on ? chunks_after(chunks) : std::vector<Chunk>();
   std::shared_ptr<SentPass> next;
-  CacheHold cache(store_, states_);
-  if (!others.empty())
-    passes.push_back({std::make_shared<SentPass>(*this, others, cache, nil), std::move(others)});
+  const std::scoped_lock hold(slot_use_.mutex);
+  if (!others.empty()) passes.push_back({std::make_shared<SentPass>(*this, others, nil), std::move(others)});
   // The following pass finds its tokens in these rows.
   if (goes_on && std::equal(chunks.begin(), chunks.end(), passes[0].chunks.begin(), passes[0].chunks.end()))
-    next = send_after(after, cache, *passes[0].pass);
+    next = send_after(after, *passes[0].pass);
   for (const auto& [pass, asking] : passes) {
-    pass->finish(cache, counters);
-    if (device_.debug()) keep_intermediates(pass->rows(), asking, pass->memory());
+    pass->finish(slot_use_, counters);
     deliver(pass->rows(), asking, pass->memory());
   }
   if (!next) return;
@@ -163,22 +167,21 @@ std::vector<Chunk*> MetalEngine::take_ahead(std::span<Chunk* const> chunks,
 
 void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
   const Device device = device_.counting(counters);
-  const PassMemoryPool::Lease lease = pass_memory_.take();
+  const std::shared_ptr<PassMemory> memory = pass_memory_.take();
   for (Chunk* chunk : chunks) static_cast<MetalCache&>(*chunk->cache).drop_ahead();
-  CacheHold cache(store_, states_);
-  cache.settle();
-  MetalPassBuffers buffers(device, *lease, cache, rope_tables_.by_layer(), nil);
+  const std::scoped_lock hold(slot_use_.mutex);
+  slot_use_.settle();
+  Buffers buffers(*this, device, *memory, rope_tables_.by_layer(), nil);
   const PassRows rows = forward_.rows_of(shapes_of(chunks));
   fill(forward_.tables(rows, buffers), rows, chunks);
   TracingEncoder encoder(device, kernels_, *chunks[0]->trace);
   forward_.encode(encoder, rows, buffers);
-  if (device.debug()) keep_intermediates(rows, chunks, *lease);
-  deliver(rows, chunks, *lease);
+  deliver(rows, chunks, *memory);
 }
 
 // Sends the pass with the tokens that `before` chooses. Returns null if that fails: the present call does not
 // need the pass.
-std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk> chunks, CacheHold& cache,
+std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk> chunks,
                                                                const SentPass& before) {
   std::vector<TokenId> chosen(chunks.size(), -1);  // filled by the calls that request the pass, not here
   std::vector<Chunk*> pointers;
@@ -187,7 +190,7 @@ std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk> 
     pointers.push_back(&chunks[i]);
   }
   try {
-    return std::make_shared<SentPass>(*this, pointers, cache, before.memory().peek(BufferName::kResult));
+    return std::make_shared<SentPass>(*this, pointers, before.memory().peek(BufferName::kResult));
   } catch (const DeviceError&) {
     return nullptr;
   }
@@ -314,24 +317,6 @@ void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks,
                           [&](PooledOutput& pooled) { pooled.pool(states_of(run), padded_dim); }},
                chunks[std::size_t(run.chunk)]->output);
   }
-}
-
-void MetalEngine::keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks,
-                                     const PassMemory& memory) const {
-  auto all = std::make_shared<MetalCache::Intermediates>();
-  for (const ForwardPass::Intermediate& wanted : forward_.intermediates(rows)) {
-    const void* contents = memory.peek(wanted.name).contents;
-    std::vector<float>& kept = (*all)[traits_of(wanted.name).label];
-    if (wanted.precision == Precision::kF16) {
-      const auto* bits = static_cast<const std::uint16_t*>(contents);
-      for (std::size_t i = 0; i < wanted.elements; ++i) kept.push_back(half_to_float(bits[i]));
-    } else {
-      const auto* values = static_cast<const float*>(contents);
-      kept.assign(values, values + wanted.elements);
-    }
-  }
-  for (Chunk* chunk : chunks)
-    if (chunk) static_cast<MetalCache&>(*chunk->cache).intermediates = all;
 }
 
 }  // namespace metal_prefill::metal

@@ -84,14 +84,6 @@ class ForwardPass {
   // Largest number of rows of one pass; see Engine::pass_rows.
   int pass_rows() const { return config_.causal ? options_.chunk_tokens : config_.context_length; }
 
-  // A buffer as the pass left it, when debugging.
-  struct Intermediate {
-    BufferName name;
-    std::size_t elements;
-    Precision precision;
-  };
-  std::vector<Intermediate> intermediates(const PassRows& rows) const;
-
  private:
   // How a block ends.
   struct BlockOutput {

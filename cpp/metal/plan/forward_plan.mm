@@ -440,31 +440,6 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
   return a;
 }
 
-std::vector<ForwardPass::Intermediate> ForwardPass::intermediates(const PassRows& rows) const {
-  const auto elements = [](int n, int columns) { return std::size_t(n) * std::size_t(columns); };
-  const Rows all = all_rows(rows), wanted = wanted_rows(rows);
-  std::vector<Intermediate> kept = {
-      {BufferName::kX, elements(all.count, config_.dim), Precision::kF32},
-      {BufferName::kProjected, elements(all.count, projected_columns()), Precision::kF32}};
-  const auto without_empty = [&] {
-    std::erase_if(kept, [](const Intermediate& buffer) { return buffer.elements == 0; });
-    return kept;
-  };
-  if (wanted.count == 0) return without_empty();
-  // The head norms the rows of each output, at most kHeadRows at a time, in one place.
-  const auto [head_rows, path] = rows.logits.count > 0   ? std::pair(rows.logits.count, Path::kFewTokens)
-                                 : rows.greedy.count > 0 ? std::pair(rows.greedy.count, Path::kFewTokens)
-                                                         : std::pair(rows.scored.count, wanted.path);
-  const int last_rows = rows.logits.count > 0 ? head_rows : (head_rows - 1) % kHeadRows + 1;
-  kept.push_back({BufferName::kNormed, elements(last_rows, config_.dim), Rows{0, 0, path}.precision()});
-  kept.push_back({BufferName::kAtt, elements(wanted.count, att_dim_), wanted.precision()});
-  kept.push_back({BufferName::kFfn, elements(wanted.count, config_.ffn_dim), wanted.precision()});
-  if (rows.greedy.count > 0)
-    kept.push_back({BufferName::kLogits,
-                    elements((rows.greedy.count - 1) % kHeadRows + 1, config_.vocab_size), Precision::kF32});
-  return without_empty();
-}
-
 KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
   // A pass chooses kernels by its path, except for a matmul's tiles; at the last position, attention may be
   // split as well. So a pass of each path there uses every other kernel.
