@@ -22,7 +22,7 @@ std::string shape_text(std::int64_t rows, std::int64_t cols) {
 // `config` has the dimensions of the tensor's layer.
 void check_tensor(const Model& model, const Config& config, const TensorRow& row, const Tensor& t) {
   if (!t) {
-    if (row.needed()) throw std::invalid_argument("tensor for " + std::string(row.what) + " is missing");
+    if (row.needed()) throw std::invalid_argument("a tensor '" + std::string(row.name) + "' is missing");
     return;
   }
   const std::int64_t rows = groups_of(row.rows, config).length();
@@ -43,12 +43,6 @@ void check_tensor(const Model& model, const Config& config, const TensorRow& row
 
 void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(std::string("invalid configuration: ") + what);
-}
-
-// Per-layer lists are either empty or complete.
-template <typename T>
-bool per_layer(const std::vector<T>& values, int n_layers) {
-  return values.empty() || values.size() == std::size_t(n_layers);
 }
 
 }  // namespace
@@ -102,7 +96,6 @@ namespace {
 // equal heads.
 void check_layers(const Config& c) {
   const auto within = [&](const std::vector<int>& values, std::initializer_list<int> largest) {
-    require(per_layer(values, c.n_layers), "per-layer lists must name every layer");
     for (const int most : largest)
       require(std::all_of(values.begin(), values.end(), [&](int n) { return n >= 0 && n <= most; }),
               "the dimensions of a layer must be at most those of the model");
@@ -111,8 +104,6 @@ void check_layers(const Config& c) {
   within(c.layer_head_dim, {c.key_dim, c.value_dim});
   within(c.layer_rope_dim, {c.rope_dim});
   within(c.layer_ffn_dim, {c.ffn_dim});
-  require(per_layer(c.layer_cache, c.n_layers) && per_layer(c.layer_rope_freqs, c.n_layers),
-          "per-layer lists must name every layer");
   const bool differ = !(c.layer_kv_heads.empty() && c.layer_head_dim.empty() && c.layer_cache.empty());
   require(!differ || c.causal, "layers with heads of their own need a causal model");
   const auto of = [](const std::vector<int>& values, int layer) {
@@ -149,7 +140,13 @@ void validate(const Model& model) {
   };
   require(c.n_layers >= 0 && c.dim > 0 && c.ffn_dim >= 0 && c.vocab_size > 0 && c.context_length > 0,
           "dimensions, vocabulary and context length must be positive");
-  require(per_layer(c.layer_kinds, c.n_layers), "per-layer lists must name every layer");
+  const auto complete = [&](const auto&... lists) {
+    return ((lists.empty() || lists.size() == std::size_t(c.n_layers)) && ...);
+  };
+  require(complete(c.layer_uses_rope, c.layer_window, c.layer_rope_base, c.layer_rope_factor,
+                   c.layer_rope_freqs, c.layer_kinds, c.layer_cache, c.layer_kv_heads, c.layer_head_dim,
+                   c.layer_rope_dim, c.layer_ffn_dim, c.layer_feed_forwards),
+          "per-layer lists must name every layer");
   if (any_layer(has_attention)) {
     require(c.n_heads > 0 && c.n_kv_heads > 0 && c.n_heads % c.n_kv_heads == 0,
             "the number of heads must be a multiple of the number of key-value heads");
@@ -169,10 +166,6 @@ void validate(const Model& model) {
       "one divided by the other");
   require(c.rope_scaling != RopeScaling::kYarn || c.rope_original_context > 0,
           "YaRN scaling needs the original context length");
-  require(per_layer(c.layer_uses_rope, c.n_layers) && per_layer(c.layer_window, c.n_layers) &&
-              per_layer(c.layer_rope_base, c.n_layers) && per_layer(c.layer_rope_factor, c.n_layers) &&
-              per_layer(c.layer_feed_forwards, c.n_layers),
-          "per-layer lists must name every layer");
   check_layers(c);
   require(c.per_layer_dim >= 0 &&
               (c.per_layer_dim == 0 || c.n_layers <= std::numeric_limits<int>::max() / c.per_layer_dim),

@@ -32,15 +32,27 @@ bool has_rows_of(LayersOf layers, const Config& c, int layer) {
   throw std::logic_error("not a kind of layer");
 }
 
-Tensor* find_tensor(Model& model, std::string_view role, int layer) {
+Model without_tensors(const Config& config) {
+  constexpr int kMostLayers = 100000;
+  if (config.n_layers < 0 || config.n_layers > kMostLayers)
+    throw std::invalid_argument(std::to_string(config.n_layers) + " layers: a model has at most " +
+                                std::to_string(kMostLayers));
+  Model model;
+  model.config = config;
+  model.layers.resize(std::size_t(config.n_layers));
+  return model;
+}
+
+Tensor& tensor_at(Model& model, std::string_view role, int layer) {
   if (layer < 0) {
     for (const auto& [row, member] : kModelTensors)
-      if (row.role == role) return &(model.*member);
+      if (row.role == role) return model.*member;
   } else if (std::size_t(layer) < model.layers.size()) {
     for (const auto& [row, layers, member] : kLayerTensors)
-      if (row.role == role) return &(model.layers[std::size_t(layer)].*member);
+      if (row.role == role) return model.layers[std::size_t(layer)].*member;
   }
-  return nullptr;
+  throw std::invalid_argument("layer " + std::to_string(layer) + " has no place for tensor '" +
+                              std::string(role) + "'");
 }
 
 }  // namespace metal_prefill

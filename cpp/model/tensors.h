@@ -39,7 +39,6 @@ struct TensorRow {
   // Whether a file has it: "required", "optional", or the name of the trait of the architecture that decides,
   // a field of Architecture in Python.
   std::string_view presence;
-  std::string_view what;  // in messages
 
   // Whether the engines rely on it. A tensor that depends on a trait may be absent.
   bool needed() const { return presence == "required"; }
@@ -50,8 +49,8 @@ struct ModelTensor {
   Tensor Model::* member;
 };
 inline constexpr ModelTensor kModelTensors[] = {
-#define MODEL_TENSOR(member, name, kind, rows, cols, presence, what) \
-  {{#member, name, TensorKind::kind, Extent::rows, Extent::cols, presence, what}, &Model::member},
+#define MODEL_TENSOR(member, name, kind, rows, cols, presence) \
+  {{#member, name, TensorKind::kind, Extent::rows, Extent::cols, presence}, &Model::member},
 #include "tensors.inc"
 };
 
@@ -68,9 +67,9 @@ struct LayerTensor {
   Tensor LayerWeights::* member;
 };
 inline constexpr LayerTensor kLayerTensors[] = {
-#define LAYER_TENSOR(member, name, kind, rows, cols, presence, what)              \
-  {{#member, name, TensorKind::kind, Extent::rows, Extent::cols, presence, what}, \
-   LayersOf::LAYER_KIND,                                                          \
+#define LAYER_TENSOR(member, name, kind, rows, cols, presence)              \
+  {{#member, name, TensorKind::kind, Extent::rows, Extent::cols, presence}, \
+   LayersOf::LAYER_KIND,                                                    \
    &LayerWeights::member},
 #include "tensors.inc"
 };
@@ -88,7 +87,10 @@ void for_each_tensor(AnyModel& model, const Visit& visit) {
 // The filter of a layer's convolution, or a tensor that is absent.
 const Tensor& conv_filter(const LayerWeights& layer);
 
-// The place of a tensor by its role; layer -1 for tensors outside the layers. Null if there is no such place.
-Tensor* find_tensor(Model& model, std::string_view role, int layer);
+// A model without tensors. Throws std::invalid_argument for more layers than files have.
+Model without_tensors(const Config& config);
+// The place of a tensor by its role; layer -1 for tensors outside the layers. Throws std::invalid_argument if
+// there is no such place.
+Tensor& tensor_at(Model& model, std::string_view role, int layer);
 
 }  // namespace metal_prefill

@@ -30,23 +30,18 @@ namespace {
 // A model without weights: configuration, and the types and dimensions of its tensors.
 class ModelShape {
  public:
-  explicit ModelShape(const Config& config) {
-    model_.config = config;
-    if (config.n_layers < 0 || config.n_layers > 100000)
-      throw std::invalid_argument("n_layers is out of range");
-    model_.layers.resize(std::size_t(config.n_layers));
+  explicit ModelShape(const Config& config) : model_(without_tensors(config)) {
     // Tensors are distinguished by their addresses, which are never read.
     model_.mapping.data = reinterpret_cast<const std::byte*>(std::uintptr_t{1} << 30);  // NOLINT
   }
 
   void add(const std::string& role, int layer, std::uint32_t type, int rows, int cols) {
-    Tensor* slot = find_tensor(model_, role, layer);
-    if (!slot) throw std::invalid_argument("no slot for tensor '" + role + "'");
     if (rows < 1 || cols < 1)
       throw std::invalid_argument("tensor '" + role + "' has " + std::to_string(rows) + " rows and " +
                                   std::to_string(cols) + " columns");
     const std::size_t bytes = std::size_t(rows) * row_bytes(TensorType(type), std::size_t(cols));
-    *slot = {role, TensorType(type), rows, cols, model_.mapping.data + model_.mapping.bytes, bytes};
+    tensor_at(model_, role, layer) = {
+        role, TensorType(type), rows, cols, model_.mapping.data + model_.mapping.bytes, bytes};
     model_.mapping.bytes += round_up(bytes, 32);
   }
 

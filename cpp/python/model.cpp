@@ -45,22 +45,17 @@ void check_relative_rows(const Model& model) {
 // Collects views of the weights, checks them, and makes an engine of the model.
 class ModelBuilder {
  public:
-  ModelBuilder(const Config& config, ByteArray mapping, nb::object owner) {
-    model_.config = config;
-    if (config.n_layers < 0 || config.n_layers > 100000)
-      throw std::invalid_argument(std::to_string(config.n_layers) + " layers are more than 100000");
-    model_.layers.resize(std::size_t(config.n_layers));
+  ModelBuilder(const Config& config, ByteArray mapping, nb::object owner) : model_(without_tensors(config)) {
     model_.mapping = {reinterpret_cast<const std::byte*>(mapping.data()), mapping.shape(0),
                       keep_alive(std::move(owner))};
   }
 
   void add(const std::string& role, int layer, const std::string& name, std::uint32_t type, int rows,
            int cols, std::size_t offset, std::size_t bytes) {
-    Tensor* slot = find_tensor(model_, role, layer);
-    if (!slot) throw std::invalid_argument("no slot for tensor '" + name + "' (" + role + ")");
     if (offset > model_.mapping.bytes || bytes > model_.mapping.bytes - offset)
       throw std::invalid_argument("tensor '" + name + "' does not lie within the file");
-    *slot = {name, TensorType(type), rows, cols, model_.mapping.data + offset, bytes};
+    tensor_at(model_, role, layer) = {name, TensorType(type), rows, cols, model_.mapping.data + offset,
+                                      bytes};
   }
 
   // The result of packed_weights() of an engine of the same model.
@@ -169,9 +164,7 @@ void bind_model(nb::module_& m) {
            "The same model with the dimensions of one layer as those of all.")
       .def("caches", &Config::caches, "layer"_a, "Whether a layer has keys and values of its own.")
       .def("state_values", &Config::state_values, "layer"_a,
-           "Float32 values that a layer keeps of the tokens before a position; 0: it has no state.")
-      .def("conv_channels", &Config::conv_channels, "kind"_a,
-           "Channels of the convolution of layers of a kind.");
+           "Float32 values that a layer keeps of the tokens before a position; 0: it has no state.");
 
   nb::class_<TensorSpec>(m, "TensorSpec", "A tensor that a model may have.")
       .def_prop_ro(

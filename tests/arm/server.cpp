@@ -209,9 +209,7 @@ Config read_config(const std::string& text) {
 // Tensors: a line for each with role, layer, name, type, rows, columns, offset and bytes.
 void open_model(const std::string& path, const std::string& config, const std::string& tensors, int threads,
                 int chunk_tokens, const std::string& compute) {
-  Model model;
-  model.config = read_config(config);
-  model.layers.resize(std::size_t(model.config.n_layers));
+  Model model = without_tensors(read_config(config));
   model.mapping = map_file(path);
   std::istringstream in(tensors);
   std::string role;
@@ -223,9 +221,7 @@ void open_model(const std::string& path, const std::string& config, const std::s
     in >> tensor.name >> type >> tensor.rows >> tensor.cols >> offset >> tensor.bytes;
     tensor.type = TensorType(type);
     tensor.data = model.mapping.data + offset;
-    Tensor* slot = find_tensor(model, role, layer);
-    expect(slot, "no slot for a tensor");
-    *slot = tensor;
+    tensor_at(model, role, layer) = tensor;
   }
   validate(model);
   session.reset();

@@ -20,7 +20,7 @@ struct LayerLinear {
   bool is_exact() const { return rows == Extent::kExperts; }
 };
 constexpr LayerLinear kLayerLinears[] = {
-#define LAYER_MATRIX(member, name, rows, cols, presence, what) \
+#define LAYER_MATRIX(member, name, rows, cols, presence) \
   {&LayerWeights::member, &CpuLayer::member, Extent::rows, Extent::cols},
 #include "../../model/tensors.inc"
 };
@@ -30,7 +30,7 @@ struct LayerExperts {
   Extent cols;
 };
 constexpr LayerExperts kLayerExperts[] = {
-#define LAYER_EXPERTS(member, name, rows, cols, presence, what) \
+#define LAYER_EXPERTS(member, name, rows, cols, presence) \
   {&LayerWeights::member, &CpuLayer::member, Extent::cols},
 #include "../../model/tensors.inc"
 };
