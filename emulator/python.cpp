@@ -211,8 +211,4 @@ void bind_emulator(nb::module_& m) {
   m.def("take_violations", &take_violations);
 }
 
-nb::object make_dispatch_counter() {
-  return *sanitizer() ? nb::none() : nb::cast(DispatchCounter());
-}
-
 }  // namespace metal_emulator

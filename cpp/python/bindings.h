@@ -19,7 +19,7 @@ void bind_texts(nanobind::module_& m);
 void bind_sessions(nanobind::module_& m);
 // Recorded passes of the Metal engine, in every build: dispatches, and how to read them.
 void bind_recordings(nanobind::module_& m);
-// What the processor can do: its kernel sets, and limits to be timed.
+// What the processor can do: its kernel sets.
 void bind_machine(nanobind::module_& m);
 
 // Raises the class of metal_prefill.errors for a C++ exception, if it has one.

@@ -67,11 +67,8 @@ NB_MODULE(_core, m) {
   bind_texts(m);
   bind_recordings(m);
   bind_sessions(m);
-  nb::module_ machine =
-      m.def_submodule("cpu", "What the processor can do: kernel sets, and limits to be timed.");
+  nb::module_ machine = m.def_submodule("cpu", "What the processor can do: its kernel sets.");
   bind_machine(machine);
-  constexpr const char* kDispatchCounter =
-      "Return a counter of the bytes that dispatches read and write; None where they cannot be counted.";
   m.attr("compiler") = __VERSION__;
   m.def("metal_device", &metal_device, nb::call_guard<nb::gil_scoped_release>(),
         "Facts about the GPU; only `problem` where device 'metal' cannot be used.");
@@ -119,10 +116,8 @@ NB_MODULE(_core, m) {
   m.attr("has_emulator") = true;
   nb::module_ emulator = m.def_submodule("emulator", "Introspection of the Metal emulator.");
   metal_emulator::bind_emulator(emulator);
-  m.def("dispatch_counter", &metal_emulator::make_dispatch_counter, kDispatchCounter);
 #else
   m.attr("has_emulator") = false;
-  m.def("dispatch_counter", [] { return nb::object(nb::none()); }, kDispatchCounter);
 #endif
   m.def(
       "dequantize",

@@ -44,9 +44,9 @@ def counted(
     model: Model, decode: int = 0, prompt: int = PROMPT
 ) -> list[tuple[Any, dict[str, dict[str, int]]]]:
     """Trace tokens, and pair each dispatch with what the emulator counts of its bindings, by name."""
-    counter: Any = _core.dispatch_counter() if runs_on_host(model.device) else None
-    if counter is None:
+    if not runs_on_host(model.device) or _core.emulator.sanitizer:
         pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
+    counter = _core.emulator.DispatchCounter()
     found = []
     with model.session() as session, counter:
         tokens = list(range(1, prompt + 1))

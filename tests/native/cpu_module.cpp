@@ -138,6 +138,14 @@ void bind_kernels(nb::module_& m) {
         "window"_a, "scale"_a, "first"_a, "count"_a, "out"_a, "sinks"_a, "exact"_a = false,
         "both_ways"_a = false, "key_multiple"_a = 0, "by_splits"_a = false,
         "Attention of one group of heads; sinks may be empty.");
+  nb::class_<Workload>(m, "Workload", "A step of the engine, or a limit of the machine, to be timed.")
+      .def("run", &Workload::run, "repetitions"_a, nb::call_guard<GilRelease>(),
+           "Seconds that the repetitions take.")
+      .def_ro("multiply_adds", &Workload::multiply_adds, "Products of one repetition.")
+      .def_ro("bytes", &Workload::bytes, "Bytes of weights that one repetition reads.");
+  m.def("peak_workload", peak_workload, "set"_a, "what"_a, "threads"_a,
+        "Products in registers (int8, float32, bfloat16) or reading of memory.");
+  m.def("peaks", peaks, "set"_a, "Names of the limits that a set has.");
   m.def("product_workload", product_workload, "set"_a, "type"_a, "rows"_a, "cols"_a, "tokens"_a, "threads"_a,
         "compute"_a = "int8", "A matrix by a chunk of activations, weights from memory.");
   m.def("attention_workload", attention_workload, "set"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,

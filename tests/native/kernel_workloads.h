@@ -1,14 +1,39 @@
-// Single steps of the engine, each timed on a separate team: `make bench-kernels` measures them.
+// Single steps of the engine and the limits of the machine, each timed on a separate team:
+// tools/measure/bench_kernels.py compares them.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
-#include "cpu/workload.h"
+#include "cpu/threads.h"
 
 namespace metal_prefill::cpu {
 
+class Workload {
+ public:
+  // `body` does the i-th repetition on each thread of the team.
+  Workload(int threads, std::function<void(Worker&, int i)> body, double multiply_adds, double bytes)
+      : multiply_adds(multiply_adds), bytes(bytes), team_(threads), body_(std::move(body)) {}
+
+  const double multiply_adds, bytes;  // of a repetition: products, and bytes of weights that it reads
+
+  // Seconds that `repetitions` take.
+  double run(int repetitions);
+
+ private:
+  Team team_;
+  std::function<void(Worker&, int i)> body_;
+  int next_ = 0;
+};
+
+// Names of the limits that a set has: products in registers of "int8", "float32" and perhaps "bfloat16", and
+// "memory" that is read.
+std::vector<std::string> peaks(const std::string& set);
+std::unique_ptr<Workload> peak_workload(const std::string& set, const std::string& what, int threads);
 // One matrix by `tokens` activations, with enough weights that they come from memory, as in a model.
 // `compute`: "int8" or "bf16".
 std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,

@@ -33,7 +33,7 @@ LIMIT_S = 1e-3  # of each limit, before and after it
 
 
 class Timed(Protocol):
-    """Work that can be timed: see `_core.cpu.Workload`."""
+    """Work that can be timed: `_cpu_testing.Workload`."""
 
     @property
     def multiply_adds(self) -> float:
@@ -81,6 +81,11 @@ def measure(
     return [spread(values) for values in zip(*found, strict=True)]
 
 
+def testing_module() -> Any:
+    """Return the extension of builds for tests and benchmarks."""
+    return importlib.import_module("_cpu_testing")
+
+
 def cases(
     isa: str,
     types: Sequence[str],
@@ -90,8 +95,8 @@ def cases(
     compute: str,
 ) -> Iterator[tuple[str, str, int, Callable[[], Timed]]]:
     """Yield each step's name, the limit of its arithmetic, its number of tokens, and how to make it."""
-    steps: Any = importlib.import_module("_cpu_testing")
-    pairs = "bfloat16" in _core.cpu.peaks(isa)
+    steps = testing_module()
+    pairs = "bfloat16" in steps.peaks(isa)
     for name in types:
         kind = GGMLQuantizationType[name]
         block, _ = GGML_QUANT_SIZES[kind]
@@ -135,9 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     isa = options.isa or _core.cpu.kernel_sets()[0]
     rows: list[tuple[str, ...]] = []
     for threads in options.threads or sorted({1, _machine.available_threads()}):
-        limits = {
-            name: limit_of(_core.cpu.peak_workload(isa, name, threads)) for name in _core.cpu.peaks(isa)
-        }
+        steps = testing_module()
+        limits = {name: limit_of(steps.peak_workload(isa, name, threads)) for name in steps.peaks(isa)}
         try:
             for kernel, limit, n, make in cases(
                 isa, options.types, options.shapes, options.tokens, threads, options.compute
