@@ -53,15 +53,15 @@ void release(void* p, std::size_t bytes) {
 
 }  // namespace
 
-Buffer::Buffer(std::size_t bytes, const char* what) : bytes_(bytes) {
+Buffer::Buffer(std::size_t bytes, const char* what) : memory_(nullptr, Release{bytes}) {
   if (bytes == 0) return;
-  data_ = static_cast<std::byte*>(allocate(bytes));
-  if (!data_)
+  memory_.reset(static_cast<std::byte*>(allocate(bytes)));
+  if (!memory_)
     throw DeviceError("cannot allocate " + std::to_string(bytes) + " bytes for " + std::string(what));
 }
 
-Buffer::~Buffer() {
-  if (data_) release(data_, bytes_);
+void Buffer::Release::operator()(std::byte* memory) const {
+  release(memory, bytes);
 }
 
 }  // namespace metal_prefill::cpu

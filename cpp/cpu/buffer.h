@@ -3,8 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
-#include <utility>
+#include <memory>
 
 #include "../base/rounding.h"
 
@@ -17,25 +16,20 @@ class Buffer {
   Buffer() = default;
   // Throws DeviceError naming `what` and the size.
   Buffer(std::size_t bytes, const char* what);
-  Buffer(Buffer&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-  Buffer& operator=(Buffer&& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-    return *this;
-  }
-  ~Buffer();
 
-  std::byte* data() const { return data_; }
-  std::size_t bytes() const { return bytes_; }
+  std::byte* data() const { return memory_.get(); }
+  std::size_t bytes() const { return memory_.get_deleter().bytes; }
   template <typename T>
   T* as() const {
-    return reinterpret_cast<T*>(data_);
+    return reinterpret_cast<T*>(data());
   }
 
  private:
-  std::byte* data_ = nullptr;
-  std::size_t bytes_ = 0;
+  struct Release {
+    std::size_t bytes;
+    void operator()(std::byte* memory) const;
+  };
+  std::unique_ptr<std::byte[], Release> memory_;
 };
 
 }  // namespace metal_prefill::cpu

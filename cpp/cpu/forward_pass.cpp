@@ -133,6 +133,11 @@ NormedRows ForwardPass::as_it_is(const Context& c, int rows) {
   return normalize(c, work_.x, stream_norm(kNoTensor, kNoTensor), 0, rows, work_.normed);
 }
 
+// The input of the first products of a layer.
+NormedRows ForwardPass::attention_input(const Context& c, const LayerWeights& m, int rows) {
+  return normalize(c, work_.x, stream_norm(m.attn_norm, m.attn_norm_bias), 0, rows, work_.normed);
+}
+
 // Stores K, V and states of all rows, and computes the wanted rows, which become the first of x.
 void ForwardPass::run_layer(const Context& c, int layer, const Rows& all, const Rows& wanted) {
   if (all.count() == 0) return;
@@ -254,8 +259,7 @@ ForwardPass::BlockOutput ForwardPass::short_convolution(const Context& c, int la
   const CpuLayer& w = weights_.layer(layer);
   const int n = all_.count(), n_wanted = wanted.count();
   const ConvStep step = conv_step(layer, work_.recurrent_in);
-  multiply(c, {{w.conv_in, step.in}},
-           normalize(c, work_.x, stream_norm(m.attn_norm, m.attn_norm_bias), 0, n, work_.normed), n);
+  multiply(c, {{w.conv_in, step.in}}, attention_input(c, m, n), n);
   causal_conv(c, step, all_.rows, wanted.rows, work_.conv);
   if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
   return {w.conv_out, kNoTensor, m.post_attn_norm, work_.conv};
@@ -273,8 +277,7 @@ ForwardPass::BlockOutput ForwardPass::scan(const Context& c, int layer, const Ro
                          .projected = work_.recurrent_in,
                          .convolved = work_.convolved.f32,
                          .out = work_.scanned};
-  multiply(c, {{w.scan_in, step.projected}},
-           normalize(c, work_.x, stream_norm(m.attn_norm, m.attn_norm_bias), 0, n, work_.normed), n);
+  multiply(c, {{w.scan_in, step.projected}}, attention_input(c, m, n), n);
   const bool attends = has_attention(config_.kind(layer));
   if (attends) {
     const BlockOutput attended = attention(c, layer, all_, wanted);
@@ -305,7 +308,7 @@ ForwardPass::BlockOutput ForwardPass::delta_rule(const Context& c, int layer, co
                           .rates = alpha,
                           .out = work_.scanned};
   multiply(c, {{w.delta_gate, gate}, {w.delta_qkv, qkv}, {w.delta_alpha, alpha}, {w.delta_beta, beta}},
-           normalize(c, work_.x, stream_norm(m.attn_norm, m.attn_norm_bias), 0, n, work_.normed), n);
+           attention_input(c, m, n), n);
   gated_delta(c, step, all_.rows, sequences_);
   if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
   const Norm of_heads = {m.delta_norm, kNoTensor, config_.scan_value_dim, config_.norm_eps, NormKind::kRms};
@@ -353,15 +356,12 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
   const Product q = {.weight = w.wq, .out = step.q, .bias = &m.bq};
   const Product k = {.weight = w.wk, .out = step.k, .bias = &m.bk, .part = CachePart::kKeys};
   const Product v = {.weight = w.wv, .out = step.v, .bias = &m.bv, .part = CachePart::kValues};
-  const auto normed = [&](int rows) {
-    return normalize(c, work_.x, stream_norm(m.attn_norm, m.attn_norm_bias), 0, rows, work_.normed);
-  };
   const int n = all.count(), n_wanted = wanted.count();
-  if (!config_.caches(step.layer)) return multiply(c, {q}, normed(n), n, &items);
+  if (!config_.caches(step.layer)) return multiply(c, {q}, attention_input(c, m, n), n, &items);
   const CacheWriter cache(step, all.rows, key_blocks_, work_.cache_done);
   // A norm of the stream itself has filled work_.normed already.
   const bool ready = step.layer > 0 && m.attn_residual_norm;
-  const NormedRows input = ready ? NormedRows(work_.normed) : normed(n);
+  const NormedRows input = ready ? NormedRows(work_.normed) : attention_input(c, m, n);
   if (n_wanted == n)
     multiply(c, {q, k, v}, input, n, &items, &cache);
   else
@@ -370,7 +370,7 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
   if (n_wanted == n || n_wanted == 0) return;
   keep_rows(c, work_.x, config_.dim, wanted.rows);
   keep_rows(c, work_.inputs, config_.n_layers * config_.per_layer_dim, wanted.rows);
-  multiply(c, {q}, normed(n_wanted), n_wanted);
+  multiply(c, {q}, attention_input(c, m, n_wanted), n_wanted);
 }
 
 // x += w * in, or x += norm(w * in) in a model with norms after its blocks.

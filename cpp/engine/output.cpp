@@ -4,7 +4,7 @@
 #include <array>
 #include <cmath>
 #include <string>
-#include <type_traits>
+#include <utility>
 
 #include "../base/errors.h"
 
@@ -14,16 +14,6 @@ namespace {
 
 Choices part_of(const Choices& choices, std::size_t first, std::size_t count) {
   return {choices.chosen.subspan(first, count), choices.drafts, choices.first + int(first)};
-}
-
-template <typename AnyOutput>
-auto* find_choices(AnyOutput& output) {
-  using Found = std::conditional_t<std::is_const_v<AnyOutput>, const Choices, Choices>;
-  return std::visit(
-      Overloaded{[](OneOf<GreedyOutput, SampledOutput> auto& chosen) -> Found* { return &chosen.choices; },
-                 [](OneOf<NoOutput, LogitsOutput, LogProbsOutput, HiddenOutput, PooledOutput> auto&)
-                     -> Found* { return nullptr; }},
-      output);
 }
 
 // Sums of columns in double precision, the rows in their order. So few fit in registers.
@@ -100,12 +90,16 @@ Output part_of(const Output& output, int first, int count) {
       output);
 }
 
-Choices* choices_of(Output& output) {
-  return find_choices(output);
+const Choices* choices_of(const Output& output) {
+  return std::visit(
+      Overloaded{[](const OneOf<GreedyOutput, SampledOutput> auto& chosen) { return &chosen.choices; },
+                 [](const OneOf<NoOutput, LogitsOutput, LogProbsOutput, HiddenOutput, PooledOutput> auto&)
+                     -> const Choices* { return nullptr; }},
+      output);
 }
 
-const Choices* choices_of(const Output& output) {
-  return find_choices(output);
+Choices* choices_of(Output& output) {
+  return const_cast<Choices*>(choices_of(std::as_const(output)));
 }
 
 void check_results(const Output& output, int position, std::size_t vocab_size) {

@@ -22,22 +22,12 @@ using namespace nb::literals;
 namespace metal_prefill::python {
 namespace {
 
-// How the hidden states of a text become its result.
-using MakeOutput = Output (*)(float* result, int rows, int dim);
-
-MakeOutput output_of(const std::string& pooling) {
-  if (pooling == "none")
-    return [](float* result, int rows, int dim) -> Output { return HiddenOutput{result, rows, dim, true}; };
-  if (pooling == "last")
-    return [](float* result, int, int dim) -> Output { return HiddenOutput{result, 1, dim, true}; };
-  if (pooling == "mean")
-    return [](float* result, int rows, int dim) -> Output {
-      return PooledOutput{PooledOutput::Kind::kMean, result, rows, dim};
-    };
-  if (pooling == "cls")
-    return [](float* result, int rows, int dim) -> Output {
-      return PooledOutput{PooledOutput::Kind::kFirst, result, rows, dim};
-    };
+// The result of a text, made of its hidden states.
+Output output_of(const std::string& pooling, float* result, int rows, int dim) {
+  if (pooling == "none") return HiddenOutput{result, rows, dim, true};
+  if (pooling == "last") return HiddenOutput{result, 1, dim, true};
+  if (pooling == "mean") return PooledOutput{PooledOutput::Kind::kMean, result, rows, dim};
+  if (pooling == "cls") return PooledOutput{PooledOutput::Kind::kFirst, result, rows, dim};
   throw std::invalid_argument("pooling of a text is none, mean, cls or last, not '" + pooling + "'");
 }
 
@@ -51,7 +41,6 @@ class Texts final : public Computation {
         tokens_(std::move(tokens)),
         values_(std::size_t(scratch_.engine->config().dim) *
                 (pooling == "none" ? tokens_.shape(0) : lengths.shape(0))) {
-    const MakeOutput make_output = output_of(pooling);
     const int dim = scratch_.engine->config().dim;
     if (expansions && expansions->shape(0) != lengths.shape(0))
       throw std::invalid_argument("there are " + std::to_string(expansions->shape(0)) + " expansions for " +
@@ -66,7 +55,7 @@ class Texts final : public Computation {
       Request& request = requests_.emplace_back();
       request.scratch = &scratch_;
       request.tokens = left.first(std::size_t(length));
-      request.output = make_output(result, int(length), dim);
+      request.output = output_of(pooling, result, int(length), dim);
       request.expansion = {expansions ? view(*expansions)[text] : 0, seen};
       left = left.subspan(request.tokens.size());
       result += dim * (pooling == "none" ? length : 1);

@@ -178,8 +178,6 @@ class ForwardPass {
   Activations activations(const PassRows& rows, PassBuffers& buffers) const;
   // Whether the norm is part of the products that follow.
   bool fuses_norm(const Norm& norm, const Rows& rows) const;
-  // Whether all heads of q, and of k, of a token are normed together.
-  bool norms_rows_of_qk(const Layer& w) const;
   RopeArgs rope_args(int layer, bool skip_queries) const;
   AttentionArgs attention_args(int layer) const;
   RelativeScoresArgs relative_args(const AttentionArgs& attention, const PassRows& rows) const;
@@ -211,10 +209,9 @@ class ForwardPass {
   // The same as `normalized`, after a block.
   View normalized_after(const Pass& pass, const BlockOutput& output, const Norm& norm, const View& x,
                         const Rows& rows) const;
+  // Norms all heads of q, and of k, of a token together.
   void norm_rows_of_qk(const Pass& pass, int layer) const;
-  // Input of normed_projections: x itself if the norm is part of the products.
-  View input_of_projections(Encoder& e, const Norm& norm, const View& x, const View& normed,
-                            const Rows& rows) const;
+  // `input` is x itself if the norm is part of the products.
   void normed_projections(Encoder& e, const Norm& norm, const std::vector<Projection>& projections,
                           const View& input, const StridedRows& y, const Rows& rows) const;
   void project(Encoder& e, const Projection& w, const View& x, const StridedRows& y, const Rows& rows,

@@ -31,8 +31,7 @@ void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers)
 
 Sequences ForwardPass::sequences(const Pass& pass, const Part& part, int layer) const {
   const PassPart& rows = part.part;
-  const PassPart::Tiles tiles =
-      rows.tiles.empty() ? PassPart::Tiles{} : rows.tiles[tile_shape_of_[std::size_t(layer)]];
+  const PassRange tiles = rows.tiles.empty() ? PassRange{} : rows.tiles[tile_shape_of_[std::size_t(layer)]];
   return {
       .part = rows,
       .rows = pass.tables.rows.at(std::size_t(rows.first) * sizeof(PassRow)),
@@ -149,7 +148,7 @@ void ForwardPass::project_in(const Pass& pass, int layer, const Rows& rows) cons
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
   const View x = a.x.row(std::size_t(rows.first), config_.dim);
-  const View input = input_of_projections(pass.e, w.attn_norm, x, a.normed, rows);
+  const View input = fuses_norm(w.attn_norm, rows) ? x : normalized(pass.e, w.attn_norm, x, a.normed, rows);
   const Encoder::Overlap overlap(pass.e);
   normed_projections(pass.e, w.attn_norm, w.in, input, {a.projected, projected_row(layer).stride}, rows);
 }
@@ -260,7 +259,7 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& in, const Part& w
   const RopeInputs rope_inputs = {w.bias.or_any(table), w.q_norm.weight.or_any(table),
                                   w.k_norm.weight.or_any(table), table};
 
-  if (norms_rows_of_qk(w)) norm_rows_of_qk(pass, layer);
+  if (config_.qk_norm_place == QkNormPlace::kRows) norm_rows_of_qk(pass, layer);
   const RopeArgs rope = rope_args(layer, rows.count == 0);
   const bool rope_with_attention = rotates_in_attention(pass, in, wanted);
   if (!rope_with_attention && has_state_space(config_.kind(layer)))
@@ -309,6 +308,7 @@ bool ForwardPass::rotates_in_attention(const Pass& pass, const Part& in, const P
 
 void ForwardPass::norm_rows_of_qk(const Pass& pass, int layer) const {
   const Layer& w = layers_[std::size_t(layer)];
+  if (!w.q_norm.weight && !w.k_norm.weight) return;
   const ProjectedRow row = projected_row(layer);
   const View q = pass.a.projected.row(1, row.qkv), k = q.row(1, config_.n_heads * config_.key_dim);
   const Encoder::Overlap overlap(pass.e);
@@ -348,11 +348,11 @@ void ForwardPass::experts(const Pass& pass, const Layer& w, const View& input, c
   ops::choose_experts(e, w.router, w.ffn_norm, x, a.routes, n, config_.router_score == RouterScore::kSigmoid,
                       config_.normalize_routes, config_.route_scale);
   if (rows.path == Path::kFewTokens) {
-    ops::matvec_experts_swiglu(e, w.experts_up, input, a.routes, a.expert_ffn, n, activation_);
+    ops::matvec_experts(e, w.experts_up, input, a.routes, a.expert_ffn, n, activation_);
     ops::matvec_experts(e, w.experts_down, a.expert_ffn, a.routes, a.expert_out, n);
   } else {
     ops::sort_routes(e, a.routes, n);
-    ops::matmul_experts_swiglu(e, w.experts_up, input, a.routes, a.expert_ffn, n, activation_);
+    ops::matmul_experts(e, w.experts_up, input, a.routes, a.expert_ffn, n, activation_);
     ops::matmul_experts(e, w.experts_down, a.expert_ffn, a.routes, a.expert_out, n);
   }
   if (!w.dense.gate_up.empty()) dense(pass, w.dense, {}, input, x, rows);
@@ -376,11 +376,6 @@ bool ForwardPass::leaves_normed(const BlockOutput& output, const Rows& rows) con
 View ForwardPass::normalized_after(const Pass& pass, const BlockOutput& output, const Norm& norm,
                                    const View& x, const Rows& rows) const {
   return leaves_normed(output, rows) ? pass.a.normed : normalized(pass.e, norm, x, pass.a.normed, rows);
-}
-
-View ForwardPass::input_of_projections(Encoder& e, const Norm& norm, const View& x, const View& normed,
-                                       const Rows& rows) const {
-  return fuses_norm(norm, rows) ? x : normalized(e, norm, x, normed, rows);
 }
 
 void ForwardPass::normed_projections(Encoder& e, const Norm& norm, const std::vector<Projection>& projections,
@@ -474,11 +469,11 @@ void ForwardPass::deliver_logits(const Pass& pass) const {
 }
 
 void ForwardPass::deliver_hidden(const Pass& pass) const {
-  const PassRows::Range &hidden = pass.rows.hidden, &residual = pass.rows.residual;
+  const PassRange &hidden = pass.rows.hidden, &residual = pass.rows.residual;
   const std::size_t count = std::size_t(hidden.count + residual.count);
   if (count == 0) return;
   const View out = pass.buffers.get(BufferName::kHidden, count * std::size_t(config_.dim) * sizeof(float));
-  const auto deliver = [&](const Norm& norm, const PassRows::Range& rows, int at) {
+  const auto deliver = [&](const Norm& norm, const PassRange& rows, int at) {
     if (rows.count > 0)
       ops::norm(pass.e, norm, pass.a.x.row(std::size_t(rows.first), config_.dim),
                 out.row(std::size_t(at), config_.dim), rows.count, Precision::kF32);

@@ -301,10 +301,6 @@ bool ForwardPass::fuses_norm(const Norm& norm, const Rows& rows) const {
          norm.kind == NormKind::kRms;
 }
 
-bool ForwardPass::norms_rows_of_qk(const Layer& w) const {
-  return config_.qk_norm_place == QkNormPlace::kRows && (w.q_norm.weight || w.k_norm.weight);
-}
-
 AttentionArgs ForwardPass::attention_args(int layer) const {
   const Config& own = layer_configs_[layer];
   return {.n_heads = u32_t(own.n_heads),

@@ -1,6 +1,8 @@
 // One function for each kernel: its inputs and outputs, and, in the source files, its dispatch geometry.
 #pragma once
 
+#include <optional>
+
 #include "encoder.h"
 
 namespace metal_prefill::metal {
@@ -129,17 +131,13 @@ void choose_experts(Encoder& e, const Router& router, const Norm& norm, const Vi
                     int tokens, bool sigmoid, bool normalize, float scale);
 // Sorts routes by expert, for matmul_experts.
 void sort_routes(Encoder& e, const Routes& routes, int tokens);
-// Products of each route with the weights of its expert; x has rows of tokens for those with SwiGLU, which
-// activate up alone without a gate, otherwise of routes. Those of matvec are bit-identical for any number of
-// tokens.
-void matvec_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
-                           const View& y, int tokens, u32_t activation);
+// Products of each route with the weights of its expert. With an activation, those of gate and up, or of up
+// alone, are activated, and x has rows of tokens; otherwise it has rows of routes. Those of matvec are
+// bit-identical for any number of tokens.
 void matvec_experts(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
-                    const View& y, int tokens);
-void matmul_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
-                           const View& y, int tokens, u32_t activation);
+                    const View& y, int tokens, std::optional<u32_t> activation = {});
 void matmul_experts(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
-                    const View& y, int tokens);
+                    const View& y, int tokens, std::optional<u32_t> activation = {});
 // x += the sum of the results y of the experts of each row.
 void add_experts(Encoder& e, const Routes& routes, const View& y, const View& x, int dim, int tokens);
 

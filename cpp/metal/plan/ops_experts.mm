@@ -10,31 +10,19 @@ namespace {
 constexpr std::size_t kTile = MATMUL_NARROW_TILE;
 
 // Products with the rows of one expert; those of gate and up count once.
-ExpertsArgs args_of(const ExpertWeights& experts, const Routes& routes, u32_t activation) {
+ExpertsArgs args_of(const ExpertWeights& experts, const Routes& routes, std::optional<u32_t> activation) {
   return {.weights = experts.w.stack,
           .in_dim = u32_t(experts.w.in_dim),
           .out_dim = experts.w.stack.rows[0] / u32_t(routes.experts),
           .used = u32_t(routes.used),
-          .lanes_per_row = 0,
-          .activation = activation,
+          .lanes_per_row = u32_t(kSimd),
+          .activation = activation.value_or(0),
           .has_bias = bool(experts.bias)};
 }
 
 // Multiply-adds of the routes of `tokens` rows.
 double work_of(const Projection& w, const Routes& routes, int tokens) {
   return double(w.out_dim) / routes.experts * w.in_dim * routes.used * tokens;
-}
-
-void dispatch_matvec(Encoder& e, Kernel kernel, const ExpertWeights& experts, const View& x,
-                     const Routes& routes, const View& y, int tokens, ExpertsArgs args) {
-  const Projection& w = experts.w;
-  const std::size_t threads = std::size_t(e.tuning().matvec_group);
-  args.lanes_per_row = u32_t(kSimd);
-  e.dispatch({kernel, w.type}, {w.weights, experts.bias.or_any(experts.w.weights), x, routes.routes, y}, args,
-             {.x = ceil_div(std::size_t(args.out_dim), threads / kSimd),
-              .y = std::size_t(tokens) * std::size_t(routes.used),
-              .threads = threads,
-              .work = work_of(w, routes, tokens)});
 }
 
 }  // namespace
@@ -75,39 +63,33 @@ void sort_routes(Encoder& e, const Routes& routes, int tokens) {
              {.x = 1, .threads = allowed_threads(e, Kernel::kSortRoutes, 8 * kSimd)});
 }
 
-void matvec_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
-                           const View& y, int tokens, u32_t activation) {
-  dispatch_matvec(e, Kernel::kMatvecExpertsSwiglu, experts, x, routes, y, tokens,
-                  args_of(experts, routes, activation));
-}
-
 void matvec_experts(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
-                    const View& y, int tokens) {
-  dispatch_matvec(e, Kernel::kMatvecExperts, experts, x, routes, y, tokens, args_of(experts, routes, 0));
-}
-
-void matmul_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
-                           const View& y, int tokens, u32_t activation) {
+                    const View& y, int tokens, std::optional<u32_t> activation) {
   const Projection& w = experts.w;
   const ExpertsArgs args = args_of(experts, routes, activation);
-  e.dispatch({Kernel::kMatmulExpertsSwiglu, w.type},
-             {w.weights, experts.bias.or_any(experts.w.weights), x, routes.rows, routes.tiles, y}, args,
-             {.x = ceil_div(std::size_t(args.out_dim), kTile / std::size_t(experts.matrices())),
-              .y = routes.most_tiles(tokens),
-              .threads = MATMUL_THREADS,
+  const std::size_t threads = std::size_t(e.tuning().matvec_group);
+  e.dispatch({activation ? Kernel::kMatvecExpertsSwiglu : Kernel::kMatvecExperts, w.type},
+             {w.weights, experts.bias.or_any(w.weights), x, routes.routes, y}, args,
+             {.x = ceil_div(std::size_t(args.out_dim), threads / kSimd),
+              .y = std::size_t(tokens) * std::size_t(routes.used),
+              .threads = threads,
               .work = work_of(w, routes, tokens)});
 }
 
 void matmul_experts(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
-                    const View& y, int tokens) {
+                    const View& y, int tokens, std::optional<u32_t> activation) {
   const Projection& w = experts.w;
-  const ExpertsArgs args = args_of(experts, routes, 0);
-  e.dispatch({Kernel::kMatmulExperts, w.type},
-             {w.weights, experts.bias.or_any(experts.w.weights), x, routes.tiles, y}, args,
-             {.x = ceil_div(std::size_t(args.out_dim), kTile),
-              .y = routes.most_tiles(tokens),
-              .threads = MATMUL_THREADS,
-              .work = work_of(w, routes, tokens)});
+  const View& bias = experts.bias.or_any(w.weights);
+  const ExpertsArgs args = args_of(experts, routes, activation);
+  const Grid grid = {.x = ceil_div(std::size_t(args.out_dim), kTile / std::size_t(experts.matrices())),
+                     .y = routes.most_tiles(tokens),
+                     .threads = MATMUL_THREADS,
+                     .work = work_of(w, routes, tokens)};
+  if (activation)
+    e.dispatch({Kernel::kMatmulExpertsSwiglu, w.type}, {w.weights, bias, x, routes.rows, routes.tiles, y},
+               args, grid);
+  else
+    e.dispatch({Kernel::kMatmulExperts, w.type}, {w.weights, bias, x, routes.tiles, y}, args, grid);
 }
 
 void add_experts(Encoder& e, const Routes& routes, const View& y, const View& x, int dim, int tokens) {

@@ -95,7 +95,7 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, std:
       else
         all.runs.push_back(run);
     }
-    return Range{first, int(rows.size()) - first};
+    return PassRange{first, int(rows.size()) - first};
   };
   scored = add_wanted(RowOutput::kLogProbs);
   greedy = add_wanted(RowOutput::kGreedy);

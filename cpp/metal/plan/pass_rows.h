@@ -56,14 +56,15 @@ struct TileShape {
   bool operator==(const TileShape&) const = default;
 };
 
-// The last `count` rows of a pass.
-struct PassPart {
+// Consecutive rows, or tiles, of a pass.
+struct PassRange {
   int first = 0, count = 0;
+};
+
+// The last `count` rows of a pass.
+struct PassPart : PassRange {
   std::vector<RowRun> runs;
-  struct Tiles {
-    int first = 0, count = 0;
-  };
-  std::vector<Tiles> tiles;          // of attention_prefill, of each shape; their rows count from `first`
+  std::vector<PassRange> tiles;      // of attention_prefill, of each shape; their rows count from `first`
   u32_t splits = 1, split_keys = 1;  // of attention_decode: most of any row
 };
 
@@ -75,16 +76,13 @@ struct PassRows {
   // Fills `states`, without slots.
   void add_states(std::span<const PassChunk> chunks);
 
-  struct Range {
-    int first = 0, count = 0;
-  };
   // Chunks in `states`.
   int chunks() const { return int(states.size() - rows.size()); }
 
   // In this order: rows without an output, with scored targets, with a largest logit, with logits for the
   // host, with a hidden state after the output norm, and with one before it.
   PassPart all, wanted;
-  Range scored, greedy, logits, hidden, residual;
+  PassRange scored, greedy, logits, hidden, residual;
   bool few = true;         // no chunk has more than kFewTokens
   bool one_each = true;    // every chunk has one token
   bool one_wanted = true;  // of each chunk at most
