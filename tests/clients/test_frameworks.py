@@ -13,6 +13,7 @@ from support import model_folders
 from support.places import ROOT
 from support.programs import output
 from support.running_server import Running, running, running_with_template
+from support.scheduled_texts import alone, answer_alone
 from support.task_folders import DOCUMENTS, TEXTS
 from support.tools import HERMES
 
@@ -145,11 +146,10 @@ def test_llm_continues_a_conversation_with_its_schema(tmp_path: Path) -> None:
     answer = llm(tmp_path, "-m", "metal_prefill/demo", "-o", "max_tokens", "9", "Who art thou?")
     with Model() as model:
         asked = [{"role": "user", "content": "Who art thou?"}]
-        options: dict[str, Any] = {"max_tokens": 9, "stop": model.tokenizer.chat_stop}
-        first = "".join(model.generate(model.tokenizer.apply_chat_template(asked), **options))
+        first = answer_alone(model, asked, 9)
         assert answer == f"{first}\n"
         asked += [{"role": "assistant", "content": first}, {"role": "user", "content": "And why?"}]
-        second = "".join(model.generate(model.tokenizer.apply_chat_template(asked), **options))
+        second = answer_alone(model, asked, 9)
     assert llm(tmp_path, "-c", "-o", "max_tokens", "9", "And why?") == f"{second}\n"
     age = {"properties": {"age": {"enum": [9, 12]}}, "required": ["age"], "additionalProperties": False}
     schema = json.dumps({"type": "object", **age})
@@ -209,10 +209,10 @@ def test_langchain_classes_return_what_the_model_does(
     later = found.pop("asynchronous")
     assert {name: found[name] for name in later} == later
     with Model(demo_path, device="cpu") as model:
-        answer = answer_of(model, MESSAGES)
+        answer = answer_alone(model, MESSAGES, 12)
         assert found["answer"] == found["streamed"] == answer
         assert found["stopped"] == answer.partition(" ")[0]
-        assert found["batch"] == [answer_of(model, [{"role": "user", "content": p}]) for p in PROMPTS]
+        assert found["batch"] == [answer_alone(model, [{"role": "user", "content": p}], 12) for p in PROMPTS]
     assert found["typed"] in ("aye", "nay")
     assert found["schema"] == {"word": found["typed"]}
     check_vectors(found, embedder)
@@ -230,19 +230,14 @@ def test_llama_index_classes_return_what_the_model_does(
     assert {name: found[name] for name in later} == later
     with Model(demo_path, device="cpu") as model:
         assert found["window"] == model.max_context
-        assert [found["answer"]] * 2 == found["streamed"] == [answer_of(model, MESSAGES)] * 2
+        assert [found["answer"]] * 2 == found["streamed"] == [answer_alone(model, MESSAGES, 12)] * 2
         text = "".join(model.generate("ROMEO:", 12))
         assert [found["text"]] * 2 == found["completed"] == [text] * 2
-        assert found["batch"] == ["".join(model.session().generate(prompt, 12)) for prompt in PROMPTS]
+        assert found["batch"] == [alone(model, prompt, 12) for prompt in PROMPTS]
     check_vectors(found, embedder)
     with Model(reranker, device="cpu") as model:
         ranked = model.rerank(PROMPTS[0], PROMPTS, 2)
         assert found["ranked"] == [[str(one.index), one.score] for one in ranked]
-
-
-def answer_of(model: Model, messages: list[dict[str, str]]) -> str:
-    ids = model.tokenizer.apply_chat_template(messages)
-    return "".join(model.session().generate(ids, 12, stop=model.tokenizer.chat_stop))
 
 
 def check_vectors(found: dict[str, Any], path: Path) -> None:

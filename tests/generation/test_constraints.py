@@ -11,6 +11,7 @@ import pytest
 from support.native_requests import passes_of_texts
 from support.random_schemas import make
 from support.sampling_reference import drawn, sample
+from support.scheduled_texts import texts_of
 
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
 from metal_prefill.engine import RowCost
@@ -247,9 +248,7 @@ def test_each_kind_of_constraint_is_satisfied(model: Model) -> None:
 def test_batches_and_conversations_are_constrained_too(model: Model) -> None:
     expected = "".join(model.generate(PROMPT, 200, json_schema=PERSON, temperature=1.0, seed=4))
     prompts: list[Any] = [(PROMPT, {"json_schema": PERSON}), "ROMEO:\n", (PROMPT, {"regex": "[ab]{3}"})]
-    texts = ["", "", ""]
-    for i, piece in model.generate_many(prompts, 200, temperature=1.0, seed=4):
-        texts[i] += str(piece)
+    texts = texts_of(model.generate_many(prompts, 200, temperature=1.0, seed=4), 3)
     assert texts[0] == expected
     assert texts[1] == "".join(model.generate("ROMEO:\n", 200, temperature=1.0, seed=4))
     assert re.fullmatch("[ab]{3}", texts[2])

@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 from support.running_server import POST, Gate, Running, read_all, request_bytes, running, wait_until
+from support.scheduled_texts import alone
 
 from metal_prefill import Model
 
@@ -40,8 +41,7 @@ def test_a_disconnected_client_releases_its_pages_within_a_pass(cpu_model: Model
 
 
 def test_disconnected_and_stalled_clients_do_not_affect_others(strict: Running, cpu_model: Model) -> None:
-    with cpu_model.session() as session:
-        expected = "".join(session.generate("ROMEO:\n", 6))
+    expected = alone(cpu_model, "ROMEO:\n", 6)
     stalled = [strict.connect() for _ in range(4)]
     for connection in stalled:
         connection.sendall(request_bytes(LONG))  # and never read

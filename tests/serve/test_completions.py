@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import server_requests
 from support.running_server import Gate, Running, events, running, wait_until
-from support.scheduled_texts import alone
+from support.scheduled_texts import alone, texts_of
 
 from metal_prefill import Model
 from metal_prefill.generation import Scheduler
@@ -50,10 +50,8 @@ def test_the_text_equals_that_of_the_prompt_alone(
 def test_several_prompts_have_n_texts_each(server: Running, cpu_model: Model) -> None:
     prompts = [PROMPT, "JULIET:\n"]
     answer = complete(server, prompt=prompts, n=2, max_tokens=8, temperature=1, seed=4)
-    expected = [""] * 4
-    for i, piece in cpu_model.generate_many(prompts, 8, n=2, temperature=1.0, seed=4):
-        expected[i] += str(piece)
-    assert [c.text for c in answer.choices] == expected
+    pieces = cpu_model.generate_many(prompts, 8, n=2, temperature=1.0, seed=4)
+    assert [c.text for c in answer.choices] == texts_of(pieces, 4)
     assert [c.index for c in answer.choices] == [0, 1, 2, 3]
     assert answer.usage.prompt_tokens == sum(len(cpu_model.tokenizer.encode(p)) for p in prompts)
 

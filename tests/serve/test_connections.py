@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.running_server import Gate, Running, events, read_all, request_bytes, running, wait_until
+from support.scheduled_texts import alone
 
 from metal_prefill import Model, serve
 from metal_prefill.serve import _connections, _endpoint
@@ -205,8 +206,7 @@ def test_a_client_that_half_closes_gets_its_answer(cpu_model: Model, stream: boo
         time.sleep(0.1)  # until the server notices
         gate.open()
         answer = read_all(connection).removeprefix(b"HTTP/1.1 102 \r\n\r\n")  # that it may send meanwhile
-    with cpu_model.session() as session:
-        expected = "".join(session.generate(BODY["prompt"], 2))
+    expected = alone(cpu_model, BODY["prompt"], 2)
     assert answer.startswith(b"HTTP/1.1 200 ")
     lines = re.findall(rb'\{"id".*\}', answer)
     assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected

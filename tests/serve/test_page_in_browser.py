@@ -13,6 +13,7 @@ import pytest
 from support.page import CONTRASTS, NAMELESS, NARROW, WIDE, Pages, ask, choose, facts, send
 from support.places import ROOT
 from support.running_server import Running, running, wait_until
+from support.scheduled_texts import alone
 
 from metal_prefill import Model
 
@@ -26,9 +27,7 @@ def test_a_text_is_continued_and_its_prefill_explained(pages: Pages, demo_path: 
         page = pages.open(server)
         choose(page, max="12", temperature="0")
         card = ask(page, "ROMEO:\nBut soft, what light")
-        with model.session() as session:
-            expected = "".join(session.generate("ROMEO:\nBut soft, what light", 12))
-        assert card.locator(".answer").text_content() == expected
+        assert card.locator(".answer").text_content() == alone(model, "ROMEO:\nBut soft, what light", 12)
         found = facts(card)
         n = len(model.tokenizer.encode("ROMEO:\nBut soft, what light"))
         assert found["Prompt"] == f"{n} tokens"

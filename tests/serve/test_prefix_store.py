@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from support.chat_templates import CHATML
 from support.recurrent import LARGE
 from support.running_server import Gate, Running, running, wait_until
+from support.scheduled_texts import answer_alone
 from support.small_models import write
 
 from metal_prefill import Model
@@ -34,9 +35,7 @@ def ask(server: Running, question: str, system: str = SYSTEM) -> Any:
 
 def text_alone(model: Model, question: str) -> str:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    with model.session() as session:
-        ids = model.tokenizer.apply_chat_template(messages)
-        return "".join(session.generate(ids, 6, stop=model.tokenizer.chat_stop))
+    return answer_alone(model, messages, 6)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import openai
 import pytest
 from support.running_server import Running, running_with_template
+from support.scheduled_texts import alone
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
 from metal_prefill import Model
@@ -220,13 +221,11 @@ def test_tool_results_reach_the_template(with_tools: tuple[Running, Model]) -> N
     answer = server.client().chat.completions.create(
         model="demo", messages=messages, tools=[WEATHER], max_tokens=4, temperature=0
     )
-    prompt = model.tokenizer.decode(model.tokenizer.apply_chat_template(messages, tools=[WEATHER]))
+    ids = model.tokenizer.apply_chat_template(messages, tools=[WEATHER])
+    prompt = model.tokenizer.decode(ids)
     assert "<tool_response>Rain.</tool_response>" in prompt
     assert '"arguments": {"city"' in prompt  # a mapping, as in the model's own call
-    with model.session() as session:
-        assert answer.choices[0].message.content == "".join(
-            session.generate(model.tokenizer.apply_chat_template(messages, tools=[WEATHER]), 4)
-        )
+    assert answer.choices[0].message.content == alone(model, ids, 4)
 
 
 def test_invalid_tools_are_reported(with_tools: tuple[Running, Model], server: Running) -> None:

@@ -14,6 +14,12 @@ def alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> str:
         return "".join(session.generate(prompt, max_tokens, **options))
 
 
+def answer_alone(model: Model, messages: list[Any], max_tokens: int, **options: Any) -> str:
+    """Answer a conversation in a separate session."""
+    prompt = model.tokenizer.apply_chat_template(messages)
+    return alone(model, prompt, max_tokens, stop=model.tokenizer.chat_stop, **options)
+
+
 def texts_of(pieces: Any, n: int) -> list[str]:
     """Join the pieces of each prompt."""
     texts = [""] * n

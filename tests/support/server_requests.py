@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 
 from metal_prefill import Model
+from support import scheduled_texts
 from support.running_server import LOCAL, Running
 
 
@@ -29,12 +30,9 @@ def alone(model: Model, path: str, body: dict[str, Any]) -> Any:
     if path == "/v1/embeddings":
         return np.concatenate([model.embed([text]) for text in body["input"]]).tolist()
     options = {name: body[name] for name in ("temperature", "top_p", "seed", "stop", "regex") if name in body}
-    prompt: Any = body.get("prompt")
-    if prompt is None:
-        prompt = model.tokenizer.apply_chat_template(body["messages"])
-        options["stop"] = model.tokenizer.chat_stop
-    with model.session() as session:
-        return "".join(session.generate(prompt, body["max_tokens"], **options))
+    if "messages" in body:
+        return scheduled_texts.answer_alone(model, body["messages"], body["max_tokens"], **options)
+    return scheduled_texts.alone(model, body["prompt"], body["max_tokens"], **options)
 
 
 async def answer(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
