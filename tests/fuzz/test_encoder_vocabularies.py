@@ -64,16 +64,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Parts]:
 
 def damaged_charsmap(parts: Parts, random: Random) -> Parts:
     """Change bytes of the character map, most often in its trie, or its length."""
-    metadata = []
-    for key, kind, value in parts.metadata:
-        if key == CHARSMAP:
-            content = bytearray(value)
-            for _ in range(random.choice((1, 1, 3, 50))):
-                end = random.choice((16, 64, 2048, len(content)))
-                content[random.randrange(12, end)] = random.randrange(256)
-            value = bytes(content)
-        metadata.append((key, kind, value))
-    return Parts(metadata, parts.tensors, parts.data)
+    content = bytearray(next(value for key, _, value in parts.metadata if key == CHARSMAP))
+    for _ in range(random.choice((1, 1, 3, 50))):
+        end = random.choice((16, 64, 2048, len(content)))
+        content[random.randrange(12, end)] = random.randrange(256)
+    changed = Parts(list(parts.metadata), parts.tensors, parts.data)
+    changed.replace(CHARSMAP, bytes(content))
+    return changed
 
 
 @pytest.mark.parametrize("damaged", ["structure", "character map"])

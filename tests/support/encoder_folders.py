@@ -316,9 +316,9 @@ def privacy_filter(
     return folder
 
 
-def private_parts(path: Path, seed: int = 1) -> Folder:
+def private_parts(path: Path) -> Folder:
     """Make a folder of OpenAI Privacy Filter with its head."""
-    folder = privacy_filter(path, seed, Size(64, 4, 32, 2), 2, 16, 8, 4, head="ForTokenClassification")
+    folder = privacy_filter(path, 1, Size(64, 4, 32, 2), 2, 16, 8, 4, head="ForTokenClassification")
     return with_head(folder, linear_of({"score": (len(PRIVACY_TAGS), 64)}), PRIVACY_TAGS)
 
 
