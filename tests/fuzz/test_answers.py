@@ -8,12 +8,9 @@ import json
 from random import Random
 from typing import Any
 
-import pytest
-from support.fuzzing import TIMEOUT, fuzz
+from support.fuzzing import fuzz
 
 from metal_prefill.text import ToolCall, ToolCallParser, parse_tool_calls
-
-pytestmark = pytest.mark.timeout(TIMEOUT)
 
 TOOLS: list[dict[str, Any]] = [
     {"name": "clock"},

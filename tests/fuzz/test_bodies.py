@@ -7,15 +7,13 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.fuzzing import TIMEOUT, fuzz
+from support.fuzzing import fuzz
 
 pytest.importorskip("msgspec", reason="needs the extra serve")
 
 from metal_prefill._support.messages import MOST_CHARACTERS
 from metal_prefill.serve import _forms
 from metal_prefill.serve._errors import ApiError
-
-pytestmark = pytest.mark.timeout(TIMEOUT)
 
 FORMS: list[Any] = [
     _forms.CompletionForm,

@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fuzzing import TIMEOUT, fuzz
+from support.fuzzing import fuzz
 
 from metal_prefill import ConstraintError, Model
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
-pytestmark = pytest.mark.timeout(TIMEOUT)
-
 STEPS = 40  # tokens of a text
 
 

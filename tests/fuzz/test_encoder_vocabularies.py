@@ -11,15 +11,13 @@ from random import Random
 
 import pytest
 from support.encoder_tokenizers import VARIANTS, open_recorded
-from support.fuzzing import TIMEOUT, fuzz
+from support.fuzzing import fuzz
 from support.gguf_mutator import Parts, mutate, take_apart
 from support.hostile_texts import hostile_texts
 
 from metal_prefill import MetalPrefillError
 from metal_prefill.files import GGUFFile
 from metal_prefill.text import Tokenizer
-
-pytestmark = pytest.mark.timeout(TIMEOUT)
 
 CHARSMAP = b"tokenizer.ggml.precompiled_charsmap"
 TEXT = "Hello, wörld \u212b \u1e9b\u0323 ﬁ 漢字 \U0001f600 </s> [SEP]"

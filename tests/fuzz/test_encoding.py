@@ -9,12 +9,10 @@ from random import Random
 
 import pytest
 from support import comparison
-from support.fuzzing import TIMEOUT, fuzz
+from support.fuzzing import fuzz
 
 from metal_prefill.files import GGUFFile
 from metal_prefill.text import Tokenizer
-
-pytestmark = pytest.mark.timeout(TIMEOUT)
 
 SPACE = "\u2581"  # a space in SentencePiece's vocabularies
 

@@ -18,15 +18,13 @@ import numpy as np
 import pytest
 from support import decoder_folders, entity_folders, model_folders
 from support.encoder_folders import RECORDED, private_parts
-from support.fuzzing import TIMEOUT, kept, rounds
+from support.fuzzing import kept, rounds
 from support.json_mutator import changed
 from support.model_folders import Folder
 from support.task_folders import LATE, QUERY, stanford
 
 from metal_prefill import MetalPrefillError, Model
 from metal_prefill.conversion import convert
-
-pytestmark = pytest.mark.timeout(TIMEOUT)
 
 POOLED = ("config.json", "tokenizer.json", "tokenizer_config.json", "modules.json", "1_Pooling/config.json")
 PROJECTED = ("modules.json", "1_Dense/config.json", "config_sentence_transformers.json")

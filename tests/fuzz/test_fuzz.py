@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fuzzing import SECONDS, TIMEOUT, fuzz
+from support.fuzzing import SECONDS, fuzz
 from support.gguf_mutator import mutate, take_apart
 from support.small_models import write
 from support.state_mutator import mutate_state
@@ -27,10 +27,7 @@ from metal_prefill.session import token_array
 from metal_prefill.text import ChatTemplate
 from metal_prefill.text._template_limits import FILTERS, STR_METHODS
 
-pytestmark = [
-    pytest.mark.timeout(TIMEOUT),
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # of texts that lost their ends
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of texts that lost their ends
 FILES = {**TINY_MODELS, **TINY_EXPERTS, **TINY_ENCODERS}
 
 

@@ -13,7 +13,7 @@ from random import Random
 import numpy as np
 import pytest
 from support import task_folders
-from support.fuzzing import TIMEOUT, place_of, rounds, watched
+from support.fuzzing import place_of, rounds, watched
 from support.gguf_mutator import INTEGERS, Parts, mutate, take_apart
 from support.small_models import write
 from support.state_mutator import mutate_state
@@ -29,8 +29,6 @@ from metal_prefill.storage import _session_file
 from metal_prefill.tasks._pooled_head import embedding_of, logits_of
 
 EACH = 40  # inputs made of one whose structure was changed
-
-pytestmark = pytest.mark.timeout(TIMEOUT)
 
 
 def variants(content: bytes, header: int, random: Random) -> Iterator[bytes]:

@@ -10,14 +10,12 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.fuzzing import TIMEOUT, fuzz
+from support.fuzzing import fuzz
 from support.hub_server import Repo, serve, use_hub
 from support.json_mutator import changed
 
 from metal_prefill import HubError
 from metal_prefill.hub import _download
-
-pytestmark = pytest.mark.timeout(TIMEOUT)
 
 ODD: list[Any] = [None, 0, -1, 1.5, True, "", "x", "a.gguf", "../a.gguf", "/a.gguf", "a/../../b.gguf", [], {}]
 ODD += ["\0.gguf", "a\\b.gguf", "a" * 300 + ".gguf", "\ud800.gguf", 10**30, [[]], {"rfilename": 1}, "*.gguf"]

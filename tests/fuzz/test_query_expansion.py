@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.fuzzing import TIMEOUT, kept, rounds
+from support.fuzzing import kept, rounds
 from support.gguf_bytes import BOOL, F32, I32, STRING, U32, U64, text
 from support.gguf_mutator import INTEGERS, Parts, random_scalar, take_apart
 from support.hostile_texts import hostile_texts
@@ -23,10 +23,7 @@ from metal_prefill import MetalPrefillError, Model
 from metal_prefill.conversion import convert
 from metal_prefill.tasks._text_passes import TextPasses, whole_texts
 
-pytestmark = [
-    pytest.mark.timeout(TIMEOUT),
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # of texts that lost their ends
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of texts that lost their ends
 
 SETTINGS = "metal_prefill.query_expansion."
 NEAR_CONTEXT = (1, 2, 31, 32, CONTEXT - 1, CONTEXT, CONTEXT + 1)

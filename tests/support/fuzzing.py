@@ -19,7 +19,6 @@ RENEWED = 2  # seconds after which a watch restarts: stopping its thread takes l
 PATIENCE = 120  # seconds after which an input counts as one that hangs; sanitizers make all ten times slower
 REGRESSIONS = TESTS / "fuzz" / "regressions"
 FAILED = ROOT / "build" / "fuzz"
-TIMEOUT = 0 if SECONDS else 300  # of a test, in seconds; 0: none
 
 
 def rounds(
