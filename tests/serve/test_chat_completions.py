@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 import jsonschema
-from support import scheduled_texts
 from support.running_server import Running
+from support.scheduled_texts import answer_alone, texts_of
 
 from metal_prefill import Model
 
@@ -27,15 +27,10 @@ def chat(server: Running, **options: Any) -> Any:
     return server.client().chat.completions.create(**options)
 
 
-def alone(model: Model, max_tokens: int, messages: list[Any] = MESSAGES, **options: Any) -> str:
-    ids = model.tokenizer.apply_chat_template(messages)
-    return scheduled_texts.alone(model, ids, max_tokens, stop=model.tokenizer.chat_stop, **options)
-
-
 def test_an_answer_equals_that_of_the_template_alone(server: Running, cpu_model: Model) -> None:
     answer = chat(server, max_tokens=24)
-    choice = answer.choices[0]
-    assert (choice.message.role, choice.message.content) == ("assistant", alone(cpu_model, 24))
+    message = answer.choices[0].message
+    assert (message.role, message.content) == ("assistant", answer_alone(cpu_model, MESSAGES, 24))
     assert answer.usage.prompt_tokens == len(cpu_model.tokenizer.apply_chat_template(MESSAGES))
 
 
@@ -60,7 +55,7 @@ def test_streams_of_several_answers_match_them(server: Running, cpu_model: Model
             reasons += [choice.index] if choice.finish_reason else []
     ids = cpu_model.tokenizer.apply_chat_template(MESSAGES)
     options: dict[str, Any] = {"stop": cpu_model.tokenizer.chat_stop, "temperature": 1.0, "seed": 2}
-    assert texts == scheduled_texts.texts_of(cpu_model.generate_many([ids], 16, n=3, **options), 3)
+    assert texts == texts_of(cpu_model.generate_many([ids], 16, n=3, **options), 3)
     assert sorted(reasons) == sorted(roles) == [0, 1, 2]
     assert usage.prompt_tokens == len(ids)
 
@@ -71,7 +66,7 @@ def test_answers_follow_a_schema(server: Running, cpu_model: Model) -> None:
         chat(server, temperature=1, seed=1, max_tokens=60, response_format=format_).choices[0].message.content
     )
     jsonschema.validate(json.loads(text), SCHEMA)
-    assert text == alone(cpu_model, 60, temperature=1.0, seed=1, json_schema=SCHEMA)
+    assert text == answer_alone(cpu_model, MESSAGES, 60, temperature=1.0, seed=1, json_schema=SCHEMA)
     anything = chat(server, max_tokens=6, response_format={"type": "json_object"})
     assert anything.choices[0].message.content.startswith("{")
 
@@ -98,4 +93,4 @@ def test_text_parts_are_joined(server: Running, cpu_model: Model) -> None:
     parts = [{"type": "text", "text": "Who art thou? "}, {"type": "text", "text": "<|endoftext|>"}]
     body: dict[str, Any] = {"messages": [MESSAGES[0], {"role": "user", "content": parts}]}
     answer = server.post("/v1/chat/completions", {**body, "max_tokens": 8, "temperature": 0}).json()
-    assert answer["choices"][0]["message"]["content"] == alone(cpu_model, 8)
+    assert answer["choices"][0]["message"]["content"] == answer_alone(cpu_model, MESSAGES, 8)

@@ -1,6 +1,5 @@
 """Requests as published clients send them: histories, nulls, misspellings, prompts with control tokens."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 from openai.types.chat import completion_create_params
-from support.running_server import Running, running, running_with_template
+from support.running_server import Running, events, running, running_with_template
 from support.tools import ASKED, WEATHER
 
 from metal_prefill import Model
@@ -306,8 +305,7 @@ def test_reasoning_ends_at_a_control_token_and_has_no_stop_strings(
     ):
         answer = post(server, **options)
     if stream:
-        events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
-        deltas = [event["choices"][0]["delta"] for event in events]
+        deltas = [event["choices"][0]["delta"] for event in events(answer)]
         found = {key: "".join(d.get(key, "") for d in deltas) for key in ("content", "reasoning_content")}
     else:
         found = answer.json()["choices"][0]["message"]

@@ -33,10 +33,8 @@ def test_open_webui_chats_embeds_and_ranks(
 ) -> None:
     variables = settings("Open WebUI")["services"]["open-webui"]["environment"]
     body = {"model": "demo", "messages": [{"role": "user", "content": "Who art thou?"}]}
-    for more in (
-        {"stream": True},
-        {"stream": False, "max_completion_tokens": 9},
-    ):  # the answer, and its title
+    # The answer, and its title.
+    for more in ({"stream": True}, {"stream": False, "max_completion_tokens": 9}):
         ask(server, variables["OPENAI_API_BASE_URL"], 8080, {**body, **more}, "/chat/completions")
     vectors = {"input": DOCUMENTS, "model": "vectors"}
     ask(vector_server, variables["RAG_OPENAI_API_BASE_URL"], 8081, vectors, "/embeddings")
