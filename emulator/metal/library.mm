@@ -30,14 +30,6 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
   _mathMode = mode;
   _fastMathEnabled = mode == MTLMathModeFast;
 }
-- (id)copyWithZone:(NSZone*)zone {
-  MTLCompileOptions* copy = [[MTLCompileOptions alloc] init];
-  copy.preprocessorMacros = self.preprocessorMacros;
-  copy.mathMode = self.mathMode;
-  copy.mathFloatingPointFunctions = self.mathFloatingPointFunctions;
-  copy.languageVersion = self.languageVersion;
-  return copy;
-}
 @end
 
 @implementation EmulatorLibrary {

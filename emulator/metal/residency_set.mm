@@ -10,10 +10,6 @@
 using namespace metal_emulator;
 
 @implementation MTLResidencySetDescriptor
-- (id)copyWithZone:(NSZone*)zone {
-  MTLResidencySetDescriptor* copy = [[MTLResidencySetDescriptor alloc] init];
-  return copy;
-}
 @end
 
 @implementation EmulatorResidencySet {

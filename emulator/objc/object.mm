@@ -5,8 +5,6 @@ extern "C" {
 id metal_emulator_allocate(Class cls);
 void metal_emulator_deallocate(id object);
 id objc_retain(id object);
-void objc_release(id object);
-id objc_autorelease(id object);
 Class object_getClass(id object);
 Class class_getSuperclass(Class cls);
 const char* class_getName(Class cls);
@@ -33,9 +31,6 @@ BOOL class_respondsToSelector(Class cls, SEL selector);
 - (id)copy {
   return [(id<NSCopying>)self copyWithZone:nullptr];
 }
-- (id)self {
-  return self;
-}
 - (Class)class {
   return object_getClass(self);
 }
@@ -53,15 +48,6 @@ BOOL class_respondsToSelector(Class cls, SEL selector);
 }
 - (BOOL)respondsToSelector:(SEL)selector {
   return class_respondsToSelector(object_getClass(self), selector);
-}
-- (id)retain {
-  return objc_retain(self);
-}
-- (oneway void)release {
-  objc_release(self);
-}
-- (id)autorelease {
-  return objc_autorelease(self);
 }
 - (NSString*)description {
   return [NSString stringWithUTF8String:class_getName(object_getClass(self))];

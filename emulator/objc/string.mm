@@ -23,11 +23,6 @@ std::string_view view(NSString* string) {
 - (const char*)UTF8String {
   return _text.c_str();
 }
-- (NSUInteger)length {
-  NSUInteger units = 0;
-  for (unsigned char byte : view(self)) units += (byte & 0xc0) == 0x80 ? 0 : byte >= 0xf0 ? 2 : 1;
-  return units;
-}
 + (instancetype)stringWithUTF8String:(const char*)text {
   NSString* string = [[self alloc] init];
   string->_text = text;

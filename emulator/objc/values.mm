@@ -36,7 +36,4 @@ NSErrorUserInfoKey const NSLocalizedDescriptionKey = @"NSLocalizedDescription";
   error->_localizedDescription = [info[NSLocalizedDescriptionKey] copy];
   return error;
 }
-- (id)copyWithZone:(NSZone*)zone {
-  return self;
-}
 @end

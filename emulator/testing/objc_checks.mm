@@ -105,7 +105,7 @@ void categories_and_messages_to_nil() {
   EXPECT(![object respondsToSelector:@selector(addObject:)]);
   object = nil;
   EXPECT(object.greeting == nil);
-  EXPECT(object.name.length == 0);
+  EXPECT(object.name.UTF8String == nullptr);
 }
 
 void autorelease_pools() {
@@ -169,10 +169,8 @@ void properties() {
 
 void strings() {
   NSString* literal = @"a longer literal";
-  EXPECT(literal.length == 16);
   EXPECT([literal isEqual:[NSString stringWithUTF8String:"a longer literal"]]);
   EXPECT(std::string(@"short".UTF8String) == "short");
-  EXPECT([NSString stringWithUTF8String:"héé€𝄞"].length == 6);  // UTF-16 units
   EXPECT(![@"a" isEqual:@[]]);
   EXPECT([@"same" hash] == [[NSString stringWithUTF8String:"same"] hash]);
 }
@@ -186,8 +184,8 @@ void collections() {
   NSDictionary<NSString*, NSString*>* values = @{@"a" : @"1", @"a longer key" : @"2"};
   EXPECT([values[@"a"] isEqual:@"1"] && [values[@"a longer key"] isEqual:@"2"]);
   EXPECT(values[@"none"] == nil && values.count == 2);
-  NSUInteger keys = 0;
-  for (NSString* key in values) keys += key.length;
+  std::size_t keys = 0;
+  for (NSString* key in values) keys += to_string(key).size();
   EXPECT(keys == 1 + 12);
   NSMutableDictionary* changed = [NSMutableDictionary dictionary];
   changed[@"k"] = array;

@@ -43,13 +43,6 @@ typedef double CFTimeInterval;
   enum : type
 #define NS_ERROR_ENUM(domain, name) NS_ENUM(NSInteger, name)
 
-#if __has_feature(objc_arc)
-#define OBJC_ARC_UNAVAILABLE \
-  __attribute__((unavailable("not available in automatic reference counting mode")))
-#else
-#define OBJC_ARC_UNAVAILABLE
-#endif
-
 typedef struct _NSRange {
   NSUInteger location;
   NSUInteger length;

@@ -10,12 +10,8 @@ NS_ASSUME_NONNULL_BEGIN
 - (BOOL)isEqual:(nullable id)object;
 @property(readonly) NSUInteger hash;
 - (Class)class;
-- (instancetype)self;
 - (BOOL)isKindOfClass:(Class)aClass;
 - (BOOL)respondsToSelector:(SEL)aSelector;
-- (instancetype)retain OBJC_ARC_UNAVAILABLE;
-- (oneway void)release OBJC_ARC_UNAVAILABLE;
-- (instancetype)autorelease OBJC_ARC_UNAVAILABLE;
 @property(readonly, copy) NSString* description;
 @end
 

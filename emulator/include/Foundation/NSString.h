@@ -5,7 +5,6 @@
 NS_ASSUME_NONNULL_BEGIN
 
 @interface NSString : NSObject <NSCopying>
-@property(readonly) NSUInteger length;  // in UTF-16 code units
 - (nullable const char*)UTF8String NS_RETURNS_INNER_POINTER;
 + (nullable instancetype)stringWithUTF8String:(const char*)nullTerminatedCString;
 @end

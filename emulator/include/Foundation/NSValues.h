@@ -15,7 +15,7 @@ typedef NSString* NSErrorDomain;
 typedef NSString* NSErrorUserInfoKey;
 FOUNDATION_EXPORT NSErrorUserInfoKey const NSLocalizedDescriptionKey;
 
-@interface NSError : NSObject <NSCopying>
+@interface NSError : NSObject
 + (instancetype)errorWithDomain:(NSErrorDomain)domain
                            code:(NSInteger)code
                        userInfo:(nullable NSDictionary<NSErrorUserInfoKey, id>*)dict;

@@ -15,7 +15,7 @@ typedef NS_ERROR_ENUM(MTLBinaryArchiveDomain, MTLBinaryArchiveError){
     MTLBinaryArchiveErrorInternalError = 4,
 };
 
-@interface MTLBinaryArchiveDescriptor : NSObject <NSCopying>
+@interface MTLBinaryArchiveDescriptor : NSObject
 @property(nullable, copy, nonatomic, readwrite) NSURL* url;  // nil: an empty archive
 @end
 

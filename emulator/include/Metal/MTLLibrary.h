@@ -28,7 +28,7 @@ typedef NS_ERROR_ENUM(MTLLibraryErrorDomain, MTLLibraryError){
     MTLLibraryErrorFileNotFound = 6,
 };
 
-@interface MTLCompileOptions : NSObject <NSCopying>
+@interface MTLCompileOptions : NSObject
 @property(nullable, readwrite, copy, nonatomic) NSDictionary<NSString*, NSObject*>* preprocessorMacros;
 @property(readwrite, nonatomic) BOOL fastMathEnabled;
 @property(readwrite, nonatomic) MTLMathMode mathMode;

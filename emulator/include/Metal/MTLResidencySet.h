@@ -6,7 +6,7 @@
 NS_ASSUME_NONNULL_BEGIN
 
 __attribute__((availability(macos, introduced = 15.0)))
-@interface MTLResidencySetDescriptor : NSObject<NSCopying>
+@interface MTLResidencySetDescriptor : NSObject
 @end
 
 __attribute__((availability(macos, introduced = 15.0)))
