@@ -24,6 +24,13 @@
 
 namespace metal_emulator {
 
+// The only object of a type. It is never destroyed: others may use it while the process exits.
+template <typename T>
+T& the_only() {
+  static T* const instance = new T;
+  return *instance;
+}
+
 inline constexpr int kMaxBuffers = 31;  // of a kernel, as in Metal
 inline constexpr int kMaxThreadgroupArguments = 31;
 inline constexpr std::size_t kMaxThreadgroupBytes = 32768;

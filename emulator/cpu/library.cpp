@@ -25,10 +25,6 @@ struct Registry {
   std::mutex mutex;
   std::map<std::pair<std::string_view, std::string_view>, Loaded*> by_text;
   std::vector<const ShaderLibrary*> linked;
-  static Registry& get() {
-    static auto* instance = new Registry;
-    return *instance;
-  }
 };
 
 void fill(Loaded& loaded, const abi::Library& table) {
@@ -51,7 +47,7 @@ void fill(Loaded& loaded, const abi::Library& table) {
 }  // namespace
 
 const ShaderLibrary* add_library(const abi::Library& table, bool linked) {
-  Registry& registry = Registry::get();
+  Registry& registry = the_only<Registry>();
   std::lock_guard lock(registry.mutex);
   Loaded*& loaded = registry.by_text[{table.name, {table.source, table.source_bytes}}];
   if (!loaded) {
@@ -69,7 +65,7 @@ const ShaderLibrary* add_library(const abi::Library& table, bool linked) {
 }  // namespace cpu
 
 std::vector<const ShaderLibrary*> registered_libraries() {
-  cpu::Registry& registry = cpu::Registry::get();
+  cpu::Registry& registry = the_only<cpu::Registry>();
   std::lock_guard lock(registry.mutex);
   return registry.linked;
 }

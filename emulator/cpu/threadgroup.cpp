@@ -80,12 +80,6 @@ ThreadgroupRunner::ThreadgroupRunner()
   worker.wrong_size = &wrong_size;
   worker.unwritten = &unwritten;
   worker.threadgroup_memory = reinterpret_cast<abi::u8*>(arena_);
-#if METAL_EMULATOR_ASAN
-  fake_stacks_.resize(abi::kMaxThreads);
-#endif
-#if METAL_EMULATOR_TSAN
-  tsan_fibers_.resize(abi::kMaxThreads);
-#endif
   for (unsigned i = 0; i < abi::kMaxThreads / abi::kLanes; i++) simdgroups_[i].queue = &header_->queues[i];
   header_->invocation.buffers = header_->buffers;
   header_->invocation.threadgroup = header_->threadgroup_arguments;
@@ -93,11 +87,7 @@ ThreadgroupRunner::ThreadgroupRunner()
 }
 
 ThreadgroupRunner::~ThreadgroupRunner() {
-#if METAL_EMULATOR_TSAN
-  for (void* fiber : tsan_fibers_) {
-    if (fiber) __tsan_destroy_fiber(fiber);
-  }
-#endif
+  forget();
   munmap(arena_, kArenaBytes);
 }
 

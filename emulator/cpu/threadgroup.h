@@ -144,13 +144,13 @@ class ThreadgroupRunner {
   void* host_stack_ = nullptr;
 #if METAL_EMULATOR_ASAN
   void* host_fake_stack_ = nullptr;
-  std::vector<void*> fake_stacks_;
+  void* fake_stacks_[abi::kMaxThreads] = {};
   const void* host_bottom_ = nullptr;
   std::size_t host_bytes_ = 0;
 #endif
 #if METAL_EMULATOR_TSAN
   void* host_fiber_ = nullptr;
-  std::vector<void*> tsan_fibers_;
+  void* tsan_fibers_[abi::kMaxThreads] = {};
 #endif
 };
 

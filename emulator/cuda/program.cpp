@@ -7,11 +7,10 @@
 namespace metal_emulator::cuda {
 namespace {
 
-// Never destroyed: images are registered before main, in no particular order.
-std::vector<const Image*>& images() {
-  static auto* instance = new std::vector<const Image*>;
-  return *instance;
-}
+// Images are registered before main, in no particular order.
+struct Images {
+  std::vector<const Image*> all;
+};
 
 void replace_all(std::string& text, std::string_view from, std::string_view to) {
   for (std::size_t at = text.find(from); at != std::string::npos; at = text.find(from, at + to.size())) {
@@ -22,12 +21,12 @@ void replace_all(std::string& text, std::string_view from, std::string_view to) 
 }  // namespace
 
 bool register_image(const Image* image) {
-  images().push_back(image);
+  the_only<Images>().all.push_back(image);
   return true;
 }
 
 const Image* find_image(std::string_view name, std::string_view source) {
-  for (const Image* image : images()) {
+  for (const Image* image : the_only<Images>().all) {
     if (image->name == name && image->source == source) return image;
   }
   return nullptr;

@@ -11,9 +11,7 @@ using namespace metal_emulator;
 NSErrorDomain const MTLBinaryArchiveDomain = @"MTLBinaryArchiveDomain";
 
 std::string metal_emulator::checksum_of(std::string_view text) {
-  std::uint64_t sum = 14695981039346656037u;  // FNV-1a
-  for (const char c : text) sum = (sum ^ static_cast<unsigned char>(c)) * 1099511628211u;
-  return std::to_string(sum);
+  return std::to_string(std::hash<std::string_view>{}(text));
 }
 
 namespace {
@@ -30,11 +28,6 @@ std::string read_file(const std::string& path) {
 }  // namespace
 
 @implementation MTLBinaryArchiveDescriptor
-- (id)copyWithZone:(NSZone*)zone {
-  MTLBinaryArchiveDescriptor* copy = [[MTLBinaryArchiveDescriptor alloc] init];
-  copy.url = _url;
-  return copy;
-}
 @end
 
 @implementation EmulatorBinaryArchive {

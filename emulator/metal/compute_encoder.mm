@@ -7,10 +7,6 @@ using namespace metal_emulator;
 
 namespace {
 
-Size to_size(MTLSize size) {
-  return {size.width, size.height, size.depth};
-}
-
 Dim3 to_dim3(MTLSize size) {
   return {static_cast<std::uint32_t>(size.width), static_cast<std::uint32_t>(size.height),
           static_cast<std::uint32_t>(size.depth)};
@@ -132,7 +128,8 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   __unsafe_unretained EmulatorComputePipeline* const state = _pipeline;
   const Pipeline& pipeline = *state->_pipeline;
   const int number = commandBuffer.nextDispatch;
-  check_geometry(pipeline, number, to_size(grid), to_size(group));
+  check_geometry(pipeline, number, {grid.width, grid.height, grid.depth},
+                 {group.width, group.height, group.depth});
   if (group.width * group.height * group.depth > state->_maxThreads) {
     throw ValidationError(describe(pipeline, number) + ": the threadgroup exceeds the pipeline's " +
                           "maxTotalThreadsPerThreadgroup of " + std::to_string(state->_maxThreads));

@@ -41,12 +41,14 @@ class HazardTracker {
   // barrier or fence that should be between them.
   std::optional<std::string> find_conflict(std::span<const Access> accesses, const char* missing) const;
   void add(std::vector<Access> accesses);
+  // Those since the last barrier.
+  const std::vector<Access>& accesses() const { return accesses_; }
 
  private:
   bool meet(const Access& a, const Access& b) const;
 
   Known known_;
-  std::vector<Access> accesses_;  // since the last barrier
+  std::vector<Access> accesses_;
 };
 
 }  // namespace metal_emulator

@@ -43,10 +43,6 @@ struct Guards {
   std::mutex mutex;
   std::map<std::uintptr_t, Region> regions;
 
-  static Guards& get() {
-    static auto* instance = new Guards;
-    return *instance;
-  }
   void add(void* begin, std::size_t bytes, const Allocation* allocation) {
     const auto address = reinterpret_cast<std::uintptr_t>(begin);
     std::lock_guard lock(mutex);
@@ -113,10 +109,6 @@ bool map_filled(char* memory, std::size_t bytes) {
 // filling old ones. Until then they are inaccessible.
 class FreeMappings {
  public:
-  static FreeMappings& get() {
-    static auto* instance = new FreeMappings;
-    return *instance;
-  }
   // Returns null if there is none of this size.
   char* take(std::size_t bytes) {
     if (!enabled()) return nullptr;
@@ -200,14 +192,14 @@ class GuardedAllocation final : public Allocation {
     first_ = mapping + data_bytes - round_up(length, kAlignment);
     std::memset(first_ + length, kCanary, slack());
     ASAN_POISON_MEMORY_REGION(first_ + length, slack());
-    Guards::get().add(mapping_ + data_bytes_, kGuardBytes, this);
+    the_only<Guards>().add(mapping_ + data_bytes_, kGuardBytes, this);
   }
   GuardedAllocation(const GuardedAllocation&) = delete;
   GuardedAllocation& operator=(const GuardedAllocation&) = delete;
   ~GuardedAllocation() override {
-    Guards::get().remove(mapping_ + data_bytes_, kGuardBytes);
+    the_only<Guards>().remove(mapping_ + data_bytes_, kGuardBytes);
     ASAN_UNPOISON_MEMORY_REGION(first_ + bytes, slack());
-    if (shared_ && FreeMappings::get().keep(mapping_, data_bytes_)) return;
+    if (shared_ && the_only<FreeMappings>().keep(mapping_, data_bytes_)) return;
     munmap(mapping_, data_bytes_ + kGuardBytes);
   }
   void* host() override { return first_; }
@@ -240,13 +232,13 @@ class WrappedAllocation final : public Allocation {
   WrappedAllocation(void* memory, void* view, std::size_t length)
       : memory_(memory), view_(view), views_(static_cast<char*>(view), length) {
     bytes = length;
-    if (view_) Guards::get().add(static_cast<char*>(view_) + bytes, kGuardBytes, this);
+    if (view_) the_only<Guards>().add(static_cast<char*>(view_) + bytes, kGuardBytes, this);
   }
   WrappedAllocation(const WrappedAllocation&) = delete;
   WrappedAllocation& operator=(const WrappedAllocation&) = delete;
   ~WrappedAllocation() override {
     if (!view_) return;
-    Guards::get().remove(static_cast<char*>(view_) + bytes, kGuardBytes);
+    the_only<Guards>().remove(static_cast<char*>(view_) + bytes, kGuardBytes);
     munmap(view_, bytes + kGuardBytes);
   }
   void* host() override { return view_ ? view_ : memory_; }
@@ -288,7 +280,7 @@ void pass_on(int signal, siginfo_t* info, void* context) {
 
 void on_fault(int signal, siginfo_t* info, void* context) {
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
-  const Allocation* missed = fault.handler ? Guards::get().find(address) : nullptr;
+  const Allocation* missed = fault.handler ? the_only<Guards>().find(address) : nullptr;
   if (!missed) return pass_on(signal, info, context);
   const auto* end = static_cast<const char*>(const_cast<Allocation*>(missed)->host()) + missed->bytes;
   fault.missed = missed;
@@ -359,7 +351,7 @@ std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fil
   const std::size_t data_bytes = round_up(round_up(bytes, kAlignment), page_size());
   const bool large = bytes >= kLeastLazyBytes;
   if (shared && !(fill == 0xff && large)) {
-    if (char* mapping = FreeMappings::get().take(data_bytes)) {
+    if (char* mapping = the_only<FreeMappings>().take(data_bytes)) {
       std::memset(mapping, fill, data_bytes);
       return std::make_shared<GuardedAllocation>(mapping, data_bytes, bytes, true);
     }

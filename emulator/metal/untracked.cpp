@@ -19,16 +19,11 @@ struct Updated {
   std::set<std::uint64_t> after;
 };
 
-// Committed command buffers whose completion the host has not seen, in order of commit. Never destroyed.
+// Committed command buffers whose completion the host has not seen, in order of commit.
 struct Pending {
   std::mutex mutex;
   std::vector<std::shared_ptr<UntrackedUse>> uses;
   std::map<const void*, Updated> fences;
-
-  static Pending& get() {
-    static auto* instance = new Pending;
-    return *instance;
-  }
 };
 
 void order_after(EncoderUse& encoder, std::uint64_t number, const std::set<std::uint64_t>& before_it) {
@@ -59,7 +54,6 @@ std::optional<std::string> UntrackedUse::find_conflict(std::span<const Access> a
 }
 
 void UntrackedUse::add(std::vector<Access> accesses) {
-  std::copy(accesses.begin(), accesses.end(), std::back_inserter(open_.accesses));
   open_.tracker.add(std::move(accesses));
 }
 
@@ -70,7 +64,7 @@ void UntrackedUse::end_encoder() {
 }
 
 void UntrackedUse::commit(const std::shared_ptr<UntrackedUse>& use) {
-  Pending& pending = Pending::get();
+  auto& pending = the_only<Pending>();
   std::lock_guard lock(pending.mutex);
   std::set<std::uint64_t> unfinished;
   for (const auto& earlier : pending.uses)
@@ -84,21 +78,21 @@ void UntrackedUse::commit(const std::shared_ptr<UntrackedUse>& use) {
     for (const auto& earlier : pending.uses)
       for (const EncoderUse& other : earlier->ended_) {
         if (encoder.after.contains(other.number)) continue;
-        if (const auto conflict = other.tracker.find_conflict(encoder.accesses, kNoWait))
+        if (const auto conflict = other.tracker.find_conflict(encoder.tracker.accesses(), kNoWait))
           throw ValidationError("commit: " + *conflict);
       }
     // Completed ones that the host has seen precede all others.
     std::erase_if(encoder.after, [&](std::uint64_t number) { return !unfinished.contains(number); });
     unfinished.insert(encoder.number);
     for (const void* fence : encoder.updates) fences[fence] = {use->queue_, encoder.number, encoder.after};
-    uses_any = uses_any || !encoder.accesses.empty();
+    uses_any = uses_any || !encoder.tracker.accesses().empty();
   }
   pending.fences = std::move(fences);
   if (uses_any) pending.uses.push_back(use);
 }
 
 void UntrackedUse::observe(UntrackedUse& use) {
-  Pending& pending = Pending::get();
+  auto& pending = the_only<Pending>();
   std::lock_guard lock(pending.mutex);
   const auto found = std::find_if(pending.uses.begin(), pending.uses.end(),
                                   [&](const auto& other) { return other.get() == &use; });
@@ -109,14 +103,14 @@ void UntrackedUse::observe(UntrackedUse& use) {
 }
 
 void UntrackedUse::forget(const Allocation& memory) {
-  Pending& pending = Pending::get();
+  auto& pending = the_only<Pending>();
   std::lock_guard lock(pending.mutex);
   for (const auto& use : pending.uses)
     for (EncoderUse& encoder : use->ended_) encoder.tracker.forget(memory);
 }
 
 void UntrackedUse::forget_fence(const void* fence) {
-  Pending& pending = Pending::get();
+  auto& pending = the_only<Pending>();
   std::lock_guard lock(pending.mutex);
   pending.fences.erase(fence);
 }

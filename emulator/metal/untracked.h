@@ -17,7 +17,6 @@ namespace metal_emulator {
 struct EncoderUse {
   std::uint64_t number = 0;  // unique
   HazardTracker tracker{HazardTracker::Known::kBound};
-  std::vector<Access> accesses;             // as the tracker has them
   std::vector<const void*> waits, updates;  // fences
   std::set<std::uint64_t> after;            // numbers of encoders that are finished before this one begins
 };

@@ -144,16 +144,11 @@ def _end_of_head(tokens: TokenList, kind: str, head: int, end: int) -> tuple[int
 
 def _function_body(tokens: TokenList, index: int, end: int) -> int | None:
     """Return the ``{`` of a function whose head ended at index; None for a declaration without body."""
-    while index < end:
-        text = tokens[index].text
+    for place in tokens.outer(index, end):
+        text = tokens[place].text
         if text in (";", "="):
             return None
-        if text == "{":
-            if tokens.at(tokens.partner[index] + 1) in (",", "{"):  # brace of a constructor initializer
-                index = tokens.partner[index]
-            else:
-                return index
-        elif text in ("(", "["):
-            index = tokens.partner[index]
-        index += 1
+        # Other braces are those of constructor initializers.
+        if text == "{" and tokens.at(tokens.partner[place] + 1) not in (",", "{"):
+            return place
     return None

@@ -79,12 +79,11 @@ def _threadgroup_variables(tokens: TokenList, program: Program) -> None:
         before = tokens.at(index - 1)
         if token.text != "threadgroup" or before not in (";", "{", "}", ")", "const", "constexpr"):
             continue
-        end, pointer = index, False
-        while end < len(tokens) and tokens[end].text not in (";", "{", "}", "(", ")", "="):
+        pointer = False
+        for end in tokens.outer(index, len(tokens)):
+            if tokens[end].text in (";", "{", "}", "(", ")", "="):
+                break
             pointer = pointer or tokens[end].text in ("*", "&")
-            if (closing := tokens.closing_angle(end)) is not None:
-                end = closing
-            end = tokens.partner[end] + 1 if tokens[end].text == "[" else end + 1
         if pointer or tokens.at(end) in ("{", "}", "(", ")"):
             continue
         if index not in inside:

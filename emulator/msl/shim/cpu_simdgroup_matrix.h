@@ -8,6 +8,12 @@ namespace msl {
 using abi::MatrixProduct;
 using abi::MatrixQueue;
 
+// Index of the first or second element of a lane among the 64 elements in row-major order, in the layout that the
+// executor's options select.
+MSL_INLINE int fragment_place(int lane, int element) {
+  return abi::current_worker().matrix_places[lane][element];
+}
+
 // Relaxed atomic access, as for all data that lanes share: see cpu_simdgroup.h.
 template <class T>
 MSL_INLINE void share(T& place, T value) {

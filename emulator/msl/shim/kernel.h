@@ -120,9 +120,7 @@ struct Pointee<T&> : Extent<T> {
 
 }  // namespace msl
 
-#endif
-
-#if MSL_CHECK
+#else
 
 namespace msl {
 template <class F, class... P>

@@ -12,11 +12,9 @@
 #if MSL_CHECK
 #include "check_simdgroup.h"
 #elif MSL_CPU
-#include "fragment.h"
 #include "cpu_simdgroup.h"
 #include "cpu_simdgroup_matrix.h"
 #elif MSL_PTX
-#include "fragment.h"
 #include "ptx_simdgroup.h"
 #include "ptx_simdgroup_matrix.h"
 #endif

@@ -7,6 +7,11 @@
 
 namespace msl {
 
+// Index of the first or second element of a lane among the 64 elements in row-major order.
+MSL_INLINE int fragment_place(int lane, int element) {
+  return lane * 2 + element;
+}
+
 // Transposes pairs of 16-bit elements, a row of eight in each quad of lanes.
 MSL_INLINE uint transpose_halves(uint pair) {
   uint result;
