@@ -290,7 +290,6 @@ def run_closed(*arguments: str, closed: int) -> subprocess.CompletedProcess[str]
     return finished([sys.executable, "-c", program, *arguments])
 
 
-@pytest.mark.skipif(os.name != "posix", reason="closes descriptors")
 def test_a_closed_output_is_reported_once() -> None:
     done = run_closed("run", "-p", "ROMEO:", "-n", "3", "--device", "cpu", closed=1)
     assert (done.returncode, done.stderr) == (1, "error: standard output is closed\n")
@@ -310,7 +309,6 @@ def test_an_error_without_a_message_is_named(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "error: MemoryError\nerror: Nameless\n"
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 @pytest.mark.parametrize(
     ("program", "code", "said"),
     [

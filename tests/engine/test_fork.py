@@ -23,10 +23,7 @@ from metal_prefill._support.cached_property import cached_property
 from metal_prefill.text import _tokenizer
 from metal_prefill.text._segmenters import segmenter_of
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
 PROMPT = list(range(100, 140))
 

@@ -157,7 +157,6 @@ def test_texts_of_threads_begin_one_constraint_together(demo_path: Path) -> None
         assert all(len(text) == 4 and text.isdigit() for text in texts)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_threads_of_a_forked_process_share_its_first_engine_loop(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", threads=1) as model:

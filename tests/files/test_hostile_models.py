@@ -93,7 +93,6 @@ def test_a_nan_logit_is_an_error_and_changes_nothing(device: str, tmp_path: Path
         assert session.forward_prompt([1, 2, 3]) == plain.forward_prompt([1, 2, 3]) != 7
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_file_that_was_read_may_change_afterwards(tmp_path: Path) -> None:
     """If the file were still mapped, reading its weights would end the process by SIGBUS."""

@@ -1,6 +1,7 @@
 """Packed weights stored in files: used if they equal the result of packing, rebuilt otherwise."""
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,8 +21,6 @@ from metal_prefill.storage._session_file import fingerprint
 IDS = np.random.default_rng(0).integers(0, 320, 37)
 HEADER = 16384  # bytes before the weights
 UNSAMPLED = HEADER + 6000  # samples of the weights of such small models, 4096 to 6,000 bytes apart
-
-resource = pytest.importorskip("resource")  # the limits of a process, which only POSIX has
 
 
 @pytest.fixture(autouse=True)

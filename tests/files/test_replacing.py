@@ -20,8 +20,6 @@ from metal_prefill import Model, OutputError, synth
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.storage import _session_file
 
-posix_only = pytest.mark.skipif(os.name != "posix", reason="needs POSIX file types, modes and locks")
-
 CLI = [sys.executable, "-m", "metal_prefill.cli"]
 
 
@@ -63,7 +61,6 @@ def make_socket(path: Path) -> None:
         server.bind(str(path))
 
 
-@posix_only
 @pytest.mark.parametrize(
     ("write", "make", "kind"),
     [*((write, make_fifo, "FIFO") for write in WRITERS.values()), (save, make_socket, "socket")],
@@ -81,7 +78,6 @@ def test_special_files_are_rejected_and_kept(
     assert list(tmp_path.iterdir()) == [path]
 
 
-@posix_only
 @pytest.mark.parametrize("name", ["/dev/null", "/dev/fd/1", "/proc/self/fd/1", "{tmp}/link"])
 def test_devices_and_open_files_are_rejected(tmp_path: Path, name: str) -> None:
     (tmp_path / "link").symlink_to("/dev/fd/1")  # as /dev/stdout is
@@ -136,7 +132,6 @@ def test_ctrl_c_that_native_code_makes_another_error_of_is_one(
         save(tmp_path / "session")
 
 
-@posix_only
 def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
     path = tmp_path / "shared.session"
     path.write_bytes(b"old")
@@ -145,7 +140,6 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o664
 
 
-@posix_only
 def test_a_new_file_has_the_users_default_permissions(tmp_path: Path) -> None:
     path, plain = tmp_path / "new.session", tmp_path / "plain"
     old = os.umask(0o027)
@@ -182,7 +176,6 @@ def kill_while_writing(path: Path, number: int) -> None:
         child.wait(60)
 
 
-@posix_only
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_next_write_removes_leftovers_of_a_killed_one(tmp_path: Path, number: int) -> None:
     path = tmp_path / "state"
@@ -195,7 +188,6 @@ def test_the_next_write_removes_leftovers_of_a_killed_one(tmp_path: Path, number
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "state"]
 
 
-@posix_only
 def test_concurrent_writes_do_not_interfere(tmp_path: Path) -> None:
     """Many threads replace files of one folder, and each looks for abandoned ones."""
 
@@ -208,7 +200,6 @@ def test_concurrent_writes_do_not_interfere(tmp_path: Path) -> None:
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {f"file{i}": "49" for i in range(3)}
 
 
-@posix_only
 def test_a_folder_of_another_writer_is_not_a_leftover(tmp_path: Path) -> None:
     with replacing(tmp_path / "slow") as slow:
         with replacing(tmp_path / "quick") as quick:

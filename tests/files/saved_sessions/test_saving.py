@@ -179,7 +179,6 @@ def test_missing_files_and_directories_are_os_errors(demo: Model, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
 def test_a_fifo_is_rejected_without_waiting_for_a_writer(demo: Model, tmp_path: Path) -> None:
     path = tmp_path / "fifo"
     os.mkfifo(path)
