@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,7 @@ def _with_adapter(path: Path) -> Folder:
 READ: dict[str, tuple[Callable[[Path], Folder], str]] = {
     "modules": (_in_another_folder, "modules/2_Dense/model.safetensors"),
     "entities": (entity_folders.RECORDED["modernbert and bert"], "labels_tokenizer/tokenizer.json"),
-    "pickled entities": (entity_folders.RECORDED["modernbert and bert"], "pytorch_model.bin"),
+    "pickled entities": (partial(entity_folders.pickled, name="modernbert and bert"), "pytorch_model.bin"),
     "weights of tokens": (task_folders.hybrid, "sparse_linear.pt"),
     "queries of a router": (bert_relatives.routed, "query_0_SparseStaticEmbedding/model.safetensors"),
     "ColBERT": (task_folders.stanford, "artifact.metadata"),
@@ -254,12 +255,7 @@ def test_the_key_of_a_conversion_covers_every_file_that_is_read(
     tmp_path: Path, own_cache: Path, name: str
 ) -> None:
     make, known = READ[name]
-    made = make(tmp_path / "models" / "m")
-    if known == "pytorch_model.bin":
-        assert isinstance(made, entity_folders.EntityFolder)
-        folder = made.write_pickled()
-    else:
-        folder = made.write()
+    folder = make(tmp_path / "models" / "m").write()
     added = folder.parent / "adapter" if name == "adapter" else None
     _record_opened_files()
     _opened.clear()

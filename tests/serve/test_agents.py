@@ -12,10 +12,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from rich.console import Console
-from support.chat_templates import CHATML
 from support.running_server import running
 from support.small_models import MODELS, write
 from support.stand_in_server import PROGRAM, stand_in
+from support.tools import CHATML
 
 from metal_prefill import MissingExtraError, Model, bench
 from metal_prefill.bench import _agents

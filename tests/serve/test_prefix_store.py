@@ -12,11 +12,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from starlette.datastructures import Headers
-from support.chat_templates import CHATML
 from support.recurrent import LARGE
 from support.running_server import Gate, Running, running, wait_until
 from support.scheduled_texts import answer_alone
 from support.small_models import write
+from support.tools import CHATML
 
 from metal_prefill import Model
 from metal_prefill.serve import Settings

@@ -43,20 +43,25 @@ THRESHOLDS = {
 class EntityFolder(Folder):
     """A folder with ``gliner_config.json``."""
 
+    pickled = False  # whether it has the weights as ``torch.save`` writes them
+
     def write(self, shards: int = 1) -> Path:
         """Write configuration and weights."""
         assert shards == 1
         (self.path / "config.json").unlink(missing_ok=True)
         self.json("gliner_config.json", self.config)
-        save_file(self.tensors, self.path / "model.safetensors")
+        if self.pickled:
+            write_torch_file(self.path / "pytorch_model.bin", self.tensors)
+        else:
+            save_file(self.tensors, self.path / "model.safetensors")
         return self.path
 
-    def write_pickled(self) -> Path:
-        """Write the weights as ``torch.save`` does."""
-        self.write()
-        (self.path / "model.safetensors").unlink()
-        write_torch_file(self.path / "pytorch_model.bin", self.tensors)
-        return self.path
+
+def pickled(path: Path, name: str) -> EntityFolder:
+    """Make a recorded folder whose weights `torch.save` wrote."""
+    folder = RECORDED[name](path)
+    folder.pickled = True
+    return folder
 
 
 def _head(mode: str, width: int, dim: int, *, recurrent: bool) -> Shapes:

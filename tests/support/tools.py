@@ -1,4 +1,4 @@
-"""Tools, and a chat template that describes them."""
+"""Tools, and chat templates: one that describes them, and one of messages alone."""
 
 WEATHER = {
     "type": "function",
@@ -19,5 +19,9 @@ HERMES = (  # as Hermes 2 and Qwen 2.5 write tools, calls and results
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
     "</tool_call>{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ASKED = [{"role": "user", "content": "How is it in Verona?"}]

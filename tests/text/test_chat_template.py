@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from gguf import GGUFValueType
-from support.chat_templates import CHATML
+from support.tools import CHATML
 
 from metal_prefill import ChatTemplateError, GGUFError, MetalPrefillError, Model
 from metal_prefill.files import GGUFFile

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.encoder_tasks import NEAR, FileOf, opened
-from support.entity_folders import LABELS, RECORD, RECORDED, TEXTS, calls_of
+from support.entity_folders import LABELS, RECORD, RECORDED, TEXTS, calls_of, pickled
 from support.programs import Run
 
 from metal_prefill import ClosedError, ContextOverflowError, Model
@@ -116,11 +116,9 @@ def test_sizes_of_an_encoder_of_labels_have_names_of_their_own(file_of: FileOf) 
 
 
 def test_weights_of_torch_save_are_those_of_safetensors(tmp_path: Path, own_cache: None) -> None:
-    make = RECORDED["bert, names"]
-    folders = make(tmp_path / "a").write(), make(tmp_path / "b").write_pickled()
-    found = []
-    for folder in folders:
-        with Model(folder, device="cpu") as model:
+    name, found = "bert, names", []
+    for folder in (RECORDED[name](tmp_path / "a"), pickled(tmp_path / "b", name)):
+        with Model(folder.write(), device="cpu") as model:
             found.append(model.find_entities(TEXTS, LABELS, threshold=0.7))
     assert found[0] == found[1]
     assert any(found[0])
