@@ -49,15 +49,6 @@ void bind_sampling(nb::module_& m) {
       .def("forbid", &Sampler::forbid, "tokens"_a, "position"_a, locked)
       .def(
           "allow",
-          [](Sampler& self, ByteArray allowed) {
-            std::vector<std::uint32_t> words(ceil_div(allowed.shape(0), 32));
-            for (std::size_t i = 0; i < allowed.shape(0); ++i)
-              words[i / 32] |= std::uint32_t(allowed.data()[i] != 0) << i % 32;
-            self.allow({std::move(words)});
-          },
-          "allowed"_a, locked, "Takes whether each token may be chosen; nothing allows all.")
-      .def(
-          "allow_bits",
           [](Sampler& self, const std::vector<nb::bytes>& masks) {
             std::vector<Sampler::Mask> words;
             for (const nb::bytes& bits : masks) {

@@ -49,7 +49,7 @@ def test_a_sampler_makes_one_choice_at_a_time() -> None:
 
     def choose(number: int) -> None:
         for _ in range(choices):
-            sampler.allow(np.ones(64, np.uint8))
+            sampler.allow([bytes([255] * 8)])
             sampler.accept(sampler.choose(logits))
             assert len(sampler.reports) == 0
 

@@ -164,7 +164,7 @@ def test_penalties_cover_the_latest_tokens_after_drafts_were_rejected() -> None:
 
 def test_the_last_mask_applies_to_all_later_tokens() -> None:
     sampler, logits = core_sampler(Options(), 1, []), np.array([3, 2, 1], np.float32)
-    sampler.allow_bits([bytes([0b100]), bytes([0b010])])
+    sampler.allow([bytes([0b100]), bytes([0b010])])
     chosen = []
     for _ in range(3):
         chosen.append(sampler.choose(logits))
@@ -177,7 +177,7 @@ def test_a_mask_excludes_tokens_beyond_its_end() -> None:
     logits = np.arange(100, dtype=np.float32)
     for words in (1, 2, 3):
         sampler = core_sampler(Options(), 1, [])
-        sampler.allow_bits([b"\xff" * 4 * words])
+        sampler.allow([b"\xff" * 4 * words])
         assert sampler.choose(logits) == 32 * words - 1
 
 

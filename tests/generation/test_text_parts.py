@@ -80,7 +80,7 @@ class Masks:
     def __init__(self) -> None:
         self.allowed = list[Any]()
 
-    def allow_bits(self, masks: list[bytes]) -> None:
+    def allow(self, masks: list[bytes]) -> None:
         self.allowed.append(masks)
 
 

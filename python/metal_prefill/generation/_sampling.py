@@ -219,8 +219,7 @@ class Sampler:
         with np.errstate(over="ignore"):
             scores = np.array(logits, np.float32, order="C")  # a copy: another thread may change them
         _check_shape(scores)
-        mask = np.empty(0, np.uint8) if allowed is None else _checked_mask(allowed, scores.size)
-        self._core.allow(mask.view(np.uint8))
+        self._core.allow([] if allowed is None else [_checked_mask(allowed, scores.size)])
         token = self._core.choose(scores)
         self._core.accept(token)
         return token
@@ -231,13 +230,14 @@ def _check_shape(logits: npt.NDArray[np.floating]) -> None:
         raise ValueError(f"logits must be one-dimensional and not empty, got shape {logits.shape}")
 
 
-def _checked_mask(allowed: npt.ArrayLike, vocab_size: int) -> npt.NDArray[np.bool_]:
+def _checked_mask(allowed: npt.ArrayLike, vocab_size: int) -> bytes:
+    """Return a bit of each token, in the order of ids."""
     mask = np.array(allowed, order="C")
     if mask.dtype != np.bool_ or mask.shape != (vocab_size,):
         raise ValueError(
             f"a mask of allowed tokens must be bool [{vocab_size}], got {mask.dtype} {list(mask.shape)}"
         )
-    return mask
+    return np.packbits(mask, bitorder="little").tobytes()
 
 
 # Maximum number of forced tokens of a text in a pass. Like drafts, they delay every text of the pass, and
@@ -268,7 +268,7 @@ class Choosing:
         if self.constraint is None or self.sampler is None:
             return len(drafts)
         ahead = self.constraint.ahead(drafts)
-        self.sampler.allow_bits([self.constraint.mask(), *ahead])
+        self.sampler.allow([self.constraint.mask(), *ahead])
         return len(ahead)
 
     def send(self, chosen: Sequence[int], free: Sequence[int], room: int) -> None:
