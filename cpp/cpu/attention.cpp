@@ -22,34 +22,32 @@ std::vector<float> position_bias(const Model& model) {
 
 namespace {
 
-// The norm of the queries, or of the keys.
-struct QkNorm {
-  const Tensor& weight;
-  const Tensor& bias;
-};
-QkNorm query_norm(const AttentionStep& step) {
-  return {step.weights.q_norm, step.weights.q_norm_bias};
+// The norm of the queries, or of the keys: of a head, or of all heads of a row together.
+Norm qk_norm(const AttentionStep& step, const Tensor& weight, const Tensor& bias) {
+  return {weight, bias, weight.cols, step.config.norm_eps, step.config.norm_kind};
 }
-QkNorm key_norm(const AttentionStep& step) {
-  return {step.weights.k_norm, step.weights.k_norm_bias};
+Norm query_norm(const AttentionStep& step) {
+  return qk_norm(step, step.weights.q_norm, step.weights.q_norm_bias);
+}
+Norm key_norm(const AttentionStep& step) {
+  return qk_norm(step, step.weights.k_norm, step.weights.k_norm_bias);
 }
 
 // Whether the heads of a row have one norm in common.
-bool normed_together(const AttentionStep& step, const QkNorm& norm) {
+bool normed_together(const AttentionStep& step, const Norm& norm) {
   return norm.weight && step.config.qk_norm_place == QkNormPlace::kRows;
 }
 
 // Norms a head, or all heads of a row together, in place.
-void normalize_heads(const Context& c, const AttentionStep& step, const QkNorm& norm, float* heads) {
-  apply(c.kernels, {norm.weight, norm.bias, norm.weight.cols, step.config.norm_eps, step.config.norm_kind},
-        heads, heads);
+void normalize_heads(const Context& c, const Norm& norm, float* heads) {
+  apply(c.kernels, norm, heads, heads);
 }
 
 // Norms and rotates a head of a row of the pass.
-void prepare_head(const Context& c, const AttentionStep& step, const QkNorm& norm, int row, float* head) {
+void prepare_head(const Context& c, const AttentionStep& step, const Norm& norm, int row, float* head) {
   const std::size_t pairs = std::size_t(step.config.rope_dim) / 2;
   const auto norm_at = [&](QkNormPlace place) {
-    if (norm.weight && step.config.qk_norm_place == place) normalize_heads(c, step, norm, head);
+    if (norm.weight && step.config.qk_norm_place == place) normalize_heads(c, norm, head);
   };
   norm_at(QkNormPlace::kHeads);
   if (step.rotations)
@@ -255,7 +253,7 @@ void CacheWriter::store_columns(const Context& c, CachePart part, int column, in
 void CacheWriter::computed(const Context& c, CachePart part, int column, int columns) const {
   if (part == CachePart::kNone || !at_once()) return;
   const Config& config = step_.config;
-  const QkNorm norm = key_norm(step_);
+  const Norm norm = key_norm(step_);
   const bool keys = part == CachePart::kKeys, together = keys && normed_together(step_, norm);
   const int heads = together ? config.n_kv_heads : 1;  // that are complete at the same time
   const int width = heads * (keys ? config.key_dim : config.value_dim);
@@ -263,7 +261,7 @@ void CacheWriter::computed(const Context& c, CachePart part, int column, int col
     const int products = ceil_div((i + 1) * width, kGroupRows) - i * width / kGroupRows;
     if (!is_last(done_[(keys ? 0 : config.n_kv_heads) + i], products)) continue;
     if (together)
-      for (int row = 0; row < int(rows_.size()); ++row) normalize_heads(c, step_, norm, step_.k.row(row));
+      for (int row = 0; row < int(rows_.size()); ++row) normalize_heads(c, norm, step_.k.row(row));
     for (int head = i * heads; head < (i + 1) * heads; ++head)
       for (const RowRange& block : blocks_) keys ? store_keys(c, block, head) : store_values(c, block, head);
   }
@@ -272,8 +270,8 @@ void CacheWriter::computed(const Context& c, CachePart part, int column, int col
 void CacheWriter::store_rest(const Context& c) const {
   const bool keys = !takes_columns(CachePart::kKeys), values = !takes_columns(CachePart::kValues);
   if (at_once() || !(keys || values)) return;
-  if (const QkNorm norm = key_norm(step_); normed_together(step_, norm))
-    c.worker.for_each(int(rows_.size()), [&](int row) { normalize_heads(c, step_, norm, step_.k.row(row)); });
+  if (const Norm norm = key_norm(step_); normed_together(step_, norm))
+    c.worker.for_each(int(rows_.size()), [&](int row) { normalize_heads(c, norm, step_.k.row(row)); });
   const int heads = step_.config.n_kv_heads;
   c.worker.for_each(int(blocks_.size()) * heads, [&](int item) {
     const RowRange& block = blocks_[std::size_t(item / heads)];
@@ -411,8 +409,8 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
     return true;
   };
 
-  if (const QkNorm norm = query_norm(step); normed_together(step, norm))
-    c.worker.for_each(rows, [&](int i) { normalize_heads(c, step, norm, step.q.row(i)); });
+  if (const Norm norm = query_norm(step); normed_together(step, norm))
+    c.worker.for_each(rows, [&](int i) { normalize_heads(c, norm, step.q.row(i)); });
   c.for_each(items.count(), [&](int i) {
     // Some of what was prefetched during the products may have been evicted.
     if (items.tiles().size() > 1 && i + 1 < items.count()) items.fetch(i + 1);

@@ -20,10 +20,6 @@ using TokenArray = nb::ndarray<const TokenId, nb::ndim<1>, nb::c_contig, nb::dev
 using FloatArray = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ByteArray = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-inline Prefix prefix_of(bool reuse) {
-  return reuse ? Prefix::kReuse : Prefix::kAppend;
-}
-
 inline std::span<const TokenId> view(const TokenArray& tokens) {
   return {tokens.data(), tokens.shape(0)};
 }

@@ -123,7 +123,8 @@ class OwnedRequest final : public Computation {
     else
       request_.scratch = std::get<Scratch*>(owner);
     request_.tokens = view(tokens_);
-    request_.prefix = prefix_of(reuse || (request_.scratch && config().causal));
+    const bool reuses = reuse || (request_.scratch && config().causal);
+    request_.prefix = reuses ? Prefix::kReuse : Prefix::kAppend;
   }
 
   Engine& engine() const { return request_.scratch ? *request_.scratch->engine : request_.session->engine(); }

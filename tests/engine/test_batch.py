@@ -52,6 +52,11 @@ def alone(model: Model, *pieces: Ids) -> Session:
     return session
 
 
+def page_bytes(path: Path, device: Any) -> int:
+    with Model(path, device=device) as model:
+        return int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
+
+
 def test_forks_share_the_pages_of_their_common_prefix(tiny_demo: Model) -> None:
     with alone(tiny_demo, ids_of(tiny_demo, 5 * PAGE)) as origin:
         one = tiny_demo.stats()["kv_pool_bytes"]
@@ -142,8 +147,7 @@ def test_a_native_request_has_no_more_rows_than_tokens(tiny_demo: Model) -> None
 
 
 def test_a_prompt_that_finds_no_memory_leaves_the_common_prefix(tiny_demo_path: Path) -> None:
-    with Model(tiny_demo_path, device="cpu") as model:
-        page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
+    page = page_bytes(tiny_demo_path, "cpu")
     with Model(tiny_demo_path, device="cpu", kv_memory=3 * page) as model:
         ids = ids_of(model, 30)
         other, session = alone(model, ids), alone(model, ids)
@@ -156,8 +160,7 @@ def test_a_prompt_that_finds_no_memory_leaves_the_common_prefix(tiny_demo_path: 
 
 
 def test_the_memory_limit_is_named_and_nothing_changes(device: str, tiny_demo_path: Path) -> None:
-    with Model(tiny_demo_path, device=device) as model:
-        page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
+    page = page_bytes(tiny_demo_path, device)
     with Model(tiny_demo_path, device=device, kv_memory=4 * page) as model:
         first = alone(model, ids_of(model, 3 * PAGE))
         second = model.session()
@@ -254,8 +257,7 @@ def test_an_open_session_shares_its_full_pages(tiny_demo: Model, shared: int) ->
 
 def test_a_thousand_sessions_store_a_shared_prefix_once(tiny_demo_path: Path) -> None:
     shared, own, sessions = 4 * PAGE + 44, 20, 1000  # 300 tokens; the different ones are in one page
-    with Model(tiny_demo_path, device="cpu") as model:
-        page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
+    page = page_bytes(tiny_demo_path, "cpu")
     with Model(tiny_demo_path, device="cpu") as model:
         start = ids_of(model, shared)
         each = [model.session() for _ in range(sessions)]
@@ -265,8 +267,7 @@ def test_a_thousand_sessions_store_a_shared_prefix_once(tiny_demo_path: Path) ->
 
 
 def test_the_prefix_cache_is_bounded_and_evicts_the_oldest(device: str, tiny_demo_path: Path) -> None:
-    with Model(tiny_demo_path, device=device) as model:
-        page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
+    page = page_bytes(tiny_demo_path, device)
     with Model(tiny_demo_path, device=device, prefix_memory=3 * page) as model:
         for seed in range(5):
             with model.session() as session:
@@ -281,8 +282,7 @@ def test_the_prefix_cache_is_bounded_and_evicts_the_oldest(device: str, tiny_dem
 
 
 def test_cached_pages_are_evicted_for_prompts(device: str, tiny_demo_path: Path) -> None:
-    with Model(tiny_demo_path, device=device) as model:
-        page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
+    page = page_bytes(tiny_demo_path, device)
     with Model(tiny_demo_path, device=device, kv_memory=4 * page, prefix_memory=4 * page) as model:
         for seed in range(6):
             with model.session() as session:

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -60,24 +61,31 @@ MTLCompileOptions* compile_options(const std::set<std::string>* variants, Shader
   return options;
 }
 
-// Compiles the sources for which `wanted` is true, concurrently.
+struct Compiled {
+  id<MTLLibrary> library;  // null: there is an error
+  NSError* error;
+};
+
+// Compiles the sources concurrently.
+std::vector<Compiled> compile_all(id<MTLDevice> device, std::span<const ShaderSource* const> sources,
+                                  const std::set<std::string>* variants) {
+  return run_concurrently<Compiled>(sources.size(), [&](std::size_t i, auto done) {
+    [device newLibraryWithSource:to_ns(sources[i]->text)
+                         options:compile_options(variants, language_of(sources[i]->name))
+               completionHandler:^(id<MTLLibrary> library, NSError* error) {
+                 done({library, error});
+               }];
+  });
+}
+
+// The libraries of the sources for which `wanted` is true.
 template <typename Wanted>
 std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::set<std::string>& variants,
                                     const Wanted& wanted) {
   std::vector<const ShaderSource*> sources;
   for (std::size_t i = 0; i < kShaderSourceCount; ++i)
     if (wanted(kShaderSources[i].name)) sources.push_back(&kShaderSources[i]);
-  struct Result {
-    id<MTLLibrary> library;
-    NSError* error;
-  };
-  const std::vector<Result> results = run_concurrently<Result>(sources.size(), [&](std::size_t i, auto done) {
-    [device newLibraryWithSource:to_ns(sources[i]->text)
-                         options:compile_options(&variants, language_of(sources[i]->name))
-               completionHandler:^(id<MTLLibrary> library, NSError* error) {
-                 done({library, error});
-               }];
-  });
+  const std::vector<Compiled> results = compile_all(device, sources, &variants);
   std::vector<id<MTLLibrary>> libraries;
   for (std::size_t i = 0; i < results.size(); ++i) {
     if (!results[i].library)
@@ -121,17 +129,12 @@ std::vector<CompiledSource> compile_sources(id<MTLDevice> device) {
   std::vector<CompiledSource> compiled;
   for (std::size_t i = 0; i < kShaderSourceCount; ++i) {
     const AutoreleasePool pool;
-    const ShaderSource& source = kShaderSources[i];
+    const ShaderSource* source = &kShaderSources[i];
     const auto begin = std::chrono::steady_clock::now();
-    const std::string problem = run_concurrently<std::string>(1, [&](std::size_t, auto done) {
-      [device newLibraryWithSource:to_ns(source.text)
-                           options:compile_options(nullptr, language_of(source.name))
-                 completionHandler:^(id<MTLLibrary> library, NSError* error) {
-                   done(library ? std::string() : describe(error));
-                 }];
-    })[0];
+    const Compiled result = compile_all(device, {&source, 1}, nullptr)[0];
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
-    compiled.push_back({source.name, problem, taken.count(), is_tensor_source(source.name)});
+    const std::string problem = result.library ? std::string() : describe(result.error);
+    compiled.push_back({source->name, problem, taken.count(), is_tensor_source(source->name)});
   }
   return compiled;
 }

@@ -5,6 +5,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "../../engine/engine.h"
 
@@ -55,13 +56,8 @@ inline constexpr std::array<Tuning, 4> kTunings = {{
 
 // Chips of a family that have more cores, by the word after their numbers ("Apple M4 Pro"): about twice as
 // many (14 to 20), four times (24 to 40), eight times (48 to 80), and as many times the bandwidth of memory.
-// Those for phones
-// ("Apple A18 Pro") have half of both: 5 or 6 cores. Metal does not say how many.
-struct LargerChip {
-  std::string_view word;
-  int times;
-};
-inline constexpr std::array<LargerChip, 3> kLargerChips = {{{"Pro", 2}, {"Max", 4}, {"Ultra", 8}}};
+// Those for phones ("Apple A18 Pro") have half of both: 5 or 6 cores. Metal does not say how many.
+inline constexpr std::pair<std::string_view, int> kLargerChips[] = {{"Pro", 2}, {"Max", 4}, {"Ultra", 8}};
 
 // With the options that replace the choices for the GPU.
 inline Tuning tuned_by(const MetalOptions& options, Tuning tuning) {
@@ -78,9 +74,8 @@ inline Tuning tuned_for(Tuning tuning, const std::string& name) {
   words >> maker >> chip >> word;
   if (chip.find_first_of("0123456789") != 1) return tuning;
   if (chip[0] == 'A') tuning.cores /= 2, tuning.matvec_threads /= 2;
-  for (const LargerChip& larger : kLargerChips)
-    if (chip[0] == 'M' && word == larger.word)
-      tuning.cores *= larger.times, tuning.matvec_threads *= larger.times;
+  for (const auto& [larger, times] : kLargerChips)
+    if (chip[0] == 'M' && word == larger) tuning.cores *= times, tuning.matvec_threads *= times;
   return tuning;
 }
 
