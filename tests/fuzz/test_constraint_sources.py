@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fuzzing import fuzz
+from support.json_mutator import changed
+from support.random_schemas import random_schema
 
 from metal_prefill import ConstraintError, Model
 
@@ -24,6 +26,12 @@ _ATOMS = [
 _COUNTS = ["*", "+", "?", "{2}", "{0,3}", "{500}", "{20000}", "{3,}", "{5,2}"]
 _NAMES = ["start", "r1", "r2", "r3", "T1", "T2", "missing"]
 _KEYWORDS = ["anyOf", "allOf", "oneOf"]
+_ODD_PARTS: list[Any] = [
+    *(True, False, None, 0, 7, -1, 10**6, 10**9, 2.5, "", "\u00e9\n", [], [1], {}, {"x": 1}, {"$ref": "#"}),
+    *({"$ref": "#/$defs/d"}, {"$ref": "#/$defs/d", "$defs": {"d": {"type": "number"}}}),
+    *({"type": "string", "minLength": n, "maxLength": 10**6} for n in (0, 4)),
+    {"type": "array", "items": {"type": "integer"}, "minItems": 50},
+]
 
 
 def write_constraint(random: Random) -> Constraint:
@@ -35,7 +43,7 @@ def write_constraint(random: Random) -> Constraint:
     elif kind == "grammar":
         source = random.choices([_grammar, _ambiguous_spaces], [4, 1])[0](random)
     else:
-        source = json.dumps(_schema(random, 3))
+        source = _schema(random)
     if random.random() < 0.1 and source:
         at = random.randrange(len(source))
         source = (
@@ -116,35 +124,13 @@ def _ambiguous_spaces(random: Random) -> str:
     return "\n".join(lines)
 
 
-def _schema(random: Random, depth: int) -> object:
-    choice = random.randrange(9 if depth else 5)
-    if choice == 0:
-        return {"type": "integer", "minimum": random.randrange(-9, 9), "maximum": random.randrange(10**9)}
-    if choice == 1:
-        return {"type": "string", "pattern": _regex(random, 2)}
-    if choice == 2:
-        return {"type": "string", "minLength": random.randrange(5), "maxLength": random.choice([0, 9, 10**6])}
-    if choice == 3:
-        return {"enum": random.sample(["a", 1, None, 2.5, "é\n", [1], {"x": 1}], random.randrange(1, 4))}
-    if choice == 4:
-        return random.choice([True, False, {}, {"$ref": "#"}, {"$ref": "#/$defs/d"}, {"type": "number"}, 7])
-    if choice == 5:
-        inner = [_schema(random, depth - 1) for _ in range(random.randrange(1, 4))]
-        return {random.choice(_KEYWORDS): inner}
-    if choice == 6:
-        return {
-            "type": "array",
-            "items": _schema(random, depth - 1),
-            "minItems": random.choice([0, 1, 50, 10**6]),
-        }
-    names = random.sample(["a", "b", 'c"', "dé"], random.randrange(1, 4))
-    return {
-        "type": "object",
-        "properties": {name: _schema(random, depth - 1) for name in names},
-        "required": names[: random.randrange(len(names) + 1)],
-        "additionalProperties": random.choice([True, False, {"type": "string"}]),
-        "$defs": {"d": _schema(random, depth - 1)},
-    }
+def _schema(random: Random) -> str:
+    """Return a JSON schema of which some parts are odd."""
+    parts = [*_ODD_PARTS, {"type": "string", "pattern": _regex(random, 2)}, random_schema(random, 1)]
+    schema: Any = random_schema(random, 3)
+    for _ in range(random.randrange(4)):
+        schema = changed(schema, random, parts)
+    return json.dumps(schema).replace("anyOf", random.choice(_KEYWORDS))
 
 
 def answered(constraint: Any, method: str, *arguments: Any, **named: Any) -> Any:
