@@ -3,8 +3,8 @@
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -57,11 +57,7 @@ def test_frequency_factors_must_be_positive(
 ) -> None:
     plain = write(tmp_path / "plain.gguf", MODELS[model])
     for value in [0.0, -1.0, math.nan, math.inf]:
-
-        def change(values: Any, value: float = value) -> None:
-            values[1] = value
-
-        path = with_tensor(tmp_path / "m.gguf", plain, name, change)
+        path = with_tensor(tmp_path / "m.gguf", plain, name, partial(np.put, ind=1, v=value))
         with pytest.raises(GGUFError, match=rf"{path.name}: tensor {name} has the value .* at index 1"):
             Model(path, device=device, max_context=max_context)
 
@@ -75,11 +71,10 @@ def test_too_many_layers_are_refused() -> None:
 
 def test_a_nan_logit_is_an_error_and_changes_nothing(device: str, tmp_path: Path) -> None:
     whole = write(tmp_path / "plain.gguf", replace(MODELS["gqa 1"], output_type="F32"))
-
-    def damage(values: Any) -> None:
-        values.reshape(MODELS["gqa 1"].vocab, -1)[7] = np.nan
-
-    path = with_tensor(tmp_path / "m.gguf", whole, "output.weight", damage)
+    rows = (MODELS["gqa 1"].vocab, -1)
+    path = with_tensor(
+        tmp_path / "m.gguf", whole, "output.weight", lambda values: values.reshape(rows)[7].fill(np.nan)
+    )
     with Model(path, device=device) as model, Model(whole, device=device) as plain:
         session = model.session()
         session.forward_prompt([5, 6])  # the greedy token is one of the others

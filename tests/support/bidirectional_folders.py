@@ -51,8 +51,7 @@ def voyage(path: Path) -> Folder:
 def pplx(path: Path) -> Folder:
     """Make a folder as pplx-embed has it: the class implies the attention, and vectors are integers."""
     folder = _body(qwen3_decoder(path), "PPLXQwen3Model", model_type="bidirectional_pplx_qwen3")
-    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
-    modules = [{"path": at, "type": f"sentence_transformers.models.{kind}"} for at, kind in kinds.items()]
+    modules = folder.loaded("modules.json")[:2]
     quantizer = {"path": "", "type": "st_quantize.FlexibleQuantizer", "kwargs": ["quantization"]}
     folder.json("modules.json", [*modules, quantizer])
     return folder

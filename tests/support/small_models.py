@@ -526,12 +526,8 @@ def with_tokenizer_of(path: Path, model: SmallModel, other: Path) -> Path:
 
 def write_with_nan(path: Path, model: SmallModel, token: int) -> Path:
     """Write a model in which the embedding of a token is NaN."""
-
-    def spoil(values: npt.NDArray[np.float32]) -> None:
-        values.reshape(model.vocab, -1)[token] = np.nan
-
-    plain = write(path.with_suffix(".plain"), replace(model, embedding="F32"))
-    return with_tensor(path, plain, "token_embd.weight", spoil)
+    plain, rows = write(path.with_suffix(".plain"), replace(model, embedding="F32")), (model.vocab, -1)
+    return with_tensor(path, plain, "token_embd.weight", lambda v: v.reshape(rows)[token].fill(np.nan))
 
 
 def with_tensor(path: Path, plain: Path, name: str, change: Callable[[Any], None]) -> Path:

@@ -348,18 +348,14 @@ PAIR_TEMPLATE = (
 def generative(path: Path, template: str = PAIR_TEMPLATE, **scores: int) -> Folder:
     """Make a generative reranker as CrossEncoder of sentence-transformers saves it."""
     made = llama(path)
-    kinds = {"base.modules.transformer.Transformer": "", "cross_encoder.modules.logit_score.LogitScore": "1"}
-    made.json(
-        "modules.json",
-        [{"idx": 0, "path": path, "type": f"sentence_transformers.{kind}"} for kind, path in kinds.items()],
-    )
+    kinds = {"": "base.modules.transformer.Transformer", "1": "cross_encoder.modules.logit_score.LogitScore"}
+    made.modules(kinds, "sentence_transformers.")
     kwargs = {"chat_template": {"add_generation_prompt": True}}
     made.json(
         "sentence_bert_config.json", {"transformer_task": "text-generation", "processing_kwargs": kwargs}
     )
-    made.json(
-        "config_sentence_transformers.json", {"prompts": {"web": "Judge."}, "default_prompt_name": "web"}
-    )
+    prompts = {"prompts": {"web": "Judge."}, "default_prompt_name": "web"}
+    made.json("config_sentence_transformers.json", prompts)
     tokenizer = made.loaded("tokenizer.json")
     ids = tokenizer["model"]["vocab"]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
