@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -49,21 +49,19 @@ def failing_allocation(
     with_gil: bool = False,  # on the CPU, also count allocations while the thread holds the GIL
 ) -> Iterator[Fault]:
     """Have the nth allocation within the block fail."""
+    require_failing_allocations(device)
     fault = Fault()
     if device == "metal":
-        require_failing_allocations(device)
         gpu: Any = _core.emulator
         gpu.fail_allocation(nth)
-        try:
-            yield fault
-        finally:
-            fault.came = not gpu.allocation_will_fail()
-            gpu.clear_faults()
-        return
-    native = _native()
-    native.metal_prefill_fail_allocation(nth, with_gil)
+        will_fail, clear = gpu.allocation_will_fail, gpu.clear_faults
+    else:
+        native = _native()
+        native.metal_prefill_fail_allocation(nth, with_gil)
+        will_fail = native.metal_prefill_allocation_will_fail
+        clear = partial(native.metal_prefill_fail_allocation, 0, False)
     try:
         yield fault
     finally:
-        fault.came = not native.metal_prefill_allocation_will_fail()
-        native.metal_prefill_fail_allocation(0, False)
+        fault.came = not will_fail()
+        clear()

@@ -186,28 +186,23 @@ def test_a_fifo_is_rejected_without_waiting_for_a_writer(demo: Model, tmp_path: 
         demo.load_session(path)
 
 
+def header_of(dtype: str = '"F16"', shape: str = "[1]", offsets: str = "[0, 2]") -> bytes:
+    return f'{{"a": {{"dtype": {dtype}, "shape": {shape}, "data_offsets": {offsets}}}}}'.encode()
+
+
 def test_malformed_headers_are_rejected(demo: Model, tmp_path: Path) -> None:
     for header, message in [
         (b"[" * 100_000, "damaged"),
         (b'{"a": 1}', "damaged"),
         (b'{"__metadata__": {"format": 1}}', "metadata is not text"),
         (b'{"__metadata__": []}', "damaged"),
-        (b'{"a": {"dtype": ["F16"], "shape": [1], "data_offsets": [0, 2]}}', "damaged"),
-        (
-            b'{"a": {"dtype": "F16", "shape": [true], "data_offsets": [0, 2]}}',
-            "sizes that are not nonnegative integers",
-        ),
-        (
-            b'{"a": {"dtype": "F16", "shape": [-1, -1], "data_offsets": [0, 2]}}',
-            "sizes that are not nonnegative integers",
-        ),
-        (
-            b'{"a": {"dtype": "F16", "shape": [2], "data_offsets": [0, 2]}}',
-            r"is at \[0, 2\], not at \[0, 4\]",
-        ),
-        (b'{"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}', "dtype F64"),
-        (b'{"a": {"dtype": "F16", "shape": [1]}}', "damaged"),
-        (b'{"a": {"dtype": "F16", "shape": [9], "data_offsets": [0, 18]}}', "bytes, its header requires"),
+        (header_of(dtype='["F16"]'), "damaged"),
+        (header_of(shape="[true]"), "sizes that are not nonnegative integers"),
+        (header_of(shape="[-1, -1]"), "sizes that are not nonnegative integers"),
+        (header_of(shape="[2]"), r"is at \[0, 2\], not at \[0, 4\]"),
+        (header_of(dtype='"F64"', offsets="[0, 8]"), "dtype F64"),
+        (header_of().replace(b"data_offsets", b"x"), "damaged"),
+        (header_of(shape="[9]", offsets="[0, 18]"), "bytes, its header requires"),
         (b'{"__metadata__": {}, "__metadata__": {}}', "duplicate name"),
         (b'{"__metadata__": {"format": "\xff"}}', "damaged"),
     ]:
