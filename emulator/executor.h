@@ -59,7 +59,7 @@ struct ShaderLibrary {
   // Macros that the options of newLibraryWithSource may define as 1: the guard omits kernels, a selector
   // restores those that it selects.
   const char* guard = nullptr;  // null: none
-  std::span<const char* const> selectors{};
+  std::span<const char* const> selectors;
   unsigned metal_version = 0;  // of the language that it was compiled as: 300 is Metal 3.0
 };
 

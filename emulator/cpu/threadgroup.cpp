@@ -447,9 +447,9 @@ void ThreadgroupRunner::wait_for(abi::Fiber& fiber, const abi::Operation& operat
   complete_for(fiber);
 }
 
-[[gnu::noinline]] void ThreadgroupRunner::complete_for(abi::Fiber& fiber) {
-  complete(*fiber.simdgroup, fiber.simdgroup->waiting);
-  if (rng_ && (random() & 3) == 0) transfer(fiber, static_cast<unsigned>(pick(fiber.thread)));
+[[gnu::noinline]] void ThreadgroupRunner::complete_for(abi::Fiber& last) {
+  complete(*last.simdgroup, last.simdgroup->waiting);
+  if (rng_ && (random() & 3) == 0) transfer(last, static_cast<unsigned>(pick(last.thread)));
 }
 
 [[gnu::noinline]] void ThreadgroupRunner::fail_divergent() {

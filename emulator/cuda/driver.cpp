@@ -9,24 +9,20 @@ Driver load() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (!library) throw std::runtime_error(std::string("METAL_EMULATOR_EXECUTOR=cuda: ") + dlerror());
   Driver driver{};
+  std::string missing;  // the last function that was not found
   const auto find = [&](auto& function, const char* name) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-    if (!function) {
-      throw std::runtime_error(std::string("METAL_EMULATOR_EXECUTOR=cuda: the NVIDIA driver has no ") + name +
-                               ": version 520 or newer is needed");
-    }
+    if (!function) missing = name;
   };
 #define METAL_EMULATOR_DRIVER_FIND(name, ...) find(driver.name, #name);
   METAL_EMULATOR_DRIVER_FUNCTIONS(METAL_EMULATOR_DRIVER_FIND)
-#undef METAL_EMULATOR_DRIVER_FIND
-  driver.has_graphs = true;
-  const auto look_for = [&](auto& function, const char* name) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-    driver.has_graphs = driver.has_graphs && function;
-  };
-#define METAL_EMULATOR_DRIVER_FIND(name, ...) look_for(driver.name, #name);
+  if (!missing.empty()) {
+    throw std::runtime_error("METAL_EMULATOR_EXECUTOR=cuda: the NVIDIA driver has no " + missing +
+                             ": version 520 or newer is needed");
+  }
   METAL_EMULATOR_DRIVER_GRAPH_FUNCTIONS(METAL_EMULATOR_DRIVER_FIND)
 #undef METAL_EMULATOR_DRIVER_FIND
+  driver.has_graphs = missing.empty();
   return driver;
 }
 

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "emulator.h"
@@ -99,7 +100,9 @@ bool map_filled(char* memory, std::size_t bytes) {
     void* mapped = mmap(memory + at, std::min(kBytes, bytes - at), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, file, 0);
     if (mapped != MAP_FAILED) continue;
-    if (at > 0) mmap(memory, at, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    constexpr int kAsBefore = MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED;
+    if (at > 0 && mmap(memory, at, PROT_READ | PROT_WRITE, kAsBefore, -1, 0) == MAP_FAILED)
+      throw std::bad_alloc();
     return false;
   }
   return true;
@@ -350,7 +353,7 @@ std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fil
   if (bytes > SIZE_MAX / 2) return nullptr;
   const std::size_t data_bytes = round_up(round_up(bytes, kAlignment), page_size());
   const bool large = bytes >= kLeastLazyBytes;
-  if (shared && !(fill == 0xff && large)) {
+  if (shared && (fill != 0xff || !large)) {
     if (char* mapping = the_only<FreeMappings>().take(data_bytes)) {
       std::memset(mapping, fill, data_bytes);
       return std::make_shared<GuardedAllocation>(mapping, data_bytes, bytes, true);

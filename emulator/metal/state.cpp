@@ -331,10 +331,10 @@ std::vector<std::string> take_violations() {
 std::vector<CommandBufferRecord> history() {
   return settled([](State& state) { return std::vector(state.history_.begin(), state.history_.end()); });
 }
-void set_history_depth(std::size_t depth) {
+void set_history_depth(std::size_t command_buffers) {
   locked([&](State& state) {
-    state.history_depth_ = depth;
-    while (state.history_.size() > depth) state.history_.pop_front();
+    state.history_depth_ = command_buffers;
+    while (state.history_.size() > command_buffers) state.history_.pop_front();
   });
 }
 
