@@ -83,11 +83,9 @@ def test_a_deleted_entry_remains_usable_while_it_is_open(path: Path, folder: Pat
 
 
 def flip(entry: Path, at: int) -> None:
-    with open(entry, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 1]))
+    content = bytearray(entry.read_bytes())
+    content[at] ^= 1
+    entry.write_bytes(content)
 
 
 def lengthen(entry: Path) -> None:

@@ -539,22 +539,18 @@ class ReferenceModel:
         if self.architecture == "gemma4":  # whose matrices are separate
             return
         for layer in range(self.n_layers):
-            parts: dict[str, Array] = {}
-            qkv = None if self._is_delta(layer) else self.tensors.pop(f"blk.{layer}.attn_qkv.weight", None)
-            names = ("attn_q", "attn_k", "attn_v")
-            if qkv is not None:
-                parts |= dict(zip(names, np.split(qkv, [q, q + k]), strict=True))
-            if (bias := self.tensors.pop(f"blk.{layer}.attn_qkv.bias", None)) is not None:
-                for name, values in zip(names, np.split(bias, [q, q + k]), strict=True):
-                    self.tensors[f"blk.{layer}.{name}.bias"] = values
-            gate_up = self.tensors.get(f"blk.{layer}.ffn_up.weight")
+            at = f"blk.{layer}."
+            for end in () if self._is_delta(layer) else ("weight", "bias"):
+                whole = self.tensors.pop(f"{at}attn_qkv.{end}", None)
+                if whole is not None:
+                    rows = zip("qkv", np.split(whole, [q, q + k]), strict=True)
+                    self.tensors |= {f"{at}attn_{name}.{end}": part for name, part in rows}
+            gate_up = self.tensors.get(f"{at}ffn_up.weight")
             if gate_up is not None and len(gate_up) == 2 * ffn:
-                order = ("ffn_gate", "ffn_up")
-                if f"blk.{layer}.attn_norm_2.weight" in self.tensors:  # jina-bert-v2 for code
-                    order = ("ffn_up", "ffn_gate")
-                parts |= dict(zip(order, np.split(gate_up, 2), strict=True))
-            for name, weight in parts.items():
-                self.tensors[f"blk.{layer}.{name}.weight"] = weight
+                gate, up = np.split(gate_up, 2)
+                if f"{at}attn_norm_2.weight" in self.tensors:  # jina-bert-v2 for code
+                    gate, up = up, gate
+                self.tensors |= {f"{at}ffn_gate.weight": gate, f"{at}ffn_up.weight": up}
 
     def _cached(self, rows: Array) -> Array:
         if self.kv_dtype == "q8_0":
