@@ -83,16 +83,10 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     content: Hub
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
     def log_message(self, format: str, *args: object) -> None:
         pass
 
-    def _answer(self) -> None:
+    def do_GET(self) -> None:
         url = urlsplit(self.path)
         self.content.requests.append(f"{self.command} {url.path}")
         info = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", url.path)
@@ -117,6 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in repo.files:
             return self._fail(404, "EntryNotFound", {"X-Repo-Commit": repo.commit})
         return self._file(repo, name)
+
+    do_HEAD = do_GET
 
     def _info(self, repo: Repo, repo_id: str) -> None:
         siblings = [{"rfilename": name} for name in sorted({*repo.files, *repo.vanished})]
