@@ -7,6 +7,7 @@ changed bytes.
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -51,30 +52,27 @@ def variants(content: bytes, header: int, random: Random) -> Iterator[bytes]:
         yield bytes(changed)
 
 
-def inputs(target: str, count: int, change: Callable[[Random], tuple[bytes, int]]) -> Iterator[Path]:
+def inputs(
+    target: str, make: Callable[[Random], bytes], length: Callable[[bytes], int], count: int = 200
+) -> Iterator[Path]:
     """Write inputs to one file, and yield its path after each; it remains if a test fails.
 
-    `change` returns the content of a file and the length of its header.
+    `make` returns the content of a file, and `length` that of its header.
     """
     path = place_of(target)
     with watched() as renew:
         for random in rounds(count, EACH):
             renew()
-            content, header = change(random)
-            for variant in variants(content, header, random):
+            content = make(random)
+            for variant in variants(content, length(content), random):
                 path.write_bytes(variant)
                 yield path
     path.unlink()
 
 
-def model_files(target: str, count: int, parts: Parts) -> Iterator[Path]:
+def model_files(target: str, parts: Parts) -> Iterator[Path]:
     """Write variants of a model file to one file, and yield its path after each."""
-
-    def change(random: Random) -> tuple[bytes, int]:
-        content = mutate(parts, random)
-        return content, len(content) - len(parts.data)
-
-    return inputs(target, count, change)
+    return inputs(target, partial(mutate, parts), lambda content: len(content) - len(parts.data))
 
 
 @pytest.fixture(params=[*TINY_MODELS, *TINY_EXPERTS])
@@ -83,7 +81,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_headers_of_model_files(tiny: Path) -> None:
-    for path in model_files("header", 200, take_apart(tiny)):
+    for path in model_files("header", take_apart(tiny)):
         with suppress(MetalPrefillError), GGUFFile(path) as opened:
             for key in opened.metadata:
                 with suppress(MetalPrefillError):
@@ -96,7 +94,7 @@ def test_headers_of_heads(tmp_path: Path, kind: str) -> None:
     """Classification heads and projections are rejected or can be applied."""
     make = task_folders.RANKERS["modernbert"] if kind == "pairs" else task_folders.late_interaction
     parts = take_apart(convert(make(tmp_path / "m").write(), tmp_path / "m.gguf"))
-    for path in model_files("head", 200, parts):
+    for path in model_files("head", parts):
         with suppress(MetalPrefillError), np.errstate(all="ignore"), GGUFFile(path) as opened:
             config = read_config(opened)
             head = read_head(opened, config.architecture, config.dim)
@@ -112,12 +110,7 @@ def test_headers_of_saved_states(tiny: Path, tmp_path: Path) -> None:
             session.forward_prompt(range(3))
             session.save(saved)
         owner = model.engine.state_owner
-    plain = saved.read_bytes()
-
-    def change(random: Random) -> tuple[bytes, int]:
-        content = mutate_state(plain, random)
-        return content, int.from_bytes(content[:8], "little") + 8
-
-    for path in inputs("state-header", 200, change):
+    make = partial(mutate_state, saved.read_bytes())
+    for path in inputs("state-header", make, lambda content: int.from_bytes(content[:8], "little") + 8):
         with suppress(MetalPrefillError):
             _session_file.read(path, owner)

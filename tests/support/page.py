@@ -53,12 +53,10 @@ NAMELESS = """() => {
 
 def browser_path() -> str:
     """Return the browser to test with; skip the tests without one."""
-    if found := os.environ.get("CHROMIUM"):
-        return found
-    for name in BROWSERS:
-        if found := shutil.which(name):
-            return found
-    pytest.skip("no Chromium found: apt-get install chromium, or set CHROMIUM to its path")
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip("no Chromium found: apt-get install chromium, or set CHROMIUM to its path")
+    return found
 
 
 class Pages:
