@@ -1,11 +1,11 @@
 """Errors that name the tensors that are missing or wrong."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import small_models
 from support.gguf_bytes import integer
 from support.llama_file import DIM, FFN, HEAD, VOCAB, Open, base_tensors
 
@@ -55,13 +55,8 @@ def test_tensors_that_are_missing_or_wrong_are_named(
         collect_tensors(gguf, read_config(gguf))
 
 
-@pytest.fixture(scope="module")
-def phi3_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_models.write(tmp_path_factory.mktemp("phi3") / "m.gguf", small_models.MODELS["phi3"])
-
-
-def test_a_stacked_tensor_that_is_missing_or_too_short_is_named(phi3_path: Path) -> None:
-    with GGUFFile(phi3_path) as gguf:
+def test_a_stacked_tensor_that_is_missing_or_too_short_is_named(model_path: Callable[[str], Path]) -> None:
+    with GGUFFile(model_path("phi3")) as gguf:
         config = read_config(gguf)
         name = "blk.1.attn_qkv.weight"
         whole = gguf.tensors[name]

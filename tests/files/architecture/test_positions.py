@@ -1,13 +1,12 @@
 """Heads, rotation and windows of attention, as files and architectures define them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import small_models
 from support.gguf_bytes import (
     BOOL,
     F64,
@@ -112,9 +111,9 @@ def test_keys_change_only_their_fields(
 
 
 @pytest.fixture
-def long_rope(tmp_path: Path) -> Iterator[GGUFFile]:
+def long_rope(model_path: Callable[[str], Path]) -> Iterator[GGUFFile]:
     """Model with factors for long and for short contexts: 64 positions, extended to 1,024."""
-    with GGUFFile(small_models.write(tmp_path / "m.gguf", small_models.MODELS["phi3, long rope"])) as gguf:
+    with GGUFFile(model_path("phi3, long rope")) as gguf:
         yield gguf
 
 
