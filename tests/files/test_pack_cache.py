@@ -2,8 +2,6 @@
 
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -164,20 +162,6 @@ def test_a_model_changed_between_samples_gets_its_own_weights(tmp_path: Path) ->
     assert not cached
     assert after != before
     assert opened(path, pack_cache=False)[0] == after
-
-
-def test_concurrent_writers_leave_one_complete_entry(path: Path, folder: Path) -> None:
-    code = (
-        "import sys; from metal_prefill import Model; sys.stdin.read()\n"
-        f"with Model({str(path)!r}, device='cpu', pack_cache=True, threads=1) as m: m.forward_prompt([1])"
-    )
-    both = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) for _ in range(2)]
-    for process in both:
-        assert process.stdin is not None
-        process.stdin.close()  # now that both wait for it
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
-    assert only_entry(folder).name.startswith("model.gguf-")
-    assert opened(path) == (opened(path, pack_cache=False)[0], True)
 
 
 def test_nothing_is_cached_on_a_full_disk(path: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
