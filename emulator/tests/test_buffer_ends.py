@@ -11,18 +11,13 @@ from metal_kernels import KernelLibrary, encoded, u32
 PAGE = mmap.PAGESIZE
 
 
-def run_store(library: KernelLibrary, buffer: Any, position: int) -> Any:
-    """Write one element at a position; returns the command buffer."""
+def run(library: KernelLibrary, kernel: str, buffer: Any, position: int) -> Any:
+    """Store 1 at a position, or load an element; returns the command buffer."""
+    others = [u32(position), u32(1)]
+    if kernel == "load":
+        others = [library.device.new_buffer(16), u32(position)]
     with encoded(library.queue) as (command_buffer, encoder):
-        library.encode(encoder, "store", [buffer, u32(position), u32(1)], threads=1)
-    return command_buffer
-
-
-def run_load(library: KernelLibrary, buffer: Any, position: int) -> Any:
-    """Read one element at a position; returns the command buffer."""
-    with encoded(library.queue) as (command_buffer, encoder):
-        target = library.device.new_buffer(16)
-        library.encode(encoder, "load", [buffer, target, u32(position)], threads=1)
+        library.encode(encoder, kernel, [buffer, *others], threads=1)
     return command_buffer
 
 
@@ -35,8 +30,8 @@ def names(error: str, kernel: str, argument: str) -> bool:
 @pytest.mark.usefixtures("checked")
 def test_the_last_element_is_accessible(device: Any, library: KernelLibrary, length: int) -> None:
     buffer = device.new_buffer(length)
-    assert run_store(library, buffer, length // 4 - 1).error == ""
-    assert run_load(library, buffer, length // 4 - 1).error == ""
+    assert run(library, "store", buffer, length // 4 - 1).error == ""
+    assert run(library, "load", buffer, length // 4 - 1).error == ""
     assert buffer.contents.view(np.uint32)[-1] == 1
 
 
@@ -47,7 +42,7 @@ def test_a_write_past_the_end_is_found(
     device: Any, library: KernelLibrary, storage: str, length: int
 ) -> None:
     buffer = device.new_buffer(length, storage=storage, label="small")
-    command_buffer = run_store(library, buffer, length // 4)
+    command_buffer = run(library, "store", buffer, length // 4)
     assert command_buffer.status == "error"
     assert names(command_buffer.error, "store", "y")
 
@@ -55,7 +50,7 @@ def test_a_write_past_the_end_is_found(
 @pytest.mark.parametrize("length", [64, PAGE])
 @pytest.mark.usefixtures("guards")
 def test_a_read_past_the_end_is_found(device: Any, library: KernelLibrary, length: int) -> None:
-    command_buffer = run_load(library, device.new_buffer(length), length // 4)
+    command_buffer = run(library, "load", device.new_buffer(length), length // 4)
     assert command_buffer.status == "error"
     assert names(command_buffer.error, "load", "x")
 
@@ -63,7 +58,7 @@ def test_a_read_past_the_end_is_found(device: Any, library: KernelLibrary, lengt
 @pytest.mark.usefixtures("checked_mode")
 def test_checked_mode_finds_any_read_past_the_end(device: Any, library: KernelLibrary) -> None:
     for length, position in ((4, 1), (40, 10), (40, 11), (42, 10), (256, 100_000)):  # of 42 the last is cut
-        command_buffer = run_load(library, device.new_buffer(length), position)
+        command_buffer = run(library, "load", device.new_buffer(length), position)
         assert names(command_buffer.error, "load", "x")
 
 
@@ -78,10 +73,9 @@ def file_mapping(shared: bool) -> np.ndarray[Any, Any]:
 def check_end_inside_mapping(library: KernelLibrary, memory: np.ndarray[Any, Any], write: bool) -> None:
     """Access the last element of a buffer on the second page, then the one after it."""
     buffer = library.device.new_buffer_no_copy(memory, offset=PAGE, length=PAGE)
-    run = run_store if write else run_load
-    assert run(library, buffer, PAGE // 4 - 1).error == ""
-    error = run(library, buffer, PAGE // 4).error
-    assert names(error, "store", "y") if write else names(error, "load", "x")
+    kernel, argument = ("store", "y") if write else ("load", "x")
+    assert run(library, kernel, buffer, PAGE // 4 - 1).error == ""
+    assert names(run(library, kernel, buffer, PAGE // 4).error, kernel, argument)
     assert memory.view(np.uint32)[PAGE // 2 - 1] == write
     assert not memory[2 * PAGE :].any()
 
@@ -105,5 +99,5 @@ def test_the_end_of_a_buffer_inside_a_shared_mapping_is_guarded(library: KernelL
 def test_the_emulator_survives_an_error(device: Any, library: KernelLibrary) -> None:
     buffer = device.new_buffer(PAGE)
     for _ in range(20):
-        assert run_store(library, buffer, PAGE // 4).status == "error"
-        assert run_store(library, buffer, 3).status == "completed"
+        assert run(library, "store", buffer, PAGE // 4).status == "error"
+        assert run(library, "store", buffer, 3).status == "completed"

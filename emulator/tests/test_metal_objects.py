@@ -363,8 +363,12 @@ def test_history_lists_dispatches(library: KernelLibrary, emulator: Any) -> None
     ]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.usefixtures("checked_mode")
-def test_checked_mode_counts_the_bytes_of_each_binding(library: KernelLibrary, emulator: Any) -> None:
+def test_checked_mode_counts_the_bytes_of_each_binding(
+    library: KernelLibrary, emulator: Any, workers: int
+) -> None:
+    emulator.set_options(emulator.Options(checked=True, workers=workers))
     emulator.set_history_depth(1)
     library.dispatch("add", [np.ones(100, np.float32)] * 3, groups=4, threads=25)
     bindings = emulator.history()[0].dispatches[0].bindings
