@@ -202,19 +202,26 @@ void convert_row(const std::byte* in, int n, std::byte* out) {
   if (whole < bytes) convert(whole, bytes - whole);
 }
 
+using Direction = KvPages::Direction;
+
+// Copies between a page and canonical layout.
+template <Direction kDirection>
+void move_bytes(std::byte* page, std::byte* canonical, std::size_t bytes) {
+  constexpr bool kRead = kDirection == Direction::kRead;
+  std::memcpy(kRead ? canonical : page, kRead ? page : canonical, bytes);
+}
+
 // A row of pairs: kTogether adjacent elements at a time, kStride bytes apart. Keys are pairs of dimensions,
 // interleaved over all positions; values are pairs of positions.
 template <int kTogether, std::size_t kStride>
 struct PairsRow {
   static constexpr std::size_t kPiece = 2 * kTogether;
 
-  static void gather(const std::byte* row, int n, std::byte* out) {
-    for (int i = 0; i < n / kTogether; ++i) std::memcpy(out + i * kPiece, row + i * kStride, kPiece);
-    if (n % kTogether) std::memcpy(out + 2 * (n - 1), row + n / kTogether * kStride, 2);
-  }
-  static void scatter(const std::byte* in, int n, std::byte* row) {
-    for (int i = 0; i < n / kTogether; ++i) std::memcpy(row + i * kStride, in + i * kPiece, kPiece);
-    if (n % kTogether) std::memcpy(row + n / kTogether * kStride, in + 2 * (n - 1), 2);
+  template <Direction kDirection>
+  static void move(std::byte* page, int n, std::byte* row) {
+    for (int i = 0; i < n / kTogether; ++i)
+      move_bytes<kDirection>(page + i * kStride, row + i * kPiece, kPiece);
+    if (n % kTogether) move_bytes<kDirection>(page + n / kTogether * kStride, row + 2 * (n - 1), 2);
   }
 };
 using KeyRow = PairsRow<2, kKeyLaneStep>;
@@ -233,31 +240,23 @@ struct ValueCodes {
 };
 
 // The blocks of Q8_0 of a position: in canonical layout as in a model file, the scale before the signed
-// codes.
-template <typename Codes>
-struct Q8Row {
-  static constexpr std::size_t kScale = sizeof(std::uint16_t);
-  static constexpr auto kSign = std::byte(128);  // of codes that count from 128
-
-  static void gather(const std::byte* head, int dim, int position, std::byte* out) {
-    const std::byte* own = head + Codes::first(dim, position);
-    for (int block = 0; block < dim / kBlockCols; ++block) {
-      std::memcpy(out, head + q8_scale(dim, block, position), kScale);
-      out += kScale;
-      for (int i = 0; i < kBlockCols; i += Codes::kTogether, own += Codes::kStep)
-        for (int j = 0; j < Codes::kTogether; ++j) *out++ = own[j] ^ kSign;
-    }
+// codes. In pages codes count from 128.
+template <Direction kDirection, typename Codes>
+void move_q8_row(std::byte* head, int dim, int position, std::byte* canonical) {
+  constexpr std::size_t kScale = sizeof(std::uint16_t);
+  constexpr auto kSign = std::byte(128);
+  std::byte* own = head + Codes::first(dim, position);
+  for (int block = 0; block < dim / kBlockCols; ++block) {
+    move_bytes<kDirection>(head + q8_scale(dim, block, position), canonical, kScale);
+    canonical += kScale;
+    for (int i = 0; i < kBlockCols; i += Codes::kTogether, own += Codes::kStep)
+      for (int j = 0; j < Codes::kTogether; ++j, ++canonical)
+        if constexpr (kDirection == Direction::kRead)
+          *canonical = own[j] ^ kSign;
+        else
+          own[j] = *canonical ^ kSign;
   }
-  static void scatter(const std::byte* in, int dim, int position, std::byte* head) {
-    std::byte* own = head + Codes::first(dim, position);
-    for (int block = 0; block < dim / kBlockCols; ++block) {
-      std::memcpy(head + q8_scale(dim, block, position), in, kScale);
-      in += kScale;
-      for (int i = 0; i < kBlockCols; i += Codes::kTogether, own += Codes::kStep)
-        for (int j = 0; j < Codes::kTogether; ++j) own[j] = *in++ ^ kSign;
-    }
-  }
-};
+}
 
 void copy_matrix(int rows, int columns, std::size_t element, const Matrix& from, const Matrix& to) {
   if (from.column == element && to.column == element) {
@@ -280,9 +279,34 @@ KvPages::Matrix KvPages::matrix(const Heads& heads, std::byte* own, bool values)
   return {own, element(), kKeyBlock * element()};
 }
 
-template <typename Copy>
-void KvPages::each_piece(std::span<const PageId> pages, int layer, bool values, int positions,
-                         std::byte* canonical, Copy copy) const {
+template <Direction kDirection>
+void KvPages::move_rows(const Heads& heads, int first, int rows, bool values, std::byte* canonical,
+                        std::size_t row_bytes, std::byte* head) const {
+  constexpr bool kRead = kDirection == Direction::kRead;
+  const int dim = values ? heads.value_dim : heads.key_dim;
+  if (layout_ == KvLayout::kQ8) {
+    for (int r = 0; r < rows; ++r, canonical += row_bytes)
+      values ? move_q8_row<kDirection, ValueCodes>(head, dim, first + r, canonical)
+             : move_q8_row<kDirection, KeyCodes>(head, dim, first + r, canonical);
+    return;
+  }
+  std::byte* own = head + (values ? value_row(heads, first) : key_block(heads, first));
+  if (layout_ != KvLayout::kPairs) {
+    const Matrix in_page = matrix(heads, own, values), outside = {canonical, row_bytes, element()};
+    return copy_matrix(rows, dim, element(), kRead ? in_page : outside, kRead ? outside : in_page);
+  }
+  std::byte row[2 * kMaxHeadDim];
+  for (int r = 0; r < rows; ++r, canonical += row_bytes) {
+    if constexpr (!kRead) convert_row<bfloat16_of>(canonical, dim, row);
+    values ? ValueRow::move<kDirection>(own + value_row(heads, r), dim, row)
+           : KeyRow::move<kDirection>(own + KeyRow::kPiece * std::size_t(r), dim, row);
+    if constexpr (kRead) convert_row<half_of>(row, dim, canonical);
+  }
+}
+
+template <Direction kDirection>
+void KvPages::move(std::span<const PageId> pages, int layer, bool values, int positions,
+                   std::byte* canonical) const {
   const Heads& heads = of(layer);
   const int dim = values ? heads.value_dim : heads.key_dim;
   const std::size_t head_bytes = layout_ == KvLayout::kQ8 ? row_bytes(TensorType::kQ8_0, std::size_t(dim))
@@ -291,68 +315,22 @@ void KvPages::each_piece(std::span<const PageId> pages, int layer, bool values, 
   for (int position = 0; position < positions; position += kKeyBlock) {
     std::byte* page;
     addresses({&pages[std::size_t(position) / kPagePositions], 1}, &page);
-    const int in_page = position % kPagePositions, rows = std::min(kKeyBlock, positions - position);
+    const int first = position % kPagePositions, rows = std::min(kKeyBlock, positions - position);
     for (int head = 0; head < heads.count; ++head)
-      copy(in_page, rows, canonical + std::size_t(position) * row_bytes + std::size_t(head) * head_bytes,
-           row_bytes, page + (values ? this->values(layer, head) : keys(layer, head)));
-  }
-}
-
-void KvPages::read_rows(const Heads& heads, int first, int rows, bool values, std::byte* canonical,
-                        std::size_t row_bytes, std::byte* head) const {
-  const int dim = values ? heads.value_dim : heads.key_dim;
-  if (layout_ == KvLayout::kQ8) {
-    for (int r = 0; r < rows; ++r, canonical += row_bytes)
-      values ? Q8Row<ValueCodes>::gather(head, dim, first + r, canonical)
-             : Q8Row<KeyCodes>::gather(head, dim, first + r, canonical);
-    return;
-  }
-  std::byte* own = head + (values ? value_row(heads, first) : key_block(heads, first));
-  if (layout_ != KvLayout::kPairs)
-    return copy_matrix(rows, dim, element(), matrix(heads, own, values), {canonical, row_bytes, element()});
-  std::byte row[2 * kMaxHeadDim];
-  for (int r = 0; r < rows; ++r, canonical += row_bytes) {
-    values ? ValueRow::gather(own + value_row(heads, r), dim, row)
-           : KeyRow::gather(own + KeyRow::kPiece * std::size_t(r), dim, row);
-    convert_row<half_of>(row, dim, canonical);
-  }
-}
-
-void KvPages::write_rows(const Heads& heads, int first, int rows, bool values, const std::byte* canonical,
-                         std::size_t row_bytes, std::byte* head) const {
-  const int dim = values ? heads.value_dim : heads.key_dim;
-  if (layout_ == KvLayout::kQ8) {
-    for (int r = 0; r < rows; ++r, canonical += row_bytes)
-      values ? Q8Row<ValueCodes>::scatter(canonical, dim, first + r, head)
-             : Q8Row<KeyCodes>::scatter(canonical, dim, first + r, head);
-    return;
-  }
-  std::byte* own = head + (values ? value_row(heads, first) : key_block(heads, first));
-  if (layout_ != KvLayout::kPairs)
-    return copy_matrix(rows, dim, element(), {const_cast<std::byte*>(canonical), row_bytes, element()},
-                       matrix(heads, own, values));
-  std::byte row[2 * kMaxHeadDim];
-  for (int r = 0; r < rows; ++r, canonical += row_bytes) {
-    convert_row<bfloat16_of>(canonical, dim, row);
-    values ? ValueRow::scatter(row, dim, own + value_row(heads, r))
-           : KeyRow::scatter(row, dim, own + KeyRow::kPiece * std::size_t(r));
+      move_rows<kDirection>(heads, first, rows, values,
+                            canonical + std::size_t(position) * row_bytes + std::size_t(head) * head_bytes,
+                            row_bytes, page + (values ? this->values(layer, head) : keys(layer, head)));
   }
 }
 
 void KvPages::read(std::span<const PageId> pages, int layer, bool values, int positions,
                    std::byte* out) const {
-  each_piece(pages, layer, values, positions, out,
-             [&](int first, int rows, std::byte* canonical, std::size_t row_bytes, std::byte* head) {
-               read_rows(of(layer), first, rows, values, canonical, row_bytes, head);
-             });
+  move<Direction::kRead>(pages, layer, values, positions, out);
 }
 
 void KvPages::write(std::span<const PageId> pages, int layer, bool values, int positions,
                     const std::byte* in) {
-  each_piece(pages, layer, values, positions, const_cast<std::byte*>(in),  // only read from
-             [&](int first, int rows, std::byte* canonical, std::size_t row_bytes, std::byte* head) {
-               write_rows(of(layer), first, rows, values, canonical, row_bytes, head);
-             });
+  move<Direction::kWrite>(pages, layer, values, positions, const_cast<std::byte*>(in));  // only read from
 }
 
 }  // namespace metal_prefill::cpu

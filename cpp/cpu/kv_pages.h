@@ -47,6 +47,7 @@ class KvPages final : public PageStore {
   void addresses(std::span<const PageId> pages, std::byte** out) const;
 
   struct Matrix;
+  enum class Direction { kRead, kWrite };  // of the pages
 
   // Canonical layout [position][head][dim], of f16, float32 or blocks of Q8_0, of the first `positions` of a
   // block table.
@@ -88,17 +89,13 @@ class KvPages final : public PageStore {
   // Bytes of the keys, and of the values, of a head in the first positions of a page.
   std::pair<std::size_t, std::size_t> bytes_of_first(const Heads& heads, int positions) const;
   Matrix matrix(const Heads& heads, std::byte* own, bool values) const;
-  // Calls copy(first, rows, canonical, row_bytes, head) for each head of each block of positions, which
-  // begins at `first` in its page: `head` is where the page has the head, and in `canonical` rows are
-  // `row_bytes` apart.
-  template <typename Copy>
-  void each_piece(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* canonical,
-                  Copy copy) const;
-  // One block of positions of a head.
-  void read_rows(const Heads& heads, int first, int rows, bool values, std::byte* canonical,
+  template <Direction kDirection>
+  void move(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* canonical) const;
+  // The positions from `first` of a page, at most a block, of a head, which begins at `head` in the page; in
+  // `canonical` rows are `row_bytes` apart.
+  template <Direction kDirection>
+  void move_rows(const Heads& heads, int first, int rows, bool values, std::byte* canonical,
                  std::size_t row_bytes, std::byte* head) const;
-  void write_rows(const Heads& heads, int first, int rows, bool values, const std::byte* canonical,
-                  std::size_t row_bytes, std::byte* head) const;
 
   const KvLayout layout_;
   const bool poison_;
