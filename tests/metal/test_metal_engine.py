@@ -147,13 +147,17 @@ def test_debug_mode_makes_every_intermediate_readable(
     monkeypatch: pytest.MonkeyPatch, path: Path, variable: str
 ) -> None:
     """The host reads memory of the GPU alone by copies, which a trace makes in either mode."""
+    tokens = []
     for value in ("0", "1"):
         monkeypatch.setenv(variable, value)
         with Model(path, device="metal") as model, model.session() as session:
+            tokens.append(session.forward_prompt(prompt(40)))
+            session.reset()
             private, _ = traced(session)
             assert ("projected" in private) == (value == "0")
             if value == "1":
                 assert private == set()
+    assert tokens[0] == tokens[1]
 
 
 def traced(session: Any) -> tuple[set[str], Any]:
