@@ -202,10 +202,11 @@ void multiply_parts(const Context& c, const Linear& linear, int group, const Act
   count_products(c, linear, {group, 1}, range.count);
   const PairBlock* pairs = panels_of(c, linear, group);
   const PrefetchRange next = next_group(linear.packed, group);
-  const int parts = ceil_div(range.count, kPartTokens);
+  const int parts = ceil_div(range.count, kPartTokens),
+            length = round_up(ceil_div(range.count, parts), kTileTokens);  // the last is not much shorter
   for (int i = 0; i < parts; ++i) {
-    const int first = i * kPartTokens;
-    const RowRange part = {range.first + first, std::min(kPartTokens, range.count - first)};
+    const int first = i * length;
+    const RowRange part = {range.first + first, std::min(length, range.count - first)};
     multiply_panels(c, linear, {group, 1}, pairs, x, part, out, lines_of(next, i, parts));
     body(part, tile[0]);
   }

@@ -51,8 +51,8 @@ Tensor& tensor_at(Model& model, std::string_view role, int layer) {
     for (const auto& [row, layers, member] : kLayerTensors)
       if (row.role == role) return model.layers[std::size_t(layer)].*member;
   }
-  throw std::invalid_argument("layer " + std::to_string(layer) + " has no place for tensor '" +
-                              std::string(role) + "'");
+  const std::string owner = layer < 0 ? "a model" : "layer " + std::to_string(layer);
+  throw std::invalid_argument(owner + " has no place for tensor '" + std::string(role) + "'");
 }
 
 }  // namespace metal_prefill

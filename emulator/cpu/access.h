@@ -42,7 +42,7 @@ class AccessRecorder {
     void operator()(void* memory) const { std::free(memory); }
   };
   struct Touched {
-    // One bit for each byte of a binding. Pages of large ones take memory when they are written.
+    // One bit for each byte of a binding. Most pages of large ones take memory when they are written.
     std::unique_ptr<std::uint64_t[], Free> bits;
     std::size_t first = SIZE_MAX, last = 0;  // words outside of [first, last] are zero
     std::uint64_t count = 0;                 // bytes, repeated accesses counted again

@@ -264,8 +264,7 @@ TEXTS = [
 
 
 def by_pieces_of(parser: ToolCallParser, text: str, size: int) -> list[str | ToolCall]:
-    pieces = (text[i : i + size] for i in range(0, len(text), size))
-    return [*(part for piece in pieces for part in parser.step(piece)), *parser.flush()]
+    return list(parser.parts(text[i : i + size] for i in range(0, len(text), size)))
 
 
 def by_pieces(text: str, size: int) -> tuple[str, list[ToolCall]]:

@@ -27,16 +27,18 @@ bool request_amx() {
 #endif
 }
 
-// Bytes of the L2 cache; 0 if the processor does not list its caches in leaf 4, as AMD's do not.
+// Bytes of the L2 cache for each core that shares it; 0 if the processor does not list its caches in leaf 4,
+// as AMD's do not.
 std::size_t l2_bytes() {
-  constexpr unsigned kNone = 0, kInstructions = 2, kSecondLevel = 2;
+  constexpr unsigned kNone = 0, kInstructions = 2, kSecondLevel = 2, kThreadsOfCore = 2, kMostCaches = 16;
   unsigned a = 0, b = 0, c = 0, d = 0;
-  for (unsigned cache = 0; __get_cpuid_count(4, cache, &a, &b, &c, &d); ++cache) {
+  for (unsigned cache = 0; cache < kMostCaches && __get_cpuid_count(4, cache, &a, &b, &c, &d); ++cache) {
     const unsigned type = a & 31, level = a >> 5 & 7;
     if (type == kNone) break;
     if (type != kInstructions && level == kSecondLevel) {
       const std::size_t line = (b & 0xfff) + 1, partitions = (b >> 12 & 0x3ff) + 1, ways = (b >> 22) + 1;
-      return ways * partitions * line * (std::size_t(c) + 1);
+      const unsigned threads = (a >> 14 & 0xfff) + 1, cores = std::max(threads / kThreadsOfCore, 1u);
+      return ways * partitions * line * (std::size_t(c) + 1) / cores;
     }
   }
   return 0;

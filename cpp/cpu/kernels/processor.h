@@ -22,7 +22,8 @@ ProcessorFeatures processor_features();  // of x86
 bool prefetches_few_tokens();
 
 // Bytes of activations that one thread computes at a time, part of the L2 cache: the more rows, the more
-// products a weight serves. Three quarters of the cache, and 384 KB at least.
+// products a weight serves. Three quarters of the cache on Intel's, at
+// least 384 KB; 384 KB on others.
 std::size_t bytes_at_once();
 
 // Sets the result of pair_speedup() of an earlier process on the same processor; has no effect after a

@@ -59,7 +59,6 @@ class Device {
   id<MTLDevice> mtl() const { return device_; }
   id<MTLCommandQueue> queue() const { return queue_; }
   const Tuning& tuning() const { return tuning_; }
-  bool debug() const { return debug_; }
   // Whether the GPU is of Apple's seventh family or later and not paravirtualized by macOS. Other GPUs are
   // not given no-copy buffers, from which they read stale data, binary archives, on which they abort,
   // residency sets, on which Metal's debug layer asserts, or a request for concurrent compilation.

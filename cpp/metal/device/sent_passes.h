@@ -6,8 +6,8 @@
 
 namespace metal_prefill::metal {
 
-// A pass on the GPU, with everything that it uses there except the pages and states. It is made and waited
-// for by the holder of SlotUse::mutex.
+// A pass on the GPU, with everything that it uses there except the pages and states. It is made and
+// finished by the holder of SlotUse::mutex.
 class MetalEngine::SentPass {
  public:
   // `choices`: results of an earlier pass, which are the tokens of this one; null: the chunks have the

@@ -36,7 +36,7 @@ import itertools
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -256,6 +256,12 @@ class ToolCallParser:
         if self._value is not None:
             self._scan(self._value, piece)
         return self._advance(final=False)
+
+    def parts(self, pieces: Iterable[str]) -> Iterator[str | ToolCall]:
+        """Yield the texts and calls of a whole answer as its pieces arrive."""
+        for piece in pieces:
+            yield from self.step(piece)
+        yield from self.flush()
 
     def flush(self) -> list[str | ToolCall]:
         """End the answer and return the text and calls that were held back."""
