@@ -91,8 +91,8 @@ class KvPages final : public PageStore {
   Matrix matrix(const Heads& heads, std::byte* own, bool values) const;
   template <Direction kDirection>
   void move(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* canonical) const;
-  // The positions from `first` of a page, at most a block, of a head, which begins at `head` in the page; in
-  // `canonical` rows are `row_bytes` apart.
+  // The positions from `first` of a page, at most a block, of a head, which begins at `head` in the page.
+  // Rows of `canonical` are `row_bytes` apart.
   template <Direction kDirection>
   void move_rows(const Heads& heads, int first, int rows, bool values, std::byte* canonical,
                  std::size_t row_bytes, std::byte* head) const;

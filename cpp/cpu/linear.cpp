@@ -43,6 +43,12 @@ struct TokenBlocks {
   }
 };
 
+// At most `count` blocks.
+TokenBlocks divided(int rows, int count) {
+  const int length = round_up(ceil_div(rows, count), kTileTokens);
+  return {rows, ceil_div(rows, length), length};
+}
+
 // Where share `share` of some items begins.
 int share_of(int items, int share, int shares) {
   return int(std::int64_t(items) * share / shares);
@@ -66,10 +72,9 @@ TokenBlocks blocks_of(int rows, int groups, int threads, int most, int unpacking
   TokenBlocks best = {rows, 0, 0};
   int best_cost = 0;
   for (int count = ceil_div(rows, most); count <= ceil_div(rows, kTileTokens); ++count) {
-    const int length = round_up(ceil_div(rows, count), kTileTokens);
-    const int blocks = ceil_div(rows, length);
-    const int cost = ceil_div(groups * blocks, threads) * (length + unpacking);
-    if (best.count == 0 || cost < best_cost) best = {rows, blocks, length}, best_cost = cost;
+    const TokenBlocks blocks = divided(rows, count);
+    const int cost = ceil_div(groups * blocks.count, threads) * (blocks.length + unpacking);
+    if (best.count == 0 || cost < best_cost) best = blocks, best_cost = cost;
   }
   return best;
 }
@@ -202,12 +207,11 @@ void multiply_parts(const Context& c, const Linear& linear, int group, const Act
   count_products(c, linear, {group, 1}, range.count);
   const PairBlock* pairs = panels_of(c, linear, group);
   const PrefetchRange next = next_group(linear.packed, group);
-  const int parts = ceil_div(range.count, kPartTokens),
-            length = round_up(ceil_div(range.count, parts), kTileTokens);  // the last is not much shorter
-  for (int i = 0; i < parts; ++i) {
-    const int first = i * length;
-    const RowRange part = {range.first + first, std::min(length, range.count - first)};
-    multiply_panels(c, linear, {group, 1}, pairs, x, part, out, lines_of(next, i, parts));
+  const TokenBlocks parts = divided(range.count, ceil_div(range.count, kPartTokens));
+  for (int i = 0; i < parts.count; ++i) {
+    RowRange part = parts.range(i);
+    part.first += range.first;
+    multiply_panels(c, linear, {group, 1}, pairs, x, part, out, lines_of(next, i, parts.count));
     body(part, tile[0]);
   }
 }

@@ -2,10 +2,6 @@
 
 #include <algorithm>
 
-namespace {
-constexpr std::size_t kLeastAtOnce = 384 << 10;
-}
-
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cpuid.h>
 #if defined(__linux__)
@@ -25,6 +21,12 @@ bool request_amx() {
 #else
   return false;
 #endif
+}
+
+bool is_intel() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx && c == signature_INTEL_ecx &&
+         d == signature_INTEL_edx;
 }
 
 // Bytes of the L2 cache for each core that shares it; 0 if the processor does not list its caches in leaf 4,
@@ -49,8 +51,6 @@ std::size_t l2_bytes() {
 ProcessorFeatures processor_features() {
   ProcessorFeatures features;
   unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!__get_cpuid(0, &a, &b, &c, &d)) return features;
-  features.intel = b == signature_INTEL_ebx && c == signature_INTEL_ecx && d == signature_INTEL_edx;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return features;
   const bool fma = c >> 12 & 1, f16c = c >> 29 & 1, xsave = c >> 27 & 1;
   if (!xsave) return features;
@@ -72,30 +72,38 @@ ProcessorFeatures processor_features() {
   return features;
 }
 
-bool prefetches_few_tokens() {
-  static const bool prefetches = processor_features().intel;
-  return prefetches;
-}
-
-std::size_t bytes_at_once() {
-  static const std::size_t bytes = std::max(kLeastAtOnce, l2_bytes() / 4 * 3);
-  return bytes;
-}
-
 }  // namespace metal_prefill::cpu
 
 #else
 
 namespace metal_prefill::cpu {
 
-bool prefetches_few_tokens() {
+namespace {
+
+bool is_intel() {
   return false;
 }
-
-std::size_t bytes_at_once() {
-  return kLeastAtOnce;
+std::size_t l2_bytes() {
+  return 0;
 }
+
+}  // namespace
 
 }  // namespace metal_prefill::cpu
 
 #endif
+
+namespace metal_prefill::cpu {
+
+bool prefetches_few_tokens() {
+  static const bool prefetches = is_intel();
+  return prefetches;
+}
+
+std::size_t bytes_at_once() {
+  constexpr std::size_t kLeast = 384 << 10;
+  static const std::size_t bytes = std::max(kLeast, l2_bytes() / 4 * 3);
+  return bytes;
+}
+
+}  // namespace metal_prefill::cpu

@@ -12,18 +12,17 @@ struct ProcessorFeatures {
   bool avx512vnni = false;  // with F, BW, DQ and VL
   bool avx512bf16 = false;  // on top of it
   bool amx = false;         // 8-bit tiles on top of both, and the system's permission
-  bool intel = false;
 };
 
-ProcessorFeatures processor_features();  // of x86
+ProcessorFeatures processor_features();
 
 // Whether weights for few tokens arrive sooner if instructions prefetch them: on Intel's processors. On Zen 4
 // such lines arrive at 13.5 GB/s at most, a third of the rate of its own prefetcher.
 bool prefetches_few_tokens();
 
 // Bytes of activations that one thread computes at a time, part of the L2 cache: the more rows, the more
-// products a weight serves. Three quarters of the cache on Intel's, at
-// least 384 KB; 384 KB on others.
+// products a weight serves. On Intel's processors three quarters of the cache, at least 384 KB; on others
+// 384 KB.
 std::size_t bytes_at_once();
 
 // Sets the result of pair_speedup() of an earlier process on the same processor; has no effect after a
