@@ -17,7 +17,7 @@ struct KvMemoryError : std::runtime_error {
 struct DeviceError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// The results are not numbers.
+// A result is NaN.
 struct NumericalError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -1,17 +1,17 @@
-// Waiting for work in the background, where a thread may hold something that other threads need.
+// Waits for background work, during which a thread may hold a lock that other threads need.
 #pragma once
 
 #include <functional>
 
 namespace metal_prefill {
 
-// Calls a function that waits. The Python module replaces it by one that releases the GIL meanwhile.
+// Calls a function that waits. The Python module replaces it with one that releases the GIL while it waits.
 inline void (*long_wait)(const std::function<void()>& wait) = [](const std::function<void()>& wait) {
   wait();
 };
 
-// Called ten times a second by long waits of threads that hold nothing that a thread with the GIL waits for.
-// The Python module replaces it by one that throws if the user has interrupted the program.
+// Called ten times a second during long waits, by threads without a lock that a thread with the GIL waits
+// for. The Python module replaces it with one that throws if the user has interrupted the program.
 inline void (*raise_if_interrupted)() = [] {};
 
 }  // namespace metal_prefill

@@ -23,7 +23,7 @@ inline PhiloxCounter philox(PhiloxCounter counter, PhiloxKey key) {
   return counter;
 }
 
-// A number in [0, 1) of 53 random bits.
+// Returns a number in [0, 1) with 53 random bits.
 inline double uniform(const PhiloxCounter& random) {
   const std::uint64_t bits = std::uint64_t(random[0] >> 5) << 26 | random[1] >> 6;
   return double(bits) * 0x1p-53;

@@ -1,4 +1,4 @@
-// Pages of memory that are not needed for now.
+// Release of the physical memory of pages that are not needed for now.
 #pragma once
 
 #include <sys/mman.h>
@@ -16,7 +16,7 @@ inline void release_pages(const std::byte* data, std::size_t bytes) {
   const auto page = std::uintptr_t(sysconf(_SC_PAGESIZE));
   const auto begin = round_up(std::uintptr_t(data), page);
   const auto end = (std::uintptr_t(data) + bytes) / page * page;
-  // For a private file mapping that was only read, dropped pages come back from the file.
+  // The system reads dropped pages of a private, unmodified file mapping from the file again.
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 }
 

@@ -13,8 +13,8 @@ namespace metal_prefill {
 
 class CacheMemory {
  public:
-  // At most `limit` bytes of pages and states together; `prefixes` of them are kept for later sessions.
-  // `states` is null for a model without recurrent layers.
+  // Pages and states take at most `limit` bytes together, and those kept for later sessions at most
+  // `prefixes` bytes. `states` is null for a model without recurrent layers.
   CacheMemory(PageStore& pages, PageStore* states, std::size_t limit, std::size_t prefixes)
       : budget_(std::max(limit, pages.page_bytes() + least_states(states))),
         pages_(pages, budget_.limit() - least_states(states), states ? &budget_ : nullptr),
@@ -38,12 +38,12 @@ class CacheMemory {
   }
 
  private:
-  // Bytes of the states of one sequence that runs ahead: before a pass, after it, and after the next one.
+  // Bytes of the three states of a sequence that runs ahead: before a pass, after it, and after the next one.
   static std::size_t least_states(const PageStore* states) { return states ? 3 * states->page_bytes() : 0; }
 
   MemoryBudget budget_;
   PagePool pages_;
-  std::optional<StatePool> states_;  // null: no layer has a state
+  std::optional<StatePool> states_;  // empty if no layer has a state
   PrefixTree prefixes_;
 };
 

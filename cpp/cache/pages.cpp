@@ -12,10 +12,10 @@ namespace metal_prefill {
 
 namespace {
 
-// Free pages that stay in memory, so that new sessions do not need the system's allocator each time.
+// Bytes of free pages that stay in memory, so that new sessions rarely need the system's allocator.
 constexpr std::size_t kWarmBytes = std::size_t(16) << 20;
 
-// Least bytes of one request to the system: several of its huge pages. Memory that is not written to yet
+// Minimum bytes of one allocation: several huge pages of the system. Memory that has not been written to
 // costs little.
 constexpr std::size_t kSlabBytes = std::size_t(8) << 20;
 
@@ -83,11 +83,11 @@ std::vector<PageId> PagePool::take(std::size_t n) {
   }
 }
 
-// The caller has locked the mutex, and there is room.
+// Requires that the mutex is locked and that there is room.
 std::vector<PageId> PagePool::take_reserved(std::size_t n) {
   if (n > free_.size()) {
     const std::size_t missing = n - free_.size(), existing = holders_.size();
-    // Half as much again: growing token by token allocates rarely.
+    // Grows by half, so that growth token by token rarely allocates.
     const std::size_t slab = std::max(existing / 2, kSlabBytes / page_bytes_);
     const std::size_t wanted = std::min(existing + std::max(missing, slab), max_pages_);
     store_.grow(wanted);
@@ -116,10 +116,10 @@ void PagePool::retain(std::span<const PageId> pages) {
 
 void PagePool::release(std::span<const PageId> pages) {
   const std::scoped_lock lock(mutex_);
-  // The last page first, so that the next text takes them in order: neighbours are read faster.
+  // Releases the last page first, so that the next text takes them in order: adjacent pages are read faster.
   std::for_each(pages.rbegin(), pages.rend(), [&](PageId page) {
     if (--holders_[page] > 0) return;
-    free_.push_back(page);  // cannot fail: free_ was reserved for all
+    free_.push_back(page);  // cannot fail: free_ has capacity for all pages
     if (budget_) budget_->give_back(page_bytes_);
   });
   while ((free_.size() - n_idle_) * page_bytes_ > kWarmBytes) store_.idle(free_[n_idle_++]);
@@ -142,7 +142,7 @@ std::size_t PagePool::pages_in_use() const {
 void BlockTable::reserve(int kept, int end) {
   if (end <= kept) return;
   const std::size_t held = pages_.size(), wanted = std::max(pages_of(end), held);
-  const std::size_t first = std::size_t(kept) / kPagePositions;  // page that is written to
+  const std::size_t first = std::size_t(kept) / kPagePositions;  // first page that is written to
   const int kept_in_first = kept % kPagePositions;
   const auto shared_pages = [&] {
     std::vector<std::size_t> shared;
@@ -157,8 +157,8 @@ void BlockTable::reserve(int kept, int end) {
   try {
     taken = pool_.take(wanted - held + replaced.size());
   } catch (const KvMemoryError&) {
-    // Nothing can be reclaimed except pages of this table that are kept for later prompts, last first. Those
-    // after a page that was reclaimed are no longer kept.
+    // Only pages of this table that are also kept for later prompts can be reclaimed. Forgets the last one
+    // first, as a page with successors cannot be forgotten.
     for (auto i = replaced.rbegin(); pool_.forget && i != replaced.rend(); ++i) pool_.forget(pages_[*i]);
     std::vector<std::size_t> still_shared = shared_pages();
     if (still_shared.size() == replaced.size()) throw;

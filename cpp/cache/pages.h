@@ -21,7 +21,7 @@ namespace metal_prefill {
 
 using PageId = std::uint32_t;
 
-// A whole number of attention tiles: a tile of either engine's attention kernel never straddles two pages.
+// A multiple of the tiles of both engines' attention kernels, so that no tile straddles two pages.
 inline constexpr int kPagePositions = 64;
 
 inline std::size_t pages_of(int positions) {
@@ -31,23 +31,23 @@ inline std::size_t pages_of(int positions) {
 // The memory of an engine's pages.
 class PageStore {
  public:
-  // Bytes of a page that has no K and V, as no layer has attention. It only counts positions.
+  // Bytes of a page if no layer has attention. Such a page has no K and V and only counts positions.
   static constexpr std::size_t kLeastPage = 64;
   virtual ~PageStore() = default;
   virtual std::size_t page_bytes() const = 0;
-  // Largest size of all pages together.
+  // Maximum bytes of all pages together.
   virtual std::size_t most_bytes() const { return std::numeric_limits<std::size_t>::max(); }
-  // Room for `pages` in total; existing ones are unchanged. Throws DeviceError without a change.
+  // Makes room for `pages` in total and keeps existing ones. Throws DeviceError without a change.
   virtual void grow(std::size_t pages) = 0;
-  // The first `positions` of a page, in every layer.
+  // Copies the first `positions` of a page in every layer.
   virtual void copy(PageId from, PageId to, int positions) = 0;
-  // The page is about to be written to.
+  // Called before a page is written to.
   virtual void taken(PageId) {}
-  // The page has no holder: its memory may be returned to the system until it is taken again.
+  // Called when a page has no holder: its memory may be returned to the system until the page is taken again.
   virtual void idle(PageId) {}
 };
 
-// Most bytes of pages if nothing else limits them: weights, activations and other programs use the rest.
+// Half of the machine's memory in bytes, the default limit. Weights and other programs use the rest.
 std::size_t half_of_the_memory();
 
 // Bytes that several pools may hold together. Safe to call from several threads.
@@ -57,7 +57,7 @@ class MemoryBudget {
   MemoryBudget(const MemoryBudget&) = delete;
   MemoryBudget& operator=(const MemoryBudget&) = delete;
 
-  // Returns false, without a change, if that would exceed the limit.
+  // Returns false, without a change, if the limit would be exceeded.
   bool take(std::size_t bytes);
   void give_back(std::size_t bytes) { used_ -= bytes; }
   std::size_t limit() const { return limit_; }
@@ -68,16 +68,16 @@ class MemoryBudget {
   std::atomic<std::size_t> used_{0};
 };
 
-// Which pages exist, and how many block tables hold each. Safe to call from several threads.
+// Allocates pages and counts the block tables that hold each. Safe to call from several threads.
 class PagePool {
  public:
-  // At most `limit` bytes of pages, 0 for half of the machine's memory, but always room for one page.
-  // Pages in use also count against `budget`, if it is not null.
+  // Limits pages to `limit` bytes, but to at least one page; 0 selects half of the machine's memory. Pages in
+  // use also count against `budget`, if it is not null.
   PagePool(PageStore& store, std::size_t limit, MemoryBudget* budget = nullptr);
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
 
-  // Throws KvMemoryError naming the limit, or DeviceError, without a change.
+  // Takes free pages. Throws KvMemoryError naming the limit, or DeviceError, without a change.
   std::vector<PageId> take(std::size_t n);
   // Throws KvMemoryError if this many positions of one session would not fit even if all pages were free.
   void check_fits(int positions) const;
@@ -105,8 +105,8 @@ class PagePool {
   MemoryBudget* const budget_;
   mutable std::mutex mutex_;
   std::vector<std::uint32_t> holders_;  // of each page
-  std::vector<PageId> free_;            // the last one is taken first, so that it is one in memory
-  std::size_t n_idle_ = 0;              // the first ones of free_, whose memory was returned to the system
+  std::vector<PageId> free_;            // a stack: the last page is taken first, as its memory is resident
+  std::size_t n_idle_ = 0;              // number of pages at the start of free_ whose memory was returned
   const ForkHandler fork_handler_{[this] { mutex_.lock(); }, [this](bool) { mutex_.unlock(); }};
 };
 
@@ -122,9 +122,9 @@ class BlockTable {
   void reserve(int kept, int end);
   // Releases the pages that hold none of the first `positions`.
   void truncate(int positions);
-  // Holds the pages of another table's first `positions` too, instead of its own.
+  // Replaces the pages by those of another table's first `positions`; both tables then hold them.
   void share(const BlockTable& from, int positions);
-  // Holds these pages instead of its own; the caller already holds a reference to each for it.
+  // Replaces the pages by these, and takes over the caller's reference to each.
   void adopt(std::vector<PageId> pages);
 
   std::span<const PageId> pages() const { return pages_; }

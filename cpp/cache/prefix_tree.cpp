@@ -11,7 +11,7 @@ namespace {
 
 constexpr TokenId kNone = -1;
 
-// The tokens of a page that begins at `first`.
+// The tokens of the page that begins at `first`, padded with kNone.
 std::array<TokenId, kPagePositions> page_tokens(std::span<const TokenId> tokens, std::size_t first) {
   std::array<TokenId, kPagePositions> page;
   page.fill(kNone);
@@ -34,10 +34,10 @@ PrefixTree::Step PrefixTree::longest(Children& children, const PageTokens& wante
   Step best;
   const auto consider = [&](Children::iterator child) {
     int positions = common_prefix(wanted, child->first);
-    while (positions > 0 && wanted[std::size_t(positions) - 1] == kNone) --positions;  // padding agrees too
+    while (positions > 0 && wanted[std::size_t(positions) - 1] == kNone) --positions;  // padding
     if (positions > best.positions) best = {child->second.get(), positions};
   };
-  // In lexicographic order, nothing agrees longer than one of the two neighbours.
+  // In lexicographic order, one of the two neighbours has the longest common prefix.
   const auto after = children.lower_bound(wanted);
   if (after != children.end()) consider(after);
   if (after != children.begin()) consider(std::prev(after));
@@ -125,7 +125,7 @@ bool PrefixTree::insert(std::string_view name_space, std::span<const TokenId> to
   }
   while (oldest_ && bytes_held() > max_pages_ * pool_.page_bytes()) {
     ++examined_;
-    // It keeps its first page, whose interval the next prompts find.
+    // A prompt keeps its first page, as later prompts read the interval of its uses.
     const bool may_shorten = last && last->parent->parent && last->children.empty();
     Entry& evicted = may_shorten && is_due_before(*oldest_, *last) ? *last : *oldest_;
     if (&evicted == last) last = may_shorten ? last->parent : nullptr;
@@ -134,7 +134,7 @@ bool PrefixTree::insert(std::string_view name_space, std::span<const TokenId> to
   return complete;
 }
 
-// Whether the next use of a page is due, but not overdue, and before that of another node used just now.
+// Whether the next use of `other` is due, is not overdue, and precedes that of `node`, which was just used.
 bool PrefixTree::is_due_before(const Entry& other, const Node& node) const {
   if (!other.is_node) return false;
   const Node& page = static_cast<const Node&>(other);
@@ -142,7 +142,7 @@ bool PrefixTree::is_due_before(const Entry& other, const Node& node) const {
   return prompts_ < due && due <= prompts_ + node.interval;
 }
 
-// Descends from a root, `at`, and adds missing nodes; `at` is then the last node.
+// Descends from the root `at` and adds missing nodes. On return, `at` is the last node.
 void PrefixTree::remember(Node*& at, std::span<const TokenId> tokens, std::span<const PageId> pages,
                           std::span<const StatePoint> states) {
   for (std::size_t i = 0; i * kPagePositions < tokens.size(); ++i) {
@@ -150,7 +150,7 @@ void PrefixTree::remember(Node*& at, std::span<const TokenId> tokens, std::span<
     const std::size_t n = std::min(tokens.size() - i * kPagePositions, std::size_t(kPagePositions));
     const int begin = int(i) * kPagePositions, end = begin + int(n);  // positions of the page
     const Step known = longest(at->children, own);
-    if (known.positions == int(n)) {  // with these tokens, or with more after them
+    if (known.positions == int(n)) {  // the page has these tokens, perhaps with more after them
       at = known.node;
       add_states(*at, begin, end, states);
       if (n < kPagePositions) return;
@@ -167,8 +167,8 @@ void PrefixTree::remember(Node*& at, std::span<const TokenId> tokens, std::span<
     ++count_;
     at = &node;
     if (known.node) share_states(node, *known.node, begin + known.positions);
-    // Replaces a page with fewer of the same tokens. There is at most one, and it is next to the new one: any
-    // page in between would start with its tokens, and would have replaced it.
+    // Replaces a page that has fewer of the same tokens. There is at most one, directly before the new one: a
+    // page in between would start with the same tokens and would have replaced it.
     if (place != node.parent->children.begin()) {
       ++examined_;
       const auto before = std::prev(place);
@@ -183,7 +183,7 @@ void PrefixTree::remember(Node*& at, std::span<const TokenId> tokens, std::span<
   }
 }
 
-// Adds those at positions after `begin` up to `end`.
+// Adds the states at positions in (begin, end].
 void PrefixTree::add_states(Node& node, int begin, int end, std::span<const StatePoint> states) {
   for (const StatePoint& point : states) {
     if (point.position <= begin || point.position > end) continue;
@@ -194,7 +194,7 @@ void PrefixTree::add_states(Node& node, int begin, int end, std::span<const Stat
   }
 }
 
-// Adds those of another node up to `end`, to where both have the same tokens.
+// Adds the states of another node up to `end`, the end of the tokens that both nodes have in common.
 void PrefixTree::share_states(Node& node, const Node& from, int end) {
   for (const auto& state : from.states) {
     const int position = state->point->position;
@@ -220,7 +220,7 @@ std::size_t PrefixTree::bytes_held() const {
 
 bool PrefixTree::forget(PageId page) {
   const std::scoped_lock lock(mutex_);
-  // A page that is about to be written to was used recently.
+  // Starts at the newest entry: a page that is about to be written to was used recently.
   for (Entry* entry = newest_; entry; entry = entry->older) {
     if (!entry->is_node) continue;
     Node& node = static_cast<Node&>(*entry);
@@ -238,7 +238,7 @@ bool PrefixTree::is_shared(const Entry& entry) const {
 
 bool PrefixTree::evict() {
   const std::scoped_lock lock(mutex_);
-  // A state or a leaf: earlier pages are useful without it, but not the reverse.
+  // First tries states and leaves: earlier pages are useful without them, but not the reverse.
   const Entry* first_held = nullptr;
   while (oldest_ && oldest_ != first_held) {
     ++examined_;
@@ -246,13 +246,13 @@ bool PrefixTree::evict() {
       remove(*oldest_);
       return true;
     }
-    // Later calls do not examine it again before all others.
+    // Makes it the newest entry, so that later calls examine all others first.
     if (!first_held) first_held = oldest_;
     touch(*oldest_);
   }
-  // Otherwise a page with all after it, or a state at an interval. Sessions may hold every leaf without the
-  // pages before it: if a session computes a page that the tree already has, its next pages are inserted
-  // after that of the tree.
+  // Otherwise evicts a page with all its successors, or a state at an interval. Sessions may hold every leaf
+  // but not the pages before it: if a session computes a page that the tree already has, its next pages are
+  // inserted after the tree's page.
   for (Entry* entry = oldest_; entry; entry = entry->newer) {
     ++examined_;
     if (!entry->is_node) continue;
@@ -297,12 +297,12 @@ void PrefixTree::remove(Entry& entry) {
   drop_if_empty(parent);
 }
 
-// Keeps no namespace that has no pages.
+// Removes a namespace without pages.
 void PrefixTree::drop_if_empty(const Node& root) {
   if (root.name_space && root.children.empty()) roots_.erase(roots_.find(*root.name_space));
 }
 
-// Makes a state, or a node and its ancestors, the most recently used, each node more recent than its
+// Makes a state, or a node and its ancestors, the most recently used. A node becomes more recent than its
 // descendants.
 void PrefixTree::touch(Entry& entry) {
   const auto renew = [this](Entry& used) {

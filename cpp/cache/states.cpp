@@ -36,7 +36,7 @@ SequenceStates::~SequenceStates() {
   drop_after(-1);
 }
 
-// The caller has locked the pool's mutex.
+// Requires that the pool's mutex is locked.
 void SequenceStates::drop(std::map<int, StatePool::Snapshots::iterator>::iterator snapshot) {
   pool_.snapshots_.erase(snapshot->second);
   snapshots_.erase(snapshot);
@@ -99,7 +99,7 @@ std::vector<StatePoint> SequenceStates::points(int position) const {
 ChunkStates SequenceStates::plan(const Wanted& wanted) const {
   ChunkStates planned{current_.state, {}, {}};
   const int end = current_.position + wanted.tokens;
-  std::map<int, bool> positions;  // and whether it is kept
+  std::map<int, bool> positions;  // whether the state at a position is kept
   const int interval = pool_.interval();
   for (int after = end / interval * interval; after > current_.position; after -= interval)
     positions[after] = true;
@@ -110,7 +110,7 @@ ChunkStates SequenceStates::plan(const Wanted& wanted) const {
       positions.try_emplace(current_.position + tokens, false);
   positions[end] |= wanted.keep_last;
   planned.writes.reserve(positions.size());
-  StateRef last = pool_.take();  // others only save recomputation, and do not take its room
+  StateRef last = pool_.take();  // taken first: the other states only save recomputation
   for (const auto& [at, keep] : positions) {
     if (at == end) break;
     try {
@@ -132,7 +132,7 @@ void SequenceStates::advance(const ChunkStates& states, int tokens) noexcept {
   }
 }
 
-// Without memory for its entry, it is not kept.
+// Drops the state if there is no memory for its entry.
 void SequenceStates::keep(const StatePoint& point) noexcept try {
   StatePool::Snapshots made;
   made.push_back({this, point.position, point.state});

@@ -21,11 +21,11 @@
 
 namespace metal_prefill {
 
-// Where the state of each layer is in a slot.
+// Offsets of the layers' states in a slot, in float32 values.
 struct StateLayout {
   explicit StateLayout(const Config& config);
-  std::vector<std::size_t> first;  // of each layer: its first value
-  std::size_t values = 0;          // of a slot; 0: no layer has a state
+  std::vector<std::size_t> first;  // offset of each layer's state
+  std::size_t values = 0;          // values of a slot; 0: no layer has a state
   std::size_t bytes() const { return values * sizeof(float); }
 };
 
@@ -33,7 +33,7 @@ struct StateLayout {
 class StateRef {
  public:
   StateRef() = default;
-  // Takes over a reference that the caller holds.
+  // Takes over a reference of the caller.
   StateRef(PagePool& pool, PageId slot) : pool_(&pool), slot_(slot) {}
   StateRef(const StateRef& other) : pool_(other.pool_), slot_(other.slot_) {
     if (pool_) pool_->retain({&slot_, 1});
@@ -59,7 +59,7 @@ class StateRef {
   PageId slot_ = 0;
 };
 
-// The state before the token at a position.
+// The state before the token at `position`.
 struct StatePoint {
   int position = 0;
   StateRef state;
@@ -67,15 +67,15 @@ struct StatePoint {
 
 // A state that a pass writes.
 struct StateWrite {
-  int tokens;  // of the chunk, after which it is written
+  int tokens;  // it is written after this many tokens of the chunk
   StateRef state;
-  bool keep;  // as a snapshot
+  bool keep;  // whether to keep it as a snapshot
 };
 
 // The states of one sequence in a pass.
 struct ChunkStates {
   StateRef before;                 // before the first token
-  std::vector<StateWrite> writes;  // in ascending order of tokens. An engine may replace the slots by others
+  std::vector<StateWrite> writes;  // in ascending order of tokens; an engine may replace the slots
   StateRef ahead;  // for the token after the chunk, if the engine may start on it (GreedyOutput::continues)
 };
 
@@ -84,20 +84,20 @@ class SequenceStates;
 // The slots of an engine, and the snapshots of its sessions. Safe to call from several threads.
 class StatePool {
  public:
-  // `page_bytes`: memory of the K and V of kPagePositions positions.
+  // `page_bytes` is the size of K and V of kPagePositions positions.
   StatePool(PageStore& store, std::size_t limit, std::size_t page_bytes, MemoryBudget* budget);
 
-  // Throws as PagePool::take.
+  // Takes a slot. Throws as PagePool::take does.
   StateRef take() { return {slots_, slots_.take(1).front()}; }
-  // Positions between the snapshots of a long sequence: as many pages as take the memory of a snapshot, or a
-  // fixed number if pages have no K and V.
+  // Positions between the snapshots of a long sequence: those whose pages take the memory of one snapshot, or
+  // a fixed number if pages have no K and V.
   int interval() const { return interval_; }
-  // Whether a pass writes a state after each draft. If a state is too large for that, accepted drafts are
+  // Whether a pass writes a state after each draft. If states are too large for that, accepted drafts are
   // computed again.
   bool writes_each_draft() const { return slots_.page_bytes() <= kMostDraftBytes; }
-  // Whether others hold the state, too.
+  // Whether the state has other holders.
   bool is_shared(const StateRef& state) const { return slots_.is_shared(state.slot()); }
-  // Releases the snapshot that was used least recently; false: there is none.
+  // Releases the least recently used snapshot; returns false if there is none.
   bool drop_snapshot();
   // Called to free unneeded memory, as PagePool::reclaim.
   void set_reclaim(std::function<bool()> reclaim) { slots_.reclaim = std::move(reclaim); }
@@ -109,8 +109,8 @@ class StatePool {
   friend class SequenceStates;
   // States of this size after each of 16 drafts take less time and memory than a pass of a small model.
   static constexpr std::size_t kMostDraftBytes = std::size_t(256) << 10;
-  static constexpr std::size_t kMostPages = std::size_t(1) << 20;  // between snapshots
-  // The state of Mamba2-130M has 19 MB. A model of that size with attention has as much in this many pages.
+  static constexpr std::size_t kMostPages = std::size_t(1) << 20;  // maximum between snapshots
+  // The state of Mamba2-130M has 19 MB, as many as this many pages of a model of that size with attention.
   static constexpr std::size_t kPagesWithoutAttention = 16;
   struct Snapshot {
     SequenceStates* owner;
@@ -137,17 +137,17 @@ class SequenceStates {
 
   StatePool& pool() { return pool_; }
   const StatePoint& current() const { return current_; }
-  // The current position, after rewind(position).
+  // Position of the current state after rewind(position).
   int nearest(int position) const;
-  // Returns to the nearest known state at or before a position, and drops the snapshots after that position.
+  // Returns to the last known state at or before a position, and drops the snapshots after that position.
   void rewind(int position);
-  // The same, but the current state becomes `point`, which is of the same tokens.
+  // Rewinds, but to the state `point` of the same tokens.
   void replace(int position, StatePoint point);
-  // Becomes a copy of another session's states at or before `position`.
+  // Replaces the states by those of another session at or before `position`.
   void share(const SequenceStates& from, int position);
-  // The states that a pass is to write: always the one after all `tokens`; if there is room, those at each
-  // interval, at `marks` (positions) and, with drafts, after each token from `first_draft` on. Throws as
-  // StatePool::take.
+  // Selects the states that a pass writes: always the one after all `tokens`; if there is room, those at each
+  // interval, at `marks` (positions) and, with drafts, after each token from `first_draft` on. plan() throws
+  // as StatePool::take does.
   struct Wanted {
     int tokens;
     int first_draft;  // tokens of the chunk before its drafts; `tokens` if it has none
@@ -155,16 +155,16 @@ class SequenceStates {
     std::span<const int> marks;
   };
   ChunkStates plan(const Wanted& wanted) const;
-  // After a pass, of which the first `tokens` count.
+  // Takes over the states of a finished pass up to its first `tokens` tokens.
   void advance(const ChunkStates& states, int tokens) noexcept;
   // The snapshots and the current state at or before `position`, without those at 0.
   std::vector<StatePoint> points(int position) const;
-  // Slots of the current state and of the snapshots.
+  // Bytes of the slots of the current state and of the snapshots.
   std::size_t bytes() const;
 
  private:
   friend class StatePool;
-  // Snapshots that are not at an interval: ends of prompts. The oldest are dropped.
+  // Maximum snapshots at ends of prompts rather than at intervals. The oldest are dropped.
   static constexpr std::size_t kMostEnds = 8;
   void keep(const StatePoint& point) noexcept;
   void drop_after(int position);

@@ -17,7 +17,7 @@ class Batch {
   Batch(Engine& engine, std::span<const Share> shares, const char* call);
   ~Batch();
 
-  // Until all requests are finished.
+  // Computes passes until all requests are finished.
   void run(const Progress& progress);
   void run_pass();
 
@@ -36,11 +36,11 @@ class Batch {
   std::vector<BatchRequest> requests_;
   std::vector<Lane> lanes_;
   std::deque<SessionLock::Hold> locks_;
-  bool to_the_end_ = false;  // memory is then reserved for whole requests
-  // The next pass. Capacities suffice for all requests, so that no pass allocates.
+  bool to_the_end_ = false;  // whether memory is reserved for whole requests
+  // State of the next pass. The vectors have capacity for all requests, so that no pass allocates.
   std::vector<PlannedRequest*> chosen_;
   std::vector<Chunk> chunks_;
-  std::vector<BatchRequest*> members_;  // of the chunks
+  std::vector<BatchRequest*> members_;  // request of each chunk
   std::vector<int> marks_;              // positions of states to keep
 };
 
@@ -54,7 +54,7 @@ Batch::Batch(Engine& engine, std::span<const Share> shares, const char* call) : 
   chosen_.reserve(requests);
   chunks_.reserve(requests);
   members_.reserve(requests);
-  marks_.reserve(requests + marks + 1);  // and where a prompt differs from others
+  marks_.reserve(requests + marks + 1);  // also for the end of a known prefix
   for (const Share& share : shares) {
     Lane& lane = lanes_.emplace_back(Lane{{}, share.rows, share.turn});
     for (Request* request : share.requests) {
@@ -77,7 +77,7 @@ void Batch::lock_sessions(const char* call) {
     if (const auto* sampled = std::get_if<SampledOutput>(&request.output))
       samplers.push_back(sampled->sampler);
   }
-  // Locked in order of their addresses, so that two batches never wait for each other.
+  // Locks in order of address, so that two batches never wait for each other.
   std::sort(sessions.begin(), sessions.end(), std::less<>());
   if (std::adjacent_find(sessions.begin(), sessions.end()) != sessions.end())
     throw std::invalid_argument("a session appears twice in a batch");
@@ -91,7 +91,7 @@ Batch::~Batch() {
   for (const BatchRequest& request : requests_) request.remember_pages();
 }
 
-// An error ends one request only.
+// Calls `call`. An error ends this request only.
 template <typename Call>
 void Batch::attempt(BatchRequest& request, const Call& call) {
   try {
@@ -123,7 +123,7 @@ void Batch::fill_chunks() {
   }
 }
 
-// Positions that the request names, and at which others follow it.
+// Positions of the request's marks, and those at which other requests follow it.
 std::span<const int> Batch::marks_of(const BatchRequest& request) {
   marks_.clear();
   for (const int tokens : request.request().marks) marks_.push_back(int(request.request().start) + tokens);

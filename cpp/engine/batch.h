@@ -14,8 +14,8 @@
 
 namespace metal_prefill {
 
-// For requests without a session: each gets one that ends with it. Prefixes are shared among the requests of
-// one Scratch, and with no others.
+// Owner of requests without a session: each gets a temporary one. Only requests of the same Scratch share
+// prefixes with each other.
 struct Scratch {
   std::shared_ptr<Engine> engine;
 };
@@ -26,9 +26,9 @@ struct Request {
   const Scratch* scratch = nullptr;  // if there is no session
   std::span<const TokenId> tokens;
   Prefix prefix = Prefix::kAppend;
-  std::vector<int> marks = {};  // numbers of its tokens after which states are kept
-  Output output;                // of the last tokens. Afterwards `chosen` lacks the rows after a wrong draft
-  Expansion expansion;          // of a whole text, whose tokens see later ones
+  std::vector<int> marks = {};  // keeps states after these numbers of its tokens
+  Output output;                // of the last tokens; afterwards `chosen` ends at a wrong draft
+  Expansion expansion;          // of a whole text, if tokens attend to later ones
   Trace* trace = nullptr;
   Claim claim = 0;
 
@@ -36,20 +36,20 @@ struct Request {
   bool finished = false;
   std::exception_ptr error = nullptr;  // null: none
 
-  // For run_batch and run_pass, until it is finished.
+  // Used by run_batch and run_pass until the request is finished.
   std::unique_ptr<Session> own = nullptr;
   std::size_t start = 0;   // position of tokens[0]
   std::size_t before = 0;  // tokens of the session if the request fails
-  StatePoint state = {};   // of those
+  StatePoint state = {};   // state after those tokens
 };
 
-// Computes all requests to their ends. Each session may appear once, and all must be of `engine`; otherwise
+// Computes all requests to completion. Each session may appear once, and all must be of `engine`; otherwise
 // throws std::invalid_argument and computes nothing. All other errors except SessionBusyError end one request
-// only. `call` is its name in messages.
+// only. `call` names the call in messages.
 void run_batch(Engine& engine, std::span<Request* const> requests, const char* call,
                const Progress& progress = {});
 
-// The same for one request, whose error it throws.
+// Computes one request and throws its error.
 PromptResult run_alone(Session& session, Request request, const char* call, const Progress& progress);
 
 // Requests that divide a number of rows of a pass among them; see Lane.
@@ -59,8 +59,8 @@ struct Share {
   int turn;
 };
 
-// Computes one pass, and further ones of the last share alone until its requests are finished. Another
-// request that is not finished continues in the next call.
+// Computes one pass, then further ones of the last share alone until its requests are finished. Other
+// unfinished requests continue in the next call.
 void run_pass(Engine& engine, std::span<const Share> shares, const char* call);
 
 }  // namespace metal_prefill

@@ -78,7 +78,7 @@ void BatchRequest::begin() {
 
 void BatchRequest::find_known() {
   Session& session = *request_.session;
-  std::size_t again = std::size_t(to_recompute());  // known tokens
+  std::size_t again = std::size_t(to_recompute());  // known tokens to recompute
   if (reuses()) {
     const std::span<const TokenId> wanted = request_.tokens;
     const int most = std::min(without_output(), int(wanted.size()) - 1);
@@ -88,7 +88,7 @@ void BatchRequest::find_known() {
     if (states()) request_.state = states()->current();
     request_.result.done = int(request_.before);
     again = known - request_.before;
-    // Other prompts may differ from this one at the same place.
+    // Keeps a state where the known prefix ends: other prompts may diverge there, too.
     if (again >= kPagePositions) request_.marks.push_back(int(known));
   }
   const std::scoped_lock lock(session.state_mutex_);
@@ -164,7 +164,7 @@ void BatchRequest::reserve(bool to_the_end) {
   } catch (const KvMemoryError&) {
     if (!drop_drafts()) throw;
     rows = std::min(rows, left);
-    room();  // a text that fits without drafts must not fail for them
+    room();  // a text that fits without drafts must not fail because of them
   }
 }
 
@@ -199,7 +199,7 @@ Chunk BatchRequest::next_chunk(std::span<const int> marks) {
   chunk.cache = &cache();
   chunk.expansion = request_.expansion;
   chunk.trace = request_.trace;
-  const int first = std::max(done, without_output());  // token with an output
+  const int first = std::max(done, without_output());  // first token with an output
   chunk.output = part_of(request_.output, first - without_output(), std::max(done + rows - first, 0));
   if (states()) {
     const Choices* choices = choices_of(request_.output);
@@ -214,7 +214,7 @@ Chunk BatchRequest::next_chunk(std::span<const int> marks) {
   return chunk;
 }
 
-// Tokens that the session has, from the last known state on.
+// Returns a chunk that recomputes tokens of the session after its last known state.
 Chunk BatchRequest::chunk_again(std::span<const int> marks) const {
   const Session& session = *request_.session;
   Chunk chunk;

@@ -12,18 +12,18 @@ namespace metal_prefill {
 
 class BatchRequest final : public PlannedRequest {
  public:
-  // Throws std::invalid_argument if the engine has no such output. The session must be locked before the
-  // first of the calls below.
+  // Throws std::invalid_argument if the engine has no such output. Requires a locked session from the first
+  // call below on.
   BatchRequest(Engine& engine, Request& request);
 
   const Request& request() const { return request_; }
 
-  // Checks the request before anything changes, and finds its longest known prefix, or its place after an
+  // Checks the request before anything changes. Then finds its longest known prefix, or resumes it after an
   // earlier pass.
   void begin();
-  // The chunk for the rows that the planner gave. Reserves memory for them, or for the whole request, before
-  // each pass: a progress callback may have forked the session, which then shares its next page. `marks`:
-  // positions at which others follow.
+  // Returns the chunk of the rows that the planner assigned. Reserves memory for them, or for the whole
+  // request, before each pass: a progress callback may have forked the session, which then shares its next
+  // page. `marks` are positions at which other requests follow.
   Chunk chunk(bool to_the_end, std::span<const int> marks);
   // Takes the results of the chunk. Throws NumericalError if one is NaN.
   void finish(const Chunk& chunk);
@@ -31,9 +31,9 @@ class BatchRequest final : public PlannedRequest {
   // and V, and a tile of attention carries 0 * NaN to the rows before it. Without the draft these rows may be
   // finite.
   bool drop_drafts();
-  // Takes the prefix that the leader has computed. Log probabilities of its tokens are copied.
+  // Shares the prefix that the leader has computed, and copies the log probabilities of its tokens.
   void follow_leader();
-  // Ends the request and returns the session to its state before it.
+  // Ends the request with an error and restores the session's state before it.
   void fail(std::exception_ptr error);
   // Releases a session that the batch made for the request.
   void release_own();
@@ -47,7 +47,7 @@ class BatchRequest final : public PlannedRequest {
   // Number of tokens before the first row with an output.
   int without_output() const { return int(request_.tokens.size()) - rows_of(request_.output); }
   bool reuses() const { return request_.prefix == Prefix::kReuse; }
-  // Tokens of the session whose state is unknown: they are computed again before those of the request.
+  // Number of tokens after the session's last known state. They are recomputed before those of the request.
   int to_recompute() const;
 
   void check() const;

@@ -35,7 +35,7 @@ Session::Session(std::shared_ptr<Engine> engine, int max_context, std::string pr
 Session::~Session() {
   if (lock_.lost()) {
     [[maybe_unused]] const Cache* lost =
-        cache_.release();  // another thread was changing it: of no known form
+        cache_.release();  // leaked: another thread was changing it, so that its form is unknown
     return;
   }
   if (remembers_) remember(cached());
@@ -46,12 +46,12 @@ std::size_t Session::cached() const {
   return states ? std::min(tokens_.size(), std::size_t(states->current().position)) : tokens_.size();
 }
 
-// Number of these tokens whose K and V the session has, or now shares with cached pages; it will have as many
-// as `room`. States may be known for fewer tokens.
+// Keeps the longest known prefix of `tokens`, with cached pages if they have more of it, and returns its
+// length. Reserves room for `room` tokens. States may be known for fewer tokens.
 std::size_t Session::keep_known(std::span<const TokenId> tokens, std::size_t room) {
   {
     const std::scoped_lock lock(state_mutex_);
-    tokens_.reserve(room);  // cache and tokens change together, or not at all
+    tokens_.reserve(room);  // cache and tokens then change together, or not at all
   }
   std::size_t known = std::size_t(common_prefix(tokens, tokens_));
   remembers_ = true;
@@ -72,7 +72,7 @@ std::size_t Session::keep_known(std::span<const TokenId> tokens, std::size_t roo
   return known;
 }
 
-// The cache holds these tokens, perhaps with others after them, which no longer count.
+// Sets the tokens of the session to a prefix of those in the cache. Later rows of the cache no longer count.
 void Session::keep_first(std::span<const TokenId> tokens) {
   const std::scoped_lock lock(state_mutex_);
   tokens_.assign(tokens.begin(), tokens.end());
@@ -86,7 +86,7 @@ void Session::remember_pages() {
   if (remembers_ && full > remembered_ && remember(full * kPagePositions)) remembered_ = full;
 }
 
-// The call has succeeded: without memory, others find less.
+// Returns false if memory runs out: the call itself has succeeded, and later prompts only find less.
 bool Session::remember(std::size_t positions) try {
   SequenceStates* states = cache_->states();
   const auto points = states ? states->points(int(positions)) : std::vector<StatePoint>();
@@ -202,7 +202,7 @@ void Session::import_state(std::span<const TokenId> tokens, std::size_t cached, 
     throw ContextOverflowError("a state of " + std::to_string(tokens.size()) +
                                " tokens exceeds the context of " + std::to_string(max_context_));
   for (std::size_t i = 0; i < tokens.size(); ++i) engine_->check_token(tokens[i], i);
-  // In a separate cache: if anything fails, the session is unchanged.
+  // Imports into a separate cache: if anything fails, the session is unchanged.
   std::vector<TokenId> replacement(tokens.begin(), tokens.end());
   std::unique_ptr<Cache> cache = engine_->make_cache(max_context_);
   SequenceStates* states = cache->states();

@@ -32,15 +32,15 @@
 
 namespace metal_prefill {
 
-// Numbers that products multiply.
+// Formats of the numbers that products multiply.
 enum class Compute {
-  kInt8,  // activations in 8 bits per block of 32 with quantized weights, in bfloat16 with those in bfloat16
+  kInt8,  // 8-bit activations per block of 32 for quantized weights, bfloat16 ones for bfloat16 weights
   kF32,
   kBf16,   // weights and activations rounded to bfloat16 if the processor multiplies such pairs; else kF32
-  kW8A8,   // weights and activations rotated, in 8 bits with one scale for a row
-  kInt16,  // the same in 16 bits if the processor multiplies those faster than float32; else kF32
+  kW8A8,   // weights and activations rotated, in 8 bits with one scale per row
+  kInt16,  // kW8A8 with 16 bits if the processor multiplies those faster than float32; else kF32
 };
-// Of the rows in a cache.
+// Type of K and V in a cache.
 enum class KvType : std::uint32_t {
   kF16 = std::uint32_t(TensorType::kF16),
   kF32 = std::uint32_t(TensorType::kF32),
@@ -57,12 +57,12 @@ class SharedKernels;
 // Options of the Metal engine alone.
 struct MetalOptions {
   std::optional<bool> fused_norm;  // RMSNorm inside the projections (decode); none: chosen for the GPU
-  int matvec_rows = 0;             // 1, 2 or 4 rows of a matvec for a simdgroup; 0: chosen for the GPU
-  double buffer_work = 0;          // multiply-adds of a command buffer; 0: chosen for the GPU
-  double resident_seconds = 180;   // after a pass, for how long the memory stays with the GPU
+  int matvec_rows = 0;             // rows per simdgroup of a matvec: 1, 2 or 4; 0: chosen for the GPU
+  double buffer_work = 0;          // multiply-adds per command buffer; 0: chosen for the GPU
+  double resident_seconds = 180;   // how long memory stays resident on the GPU after a pass
   std::string pipeline_folder;     // of compiled pipelines; empty: they are not kept
-  bool is_measured = false;        // only to be timed: stores no pipelines and keeps no memory resident
-  // Libraries and pipelines that several engines have in common; null: this one has its own.
+  bool is_measured = false;        // for timing only: stores no pipelines and keeps no memory resident
+  // Libraries and pipelines that several engines share; null: this one has its own.
   std::shared_ptr<metal::SharedKernels> shared_kernels;
   std::string no_matmul_tensor;  // why matmul_tensor is not used; empty: used if it is faster
 };
@@ -72,7 +72,7 @@ struct EngineOptions {
   Compute compute = Compute::kInt8;
   KvType kv_type = KvType::kF16;
   int chunk_tokens = 512;  // tokens of a prompt that go through the layers together
-  int max_context = 0;     // positions that sessions are made for; 0: the model's. Others may be longer
+  int max_context = 0;     // context that the page layout is optimized for; 0: the model's
   std::size_t prefix_memory = std::size_t(256) << 20;  // most bytes of pages kept for later sessions
   // Bytes of K and V that all sessions may hold together; 0: half of the memory, and on a GPU at most half of
   // its working set without the weights.
@@ -84,8 +84,8 @@ struct EngineOptions {
 class PassInspector;  // inspection.h
 struct Trace;         // inspection.h
 
-// The last tokens of a text, which a model adds to a query (ColBERT, arXiv:2004.12832). They have the token
-// type of its beginning. Unless they are `seen`, all tokens see the text alone.
+// Tokens that a model appends to a query (ColBERT, arXiv:2004.12832). They have the type of the query's first
+// token. Unless they are `seen`, all tokens attend only to the text before them.
 struct Expansion {
   int tokens = 0;
   bool seen = false;
@@ -103,7 +103,7 @@ struct Chunk {
   ChunkStates states;      // of recurrent layers
   Trace* trace = nullptr;  // if not null: each dispatch runs alone and is recorded there
 
-  // End of the positions that tokens see, if they see later ones.
+  // End of the positions that tokens attend to, if they attend to later ones.
   int visible_end() const { return position + int(tokens.size()) - expansion.hidden(); }
 };
 
@@ -114,7 +114,7 @@ using Progress = std::function<bool(int done, int total)>;
 struct PromptResult {
   int done = 0;        // tokens of the prompt that are now in the cache
   TokenId token = -1;  // the next token, if one is chosen; -1 if the prompt was stopped
-  int accepted = 0;    // drafts that were chosen, and are in the cache; the others are not
+  int accepted = 0;    // drafts that were chosen; only these are in the cache
   int computed = 0;    // rows of passes, including tokens that were computed again
 };
 
@@ -122,8 +122,8 @@ struct PromptResult {
 // longest common prefix is kept and only the rest is computed.
 enum class Prefix { kAppend, kReuse };
 
-// Names a chain of prompts: the first, with kReuse, claims the session, and those that follow append to it.
-// One that finds the session changed by any other call since throws SessionBusyError. 0 claims nothing.
+// Identifies a chain of prompts: the first, with kReuse, claims the session, and later ones append to it. A
+// prompt throws SessionBusyError if any other call has changed the session in between. 0 claims nothing.
 using Claim = std::uint64_t;
 
 using Stats = std::map<std::string, double>;
@@ -136,11 +136,11 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  // Each of these is safe to call from several threads. Calls that compute (batch.h), change the session or
-  // copy its cache run one after another; position(), tokens(), memory_bytes() and stats() never wait for
-  // them and return the state after the last finished pass. A progress callback runs without a lock: there
-  // these reads, fork() and export_state() see the finished chunks, and a call that would change its session
-  // throws SessionBusyError.
+  // Each of these functions is safe to call from several threads. Calls that compute (batch.h), change the
+  // session or copy its cache run one after another; position(), tokens(), memory_bytes() and stats() never
+  // wait for them and return the state after the last finished pass. A progress callback runs without a lock:
+  // in it, these reads, fork() and export_state() see the finished chunks, and a call that would change its
+  // session throws SessionBusyError.
 
   // Reduces the cache to the longest known prefix of `tokens`, known here or from other sessions, and returns
   // its length: at most all but the last token. Computes nothing.
@@ -149,19 +149,18 @@ class Session {
   int position() const;
   int max_context() const { return max_context_; }
   std::vector<TokenId> tokens() const;  // ids in the cache, [position]
-  // Throws std::invalid_argument beyond the current position. With a claim, nothing happens once another
-  // call has changed the session.
+  // Throws std::invalid_argument beyond the current position. With a claim, does nothing if another call has
+  // changed the session since.
   void rewind(int position, Claim claim = 0);
   // Throws SessionBusyError if another call has changed the session since it was claimed.
   void check_claim(Claim claim) const;
 
-  // A new session with the same cache contents and position; they share the engine's pages.
+  // Returns a new session with the same cache contents and position; they share the engine's pages.
   std::unique_ptr<Session> fork();
-  // State out and in, layer by layer. K and V of a layer with attention travel in canonical layout
-  // [position][kv_head][head_dim] with elements or blocks of kv_type, the state of a recurrent layer as
+  // Export and import of the state, layer by layer. K and V of a layer with attention are in canonical layout
+  // [position][kv_head][head_dim] with elements or blocks of kv_type, the state of a recurrent layer in
   // float32. In a model with recurrent layers, both are of the first `cached` tokens; otherwise of all. The
-  // caller gives the memory that they are written to or read from; an import may reuse one buffer for all of
-  // them.
+  // caller provides the memory that they are written to or read from; an import may reuse one buffer for all.
   enum class Part { kKeys, kValues, kState };
   using StateSink = std::function<std::byte*(int layer, Part part, std::size_t bytes)>;
   using StateSource = std::function<const std::byte*(int layer, Part part, std::size_t bytes)>;
@@ -184,18 +183,18 @@ class Session {
   friend class SessionInspector;
 
   Session(std::shared_ptr<Engine> engine, int max_context, std::string prefix_namespace);
-  // The session's part of a prompt with kReuse; `cache_bytes_` and `reused_` follow.
+  // Keep the known prefix of a prompt with kReuse, and update `cache_bytes_` and `reused_`.
   std::size_t keep_known(std::span<const TokenId> tokens, std::size_t room);
   void keep_first(std::span<const TokenId> tokens);
-  // Drops rows of the cache after those of `tokens_`. The caller has locked `state_mutex_`.
+  // Drops rows of the cache after those of `tokens_`. Requires that `state_mutex_` is locked.
   void drop_uncounted_rows();
-  // Lets other sessions find the pages that are full.
+  // Lets other sessions find the full pages.
   void remember_pages();
-  // Lets them find the first `positions`; returns false if memory ran out before all were added.
+  // Lets them find the first `positions`. Returns false if memory ran out before all were added.
   bool remember(std::size_t positions);
   void check_room(std::size_t position, std::size_t tokens) const;
-  // Tokens whose K, V and states the cache has. It neither has those of later tokens nor relies on their
-  // pages.
+  // Number of tokens whose K, V and states are in the cache. Those of later tokens are not, and their pages
+  // are not needed.
   std::size_t cached() const;
   // Calls visit(layer, part, bytes) for the exported data of `cached` tokens.
   template <typename Visit>
@@ -207,14 +206,13 @@ class Session {
 
   mutable SessionLock lock_;      // held by a call that computes or changes something, until it ends
   std::unique_ptr<Cache> cache_;  // used only by the call that holds the lock
-  bool remembers_ = false;        // it was used with kReuse: others may find its pages, also after it ended
+  bool remembers_ = false;        // used with kReuse: other sessions may find its pages, even after its end
   std::size_t remembered_ = 0;    // pages that they can find
 
-  mutable std::mutex
-      state_mutex_;  // guards the members below, for moments; the call that holds lock_ reads without it
-  std::vector<TokenId> tokens_;  // in the cache
-  std::size_t reused_ = 0;       // tokens that the last prompt with kReuse found in the cache
-  std::size_t recomputed_ = 0;   // tokens that the last call computed again for the states after them
+  mutable std::mutex state_mutex_;  // guards the members below, briefly; the holder of lock_ reads without it
+  std::vector<TokenId> tokens_;     // in the cache
+  std::size_t reused_ = 0;          // tokens that the last prompt with kReuse found in the cache
+  std::size_t recomputed_ = 0;      // tokens that the last call computed again for the states after them
   std::size_t cache_bytes_ = 0;
   Claim claim_ = 0;        // of the last change
   CallCounters counters_;  // of the last call
@@ -242,23 +240,22 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual Stats stats() const = 0;              // bytes of weights and pools, pipelines
   // Waits for work that continues after calls, as the destructor does.
   virtual void finish() const {}
-  // The weights as the engine packed them: given as Model::packed, they spare another engine the work. Empty
-  // if it packed none itself.
+  // The weights as this engine packed them. Another engine that gets them as Model::packed does not pack
+  // again. Empty if this one packed none itself.
   virtual std::span<const std::byte> packed_weights() const { return {}; }
 
-  // The functions below are for sessions.
+  // The functions below are called by sessions.
 
   virtual CacheMemory& memory() = 0;
   virtual std::unique_ptr<Cache> make_cache(int max_context) = 0;
-  // Largest number of rows in one pass: the context length, if tokens attend to later ones.
+  // Maximum rows of one pass: the context length, if tokens attend to later ones.
   virtual int pass_rows() const = 0;
-  // Largest number of tokens of one sequence in a pass whose results are bit-identical to those of single
-  // tokens.
+  // Maximum tokens of one sequence in a pass whose results are bit-identical to those of single tokens.
   virtual int exact_rows() const = 0;
   // Whether the engine starts the token after a chunk before the caller requests it
   // (GreedyOutput::continues).
   virtual bool runs_ahead() const { return false; }
-  // Appends the chunks, each of a different session, to their caches and computes their outputs. When this
+  // Appends the chunks, each of a different session, to their caches and computes their outputs. If it
   // throws, the positions before the chunks are intact in all caches.
   virtual void forward(std::span<Chunk> chunks, CallCounters& counters) = 0;
   virtual void add_call_stats(const CallCounters& counters, Stats& stats) const = 0;
@@ -277,12 +274,12 @@ std::shared_ptr<Engine> make_cpu_engine(Model model, const EngineOptions& option
 std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& options);
 // Facts about the GPU, by name; only `problem` if the Metal engine cannot use any.
 std::map<std::string, std::string> metal_device();
-// Each source of the shaders compiled from its text, one by one, with all kernels.
+// Result of compiling one source of the shaders with all its kernels.
 struct CompiledSource {
   std::string name;
   std::string problem;  // the compiler's message; empty: it compiles
   double seconds = 0;
-  bool needs_tensors = false;  // it may be too new for the system
+  bool needs_tensors = false;  // uses Metal tensors, for which the system may be too old
 };
 std::vector<CompiledSource> compile_shaders();
 std::shared_ptr<metal::SharedKernels> make_shared_kernels();

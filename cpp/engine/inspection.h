@@ -13,10 +13,10 @@
 
 namespace metal_prefill {
 
-// A buffer of a dispatch, from its binding on.
+// Contents of a dispatch's buffer, from the offset of its binding.
 struct Contents {
   std::span<const std::byte> bytes;
-  // Of a copy, which the bindings of one buffer share. Null for weights, which stay valid as long as the
+  // Owner of a copy, which all bindings of the buffer share. Null for weights, which live as long as the
   // engine.
   std::shared_ptr<const std::vector<std::byte>> owner;
 };
@@ -32,24 +32,24 @@ struct Dispatch {
   std::vector<std::string> buffers;  // labels, by binding
   std::vector<std::byte> args;       // the kernel's struct of shaders/args_fields.h
   std::string args_struct;           // its name
-  // The rows of a kernel that reads or writes K and V: for each run of consecutive rows of a sequence, the
-  // position of the first, and their number.
+  // For a kernel that reads or writes K and V: the first position and the number of each run of consecutive
+  // rows of one sequence.
   std::vector<std::array<int, 2>> runs;
   double start = 0, end = 0;  // seconds of the GPU's clock
-  // By binding, if a trace keeps them.
+  // Contents by binding, if a trace keeps them.
   std::vector<Contents> before, after;
 };
 
 // A pipeline that was built when the model was opened.
 struct PipelineInfo {
   std::string kernel;
-  double seconds = 0;  // that building it took; others were built at the same time
+  double seconds = 0;  // build time; pipelines are built concurrently
   std::size_t max_threads = 0;
 };
 
 struct Trace {
   std::vector<Dispatch> dispatches;
-  std::set<std::size_t> kept;  // dispatches whose buffers are copied, by their numbers
+  std::set<std::size_t> kept;  // indices of dispatches whose buffers are copied
 };
 
 // Access to the passes of an engine.
@@ -57,15 +57,15 @@ class PassInspector {
  public:
   virtual ~PassInspector() = default;
   virtual std::vector<PipelineInfo> pipelines() const = 0;
-  // Whether the shaders were compiled when the package was built, or when the model was opened.
+  // Whether the shaders were compiled with the package rather than when the model was opened.
   virtual bool shaders_were_compiled() const = 0;
-  // Why a GPU with matrix units does without them; empty: it uses them, or has none.
+  // Why the matrix units of the GPU are not used; empty if they are, or if it has none.
   virtual std::string no_matmul_tensor() const = 0;
   // The dispatches of a prompt of this length.
   virtual std::vector<Dispatch> plan(int tokens, int position) const = 0;
 };
 
-// Access to the passes of a session, which must outlive it.
+// Access to the passes of a session. The session must outlive it.
 class SessionInspector {
  public:
   // Null for engines without dispatches.
@@ -77,7 +77,7 @@ class SessionInspector {
   // The dispatches of forward_prompt for this number of tokens at the session's position. Computes and
   // changes nothing.
   std::vector<Dispatch> plan(int tokens) const;
-  // As forward_prompt, with each dispatch run alone, so that its time can be read.
+  // Computes a prompt as forward_prompt does, but runs each dispatch alone, to time it.
   PromptResult trace(std::span<const TokenId> tokens, Trace& trace, const Progress& progress);
 
  private:

@@ -16,7 +16,7 @@ Choices part_of(const Choices& choices, std::size_t first, std::size_t count) {
   return {choices.chosen.subspan(first, count), choices.drafts, choices.first + int(first)};
 }
 
-// Sums of columns in double precision, the rows in their order. So few fit in registers.
+// Sums kColumns columns in double precision and in order of rows. The sums fit in registers.
 template <int kColumns>
 std::array<double, kColumns> column_sums(const float* x, std::size_t stride, int rows) {
   std::array<double, kColumns> sums = {};

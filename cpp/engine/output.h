@@ -24,8 +24,8 @@ struct NoOutput {};
 // Chosen tokens, one after each row.
 struct Choices {
   std::span<TokenId> chosen;        // [rows]; a row without a choice keeps -1
-  std::span<const TokenId> drafts;  // of the request: the tokens after its first row with an output. They
-                                    // are appended up to the first that differs from the token chosen there
+  std::span<const TokenId> drafts;  // of the request: the tokens after its first row with an output, which
+                                    // are appended until one differs from the chosen token
   int first = 0;                    // row of the request to which chosen[0] belongs
 };
 
@@ -43,8 +43,8 @@ struct SampledOutput {
   Sampler* sampler = nullptr;  // never null; used by one request only
   std::exception_ptr error;    // in a chunk, the reason for a missing token
 
-  // Has the sampler choose after a row, from its logits [vocab_size]. Rows are given in their order. A row
-  // after a draft that was not chosen has no meaning and is skipped.
+  // Lets the sampler choose after a row, from its logits [vocab_size]. Rows must come in order. Ignores rows
+  // after a draft that was not chosen.
   void choose(int row, std::span<const float> logits) noexcept;
 };
 
@@ -67,7 +67,7 @@ struct HiddenOutput {
   bool normed = true;  // after the output norm; otherwise before it
 };
 
-// One vector of a whole text, whose tokens see later ones: made of its hidden states after the output norm.
+// One vector per text, pooled from its hidden states after the output norm, if tokens attend to later ones.
 struct PooledOutput {
   enum class Kind { kMean, kFirst };
   Kind kind = Kind::kMean;
@@ -76,7 +76,7 @@ struct PooledOutput {
   int dim = 0;
   int nan_row = -1;  // in a chunk, the first row whose state is NaN; -1: there is none
 
-  // Makes the vector of `rows` states, which begin `stride` values after each other.
+  // Pools `rows` states, whose rows are `stride` values apart.
   void pool(const float* states, std::size_t stride) noexcept;
 };
 
@@ -91,7 +91,7 @@ struct Overloaded : Fs... {
 template <typename... Fs>
 Overloaded(Fs...) -> Overloaded<Fs...>;  // clang before 17 deduces none for aggregates
 
-// Matches one of several alternatives in a visitor, and no alternative that is added later.
+// Matches only these alternatives in a visitor, so that each visitor must handle an added one.
 template <typename T, typename... Alternatives>
 concept OneOf = (std::same_as<std::remove_cv_t<T>, Alternatives> || ...);
 
@@ -102,7 +102,7 @@ Output part_of(const Output& output, int first, int count);
 // The choices of an output that chooses tokens; null for others.
 Choices* choices_of(Output& output);
 const Choices* choices_of(const Output& output);
-// Throws NumericalError for a NaN result; calls never return NaN. `position`: of the token of the first row.
+// Throws NumericalError for a NaN result; calls never return NaN. `position` is that of the first row.
 void check_results(const Output& output, int position, std::size_t vocab_size);
 
 }  // namespace metal_prefill

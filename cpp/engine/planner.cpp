@@ -6,7 +6,7 @@ namespace metal_prefill {
 
 namespace {
 
-// Computing fewer tokens takes less time than copying a page and waiting for a pass.
+// Minimum tokens worth sharing: fewer take less time than copying a page and waiting for a pass.
 constexpr int kWorthSharing = 16;
 
 // Number of tokens that a request can take from another one.
@@ -14,11 +14,11 @@ int shared_prefix(const PlannedRequest& request, const PlannedRequest& from) {
   const int common = common_prefix(request.tokens, from.tokens);
   const int shared = std::min(common, request.shareable);
   const bool copies = request.scored && from.scored && from.shareable <= request.shareable;
-  // The log probabilities after the last common token are those of different tokens.
+  // After the last common token, the log probabilities are of different tokens.
   return copies ? std::max(shared, common - 1) : shared;
 }
 
-// Lets a request wait if one of the chosen computes a prefix that it needs.
+// Returns true, and sets the leader, if a chosen request computes a prefix that this one needs.
 bool waits(PlannedRequest& request, std::span<PlannedRequest* const> chosen) {
   request.leader = nullptr;
   request.shared = 0;

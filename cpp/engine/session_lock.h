@@ -20,12 +20,12 @@ class SessionLock {
  public:
   enum class Access { kChange, kRead };
 
-  // Calls of other threads wait until this one ends.
+  // Holds the lock; calls of other threads wait until it is destroyed.
   class Hold {
    public:
-    // `call` is the name of the call in messages. This thread may hold the lock already, which means that the
-    // call comes from the progress callback of another: a call that only reads shares the lock then, another
-    // throws SessionBusyError.
+    // `call` names the call in messages. If this thread already holds the lock, the call comes from the
+    // progress callback of another one: a call that only reads shares the lock, any other throws
+    // SessionBusyError.
     Hold(SessionLock& lock, const char* call, Access access = Access::kChange)
         : lock_(access == Access::kRead && lock.mine() ? nullptr : &lock) {
       if (lock_) lock_->acquire(call);
@@ -40,7 +40,7 @@ class SessionLock {
     SessionLock* const lock_;
   };
 
-  // Around a fork() of the process. A lock that another thread holds then is lost in the child.
+  // Called around a fork() of the process. A lock that another thread holds is lost in the child.
   void before_fork() { mutex_.lock(); }
   void after_fork(bool child);
   bool lost() const { return lost_; }
@@ -52,9 +52,9 @@ class SessionLock {
 
   std::mutex mutex_;
   std::condition_variable free_;
-  std::atomic<std::thread::id> owner_{std::thread::id()};  // none: it is free
-  const char* call_ = "";                                  // the owner's
-  bool lost_ = false;  // the owner is a thread of the process that forked this one
+  std::atomic<std::thread::id> owner_{std::thread::id()};  // none if it is free
+  const char* call_ = "";                                  // name of the owner's call
+  bool lost_ = false;                                      // the owner was a thread of the parent process
 };
 
 }  // namespace metal_prefill

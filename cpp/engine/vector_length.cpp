@@ -31,7 +31,7 @@ double sum_of_squares(std::span<const float> vector) {
 }
 
 void normalize(std::span<float> vector) {
-  // Below the length of every other vector in float32.
+  // Avoids division by 0; no other float32 vector is this short.
   const double length = std::max(std::sqrt(sum_of_squares(vector)), std::numeric_limits<double>::min());
   for (float& x : vector) x = float(double(x) / length);
 }

@@ -1,15 +1,15 @@
-// The length of a vector. Sums are made in NumPy's order, so that they are bitwise equal to its sums, on
-// every processor.
+// The length of a vector. Sums use NumPy's order, so that they are bit-identical to NumPy's on every
+// processor.
 #pragma once
 
 #include <span>
 
 namespace metal_prefill {
 
-// By halves, in double precision.
+// Sums pairwise in double precision.
 double sum_of_squares(std::span<const float> vector);
 
-// Divides a vector by its length; one of length 0 stays.
+// Divides a vector by its length. Leaves a zero vector unchanged.
 void normalize(std::span<float> vector);
 
 }  // namespace metal_prefill

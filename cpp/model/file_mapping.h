@@ -1,12 +1,11 @@
-// Files as memory.
+// Files mapped into memory.
 #pragma once
 
 #include <cstddef>
 
 namespace metal_prefill {
 
-// A file, mapped for reading. Python's mmap on macOS would flush the disk's write cache before it maps a
-// file.
+// A file mapped for reading. Python's mmap is not used: on macOS it flushes the disk's write cache first.
 class FileMapping {
  public:
   // Throws std::system_error, and std::invalid_argument if the file now has fewer than `bytes` bytes.

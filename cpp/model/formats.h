@@ -1,13 +1,4 @@
-// The tensor types on the host, which unpacks blocks of quantized values here only.
-//
-// A quantized format reads a row in spans of 32 columns. codes() writes the codes of a span. A code stands
-// for an integer: itself less kZero, or the one that kTable names. A value is scale * integer + min. A scale
-// is for half a span; both halves may have the same one. Formats with scale_code() declare kMaxScale, the
-// largest integer that it or min_code() returns.
-//
-// Sources that are built for one instruction set do not include this.
-#pragma once
-
+// The tensor types on the host. Only this code unpacks quantized blocks there.
 #include <bit>
 #include <cmath>
 #include <cstddef>
@@ -38,10 +29,10 @@ struct BF16 : Floats<std::uint16_t, bfloat16_to_float> {};
 
 template <class Format>
 concept Quantized = requires { Format::kBits; };
-// Codes are indices.
+// Codes are indices into kTable.
 template <class Format>
 concept HasTable = requires { Format::kTable; };
-// A super-block: its scales are small integers, multiples of one float.
+// A super-block: its scales are small integers times one float.
 template <class Format>
 concept HasScaleCodes = requires(typename Format::Block block) { Format::scale_code(block, 0, 0); };
 // Each half of a span has a separate float scale.
@@ -119,7 +110,7 @@ struct SuperBlock {
 template <class B>
 struct SixBitScales : SuperBlock<B> {  // 6-bit scales and minima of 8 spans
   static constexpr int kMaxScale = 63;
-  // The upper spans keep their low four bits in the last four bytes, the high two atop those of the lower.
+  // Spans 4-7 keep their low four bits in the last four bytes, the high two above the scales of spans 0-3.
   static int scale_code(const B& block, int span, int) {
     const u8_t* s = block.scales;
     return span < 4 ? s[span] & 63 : (s[span + 4] & 15) | s[span - 4] >> 6 << 4;
@@ -131,11 +122,11 @@ struct SixBitScales : SuperBlock<B> {  // 6-bit scales and minima of 8 spans
   static std::uint16_t min_bits(const B& block) { return block.dmin; }
 };
 
-// Integers of 4-bit codes.
+// The integer of each 4-bit code.
 struct Table {
   std::int8_t values[16];
 };
-// Codes of levels and a bit of sign above them.
+// The table of codes with a sign bit above their level.
 template <int... kMagnitudes>
 constexpr Table signed_levels() {
   constexpr int kLevels = int(std::bit_ceil(sizeof...(kMagnitudes)));
@@ -157,7 +148,7 @@ void signed_codes(unsigned levels, unsigned signs, std::uint8_t* out) {
         std::uint8_t((levels >> kLevelBits * i & ((1 << kLevelBits) - 1)) | (signs >> i & 1) << kLevelBits);
 }
 
-// Seven bits of signs of eight values, with the eighth that makes the number of minuses even.
+// Adds to seven sign bits the eighth, which makes the number of negative values even.
 inline unsigned even_signs(unsigned bits) {
   bits &= 127;
   return bits | unsigned(std::popcount(bits) & 1) << 7;
@@ -182,11 +173,11 @@ inline void nibbles(const u8_t qs[16], std::uint8_t out[kSpan]) {
   }
 }
 
-// The same, with bit 4 of each value in a bit of qh.
+// As nibbles(), with bit 4 of each value in a bit of qh.
 inline void nibbles_and_bits(const u8_t qs[16], const u8_t qh[4], std::uint8_t out[kSpan]) {
   nibbles(qs, out);
   for (int i = 0; i < kSpan; i += 8) {
-    // Eight bytes at a time: each keeps one bit of qh where it is, which a carry then moves to the top.
+    // Eight bytes at a time: byte j keeps bit j of qh, which an addition carries into the top bit.
     std::uint64_t bits = qh[i / 8] * 0x0101010101010101u & 0x8040201008040201u;
     bits = (bits + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u;
     for (int j = 0; j < 8; ++j) out[i + j] |= std::uint8_t(bits >> 8 * j);
@@ -291,7 +282,7 @@ struct IQ2 : SuperBlock<B> {
 };
 
 struct IQ2_XXS : IQ2<block_iq2_xxs> {
-  // A span is 8 bytes: four of indices, then four times 7 bits of signs and 4 bits of scale.
+  // A span has 8 bytes: four indices, then four times 7 sign bits, and 4 bits of scale.
   static std::uint32_t signs_and_scale(const Block& block, int span) {
     return load_word<std::uint32_t>(block.qs + span * 4 + 2);
   }
@@ -307,7 +298,7 @@ struct IQ2_XXS : IQ2<block_iq2_xxs> {
 };
 
 template <class B>
-struct IQ2WithHalves : IQ2<B> {  // a scale for 16 columns
+struct IQ2WithHalves : IQ2<B> {  // a scale per 16 columns
   static constexpr int kScales = 2;
   static int scale_code(const B& block, int span, int half) {
     return 2 * nibble(block.scales, span * 2 + half) + 1;
@@ -380,7 +371,7 @@ struct IQ4_XS : SuperBlock<block_iq4_xs> {
   }
 };
 
-// Three values of two bits: the scale is one, and so is the zero.
+// Three values in two bits. Scale and zero are 1.
 template <class B>
 struct Ternary : SuperBlock<B> {
   static constexpr int kBits = 2, kZero = 1, kMaxScale = 1;
@@ -388,11 +379,11 @@ struct Ternary : SuperBlock<B> {
 };
 
 struct TQ1_0 : Ternary<block_tq1_0> {
-  // Bytes are fractions of 256 in base 3: a factor of 3^n moves digit n before the point.
+  // byte / 256 is a fraction in base 3. A factor of 3^n moves digit n before the point.
   static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
     static constexpr std::uint8_t kPowers[] = {1, 3, 9, 27, 81};
     for (int i = 0; i < kSpan; ++i) {
-      // Five digits of 32 bytes, five of 16, and four of 4.
+      // Columns in order: five digits of 32 bytes, five of 16, and four of 4.
       const int column = span * kSpan + i;
       const u8_t* bytes = column < 160 ? block.qs : column < 240 ? block.qs + 32 : block.qh;
       const int width = column < 160 ? 32 : column < 240 ? 16 : 4;
@@ -437,8 +428,7 @@ struct NVFP4 {
   }
 };
 
-// Block `index` of a row. The file promises an alignment of the tensor, not of each block; a copy compiles to
-// plain loads.
+// Returns block `index` of a row. Files align tensors, not blocks; the copy compiles to plain loads.
 template <class Format>
 typename Format::Block block_at(const void* row, std::size_t index) {
   typename Format::Block block;

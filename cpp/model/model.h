@@ -25,7 +25,7 @@ enum class NormKind { kRms, kLayer };  // RMSNorm, or LayerNorm, which subtracts
 // Input of the norms of q and k: each head, before or after its rotation, or all heads of a token together,
 // before the rotation.
 enum class QkNormPlace { kHeads, kRotatedHeads, kRows };
-// The step of a layer that reads other tokens.
+// The step of a layer that mixes tokens.
 enum class LayerKind : std::uint8_t {
   kAttention,   // keys and values of all positions, in pages
   kShortConv,   // gated convolution over the last conv_taps tokens; all but one of its inputs are its state
@@ -40,7 +40,7 @@ enum class FeedForwardKind : std::uint8_t {
   kDense,
   kExperts,  // a router chooses some of many for each token
 };
-// How products of the router become scores: over all experts, or of each one.
+// How router outputs become scores: over all experts, or for each one alone.
 enum class RouterScore { kSoftmax, kSigmoid };
 
 constexpr bool has_attention(LayerKind kind) {
@@ -59,16 +59,16 @@ constexpr bool has_matrix_state(LayerKind kind) {
 struct Config {
 #define CONFIG(type, name, ...) type name = __VA_ARGS__;
 #include "config.inc"
-  int padding = 0;  // of the values of `dim`, at their end: zeros, which count in means of squares
+  int padding = 0;  // zeros at the end of `dim` values, which kernels include in means of squares
 
-  // The same model with the dimensions of one layer as those of all.
+  // This configuration with the dimensions of one layer in place of those of all.
   Config of_layer(int layer) const;
   // Whether a layer has keys and values of its own.
   bool caches(int layer) const {
     return has_attention(kind(layer)) && (layer_cache.empty() || layer_cache[std::size_t(layer)] == layer);
   }
   int embedding_width() const { return embedding_dim > 0 ? embedding_dim : dim; }
-  // From the query of one head to that of the next.
+  // Distance between the queries of adjacent heads, in values.
   int query_step() const { return query_gate ? 2 * key_dim : key_dim; }
   bool uses_rope(int layer) const { return layer_uses_rope.empty() || layer_uses_rope[layer] != 0; }
   LayerKind kind(int layer) const {
@@ -86,7 +86,7 @@ struct Config {
     if (has_matrix_state(kind)) return scan_channels();
     return kind == LayerKind::kShortConv ? dim : 0;
   }
-  // Columns of the projections with which layers of a kind begin. A short convolution has two gates and its
+  // Output columns of the first projections of layers of a kind. A short convolution has two gates and its
   // input. A recurrence has gates of its output, the input of its convolution, and for each head the step of
   // a scan, or the two rates of a delta rule.
   int recurrent_in_dim(LayerKind kind) const {
@@ -131,7 +131,7 @@ class LayerConfigs {
 };
 
 // ALiBi (arXiv:2108.12409): each head subtracts its slope from a score for each position of distance. Empty
-// without ALiBi. Slopes are powers of one factor; those of heads beyond a power of two lie between the
+// without ALiBi. Slopes are powers of one factor; those of heads beyond a power of two are between the
 // others.
 inline std::vector<float> alibi_slopes(const Config& config) {
   std::vector<float> slopes;
@@ -144,7 +144,7 @@ inline std::vector<float> alibi_slopes(const Config& config) {
   return slopes;
 }
 
-// Counts the types of the tokens of a sequence, from its first one on.
+// Determines the token types of a sequence, in order.
 class TokenTypes {
  public:
   explicit TokenTypes(const Config& config) : config_(config) {}
@@ -182,7 +182,7 @@ struct Tensor {
   const std::byte* row(int r) const { return data + std::size_t(r) * (bytes / std::size_t(rows)); }
 };
 
-// Their shapes, and which of them are optional, are in tensors.inc.
+// Weights of a layer. tensors.inc defines their shapes and which ones are optional.
 struct LayerWeights {
 #define LAYER_TENSOR(member, ...) Tensor member;
 #include "tensors.inc"
@@ -208,10 +208,10 @@ struct Model {
 // Throws std::invalid_argument naming the tensor, what it is and what was expected.
 void validate(const Model& model);
 
-// Where each layer has its K and V in a page: its number among those with keys and values of their own, or
-// that of the layer whose it attends to; of a layer without attention, that of the one before it, or -1. If
-// tokens see later ones, all layers share one place: a pass computes whole texts, and K and V of a layer are
-// not read after it.
+// Place of each layer's K and V in a page: its index among the layers with their own K and V, or the place of
+// the layer that it shares them with. A layer without attention has the place of the previous layer, or -1.
+// If tokens attend to later ones, all layers share one place: a pass computes whole texts, and reads K and V
+// of a layer only in that layer.
 std::vector<int> attention_places(const Config& config);
 
 }  // namespace metal_prefill

@@ -1,5 +1,5 @@
-// Reference conversions: all operations and their order are those of gguf.quants, so that results are
-// bit-identical. Built without contraction to FMA for the same reason.
+// Reference conversions: the operations of gguf.quants in the same order, so that results are bit-identical.
+// Built without contraction to FMA for the same reason.
 #include "quants.h"
 
 #include <bit>
@@ -101,7 +101,7 @@ float bfloat16_to_float(std::uint16_t bits) {
 }
 
 void dequantize_row(TensorType type, const void* row, float* out, std::size_t n) {
-  (void)row_bytes(type, n);  // refuses an unknown type or a partial block
+  (void)row_bytes(type, n);  // rejects an unknown type or a partial block
   formats::visit(type, [&]<class Format>(Format) { dequantize<Format>(row, out, n); });
 }
 

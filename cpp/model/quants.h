@@ -33,12 +33,12 @@ const TypeInfo& type_info(TensorType type);
 // Bytes of a row of `n` values. Throws std::invalid_argument when `n` is not a multiple of the block.
 std::size_t row_bytes(TensorType type, std::size_t n);
 
-// Results that depend on the argument alone: a loop may compute one once.
+// Pure functions of the argument (gnu::const), so that loops may compute a result once.
 [[gnu::const]] float half_to_float(std::uint16_t bits);
 [[gnu::const]] std::uint16_t float_to_half(float value);  // round to nearest even
 [[gnu::const]] float bfloat16_to_float(std::uint16_t bits);
 
-// Dequantizes `n` values, exactly as `gguf.quants` does (same operations, same order, float32).
+// Dequantizes `n` values exactly as `gguf.quants` does (same operations, same order, float32).
 void dequantize_row(TensorType type, const void* row, float* out, std::size_t n);
 
 }  // namespace metal_prefill

@@ -27,7 +27,7 @@ const Tensor& factors_of(const Model& model, int layer) {
   return model.config.rope_long ? model.rope_long : model.rope_short;
 }
 
-// Scaling and factors applied. `c` has the dimensions of the layer.
+// The rope of a layer with scaling and factors applied. `c` has the dimensions of the layer.
 Rope rope_of(const Model& model, const Config& c, int layer) {
   const float base = c.layer_rope_base.empty() ? c.rope_base : c.layer_rope_base[std::size_t(layer)];
   const float factor = c.layer_rope_factor.empty() ? c.rope_factor : c.layer_rope_factor[std::size_t(layer)];

@@ -74,8 +74,8 @@ inline constexpr LayerTensor kLayerTensors[] = {
 #include "tensors.inc"
 };
 
-// Calls visit(row, tensor, layer) for every tensor that a model can have, layer by layer, also for absent
-// ones, but not for those of other kinds of layers. Tensors outside the layers have layer -1.
+// Calls visit(row, tensor, layer) for every tensor that a model can have, layer by layer, including absent
+// ones but not those of other kinds of layers. Tensors outside the layers have layer -1.
 template <class AnyModel, class Visit>
 void for_each_tensor(AnyModel& model, const Visit& visit) {
   for (const auto& [row, member] : kModelTensors) visit(row, model.*member, -1);
@@ -84,13 +84,13 @@ void for_each_tensor(AnyModel& model, const Visit& visit) {
       if (has_rows_of(layers, model.config, int(i))) visit(row, model.layers[i].*member, int(i));
 }
 
-// The filter of a layer's convolution, or a tensor that is absent.
+// The filter of a layer's convolution; an absent tensor if it has none.
 const Tensor& conv_filter(const LayerWeights& layer);
 
 // A model without tensors. Throws std::invalid_argument for more layers than files have.
 Model without_tensors(const Config& config);
-// The place of a tensor by its role; layer -1 for tensors outside the layers. Throws std::invalid_argument if
-// there is no such place.
+// The tensor of a role; layer -1 for tensors outside the layers. Throws std::invalid_argument if there is no
+// such tensor.
 Tensor& tensor_at(Model& model, std::string_view role, int layer);
 
 }  // namespace metal_prefill

@@ -28,12 +28,12 @@ inline std::span<const float> view(const FloatArray& values) {
   return {values.data(), values.shape(0)};
 }
 
-// An array that NumPy owns. Made and handed over with the GIL held; filled without it.
+// A NumPy array that is created and released with the GIL, and filled without it.
 template <typename T>
 class Result {
  public:
   using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-  explicit Result(std::size_t n) : data_(new T[n]), n_(n) {}  // without zeros
+  explicit Result(std::size_t n) : data_(new T[n]), n_(n) {}  // uninitialized
   T* data() { return data_.get(); }
   Array release() {
     T* p = data_.release();
@@ -47,8 +47,8 @@ class Result {
 };
 using FloatResult = Result<float>;
 
-// Between chunks: runs signal handlers (so that Ctrl-C works) and the caller's callback. An exception in
-// either stops the prompt; it is raised after the session has settled.
+// Runs signal handlers (so that Ctrl-C works) and the caller's callback between chunks. An exception in
+// either stops the prompt; it is raised once the session is consistent.
 class ProgressGuard {
  public:
   explicit ProgressGuard(nb::object callback) : callback_(std::move(callback)) {}

@@ -1,4 +1,4 @@
-// Bindings of the engines for Python: one source for each subject, made one module by module.cpp.
+// Python bindings of the engines: one source per subject. module.cpp combines them into one module.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,10 +19,10 @@ void bind_texts(nanobind::module_& m);
 void bind_sessions(nanobind::module_& m);
 // Recorded passes of the Metal engine, in every build: dispatches, and how to read them.
 void bind_recordings(nanobind::module_& m);
-// What the processor can do: its kernel sets.
+// The processor's kernel sets.
 void bind_machine(nanobind::module_& m);
 
-// Raises the class of metal_prefill.errors for a C++ exception, if it has one.
+// Raises the class of metal_prefill.errors for a C++ exception, if there is one.
 void translate(const std::exception_ptr& pointer, void*);
 // The Python exception for a C++ one.
 nanobind::object exception_of(const std::exception_ptr& error);

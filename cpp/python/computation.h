@@ -25,7 +25,7 @@ class Computation {
       throw std::invalid_argument("a request is computed once: make another for further tokens");
     for (Request& request : requests()) all.push_back(&request);
   }
-  // Another call may continue it.
+  // Lets another call continue it.
   void pause() { begun_->clear(); }
 
   bool finished() {
@@ -43,7 +43,7 @@ class Computation {
       if (!request.finished) rows += int(request.tokens.size()) - request.result.done;
     return rows;
   }
-  // With the GIL, once it is finished.
+  // Returns the result of a finished computation. Requires the GIL.
   virtual nanobind::object take_result() = 0;
 
  protected:

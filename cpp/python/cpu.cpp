@@ -1,4 +1,4 @@
-// Bindings for the abilities of the machine: its kernel sets.
+// Bindings for the processor's kernel sets.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 

@@ -32,7 +32,7 @@ namespace {
 
 using Owner = std::variant<Session*, Scratch*>;
 
-// A request of a session, or of a text that needs none.
+// A request of a session, or of a Scratch for a text without one.
 class OwnedRequest final : public Computation {
  public:
   static OwnedRequest none(Owner owner, TokenArray tokens, bool reuse) {
@@ -84,7 +84,7 @@ class OwnedRequest final : public Computation {
     return owned;
   }
 
-  // Computes it alone, and throws its error.
+  // Computes the request alone, and throws its error.
   nb::any run(nb::object progress, const std::string& call) {
     std::vector<Request*> all;
     begin(all);
@@ -95,7 +95,7 @@ class OwnedRequest final : public Computation {
     return nb::borrow<nb::any>(take_result());
   }
 
-  // The ids, an array, None, or the exception that ended the request.
+  // Returns the ids, an array, None, or the exception that ended the request.
   nb::object take_result() override {
     if (request_.error) return exception_of(request_.error);
     return std::visit(
@@ -166,7 +166,7 @@ nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Com
   return results;
 }
 
-// Computations, the most rows that they get of a pass, and the most of one while others want some.
+// Computations, their maximum rows in a pass, and the maximum of one while others wait.
 using PassShare = std::tuple<std::vector<Computation*>, int, int>;
 
 void forward_pass(Engine& engine, const std::vector<PassShare>& shares) {

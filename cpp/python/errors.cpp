@@ -8,7 +8,7 @@ namespace nb = nanobind;
 
 namespace metal_prefill::python {
 
-// The class of metal_prefill.errors for a C++ exception.
+// Raises a class of metal_prefill.errors.
 void raise_as(const char* name, const char* message) {
   nb::object type = nb::module_::import_("metal_prefill.errors").attr(name);
   PyErr_SetString(type.ptr(), message);
@@ -34,7 +34,6 @@ void translate(const std::exception_ptr& pointer, void*) {
   }
 }
 
-// The Python exception for a C++ one.
 nb::object exception_of(const std::exception_ptr& error) {
   try {
     try {

@@ -1,9 +1,4 @@
-// The GIL, released and taken so that a thread survives the end of the interpreter.
-//
-// When Python exits while a daemon thread is inside a call, that thread must never ask for the GIL again.
-// While the interpreter ends, CPython up to 3.13 answers by pthread_exit(), which unwinds the stack through
-// destructors that must not throw or need the GIL; once it has ended, there is no interpreter to ask. Either
-// aborts the process. Here such a thread stops instead, as in Python 3.14, while the process exits.
+// Releases and acquires the GIL so that a thread survives the end of the interpreter.
 #pragma once
 
 #include <Python.h>
@@ -21,8 +16,8 @@ namespace metal_prefill {
 // GIL through this header. Waits, without the GIL, for threads that are requesting it.
 void interpreter_exits();
 
-// While one exists, the interpreter does not start to end: it waits for this thread, which is about to take
-// the GIL. After interpreter_exits() was called, it returns only to the thread that called it.
+// While one exists, the interpreter does not start to end: it waits until this thread has the GIL. After
+// interpreter_exits() was called, the constructor returns only in the thread that called it.
 class AskingForGil {
  public:
   AskingForGil() noexcept;
@@ -34,12 +29,12 @@ class AskingForGil {
 // Whether this thread has released the GIL through this header. (PyGILState_Check is not in the stable ABI.)
 inline thread_local bool gil_is_released = false;
 
-// Whether this thread has the GIL. With it, a thread must not stop: the one that exits waits for it.
+// Whether this thread has the GIL. A thread that has it must not stop: the exiting thread waits for it.
 inline bool has_gil() {
   return !gil_is_released && PyGILState_GetThisThreadState();
 }
 
-// As nanobind's gil_scoped_release, also as a call guard.
+// Replaces nanobind's gil_scoped_release, also as a call guard.
 class GilRelease {
  public:
   GilRelease() : thread_(PyEval_SaveThread()) { gil_is_released = true; }

@@ -30,7 +30,7 @@ std::shared_ptr<void> keep_alive(nb::object object) {
   });
 }
 
-// Checks the values of a tensor that the engines take for rows of others.
+// Checks the values of a tensor that are row indices of others.
 void check_relative_rows(const Model& model) {
   for (int i = 0; model.relative_row_of && i < model.relative_row_of.cols; ++i) {
     float row = 0;
@@ -58,7 +58,7 @@ class ModelBuilder {
                                       bytes};
   }
 
-  // The result of packed_weights() of an engine of the same model.
+  // Takes the result of packed_weights() of an engine of the same model.
   void use_packed(ByteArray packed, nb::object owner) {
     model_.packed = {reinterpret_cast<const std::byte*>(packed.data()), packed.shape(0),
                      keep_alive(std::move(owner))};

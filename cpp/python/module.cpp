@@ -29,14 +29,14 @@ using namespace nb::literals;
 
 namespace {
 
-// Lets a long wait be interrupted.
+// Throws if the user has interrupted the program.
 void check_signals() {
   metal_prefill::with_gil([] {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   });
 }
 
-// Threads of the engines have no Python state. Once the interpreter ends there is no other thread to run.
+// Engine threads have no Python state. Once the interpreter has ended, no other thread needs the GIL.
 void wait_without_gil(const std::function<void()>& wait) {
   if (Py_IsInitialized() && PyGILState_GetThisThreadState() && !metal_prefill::gil_is_released)
     metal_prefill::without_gil(wait);
@@ -59,7 +59,7 @@ NB_MODULE(_core, m) {
     if (nb::cast<int>(nb::module_::import_("threading").attr("active_count")()) > 1)
       nb::set_leak_warnings(false);
   }));
-  // A list of objects that are alive at exit is of use to developers of this package alone.
+  // Only developers of this package need a list of the objects that are alive at exit.
   if (std::getenv("METAL_PREFILL_LEAK_WARNINGS") == nullptr) nb::set_leak_warnings(false);
   bind_model(m);
   bind_sampling(m);

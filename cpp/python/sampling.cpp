@@ -38,7 +38,7 @@ void bind_sampling(nb::module_& m) {
       .def_rw("window", &SamplingOptions::window)
       .def_rw("logit_bias", &SamplingOptions::logit_bias);
 
-  // One call at a time, as with the GIL: neither class has a lock of its own.
+  // Serializes calls, as the GIL does: neither class has its own lock.
   const nb::lock_self locked;
   nb::class_<Sampler>(m, "Sampler", "Chooses the tokens of one text.")
       .def(

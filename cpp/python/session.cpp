@@ -27,7 +27,7 @@ using namespace nb::literals;
 namespace metal_prefill::python {
 namespace {
 
-// Token ids, the number of them in the cache, and the parts of each layer: K and V, or its state as float32.
+// Returns token ids, how many of them are cached, and the parts of each layer: K and V, or its float32 state.
 nb::tuple export_state(Session& session) {
   std::vector<Result<std::uint8_t>> parts;
   const auto [tokens, cached] = without_gil([&] {

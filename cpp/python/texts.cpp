@@ -22,7 +22,7 @@ using namespace nb::literals;
 namespace metal_prefill::python {
 namespace {
 
-// The result of a text, made of its hidden states.
+// The output for a kind of pooling, which writes to `result`.
 Output output_of(const std::string& pooling, float* result, int rows, int dim) {
   if (pooling == "none") return HiddenOutput{result, rows, dim, true};
   if (pooling == "last") return HiddenOutput{result, 1, dim, true};
@@ -31,8 +31,8 @@ Output output_of(const std::string& pooling, float* result, int rows, int dim) {
   throw std::invalid_argument("pooling of a text is none, mean, cls or last, not '" + pooling + "'");
 }
 
-// A request for each text. Texts are many and short: made one by one in Python, requests and results would
-// take longer than the tokens take to compute.
+// A request per text. Texts are many and short: creating requests and results one by one in Python would take
+// longer than the computation.
 class Texts final : public Computation {
  public:
   Texts(std::shared_ptr<Engine> engine, TokenArray tokens, const TokenArray& lengths,
@@ -65,7 +65,7 @@ class Texts final : public Computation {
                                   " tokens, but " + std::to_string(tokens_.shape(0)) + " were given");
   }
 
-  // The values, and the exceptions that ended requests by the numbers of their texts.
+  // Returns the values, and the exceptions by index of their text.
   nb::object take_result() override {
     nb::dict errors;
     for (std::size_t i = 0; i < requests_.size(); ++i)

@@ -6,8 +6,8 @@
 namespace metal_prefill {
 namespace {
 
-constexpr int kLong = 5;    // tokens of a match that a place is kept for
-constexpr int kEnough = 4;  // of the latest 8 tokens, how many must agree there
+constexpr int kLong = 5;    // minimum length of a match whose place is kept
+constexpr int kEnough = 4;  // how many of the latest 8 tokens must agree there
 
 }  // namespace
 

@@ -1,9 +1,4 @@
-// Drafts of the tokens that follow a text, found in the text itself, at two places that may continue.
-//
-// The first follows the previous occurrence of the longest suffix of the text. If a text repeats a part with
-// changes, such as the rows of a table, nothing matches right after a change. The second is therefore the
-// place of an earlier long match: it is assumed to continue, with one token replaced by another, as long as
-// enough of the latest tokens agree.
+// Drafts of the tokens that follow a text, copied from one of two earlier places in the text.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +16,8 @@ class Lookup {
   // `forced` tokens were not chosen, so an earlier occurrence says nothing about their continuation.
   void append(std::span<const TokenId> tokens, bool forced);
 
-  // How many of the last tokens occurred before, as one string, without forced ones at the end; at least 1 if
-  // anything did.
+  // Length of the longest suffix that occurred before, without forced tokens at its end; at least 1 if there
+  // is one.
   int matched() const;
   // Number of equal tokens since the last change, if a place is kept whose continuation differs from that of
   // the match.
@@ -39,8 +34,8 @@ class Lookup {
   SuffixAutomaton automaton_;
   int forced_ = 0;           // tokens at the end
   int place_ = -1;           // number of the token assumed to follow; -1: no place is kept
-  int since_change_ = 0;     // tokens that agreed there
-  std::uint8_t latest_ = 0;  // a bit of each of the latest tokens: it was the same; the last is lowest
+  int since_change_ = 0;     // tokens that have agreed since the last change
+  std::uint8_t latest_ = 0;  // bit n: whether the token n before the last agreed
 };
 
 }  // namespace metal_prefill

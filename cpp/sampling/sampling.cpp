@@ -16,8 +16,8 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr float kExcluded = -std::numeric_limits<float>::infinity();
-constexpr std::size_t kBlock = 64;      // logits that are looked at together
-constexpr std::size_t kFirstBest = 64;  // tokens that mostly reach top_p
+constexpr std::size_t kBlock = 64;      // logits compared with the threshold at once
+constexpr std::size_t kFirstBest = 64;  // candidates that usually reach top_p
 
 bool any_above(const float* values, float threshold) {
   int lanes[kBlock / 4] = {};
@@ -30,7 +30,7 @@ constexpr auto is_better = [](const auto& a, const auto& b) {
   return a.score != b.score ? a.score > b.score : a.id < b.id;
 };
 
-// The `count` best of `found`, in any order.
+// Keeps the `count` best of `found`, in any order.
 template <typename Candidate>
 void shrink(std::vector<Candidate>& found, std::size_t count) {
   if (found.size() <= count) return;
@@ -38,8 +38,8 @@ void shrink(std::vector<Candidate>& found, std::size_t count) {
   found.resize(count);
 }
 
-// The `count` largest values above -inf, in any order; among equal ones, those of lowest index. Each value is
-// read once, and rarely compared with more than the smallest of the best so far.
+// Finds the `count` largest values above -inf, in any order; of equal ones, those of lowest index. Each value
+// is read once, and rarely compared with more than the smallest of the best so far.
 template <typename Candidate>
 void find_best(std::span<const float> values, std::size_t count, std::vector<Candidate>& found) {
   found.clear();
@@ -51,7 +51,7 @@ void find_best(std::span<const float> values, std::size_t count, std::vector<Can
     found.push_back({values[i], TokenId(i)});
     if (found.size() < capacity) return;
     shrink(found, count);
-    threshold = float(found.back().score);  // one that is equal has a higher index
+    threshold = float(found.back().score);  // later values that equal it have higher indices
   };
   const std::size_t whole = values.size() - values.size() % kBlock;
   for (std::size_t i = 0; i < whole; i += kBlock)
@@ -67,7 +67,7 @@ Sampler::Sampler(SamplingOptions options, std::uint64_t seed, std::uint32_t answ
                  std::span<const TokenId> tokens)
     : options_(std::move(options)), seed_(seed), answer_(answer), position_(int(tokens.size())) {
   const std::span<const TokenId> latest = tokens.last(std::min(tokens.size(), std::size_t(options_.window)));
-  recent_.reserve(std::size_t(options_.window));  // to accept a token must not fail
+  recent_.reserve(std::size_t(options_.window));  // accept() must not fail
   recent_.assign(latest.begin(), latest.end());
 }
 
@@ -207,7 +207,7 @@ double Sampler::score_of(TokenId id, float logit) const {
   return score - double(count) * o.frequency_penalty - o.presence_penalty;
 }
 
-// Some scores are infinite: only their tokens can be chosen.
+// Restricts the choice to tokens with infinite scores, if there are any.
 void Sampler::restrict_to_infinite() {
   for (float& score : scores_) score = score == -kExcluded ? 0.0f : kExcluded;
   std::erase_if(adjusted_, [](const Candidate& c) { return c.score != kInfinity; });
@@ -251,7 +251,7 @@ void Sampler::keep_typical() {
     total += c.weight;
     below += c.weight * (largest_ - c.score);
   }
-  // Surprise of a token: largest - score + log(total). Its expectation has the same last term.
+  // Surprisal of a token: largest - score + log(total). Its expectation has the same last term.
   const double expected = below / total;
   for (Candidate& c : candidates_) c.key = std::abs(largest_ - c.score - expected);
   keep_fewest(options_.typical_p * total);
@@ -285,7 +285,7 @@ void Sampler::keep_fewest(double target) {
   candidates_.erase(last, candidates_.end());
 }
 
-// In [0, 1).
+// The random number of the current choice, in [0, 1).
 double Sampler::drawn() const {
   const PhiloxKey key = {std::uint32_t(seed_), std::uint32_t(seed_ >> 32)};
   return uniform(philox({std::uint32_t(at_), answer_, 0, 0}, key));
@@ -293,11 +293,11 @@ double Sampler::drawn() const {
 
 namespace {
 
-// The first of `count` whose interval of the cumulative weights contains `target`, which is below their sum.
+// Index of the first weight whose interval of the cumulative weights contains `target`.
 template <typename WeightOf>
 std::size_t find_drawn(std::size_t count, double target, WeightOf&& weight_of) {
   double cumulative = 0;
-  std::size_t last = 0;  // the last one with a weight; a target beyond the sum, due to rounding, selects it
+  std::size_t last = 0;  // the last nonzero weight, selected if rounding puts the target beyond the sum
   for (std::size_t i = 0; i < count; ++i) {
     const double weight = weight_of(i);
     cumulative += weight;
@@ -339,7 +339,7 @@ TokenId Sampler::draw() {
       .id;
 }
 
-// From the unmodified logits: bias, penalties and filters affect the choice, not the model's output.
+// Uses the unmodified logits: bias, penalties and filters affect the choice, not the model's output.
 Sampler::Report Sampler::describe(std::span<const float> logits, TokenId chosen) {
   const double largest = largest_of(logits);
   const auto log_sum = [&] { return std::log(sum_exp(logits, largest)); };

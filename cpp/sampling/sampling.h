@@ -25,9 +25,9 @@ struct NanLogitError : std::invalid_argument {
   const TokenId token;
 };
 
-// Checked by metal_prefill.generation.Options.
+// Options of a sampler, checked by metal_prefill.generation.Options.
 struct SamplingOptions {
-  double temperature = 0;  // 0: the largest score, of equal ones the lowest id
+  double temperature = 0;  // 0: the largest score, of the lowest id among equal ones
   int top_k = 0;           // 0: all
   double typical_p = 1, top_p = 1, min_p = 0;
   double repeat_penalty = 1, frequency_penalty = 0, presence_penalty = 0;
@@ -44,7 +44,7 @@ class Sampler {
     double log_prob;  // from the unmodified logits, in nats
   };
 
-  // `tokens`: those before the first choice, oldest first. Their number is its position.
+  // `tokens` are those before the first choice, oldest first. Their number is its position.
   Sampler(SamplingOptions options, std::uint64_t seed, std::uint32_t answer, std::span<const TokenId> tokens);
 
   // Excludes these tokens from choices at positions before `position`.
@@ -61,8 +61,8 @@ class Sampler {
   // Choices report the log probability of the token, and of the `best` most probable ones; -1: neither.
   void report(int best) { report_ = best; }
 
-  // The choice after the tokens `ahead` are accepted. Throws std::invalid_argument if there is no token to
-  // choose, NanLogitError for a NaN. Only the report changes: a choice counts once it is accepted.
+  // Returns the choice after the tokens `ahead`. Throws std::invalid_argument if there is no token to choose,
+  // NanLogitError for a NaN. Only the report changes: a choice counts once it is accepted.
   TokenId choose(std::span<const float> logits, std::span<const TokenId> ahead = {});
   void accept(TokenId token) noexcept;
 
@@ -79,7 +79,7 @@ class Sampler {
     double score;
     TokenId id;
     double weight = 0;  // exp(score - largest score)
-    double key = 0;     // candidates with the least are kept
+    double key = 0;     // candidates with the smallest keys are kept
   };
 
   TokenId pick(std::span<const float> logits, std::span<const TokenId> ahead);

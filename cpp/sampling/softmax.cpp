@@ -30,7 +30,7 @@ bool detect_avx2() {
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;
   unsigned xcr_low = 0, xcr_high = 0;
   asm("xgetbv" : "=a"(xcr_low), "=d"(xcr_high) : "c"(0));
-  if ((xcr_low & 0x06) != 0x06) return false;  // the system saves vectors of four doubles
+  if ((xcr_low & 0x06) != 0x06) return false;  // the system must save 256-bit registers
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 5 & 1);
 }
 #endif

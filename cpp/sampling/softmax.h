@@ -1,5 +1,5 @@
-// Passes over the logits of a whole vocabulary. Sums are made in a fixed order and without fused operations,
-// so that they are bitwise the same on every processor.
+// Passes over the logits of a whole vocabulary. Sums use a fixed order and no fused operations, so that they
+// are bit-identical on every processor.
 #pragma once
 
 #include <span>

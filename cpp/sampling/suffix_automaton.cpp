@@ -3,8 +3,8 @@
 namespace metal_prefill {
 
 void SuffixAutomaton::append(TokenId token) {
-  // The match first, in the automaton of the text without the token: a suffix of the text does not match
-  // itself. The current match occurs here too, closer than where it was found.
+  // Extends the match before the automaton grows, so that a suffix of the text does not match itself. The
+  // current match also ends here, later than where it was found.
   states_[std::size_t(match_)].end = int(tokens_.size());
   const auto at = [&](int state) -> State& { return states_[std::size_t(state)]; };
   auto found = at(match_).next.find(token);
