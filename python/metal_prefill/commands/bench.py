@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,9 +39,11 @@ def _names(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
-def _numbers(parser: argparse.ArgumentParser, *names: str, default: list[int], text: str) -> None:
+def _numbers(parser: argparse.ArgumentParser, flags: str, text: str, default: Sequence[int] = ()) -> None:
     shown = f" (default: {','.join(map(str, default))})" if default else ""
-    parser.add_argument(*names, type=_lengths, default=default, metavar="N,N,...", help=text + shown)
+    parser.add_argument(
+        *flags.split(), type=_lengths, default=list(default), metavar="N,N,...", help=text + shown
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,47 +52,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in _HELP.items():
         added = modes.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         model = added.add_mutually_exclusive_group()
-        model.add_argument(
-            *("-m", "--model"),
-            metavar="FILE",
-            help=f"{common.MODEL_HELP} (default: SmolLM-135M's shape with random weights, written once and "
-            "cached)",
-        )
+        made = "SmolLM-135M's shape with random weights, written once and cached"
+        common.add_model_argument(model, made)
         model.add_argument("--demo", action="store_true", help="measure the bundled model")
         if name == "tokens":
             _add_token_arguments(added)
         elif name == "embed":
             added.set_defaults(embed=True)
-            _numbers(
-                added,
-                "--text-tokens",
-                default=[],
-                text="lengths of texts in tokens, instead of texts of many lengths",
-            )
-            _numbers(
-                added,
-                "--text-counts",
-                default=[],
-                text="with --text-tokens: numbers of texts in a call (default: 64)",
-            )
+            _numbers(added, "--text-tokens", "lengths of texts in tokens, instead of texts of many lengths")
+            _numbers(added, "--text-counts", "with --text-tokens: numbers of texts in a call (default: 64)")
         elif name == "serve":
-            _numbers(added, "--clients", default=[1, 8, 32], text="numbers of concurrent requests")
+            _numbers(added, "--clients", "numbers of concurrent requests", (1, 8, 32))
         if name != "agents":
-            common.add_number(added, "-r", "--repetitions", default=5, help="number of samples per test")
+            common.add_number(added, "-r --repetitions", "number of samples per test", 5)
         _add_shared_arguments(added, serves=name in ("serve", "agents"))
 
 
 def _add_token_arguments(parser: argparse.ArgumentParser) -> None:
-    _numbers(parser, "-p", "--prompts", default=[32, 128, 512], text="lengths of the prompts in tokens")
-    common.add_number(parser, "-n", "--n-gen", type=common.not_negative, default=64, help="tokens to decode")
-    common.add_number(
-        parser, "-d", "--depth", default=DECODE_DEPTH, help="tokens in the context before decoding is timed"
-    )
+    _numbers(parser, "-p --prompts", "lengths of the prompts in tokens", (32, 128, 512))
+    common.add_number(parser, "-n --n-gen", "tokens to decode", 64, common.not_negative)
+    before = "tokens in the context before decoding is timed"
+    common.add_number(parser, "-d --depth", before, DECODE_DEPTH)
     _numbers(
         parser,
         "--streams",
-        default=[],
-        text="also decode this many sequences in one batch, and process 64 prompts of 16 tokens in one batch",
+        "also decode this many sequences in one batch, and process 64 prompts of 16 tokens in one batch",
     )
     parser.add_argument(
         "--sampled",
@@ -106,16 +92,10 @@ def _add_token_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_shared_arguments(parser: argparse.ArgumentParser, serves: bool) -> None:
     if serves:
-        common.add_number(parser, "-t", "--threads", help="CPU threads")
+        common.add_number(parser, "-t --threads", "CPU threads")
     else:
-        common.add_number(
-            parser,
-            "--patience",
-            type=float,
-            default=60.0,
-            metavar="S",
-            help="maximum seconds to wait for a busy machine and to repeat samples",
-        )
+        wait = "maximum seconds to wait for a busy machine and to repeat samples"
+        common.add_number(parser, "--patience", wait, 60.0, float, "S")
         common.add_engine_arguments(parser)
     output = parser.add_argument_group("output")
     peers = "llama-cpp-python,llama-server" if serves else ",".join(name for name in KINDS if name != OURS)

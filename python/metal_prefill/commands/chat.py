@@ -30,14 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message, before the first message")
     parser.add_argument("--load", metavar="FILE", help="continue a saved conversation")
-    common.add_number(
-        parser,
-        "-n",
-        "--max-tokens",
-        type=common.not_negative,
-        default=256,
-        help="maximum number of tokens in an answer",
-    )
+    what = "maximum number of tokens in an answer"
+    common.add_number(parser, "-n --max-tokens", what, 256, common.not_negative)
     parser.add_argument(
         "--stats",
         action="store_true",

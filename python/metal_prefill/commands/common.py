@@ -84,27 +84,43 @@ def positives(text: str) -> list[int]:
     return [positive(word) for word in text.split(",")]
 
 
+def add_option(
+    parser: argparse._ActionsContainer,
+    flags: str,  # names of the option, separated by spaces
+    help: str,
+    default: float | str | Path | None = None,
+    **options: Any,  # of ``add_argument``
+) -> None:
+    """Add an option, whose help ends with the default if there is one."""
+    if default is not None:
+        options["default"] = default
+        shown = f"{default:,}" if isinstance(default, int) else default
+        help += f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
+    parser.add_argument(*flags.split(), help=help, **options)
+
+
 def add_number(
     parser: argparse._ActionsContainer,
-    *names: str,
+    flags: str,
     help: str,
     default: float | None = None,
     type: Callable[[str], float] = positive,
     metavar: str = "N",
 ) -> None:
-    """Add an option with a number, whose help ends with the default if there is one."""
-    if default is not None:
-        help += f" (default: {default:,})" if isinstance(default, int) else f" (default: {default:g})"
-    parser.add_argument(*names, type=type, default=default, metavar=metavar, help=help)
+    """Add an option with a number; see `add_option`."""
+    add_option(parser, flags, help, default, type=type, metavar=metavar)
+
+
+def add_port(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--port``."""
+    parser.add_argument("--port", type=port, default=8080, metavar="N", help=f"{what} (default: 8080)")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose device, threads and number formats."""
     engine = parser.add_argument_group("engine")
-    add_number(engine, "-t", "--threads", help="CPU threads (default: one per core)")
-    engine.add_argument(
-        "--device", choices=("auto", "cpu", "metal"), default="auto", help="engine to use (default: auto)"
-    )
+    add_number(engine, "-t --threads", "CPU threads (default: one per core)")
+    add_option(engine, "--device", "engine to use", "auto", choices=("auto", "cpu", "metal"))
     engine.add_argument(
         "--compute",
         choices=("auto", "int8", "w8a8", "int16", "bf16", "f32"),
@@ -114,12 +130,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "float32. int8 also allows bfloat16 with weights in bfloat16 (default: auto, which for encoders is "
         "bf16 or int16 if that is faster and close to float32, and int8 otherwise)",
     )
-    engine.add_argument(
-        "--kv-dtype",
-        choices=("f16", "f32", "q8_0"),
-        default="f16",
-        help="number format of the KV cache; q8_0, in 8 bits, takes half of the memory of f16 (default: f16)",
-    )
+    what = "number format of the KV cache; q8_0, in 8 bits, takes half of the memory of f16"
+    add_option(engine, "--kv-dtype", what, "f16", choices=("f16", "f32", "q8_0"))
 
 
 # Type, default, unit and help of the options of `sampling_options`, by name.
@@ -142,14 +154,14 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
     """Add the sampling options; `sampling_options` returns their values."""
     sampling = parser.add_argument_group("sampling")
     for name, (kind, default, metavar, text) in _SAMPLING.items():
-        flag = f"--{name.replace('_', '-')}"
-        add_number(sampling, flag, type=kind, default=default, metavar=metavar, help=text)
-    sampling.add_argument(
+        add_number(sampling, f"--{name.replace('_', '-')}", text, default, kind, metavar)
+    add_option(
+        sampling,
         "--speculate",
-        default="lookup",
+        "speculative decoding, which does not change the text: lookup drafts from earlier occurrences "
+        "of the same tokens; off; or a small model with the same vocabulary, as for -m",
+        "lookup",
         metavar="HOW",
-        help="speculative decoding, which does not change the text: lookup drafts from earlier occurrences "
-        "of the same tokens; off; or a small model with the same vocabulary, as for -m (default: lookup)",
     )
     return sampling
 
@@ -178,20 +190,22 @@ def speculation(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"speculate": Model(model_path(how), **options)}
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``-m``."""
-    parser.add_argument("-m", "--model", metavar="FILE", help=f"{MODEL_HELP} (default: the bundled model)")
+def add_model_argument(parser: argparse._ActionsContainer, default: str = "the bundled model") -> None:
+    """Add ``-m``; `default` names the model that is used without it."""
+    add_option(parser, "-m --model", f"{MODEL_HELP} (default: {default})", metavar="FILE")
+
+
+def add_adapter_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--adapter``."""
+    add_option(
+        parser, "--adapter", f"LoRA adapter to merge into the weights{what}", type=Path, metavar="ADAPTER"
+    )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``-m``, ``--adapter``, ``--max-context``, ``--no-mmap`` and ``--pack-cache``."""
     add_model_argument(parser)
-    parser.add_argument(
-        "--adapter",
-        type=Path,
-        metavar="ADAPTER",
-        help="LoRA adapter to merge into the weights of a model folder: a folder, or the name of one in it",
-    )
+    add_adapter_argument(parser, " of a model folder: a folder, or the name of one in it")
     parser.add_argument(
         "--no-mmap",
         dest="mmap",
@@ -204,7 +218,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="CPU: store packed weights in a file, so that the model opens faster the next time; "
         "`metal-prefill cache` lists and deletes these files",
     )
-    add_number(parser, "--max-context", help="maximum number of tokens in the context (default: the model's)")
+    add_number(parser, "--max-context", "maximum number of tokens in the context (default: the model's)")
 
 
 def model_path(name: str | None, adapter: Path | None = None) -> Path | None:

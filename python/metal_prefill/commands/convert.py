@@ -24,23 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Face Hub; or minilm",
     )
     parser.add_argument("path", metavar="OUT.gguf", type=Path, help="file to write")
-    parser.add_argument(
+    common.add_option(
+        parser,
         "--type",
+        f"type of the matrices: {', '.join(TENSOR_TYPES)}; auto keeps BF16 and F16, and selects F32 for "
+        "other weights",
+        "auto",
         dest="tensor_type",
         type=_type,
         choices=TENSOR_TYPES,
-        default="auto",
         metavar="TYPE",
-        help=f"type of the matrices: {', '.join(TENSOR_TYPES)}; auto keeps BF16 and F16, and selects F32 for "
-        "other weights (default: auto)",
     )
     parser.add_argument("--name", help="name of the model in the file (default: that of the folder)")
-    parser.add_argument(
-        "--adapter",
-        type=Path,
-        metavar="ADAPTER",
-        help="LoRA adapter to merge into the weights: a folder, or the name of one within them",
-    )
+    common.add_adapter_argument(parser, ": a folder, or the name of one within them")
 
 
 def execute(arguments: argparse.Namespace) -> None:

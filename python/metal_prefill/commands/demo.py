@@ -23,17 +23,9 @@ EXAMPLE = "metal-prefill demo"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "-m",
-        "--model",
-        metavar="FILE",
-        help=f"model to chat with and to measure: {common.MODEL_HELP} (default: smollm2 if it is installed, "
-        "otherwise the bundled model)",
-    )
+    common.add_model_argument(parser, "smollm2 if it is installed, otherwise the bundled model")
     parser.add_argument("--serve", action="store_true", help="start the server with its page at the end")
-    parser.add_argument(
-        "--port", type=common.port, default=8080, metavar="N", help="port of --serve (default: 8080)"
-    )
+    common.add_port(parser, "port of --serve")
     common.add_engine_arguments(parser)
 
 

@@ -35,19 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     common.add_model_argument(parser)
     parser.add_argument("--quick", action="store_true", help="check in a few seconds, without the benchmark")
-    parser.add_argument(
-        "--device",
-        choices=("auto", "metal"),
-        default="auto",
-        help="metal: fail if there is no GPU; auto: only report it (default: auto)",
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        default=Path("doctor.json"),
-        metavar="FILE",
-        help="file for the report (default: doctor.json)",
-    )
+    what = "metal: fail if there is no GPU; auto: only report it"
+    common.add_option(parser, "--device", what, "auto", choices=("auto", "metal"))
+    common.add_option(parser, "--json", "file for the report", Path("doctor.json"), type=Path, metavar="FILE")
 
 
 def execute(arguments: argparse.Namespace) -> None:

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "without it, the first values of each vector are printed",
     )
     parser.add_argument("--json", action="store_true", help="print lines of JSON: text, embedding")
-    common.add_number(parser, "--dimensions", help="keep the first N values of each vector")
+    common.add_number(parser, "--dimensions", "keep the first N values of each vector")
     parser.add_argument(
         "--pooling", choices=TEXT_POOLINGS, help="pooling of hidden states (default: the model file's)"
     )

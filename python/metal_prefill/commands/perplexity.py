@@ -73,13 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     common.add_model_arguments(parser)
     parser.add_argument("-f", "--file", required=True, metavar="FILE", help="file with the text; - is stdin")
-    common.add_number(
-        parser,
-        "-c",
-        "--window",
-        help=f"tokens in a window (default: {DEFAULT_WINDOW}, or the model's context if smaller)",
-    )
-    common.add_number(parser, "--windows", help="use only the first N windows")
+    default = f"{DEFAULT_WINDOW}, or the model's context if smaller"
+    common.add_number(parser, "-c --window", f"tokens in a window (default: {default})")
+    common.add_number(parser, "--windows", "use only the first N windows")
     common.add_engine_arguments(parser)
 
 

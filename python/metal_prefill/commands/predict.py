@@ -27,32 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from metal_prefill.gpu._cost_model.chips import CHIPS
     from metal_prefill.synth import PRESETS
 
-    parser.add_argument("--chip", choices=tuple(CHIPS), default="m4", help="GPU to predict for (default: m4)")
+    common.add_option(parser, "--chip", "GPU to predict for", "m4", choices=tuple(CHIPS))
     which = parser.add_mutually_exclusive_group()
     which.add_argument("-m", "--model", metavar="FILE", help=common.MODEL_HELP)
-    which.add_argument(
-        "--preset",
-        choices=tuple(PRESETS),
-        default="smollm-135m",
-        help="model shape, with weights in Q4_0 and embedding in Q8_0 (default: smollm-135m)",
-    )
+    what = "model shape, with weights in Q4_0 and embedding in Q8_0"
+    common.add_option(which, "--preset", what, "smollm-135m", choices=tuple(PRESETS))
+    count = common.not_negative
+    common.add_number(parser, "-p --prompt", "tokens of the prompt (default: 512)", type=count)
     common.add_number(
-        parser, "-p", "--prompt", type=common.not_negative, help="tokens of the prompt (default: 512)"
+        parser, "-n --n-gen", "tokens to decode after the prompt, predicted separately", 0, count
     )
-    common.add_number(
-        parser,
-        "-n",
-        "--n-gen",
-        type=common.not_negative,
-        default=0,
-        help="tokens to decode after the prompt, predicted separately",
-    )
-    parser.add_argument(
-        "--kv-dtype",
-        choices=("f16", "f32"),
-        default="f16",
-        help="number format of the KV cache (default: f16)",
-    )
+    common.add_option(parser, "--kv-dtype", "number format of the KV cache", "f16", choices=("f16", "f32"))
     parser.add_argument(
         "--fused-norm",
         action="store_true",

@@ -14,25 +14,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("-q", "--query", required=True, metavar="TEXT", help="query to rank for")
     text_files.add_text_arguments(parser, "documents")
-    common.add_number(parser, "-n", "--top-n", help="print only the best N")
-    parser.add_argument(
-        "--instruction", metavar="TEXT", help="task description (default: from the model card)"
-    )
-    parser.add_argument(
-        "--template",
-        metavar="TEXT",
-        help="prompt with {query} and {document} (default: from the model file or card)",
-    )
+    common.add_number(parser, "-n --top-n", "print only the best N")
+    for name, what in (
+        ("instruction", "task description (default: from the model card)"),
+        ("template", "prompt with {query} and {document} (default: from the model file or card)"),
+        ("label", "class whose probability is the score (default: the affirmative one of two)"),
+    ):
+        parser.add_argument(f"--{name}", metavar="TEXT", help=what)
     parser.add_argument(
         "--how",
         choices=("late",),
         help="late: late interaction, which compares the vectors of single tokens (default: as the model "
         "file requires)",
-    )
-    parser.add_argument(
-        "--label",
-        metavar="TEXT",
-        help="class whose probability is the score (default: the affirmative one of two)",
     )
     text_files.add_prompt_arguments(parser, "documents")
     parser.add_argument("--json", action="store_true", help="print lines of JSON: index, score, document")

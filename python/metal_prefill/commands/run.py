@@ -37,21 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write results as JSON lines, in the order of the prompts; a file that holds the first ones is "
         "continued",
     )
-    common.add_number(parser, "--streams", default=32, help="maximum number of prompts in flight")
-    common.add_number(
-        parser,
-        "-n",
-        "--max-tokens",
-        type=common.not_negative,
-        default=128,
-        help="maximum number of tokens to generate",
-    )
+    common.add_number(parser, "--streams", "maximum number of prompts in flight", 32)
+    what = "maximum number of tokens to generate"
+    common.add_number(parser, "-n --max-tokens", what, 128, common.not_negative)
     common.add_number(
         parser,
         "--answers",
-        default=1,
-        help="number of texts per prompt, which is computed once; each has separate random numbers, from the "
+        "number of texts per prompt, which is computed once; each has separate random numbers, from the "
         "seed and its number",
+        1,
     )
     sampling = common.add_sampling_arguments(parser)
     sampling.add_argument(

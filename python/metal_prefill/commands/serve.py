@@ -21,35 +21,15 @@ _DEFAULTS = {"prefix_memory": 1 << 30, "shutdown_grace": 30}  # of options that 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "--host",
-        type=_host,
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to listen on (default: 127.0.0.1)",
-    )
-    parser.add_argument(
-        "--port",
-        type=common.port,
-        default=8080,
-        metavar="N",
-        help="port to listen on; 0 picks a free port (default: 8080)",
-    )
-    parser.add_argument(
-        "--alias",
-        action="append",
-        metavar="NAME",
-        help="name of the model in requests; repeatable (default: the name of its file)",
-    )
+    common.add_option(parser, "--host", "address to listen on", "127.0.0.1", type=_host, metavar="ADDRESS")
+    common.add_port(parser, "port to listen on; 0 picks a free port")
+    alias = "name of the model in requests; repeatable (default: the name of its file)"
+    parser.add_argument("--alias", action="append", metavar="NAME", help=alias)
     parser.add_argument(
         "--no-page", dest="page", action="store_false", help="do not serve the page for browsers at /"
     )
-    parser.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="one accepted API key per line; # begins a comment line",
-    )
+    keys = "one accepted API key per line; # begins a comment line"
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=keys)
     parser.add_argument(
         "--allowed-host",
         action="append",
@@ -74,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("max_queue", not_negative, "N", "maximum number of waiting texts; further requests get status 429"),
         ("max_seconds", float, "X", "time limit of an answer in seconds, including waiting"),
         (
-            "max_connections",
-            positive,
-            "N",
+            *("max_connections", positive, "N"),
             "maximum number of open connections; requests on further ones get status 503",
         ),
         ("header_seconds", float, "X", "time limit in seconds for receiving the headers of a request"),
@@ -98,14 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         default = _DEFAULTS.get(option, getattr(Settings, option, None))
-        flag = f"--{option.replace('_', '-')}"
-        common.add_number(limits, flag, type=kind, default=default, metavar=metavar, help=what)
-    parser.add_argument(
-        "--prefix-store",
-        type=Path,
-        metavar="DIR",
-        help="folder that keeps shared prefixes, such as system messages, and conversations across restarts",
-    )
+        common.add_number(limits, f"--{option.replace('_', '-')}", what, default, kind, metavar)
+    store = "folder that keeps shared prefixes, such as system messages, and conversations across restarts"
+    parser.add_argument("--prefix-store", type=Path, metavar="DIR", help=store)
     parser.add_argument(
         "--share-prefixes",
         action="store_true",

@@ -24,29 +24,16 @@ EXAMPLE = "metal-prefill synth --preset tiny tiny.gguf"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command; :func:`metal_prefill.synth.synthesize` has more."""
     parser.add_argument("path", metavar="OUT.gguf", type=Path, help="file to write")
-    parser.add_argument(
-        "--preset",
-        choices=tuple(PRESETS),
-        default="smollm-135m",
-        help="shape that the other options modify (default: smollm-135m)",
-    )
+    shape = "shape that the other options modify"
+    common.add_option(parser, "--preset", shape, "smollm-135m", choices=tuple(PRESETS))
     for name, meaning in SIZES.items():
         option = f"--{name.replace('_', '-')}"
-        common.add_number(parser, option, type=int, help=f"{meaning} (default: the preset's)")
-    for option, dest, what, default in (
-        ("--type", "tensor_type", f"layer matrices: {', '.join(TENSOR_TYPES)}", "Q4_0"),
-        ("--embedding-type", "embedding_type", "token embedding", "Q8_0"),
-    ):
-        parser.add_argument(
-            option,
-            dest=dest,
-            type=str.upper,
-            choices=TENSOR_TYPES,
-            default=default,
-            metavar="TYPE",
-            help=f"type of the {what} (default: {default})",
-        )
-    common.add_number(parser, "--seed", type=int, default=0, help="seed of the random weights")
+        common.add_number(parser, option, f"{meaning} (default: the preset's)", type=int)
+    types = {"type": str.upper, "choices": TENSOR_TYPES, "metavar": "TYPE"}
+    matrices = f"type of the layer matrices: {', '.join(TENSOR_TYPES)}"
+    common.add_option(parser, "--type", matrices, "Q4_0", dest="tensor_type", **types)
+    common.add_option(parser, "--embedding-type", "type of the token embedding", "Q8_0", **types)
+    common.add_number(parser, "--seed", "seed of the random weights", 0, int)
 
 
 def execute(arguments: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from metal_prefill.commands.common import UsageError, read_input, standard_input
+from metal_prefill.commands.common import UsageError, add_option, read_input, standard_input
 
 if TYPE_CHECKING:
     from metal_prefill.tasks._prompts import PromptRules
@@ -24,34 +24,23 @@ def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
     parser.add_argument(
         "texts", nargs="*", metavar="TEXT", help=f"{texts}; without any and without -f, those of stdin"
     )
-    parser.add_argument(
-        "-f",
-        "--file",
-        metavar="FILE",
-        help=f"{texts}, one per line, where blank lines are skipped; a line of a .jsonl file is a string or "
+    add_option(
+        parser,
+        "-f --file",
+        f"{texts}, one per line, where blank lines are skipped; a line of a .jsonl file is a string or "
         "an object, the first row of a .csv or .tsv file names columns; - is stdin",
+        metavar="FILE",
     )
-    parser.add_argument(
-        "--column",
-        metavar="NAME",
-        help=f"field of objects or column that has the text (default: {DEFAULT_COLUMN})",
-    )
+    column = f"field of objects or column that has the text (default: {DEFAULT_COLUMN})"
+    parser.add_argument("--column", metavar="NAME", help=column)
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     """Add the options of how texts become prompts, which `prompt_rules` reads."""
-    parser.add_argument(
-        "--truncate",
-        choices=("error", "end"),
-        default="error",
-        help=f"{what} longer than the context: refuse them, or cut off their ends and print how many "
-        "(default: error)",
-    )
-    parser.add_argument(
-        "--unicode",
-        choices=("NFC",),
-        help="normalize texts first, as transformers does for qwen2 and qwen3 (default: do not)",
-    )
+    cut = f"{what} longer than the context: refuse them, or cut off their ends and print how many"
+    add_option(parser, "--truncate", cut, "error", choices=("error", "end"))
+    normalized = "normalize texts first, as transformers does for qwen2 and qwen3 (default: do not)"
+    parser.add_argument("--unicode", choices=("NFC",), help=normalized)
 
 
 def prompt_rules(arguments: argparse.Namespace) -> PromptRules:

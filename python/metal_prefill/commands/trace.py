@@ -21,23 +21,11 @@ EXAMPLE = "metal-prefill trace -p 64 -n 4"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     common.add_model_arguments(parser)
-    common.add_number(parser, "-p", "--prompt", default=512, help="length of the prompt in tokens")
-    common.add_number(
-        parser,
-        "-n",
-        "--n-gen",
-        type=common.not_negative,
-        default=0,
-        help="number of tokens to decode after the prompt",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("trace.json"),
-        metavar="FILE",
-        help="output file for chrome://tracing or ui.perfetto.dev (default: trace.json)",
-    )
+    common.add_number(parser, "-p --prompt", "length of the prompt in tokens", 512)
+    what = "number of tokens to decode after the prompt"
+    common.add_number(parser, "-n --n-gen", what, 0, common.not_negative)
+    what = "output file for chrome://tracing or ui.perfetto.dev"
+    common.add_option(parser, "-o --output", what, Path("trace.json"), type=Path, metavar="FILE")
     common.add_engine_arguments(parser)
 
 
