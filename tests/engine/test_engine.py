@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.closeness import NMSE, assert_close, nmse, random_ids
+from support.closeness import NMSE, assert_close, assert_keeps, nmse, random_ids
 from support.recurrent import NAMES as RECURRENT
-from support.reference import ReferenceModel
+from support.reference import ReferenceModel, Result
 from support.small_models import MODELS, with_tensor, write
 
-from metal_prefill import Model, NumericalError, Session, _core
+from metal_prefill import Model, NumericalError, _core
 from metal_prefill.files import GGUFFile
 
 Logits = npt.NDArray[np.float32]
@@ -36,9 +36,9 @@ def reference(path: Path) -> ReferenceModel:
 
 
 @cache
-def reference_logits(path: Path, *ids: int) -> npt.NDArray[np.float64]:
-    """Compute the logits after each token once for both devices."""
-    return reference(path).forward(ids).logits
+def reference_results(path: Path, *ids: int) -> Result:
+    """Compute a text once for both devices."""
+    return reference(path).forward(ids)
 
 
 def correlation(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
@@ -50,12 +50,17 @@ def correlation(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
 def test_logits_match_the_reference_on_every_kind_of_model(
     device: str, name: str, model_path: Callable[[str], Path]
 ) -> None:
+    """Also keys, values and states, after one token, a prompt that ends in another page, and a few more."""
     path = model_path(name)
-    ids = random_ids(37, MODELS[name].vocab)
-    *_, last, expected = reference_logits(path, *ids, 3)
+    ids = random_ids(70, MODELS[name].vocab)
+    first, expected = reference_results(path, *ids[:1]), reference_results(path, *ids)
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model, model.session() as session:
-        assert_close(device, session.forward_prompt_logits(ids), last)
-        assert_close(device, session.forward_token(3), expected)
+        assert_close(device, session.forward_token(int(ids[0])), first.logits[0])
+        assert_keeps(NMSE[device], session, first.kept)
+        for end in (66, 67, 70):
+            logits = session.forward_prompt_logits(ids[session.position : end])
+            assert_close(device, logits, expected.logits[end - 1])
+        assert_keeps(NMSE[device], session, expected.kept)
 
 
 def test_a_model_opened_for_its_original_context_uses_short_long_rope_factors(
@@ -164,13 +169,15 @@ def test_every_prompt_length_matches_the_reference(device: str, model_path: Call
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
         for n in (1, 2, 7, 8, 9, 31, 32, 33, 63, 65, 200):
             ids = random_ids(n, 320, seed=n)
-            assert_close(device, model.session().forward_prompt_logits(ids), reference_logits(path, *ids)[-1])
+            assert_close(
+                device, model.session().forward_prompt_logits(ids), reference_results(path, *ids).logits[-1]
+            )
 
 
 def test_positions_past_2048_match_the_reference(device: str, model_path: Callable[[str], Path]) -> None:
     path = model_path("long context")
     ids = random_ids(2100, 320)
-    expected = reference_logits(path, *ids)
+    expected = reference_results(path, *ids).logits
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
         model.forward_prompt(ids[:-2])
         assert_close(device, model.forward_token(int(ids[-2])), expected[-2])
@@ -190,29 +197,13 @@ def test_splitting_the_keys_of_a_token_loses_none(device: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["gqa 3", "values wider than keys", "gemma3", "olmo2", "biases"])
 def test_the_cache_holds_every_token(device: str, name: str, model_path: Callable[[str], Path]) -> None:
-    path = model_path(name)
-    ids = random_ids(41, MODELS[name].vocab)
-    expected = reference(path).forward(ids)
-    for kv_dtype in ("f32", "f16"):
-        options: Any = {"device": device, "compute": "f32", "kv_dtype": kv_dtype}
-        with Model(path, **options) as model, model.session() as session:
-            session.forward_prompt(ids[:40])
-            session.forward_token(int(ids[40]))
-            held, rows = exported(session, kv_dtype)
-        assert held == list(ids)
-        # A half has 11 significant bits.
-        bound = 5e-6 if kv_dtype == "f16" else NMSE[device]
-        for layer in range(MODELS[name].layers):
-            for values, wanted in ((0, expected.keys[layer]), (1, expected.values[layer])):
-                error = nmse(rows[2 * layer + values].reshape(wanted.shape), wanted)
-                assert error <= bound, (kv_dtype, layer)
-
-
-def exported(session: Session, kv_dtype: str) -> tuple[list[int], list[npt.NDArray[Any]]]:
-    """Token ids of a session, and K and V of each layer in turn."""
-    tokens, _, rows = session.native.export_state()
-    element = np.float16 if kv_dtype == "f16" else np.float32
-    return tokens.tolist(), [row.view(element) for row in rows]
+    """In half precision, which has 11 significant bits; the test of every kind of model has float32."""
+    path, ids = model_path(name), random_ids(41, MODELS[name].vocab)
+    with Model(path, device=device, compute="f32", kv_dtype="f16") as model, model.session() as session:
+        session.forward_prompt(ids[:40])
+        session.forward_token(int(ids[40]))
+        assert session.tokens == list(ids)
+        assert_keeps(5e-6, session, reference(path).forward(ids).kept)
 
 
 Outcome = tuple[npt.NDArray[np.float32], list[npt.NDArray[Any]]]

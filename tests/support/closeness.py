@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill import Model
+from metal_prefill import Model, Session
 
 # Bounds of a normalized squared error with float32 compute. Sums of a few hundred products in float32, and
 # float32 exponentials, are far below the first. The Metal engine multiplies in half (11 bits) with float32
@@ -30,6 +30,13 @@ def nmse(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
 def assert_close(device: str, actual: npt.ArrayLike, expected: npt.ArrayLike) -> None:
     """Check an engine with float32 compute against its bound; NaN never passes."""
     assert nmse(actual, expected) <= NMSE[device]
+
+
+def assert_keeps(bound: float, session: Session, expected: Sequence[npt.NDArray[np.float64]]) -> None:
+    """Check keys, values and states of a session, whose cache may be in half or single precision."""
+    for row, wanted in zip(session.native.export_state()[2], expected, strict=True):
+        values = row.view(f"f{row.nbytes // wanted.size}")
+        assert nmse(values.reshape(wanted.shape), wanted) <= bound
 
 
 def hidden_states(model: Model, ids: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

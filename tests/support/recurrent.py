@@ -28,13 +28,10 @@ LARGE = {
 }
 
 
-def kinds_of(model: Model) -> list[str]:
-    return [layer_kind(model.config, layer) for layer in range(model.config.n_layers)]
-
-
 def page_bytes(model: Model) -> int:
     """K and V in f16 of 64 positions, of the layers with attention."""
-    c, attend = model.config, sum("attention" in kind for kind in kinds_of(model))
+    c = model.config
+    attend = sum("attention" in layer_kind(c, layer) for layer in range(c.n_layers))
     return attend * 64 * c.n_kv_heads * (c.key_dim + c.value_dim) * 2
 
 

@@ -64,6 +64,13 @@ def _convolved(inputs: Array, taps: Array) -> Array:
     return convolved
 
 
+def _state(inputs: Array, taps: Array, matrices: npt.ArrayLike = ()) -> Array:
+    """Return what is kept of a text: the last inputs of a filter, and the matrices of a recurrence."""
+    before = np.zeros((taps.shape[1] - 1, inputs.shape[1]))
+    last = np.concatenate([before, inputs])[len(inputs) :]
+    return np.concatenate([last.ravel(), np.ravel(matrices)])
+
+
 def _of_length_1(heads: Array) -> Array:
     result: Array = heads / np.sqrt((heads**2).sum(axis=-1, keepdims=True) + 1e-6)
     return result
@@ -83,14 +90,9 @@ class Result:
     # After the last layer, before and after the output norm, ``[n, dim]``.
     residual: Array
     hidden: Array
-    # Contents of the KV cache of each layer with keys of its own, after rotation, ``[n, kv_heads, key_dim]``
-    # and ``[n, kv_heads, value_dim]``.
-    keys: list[Array]
-    values: list[Array]
-    # Inputs of the filter for each token, per layer with a convolution, ``[n, channels]``.
-    products: dict[int, Array]
-    # State after the last token, per layer with a recurrence, ``[heads, key_dim, value_dim]``.
-    states: dict[int, Array]
+    # What a session keeps, by layer: keys after rotation and values, ``[n, kv_heads, key_dim]`` and
+    # ``[n, kv_heads, value_dim]``, if the layer has its own; then the state of its recurrence.
+    kept: list[Array]
 
     def log_probs(self, tokens: npt.ArrayLike) -> Array:
         """Log probability of each token given the previous ones, ``[n - 1]``."""
@@ -153,27 +155,26 @@ class ReferenceModel:
         if "token_embd_proj.weight" in self.tensors:
             x = x @ self.tensors["token_embd_proj.weight"].T + self.tensors["token_embd_proj.bias"]
         inputs = self._inputs_of_layers(ids, x)
-        keys, values = [], []
+        kept: list[Array] = []
         own: dict[bool, tuple[Array, Array]] = {}  # of the last layer with a window, and without one
-        products: dict[int, Array] = {}
-        states: dict[int, Array] = {}
         for layer in range(self.n_layers):
             projected: Array = np.zeros_like(x)
+            state: list[Array] = []
             if f"blk.{layer}.shortconv.in_proj.weight" in self.tensors:
-                projected, products[layer] = self._short_convolution(layer, x)
+                projected, *state = self._short_convolution(layer, x)
             if f"blk.{layer}.ssm_in.weight" in self.tensors:
-                projected, products[layer], states[layer] = self._state_space(layer, x)
+                projected, *state = self._state_space(layer, x)
             if self._is_delta(layer):
-                projected, products[layer], states[layer] = self._gated_delta(layer, x)
+                projected, *state = self._gated_delta(layer, x)
             elif self.kv_heads_of_layers[layer] > 0:
                 q, k, v, gate = self._project(layer, x)
                 if self.architecture != "gemma4" or layer < self.n_layers - self._shared_layers():
-                    keys.append(k)
-                    values.append(v)
+                    kept += [k, v]
                     own[self._is_windowed(layer)] = k, v
                 k, v = own[self._is_windowed(layer)]
                 attended = gate * self._attention(layer, q, self._cached(k), self._cached(v))
                 projected = projected + self._linear(layer, "attn_output", attended)
+            kept += state
             added = self.scale["residual_scale"]
             if self.architecture not in FEED_FORWARD_NORMS:
                 projected = self._normed(layer, "post_attention_norm", projected)
@@ -201,7 +202,7 @@ class ReferenceModel:
             scale = scale if self.architecture == "cohere2" else 1 / scale
             logits = scale * (hidden @ head.T) + self.tensors.get("output.bias", 0.0)
             logits = soft_limit(logits, self._soft_cap("final_logit_softcapping"))
-        return Result(logits, x, hidden, keys, values, products, states)
+        return Result(logits, x, hidden, kept)
 
     def pooled(self, tokens: npt.ArrayLike) -> Array:
         """Vector of a text, or the logits of its classes: ``[dim]`` or ``[classes]``."""
@@ -244,26 +245,23 @@ class ReferenceModel:
     def _short_convolution(self, layer: int, x: Array) -> tuple[Array, Array]:
         """Convolve the gated input with a causal filter per channel, and gate the result: ``[n, dim]``.
 
-        Also return the gated input.
+        Also return the state.
         """
         h = self._normed(layer, "attn_norm", x)
         before, after, inner = np.split(h @ self._weight(layer, "shortconv.in_proj").T, 3, axis=1)
-        products = before * inner
-        convolved = _convolved(products, self._weight(layer, "shortconv.conv"))
-        mixed: Array = (after * convolved) @ self._weight(layer, "shortconv.out_proj").T
-        return mixed, products
+        products, taps = before * inner, self._weight(layer, "shortconv.conv")
+        mixed: Array = (after * _convolved(products, taps)) @ self._weight(layer, "shortconv.out_proj").T
+        return mixed, _state(products, taps)
 
-    def _state_space(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
-        """Mamba-2, ``[n, dim]``.
-
-        Also return the input of the convolution, and the state after the last token.
-        """
+    def _state_space(self, layer: int, x: Array) -> tuple[Array, Array]:
+        """Mamba-2, ``[n, dim]``, and its state."""
         inner, size = self._key("ssm.inner_size"), self._key("ssm.state_size")
         heads, groups = self._key("ssm.time_step_rank"), self._key("ssm.group_count")
         n, mixed = len(x), inner + 2 * groups * size
         projected = self._normed(layer, "attn_norm", x) @ self._weight(layer, "ssm_in").T
         gate, products, steps = np.split(projected, [inner, inner + mixed], axis=1)
-        convolved = _convolved(products, self._weight(layer, "ssm_conv1d"))
+        taps = self._weight(layer, "ssm_conv1d")
+        convolved = _convolved(products, taps)
         convolved = silu(convolved + self.tensors.get(f"blk.{layer}.ssm_conv1d.bias", 0.0))
         u, b, c = np.split(convolved, [inner, inner + groups * size], axis=1)
         u = u.reshape(n, heads, inner // heads)
@@ -279,21 +277,18 @@ class ReferenceModel:
         if weight is not None:
             gated = rms(gated, self.norm_eps) * weight.reshape(groups, -1)
         out: Array = gated.reshape(n, inner) @ self._weight(layer, "ssm_out").T
-        return out, products, state
+        return out, _state(products, taps, state)
 
     def _is_delta(self, layer: int) -> bool:
         return f"blk.{layer}.ssm_alpha.weight" in self.tensors
 
-    def _gated_delta(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
-        """Gated delta rule, ``[n, dim]``.
-
-        Also return the inputs of its convolution, and the matrices after the last token.
-        """
+    def _gated_delta(self, layer: int, x: Array) -> tuple[Array, Array]:
+        """Gated delta rule, ``[n, dim]``, and its state."""
         n, heads, groups = len(x), self._key("ssm.time_step_rank"), self._key("ssm.group_count")
         keys, width = self._key("ssm.state_size"), self._key("ssm.inner_size") // heads
         h = self._normed(layer, "attn_norm", x)
-        inputs = self._linear(layer, "attn_qkv", h)
-        mixed = self._activated(_convolved(inputs, self._weight(layer, "ssm_conv1d")))
+        inputs, taps = self._linear(layer, "attn_qkv", h), self._weight(layer, "ssm_conv1d")
+        mixed = self._activated(_convolved(inputs, taps))
         q, k, v = np.split(mixed, [groups * keys, 2 * groups * keys], axis=1)
         q, k = (_of_length_1(part.reshape(n, groups, keys)) for part in (q, k))
         # Value heads are stored so that those of one key head are `groups` apart.
@@ -307,7 +302,7 @@ class ReferenceModel:
             state, out[t] = delta_step(state, q[t], k[t], v[t], decay[t], beta[t])
         gate = self._activated(self._linear(layer, "attn_gate", h))
         gated = self._normed(layer, "ssm_norm", out).reshape(n, -1) * gate
-        return self._linear(layer, "ssm_out", gated), inputs, state
+        return self._linear(layer, "ssm_out", gated), _state(inputs, taps, state)
 
     def _project(self, layer: int, x: Array) -> tuple[Array, Array, Array, Array | float]:
         """Compute queries, keys and values as attention reads them, each ``[n, heads, head_dim]``.

@@ -114,6 +114,15 @@ _MAMBA2 = SmallModel(
 
 # Dimensions that fit no block.
 _ODD = SmallModel(dim=50, heads=2, kv_heads=1, head_dim=24, ffn=70, embedding="F16", types={"*": "F32"})
+_HEADS_OF_26: dict[str, Any] = {
+    "dim": 78,
+    "heads": 3,
+    "kv_heads": 3,
+    "head_dim": 26,
+    "ffn": 100,
+    "types": {"*": "F32"},
+    "embedding": "F16",
+}
 _NARROW = replace(_ODD, dim=60, heads=6, kv_heads=2, head_dim=10)
 
 EXPERTS = _named(
@@ -214,6 +223,7 @@ _OTHERS = _named(
         ),
         "qwen3vl": SmallModel(head_dim=48),
         "gpt2": SmallModel(dim=128, kv_heads=4),
+        "gpt2, heads of 26": SmallModel(**_HEADS_OF_26),
         "gptneox": SmallModel(dim=128, kv_heads=4, rope_dims=8, output_type="Q8_0"),
         "gptneox, blocks in sequence": SmallModel(
             layers=3, dim=96, kv_heads=4, head_dim=24, output_type="Q8_0", parallel=False
@@ -221,6 +231,7 @@ _OTHERS = _named(
         "starcoder2": SmallModel(dim=128),
         "starcoder2, windows": SmallModel(dim=128, window=16),
         "phi2": SmallModel(dim=128, kv_heads=4, rope_dims=12, vocab=323, output_type="Q8_0"),
+        "phi2, heads of 26": SmallModel(**_HEADS_OF_26, rope_dims=12),
         "stablelm": SmallModel(dim=128, rope_dims=8, output_type="Q8_0"),
         "stablelm, biases": SmallModel(dim=128, rope_dims=8, output_type="Q8_0", qkv_bias=True),
         "cohere2": SmallModel(layers=5, dim=128, window=16, scales=(("logit_scale", 0.25),)),
@@ -355,15 +366,21 @@ ENCODERS = _named(
         "bert, cls": replace(_ENCODER, pooling="cls", layers=3),
         "bert, position bias": replace(_ENCODER, position_bias=True),
         "bert, narrow embedding": replace(_ENCODER, embedding_dim=64),
+        "bert, heads of 26": replace(_ENCODER, **_HEADS_OF_26),
         "deberta": replace(_ENCODER, architecture="deberta-v2", relative_rows=40),
+        "deberta, heads of 26": replace(
+            _ENCODER, architecture="deberta-v2", relative_rows=40, **_HEADS_OF_26
+        ),
         "nomic-bert": replace(_ENCODER, rope_base=1000.0),
         "nomic-bert, biases": replace(_ENCODER, qkv_bias=True, all_biases=True),
         "jina-bert-v2": _JINA,
+        "jina-bert-v2, heads of 26": replace(_JINA, **_HEADS_OF_26),
         "jina-bert-v2, code": _JINA_CODE,
         "jina-bert-v2, code, separate": replace(
             _JINA_CODE, fused=False, layers=1, heads=4, kv_heads=4, head_dim=32
         ),
         "modern-bert": replace(_MODERN_BERT, rope_base=160000.0),
+        "modern-bert, heads of 26": replace(_MODERN_BERT, rope_base=160000.0, **_HEADS_OF_26),
         "eurobert": replace(_ENCODER, tokenizer="gpt2", kv_heads=1),
         # Each token goes through all experts: with fewer bits, others might be chosen.
         "privacy-filter, all experts": _PRIVACY_FILTER,

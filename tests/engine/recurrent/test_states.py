@@ -14,19 +14,15 @@ from support.programs import finished
 from support.recurrent import (
     ARCHITECTURES,
     LARGE,
-    NAMES,
     PAGEWISE,
     interval,
-    kinds_of,
     page_bytes,
     state_bytes,
 )
-from support.reference import ReferenceModel
 from support.small_models import MODELS, write
 from support.tiny_models import TINY_RECURRENT
 
 from metal_prefill import KVMemoryError, Model
-from metal_prefill.files._model_tensors import core_config
 from metal_prefill.serve._prefix_store import PrefixStore
 
 
@@ -41,38 +37,6 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def large_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model whose states are larger than its pages."""
     return write(tmp_path_factory.mktemp("large") / "large.gguf", LARGE[request.param])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_state_is_that_of_the_reference(
-    device: str, name: str, model_path: Callable[[str], Path]
-) -> None:
-    """Inputs of the next convolution, and the matrices of recurrences."""
-    reference = ReferenceModel(model_path(name))
-    with (
-        Model(model_path(name), device=device, compute="f32", kv_dtype="f32") as model,
-        model.session() as session,
-    ):
-        for n in (1, 2, 70):
-            session.reset()
-            ids = ids_of(n)
-            expected = reference.forward(ids)
-            session.forward_prompt(ids)
-            parts = iter(session.native.export_state()[2])
-            for layer, kind in enumerate(kinds_of(model)):
-                if "attention" in kind:
-                    next(parts), next(parts)
-                if kind == "attention":
-                    continue
-                held = np.asarray(next(parts)).view(np.float32)
-                last = expected.products[layer][-(model.config.conv_taps - 1) :]
-                missing = (model.config.conv_taps - 1 - len(last)) * last.shape[1]  # before the first token
-                wanted = np.concatenate(
-                    [np.zeros(missing), last.ravel(), expected.states.get(layer, np.zeros(0)).ravel()]
-                )
-                assert len(held) == len(wanted) == core_config(model.config).state_values(layer)
-                error = np.square(held - wanted).sum() / np.square(wanted).sum()
-                assert error < (1e-9 if device == "cpu" else 5e-6)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
