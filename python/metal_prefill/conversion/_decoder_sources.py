@@ -18,6 +18,8 @@ from metal_prefill.conversion._source import (
     More,
     Source,
     experts_of,
+    head_width,
+    never,
     stated,
 )
 
@@ -44,8 +46,7 @@ _GPT2 = Source(
     },
     accepted={
         "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
+        **never("scale_attn_by_inverse_layer_idx", "add_cross_attention"),
     },
     heads=_OF_DECODERS,
     unused=(*UNUSED, *_MASKS),
@@ -254,7 +255,7 @@ DECODERS: dict[str, Source] = {
         added_prefix="model.",
         keys=_ROTATED_WITH_LAYER_NORM,
         biases={r"blk\.\d+\.attn_(q|k|v)": "use_qkv_bias"},
-        accepted={"hidden_act": ("silu",), "qk_layernorm": (False,), "use_parallel_residual": (False,)},
+        accepted={"hidden_act": ("silu",), **never("qk_layernorm", "use_parallel_residual")},
         heads=_OF_DECODERS,
         more=(partial(_rotation.rotated_part, default=0.25), _rotation.rope_scaling),
     ),
@@ -336,8 +337,7 @@ DECODERS: dict[str, Source] = {
         {
             **LARGER_EPSILON,
             "rope.freq_base": stated("rope_theta", default=500000.0),
-            "attention.key_length": stated("head_dim", default=128),
-            "attention.value_length": stated("head_dim", default=128),
+            **head_width(stated("head_dim", default=128)),
         },
         biases={r"blk\.\d+\.(attn|ffn)_.*": "use_bias"},
     ),
@@ -371,9 +371,7 @@ DECODERS: dict[str, Source] = {
         biases={},
         accepted={
             "hidden_activation": ("gelu_pytorch_tanh",),
-            "attention_bias": (False,),
-            "attention_k_eq_v": (False,),
-            "enable_moe_block": (False,),
+            **never("attention_bias", "attention_k_eq_v", "enable_moe_block"),
             "use_bidirectional_attention": (None, "vision"),
         },
         unused=(*UNUSED, r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*"),
@@ -390,8 +388,7 @@ DECODERS: dict[str, Source] = {
         keys={
             **SHAPE,
             **DECODER,
-            "attention.key_length": stated("head_dim", default=256),
-            "attention.value_length": stated("head_dim", default=256),
+            **head_width(stated("head_dim", default=256)),
             "ssm.conv_kernel": stated("linear_conv_kernel_dim", default=4),
             "ssm.state_size": stated("linear_key_head_dim", default=128),
             "ssm.group_count": stated("linear_num_key_heads", default=16),
@@ -433,10 +430,7 @@ DECODERS: dict[str, Source] = {
         keys={**SHAPE, **DECODER, **LARGER_EPSILON, **_MAMBA},
         accepted={
             "hidden_act": ("silu",),
-            "attention_bias": (False,),
-            "mlp_bias": (False,),
-            "projectors_bias": (False,),
-            "mamba_proj_bias": (False,),
+            **never("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"),
         },
         heads={"causal": {"lm_head": "output"}},
         changes={**_SCAN_CHANGES, r".*\.weight": _recurrent.multiplied},

@@ -12,14 +12,26 @@ from metal_prefill.conversion._source import (
     UNUSED,
     Source,
     experts_of,
+    head_width,
+    never,
     stated,
 )
 from metal_prefill.files._architecture import ARCHITECTURES
 
-# A classifier that reads a hidden state or the output of another layer.
-_CLASSIFIER = {"classifier": "cls.output"}
-_PROJECTION = {"linear": "dense_2"}  # of tokens, in Stanford's ColBERT
 _QKV = ("query", "key", "value")
+
+
+def _heads(
+    sequence: tuple[str, str],  # the layers of a classifier of texts
+    masked: tuple[str, str, str],  # the dense layer, the norm and the output that predict masked tokens
+) -> dict[str, dict[str, str]]:
+    """Return the heads of a relative of BERT."""
+    return {
+        "sequence": dict(zip(sequence, ("cls", "cls.output"), strict=True)),
+        "tokens": {"classifier": "cls.output"},
+        "late": {"linear": "dense_2"},  # of each token, in Stanford's ColBERT
+        "masked": dict(zip(masked, ("mlm", "mlm.norm", "mlm.output"), strict=True)),
+    }
 
 
 _BERT = Source(
@@ -27,34 +39,20 @@ _BERT = Source(
     prefixes=("bert.",),
     keys=SHAPE | LAYER_NORM,
     more=(_settings.bert,),
-    accepted={
-        "position_embedding_type": ("absolute",),
-        "is_decoder": (False,),
-        "add_cross_attention": (False,),
-    },
-    heads={
-        "sequence": {"pooler.dense": "cls", **_CLASSIFIER},
-        "tokens": _CLASSIFIER,
-        "late": _PROJECTION,
-        "masked": {
-            "cls.predictions.transform.dense": "mlm",
-            "cls.predictions.transform.LayerNorm": "mlm.norm",
-            "cls.predictions": "mlm.output",
-        },
-    },
+    accepted={"position_embedding_type": ("absolute",), **never("is_decoder", "add_cross_attention")},
+    heads=_heads(
+        ("pooler.dense", "classifier"),
+        ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions"),
+    ),
     # Folders that name this class, whose positions they do not have.
     of_positions={"alibi": "JinaBert", "rotary": "JinaEmbeddingsV3"},
 )
+_OUT_PROJ = ("classifier.dense", "classifier.out_proj")
 _ROBERTA = replace(
     _BERT,
     prefixes=("roberta.",),
     more=(_settings.roberta,),
-    heads={
-        "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
-        "tokens": _CLASSIFIER,
-        "late": _PROJECTION,
-        "masked": {"lm_head.dense": "mlm", "lm_head.layer_norm": "mlm.norm", "lm_head": "mlm.output"},
-    },
+    heads=_heads(_OUT_PROJ, ("lm_head.dense", "lm_head.layer_norm", "lm_head")),
     changes={r"position_embd\.weight": _settings.without_padding_positions},
 )
 _MPNET = replace(
@@ -78,17 +76,11 @@ _DISTILBERT = replace(
         "attention.head_count": stated("n_heads"),
         "context_length": stated("max_position_embeddings", default=512),
     },
-    constants={
-        "attention.layer_norm_epsilon": 1e-12,
-        "classifier.hidden_activation": "relu",
-    },
+    constants={"attention.layer_norm_epsilon": 1e-12, "classifier.hidden_activation": "relu"},
     accepted={},
-    heads={
-        "sequence": {"pre_classifier": "cls", **_CLASSIFIER},
-        "tokens": _CLASSIFIER,
-        "late": _PROJECTION,
-        "masked": {"vocab_transform": "mlm", "vocab_layer_norm": "mlm.norm", "vocab_projector": "mlm.output"},
-    },
+    heads=_heads(
+        ("pre_classifier", "classifier"), ("vocab_transform", "vocab_layer_norm", "vocab_projector")
+    ),
     unused=(*UNUSED, r"vocab_(transform|layer_norm|projector)\..*"),
 )
 _ELECTRA = replace(
@@ -97,16 +89,9 @@ _ELECTRA = replace(
     more=(_settings.activation,),
     constants={"classifier.hidden_activation": "gelu_erf"},
     names={"embeddings_project": "token_embd_proj"},
-    heads={
-        "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
-        "tokens": _CLASSIFIER,
-        "late": _PROJECTION,
-        "masked": {
-            "generator_predictions.dense": "mlm",
-            "generator_predictions.LayerNorm": "mlm.norm",
-            "generator_lm_head": "mlm.output",
-        },
-    },
+    heads=_heads(
+        _OUT_PROJ, ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head")
+    ),
     unused=(*UNUSED, r"(discriminator|generator)_predictions\..*", r"generator_lm_head\..*"),
 )
 # All layers share one set of weights.
@@ -131,16 +116,7 @@ _ALBERT = replace(
             }.items()
         },
     },
-    heads={
-        "sequence": {"pooler": "cls", **_CLASSIFIER},
-        "tokens": _CLASSIFIER,
-        "late": _PROJECTION,
-        "masked": {
-            "predictions.dense": "mlm",
-            "predictions.LayerNorm": "mlm.norm",
-            "predictions": "mlm.output",
-        },
-    },
+    heads=_heads(("pooler", "classifier"), ("predictions.dense", "predictions.LayerNorm", "predictions")),
     unused=(*UNUSED, r"pooler\.(weight|bias)", r"(sop_)?(predictions|classifier)\..*"),
 )
 # Keys and queries of relative positions follow from weights, so that engines need not know how.
@@ -172,8 +148,7 @@ _T5 = Source(
         "block_count": stated("num_layers", most=MAX_LAYERS),
         "feed_forward_length": stated("d_ff"),
         "attention.head_count": stated("num_heads"),
-        "attention.key_length": stated("d_kv"),
-        "attention.value_length": stated("d_kv"),
+        **head_width(stated("d_kv")),
         "attention.relative_buckets_count": stated("relative_attention_num_buckets", default=32),
         "attention.layer_norm_rms_epsilon": stated("layer_norm_epsilon", default=1e-6),
         "context_length": stated("n_positions", default=512),
@@ -193,14 +168,9 @@ _GTE = Source(
         "hidden_act": ("gelu",),
         "layer_norm_type": ("layer_norm",),
         "position_embedding_type": ("rope",),
-        "logn_attention_scale": (False,),
-        "logn_attention_clip1": (False,),
+        **never("logn_attention_scale", "logn_attention_clip1"),
     },
-    heads={
-        "sequence": {"pooler.dense": "cls", **_CLASSIFIER},
-        "tokens": _CLASSIFIER,
-        "masked": {"lm_head.dense": "mlm", "lm_head.norm": "mlm.norm", "lm_head.decoder": "mlm.output"},
-    },
+    heads=_heads(("pooler.dense", "classifier"), ("lm_head.dense", "lm_head.norm", "lm_head.decoder")),
     parts={
         "attention.qkv_proj": tuple(f"attention.self.{name}" for name in _QKV),
         "attention.o_proj": ("attention.output.dense",),
@@ -226,11 +196,7 @@ _NOMIC_BERT = Source(
     accepted={
         "activation_function": ("swiglu",),
         "hidden_act": ("silu",),
-        "prenorm": (False,),
-        "causal": (False,),
-        "qkv_proj_bias": (False,),
-        "mlp_fc1_bias": (False,),
-        "mlp_fc2_bias": (False,),
+        **never("prenorm", "causal", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"),
         "rotary_emb_fraction": (1.0,),
         "rotary_emb_rotation.interleaved": (False,),
         "rotary_emb_scale_base": (None,),
@@ -251,8 +217,7 @@ _NOMIC_BERT_MOE = replace(
         "activation_function": ("gelu",),
         "hidden_act": ("gelu",),
         **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), (True,)),
-        "moe_normalize_expert_weights": (False,),
-        "expert_choice_router": (False,),
+        **never("moe_normalize_expert_weights", "expert_choice_router"),
         "num_shared_experts": (0,),
     },
     combined=_combined.with_divided,
@@ -306,7 +271,7 @@ ENCODERS: dict[str, Source] = {
         prefixes=("model.",),
         keys=SHAPE | DECODER | LARGER_EPSILON,
         accepted={"hidden_act": ("silu",)},
-        heads={"tokens": _CLASSIFIER},
+        heads={"tokens": _BERT.heads["tokens"]},
         more=(_rotation.eurobert,),
     ),
     "OpenAIPrivacyFilter": Source(
@@ -319,8 +284,7 @@ ENCODERS: dict[str, Source] = {
             **LARGER_EPSILON,
             **experts_of(128, 4),
             "rope.freq_base": stated("rope_theta", default=_rotation.PRIVACY_FILTER_BASE),
-            "attention.key_length": stated("head_dim", default=64),
-            "attention.value_length": stated("head_dim", default=64),
+            **head_width(stated("head_dim", default=64)),
         },
         heads={"tokens": {"score": "cls.output"}},
         more=(_rotation.privacy_filter,),
@@ -331,10 +295,7 @@ ENCODERS: dict[str, Source] = {
         "static",
         names_of="bert",
         keys={"embedding_length": stated("hidden_size")},
-        constants={
-            "context_length": 1 << 20,
-            "attention.layer_norm_rms_epsilon": 1e-6,
-        },
+        constants={"context_length": 1 << 20, "attention.layer_norm_rms_epsilon": 1e-6},
         names={"embedding": "token_embd"},
         combined=_combined.static_table,
         frames=False,

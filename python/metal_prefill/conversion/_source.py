@@ -51,6 +51,16 @@ def read_keys(config: Fields, keys: Mapping[str, Key]) -> dict[str, Any]:
     return found
 
 
+def head_width(key: Key) -> dict[str, Key]:
+    """Return the width of keys and values, if both are that of a head."""
+    return {"attention.key_length": key, "attention.value_length": key}
+
+
+def never(*names: str) -> dict[str, tuple[bool]]:
+    """Return fields that must be false or missing, for `Source.accepted`."""
+    return dict.fromkeys(names, (False,))
+
+
 More: TypeAlias = Callable[[Fields], Mapping[str, Any]] | Mapping[str, Key]
 LAYERS = stated("num_hidden_layers", "n_layer", most=MAX_LAYERS)
 SHAPE = {
@@ -65,8 +75,7 @@ DECODER = {
     "attention.head_count_kv": stated("num_key_value_heads", default=0),
     "attention.layer_norm_rms_epsilon": stated("rms_norm_eps", default=1e-6),
     "rope.freq_base": stated("rope_theta", default=10000.0),
-    "attention.key_length": stated("head_dim", default=0),
-    "attention.value_length": stated("head_dim", default=0),
+    **head_width(stated("head_dim", default=0)),
 }
 
 # Tensors without an effect on the results: positions that are counted, frequencies that are computed, the
