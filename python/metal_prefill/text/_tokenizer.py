@@ -15,7 +15,14 @@ from metal_prefill._support.cached_property import cached_property
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._reasoning import CHANNEL, LAST_TOKENS, THINK, Tags, begins_in
-from metal_prefill.text._segmentation import NormalText, SpelledTokens, WordTokens, segmented, segmented_ids
+from metal_prefill.text._segmentation import (
+    NormalText,
+    Section,
+    SpelledTokens,
+    WordTokens,
+    segmented,
+    segmented_ids,
+)
 from metal_prefill.text._segmenters import segmenter_of
 from metal_prefill.text._vocabulary import (
     ENCODER_KINDS,
@@ -207,11 +214,29 @@ class Tokenizer:
         for i, piece in enumerate(kept):
             if isinstance(piece, int):
                 ids.append(piece)
-            elif self._normal is not None:
-                ids += self._normalized_ids(self._normal, kept, i, parse_special, strict)
-            elif piece:
-                ids += self._checked_ids(self._prefix(piece, first=i == 0) + piece, strict)
+                continue
+            for section, text in self._sections(kept, i, parse_special):
+                ids += self._checked_ids(text, strict) if section.token is None else [section.token]
         return ids
+
+    def _sections(
+        self, pieces: Sequence[str | int], at: int, parse_special: bool
+    ) -> Iterator[tuple[Section, str]]:
+        """Yield the tokens in a text between others and the texts between them, as the segmenter gets these.
+
+        Places are those in the normalized text.
+        """
+        if self._normal is None:
+            text = str(pieces[at])
+            found = [Section(0, len(text), None)] if text else []
+        else:
+            text = self._normal.of(pieces, at)
+            found = self._normal.split(text, parse_special)
+        for section in found:
+            part = text[section.start : section.end]
+            if section.token is None and (self._normal is None or self._prepend_scheme):
+                part = self._prefix(part, first=at == section.start == 0) + part
+            yield section, part
 
     def _checked_ids(self, piece: str, strict: bool) -> list[int]:
         """Return the tokens of text without spelled tokens."""
@@ -233,22 +258,6 @@ class Tokenizer:
         if self._vocabulary.kind == "llama":
             return NormalText(self._spelled, None, marks=not self._prepend_scheme, prepends=prepends)
         return NormalText(self._spelled, self._segmenter.normalizer)
-
-    def _normalized_ids(
-        self, normal: NormalText, pieces: Sequence[str | int], at: int, parse_special: bool, strict: bool
-    ) -> list[int]:
-        """Return the tokens of a text between others, some of which are recognized in normalized text."""
-        text = normal.of(pieces, at)
-        ids: list[int] = []
-        for section in normal.split(text, parse_special):
-            if section.token is not None:
-                ids.append(section.token)
-                continue
-            part = text[section.start : section.end]
-            if self._prepend_scheme:
-                part = self._prefix(part, first=at == section.start == 0) + part
-            ids += self._checked_ids(part, strict)
-        return ids
 
     def _prefix(self, piece: str, *, first: bool) -> str:
         """Return what precedes the text between two spelled tokens, or the first text."""
@@ -324,15 +333,26 @@ class Tokenizer:
                 spans.append(TokenSpan(int(piece), at, at + length))
             else:
                 length = len(original)
-                shift = at + original.find(piece)
-                if self._normal is None:
-                    before = self._prefix(piece, first=i == 0) if piece else ""
-                    made = self._spans_of(before + piece, shift - len(before), at)
-                else:
-                    made = self._normalized_spans(self._normal, kept, i, shift, parse_special)
-                spans += made
+                spans += self._spans(kept, i, at + original.find(piece), parse_special)
             at += length
         return spans
+
+    def _spans(
+        self, pieces: Sequence[str | int], at: int, shift: int, parse_special: bool
+    ) -> Iterator[TokenSpan]:
+        """Yield the tokens of a text between others, which begins at character `shift`."""
+        places = None if self._normal is None else self._normal.places(pieces, at)
+        for section, text in self._sections(pieces, at, parse_special):
+            if section.token is None:
+                made = self._spans_of(text, section.end - len(text), section.start)
+            else:
+                spaces = len(text) - len(text.lstrip(f" {SPACE}"))
+                first = section.start + min(spaces, len(text) - 1)
+                made = iter([TokenSpan(section.token, first, section.end)])
+            for i, start, end in made:
+                if places is not None:
+                    start, end = places[start][0], places[max(end - 1, start)][1]
+                yield TokenSpan(i, shift + start, shift + end)
 
     def _spans_of(self, piece: str, shift: int, least: int) -> Iterator[TokenSpan]:
         for part in self._parts(piece):
@@ -340,23 +360,6 @@ class Tokenizer:
             for token, (start, end) in zip(made.ids, made.offsets, strict=True):
                 yield TokenSpan(token, max(shift + start, least), max(shift + end, least))
             shift += len(part)
-
-    def _normalized_spans(
-        self, normal: NormalText, pieces: Sequence[str | int], at: int, shift: int, parse_special: bool
-    ) -> Iterator[TokenSpan]:
-        text, places = normal.of(pieces, at), normal.places(pieces, at)
-        for section in normal.split(text, parse_special):
-            if section.token is not None:
-                first = section.start
-                while text[first] in (" ", SPACE) and first < section.end - 1:
-                    first += 1
-                yield TokenSpan(section.token, shift + places[first][0], shift + places[section.end - 1][1])
-                continue
-            part = text[section.start : section.end]
-            before = self._prefix(part, first=at == section.start == 0) if self._prepend_scheme else ""
-            for span in self._spans_of(before + part, section.start - len(before), section.start):
-                last = max(span.end - 1, span.start)
-                yield TokenSpan(span.id, shift + places[span.start][0], shift + places[last][1])
 
     def continues_word(self, span: TokenSpan, text: str) -> bool:
         """Return whether a token of `encode_spans` is inside a word of its text, not at the beginning.
