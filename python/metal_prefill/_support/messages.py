@@ -47,7 +47,6 @@ class Located:
         return GGUFError(shortened(f"{self.path}: {message}"))
 
     def unsupported(self, message: str) -> UnsupportedModelError:
-        """Return, without raising it, an error whose message starts with the path."""
         return UnsupportedModelError(shortened(f"{self.path}: {message}"))
 
 

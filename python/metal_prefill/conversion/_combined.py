@@ -146,7 +146,6 @@ def with_matrices(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str,
 
 
 def _width(weight: Weight, dimensions: int, parts: int) -> int:
-    """Return the number of outputs of each part."""
     if len(weight.shape) != dimensions or weight.shape[-1] % parts or 0 in weight.shape:
         raise weight.error(
             f"has shape {weight.shape}, expected {dimensions} dimensions, none of them 0 and the last a "
@@ -298,7 +297,6 @@ def merged(
     adapter: Path,  # folder of the adapter
     prefixes: tuple[str, ...],  # beginnings of names that the folder or the adapter may lack
 ) -> dict[str, Weight]:
-    """Return the weights of a folder with those of an adapter added."""
     config = Fields.read(adapter / ADAPTER)
     config.require("peft_type", ("LORA",), None)
     config.require("bias", ("none",), "none")

@@ -66,7 +66,7 @@ def is_number(value: Any) -> bool:
 
 
 class Fields(Located):
-    """An object in a JSON file."""
+    """An object in a JSON file. A getter with several names reads the first field that is present."""
 
     def __init__(self, path: Path, values: dict[str, Any], inside: str = "") -> None:
         self.path = path
@@ -96,7 +96,6 @@ class Fields(Located):
         return self.values.get(key) is not None
 
     def integer(self, *keys: str, default: int = REQUIRED, least: int = 1, most: int = MAX_INT) -> int:
-        """Read an integer under the first of several names that is present."""
         value = self._typed(keys, default, int, "an integer")
         if not least <= value <= most:
             raise self.error(f"{self._names(keys)} is {value}, must be between {least} and {most}")
@@ -107,18 +106,16 @@ class Fields(Located):
         return self.integer("num_hidden_layers", "n_layer", most=MAX_LAYERS)
 
     def number(self, *keys: str, default: float = REQUIRED) -> float:
-        """Read a positive finite number under the first of several names that is present."""
         value = self._typed(keys, default, (int, float), "a number")
         if not 0 < value <= MAX_FLOAT:
             raise self.error(f"{self._names(keys)} is {value}, must be positive and at most {MAX_FLOAT:.6g}")
         return float(value)
 
     def string(self, *keys: str, default: str = REQUIRED) -> str:
-        """Read a string under the first of several names that is present."""
         return str(self._typed(keys, default, str, "a string"))
 
     def choice(self, *keys: str, known: Collection[str], default: str = REQUIRED) -> str:
-        """Read one of the `known` strings under the first of several names that is present."""
+        """Read one of the `known` strings."""
         value = self.string(*keys, default=default)
         if value not in known:
             names = ", ".join(map(repr, known))
@@ -126,7 +123,6 @@ class Fields(Located):
         return value
 
     def boolean(self, *keys: str, default: bool = REQUIRED) -> bool:
-        """Read a bool under the first of several names that is present."""
         return bool(self._typed(keys, default, bool, "true or false"))
 
     def sequence(self, key: str) -> list[Any]:

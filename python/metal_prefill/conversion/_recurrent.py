@@ -17,7 +17,6 @@ _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 
 def column(config: Fields, name: str, weight: Weight) -> Weight:
-    """Return a vector as a matrix with one column."""
     return weight.computed(lambda index: weight.rows(index)[:, None], shape=(*weight.shape, 1))
 
 
@@ -37,7 +36,6 @@ def _check_steps(config: Fields) -> None:
 
 
 def mamba2(config: Fields) -> dict[str, Any]:
-    """Return the width of the layers."""
     _check_steps(config)
     inner = config.integer("num_heads", default=128) * config.integer("head_dim", default=64)
     expanded = config.integer("expand", default=2) * config.integer("hidden_size")
@@ -55,12 +53,10 @@ def granite_attends(config: Fields) -> list[bool]:
 
 
 def granite_rotates(config: Fields) -> bool:
-    """Return whether the layers of a Granite 4 model with attention rotate."""
     return config.string("position_embedding_type", default="nope") == "rope"
 
 
 def granite_hybrid(config: Fields) -> dict[str, Any]:
-    """Return the layers with attention, the width of the others, and whether positions rotate."""
     _check_steps(config)
     heads = config.integer("num_attention_heads")
     heads = config.integer("num_key_value_heads", default=heads)
@@ -76,7 +72,6 @@ def granite_hybrid(config: Fields) -> dict[str, Any]:
 
 
 def falcon_h1(config: Fields) -> dict[str, Any]:
-    """Return the width of the state-space part, and the rotation."""
     _check_steps(config)
     if config.boolean("mamba_rms_norm", default=False):
         config.require("mamba_norm_before_gate", (False,), True)
@@ -165,7 +160,6 @@ def lfm2(config: Fields) -> dict[str, Any]:
 
 
 def lfm2_moe(config: Fields) -> dict[str, Any]:
-    """Return the metadata of `lfm2`, the first layers, which have no experts, and the rules of the router."""
     fields = {**config.values, "block_auto_adjust_ff_dim": False}
     return {
         **lfm2(Fields(config.path, fields)),
@@ -177,7 +171,6 @@ def lfm2_moe(config: Fields) -> dict[str, Any]:
 
 
 def qwen35(config: Fields) -> dict[str, Any]:
-    """Return the layers with attention, the width of the delta rule, and the rotation of a part of a head."""
     known, layers = ("full_attention", "linear_attention"), config.layers()
     every = config.integer("full_attention_interval", default=4)
     kinds = layer_kinds(config, known, lambda layer: known[(layer + 1) % every != 0])

@@ -196,7 +196,6 @@ def smollm3(config: Fields) -> dict[str, Any]:
 
 
 def phi3(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation of a part of a head, and of LongRoPE if there is any."""
     rope = rope_of(config)
     found = rotated_part(config, default=1.0)
     if not _has_long_rope(config):
@@ -246,7 +245,6 @@ def rotated_part(config: Fields, *, name: str = "partial_rotary_factor", default
 
 
 def eurobert(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation, which eurobert does not scale."""
     found = rope_scaling(config)
     if "rope.scaling.type" in found:
         raise config.unsupported("the rotation of a eurobert model is scaled")

@@ -37,7 +37,6 @@ def bert(config: Fields) -> dict[str, Any]:
 
 
 def deberta(config: Fields) -> dict[str, Any]:
-    """Return the activation, and the scale of the sum of three products."""
     kinds = config.values.get("pos_att_type")
     kinds = kinds.split("|") if isinstance(kinds, str) else kinds
     if not isinstance(kinds, list) or {"c2p", "p2c"} != {str(kind).strip() for kind in kinds}:
@@ -46,7 +45,6 @@ def deberta(config: Fields) -> dict[str, Any]:
 
 
 def t5(config: Fields) -> dict[str, Any]:
-    """Return the activation of the feed-forward, which is gated or not."""
     stated = config.string("feed_forward_proj", default="relu")
     name = "gelu_new" if stated == "gated-gelu" else stated.removeprefix("gated-")
     known = ARCHITECTURES["t5encoder"].activations
@@ -77,7 +75,6 @@ def _first_position(config: Fields) -> int:
 
 
 def transposed(config: Fields, name: str, weight: Weight) -> Weight:
-    """Return a matrix with the columns as rows."""
     return weight.transposed()
 
 
@@ -87,7 +84,6 @@ def plus_one(config: Fields, name: str, weight: Weight) -> Weight:
 
 
 def gpt2(config: Fields) -> dict[str, Any]:
-    """Return the inner width of the feed-forward, and its activation."""
     return {
         "feed_forward_length": config.integer("n_inner", default=4 * config.integer("n_embd")),
         "hidden_activation": config.string("activation_function", default="gelu_new"),
@@ -95,7 +91,6 @@ def gpt2(config: Fields) -> dict[str, Any]:
 
 
 def modern_bert(config: Fields) -> dict[str, Any]:
-    """Return the windows and the bases of the rotation in layers with and without one."""
     layers = config.layers()
     kinds = config.sequence("layer_types")
     period = config.integer("global_attn_every_n_layers", default=3)
@@ -137,7 +132,6 @@ def layer_kinds(config: Fields, known: Sequence[str], usual: Callable[[int], str
 
 
 def windowed_layers(config: Fields, usual: Callable[[int], bool]) -> list[bool]:
-    """Return whether each layer has a window."""
     known = ("full_attention", "sliding_attention")
     return [kind == known[1] for kind in layer_kinds(config, known, lambda layer: known[usual(layer)])]
 
@@ -167,7 +161,6 @@ _WINDOW = 4096  # of classes in transformers whose configuration has no field fo
 
 
 def ministral3(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation, the growth of scores with the position, and the window."""
     found = rope_scaling(config) | stated_window(config)
     rope = rope_of(config)
     if rope.has("llama_4_scaling_beta"):
@@ -177,7 +170,6 @@ def ministral3(config: Fields) -> dict[str, Any]:
 
 
 def minicpm(config: Fields) -> dict[str, Any]:
-    """Return factors of embeddings, additions to the residual stream and logits, and the rotation."""
     width = config.integer("hidden_size")
     return {
         **phi3(config),
@@ -188,7 +180,6 @@ def minicpm(config: Fields) -> dict[str, Any]:
 
 
 def qwen(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation, and the window of the upper layers, if there is one."""
     found = rope_scaling_or_factors(config)
     config.require("use_sliding_window", (False, True), False)
     if not config.values.get("use_sliding_window"):
@@ -214,7 +205,6 @@ def stated_window(config: Fields) -> dict[str, Any]:
 
 
 def exaone4(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation, and the layers with a window, if there is one."""
     found = rope_scaling_or_factors(config)
     if config.values.get("sliding_window", _WINDOW) is None:
         return found
@@ -246,7 +236,6 @@ def olmo3(config: Fields) -> dict[str, Any]:
 
 
 def gemma2(config: Fields) -> dict[str, Any]:
-    """Return the rotation, the window and its layers, the soft limits, and the scale of q.k."""
     found = rope_scaling(config) | {
         "attention.sliding_window": config.integer("sliding_window", default=_WINDOW),
         **layers_with_window(config, 2),
@@ -265,7 +254,6 @@ def _gemma_scale(config: Fields) -> dict[str, Any]:
 
 
 def gemma3(config: Fields) -> dict[str, Any]:
-    """Return the window, its layers, the bases of the rotation with and without it, and the scale of q.k."""
     rope = config.object("rope_parameters")
     full, local = rope.object("full_attention"), rope.object("sliding_attention")
     local.require("rope_type", ("default",), "default")
@@ -286,7 +274,6 @@ def gemma3(config: Fields) -> dict[str, Any]:
 
 
 def jina_v3(config: Fields) -> dict[str, Any]:
-    """Return the activation, and the base of the rotation."""
     rope = config.object("rope_parameters")
     rope.require("rope_type", ("default",), "default")
     base = rope.number("rope_theta", default=config.number("rotary_emb_base", default=20000.0))
@@ -298,7 +285,6 @@ _OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_no
 
 
 def gemma4(config: Fields) -> dict[str, Any]:
-    """Return the heads of layers, their rotations, the widths of feed-forwards, and what layers share."""
     layers, windowed = config.layers(), _gemma4_windows(config)
     head_dim, full_dim = config.integer("head_dim", default=256), _full_head_dim(config)
     rope = config.object("rope_parameters")

@@ -40,7 +40,6 @@ def stated(*names: str, default: float | str | bool = REQUIRED, most: int = MAX_
 
 
 def read_keys(config: Fields, keys: Mapping[str, Key]) -> dict[str, Any]:
-    """Return the metadata of fields."""
     found: dict[str, Any] = {}
     getters: dict[type, Callable[..., Any]] = {float: config.number, str: config.string, bool: config.boolean}
     for suffix, (names, default, most) in keys.items():

@@ -85,7 +85,6 @@ class Weight:
         return Computed(self.file, name, self.dtype, shape, 0, 0, compute)
 
     def reordered(self, order: npt.NDArray[np.intp]) -> Computed:
-        """Return the rows with these indices, in this order."""
         return self.computed(lambda index: self.rows(order[index]), shape=(len(order), *self.shape[1:]))
 
     def transposed(self) -> Computed:
@@ -158,7 +157,6 @@ class Computed(Weight):
         return self._finite(self.compute(index))
 
     def columns(self, index: Index) -> FloatArray:
-        """Compute all rows, and return columns as rows."""
         columns: FloatArray = self.rows().T[index]
         return columns
 
@@ -180,23 +178,19 @@ class Stack(Weight):
 
     @classmethod
     def divided(cls, weight: Weight) -> Stack:
-        """Divide a tensor of three dimensions."""
         matrices = weight.parts((weight.name,) * weight.shape[0])
         return cls.of(weight.name, tuple(replace(matrix, shape=weight.shape[1:]) for matrix in matrices))
 
     def parts(self, names: tuple[str, ...]) -> list[Weight]:
-        """Divide the rows of each matrix into equal parts; see `Weight.parts`."""
         of_parts = zip(*(matrix.parts(names) for matrix in self.matrices), strict=True)
         return [Stack.of(name, matrices) for name, matrices in zip(names, of_parts, strict=True)]
 
     def blocks(self) -> Iterator[FloatArray]:
-        """Read all matrices as float32; see `Weight.blocks`."""
         for matrix in self.matrices:
             yield from matrix.blocks()
 
 
 def read_weights(folder: Path) -> dict[str, Weight]:
-    """List the tensors of a folder by name."""
     weights: dict[str, Weight] = {}
     for file in _files(folder):
         for weight in listed_tensors(file):

@@ -50,6 +50,7 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_writer import GGUFWriter, check_header
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, LABEL_ENCODER, LENGTH_KEYS, MAX_INT
 from metal_prefill.files._task_config import HEAD_TENSORS
+from metal_prefill.text._vocabulary import ID_KEYS
 
 SOURCES = ENCODERS | DECODERS  # a row for each family of model classes
 AUTO = "auto"
@@ -217,7 +218,6 @@ class _Model:
         self._folder, self._encoder = folder, encoder
 
     def _by_role(self) -> dict[str, Weight]:
-        """Return the weights by their names in a GGUF file."""
         source, config = self.source, self.config
         names = gguf.get_tensor_name_map(_architecture(source), self.metadata.get("block_count", 0))
         found: dict[str, Weight] = dict(self.modules.tensors)
@@ -381,9 +381,8 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: FolderVocabulary, config: Fie
         writer.add_precompiled_charsmap(vocabulary.charsmap)
     if config.has("type_vocab_size"):
         writer.add_token_type_count(config.integer("type_vocab_size", least=0))
-    keys = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
     for name, i in vocabulary.ids.items():
-        writer.add_uint32(f"tokenizer.ggml.{keys.get(name, name)}_token_id", i)
+        writer.add_uint32(f"tokenizer.ggml.{ID_KEYS[name]}_token_id", i)
     for name, value in vocabulary.flags.items():
         _add(writer, config.path.parent, f"tokenizer.ggml.{name}", value)
     if vocabulary.chat_template is not None:

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
+from metal_prefill._support.messages import Located
 from metal_prefill.errors import ClosedError, GGUFError
 from metal_prefill.files._gguf_metadata import MIN_METADATA_BYTES, Cursor, Metadata
 from metal_prefill.files._other_formats import RECOGNIZED_BYTES, recognized
@@ -132,7 +133,7 @@ def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(rows), columns
 
 
-class GGUFFile:
+class GGUFFile(Located):
     """An open GGUF file.
 
     Parameters
@@ -184,9 +185,7 @@ class GGUFFile:
             for i in range(1, len(starts)):
                 self._add_part(i, data[starts[i] :], starts[i])
             if (wanted := self.metadata.get(_TENSORS, len(self.tensors))) != len(self.tensors):
-                raise GGUFError(
-                    f"{self.path}: {_TENSORS} is {wanted}, but the parts have {len(self.tensors)}"
-                )
+                raise self.error(f"{_TENSORS} is {wanted}, but the parts have {len(self.tensors)}")
         self._mapping: npt.NDArray[np.uint8] | None = np.frombuffer(data, np.uint8)
         self._mapping.flags.writeable = False
 
@@ -223,7 +222,7 @@ class GGUFFile:
         """
         info = self.tensors.get(name)
         if info is None:
-            raise GGUFError(f"{self.path}: has no tensor {name}")
+            raise self.error(f"has no tensor {name}")
         return self.mapping[info.offset : info.offset + info.nbytes]
 
     def inner(self, prefix: str) -> GGUFFile:

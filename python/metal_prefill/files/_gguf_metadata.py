@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._support.messages import Located, shortened
-from metal_prefill.errors import ClosedError, GGUFError
+from metal_prefill._support.messages import Located
+from metal_prefill.errors import ClosedError
 
 Scalar: TypeAlias = bool | int | float | str
 # Numeric arrays are read-only NumPy arrays of the file's dtype; arrays of strings or of arrays are lists.
@@ -95,12 +95,10 @@ class Cursor(Located):
         return start
 
     def u32(self, what: str) -> int:
-        """Read an unsigned integer of 4 bytes."""
         value: int = _U32.unpack_from(self.data, self.take(4, what))[0]
         return value
 
     def u64(self, what: str) -> int:
-        """Read an unsigned integer of 8 bytes."""
         value: int = _U64.unpack_from(self.data, self.take(8, what))[0]
         return value
 
@@ -185,7 +183,6 @@ class Cursor(Located):
         self.pos = pos
 
     def decode_array(self, array: Array, what: str) -> npt.NDArray[Any] | list[Any]:
-        """Decode an array that was skipped."""
         self.pos = array.offset
         if array.element_type == STRING:
             return self._decode_strings(array.length, what)
@@ -214,14 +211,14 @@ class Cursor(Located):
         return strings
 
 
-class Metadata(Mapping[str, MetadataValue]):
+class Metadata(Mapping[str, MetadataValue], Located):
     """Key-value pairs of a file. Arrays are decoded on first access and kept.
 
     That access raises `GGUFError` if a string in the array is not valid UTF-8.
     """
 
     def __init__(self, path: Path, data: memoryview) -> None:
-        self._path = path
+        self.path = path
         # Not the view: without the GIL, threads must not slice the same one (CPython 3.14 counts the slices
         # without a lock, and releases the buffer where the count is wrong).
         self._data: npt.NDArray[np.uint8] | None = np.frombuffer(data, np.uint8)
@@ -234,8 +231,8 @@ class Metadata(Mapping[str, MetadataValue]):
             return value
         data = self._data  # another thread may close the file now
         if data is None:
-            raise ClosedError(f"{self._path} is closed; {key} must be read before it is closed")
-        decoded = Cursor(self._path, data.data).decode_array(value, key)
+            raise ClosedError(f"{self.path} is closed; {key} must be read before it is closed")
+        decoded = Cursor(self.path, data.data).decode_array(value, key)
         self._values[key] = decoded
         return decoded
 
@@ -255,26 +252,26 @@ class Metadata(Mapping[str, MetadataValue]):
         """
         if key not in self._values:
             if default is ...:
-                raise GGUFError(shortened(f"{self._path}: metadata {key} is missing"))
+                raise self.error(f"metadata {key} is missing")
             return default
         stated = self._types[key]
         if not any(stated in _WIDTHS.get(kind, (kind,)) for kind in types):
             expected = " or ".join(_WORDS.get(kind, kind) for kind in types)
-            raise GGUFError(shortened(f"{self._path}: {key} has type {stated}, expected {expected}"))
+            raise self.error(f"{key} has type {stated}, expected {expected}")
         return self[key]
 
     def integer(self, key: str, least: int, most: int, default: Any = ...) -> Any:
         """Return an integer of any width in a range, or the default; errors are those of `typed`."""
         value = self.typed(key, "integer", default=default)
         if value is not None and not least <= value <= most:
-            raise GGUFError(f"{self._path}: {key} is {value}, must be between {least} and {most}")
+            raise self.error(f"{key} is {value}, must be between {least} and {most}")
         return value
 
     def numbers(self, key: str, kind: str, length: int) -> npt.NDArray[Any]:
         """Return an array of numbers, one for each token."""
         values: npt.NDArray[Any] = self.typed(key, f"array[{kind}]")
         if len(values) != length:
-            raise GGUFError(f"{self._path}: {key} has {len(values)} entries for {length} tokens")
+            raise self.error(f"{key} has {len(values)} entries for {length} tokens")
         return values
 
     def flag(self, name: str, default: bool) -> bool:
@@ -292,9 +289,7 @@ class Metadata(Mapping[str, MetadataValue]):
         ids = frozenset(map(int, self.typed(key, "array[integer]", default=())))
         for i in ids:
             if not 0 <= i < vocab_size:
-                raise GGUFError(
-                    f"{self._path}: {key} contains {i}, must be token ids from 0 to {vocab_size - 1}"
-                )
+                raise self.error(f"{key} contains {i}, must be token ids from 0 to {vocab_size - 1}")
         return ids
 
     def type_name(self, key: str) -> str:
@@ -308,7 +303,7 @@ class Metadata(Mapping[str, MetadataValue]):
             return value.length
         if isinstance(value, (list, np.ndarray)):
             return len(value)
-        raise GGUFError(f"{self._path}: {key} has type {self._types[key]}, expected an array")
+        raise self.error(f"{key} has type {self._types[key]}, expected an array")
 
     def inner(self, prefix: str) -> Metadata:
         """Return the pairs whose keys have a prefix, without it."""
@@ -319,7 +314,6 @@ class Metadata(Mapping[str, MetadataValue]):
         return found
 
     def read(self, cursor: Cursor, count: int) -> None:
-        """Read `count` pairs from the header."""
         for index in range(count):
             start = cursor.pos
             key = cursor.name(f"key {index} of {count}", MAX_KEY_BYTES)

@@ -8,7 +8,6 @@ different results.
 import math
 from dataclasses import replace
 
-from metal_prefill.errors import UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, MISSING_STEPS, Architecture
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._metadata_keys import MAX_INT, Keys
@@ -52,9 +51,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
     contradictory, UnsupportedModelError if the architecture or a feature of the file is not implemented.
     """
     if gguf.metadata.get("general.type") == "adapter":
-        raise UnsupportedModelError(
-            f"{gguf.path}: is an adapter (LoRA), not a model: merge it into its base model first"
-        )
+        raise gguf.unsupported("is an adapter (LoRA), not a model: merge it into its base model first")
     keys = Keys(gguf)
     name = keys.architecture
     traits = ARCHITECTURES.get(name)

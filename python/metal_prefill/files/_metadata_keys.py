@@ -62,7 +62,6 @@ class Keys(Located):
         return int(self.gguf.metadata.integer(self._key(suffix), least, most))
 
     def positive(self, suffix: str, default: int | None = None) -> int:
-        """Read an integer from 1 to `MAX_INT`."""
         return self.integer(suffix, 1, default=default)
 
     def list_each_layer(
@@ -129,7 +128,6 @@ class Keys(Located):
         return self.has(suffix) and self.gguf.metadata.type_name(self._key(suffix)).startswith("array[")
 
     def each_layer(self, suffix: str, n_layers: int, *types: str) -> npt.NDArray[Any]:
-        """Read a list with a value per layer."""
         key = self._key(suffix)
         values: npt.NDArray[Any] = self.gguf.metadata.typed(key, *types)
         if len(values) != n_layers:

@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 
 from metal_prefill import _core
-from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
 from metal_prefill.files._metadata_keys import LABEL_ENCODER, Keys
@@ -52,9 +51,8 @@ def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int,
     used = {tensor.name for _, _, tensor in found} | HEAD_TENSORS | ignored_tensors(gguf, config).keys()
     for name in gguf.tensors:
         if name not in used and not name.startswith(LABEL_ENCODER):
-            raise UnsupportedModelError(
-                f"{gguf.path}: tensor {name} is not part of a {config.architecture} model "
-                f"with {config.n_layers} layers"
+            raise gguf.unsupported(
+                f"tensor {name} is not part of a {config.architecture} model with {config.n_layers} layers"
             )
     return found
 
@@ -143,7 +141,7 @@ def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, in
         elif presence == "required":
             whole = f"blk.{layer}.{parts[spec.role][0]}" if spec.role in parts else name
             other = f", as is {whole}, which may contain it" if whole != name else ""
-            raise GGUFError(f"{gguf.path}: tensor {name} is missing{other}")
+            raise gguf.error(f"tensor {name} is missing{other}")
         elif presence == "tied":
             yield spec.role, layer, gguf.tensors[embedding]
 
@@ -163,11 +161,8 @@ def _part(gguf: GGUFFile, name: str, shapes: Mapping[str, tuple[int, ...]], role
 
 def _check_tensor(gguf: GGUFFile, tensor: TensorInfo, shape: tuple[int, ...], types: tuple[str, ...]) -> None:
     if tensor.shape != shape:
-        raise GGUFError(
-            f"{gguf.path}: tensor {tensor.name} has shape {tensor.shape}, the metadata requires {shape}"
-        )
+        raise gguf.error(f"tensor {tensor.name} has shape {tensor.shape}, the metadata requires {shape}")
     if tensor.type_name not in types:
-        raise UnsupportedModelError(
-            f"{gguf.path}: tensor {tensor.name} has type {tensor.type_name}; "
-            f"supported types are {', '.join(types)}"
+        raise gguf.unsupported(
+            f"tensor {tensor.name} has type {tensor.type_name}; supported types are {', '.join(types)}"
         )

@@ -178,7 +178,6 @@ def source_name(path: Path) -> str:
 
 
 def model_name(path: Path) -> str:
-    """Return the name of the model in a GGUF file."""
     return source_name(path).removesuffix(".gguf")
 
 

@@ -135,7 +135,6 @@ def entries() -> list[StoredFile]:
 
 
 def limit() -> int:
-    """Return the maximum total size of all entries in bytes."""
     stated = os.environ.get("METAL_PREFILL_PACK_CACHE_BYTES")
     if not stated:
         return LIMIT

@@ -194,7 +194,6 @@ def read(path: str | os.PathLike[str], owner: Owner) -> State:
 
 
 def save(session: _core.Session, path: str | os.PathLike[str], owner: Owner, notes: str = "") -> None:
-    """Write the state of a session; see :func:`write`."""
     write(path, owner, State(*session.export_state(), notes))
 
 

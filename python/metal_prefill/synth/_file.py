@@ -131,7 +131,6 @@ def _layers_with_attention(shape: ModelShape) -> dict[str, Any]:
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
-    """Add the metadata of a tokenizer's vocabulary."""
     writer.add_vocabulary(vocabulary)
     writer.add_bos_token_id(vocabulary.bos)
     writer.add_eos_token_id(vocabulary.eos)

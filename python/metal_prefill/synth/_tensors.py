@@ -60,12 +60,10 @@ class Tensor:
 
     @property
     def count(self) -> int:
-        """Number of values."""
         return math.prod(self.shape)
 
     @property
     def size(self) -> int:
-        """Number of bytes."""
         weights, size = block_size(self.kind)
         return self.count // weights * size
 

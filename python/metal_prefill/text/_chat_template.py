@@ -308,7 +308,6 @@ class ChatTemplate:
         ]
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        """Check tools; see :meth:`metal_prefill.text.Tokenizer.check_tools`."""
         if not tools:
             return
         tool_names(tools)

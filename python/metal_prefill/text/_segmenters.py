@@ -7,7 +7,6 @@ import numpy.typing as npt
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Segmenter
 
-from metal_prefill.errors import GGUFError
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._vocabulary import (
     MERGES_KEY,
@@ -76,9 +75,7 @@ def _merges(gguf: GGUFFile, vocabulary: Vocabulary, plain: dict[str, int]) -> li
         border = merge.find(" ", 1)  # a piece may begin with a space, but is never empty
         left, right = merge[:border], merge[border + 1 :]
         if border < 0 or not {left, right, left + right} <= known:
-            raise GGUFError(
-                f"{gguf.path}: merge {index} of {MERGES_KEY}, {merge!r}, does not join two tokens to a token"
-            )
+            raise gguf.error(f"merge {index} of {MERGES_KEY}, {merge!r}, does not join two tokens to a token")
         if {left, right, left + right} <= plain.keys():
             merges.append((left, right))
     return merges
@@ -102,7 +99,7 @@ def _sentencepiece_bpe(gguf: GGUFFile, vocabulary: Vocabulary, plain: dict[str, 
 def _scores(gguf: GGUFFile, vocabulary: Vocabulary) -> npt.NDArray[Any]:
     scores = gguf.metadata.numbers("tokenizer.ggml.scores", "float", len(vocabulary.tokens))
     if not np.isfinite(scores).all():
-        raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
+        raise gguf.error("tokenizer.ggml.scores contains a value that is not finite")
     return scores
 
 
@@ -164,7 +161,7 @@ def _unigram(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bool_
     key = f"tokenizer.ggml.{STEPS_KEY}"
     steps = gguf.metadata.get(key, [CHARSMAP])
     if not isinstance(steps, list) or not all(name == CHARSMAP or name in STEPS for name in steps):
-        raise GGUFError(f"{gguf.path}: {key} must be a list of {CHARSMAP}, {', '.join(STEPS)}, is {steps!r}")
+        raise gguf.error(f"{key} must be a list of {CHARSMAP}, {', '.join(STEPS)}, is {steps!r}")
     scores = _scores(gguf, vocabulary)
     unknown = _unknown_id(gguf, vocabulary, "<unk>")
     # Tokens are numbered by their position, so those that text must not produce are renamed: U+2581 occurs in
@@ -202,9 +199,7 @@ def _unknown_id(gguf: GGUFFile, vocabulary: Vocabulary, spelling: str) -> int:
     if stated is not None:
         return stated
     if spelling not in tokens:
-        raise GGUFError(
-            f"{gguf.path}: tokenizer.ggml.unknown_token_id is missing, and no token is spelled {spelling}"
-        )
+        raise gguf.error(f"tokenizer.ggml.unknown_token_id is missing, and no token is spelled {spelling}")
     return tokens.index(spelling)
 
 
@@ -220,7 +215,7 @@ def read_charsmap(gguf: GGUFFile) -> bytes | None:
     content: bytes = value.tobytes()
     problem = _problem_of(content) if content else None
     if problem is not None:
-        raise GGUFError(f"{gguf.path}: {KEY} is damaged: {problem}")
+        raise gguf.error(f"{KEY} is damaged: {problem}")
     return content or None
 
 

@@ -47,7 +47,6 @@ class Budget:
         self.left = self.total = MAX_WORK + WORK_PER_SIZE * size
 
     def charge(self, units: int) -> None:
-        """Subtract `units`; raise if the budget is exhausted."""
         self.left -= units
         if self.left < 0:
             raise TemplateLimitError(f"more than {self.total} units of work")

@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from metal_prefill._support.arguments import token_id as check_token_id
 from metal_prefill._support.cached_property import cached_property
-from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._metadata_keys import MAX_INT
 
@@ -56,7 +55,6 @@ SPELLED_KEY = "spelled_tokens"
 MARKED_KEY = "marked_tokens"
 _PHI3 = re.compile(r"phi[ -]?3", re.IGNORECASE)
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
-NAMED = ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask")  # special tokens of encoders
 
 
 class TokenType(IntEnum):
@@ -142,28 +140,28 @@ class Vocabulary:
         """Read tokens and types; `segmenter_of` reads merges and scores."""
         kind: str = gguf.metadata.typed("tokenizer.ggml.model", "string")
         if kind not in KINDS:
-            raise UnsupportedModelError(
-                f"{gguf.path}: tokenizer model {kind} is not supported; supported are {', '.join(KINDS)}"
+            raise gguf.unsupported(
+                f"tokenizer model {kind} is not supported; supported are {', '.join(KINDS)}"
             )
         if kind == "gemma4":
             if MERGES_KEY not in gguf.metadata:
-                raise GGUFError(f"{gguf.path}: {MERGES_KEY} is missing, which tokenizer model {kind} needs")
+                raise gguf.error(f"{MERGES_KEY} is missing, which tokenizer model {kind} needs")
             kind = "llama"
         tokens: list[str] = gguf.metadata.typed("tokenizer.ggml.tokens", "array[string]")
         if not tokens:
-            raise GGUFError(f"{gguf.path}: tokenizer.ggml.tokens is empty")
+            raise gguf.error("tokenizer.ggml.tokens is empty")
         longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
         if len(tokens[longest]) > MAX_TOKEN_CHARACTERS:
-            raise GGUFError(
-                f"{gguf.path}: token {longest} of tokenizer.ggml.tokens has "
-                f"{len(tokens[longest])} characters, more than {MAX_TOKEN_CHARACTERS}"
+            raise gguf.error(
+                f"token {longest} of tokenizer.ggml.tokens has {len(tokens[longest])} characters, more than "
+                f"{MAX_TOKEN_CHARACTERS}"
             )
         if "tokenizer.ggml.token_type" in gguf.metadata:
             types = gguf.metadata.numbers("tokenizer.ggml.token_type", "integer", len(tokens))
             unknown = np.flatnonzero((types < min(TokenType)) | (types > max(TokenType)))
             if unknown.size:
-                raise GGUFError(
-                    f"{gguf.path}: token {unknown[0]} has type {types[unknown[0]]} in "
+                raise gguf.error(
+                    f"token {unknown[0]} has type {types[unknown[0]]} in "
                     f"tokenizer.ggml.token_type, must be {min(TokenType)} to {max(TokenType)}"
                 )
             types = types.astype(np.int32)
@@ -173,10 +171,9 @@ class Vocabulary:
         tokens = [text.replace(" ", SPACE) if i in marked else text for i, text in enumerate(tokens)]
         if kind in ENCODER_KINDS:
             # Early converters declared the special tokens of encoders as normal ones.
-            named = {gguf.metadata.token_id(name, len(tokens)) for name in NAMED} - {None}
-            for i in named:
-                if types[i] != TokenType.UNKNOWN:
-                    types[i] = TokenType.CONTROL
+            keys = {*ID_KEYS.values()} - {"eot", "eom"}
+            named = [i for key in keys if (i := gguf.metadata.token_id(key, len(tokens))) is not None]
+            types[[i for i in named if types[i] != TokenType.UNKNOWN]] = TokenType.CONTROL
         return cls(kind, _pre_tokenizer(gguf) if kind == "gpt2" else PreTokenizer(()), tokens, types)
 
     def spelling(self, gguf: GGUFFile, option: str) -> frozenset[int]:
@@ -204,7 +201,7 @@ class Vocabulary:
         scheme: str = gguf.metadata.typed(PREPEND_KEY, "string", default="")
         if scheme and scheme not in PREPEND_SCHEMES:
             known = ", ".join(PREPEND_SCHEMES)
-            raise GGUFError(f"{gguf.path}: {PREPEND_KEY} is {scheme!r}, must be one of {known}")
+            raise gguf.error(f"{PREPEND_KEY} is {scheme!r}, must be one of {known}")
         return scheme
 
 
@@ -214,25 +211,17 @@ def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
         _log.warning("%s: %s is missing; using the default pre-tokenizer", gguf.path, key)
     name: str = gguf.metadata.typed(key, "string", default="default")
     if name not in PRE_TOKENIZERS:
-        raise UnsupportedModelError(
-            f"{gguf.path}: pre-tokenizer {name} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"
+        raise gguf.unsupported(
+            f"pre-tokenizer {name} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"
         )
     return PRE_TOKENIZERS[name]
 
 
 # Key under tokenizer.ggml of files of folders: whether second texts of pairs have type 1, in Unigram files.
 TYPES_KEY = "types_pairs"
-_KEYS = {  # keys under tokenizer.ggml, without _token_id
-    "bos": "bos",
-    "eos": "eos",
-    "eot": "eot",
-    "eom": "eom",
-    "pad": "padding",
-    "unk": "unknown",
-    "sep": "seperator",
-    "cls": "cls",
-    "mask": "mask",
-}
+# Special tokens, and their keys under tokenizer.ggml, without _token_id.
+ID_KEYS = {name: name for name in ("bos", "eos", "eot", "eom", "cls", "mask")}
+ID_KEYS |= {"pad": "padding", "unk": "unknown", "sep": "seperator"}
 
 
 class TokenPair(NamedTuple):
@@ -272,7 +261,7 @@ class TokenFrame(NamedTuple):
 def special_tokens(
     gguf: GGUFFile, vocabulary: Vocabulary
 ) -> tuple[dict[str, int | None], bool, bool, TokenFrame]:
-    """Return the ids of special tokens by the names in `_KEYS`, and attributes of `Tokenizer`.
+    """Return the ids of special tokens by the names in `ID_KEYS`, and attributes of `Tokenizer`.
 
     The latter are ``add_bos``, ``add_eos`` and ``frame``. The defaults of flags are those of llama.cpp. Of
     the flags in a WordPiece file, either ``add_eos`` or ``add_sep`` ends a text with ``[SEP]``, which also
@@ -280,7 +269,7 @@ def special_tokens(
     first text, if there is one, and the separator.
     """
     tokens = vocabulary.tokens
-    ids = {name: gguf.metadata.token_id(key, len(tokens)) for name, key in _KEYS.items()}
+    ids = {name: gguf.metadata.token_id(key, len(tokens)) for name, key in ID_KEYS.items()}
     separated = ids["sep"] is not None  # the type of a token is the number of separators before it
     word_piece, unigram = vocabulary.kind == "bert", vocabulary.kind == "t5"
     if word_piece:  # early converters wrote only one of the ids of a token, or none
@@ -295,12 +284,11 @@ def special_tokens(
     ids["sep"] = _first(ids["sep"], ids["eos"])
     if word_piece:
         add_eos, add_sep = add_eos or add_sep, False
-    added = (("bos", "bos", add_bos), ("eos", "eos", add_eos), ("sep", "seperator", add_sep))
-    for name, key, adds in added:
+    for name, adds in (("bos", add_bos), ("eos", add_eos), ("sep", add_sep)):
         if adds and ids[name] is None:
-            raise GGUFError(
-                f"{gguf.path}: tokenizer.ggml.add_{name}_token is set, "
-                f"but tokenizer.ggml.{key}_token_id is missing"
+            raise gguf.error(
+                f"tokenizer.ggml.add_{name}_token is set, but tokenizer.ggml.{ID_KEYS[name]}_token_id is "
+                "missing"
             )
     end = _known(ids["eos"] if add_eos else None)
     second = ids["eos"] if gguf.metadata.flag("double_separator", default=False) else None  # MPNet's pairs
@@ -345,8 +333,7 @@ class TokenBytes:
     """Bytes of tokens, converted when they are first needed."""
 
     def __init__(self, gguf: GGUFFile, vocabulary: Vocabulary) -> None:
-        self._path = gguf.path
-        self._vocabulary = vocabulary
+        self._gguf, self._vocabulary = gguf, vocabulary
         self._pieces: dict[int, Piece] = {}  # tokens converted so far
 
     def piece(self, token_id: int) -> Piece:
@@ -369,7 +356,7 @@ class TokenBytes:
         elif kind == TokenType.BYTE:
             match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
             if match is None:
-                raise GGUFError(f"{self._path}: byte token {text!r} does not have the form <0x0A>")
+                raise self._gguf.error(f"byte token {text!r} does not have the form <0x0A>")
             raw = bytes.fromhex(match[1])
         else:
             raw = text.replace(SPACE, " ").encode("utf-8")

@@ -162,7 +162,6 @@ class ElementScanner(Scanner):
         return False
 
     def calls(self, text: str) -> list[WrittenCall] | None:
-        """Parse complete text; return None if it is not a call."""
         begin = self._form.begin.match(text)
         if begin is None:
             return None
@@ -200,7 +199,6 @@ class MarkedScanner(Scanner):
         return False
 
     def calls(self, text: str) -> list[WrittenCall] | None:
-        """Parse complete text; return None if it is not a call."""
         name = self._BEGIN.match(text)
         if name is None or self._most_depth > MOST_DEPTH:
             return None
@@ -244,7 +242,6 @@ class PythonScanner:
         self._strings: dict[int, int] = {}  # first and last position of each string, without quotes
 
     def scan(self, piece: str) -> None:
-        """Take the next characters."""
         base, at = self.scanned, 0
         self.scanned += len(piece)
         while at < len(piece):
