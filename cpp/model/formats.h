@@ -1,4 +1,13 @@
-// The tensor types on the host. Only this code unpacks quantized blocks there.
+// The tensor types on the host: all host code that unpacks quantized blocks is here.
+//
+// A quantized format reads a row in spans of 32 columns. codes() writes the codes of a span. A code encodes
+// an integer: code - kZero, or the code's entry of kTable. A value is scale * integer + min. Each half of a
+// span has a scale; both may be the same one. Formats with scale_code() declare kMaxScale, the largest
+// integer that it or min_code() returns.
+//
+// Sources that are built for one instruction set do not include this.
+#pragma once
+
 #include <bit>
 #include <cmath>
 #include <cstddef>
