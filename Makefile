@@ -60,12 +60,6 @@ build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/build/setup_clang.sh | se
 	options=$$(tools/build/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $$options
 	@rm -f build/.plain build/.testing build/.cuda && touch $@
 
-# The shader with mistakes that sanitizers must find, and the executor, with each of them.
-SHADER_LIBRARIES := $(CURDIR)/build/shader_libraries
-build/.shader_libraries: build/.emulator $(shell git ls-files emulator)
-	METAL_EMULATOR_LIBRARIES=$(SHADER_LIBRARIES) $(BIN)/python emulator/testing/shader_library.py
-	@touch $@
-
 # The CPU engine for 64-bit Arm, which tests run on an emulated processor.
 ARM_SOURCES := $(shell git ls-files cpp/cpu cpp/base cpp/cache cpp/engine cpp/model cpp/sampling shaders/quants.h shaders/grids.h tests/arm 'tests/native/kernel_calls.*' cmake/cross_arm.cmake)
 build/.arm: $(VENV)/.build-tools $(ARM_SOURCES) tools/build/setup_arm.sh | setup
@@ -85,8 +79,8 @@ ONE_BLAS_THREAD := OPENBLAS_NUM_THREADS=1
 
 # File by file in their order: the emulator's tests, few and long, come first, and no core idles at the end. One
 # worker more than cores, as some tests wait for time limits. Python keeps the tests that it compiled.
-test: build/.emulator build/.shader_libraries build/.arm $(VENV)/.model
-	env -u PYTHONDONTWRITEBYTECODE $(ONE_BLAS_THREAD) METAL_EMULATOR_LIBRARIES=$(SHADER_LIBRARIES) $(BIN)/python -m pytest \
+test: build/.emulator build/.arm $(VENV)/.model
+	env -u PYTHONDONTWRITEBYTECODE $(ONE_BLAS_THREAD) $(BIN)/python -m pytest \
 	  --numprocesses $$(expr $(CMAKE_BUILD_PARALLEL_LEVEL) + 1) --dist loadfile --no-loadscope-reorder
 
 # The emulator by itself, as it builds and tests where there is no package around it.

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 import pytest
 from metal_kernels import KernelLibrary, testing_module
-from shader_library import find_clang
+from scanner.preprocess import find_clang
+from scanner.tokens import SourceError
 
 MISSING = (
     "the module _metal_testing was not built with the emulator: install clang 19 (Debian: apt-get install "
@@ -97,4 +98,7 @@ def library(request: pytest.FixtureRequest, emulator: Any) -> Iterator[KernelLib
 @pytest.fixture(scope="session")
 def clang() -> str:
     """Return clang's path, for tests that compile shaders themselves."""
-    return find_clang() or fail_or_skip()
+    try:
+        return find_clang()
+    except SourceError:
+        fail_or_skip()

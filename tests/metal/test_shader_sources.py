@@ -6,21 +6,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from shader_library import EMULATOR, find_clang
+from scanner.preprocess import find_clang
+from scanner.tokens import SourceError
 from support.kernel_harness import SHADERS, flat_source
 from support.missing import fail_or_skip
 from support.programs import finished
 
 from metal_prefill import _core
 
-MISSING = "there is no clang: apt-get install clang-19"
+EMULATOR = Path(__file__).parents[2] / "emulator"
 SOURCES = sorted(SHADERS.glob("*.metal"))
 
 
 def run_compiler(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run one of the emulator's compilers."""
-    if find_clang() is None:
-        fail_or_skip(MISSING, "METAL_PREFILL_REQUIRE_EMULATOR")
+    try:
+        find_clang()
+    except SourceError as error:
+        fail_or_skip(str(error), "METAL_PREFILL_REQUIRE_EMULATOR")
     command = [sys.executable, EMULATOR / "msl" / script, *arguments]
     return finished(command)
 
