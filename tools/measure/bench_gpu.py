@@ -19,10 +19,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,10 +31,9 @@ from metal_prefill.synth import synthesize
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-TIMED_PROMPTS = (1, 4, 8, 32, 128, 512, 2048)
 STREAMS = (8, 32)  # sequences that decode together
-SEQUENTIAL = (32, 128, 512)
-DEPTH, DECODED = 32, 64  # tokens in the context before decoding, and decoded ones
+SHOWN = ("1 token", "32 tokens", "512 tokens", "8 streams", "32 streams")  # cases whose kernels are listed
+DEPTH = 32  # tokens in the context before decoding
 # SmolLM-135M's shape in Q4_0 with a head in Q8_0: operations of the layers' weights for a token and of the
 # head for a prompt, and the bytes of both.
 LINEAR_FLOP, HEAD_FLOP, WEIGHT_BYTES = 212.3e6, 56.6e6, 89.8e6
@@ -42,17 +41,14 @@ APPLE_FAMILY = 9  # the engine is tuned as for an M3 or M4
 Record = dict[str, Any]
 
 
-def median_seconds(
-    run: Callable[[], object], repeats: int, prepare: Callable[[], object]
-) -> tuple[float, float]:
-    """Return the median and the spread (from the smallest to the largest) of the times of `run`."""
-    samples = []
-    for _ in range(repeats):
-        prepare()
-        begin = time.perf_counter()
-        run()
-        samples.append(time.perf_counter() - begin)
-    return statistics.median(samples), max(samples) - min(samples)
+class Case(NamedTuple):
+    """A call of one pass or more, and what precedes it."""
+
+    name: str
+    tokens: int
+    session: Session  # has the statistics of the call
+    prepare: Callable[[], object]
+    run: Callable[[], object]
 
 
 def prompt_of(n: int) -> np.ndarray[Any, Any]:
@@ -60,86 +56,39 @@ def prompt_of(n: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(n).integers(0, 49152, n).astype(np.int32)
 
 
-def measure_speeds(path: Path, repeats: int) -> Record:
-    """Return tokens a second of prompts and of decoding, and prompts against tokens one by one."""
-    rows: list[Record] = []
-    with Model(path, device="metal") as model, model.session() as session:
-        for n in PROMPTS:
-            ids = prompt_of(n)
-            for _ in range(3):
-                session.reset()
-                session.forward_prompt(ids)
-            seconds, spread = median_seconds(partial(session.forward_prompt, ids), repeats, session.reset)
-            rows.append({"tokens": n, "seconds": seconds, "spread": spread, "tokens_per_second": n / seconds,
-                         "gpu_seconds": session.stats()["gpu_seconds"],
-                         "dispatches": session.stats()["dispatches"]})  # fmt: skip
-
-        sequential = []
-        for n in SEQUENTIAL:
-            one_by_one, _ = median_seconds(partial(decode, session, n), 3, session.reset)
-            together = next(row["seconds"] for row in rows if row["tokens"] == n)
-            sequential.append({"tokens": n, "seconds": one_by_one, "ratio": one_by_one / together})
-        device = model.device
-    decoding = [measure_decoding(path, repeats, fused_norm) for fused_norm in (False, True)]
-    streams = [measure_streams(path, repeats, n) for n in STREAMS]
-    return {
-        "device": device,
-        "prefill": rows,
-        "decode": decoding,
-        "streams": streams,
-        "sequential": sequential,
-    }
-
-
-def decode(session: Session, count: int) -> float:
-    """Decode greedily; return the GPU's seconds."""
-    token, gpu_seconds = 1, 0.0
-    for _ in range(count):
-        token = session.forward_token_greedy(token)
-        gpu_seconds += session.stats()["gpu_seconds"]
-    return gpu_seconds
-
-
-def measure_decoding(path: Path, repeats: int, fused_norm: bool) -> Record:
-    """Return the speed of decoding after a short prompt."""
-    with Model(path, device="metal", fused_norm=fused_norm) as model, model.session() as session:
-
-        def fill() -> None:
-            session.reset()
-            session.forward_prompt(prompt_of(DEPTH))
-
-        fill()
-        gpu_seconds = decode(session, DECODED) / DECODED
-        seconds, spread = median_seconds(partial(decode, session, DECODED), repeats, fill)
-        return {"fused_norm": fused_norm, "tokens_per_second": DECODED / seconds,
-                "seconds": seconds / DECODED, "spread": spread / DECODED, "gpu_seconds": gpu_seconds,
-                "dispatches": session.stats()["dispatches"]}  # fmt: skip
-
-
-def decoding_sessions(model: Model, count: int) -> list[Session]:
-    """Return sessions after short prompts of their own."""
-    sessions = [model.session() for _ in range(count)]
+def cases(model: Model) -> Iterator[Case]:
+    """Yield prompts, the next token of a sequence, and passes with a token of each of several sequences."""
+    for n in PROMPTS:
+        session = model.session()
+        name = f"{n} token{'s' * (n > 1)}"
+        yield Case(name, n, session, session.reset, partial(session.forward_prompt, prompt_of(n)))
+    sessions = [model.session() for _ in range(max(STREAMS))]
     for i, session in enumerate(sessions):
         session.forward_prompt(prompt_of(DEPTH + i)[:DEPTH])
-    return sessions
+    first = sessions[0]
+    yield Case("next token", 1, first, lambda: None, partial(first.forward_token_greedy, 1))
+    for n in STREAMS:
+        step = partial(model.forward_batch, sessions[:n], [[1]] * n)
+        yield Case(f"{n} streams", n, first, lambda: None, step)
 
 
-def measure_streams(path: Path, repeats: int, count: int) -> Record:
-    """Return the speed of passes with one token for each of several sequences."""
+def measure_speeds(path: Path, repeats: int) -> list[Record]:
+    """Return the median time of each case by the host's clock and the GPU's, and the number of dispatches."""
+    rows: list[Record] = []
     with Model(path, device="metal") as model:
-        sessions = decoding_sessions(model, count)
-        gpu_seconds: list[float] = []
-
-        def step() -> None:
-            model.forward_batch(sessions, [[1]] * count)
-            gpu_seconds.append(sessions[0].stats()["gpu_seconds"])
-
-        for _ in range(3):
-            step()
-        seconds, spread = median_seconds(step, 4 * repeats, lambda: None)
-        dispatches = sessions[0].stats()["dispatches"]
-    return {"streams": count, "tokens_per_second": count / seconds, "seconds": seconds, "spread": spread,
-            "gpu_seconds": statistics.median(gpu_seconds[3:]), "dispatches": dispatches}  # fmt: skip
+        for case in cases(model):
+            times, gpu_times = [], []
+            for _ in range(repeats + 3):
+                case.prepare()
+                begin = time.perf_counter()
+                case.run()
+                times.append(time.perf_counter() - begin)
+                gpu_times.append(case.session.stats()["gpu_seconds"])
+            times, gpu_times = times[3:], gpu_times[3:]
+            rows.append({"case": case.name, "tokens": case.tokens, "seconds": statistics.median(times),
+                         "spread": max(times) - min(times), "gpu_seconds": statistics.median(gpu_times),
+                         "dispatches": case.session.stats()["dispatches"]})  # fmt: skip
+    return rows
 
 
 def median_rows(samples: list[list[Any]]) -> list[Record]:
@@ -151,47 +100,36 @@ def median_rows(samples: list[list[Any]]) -> list[Record]:
     ]  # fmt: skip
 
 
-def dispatches_of(prepare: Callable[[], object], run: Callable[[], object]) -> list[Any]:
-    """Return the dispatches of the last pass of `run`; a pass is one command buffer or several."""
-    prepare()
+def dispatches_of(case: Case) -> list[Any]:
+    """Return the dispatches of the last pass of a case; a pass is one command buffer or several."""
+    case.prepare()
     _core.emulator.set_history_depth(0)
     _core.emulator.set_history_depth(8)
-    run()
+    case.run()
     history = _core.emulator.history()
     return [d for buffer in history if buffer.label == history[-1].label for d in buffer.dispatches]
 
 
-def measure_dispatches(path: Path, repeats: int) -> list[Record]:
-    """Return the dispatches of prompts, and of passes with one token for each of several sequences.
-
-    They are in order, with the median of their times on the GPU.
-    """
-    with Model(path, device="metal") as model, model.session() as session:
-        runs: list[tuple[Record, Callable[[], object], Callable[[], object]]] = [
-            ({"tokens": n}, session.reset, partial(session.forward_prompt, prompt_of(n)))
-            for n in TIMED_PROMPTS
-        ]
-        for n in STREAMS:
-            step = partial(model.forward_batch, decoding_sessions(model, n), [[1]] * n)
-            runs.append(({"tokens": n, "streams": n}, lambda: None, step))
-        return [
-            about | {"dispatches": median_rows([dispatches_of(prepare, run) for _ in range(repeats + 2)])}
-            for about, prepare, run in runs
-        ]
+def measure_dispatches(path: Path, repeats: int) -> dict[str, list[Record]]:
+    """Return the dispatches of each case in order, with the median of their times on the GPU."""
+    with Model(path, device="metal") as model:
+        return {
+            case.name: median_rows([dispatches_of(case) for _ in range(repeats + 2)]) for case in cases(model)
+        }
 
 
-def dispatch_times(path: Path, repeats: int) -> list[Record]:
+def dispatch_times(path: Path, repeats: int) -> dict[str, list[Record]]:
     """Run measure_dispatches in a separate process, in timed mode."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "dispatches.json"
         command = [sys.executable, __file__, "--model", str(path), "--repeats", str(repeats), "--dispatches",
                    str(output)]  # fmt: skip
         subprocess.run(command, check=True, env={**os.environ, "METAL_EMULATOR_TIMED": "1"})
-        records: list[Record] = json.loads(output.read_text())
+        records: dict[str, list[Record]] = json.loads(output.read_text())
         return records
 
 
-def measure_ceilings() -> Record:
+def measure_ceilings() -> dict[str, float]:
     """Return the GPU's peak rates of bytes and operations per second, and the cost of a dispatch."""
     sys.path.insert(0, str(ROOT / "emulator/testing"))
     from metal_kernels import KernelLibrary
@@ -244,67 +182,38 @@ def measure_ceilings() -> Record:
     }
 
 
-def share_table(record: Record) -> list[str]:
+def share_table(name: str, dispatches: list[Record]) -> list[str]:
     """Return the time of each kernel in one pass, largest first."""
-    total = sum(row["microseconds"] for row in record["dispatches"])
+    total = sum(row["microseconds"] for row in dispatches)
     times: dict[str, list[float]] = defaultdict(list)
-    for row in record["dispatches"]:
+    for row in dispatches:
         times[row["kernel"]].append(row["microseconds"])
-    what = f"{record['streams']} streams" if "streams" in record else f"{record['tokens']} tokens"
-    lines = [f"{what}: {total:.0f} us in {len(record['dispatches'])} dispatches"]
+    lines = ["", f"{name}: {total:.0f} us in {len(dispatches)} dispatches"]
     for kernel, values in sorted(times.items(), key=lambda item: -sum(item[1])):
         share = 100 * sum(values) / total
         lines.append(f"  {share:5.1f}%  {kernel:36} {len(values):4} x {statistics.median(values):7.2f} us")
     return lines
 
 
-def projection_seconds(record: Record) -> float:
-    """Return the time of one pass in the layers' weight products, without the head, which comes last."""
-    names = ("matvec", "multi_token", "matmul")
-    products = [row for row in record["dispatches"] if row["kernel"].startswith(names)]
-    return sum(float(row["microseconds"]) for row in products[:-1]) * 1e-6
-
-
 def report(result: Record) -> list[str]:
     """Return the tables."""
-    speeds, ceilings = result["speeds"], result["ceilings"]
-    lines = [speeds["device"], "", "prefill     tok/s      ms   GPU ms  dispatches"]
-    for row in speeds["prefill"]:
-        lines.append(f"{row['tokens']:7} {row['tokens_per_second']:9.0f} {row['seconds'] * 1e3:7.2f} "
-                     f"{row['gpu_seconds'] * 1e3:8.2f} {row['dispatches']:11.0f}")  # fmt: skip
-    for row in speeds["decode"]:
-        name = "decode, norms fused" if row["fused_norm"] else "decode"
-        lines.append(f"{name}: {row['tokens_per_second']:.0f} tok/s, {row['seconds'] * 1e3:.2f} ms, GPU "
-                     f"{row['gpu_seconds'] * 1e3:.2f} ms, {row['dispatches']:.0f} dispatches")  # fmt: skip
-    for row in speeds["streams"]:
-        lines.append(
-            f"{row['streams']} streams: {row['tokens_per_second']:.0f} tok/s, {row['seconds'] * 1e3:.2f} ms, "
-            f"GPU {row['gpu_seconds'] * 1e3:.2f} ms, {row['dispatches']:.0f} dispatches"
-        )
-    lines += ["", "a prompt against its tokens one by one"]
-    lines += [f"{row['tokens']:7} {row['ratio']:9.1f} x" for row in speeds["sequential"]]
-    by_tokens = {record["tokens"]: record for record in result["dispatches"] if "streams" not in record}
-    one = projection_seconds(by_tokens[1])
-    lines += ["", "products of weights per token, against one token (the layers, without the head)"]
-    lines += [f"{n:7} {one / (projection_seconds(by_tokens[n]) / n):9.1f} x" for n in by_tokens if n > 1]
+    ceilings = result["ceilings"]
+    lines = [result["device"], ""]
+    lines += ["             tok/s      ms   GPU ms  dispatches  share of matrix operations, of the bytes"]
+    for row in result["speeds"]:
+        flops = (row["tokens"] * LINEAR_FLOP + HEAD_FLOP) / row["gpu_seconds"]
+        read = WEIGHT_BYTES / row["gpu_seconds"]
+        lines.append(f"{row['case']:11} {row['tokens'] / row['seconds']:6.0f} {row['seconds'] * 1e3:7.2f} "
+                     f"{row['gpu_seconds'] * 1e3:8.2f} {row['dispatches']:11.0f} "
+                     f"{100 * flops / ceilings['half_matrix_flops']:6.2f}% "
+                     f"{100 * read / ceilings['copied_bytes_per_second']:6.2f}%")  # fmt: skip
     lines += ["", "ceilings measured here",
               f"  copy {ceilings['copied_bytes_per_second'] / 1e12:.2f} TB/s, read and written",
               f"  float {ceilings['float_flops'] / 1e12:.1f} TFLOP/s, 8x8 half matrices "
               f"{ceilings['half_matrix_flops'] / 1e12:.1f} TFLOP/s",
-              f"  a dispatch that does nothing {ceilings['dispatch_seconds'] * 1e6:.2f} us",
-              "", "against them"]  # fmt: skip
-    for row in speeds["prefill"]:
-        flops = (row["tokens"] * LINEAR_FLOP + HEAD_FLOP) / row["gpu_seconds"]
-        read = WEIGHT_BYTES / row["gpu_seconds"]
-        lines.append(
-            f"{row['tokens']:7} {100 * flops / ceilings['half_matrix_flops']:6.2f}% of matrix operations, "
-            f"{100 * read / ceilings['copied_bytes_per_second']:6.2f}% of the bytes"
-        )
-    for n in (1, 32, 512):
-        lines += ["", *share_table(by_tokens[n])]
-    for record in result["dispatches"]:
-        if "streams" in record:
-            lines += ["", *share_table(record)]
+              f"  a dispatch that does nothing {ceilings['dispatch_seconds'] * 1e6:.2f} us"]  # fmt: skip
+    for name in SHOWN:
+        lines += share_table(name, result["dispatches"][name])
     return lines
 
 
@@ -325,10 +234,11 @@ def main() -> int:
     if "CUDA" not in os.environ.get("METAL_EMULATOR_EXECUTOR", "").upper():
         parser.error("set METAL_EMULATOR_EXECUTOR=cuda: times of the CPU executor say nothing about a GPU")
     with tempfile.TemporaryDirectory() as folder:
-        path = options.model
-        if not path:
-            path = synthesize(Path(folder) / "smollm-135m.Q4_0.gguf")
+        path = options.model or synthesize(Path(folder) / "smollm-135m.Q4_0.gguf")
+        with Model(path, device="metal") as model:
+            device = model.device
         result = {
+            "device": device,
             "speeds": measure_speeds(path, options.repeats),
             "dispatches": dispatch_times(path, options.repeats),
             "ceilings": measure_ceilings(),
