@@ -23,9 +23,14 @@ class Setup:
         for index, buffer in enumerate(self.buffers):
             self.encoder.set_buffer(index, buffer)
 
-    def use(self, kernel: str) -> None:
+    def use(self, kernel: str, **limits: int) -> None:
         """Set the pipeline."""
-        self.encoder.set_pipeline(self.library.pipeline(kernel))
+        function = self.library.library.new_function(kernel)
+        self.encoder.set_pipeline(self.library.device.new_pipeline(function, **limits))
+
+    def bind(self, index: int, buffer: int, offset: int = 0) -> None:
+        """Set a buffer by its number."""
+        self.encoder.set_buffer(index, self.buffers[buffer], offset)
 
     def dispatch(self, groups: int = 2, threads: int = 32) -> None:
         """Run 64 threads."""
@@ -59,99 +64,115 @@ def refuses(emulator: Any) -> Callable[[str], Any]:
     return lambda pattern: pytest.raises(emulator.ValidationError, match=pattern)
 
 
-def test_the_unmodified_setup_is_valid(case: Setup) -> None:
+# By name: calls, the last of which is refused, and the message.
+REFUSED: dict[str, tuple[Callable[[Setup], object], str]] = {
+    "missing binding": (
+        lambda c: (c.dispatch(), c.encoder.set_buffer(1, None), c.dispatch()),
+        r"kernel 'add', dispatch 1, buffer\(1\) 'b': nothing is bound",
+    ),
+    "bytes for a writable argument": (
+        lambda c: (c.encoder.set_bytes(2, bytes(256)), c.dispatch()),
+        r"buffer\(2\) 'sum': the kernel writes to it, but it was bound by setBytes",
+    ),
+    "struct argument that is too short": (
+        lambda c: (c.use("scale"), c.encoder.set_bytes(2, bytes(4)), c.dispatch()),
+        r"buffer\(2\) 'args': holds 4 bytes from offset 0, the argument needs 8",
+    ),
+    "misaligned float": (
+        lambda c: (c.bind(0, 0, 2), c.dispatch()),
+        r"kernel 'add', .*buffer\(0\).*offset 2 is not a multiple of 4",
+    ),
+    "misaligned vector": (
+        lambda c: (c.use("negate4"), c.bind(1, 1, 8), c.dispatch()),
+        r"kernel 'negate4', .*buffer\(1\).*offset 8 is not a multiple of 16",
+    ),
+    "misaligned constant": (
+        lambda c: (c.use("scale"), c.bind(2, 2, 128), c.dispatch()),
+        r"kernel 'scale', .*buffer\(2\).*offset 128 is not a multiple of 256",
+    ),
+    "offset outside the buffer": (
+        lambda c: c.bind(0, 0, 256),
+        "setBuffer: offset 256 at index 0 lies outside the buffer of 256 bytes",
+    ),
+    "a buffer that is written and bound twice": (
+        lambda c: (c.bind(1, 2), c.dispatch()),
+        r"kernel 'add', dispatch 0, buffer\(2\) 'sum': is written, and overlaps buffer\(1\) 'b'",
+    ),
+    "more than 31 buffers": (lambda c: c.bind(31, 0), "setBuffer: index 31 is not below 31"),
+    "bytes at index 31": (lambda c: c.encoder.set_bytes(31, b"1234"), "setBytes: index 31 is not below 31"),
+    "more than 4 KB of bytes": (
+        lambda c: c.encoder.set_bytes(0, bytes(4097)),
+        "setBytes: 4097 bytes at index 0 exceed the limit of 4096",
+    ),
+    "no bytes": (lambda c: c.encoder.set_bytes(0, b""), "setBytes: no bytes"),
+    "empty grid": (lambda c: c.dispatch(0), "kernel 'add', dispatch 0: the grid 0x1x1 is empty"),
+    "empty threadgroup": (lambda c: c.dispatch(threads=0), "dispatch 0: the threadgroup 0x1x1 is empty"),
+    "grid without rows": (
+        lambda c: c.encoder.dispatch_threadgroups((1, 0, 1), (1, 1, 1)),
+        "the grid 1x0x1 is empty",
+    ),
+    "too many threads": (
+        lambda c: c.encoder.dispatch_threadgroups((1, 1, 1), (32, 33, 1)),
+        "the threadgroup 32x33x1 exceeds the pipeline's limit of 1024 threads",
+    ),
+    "more threads than the kernel allows": (
+        lambda c: (c.use("limited"), c.dispatch(threads=65)),
+        "kernel 'limited', dispatch 0: the threadgroup 65x1x1 exceeds the pipeline's limit of 64",
+    ),
+    "more threads than the pipeline allows": (
+        lambda c: (c.use("add", max_threads=16), c.dispatch(threads=17)),
+        "exceeds the pipeline's maxTotalThreadsPerThreadgroup of 16",
+    ),
+    "no threadgroup memory": (
+        lambda c: (c.use("reverse"), c.dispatch()),
+        r"kernel 'reverse', dispatch 0, threadgroup\(0\) 'scratch': has 0 bytes",
+    ),
+    "odd threadgroup memory": (
+        lambda c: c.encoder.set_threadgroup_memory(0, 24),
+        "setThreadgroupMemoryLength: 24 at index 0 is not a multiple of 16",
+    ),
+    "too much threadgroup memory": (
+        lambda c: c.encoder.set_threadgroup_memory(0, 32784),
+        "32784 bytes at index 0 exceed the limit of 32768",
+    ),
+    "too much threadgroup memory together": (
+        lambda c: (
+            c.use("static_scratch"),
+            c.encoder.set_threadgroup_memory(0, 32768 - 4096 + 16),
+            c.dispatch(),
+        ),
+        "'static_scratch', dispatch 0: 32784 bytes of threadgroup memory exceed the limit of 32768",
+    ),
+    "another encoder": (
+        lambda c: c.command_buffer.blit_encoder(),
+        "blitCommandEncoder: another encoder has not ended encoding",
+    ),
+    "commit of an open encoder": (
+        lambda c: c.command_buffer.commit(),
+        "commit: an encoder of the command buffer has not ended encoding",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_misuse_is_refused(case: Setup, refuses: Any, name: str) -> None:
+    calls, message = REFUSED[name]
+    with refuses(message):
+        calls(case)
+
+
+def test_values_at_the_limits_are_accepted(case: Setup) -> None:
+    case.encoder.set_bytes(0, bytes(4096))
+    case.dispatch()
+    for index, buffer in ((0, 0), (1, 0), (30, 0)):  # one buffer that is read twice
+        case.bind(index, buffer)
+    case.dispatch()
+    case.bind(1, 2, 128)  # another part of the buffer that is written
+    case.dispatch(1)
+    case.use("static_scratch")
+    case.encoder.set_threadgroup_memory(0, 32768 - 4096)
     case.dispatch()
     assert case.finish().status == "completed"
-
-
-def test_missing_binding(case: Setup, refuses: Any) -> None:
-    case.dispatch()
-    case.encoder.set_buffer(1, None)
-    with refuses(r"kernel 'add', dispatch 1, buffer\(1\) 'b': nothing is bound"):
-        case.dispatch()
-
-
-def test_bytes_for_a_writable_argument(case: Setup, refuses: Any) -> None:
-    case.encoder.set_bytes(2, bytes(256))
-    with refuses(r"buffer\(2\) 'sum': the kernel writes to it, but it was bound by setBytes"):
-        case.dispatch()
-
-
-def test_struct_argument_that_is_too_short(case: Setup, refuses: Any) -> None:
-    case.use("scale")
-    case.encoder.set_bytes(2, bytes(4))
-    with refuses(r"buffer\(2\) 'args': holds 4 bytes from offset 0, the argument needs 8"):
-        case.dispatch()
-
-
-@pytest.mark.parametrize(
-    ("kernel", "index", "offset", "unit"), [("add", 0, 2, 4), ("negate4", 1, 8, 16), ("scale", 2, 128, 256)]
-)
-def test_misaligned_offset(
-    case: Setup, refuses: Any, kernel: str, index: int, offset: int, unit: int
-) -> None:
-    case.use(kernel)
-    case.encoder.set_buffer(index, case.buffers[index], offset)
-    with refuses(rf"kernel '{kernel}', .*buffer\({index}\).*offset {offset} is not a multiple of {unit}"):
-        case.dispatch()
-
-
-def test_offset_outside_the_buffer(case: Setup, refuses: Any) -> None:
-    with refuses("setBuffer: offset 256 at index 0 lies outside the buffer of 256 bytes"):
-        case.encoder.set_buffer(0, case.buffers[0], 256)
-
-
-def test_a_buffer_that_is_written_and_bound_twice(case: Setup, refuses: Any) -> None:
-    case.encoder.set_buffer(1, case.buffers[2])
-    with refuses(r"kernel 'add', dispatch 0, buffer\(2\) 'sum': is written, and overlaps buffer\(1\) 'b'"):
-        case.dispatch()
-    case.encoder.set_buffer(1, case.buffers[0])  # which is read twice
-    case.dispatch()
-    case.encoder.set_buffer(1, case.buffers[2], 128)  # another part
-    case.dispatch(1)
-
-
-def test_contents_of_a_private_buffer(device: Any, refuses: Any) -> None:
-    private = device.new_buffer(64, storage="private")
-    with refuses("contents: the buffer is MTLStorageModePrivate"):
-        _ = private.contents
-
-
-def test_more_than_31_buffers(case: Setup, refuses: Any) -> None:
-    case.encoder.set_buffer(30, case.buffers[0])
-    with refuses("setBuffer: index 31 is not below 31"):
-        case.encoder.set_buffer(31, case.buffers[0])
-    with refuses("setBytes: index 31 is not below 31"):
-        case.encoder.set_bytes(31, b"1234")
-
-
-def test_more_than_4_kb_of_bytes(case: Setup, refuses: Any) -> None:
-    case.encoder.set_bytes(0, bytes(4096))
-    with refuses("setBytes: 4097 bytes at index 0 exceed the limit of 4096"):
-        case.encoder.set_bytes(0, bytes(4097))
-    with refuses("setBytes: no bytes"):
-        case.encoder.set_bytes(0, b"")
-
-
-def test_empty_grid_or_threadgroup(case: Setup, refuses: Any) -> None:
-    with refuses("kernel 'add', dispatch 0: the grid 0x1x1 is empty"):
-        case.dispatch(0)
-    with refuses("kernel 'add', dispatch 0: the threadgroup 0x1x1 is empty"):
-        case.dispatch(threads=0)
-    with refuses("the grid 1x0x1 is empty"):
-        case.encoder.dispatch_threadgroups((1, 0, 1), (1, 1, 1))
-
-
-def test_too_many_threads(case: Setup, refuses: Any) -> None:
-    with refuses("the threadgroup 32x33x1 exceeds the pipeline's limit of 1024 threads"):
-        case.encoder.dispatch_threadgroups((1, 1, 1), (32, 33, 1))
-    case.use("limited")
-    with refuses("kernel 'limited', dispatch 0: the threadgroup 65x1x1 exceeds the pipeline's limit of 64"):
-        case.dispatch(threads=65)
-    function = case.library.library.new_function("add")
-    case.encoder.set_pipeline(case.library.device.new_pipeline(function, max_threads=16))
-    with refuses("exceeds the pipeline's maxTotalThreadsPerThreadgroup of 16"):
-        case.dispatch(threads=17)
 
 
 def test_no_pipeline(library: KernelLibrary, refuses: Any) -> None:
@@ -160,25 +181,6 @@ def test_no_pipeline(library: KernelLibrary, refuses: Any) -> None:
     with refuses("dispatchThreadgroups: no compute pipeline state is set"):
         encoder.dispatch_threadgroups((1, 1, 1), (1, 1, 1))
     encoder.end()
-
-
-def test_threadgroup_memory(case: Setup, refuses: Any) -> None:
-    case.use("reverse")
-    with refuses(r"kernel 'reverse', dispatch 0, threadgroup\(0\) 'scratch': has 0 bytes"):
-        case.dispatch()
-    with refuses("setThreadgroupMemoryLength: 24 at index 0 is not a multiple of 16"):
-        case.encoder.set_threadgroup_memory(0, 24)
-    with refuses("32784 bytes at index 0 exceed the limit of 32768"):
-        case.encoder.set_threadgroup_memory(0, 32784)
-    case.use("static_scratch")
-    case.encoder.set_threadgroup_memory(0, 32768 - 4096 + 16)
-    with refuses(
-        "kernel 'static_scratch', dispatch 0: 32784 bytes of threadgroup memory exceed the limit of 32768"
-    ):
-        case.dispatch()
-    case.encoder.set_threadgroup_memory(0, 32768 - 4096)
-    case.dispatch()
-    assert case.finish().status == "completed"
 
 
 def test_use_after_end_encoding(case: Setup, refuses: Any) -> None:
@@ -206,13 +208,6 @@ def test_encoder_released_without_end_encoding(library: KernelLibrary, emulator:
     assert emulator.take_violations() == []
 
 
-def test_two_encoders_at_once(case: Setup, refuses: Any) -> None:
-    with refuses("blitCommandEncoder: another encoder has not ended encoding"):
-        case.command_buffer.blit_encoder()
-    with refuses("commit: an encoder of the command buffer has not ended encoding"):
-        case.command_buffer.commit()
-
-
 def test_command_buffer_used_out_of_order(library: KernelLibrary, refuses: Any) -> None:
     command_buffer = library.queue.command_buffer()
     with refuses("waitUntilCompleted: the command buffer was not committed"):
@@ -236,43 +231,38 @@ def test_more_command_buffers_than_the_queue_has(device: Any, refuses: Any) -> N
     queue.command_buffer()
 
 
-def test_buffer_lengths(device: Any, emulator: Any, refuses: Any) -> None:
-    with refuses("newBufferWithLength: length is 0"):
-        device.new_buffer(0)
-    emulator.set_limits(emulator.Limits(max_buffer_length=4096))
-    assert device.max_buffer_length == 4096
-    with refuses("newBufferWithLength: length 4097 exceeds maxBufferLength 4096"):
-        device.new_buffer(4097)
-    with refuses("newBufferWithLength: the storage mode of the options 16 is neither Shared nor Private"):
-        device.new_buffer(16, storage="managed")
-
-
-def test_no_copy_buffers_require_whole_pages(device: Any, refuses: Any) -> None:
+def test_buffers(device: Any, emulator: Any, refuses: Any) -> None:
+    emulator.set_limits(emulator.Limits(max_buffer_length=4 * PAGE))
+    assert device.max_buffer_length == 4 * PAGE
     memory = np.frombuffer(mmap.mmap(-1, 2 * PAGE), np.uint8)
-    with refuses("newBufferWithBytesNoCopy: pointer is NULL or not a multiple of the page size"):
-        device.new_buffer_no_copy(memory, offset=64, length=PAGE)
-    with refuses(f"newBufferWithBytesNoCopy: length {PAGE + 4} is not a multiple of the page size"):
-        device.new_buffer_no_copy(memory, length=PAGE + 4)
+    for message, call in {
+        "newBufferWithLength: length is 0": lambda: device.new_buffer(0),
+        "newBufferWithLength: .* exceeds maxBufferLength": lambda: device.new_buffer(4 * PAGE + 1),
+        "newBufferWithLength: .* options 16 is neither": lambda: device.new_buffer(16, storage="managed"),
+        "contents: .* MTLStorageModePrivate": lambda: device.new_buffer(64, storage="private").contents,
+        "NoCopy: pointer is .* not a multiple": lambda: device.new_buffer_no_copy(memory, 64, PAGE),
+        "NoCopy: length .* not a multiple": lambda: device.new_buffer_no_copy(memory, length=PAGE + 4),
+    }.items():
+        with refuses(message):
+            call()
 
 
 def test_blit_ranges(device: Any, library: KernelLibrary, refuses: Any) -> None:
     a, b = device.new_buffer(16), device.new_buffer(8)
     command_buffer = library.queue.command_buffer()
     encoder = command_buffer.blit_encoder()
-    with refuses("copyFromBuffer: destination bytes 4 to 12 of a buffer of 8"):
-        encoder.copy(a, 0, b, 4, 8)
-    with refuses("copyFromBuffer: source bytes 12 to 20 of a buffer of 16"):
-        encoder.copy(a, 12, b, 0, 8)
-    with refuses("copyFromBuffer: source and destination overlap"):
-        encoder.copy(a, 0, a, 4, 8)
+    for message, arguments in {
+        "destination bytes 4 to 12 of a buffer of 8": (a, 0, b, 4, 8),
+        "source bytes 12 to 20 of a buffer of 16": (a, 12, b, 0, 8),
+        "source and destination overlap": (a, 0, a, 4, 8),
+        "size is 0": (a, 0, b, 0, 0),
+        "2 is not a multiple of 4 bytes": (a, 2, b, 0, 4),
+        "6 is not a multiple of 4 bytes": (a, 0, b, 0, 6),
+    }.items():
+        with refuses(f"copyFromBuffer: {message}"):
+            encoder.copy(*arguments)
     with refuses("fillBuffer: range: bytes 8 to 24 of a buffer of 16"):
         encoder.fill(a, 8, 16, 0)
-    with refuses("copyFromBuffer: size is 0"):
-        encoder.copy(a, 0, b, 0, 0)
-    with refuses("copyFromBuffer: 2 is not a multiple of 4 bytes"):
-        encoder.copy(a, 2, b, 0, 4)
-    with refuses("copyFromBuffer: 6 is not a multiple of 4 bytes"):
-        encoder.copy(a, 0, b, 0, 6)
     with refuses("fillBuffer: 10 is not a multiple of 4 bytes"):
         encoder.fill(a, 0, 10, 0)
     encoder.end()
