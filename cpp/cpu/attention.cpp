@@ -22,7 +22,7 @@ std::vector<float> position_bias(const Model& model) {
 
 namespace {
 
-// The norm of the queries, or of the keys: of a head, or of all heads of a row together.
+// The norm of queries or keys: per head, or over all heads of a row.
 Norm qk_norm(const AttentionStep& step, const Tensor& weight, const Tensor& bias) {
   return {weight, bias, weight.cols, step.config.norm_eps, step.config.norm_kind};
 }
@@ -33,17 +33,17 @@ Norm key_norm(const AttentionStep& step) {
   return qk_norm(step, step.weights.k_norm, step.weights.k_norm_bias);
 }
 
-// Whether the heads of a row have one norm in common.
+// Whether all heads of a row share one norm.
 bool normed_together(const AttentionStep& step, const Norm& norm) {
   return norm.weight && step.config.qk_norm_place == QkNormPlace::kRows;
 }
 
-// Norms a head, or all heads of a row together, in place.
+// Normalizes a head, or all heads of a row together, in place.
 void normalize_heads(const Context& c, const Norm& norm, float* heads) {
   apply(c.kernels, norm, heads, heads);
 }
 
-// Norms and rotates a head of a row of the pass.
+// Normalizes and rotates a head of a row of the pass.
 void prepare_head(const Context& c, const AttentionStep& step, const Norm& norm, int row, float* head) {
   const std::size_t pairs = std::size_t(step.config.rope_dim) / 2;
   const auto norm_at = [&](QkNormPlace place) {
@@ -55,7 +55,7 @@ void prepare_head(const Context& c, const AttentionStep& step, const Norm& norm,
   norm_at(QkNormPlace::kRotatedHeads);
 }
 
-// Counts one of `n` parts as done; whether it was the last one, after which the count is 0 again.
+// Counts one of `n` parts as done. Returns whether it was the last one, and then resets the count.
 bool is_last(std::atomic<int>& done, int n) {
   if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < n) return false;
   done.store(0, std::memory_order_relaxed);
@@ -72,19 +72,19 @@ int rows_of(std::span<const QueryTile> tiles) {
   return rows;
 }
 
-// Range that the rows of a tile see together.
+// Union of the ranges that the rows of a tile see.
 VisibleRange visible_range(const Config& config, int window, const QueryTile& tile) {
   const int length = config.causal ? 0 : tile.end;
   return {cpu::visible_range(tile.position, window, length).begin,
           cpu::visible_range(tile.position + tile.count - 1, window, length).end};
 }
 
-// Splits that hold some of the positions; one if there are none.
+// Number of splits with visible positions, at least one.
 int splits_of(VisibleRange visible) {
   return std::max(1, ceil_div(visible.end, kSplitPositions) - visible.begin / kSplitPositions);
 }
 
-// Products of a query and a key that the rows of a tile compute.
+// Number of query-key products of a tile, per head.
 double visible_pairs(const Config& config, int window, const QueryTile& tile) {
   double pairs = 0;
   for (int own = tile.position; own < tile.position + tile.count; ++own) {
@@ -94,7 +94,7 @@ double visible_pairs(const Config& config, int window, const QueryTile& tile) {
   return pairs;
 }
 
-// Norms and rotates the queries of an item, in rows of `q`.
+// Normalizes and rotates the queries of an item in rows of `q`.
 void prepare_queries(const Context& c, const AttentionStep& step, const AttentionItem& item,
                      const FloatRows& q) {
   if (!query_norm(step).weight && !step.rotations) return;
@@ -105,7 +105,7 @@ void prepare_queries(const Context& c, const AttentionStep& step, const Attentio
                    q.row(tile.first + i) + std::size_t(h) * std::size_t(step.config.query_step()));
 }
 
-// The attention of an item, all of it, from rows of `q` into rows of `out`.
+// Arguments of the attention of a whole item, from rows of `q` into rows of `out`.
 AttentionHead attention_head(const AttentionStep& step, const AttentionItem& item, const FloatRows& q,
                              const FloatRows& out) {
   const Config& config = step.config;
@@ -160,8 +160,8 @@ void add_relative_scores(const Context& c, const AttentionStep& step, const Atte
   head.added_stride = c.scratch.added_stride;
 }
 
-// A split of an item, number `split` of its sequence. Each split prepares its own queries, so no thread waits
-// for another.
+// Computes split `split` of an item. Each split prepares its own queries, so that no thread waits for
+// another.
 void attend_to_split(const Context& c, const AttentionStep& step, const AttentionItem& item, int split,
                      int rows, const AttentionSplits& splits) {
   const std::size_t n_heads = std::size_t(step.config.n_heads), first_head = std::size_t(item.first_head);
@@ -182,7 +182,7 @@ void attend_to_split(const Context& c, const AttentionStep& step, const Attentio
   c.kernels.attention(head, 0, item.tile.count);
 }
 
-// Adds up the `n` splits of an item.
+// Combines the `n` splits of an item.
 void combine_splits(const Context& c, const AttentionStep& step, const AttentionItem& item, int n, int rows,
                     const AttentionSplits& splits, const FloatRows& out) {
   const std::size_t n_heads = std::size_t(step.config.n_heads);
@@ -197,7 +197,7 @@ void combine_splits(const Context& c, const AttentionStep& step, const Attention
     }
 }
 
-// Multiplies the results of an item by the gates that follow its queries.
+// Multiplies the results of an item by the gates that are stored after its queries.
 void apply_gates(const Context& c, const AttentionStep& step, const AttentionItem& item,
                  const FloatRows& out) {
   const Config& config = step.config;
@@ -255,7 +255,7 @@ void CacheWriter::computed(const Context& c, CachePart part, int column, int col
   const Config& config = step_.config;
   const Norm norm = key_norm(step_);
   const bool keys = part == CachePart::kKeys, together = keys && normed_together(step_, norm);
-  const int heads = together ? config.n_kv_heads : 1;  // that are complete at the same time
+  const int heads = together ? config.n_kv_heads : 1;  // heads that are complete at the same time
   const int width = heads * (keys ? config.key_dim : config.value_dim);
   for (int i = column / width; i * width < column + columns; ++i) {
     const int products = ceil_div((i + 1) * width, kGroupRows) - i * width / kGroupRows;
@@ -308,7 +308,7 @@ void CacheWriter::store_values(const Context& c, RowRange block, int head) const
 
 int query_tile_rows(int total, int kv_heads, int threads) {
   constexpr int kSmallest = 4;
-  const int items_of_thread = threads > 8 ? 6 : 3;  // many threads end together only with short items
+  const int items_of_thread = threads > 8 ? 6 : 3;  // many threads finish together only if items are short
   int rows = kQueryTile;
   while (rows > kSmallest && ceil_div(total, rows) * kv_heads < items_of_thread * threads) rows /= 2;
   return rows;
@@ -333,7 +333,7 @@ void add_key_blocks(std::vector<RowRange>& blocks, std::span<const Row> rows, in
 
 int attention_splits(const Config& config, int window, std::span<const QueryTile> tiles, int threads) {
   constexpr int kItemsOfThread =
-      4;  // as long as the longest: with more items, threads finish together anyway
+      4;  // in units of the longest: with more items, threads finish together anyway
   if (threads == 1 || rows_of(tiles) > kQueryTile) return 1;
   int splits = 1;
   double longest = 0, all = 0;
@@ -363,9 +363,9 @@ AttentionItem AttentionItems::operator[](int i) const {
 }
 
 void AttentionItems::fetch(int i) const {
-  // The pass itself stored all that an encoder reads.
+  // An encoder reads only K and V that the pass itself has just stored.
   if (!step_.config.causal) return;
-  constexpr int kMost = 4 * kPagePositions;  // of a sequence: the processor prefetches what follows
+  constexpr int kMost = 4 * kPagePositions;  // positions per sequence: the processor prefetches further ones
   const AttentionItem item = (*this)[i];
   const VisibleRange visible = visible_range(step_.config, step_.config.window(step_.layer), item.tile);
   const int begin = item.seen_split == 0
@@ -380,7 +380,7 @@ void AttentionItems::fetch(int i) const {
 void AttentionItems::fetch_share(int share, int shares) const {
   const std::int64_t n = count();
   const auto begins_share = [&](std::int64_t i) { return n * ceil_div(i * threads_, n) / threads_ == i; };
-  // The processor follows from one split to the next.
+  // The processor's prefetcher continues from one split to the next.
   for (std::int64_t i = n * share / shares; i < n * (share + 1) / shares; ++i)
     if (i % splits_ == 0 || begins_share(i)) fetch(int(i));
 }
@@ -391,7 +391,7 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
   const int window = config.window(step.layer), rows = rows_of(items.tiles());
   const int columns = items.heads() * config.value_dim;
   const bool whole_blocks = columns % out.forms.block_cols() == 0;
-  // False while other splits of the item are not complete.
+  // Returns false until all splits of the item are complete.
   const auto attend_to = [&](const AttentionItem& item, int i) {
     if (items.splits() == 1) {
       prepare_queries(c, step, item, step.q);
@@ -412,7 +412,7 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
   if (const Norm norm = query_norm(step); normed_together(step, norm))
     c.worker.for_each(rows, [&](int i) { normalize_heads(c, norm, step.q.row(i)); });
   c.for_each(items.count(), [&](int i) {
-    // Some of what was prefetched during the products may have been evicted.
+    // Data that was prefetched during the products may have been evicted.
     if (items.tiles().size() > 1 && i + 1 < items.count()) items.fetch(i + 1);
     const AttentionItem item = items[i];
     if (!attend_to(item, i)) return;
@@ -422,7 +422,7 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
     if (whole_blocks)
       round_rows(c, out, item.tile.first, item.tile.count, item.first_head * config.value_dim, columns);
   });
-  // Blocks that hold columns of two items wait for both.
+  // A block with columns of two items is rounded after both are complete.
   if (!whole_blocks)
     c.worker.for_each(rows, [&](int row) { round_row(c, out, row, 0, config.n_heads * config.value_dim); });
 }

@@ -1,4 +1,4 @@
-// Aligned memory that throws the engine's own error if the system has none.
+// Aligned memory that throws DeviceError if the system has none.
 #pragma once
 
 #include <cstddef>

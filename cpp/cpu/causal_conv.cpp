@@ -15,8 +15,8 @@ namespace {
 // Channels whose sums stay in the L1 cache.
 constexpr int kChannels = 256;
 
-// u of channels [first, first + n) of the token `back` tokens before a row: in the pass, or in the state. A
-// product, or zeros before the first token, go to `made`.
+// Returns u of channels [first, first + n), `back` tokens before a row, from the pass or from the state.
+// Products, and zeros before the first token, are written to `made`.
 const float* input_of(const ConvStep& step, const Row& row, int back, int first, int n, float* made) {
   if (back <= row.in_chunk) {
     const float* u = step.in.row(row.index - back) + first;
@@ -26,7 +26,7 @@ const float* input_of(const ConvStep& step, const Row& row, int back, int first,
     return made;
   }
   if (row.state) {
-    // The last column of the state is that of the token before the chunk.
+    // The last row of the state is that of the token before the chunk.
     const int at = step.taps - 1 - (back - row.in_chunk);
     return row.state + step.first + std::ptrdiff_t(at) * step.channels + first;
   }

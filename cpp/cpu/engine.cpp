@@ -25,7 +25,7 @@ void check_heads(const Config& config) {
                                 " dimensions: the CPU engine takes up to " + std::to_string(kMaxHeadDim));
 }
 
-// A cache in blocks holds heads of whole blocks.
+// Throws if a head is not a whole number of the cache's blocks.
 void check_cache(const Config& config, KvType type) {
   const TypeInfo& info = type_info(tensor_type(type));
   std::vector<int> dims = config.layer_head_dim;
@@ -37,8 +37,8 @@ void check_cache(const Config& config, KvType type) {
                                   " are not a multiple of: use kv_dtype='f16'");
 }
 
-// Products of pairs round as much as products in 8 bits, and several times as much as those of weights in 16
-// bits: attention is in float32 next to these.
+// Products of bfloat16 pairs round as coarsely as 8-bit products, but several times as coarsely as products
+// of 16-bit weights. With such weights, attention is therefore in float32.
 KvLayout kv_layout(const Kernels& kernels, const EngineOptions& options, const Model& model) {
   if (options.kv_type == KvType::kQ8_0) return KvLayout::kQ8;
   if (options.kv_type == KvType::kF32) return KvLayout::kFloat;
@@ -87,12 +87,11 @@ class CpuEngine final : public Engine {
   KvPages store_;
   StateSlots states_;
   CacheMemory memory_;
-  std::mutex mutex_;  // guards what follows and the team: one pass at a time
+  std::mutex mutex_;  // guards the members below and the team: one pass at a time
   ForwardPass forward_;
   std::atomic<std::size_t> workspace_bytes_{0};  // read without waiting for a pass
   bool idle_at_fork_ = false;
-  bool lost_ =
-      false;  // this process was forked while another thread was in a pass: mutex_ is never free again
+  bool lost_ = false;  // this process was forked while another thread was in a pass: mutex_ stays locked
   const ForkHandler fork_handler_{[this] { idle_at_fork_ = mutex_.try_lock(); },
                                   [this](bool child) {
                                     if (idle_at_fork_) return mutex_.unlock();

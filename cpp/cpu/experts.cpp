@@ -1,4 +1,4 @@
-// Which experts the rows of a step go to, and their inputs.
+// Routing of rows to experts, and the experts' inputs.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -9,10 +9,10 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-// Added to the sum of sigmoid scores, all of which may be tiny. As in the published models.
+// Added to the sum of sigmoid scores, which may be tiny, as in the published models.
 constexpr float kSigmoidEps = 1e-6f;
 
-// The scores of a row, in place of the products of the router.
+// Replaces the router's products of a row by scores.
 void score(RouterScore kind, float* scores, int n) {
   if (kind == RouterScore::kSigmoid) {
     for (int i = 0; i < n; ++i) scores[i] = 1.0f / (1.0f + std::exp(-scores[i]));
@@ -24,8 +24,8 @@ void score(RouterScore kind, float* scores, int n) {
   for (int i = 0; i < n; ++i) scores[i] /= sum;
 }
 
-// Experts of a row, in ascending order: those with the largest scores plus bias, of equal ones the first; a
-// score that is NaN is the smallest. A bias has no effect on the factors.
+// Chooses the experts of a row, in ascending order: those with the largest scores plus bias, the first of
+// equal ones. NaN counts as the smallest score. The bias has no effect on the factors.
 void choose(const Config& config, const Tensor& bias, const float* scores, int* chosen, float* factors) {
   const int n = config.n_experts, used = config.experts_used;
   const auto key = [&](int expert) {
@@ -33,7 +33,7 @@ void choose(const Config& config, const Tensor& bias, const float* scores, int* 
     return std::isnan(biased) ? -std::numeric_limits<float>::infinity() : biased;
   };
   const auto better = [&](int a, int b) { return key(a) > key(b) || (key(a) == key(b) && a < b); };
-  // A heap of the best so far, the worst of them on top.
+  // A heap of the best so far, with the worst of them on top.
   for (int expert = 0; expert < n; ++expert) {
     if (expert >= used) {
       if (!better(expert, chosen[0])) continue;

@@ -11,11 +11,11 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-constexpr int kHeadRows = 32;  // rows whose logits are in memory together when the pass itself needs them
+constexpr int kHeadRows = 32;  // rows whose logits are in memory together if the pass itself reads them
 
-// Where the logits of a row with an output go.
+// Destination of the logits of a row with an output.
 enum class LogitsUse {
-  kNone,     // they are not computed
+  kNone,     // not computed
   kLargest,  // nowhere: only the largest is needed
   kCaller,   // to the caller's memory
   kPass,     // to the workspace, from which the pass reads them
@@ -94,7 +94,7 @@ double ForwardPass::run(std::span<Chunk> chunks) {
   plan(chunks);
   team_.run([&](Worker& worker) { run_layers({worker, kernels_, scratch_[std::size_t(worker.index())]}); });
   deliver();
-  // The system maps many pages around each row that a pass has read.
+  // The system has mapped many pages around each row that the pass has read.
   if (const Tensor& table = model_.per_layer_embedding) release_pages(table.data, table.bytes);
   double multiply_adds = 0;
   for (const Scratch& scratch : scratch_) multiply_adds += scratch.multiply_adds;
@@ -106,7 +106,7 @@ void ForwardPass::run_layers(const Context& c) {
   const std::size_t table = all_.rows.size() * std::size_t(config_.rope_dim);
   for (std::size_t i = 0; i < ropes_.ropes.size(); ++i)
     rope_table(c, ropes_.ropes[i], all_.rows, work_.rotations + i * table);
-  // Layers after the last one that stores something only have rows with an output.
+  // Layers after the last one with K, V or a state compute only rows with an output.
   for (int layer = 0; layer < config_.n_layers; ++layer)
     run_layer(c, layer, layer <= last_stored_ ? all_ : wanted_, layer < last_stored_ ? all_ : wanted_);
   if (config_.n_layers == 0) keep_rows(c, work_.x, config_.dim, wanted_.rows);
@@ -128,7 +128,7 @@ void ForwardPass::embed(const Context& c) {
   per_layer_inputs(c, model_, all_.rows, work_.inputs);
 }
 
-// The stream in the forms that products read.
+// The residual stream in the number formats that products read.
 NormedRows ForwardPass::as_it_is(const Context& c, int rows) {
   return normalize(c, work_.x, stream_norm(kNoTensor, kNoTensor), 0, rows, work_.normed);
 }
@@ -138,7 +138,7 @@ NormedRows ForwardPass::attention_input(const Context& c, const LayerWeights& m,
   return normalize(c, work_.x, stream_norm(m.attn_norm, m.attn_norm_bias), 0, rows, work_.normed);
 }
 
-// Stores K, V and states of all rows, and computes the wanted rows, which become the first of x.
+// Stores K, V and states of all rows, and computes the wanted rows, which become the first rows of x.
 void ForwardPass::run_layer(const Context& c, int layer, const Rows& all, const Rows& wanted) {
   if (all.count() == 0) return;
   const BlockOutput mixed = mix(c, layer, all, wanted);
@@ -161,7 +161,7 @@ StreamRows ForwardPass::stream(int layer, int first, int count, int first_ffn) c
   return work_.stream(first, count, first_ffn, ffn_dim);
 }
 
-// The part of a layer in which tokens see each other, up to its projection.
+// The part of a layer that mixes tokens, up to its output projection.
 ForwardPass::BlockOutput ForwardPass::mix(const Context& c, int layer, const Rows& all, const Rows& wanted) {
   switch (config_.kind(layer)) {
     case LayerKind::kShortConv:
@@ -181,7 +181,7 @@ ForwardPass::BlockOutput ForwardPass::mix(const Context& c, int layer, const Row
 void ForwardPass::finish_layer(const Context& c, int layer, const BlockOutput& mixed,
                                const StreamRows& rows) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
-  if (config_.parallel) feed_forward(c, layer, rows);  // which reads x before attention adds to it
+  if (config_.parallel) feed_forward(c, layer, rows);  // reads x before attention adds to it
   add_residual(c, mixed, rows);
   normalize_attended(c, m, rows);
   if (!config_.parallel) feed_forward(c, layer, rows);
@@ -206,7 +206,7 @@ void ForwardPass::feed_forward(const Context& c, int layer, const StreamRows& ro
   }
 }
 
-// The input of a layer from the token itself, through a gate that reads the stream.
+// Adds the input of a layer from the token itself, through a gate that reads the stream.
 void ForwardPass::add_layer_input(const Context& c, int layer, const StreamRows& rows) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layer(layer);
@@ -219,9 +219,9 @@ void ForwardPass::add_layer_input(const Context& c, int layer, const StreamRows&
   add_residual(c, {w.per_layer_out, kNoTensor, m.per_layer_post_norm, gated}, rows);
 }
 
-// Rows for which one thread finishes a layer: their activations stay in its L2 cache, and no thread waits for
-// another. All of `rows` if each thread would have too few, if weights are unpacked, which takes as long
-// for few rows as for many, or if rows are sorted by expert.
+// Number of rows for which one thread finishes a layer: their activations stay in its L2 cache, and no thread
+// waits for another. All `rows` if each thread would get too few, if weights are unpacked, which takes as
+// long for few rows as for many, or if rows are sorted by expert.
 int ForwardPass::rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int rows) const {
   constexpr int kLeast = 32;
   for (const Linear* linear :
@@ -233,7 +233,7 @@ int ForwardPass::rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int r
   const std::size_t columns = std::size_t(std::max(config_.ffn_dim, 1));
   const int most = std::max(kLeast, int(bytes_at_once() / sizeof(float) / columns));
   const int blocks = round_up(ceil_div(rows, most), threads);
-  const auto rows_of_thread = [&](int block) {  // at most
+  const auto rows_of_thread = [&](int block) {  // maximum rows of a thread
     const int whole = rows / block, turns = whole / threads;
     return turns * block + (whole % threads == 0 ? rows % block : block);
   };
@@ -348,8 +348,8 @@ AttentionStep ForwardPass::attention_step(int layer) const {
   };
 }
 
-// Keys and values of all rows, into the cache, and queries of the wanted rows, which become the first rows of
-// x. Meanwhile prefetches the first keys of attention.
+// Stores keys and values of all rows in the cache, and computes queries of the wanted rows, which become the
+// first rows of x. Prefetches the first keys of attention meanwhile.
 void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
                               const AttentionItems& items, const Rows& all, const Rows& wanted) {
   const LayerWeights& m = step.weights;
@@ -382,8 +382,8 @@ void ForwardPass::add_residual(const Context& c, const BlockOutput& w, const Str
   if (w.norm) add_normalized(c, rows.block, norm(w.norm, kNoTensor, config_.norm_eps), rows.count, rows.x);
 }
 
-// The norms of the residual stream after attention. Between two of them, the input of the layer is added
-// again.
+// Applies the norms of the residual stream after attention. If there are two, the layer's input is added
+// again between them.
 void ForwardPass::normalize_attended(const Context& c, const LayerWeights& m, const StreamRows& rows) {
   if (!m.second_residual_norm)
     return normalize_stream(c, m.attn_residual_norm, m.attn_residual_norm_bias, rows);
@@ -393,14 +393,14 @@ void ForwardPass::normalize_attended(const Context& c, const LayerWeights& m, co
                   rows.normed);
 }
 
-// x = norm(x), in a model that norms the residual stream itself.
+// x = norm(x), in a model with norms of the residual stream itself.
 void ForwardPass::normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias,
                                    const StreamRows& rows) {
   if (weight)
     normalize_in_place(c, norm(weight, bias, config_.stream_eps()), rows.count, rows.x, rows.normed);
 }
 
-// The feed-forward block up to its down projection.
+// Computes the feed-forward block up to its down projection.
 void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m,
                               const StreamRows& rows) {
   multiply_gated(c, {w.w_gate, w.w_up, floats(m.b_gate), floats(m.b_up), config_.activation},
@@ -413,7 +413,7 @@ NormedRows ForwardPass::feed_forward_input(const Context& c, const LayerWeights&
   return normalize(c, rows.x, stream_norm(m.ffn_norm, m.ffn_norm_bias), 0, rows.count, rows.normed);
 }
 
-// Each row through those experts that the router chooses for it, and through the shared one.
+// Passes each row through the experts that the router chooses for it, and through the shared one.
 void ForwardPass::experts(const Context& c, const CpuLayer& w, const LayerWeights& m,
                           const StreamRows& rows) {
   const Routes routes = work_.routes.of(rows.count);
@@ -465,14 +465,14 @@ void ForwardPass::deliver_hidden(const Context& c) {
   });
 }
 
-// Log probabilities of targets, and sampled tokens, if requested.
+// Computes log probabilities of targets, and samples tokens, if requested.
 void ForwardPass::use_logits(const Context& c, std::span<const Wanted> wanted) {
   if (std::none_of(wanted.begin(), wanted.end(),
                    [](const Wanted& w) { return logits_use(w.chunk->output) == LogitsUse::kPass; }))
     return;
   const float* const* logits_of = logits_.data() + (wanted.data() - outputs_.data());
   const int n = int(wanted.size());
-  // One thread takes all rows of a chunk: which of them count depends on the ones before.
+  // One thread handles all rows of a chunk, as earlier rows determine which later ones count.
   const auto choose = [&](SampledOutput& sampled, int i) {
     const Chunk* chunk = wanted[std::size_t(i)].chunk;
     if (i > 0 && wanted[std::size_t(i) - 1].chunk == chunk) return;
@@ -498,7 +498,7 @@ void ForwardPass::use_logits(const Context& c, std::span<const Wanted> wanted) {
   });
 }
 
-// Lists the rows of the pass, those of the last layer, and makes room for them.
+// Lists the rows of the pass and those of the last layer, and reserves memory for them.
 void ForwardPass::plan(std::span<Chunk> chunks) {
   int n = 0, n_wanted = 0, n_used = 0;
   std::size_t n_pages = 0, longest = 0;
@@ -521,7 +521,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   logits_.clear();
 
   const auto tile_rows = [&](int total) { return query_tile_rows(total, config_.n_kv_heads, team_.size()); };
-  const bool attends = config_.n_heads > 0;  // in some layer
+  const bool attends = config_.n_heads > 0;  // whether any layer has attention
   std::byte** pages = pages_.data();
   const auto add = [&](Chunk& chunk) {
     const int first = all_.count(), first_wanted = wanted_.count();
@@ -565,7 +565,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   for (Rows* rows : {&all_, &wanted_}) {
     if (!attends) break;
     deal(rows->tiles, team_.size());
-    // As for a layer without a window. With one, splits are fewer, and items more alike.
+    // Assumes a layer without a window: with one, splits are fewer and items more alike.
     int splits = 1;
     for (const Config& config : layer_configs_.distinct())
       splits = std::max(splits, attention_splits(config, 0, rows->tiles, team_.size()));

@@ -1,4 +1,4 @@
-// The forward pass: which steps run, in which order, on which rows.
+// The forward pass: the order of steps, and the rows of each.
 //
 // All threads of the team run the same pass; each step divides its work among them and ends with a barrier. A
 // step is one call for all rows of the pass, layer by layer.
@@ -23,18 +23,18 @@ class ForwardPass {
   ForwardPass(const Model& model, const EngineOptions& options, const Kernels& kernels, const KvPages& cache,
               const StateSlots& states, Team& team);
 
-  // Rows that pass through the layers together. With this number a step's output is still cached for the next
-  // step, which saves more than reading the weights again for further rows costs. More threads have larger
-  // caches, and more rows leave fewer threads idle. Widening weights takes as long as many rows. A text whose
-  // tokens see later ones is not divided.
+  // Maximum rows that pass through the layers together. Up to this number, a step's output is still cached
+  // for the next step, which saves more time than reading the weights again for further rows costs. More
+  // threads have larger caches, and more rows leave fewer threads idle. Widening weights takes as long as
+  // computing many rows. A text whose tokens attend to later ones is not divided.
   int max_rows() const {
     const int threads = team_.size();
     if (!config_.causal) return std::max(config_.context_length, std::min(128 * threads, 2048));
     return std::clamp(64 * threads, weights_.widens ? 512 : 256, 1024);
   }
 
-  // Computes the chunks' rows on top of what their pages hold and delivers their outputs. One call at a time.
-  // Throws before anything is written. Returns how many multiply-adds products and attention took.
+  // Appends the chunks' rows to their caches and delivers their outputs. One call at a time. Throws before
+  // anything is written. Returns the number of multiply-adds in products and attention.
   double run(std::span<Chunk> chunks);
 
   std::size_t weight_bytes() const { return weights_.packed_bytes(); }
@@ -43,17 +43,17 @@ class ForwardPass {
   std::size_t workspace_bytes() const { return work_.bytes(); }
 
  private:
-  // The rows that a layer works on, and how attention takes them.
+  // The rows that a layer computes, and their tiles in attention.
   struct Rows {
     std::vector<Row> rows;
     std::vector<QueryTile> tiles;
     int count() const { return int(rows.size()); }
   };
-  // A row of the last layer whose output is wanted, or the first of a text that is pooled.
+  // A row of the last layer whose output is wanted, or the first row of a pooled text.
   struct Wanted {
     Chunk* chunk;
-    int row;    // of those of the chunk with an output
-    int index;  // of those of the last layer
+    int row;    // index among the chunk's rows with an output
+    int index;  // index among the last layer's rows
   };
 
   // The projection with which a block ends, its bias, and the norm of the block's output.
@@ -114,7 +114,7 @@ class ForwardPass {
   Team& team_;
   Weights weights_;
   std::vector<float> scaled_norm_;     // the output norm, times the scale of the logits
-  Tensor head_norm_, head_norm_bias_;  // views of it
+  Tensor head_norm_, head_norm_bias_;  // views of scaled_norm_
   const Ropes ropes_;
   const std::vector<float> slopes_;  // of ALiBi
   const std::vector<float> bias_;    // [n_heads][kBiasRow] of relative positions

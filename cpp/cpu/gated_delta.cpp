@@ -3,7 +3,7 @@
 //
 //   S = exp(decay * softplus(alpha + step)) S;   S += k sigmoid(beta) (v - k S);   out = q S / sqrt(key_dim)
 //
-// where q and k, which a convolution made, are divided by their lengths. Each head is then normed and
+// where q and k, outputs of a convolution, are divided by their lengths. Each head is then normalized and
 // multiplied by SiLU of its gate. Tokens are computed one by one, in any pass.
 #include <algorithm>
 #include <cmath>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr float kLengthEps = 1e-6f;  // added to the square of a length
 
-// Divides the heads of q and k by their lengths, and q by sqrt(key_dim); makes factors of alpha and beta.
+// Divides the heads of q and k by their lengths, and q by sqrt(key_dim). Turns alpha and beta into factors.
 void prepare_row(const Context& c, const DeltaStep& step, int row) {
   const Config& config = step.config;
   const int n = config.scan_key_dim;
@@ -34,7 +34,7 @@ void prepare_row(const Context& c, const DeltaStep& step, int row) {
   }
 }
 
-// Columns [column, column + columns) of a head's matrix, over the rows of a sequence.
+// Updates the columns of a head's matrix from `column` on, over the rows of a sequence.
 void scan_columns(const Context& c, const DeltaStep& step, std::span<const Row> rows, int head, int column) {
   const Config& config = step.config;
   const int n = config.scan_key_dim, width = config.scan_value_dim;
@@ -49,7 +49,7 @@ void scan_columns(const Context& c, const DeltaStep& step, std::span<const Row> 
   }
   const std::ptrdiff_t keys = std::ptrdiff_t(config.scan_groups) * n,
                        q = std::ptrdiff_t(head % config.scan_groups) * n;
-  const std::ptrdiff_t place = std::ptrdiff_t(head) * width + column;  // in v and in the output
+  const std::ptrdiff_t place = std::ptrdiff_t(head) * width + column;  // offset in v and in the output
   for (const Row& row : rows) {
     const float* qkv = step.convolved.row(row.index);
     const float* rates = step.rates.row(row.index) + head;

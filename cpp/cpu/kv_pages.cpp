@@ -71,7 +71,7 @@ void KvPages::copy(PageId from, PageId to, int positions) {
 }
 
 std::pair<std::size_t, std::size_t> KvPages::bytes_of_first(const Heads& heads, int positions) const {
-  const bool q8 = layout_ == KvLayout::kQ8;  // scales follow the codes of all positions
+  const bool q8 = layout_ == KvLayout::kQ8;  // scales are stored after the codes of all positions
   return {
       q8 || layout_ == KvLayout::kPairs ? heads.key_bytes : key_block(heads, round_up(positions, kKeyBlock)),
       q8 ? heads.head_bytes - heads.key_bytes : value_row(heads, round_up(positions, 2))};
@@ -93,7 +93,7 @@ void KvPages::taken(PageId page) {
   if (!own.taken) ++groups_[own.group].taken;
   own.taken = true;
   for (const Heads& heads : heads_) {
-    // Products take the dimensions that fill keys up, too: they must be zero.
+    // Products read the padding of keys, too: it must be zero.
     const std::size_t used =
         heads.key_stride == heads.key_dim ? heads.key_bytes : std::size_t(heads.key_dim / 2) * kKeyLaneStep;
     if (!poison_ && used == heads.key_bytes) continue;
@@ -105,7 +105,7 @@ void KvPages::taken(PageId page) {
   }
 }
 
-// Frees a group once none of its pages is in use: each layer has a part of every page.
+// Frees the memory of a group once none of its pages is in use, as each layer has a part of every page.
 void KvPages::idle(PageId page) {
   const std::scoped_lock lock(mutex_);
   Page& own = pages_[page];
@@ -129,7 +129,7 @@ void KvPages::addresses(std::span<const PageId> pages, std::byte** out) const {
   for (const PageId page : pages) *out++ = pages_[page].data;
 }
 
-// A matrix of elements, with the bytes from one row, and from one column, to the next.
+// A matrix of elements, with the distances between rows and between columns in bytes.
 struct KvPages::Matrix {
   std::byte* data;
   std::size_t row, column;
@@ -159,7 +159,7 @@ void copy_tiles(int rows, int columns, const Matrix& from, const Matrix& to) {
   copy_elements<2>(rows - whole_rows, columns, from.at(whole_rows, 0), to.at(whole_rows, 0));
 }
 
-// Eight elements as 32-bit integers, four at a time.
+// Four elements as 32-bit integers.
 using Words = std::uint32_t __attribute__((vector_size(16)));
 using Floats = float __attribute__((vector_size(16)));
 
@@ -169,8 +169,8 @@ Words select(Mask mask, Words yes, Words no) {
   return (Words(mask) & yes) | (~Words(mask) & no);
 }
 
-// Between canonical f16 and the pairs of a page, which were rounded from f16: back and forth nothing changes.
-// A power of two moves the exponent of the one to that of the other, also of subnormal numbers.
+// Converts canonical f16 to the elements of pairs in a page, which were rounded from f16, so that a round
+// trip changes nothing. A power of two converts the exponent, also of subnormal numbers.
 Words bfloat16_of(Words half) {
   const Words sign = (half & 0x8000) << 16, magnitude = half & 0x7fff;
   const Words value = Words(Floats(magnitude << 13) * 0x1p112f);
@@ -182,7 +182,7 @@ Words half_of(Words bfloat16) {
   const Words sign = bfloat16 & 0x8000, magnitude = (bfloat16 & 0x7fff) << 16;
   const Words value = Words(Floats(magnitude) * 0x1p-112f) >> 13;
   const Words nan = 0x7e00 | (magnitude >> 13 & 0x3ff);
-  // bfloat16 rounds the largest number of f16 to 65536.
+  // bfloat16 rounds the largest f16 number to 65536.
   const std::uint32_t large = std::bit_cast<std::uint32_t>(65536.0f);
   const Words infinite = select(magnitude == large, Words{} + 0x7bff, Words{} + 0x7c00);
   return sign | select(magnitude < large, value, select(magnitude > 0x7f800000, nan, infinite));
@@ -227,7 +227,7 @@ struct PairsRow {
 using KeyRow = PairsRow<2, kKeyLaneStep>;
 using ValueRow = PairsRow<1, 4>;
 
-// The first code of a position, and the number of adjacent codes, kStep bytes apart.
+// Offset of the first code of a position, and the number of adjacent codes, kStep bytes apart.
 struct KeyCodes {
   static constexpr int kTogether = 4;
   static constexpr std::size_t kStep = kKeyLaneStep;
@@ -239,8 +239,8 @@ struct ValueCodes {
   static std::size_t first(int dim, int position) { return q8_value(dim, position); }
 };
 
-// The blocks of Q8_0 of a position: in canonical layout as in a model file, the scale before the signed
-// codes. In pages codes count from 128.
+// Copies the Q8_0 blocks of a position. In canonical layout, as in a model file, the scale precedes the
+// signed codes. Codes in pages are 128 higher.
 template <Direction kDirection, typename Codes>
 void move_q8_row(std::byte* head, int dim, int position, std::byte* canonical) {
   constexpr std::size_t kScale = sizeof(std::uint16_t);
@@ -273,7 +273,7 @@ void copy_matrix(int rows, int columns, std::size_t element, const Matrix& from,
 
 }  // namespace
 
-// Positions and dimensions of a piece of a page in which the keys of 16 positions are interleaved.
+// Positions and dimensions of a piece of a page that interleaves the keys of 16 positions.
 KvPages::Matrix KvPages::matrix(const Heads& heads, std::byte* own, bool values) const {
   if (values) return {own, std::size_t(heads.value_stride) * element(), element()};
   return {own, element(), kKeyBlock * element()};

@@ -17,7 +17,7 @@ namespace metal_prefill::cpu {
 
 // A page holds, for each layer and key-value head, its keys, then its values. Pages are allocated in slabs,
 // which can be huge pages of the system, and in groups: the parts of a head in the pages of a group are
-// contiguous. A token reads one head after the other, and the processor prefetches contiguous memory only:
+// contiguous. A token reads head by head, and the processor prefetches contiguous memory only:
 //
 //   group  | layer 0, head 0: page 0, page 1, ... | layer 0, head 1: page 0, page 1, ... | ...
 //
@@ -36,29 +36,29 @@ class KvPages final : public PageStore {
   KvLayout layout() const { return layout_; }
   int key_stride(int layer) const { return of(layer).key_stride; }
   int value_stride(int layer) const { return of(layer).value_stride; }
-  // Bytes from the beginning of a page to the keys, and to the values, of a head.
+  // Byte offsets of a head's keys and values in a page.
   std::size_t keys(int layer, int head) const { return head_at(of(layer), head); }
   std::size_t values(int layer, int head) const { return keys(layer, head) + of(layer).key_bytes; }
 
-  // Asks for the keys and values of the first positions of a page, which are read soon.
+  // Prefetches the keys and values of the first positions of a page.
   void fetch(const std::byte* page, int layer, int head, int positions) const;
 
-  // Where each page begins; stays valid as long as the page exists.
+  // Writes the address of each page; valid as long as the page exists.
   void addresses(std::span<const PageId> pages, std::byte** out) const;
 
   struct Matrix;
   enum class Direction { kRead, kWrite };  // of the pages
 
-  // Canonical layout [position][head][dim], of f16, float32 or blocks of Q8_0, of the first `positions` of a
-  // block table.
+  // Copies the first `positions` of a block table from or to canonical layout [position][head][dim] of f16,
+  // float32 or blocks of Q8_0.
   void read(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* out) const;
   void write(std::span<const PageId> pages, int layer, bool values, int positions, const std::byte* in);
 
  private:
-  // On Zen 4 a token reads at 0.56 of the speed of plain reading with stretches of 16 KB, 0.8 with 64 KB, 0.9
-  // with 128 KB and 0.93 with 256 KB. Longer ones would leave more of a group unused.
+  // On Zen 4, a token reads at 0.56 of the speed of plain reading with contiguous stretches of 16 KB, 0.8
+  // with 64 KB, 0.9 with 128 KB and 0.93 with 256 KB. Longer ones would leave more of a group unused.
   static constexpr std::size_t kStretchBytes = 128 << 10, kMostGrouped = 8;
-  // Positions of a session for each page of a group: short ones gain nothing, and would hold memory idle.
+  // Positions of a session per page of a group: short sessions gain nothing, and would hold idle memory.
   static constexpr std::size_t kPositionsOfGrouped = 8 * kPagePositions;
   struct Page {
     std::byte* data;  // of layer 0 and head 0
@@ -72,17 +72,17 @@ class KvPages final : public PageStore {
   // The heads of a layer.
   struct Heads {
     int count, key_dim, value_dim, key_stride, value_stride;
-    std::size_t key_bytes, head_bytes;  // of one head's keys, of both
-    std::size_t first = 0;              // from the beginning of a page to the first head
+    std::size_t key_bytes, head_bytes;  // of one head's keys, and of keys and values
+    std::size_t first = 0;              // byte offset of the first head in a page
   };
 
   const Heads& of(int layer) const { return heads_[std::size_t(place_[std::size_t(layer)])]; }
-  // Bytes from the beginning of a page to a head.
+  // Byte offset of a head in a page.
   std::size_t head_at(const Heads& heads, int head) const {
     return heads.first + std::size_t(head) * group_ * heads.head_bytes;
   }
   std::size_t element() const { return element_bytes(layout_); }  // not in kQ8
-  // In the other layouts, bytes from there to the block with a position's key (its lane is position % 16),
+  // In the other layouts, byte offsets from there to the block with a position's key (in lane position % 16),
   // and to its first value.
   std::size_t key_block(const Heads& heads, int position) const;
   std::size_t value_row(const Heads& heads, int position) const;
@@ -91,8 +91,8 @@ class KvPages final : public PageStore {
   Matrix matrix(const Heads& heads, std::byte* own, bool values) const;
   template <Direction kDirection>
   void move(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* canonical) const;
-  // The positions from `first` of a page, at most a block, of a head, which begins at `head` in the page.
-  // Rows of `canonical` are `row_bytes` apart.
+  // Copies at most a block of positions, from `first` of a page on, of the head at `head` in the page. Rows
+  // of `canonical` are `row_bytes` apart.
   template <Direction kDirection>
   void move_rows(const Heads& heads, int first, int rows, bool values, std::byte* canonical,
                  std::size_t row_bytes, std::byte* head) const;
@@ -101,7 +101,7 @@ class KvPages final : public PageStore {
   const bool poison_;
   const std::vector<int> place_;  // of each layer: see attention_places
   std::vector<Heads> heads_;      // by place
-  std::size_t head_bytes_;        // from one page of a group to the next
+  std::size_t head_bytes_;        // distance between the pages of a group
   std::size_t group_ = 1;         // pages in a group
   std::size_t page_bytes_;
   mutable std::mutex mutex_;

@@ -1,4 +1,4 @@
-// Products of a step: matrices are cut into groups of 32 rows, chunks into blocks of tokens.
+// Products of a step: matrices are divided into groups of 32 rows, chunks into blocks of tokens.
 #include <algorithm>
 #include <cmath>
 
@@ -8,27 +8,28 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-// Tokens of an item at most: what it unpacks is used for all, its results fit the L1 cache.
+// Maximum tokens of an item: what it unpacks is used for all, and its results fit the L1 cache.
 constexpr int kTokenBlock = 192;
-// The same if quantized weights become pairs, which takes as long as many tokens, or if panels of bytes or
-// pairs come from memory.
+// Maximum if quantized weights are widened to pairs, which takes as long as many tokens, or if panels of
+// bytes or pairs come from memory.
 constexpr int kLongTokenBlock = 512;
-// Tokens of a part in products of panels: with their results they stay in the L1 cache. Whole tiles of all
-// sets.
+// Tokens of a part in products of panels: with their results they stay in the L1 cache. A multiple of the
+// tiles of all sets.
 constexpr int kPartTokens = 96;
 
-// Cost of unpacking a group of weights, in tokens that could be multiplied meanwhile.
+// Cost of unpacking a group of weights, in tokens that could be multiplied in that time.
 int unpacking_tokens(const Linear& linear) {
   return linear.ready_panels() ? 0 : linear.in_panels() ? 64 : 8;
 }
 
-constexpr int kFewTokens = 3;  // for which expanding 16-bit weights to float32 first costs more than it saves
+constexpr int kFewTokens =
+    3;  // maximum tokens for which expanding 16-bit weights first costs more than it saves
 
-constexpr int kNarrowTokens = 2;  // for which widening a group first costs more than it saves
+constexpr int kNarrowTokens = 2;  // maximum tokens for which widening a group first costs more than it saves
 
-constexpr int kItemsOfThread = 4;  // at least: the last ones end together
-// Groups of an expert in an item at most. They follow each other in memory: a group arrives while the one
-// before it is multiplied.
+constexpr int kItemsOfThread = 4;  // minimum, so that threads finish together
+// Maximum groups of an expert in an item. They are contiguous in memory: a group is prefetched during the
+// products of the previous one.
 constexpr int kGroupsOfItem = 16;
 
 using Tile = float[kLongTokenBlock][kGroupRows];
@@ -43,13 +44,13 @@ struct TokenBlocks {
   }
 };
 
-// At most `count` blocks.
+// Divides rows into at most `count` blocks.
 TokenBlocks divided(int rows, int count) {
   const int length = round_up(ceil_div(rows, count), kTileTokens);
   return {rows, ceil_div(rows, length), length};
 }
 
-// Where share `share` of some items begins.
+// First item of share `share`.
 int share_of(int items, int share, int shares) {
   return int(std::int64_t(items) * share / shares);
 }
@@ -66,8 +67,8 @@ int most_tokens(const Linear& linear) {
   return ready || unpacking_tokens(linear) > kTileTokens ? kLongTokenBlock : kTokenBlock;
 }
 
-// An item is a group of weights and a block of tokens. Few blocks unpack weights seldom; more of them keep
-// all threads at work until the end. Takes the number that is done first.
+// Divides rows into blocks; an item is a group of weights and a block of tokens. Few blocks unpack weights
+// rarely; more blocks keep all threads busy until the end. Chooses the number that finishes first.
 TokenBlocks blocks_of(int rows, int groups, int threads, int most, int unpacking) {
   TokenBlocks best = {rows, 0, 0};
   int best_cost = 0;
@@ -79,7 +80,7 @@ TokenBlocks blocks_of(int rows, int groups, int threads, int most, int unpacking
   return best;
 }
 
-// Whether a group has all of its rows, and these need no padding.
+// Whether a group has all of its rows, without padding.
 bool is_whole(const Tensor& tensor, int group) {
   return std::size_t(tensor.cols) % kFloatPad == 0 && (group + 1) * kGroupRows <= tensor.rows;
 }
@@ -116,12 +117,12 @@ bool lies_ready(const Tensor& tensor, int group) {
   return (tensor.type == TensorType::kF16 || tensor.type == TensorType::kBF16) && is_whole(tensor, group);
 }
 
-// Where the next group is in packed memory, and where its rows are in the file.
+// Memory of the next group: packed, or its rows in the file.
 PrefetchRange next_group(const PackedMatrix& packed, int group) {
   if (!in_panels(packed.packing) || group + 1 >= packed.groups()) return {};
   return {packed.group(group + 1), packed.group_bytes()};
 }
-// A share of its lines.
+// A share of the range in whole cache lines.
 PrefetchRange lines_of(const PrefetchRange& range, int share, int shares) {
   constexpr std::size_t kLine = 64;
   const std::size_t lines = range.bytes / kLine, n = std::size_t(shares);
@@ -140,12 +141,12 @@ void count_products(const Context& c, const Linear& linear, GroupRange groups, i
   c.scratch.multiply_adds += double(n_rows) * linear.packed.cols * tokens;
 }
 
-// A group of pairs that is multiplied in parts; null if it is multiplied as packed.
+// The pairs of a group that is multiplied in parts; null if it is multiplied as packed.
 const PairBlock* panels_of(const Context& c, const Linear& linear, int group) {
   if (!linear.pairs) return nullptr;
   return pairs_of_group(c.kernels, linear.packed, group, c.scratch.weights.data());
 }
-// Several groups only if rows are rotated.
+// Multiplies groups by a range of tokens. Several groups are allowed only if rows are rotated.
 void multiply_panels(const Context& c, const Linear& linear, GroupRange groups, const PairBlock* pairs,
                      const Activations& x, RowRange range, const ProductOutput& out,
                      const PrefetchRange& next) {
@@ -159,8 +160,7 @@ void multiply_panels(const Context& c, const Linear& linear, GroupRange groups, 
     c.kernels.multiply_rotated(linear.packed, groups, x.rotated, range.first, range.count, out, next);
 }
 
-// The products of a group of rows with the tokens of a range, the first of which are those of out.row(0). Of
-// the rows, `columns` exist.
+// Multiplies a group of rows, of which the matrix has `columns`, by tokens of a range, from out.row(0) on.
 void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, RowRange range,
                     const ProductOutput& out, int columns = kGroupRows) {
   const bool whole = columns == kGroupRows;
@@ -194,8 +194,8 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
 }
 
 // Calls body(part, products) for parts of `range`, with their products plus a bias, rows of kGroupRows in
-// `tile`. Panels are multiplied part by part; other weights are unpacked for all tokens of a call, and have
-// no activation.
+// `tile`. Panels are multiplied part by part; other weights are unpacked for all tokens of a call, and
+// require a null activation.
 template <typename Body>
 void multiply_parts(const Context& c, const Linear& linear, int group, const Activations& x, RowRange range,
                     const float* bias, const Activation* activation, Tile& tile, Body&& body) {
@@ -216,7 +216,7 @@ void multiply_parts(const Context& c, const Linear& linear, int group, const Act
   }
 }
 
-// The bias of a group, zeros beyond the matrix; null: there is none.
+// The bias of a group, zero beyond the matrix; null if there is none.
 class GroupBias {
  public:
   GroupBias(const float* bias, int row, int n_rows) : exists_(bias != nullptr) {
@@ -229,14 +229,14 @@ class GroupBias {
   alignas(64) float values_[kGroupRows] = {};
 };
 
-// Groups that an item multiplies. Several leave the matrix unit no pause between them.
+// Number of groups that an item multiplies. With several, the matrix unit does not pause between them.
 int groups_at_once(const Linear& linear, int blocks, int threads) {
   if (!linear.rotated()) return 1;
   const int groups = linear.packed.groups(), items = threads == 1 ? 1 : kItemsOfThread * threads;
   return std::clamp(groups * blocks / items, 1, groups);
 }
 
-// The products of groups that an item takes together, the first of which go to `out`.
+// Multiplies the groups of an item; the products of the first one start at `out`.
 void multiply_groups(const Context& c, const Linear& linear, GroupRange groups, const Activations& x,
                      RowRange range, const ProductOutput& out) {
   const int whole =
@@ -258,12 +258,12 @@ void multiply_groups(const Context& c, const Linear& linear, GroupRange groups, 
   }
 }
 
-// Whether the results of a group are rounded as they are computed: h has no block with columns of several.
+// Whether results are rounded group by group, as no block of h has columns of several groups.
 bool rounds_groups(const Activations& h) {
   return kGroupRows % h.forms.block_cols() == 0;
 }
 
-// Columns of h for a block of tokens: of one group, or of several if h has blocks with columns of several.
+// Computes columns of h for a block of tokens: of one group, or of several if they share blocks of h.
 void gate_groups(const Context& c, const GateAndUp& w, GroupRange groups, const Activations& x,
                  RowRange range, const Activations& h) {
   const bool whole_blocks = rounds_groups(h), in_f32 = h.forms.f32 || !whole_blocks;
@@ -275,7 +275,7 @@ void gate_groups(const Context& c, const GateAndUp& w, GroupRange groups, const 
   const int n_rows = std::min(kGroupRows, w.up.packed.rows - row);
   const GroupBias gate_bias(w.gate_bias, row, n_rows), up_bias(w.up_bias, row, n_rows);
   alignas(64) Tile gates, ups;
-  // Stores results of some tokens in the other forms of h.
+  // Stores results of some tokens in the other formats of h.
   const auto store = [&](RowRange part, const float* from, std::size_t stride) {
     if (!whole_blocks) return;
     if (h.forms.int8) {
@@ -311,7 +311,7 @@ void gate_groups(const Context& c, const GateAndUp& w, GroupRange groups, const 
 }
 
 void update(Best& best, const float* values, int n, int index) {
-  unsigned candidates = 0;  // as wide as a float, so that compilers make vectors of the loop
+  unsigned candidates = 0;  // as wide as a float, so that compilers vectorize the loop
   for (int i = 0; i < n; ++i) candidates |= unsigned(!(values[i] < best.value));
   if (candidates == 0 && best.index >= 0) return;
   for (int i = 0; i < n; ++i) {
@@ -361,7 +361,7 @@ void multiply(const Context& c, std::initializer_list<Product> products, const N
     in_panels = in_panels && p.weight.in_panels();
   }
   const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), most, unpacking);
-  // Items are runs of groups of a product; the cache takes single groups.
+  // Items are runs of groups of a product; K and V are stored by single groups.
   const auto length_of_runs = [&](const Product& p) {
     return p.part == CachePart::kNone && in_panels ? groups_at_once(p.weight, blocks.count, c.worker.count())
                                                    : 1;
@@ -373,8 +373,8 @@ void multiply(const Context& c, std::initializer_list<Product> products, const N
   for (const Product& p : products) runs += runs_of(p);
   for_each_of(c, runs * blocks.count, x, [&](int item) {
     if (fetch) fetch->fetch_share(item, runs * blocks.count);
-    // Panels wait for activations: all groups pass a block of tokens, which stays in the L2 cache. For others
-    // a group is unpacked, which is then in the cache for its next block.
+    // Panels wait for activations: a block of tokens, which stays in the L2 cache, is multiplied by all
+    // groups. Other groups are unpacked, and are then in the cache for the next block.
     const int block = in_panels ? item / runs : item % blocks.count;
     int run = in_panels ? item % runs : item / blocks.count;
     const Product* p = products.begin();
@@ -423,7 +423,7 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
   const int groups = w.up[0].packed.groups(), columns = w.up[0].packed.rows;
   const int most = most_tokens(w.up[0]);
   const Linear no_gate;
-  // Divides tiles of all experts among the threads, so that each has work, and groups if there are few tiles.
+  // Divides the tiles of all experts among the threads, and groups if there are too few tiles.
   const int items = kItemsOfThread * c.worker.count(), most_tiles = std::max(routes.most_tiles(), 1);
   const int ranges = std::min(groups, std::max(ceil_div(groups, kGroupsOfItem), ceil_div(items, most_tiles)));
   const int shares = std::min(ceil_div(items, ranges), most_tiles);

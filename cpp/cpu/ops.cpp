@@ -8,7 +8,7 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-// Fills the other forms of columns [first, first + columns) of rows [row, row + rows) from `from`.
+// Converts columns [first, first + columns) of rows [row, row + rows) of `from` to the other formats.
 void round_from(const Context& c, const FloatRows& from, const Activations& a, int row, int rows, int first,
                 int columns) {
   const float* x = from.data + first;
@@ -29,7 +29,7 @@ void round_from(const Context& c, const FloatRows& from, const Activations& a, i
                                    c.scratch.weights.as<float>(), a.rotated, row + r);
 }
 
-// A row without a float32 reader stays in the scratch memory of the thread, which is in its cache.
+// A row that no step reads in float32 stays in the thread's scratch memory, in its cache.
 void normalize_row(const Context& c, const float* x, const Norm& norm, int row, const Activations& out) {
   const FloatRows& rows = out.forms.f32 ? out.f32 : c.scratch.normed.f32;
   const FloatRows normed = {rows.row(out.forms.f32 ? row : 0), rows.stride};
@@ -37,7 +37,7 @@ void normalize_row(const Context& c, const float* x, const Norm& norm, int row, 
   round_from(c, normed, out, row, 1, 0, norm.dim);
 }
 
-// x = norm(x) of a row, and the forms of it that `out` asks for.
+// x = norm(x) of a row, also stored in the formats that `out` requests.
 void normalize_row_in_place(const Context& c, const Norm& norm, int row, const FloatRows& x,
                             const Activations& out) {
   apply(c.kernels, norm, x.row(row), x.row(row));
@@ -48,7 +48,7 @@ void add(const float* from, int n, float* to) {
   for (int i = 0; i < n; ++i) to[i] += from[i];
 }
 
-// out += row `row` of a table.
+// Adds row `row` of a table to `out`.
 void add_embedding(const Tensor& table, int row, std::span<float> scratch, float* out) {
   dequantize_row(table.type, table.row(row), scratch.data(), scratch.size());
   add(scratch.data(), int(scratch.size()), out);
@@ -98,7 +98,7 @@ void per_layer_inputs(const Context& c, const Model& model, std::span<const Row>
                       const FloatRows& inputs) {
   const Config& config = model.config;
   const std::size_t dim = std::size_t(config.per_layer_dim), columns = dim * std::size_t(config.n_layers);
-  // The projection counts divided by the root of `dim`, which for its norm is a larger epsilon.
+  // The norm of projection / sqrt(dim) is that of the projection with a larger epsilon.
   const Norm norm = {model.per_layer_norm, kNoTensor, config.per_layer_dim,
                      config.norm_eps * float(config.dim), NormKind::kRms};
   const float table_scale = std::sqrt(float(dim)), half = std::numbers::sqrt2_v<float> / 2;
@@ -175,7 +175,7 @@ void normalize_twice(const Context& c, const FloatRows& y, const Norm& first, co
 }
 
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept) {
-  // Each item moves its columns of all rows, the first rows first: none is overwritten before it is read.
+  // Each item moves its columns of all rows, first rows first: none is overwritten before it is read.
   constexpr int kColumns = 64;
   c.worker.for_each((columns + kColumns - 1) / kColumns, [&](int item) {
     const int column = item * kColumns, n = std::min(kColumns, columns - column);

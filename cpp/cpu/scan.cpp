@@ -1,8 +1,8 @@
 // The scan of a state-space layer.
 //
-// An item is a head of a sequence: its tokens follow each other, in order, so that the bits do not depend on
-// how a text was divided. The state after the first tokens with a place for one is computed there, from a
-// copy of the state before the chunk; the state after the next ones from a copy of that one.
+// An item is a head of a sequence: its tokens are scanned in order, so that results do not depend on how a
+// text was divided. Each stored state is computed in place, from a copy of the previously stored one, first
+// that before the chunk.
 #include <algorithm>
 
 #include "ops.h"
@@ -11,7 +11,7 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-// Rows [first, first + count), of one sequence, of a head.
+// Rows [first, first + count) of one sequence, for a head.
 ScanHead head_of(const ScanStep& step, int first, int head) {
   const Config& c = step.config;
   const int dim = c.scan_value_dim, group = head / (c.scan_heads / c.scan_groups);
@@ -38,7 +38,7 @@ void scan_head(const Kernels& kernels, const ScanStep& step, std::span<const Row
   const float* before = rows.front().state ? rows.front().state + place : nullptr;
   for (std::size_t done = 0; done < rows.size();) {
     std::size_t end = done;
-    while (!rows[end].next) ++end;  // the last row of a chunk has a place for its state
+    while (!rows[end].next) ++end;  // the last row of a chunk stores its state
     ++end;
     ScanHead scanned = head_of(step, rows[done].index, head);
     scanned.state = rows[end - 1].next + place;

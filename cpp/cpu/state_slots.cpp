@@ -7,7 +7,7 @@
 
 namespace metal_prefill::cpu {
 
-// Whole pages of the system if a slot has one or more, so that an idle slot's memory can be returned.
+// Slots of a system page or more are whole pages, so that an idle slot's memory can be returned.
 StateSlots::StateSlots(const Config& config, bool poison)
     : layout_(config),
       slot_bytes_(round_up(std::max(layout_.bytes(), std::size_t(64)),

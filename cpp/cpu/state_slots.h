@@ -13,7 +13,7 @@ namespace metal_prefill::cpu {
 
 class StateSlots final : public PageStore {
  public:
-  // With `poison`, slots are filled with NaN whenever they are taken anew.
+  // With `poison`, slots are filled with NaN whenever they are taken.
   StateSlots(const Config& config, bool poison);
 
   const StateLayout& layout() const { return layout_; }

@@ -19,8 +19,7 @@ namespace metal_prefill::cpu {
 namespace {
 
 // Spins before a thread sleeps: about 50 µs, longer than the work between two barriers of a decode step and
-// than a Python caller needs between two tokens, and short against a time slice that another process may have
-// taken.
+// than a Python caller needs between two tokens, but short compared with a time slice of another process.
 constexpr int kSpins = 2000;
 
 // Spins before a thread takes items of others, 1 to 2 µs: items of equal length finish together, and
@@ -58,8 +57,8 @@ int available_cores() {
   return std::max(1, int(std::thread::hardware_concurrency()));
 }
 
-// Tiles of attention take more stack than the 128 KiB that musl gives a thread; glibc gives 8 MiB, macOS 512
-// KiB. This changes the default of all threads that start later; musl never lowers it.
+// Tiles of attention need more stack than the 128 KiB that musl allocates for a thread; glibc allocates 8
+// MiB, macOS 512 KiB. This changes the default of all threads that start later; musl never lowers it.
 void raise_stack_size() {
 #if defined(__linux__) && !defined(__GLIBC__)
   constexpr std::size_t kStackBytes = std::size_t(1) << 20;
@@ -73,9 +72,9 @@ void raise_stack_size() {
 
 }  // namespace
 
-// The share of thread t is [items * t / n, items * (t + 1) / n).
+// Share t is the items [items * t / n, items * (t + 1) / n).
 Worker::ItemRange Worker::claim(int owner, int items) {
-  constexpr int kRuns = 64;  // of a share
+  constexpr int kRuns = 64;  // per share
   const int n = team_->size_;
   const auto first = std::uint32_t(std::int64_t(items) * owner / n);
   const auto end = std::uint32_t(std::int64_t(items) * (owner + 1) / n);
@@ -140,7 +139,7 @@ void Team::launch() {
     stop();
     throw DeviceError("cannot start thread " + std::to_string(started + 1) + " of " + std::to_string(size_) +
                       ": " + error.what());
-  } catch (...) {  // no memory; a thread that was not joined must not be destroyed
+  } catch (...) {  // no memory; destroying a joinable thread would terminate the process
     stop();
     throw;
   }
@@ -149,7 +148,7 @@ void Team::launch() {
 
 void Team::stop() {
   launched_ = false;
-  if (forked_) {  // nothing to join, and a thread that was not joined must not be destroyed
+  if (forked_) {  // nothing to join, and destroying a joinable thread would terminate the process
     new std::vector<std::thread>(std::move(threads_));
     threads_.clear();
     forked_ = false;
@@ -163,9 +162,9 @@ void Team::stop() {
   stopping_.store(false, std::memory_order_relaxed);
 }
 
-// Linux may wake a thread on the core of the one that wakes it, even if others are idle: if cores were busy
-// lately, it does not look for them. The woken thread then waits for the caller, which waits for no thread
-// that is not in the body: for calls of a few milliseconds it would never run.
+// Linux may wake a thread on the waker's core even if others are idle: if cores were busy recently, it does
+// not look for idle ones. The woken thread then waits for the caller, which never waits for a thread outside
+// the body: during calls of a few milliseconds it would never run.
 void Team::keep_core() {
 #ifdef __linux__
   const int core = sched_getcpu();
@@ -209,9 +208,9 @@ void Team::loop(int index) {
     do {
       if (!(inside & kOpen)) break;
     } while (!inside_.compare_exchange_weak(inside, inside + 1, std::memory_order_acquire));
-    if (!(inside & kOpen)) continue;  // too late for this one
+    if (!(inside & kOpen)) continue;  // too late for this call
     job = job_.load(
-        std::memory_order_relaxed);  // may be a later one; a body entered twice finds its phases over
+        std::memory_order_relaxed);  // may be a later call; a body entered twice finds its phases over
     Worker worker(this, index, first_phase_);
     body_(argument_, worker);
     if (inside_.fetch_sub(1, std::memory_order_release) == 1) inside_.notify_one();

@@ -1,9 +1,8 @@
 // A persistent team of threads that runs a function on all of its members at once.
 //
-// Inside, work is divided by `for_each`: every thread begins with its own contiguous share of the items and,
-// once that is done and the others are not about to finish, takes items from the shares of others. So all
-// finish together even if one is slower, and memory is read in order. An item has the same value on any
-// thread.
+// Within it, `for_each` divides work: every thread begins with its own contiguous share of the items. Once
+// that is done, and unless the others are about to finish, it takes items from their shares. So all finish
+// together even if one is slower, and memory is read in order. An item has the same result on any thread.
 //
 // A phase (one for_each) is over when its items are done, not when all threads have arrived: a preempted
 // thread delays the others only while it has an item. When it continues it passes through the phases that it
@@ -30,7 +29,7 @@ class Worker {
   int index() const { return index_; }
   int count() const;
 
-  // This thread alone: it computes all items of a phase itself. For use within an item of the team.
+  // This thread alone, which computes all items of a phase itself. For use within an item of the team.
   Worker alone() const { return {nullptr, index_, phase_}; }
 
   // Calls body(i) once for each i in [0, items) over the whole team and returns when all are done. All
@@ -61,9 +60,9 @@ class Worker {
   struct ItemRange {
     int first, end;
   };
-  // The next items of a thread's share: a 64th of the share, at least one. Empty if none is left.
+  // Claims the next items of a thread's share: a 64th of the share, at least one. Empty if none is left.
   ItemRange claim(int owner, int items);
-  // Items that this thread has done; whether all are done now.
+  // Adds items that this thread has done; returns whether all are done.
   bool report(int done, int items);
   bool is_over() const;
   bool is_over_soon() const;
@@ -85,8 +84,8 @@ class Team {
 
   int size() const { return size_; }
 
-  // Runs body(worker) on this thread and on all idle threads of the team, and returns when all have left it.
-  // One call at a time. The body must not throw.
+  // Runs body(worker) on this thread and on all idle threads of the team, and returns when all have left the
+  // body. One call at a time. The body must not throw.
   template <typename F>
   void run(F&& body) {
     start([](void* f, Worker& worker) { (*static_cast<std::remove_reference_t<F>*>(f))(worker); }, &body);
@@ -97,8 +96,8 @@ class Team {
   using Body = void (*)(void*, Worker&);
   static constexpr std::uint32_t kOpen = 1u << 31;
 
-  // Next item of a thread's share, tagged with the phase: a thread that has not arrived yet can be stolen
-  // from.
+  // Next item of a thread's share, tagged with the phase, so that others can take items of a thread that has
+  // not arrived yet.
   struct alignas(128) Share {
     std::atomic<std::uint64_t> next{0};  // phase << 32 | item
   };
@@ -116,16 +115,16 @@ class Team {
   alignas(128) std::atomic<std::uint32_t> finished_{0};  // items of the current phase
   alignas(128) std::atomic<std::uint32_t> job_{0};       // calls of run so far
   alignas(128) std::atomic<std::uint32_t> inside_{
-      0};  // threads in the body, but the caller's; kOpen: more may enter
+      0};  // threads in the body, without the caller; kOpen: more may enter
   Body body_ = nullptr;
   void* argument_ = nullptr;
-  std::uint32_t first_phase_ = 0;       // the last one that was over when the body began
-  std::atomic<bool> stopping_ = false;  // a thread that woke for an earlier job may look while it is set
+  std::uint32_t first_phase_ = 0;       // the last phase that was over when the body began
+  std::atomic<bool> stopping_ = false;  // a thread that woke for an earlier job may read it while it is set
   std::vector<std::thread> threads_;
   bool launched_ = false;
-  int core_ = -1;  // of the last caller
-  // threads_ are those of the process that forked this one. Written in the child only, which has no other
-  // threads: those of the parent read it.
+  int core_ = -1;  // core of the last caller
+  // Whether threads_ are those of the parent process. Written in the child only, which has no other threads,
+  // as threads of the parent read it.
   bool forked_ = false;
   const ForkHandler fork_handler_{[] {},
                                   [this](bool child) {

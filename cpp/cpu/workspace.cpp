@@ -19,7 +19,7 @@ class Layout {
     return reinterpret_cast<T*>(part);
   }
   FloatRows floats(std::size_t columns) {
-    // Rows end with an unused cache line: at distances of a power of two they share few sets of the L1 cache.
+    // Rows end with an unused cache line: strides of a power of two would conflict in the L1 cache.
     const std::size_t stride = round_up(columns, kFloatPad) + kFloatPad;
     return {take<float>(rows_ * stride), stride};
   }
@@ -27,7 +27,7 @@ class Layout {
   TileRows<Tile> tiles(std::size_t blocks) {
     return {take<Tile>(round_up(rows_, kTileTokens) / kTileTokens * blocks), int(blocks)};
   }
-  // A norm and attention write float32 first, for any readers.
+  // A norm and attention always write float32 first.
   enum class Float32 { kAlways, kWhereRead };
   Activations activations(std::size_t columns, Forms forms, Float32 f32) {
     Activations a{forms, {}, {}, {}, {}, {}};
@@ -46,7 +46,7 @@ class Layout {
     }
     return a;
   }
-  // Rows of the buffers that are taken from now on.
+  // Sets the number of rows of the next buffers.
   void set_rows(std::size_t rows) { rows_ = rows; }
   std::size_t bytes() const { return bytes_; }
 

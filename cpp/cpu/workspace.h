@@ -11,7 +11,7 @@
 
 namespace metal_prefill::cpu {
 
-// One activation a row, in the forms that its readers need.
+// Rows of an activation, in the formats that its readers need.
 struct Activations {
   Forms forms;
   FloatRows f32;
@@ -20,14 +20,14 @@ struct Activations {
   PairRows bfloat16;
   RotatedRows rotated;
 
-  // The same memory for rows of `columns`, which are fewer.
+  // The same memory for narrower rows of `columns`.
   Activations of_width(int columns) const {
     Activations narrow = *this;
     if (forms.int8) narrow.int8.blocks = columns / kBlockCols;
     if (forms.super) narrow.super.blocks = columns / kSuperCols;
     return narrow;
   }
-  // The same without the first rows, a multiple of kTileTokens.
+  // The same rows without the first ones, a multiple of kTileTokens.
   Activations rows_from(int row) const {
     return {.forms = forms,
             .f32 = f32.rows_from(row),
@@ -53,11 +53,11 @@ struct RowRange {
   int first, count;
 };
 
-// Which experts the rows of a step go to. Pairs of a row and one of its experts are sorted by expert, then by
+// Routing of a step's rows to experts. Pairs of a row and one of its experts are sorted by expert, then by
 // row, and have a place each. The places of an expert begin with a tile.
 struct Routes {
   int rows = 0;
-  int experts = 0, used = 0;  // of the model, of a row
+  int experts = 0, used = 0;  // experts of the model, and experts per row
   FloatRows scores;           // [rows][experts]: products of the router
   int* chosen = nullptr;      // [rows][used], ascending
   float* factors = nullptr;   // [rows][used]
@@ -78,7 +78,7 @@ struct Routes {
   }
   int pairs() const { return rows * used; }
   int tiles() const { return first[experts] / kTileTokens; }
-  // For any routing of the rows: all threads cut a step into the same items.
+  // Maximum for any routing of the rows, so that all threads divide a step into the same items.
   int most_tiles() const {
     const int started = std::min(experts, pairs());
     return started + (pairs() - started) / kTileTokens;
@@ -94,24 +94,22 @@ struct Routes {
   }
 };
 
-// Attention over splits of positions, which threads share, before they are added up.
+// Attention over splits of positions, which threads share, before the splits are combined.
 struct AttentionSplits {
-  FloatRows q;                 // [splits][rows][n_heads * query_step]
-  FloatRows out;               // [splits][rows][n_heads * value_dim]
-  SoftmaxSum* sums = nullptr;  // [splits][rows][n_heads]
-  std::atomic<int>* done =
-      nullptr;  // [items]: splits of a tile and its heads that are done; 0 between layers
+  FloatRows q;                       // [splits][rows][n_heads * query_step]
+  FloatRows out;                     // [splits][rows][n_heads * value_dim]
+  SoftmaxSum* sums = nullptr;        // [splits][rows][n_heads]
+  std::atomic<int>* done = nullptr;  // [items]: finished splits of a tile and its heads; 0 between layers
 };
 
-// The most rows that each thread normalizes itself. With more threads, a separate phase for them takes
-// longer.
+// Maximum rows that each thread normalizes itself. With more threads, a separate phase takes longer.
 inline int rows_of_own(int threads) {
   return std::clamp(threads / 4, 1, kTileTokens);
 }
-// Room for the norm of rows of the stream, which `out` then refers to.
+// Allocates memory for the norm of rows of the stream, which `out` then refers to.
 Buffer reserve_normed(const Config& config, const Weights& weights, int rows, Activations& out);
 
-// Room for `rows` rows. Named as in the forward pass.
+// Memory for `rows` rows. Named as in the forward pass.
 struct Workspace {
   FloatRows x;                 // [rows][dim]: the residual stream
   Activations embedded;        // [rows][embedding_dim]: before the projection
@@ -122,7 +120,7 @@ struct Workspace {
   Activations normed;          // [rows][dim]
   Activations att;             // [rows][n_heads * value_dim]
   Activations ffn;             // [rows, a tile more for each thread][ffn_dim], or [...][shared_dim]
-  FloatRows inputs;            // [rows][n_layers][per_layer_dim]: of each layer from the token itself
+  FloatRows inputs;            // [rows][n_layers][per_layer_dim]: inputs of each layer from the token itself
   Activations gated_input;     // [rows][per_layer_dim]: of a layer
   Routes routes;               // of a feed-forward with experts
   Activations routed;          // [places][dim]: its input
@@ -131,15 +129,15 @@ struct Workspace {
   Activations conv;            // [rows][dim]: output of a short convolution
   Activations convolved;       // [rows][scan_channels()]: keys, queries and values of a recurrence
   FloatRows scanned;           // [rows][scan_dim()]: its output
-  Activations scan;            // [rows][scan_dim()]: gated and normed
+  Activations scan;            // [rows][scan_dim()]: gated and normalized
   float* rotations = nullptr;  // [tables][rows][rope_dim] cosines and sines
   float* logits = nullptr;     // [logit_rows][vocab_size]
   AttentionSplits splits;      // if threads share positions
-  // [2][n_kv_heads]: products of heads of keys and values that are done; 0 between layers.
+  // [2][n_kv_heads]: finished products of heads of keys and values; 0 between layers.
   std::atomic<int>* cache_done = nullptr;
 
-  // Rows [first, first + count) of the stream. `ffn` is the first of the rows that its feed-forward block
-  // uses, which has ffn_dim columns.
+  // Rows [first, first + count) of the stream. `first_ffn` is the first row of `ffn` that the feed-forward
+  // block uses, with ffn_dim columns.
   StreamRows stream(int first, int count, int first_ffn, int ffn_dim) const {
     return {count,
             x.rows_from(first),
@@ -150,11 +148,11 @@ struct Workspace {
             gated_input.rows_from(first)};
   }
 
-  // Makes room, in one allocation for the rows and one for the logits; does nothing if there is enough.
+  // Reserves memory, in one allocation for the rows and one for the logits; does nothing if there is enough.
   // Throws DeviceError without a change.
   void reserve(const Config& config, const Weights& weights, std::size_t rope_tables, int rows,
                int logit_rows, int threads);
-  // The same for splits of `rows` rows.
+  // Reserves memory for splits of `rows` rows.
   void reserve_splits(const Config& config, int n_splits, int rows);
   std::size_t bytes() const { return memory_.bytes() + logits_memory_.bytes() + splits_memory_.bytes(); }
 

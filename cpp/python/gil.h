@@ -1,4 +1,9 @@
 // Releases and acquires the GIL so that a thread survives the end of the interpreter.
+//
+// When Python exits while a daemon thread is inside a call, that thread must never request the GIL again.
+// While the interpreter ends, CPython up to 3.13 answers with pthread_exit(), which unwinds the stack through
+// destructors that must not throw or need the GIL; once it has ended, there is no interpreter to ask. Both
+// abort the process. Here such a thread stops instead, as in Python 3.14, while the process exits.
 #pragma once
 
 #include <Python.h>

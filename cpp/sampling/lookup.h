@@ -1,4 +1,9 @@
 // Drafts of the tokens that follow a text, copied from one of two earlier places in the text.
+//
+// The first is after the previous occurrence of the longest suffix of the text. If a text repeats a part with
+// changes, such as the rows of a table, nothing matches right after a change. The second is therefore the
+// place of an earlier long match: it is assumed to continue, with one token replaced by another, as long as
+// enough of the latest tokens agree.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
-// Activations by polynomials, for sets that look values up in two registers.
+// Piecewise polynomial activations, for instruction sets that look values up in two registers.
 //
 // Each is x * s(x) with s(x) + s(-x) = 1, so it is max(0, x) - m(|x|) with m(a) = a * s(-a), which is at most
-// 0.3 and vanishes for large a. Segments of equal length have a polynomial each, in the distance from their
-// middle. That takes about half of the operations of an exponential, and no division.
+// 0.3 and vanishes for large a. Each of the segments of equal length has a polynomial in the distance from
+// its middle. That takes about half of the operations of an exponential, and no division.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kSegments = 32;  // the floats of two vectors of sixteen
 
-// Evaluated by compilers only: the libraries' own functions round differently from system to system.
+// Evaluated at compile time only: library functions round differently from system to system.
 constexpr double exponential(double x) {
   constexpr int kHalvings = 6, kTerms = 14;
   const double part = x / (1 << kHalvings);
@@ -40,17 +40,17 @@ constexpr double missing(double a) {
   return a / (1 + exponential(z));
 }
 
-// `limit`: the middle of the last segment, where less than 1e-7 is missing.
+// kLimit is the middle of the last segment, where the missing part is below 1e-7.
 template <Activation kActivation>
 struct ActivationTable {
   static constexpr bool kIsWide = kActivation == Activation::kSilu;
   static constexpr int kTerms = kIsWide ? 7 : 5;
   static constexpr float kLimit = kIsWide ? 20.0f : 5.8f, kPerUnit = (kSegments - 1) / kLimit;
-  // Of powers of the distance from the middle of a segment, in segments.
+  // Coefficients of powers of the distance from the middle of a segment, in segments.
   alignas(64) std::array<std::array<float, kSegments>, kTerms> coefficients;
 };
 
-// Interpolates at the zeros of Chebyshev's polynomial; the middle, exact at 0, comes first.
+// Interpolates at Chebyshev nodes; the middle, exact at 0, comes first.
 template <Activation kActivation>
 constexpr ActivationTable<kActivation> activation_table() {
   using Table = ActivationTable<kActivation>;

@@ -66,7 +66,7 @@ inline __attribute__((always_inline)) void zero_tile() {
   asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
 }
 
-// kRows rows of kBytes bytes, kStride bytes from one to the next.
+// Loads kRows rows of kBytes bytes, kStride bytes apart.
 template <int kTile, int kRows, int kBytes, int kStride = kBytes>
 inline __attribute__((always_inline)) void load_tile(const void* from) {
   using Memory = const char[(kRows - 1) * kStride + kBytes];
@@ -82,7 +82,7 @@ inline __attribute__((always_inline)) void store_tile(std::int32_t (&to)[16][16]
                : "r"(to), "r"(std::ptrdiff_t(kTileRowBytes)), "i"(kTile));
 }
 
-// Sixteen full rows, `stride` bytes from one to the next.
+// Loads sixteen full rows, `stride` bytes apart.
 template <int kTile>
 inline __attribute__((always_inline)) void load_tile_rows(const void* from, std::size_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(kTile) : "memory");

@@ -1,4 +1,4 @@
-// Which of the built kernel sets this machine runs, and which one is taken.
+// Selection among the kernel sets that were built and that this machine runs.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -85,7 +85,7 @@ bool runs(const std::string&) {
 
 struct Built {
   const char* name;
-  const Kernels& (*kernels)();  // only for processors that have its instructions
+  const Kernels& (*kernels)();  // callable only on processors with its instructions
 };
 // Everything that was built, fastest first.
 constexpr Built kBuilt[] = {
@@ -98,11 +98,11 @@ constexpr Built kBuilt[] = {
 // second): one instruction of pairs a cycle, or two with half as many products each.
 constexpr const char* kPairSet = "avx512bf16";
 constexpr const char* kFloatSet = "avx512vnni";
-constexpr double kMinPairSpeedup = 1.5;  // between 1 and 2, which processors are close to
+constexpr double kMinPairSpeedup = 1.5;  // between 1 and 2, near which all processors are
 
 std::atomic<double> known_speedup{0};  // of use_pair_speedup()
 
-// The shortest of several alternating runs, a tenth of a millisecond in total.
+// Uses the shortest of several alternating runs, a tenth of a millisecond in total.
 double measured_speedup(const Kernels& kernels) {
   constexpr int kTimes = 8, kRounds = 500;
   const auto rate = [](double (*loop)(int)) {

@@ -1,8 +1,7 @@
 // The operations that are implemented once per instruction set, in one table of functions.
 //
-// All of them work on rows of single tokens, or on tiles whose values do not depend on the tile: the sum of
-// each output runs over its inputs in one fixed order, which makes results independent of how a prompt is
-// split.
+// All of them work on single rows, or on tiles that do not affect values: each output is summed over its
+// inputs in one fixed order, so that results do not depend on how a prompt is split.
 #pragma once
 
 #include <cmath>
@@ -22,20 +21,20 @@ namespace metal_prefill::cpu {
 constexpr int kTileTokens = 16;  // tokens in a tile of quantized activations
 
 // 32 columns of 16 tokens in 8 bits, x = scale * q, with the other inputs of a product. Tokens are stored
-// together so that a product reads one linear stream, one by one or as a matrix.
+// together so that products of vectors and of matrices read one linear stream.
 struct alignas(64) ActivationTile {
   struct Terms {
     float scale;
     float scaled_sum;         // scale * sum(q), multiplies the minimum of a weight block
-    std::int32_t start;       // -8 * sum(q): where the integer sum begins when codes count from -8
+    std::int32_t start;       // -8 * sum(q): initial integer sum for codes with a zero point of 8
     std::int32_t start_half;  // the same over the first 16 columns
   };
 
   std::int8_t q[kTileTokens][kBlockCols];
-  Terms terms[kTileTokens];  // of a token together: threads that fill neighbouring tokens share few lines
+  Terms terms[kTileTokens];  // one struct per token: threads that fill adjacent tokens share few cache lines
 };
 
-// Scale * sum of the q of half a block.
+// Scale * sum of q over half a block.
 inline float scaled_half_sum(const ActivationTile& x, int token, int half) {
   const ActivationTile::Terms& terms = x.terms[token];
   const auto first = std::uint32_t(terms.start_half), both = std::uint32_t(terms.start);
@@ -46,7 +45,7 @@ inline float scaled_half_sum(const ActivationTile& x, int token, int half) {
 template <class Tile>
 struct TileRows {
   Tile* tiles = nullptr;  // [tokens / 16, rounded up][blocks]
-  int blocks = 0;         // of columns
+  int blocks = 0;         // blocks of columns
 
   Tile* tile(int token) const { return tiles + std::size_t(token / kTileTokens) * std::size_t(blocks); }
 };
@@ -57,7 +56,7 @@ using Int8Rows = TileRows<ActivationTile>;
 constexpr int kSuperCols = kSuperSpans * kBlockCols, kSuperSums = kSuperCols / 16;
 struct alignas(64) SuperTile {
   std::int8_t q[kSuperCols / 64][kTileTokens][64];
-  std::uint16_t pair_sums[kTileTokens][kSuperSums][2];  // sums of 16 q as two bfloat16 that add up to them
+  std::uint16_t pair_sums[kTileTokens][kSuperSums][2];  // sums of 16 q, each as two bfloat16 addends
   std::int16_t sums[kTileTokens][kSuperSums];
   float scale[kTileTokens], minus_zero[kTileTokens];
 };
@@ -75,8 +74,8 @@ struct FloatRows {
   FloatRows rows_from(int token) const { return {row(token), stride}; }
 };
 
-// Rows of bfloat16, padded with zeros to a multiple of kPairPad. There is memory for a multiple of
-// kTileTokens of them.
+// Rows of bfloat16, padded with zeros to a multiple of kPairPad. The number of allocated rows is a multiple
+// of kTileTokens.
 struct PairRows {
   std::uint16_t* data = nullptr;
   std::size_t stride = 0;  // in elements; whole cache lines
@@ -85,13 +84,13 @@ struct PairRows {
 };
 constexpr int kPairPad = 32;
 
-// Rows of signed bytes, or of integers in 16 bits, rotated in blocks of 64 columns: x = scale * q. They are
-// filled up with zeros to a multiple of kRotatedCols. There is memory for a multiple of kTileTokens of them.
+// Rows of signed bytes, or of 16-bit integers, rotated in blocks of 64 columns: x = scale * q. They are
+// padded with zeros to a multiple of kRotatedCols. The number of allocated rows is a multiple of kTileTokens.
 struct RotatedRows {
   struct Terms {
     float scale;
-    std::int32_t start;      // of the integer sum: minus the contribution of the zero of the weights' codes
-    std::int32_t rests = 0;  // number of them
+    std::int32_t start;      // initial integer sum: minus the contribution of the weights' zero point
+    std::int32_t rests = 0;  // number of rests
   };
   // A part of the codes of four columns that limit_pairs stores after the row.
   struct Rest {
@@ -104,7 +103,7 @@ struct RotatedRows {
   Terms* terms = nullptr;
 
   std::byte* row(int token) const { return data + std::size_t(token) * stride; }
-  // Room for the codes of a row and, if a set limits pairs, for as many rests as it can have. A row ends with
+  // Room for the codes of a row and, if a set limits pairs, for the maximum number of rests. A row ends with
   // an unused cache line, as in float32.
   static constexpr std::size_t stride_of(std::size_t cols, bool wide, bool rests) {
     const std::size_t padded = round_up(cols, std::size_t(kRotatedCols));
@@ -113,7 +112,7 @@ struct RotatedRows {
   }
 };
 
-// Memory that is read after a product, and prefetched meanwhile into the L2 cache.
+// Memory that is read after a product, and prefetched into the L2 cache during it.
 struct PrefetchRange {
   const std::byte* begin = nullptr;
   std::size_t bytes = 0;
@@ -124,11 +123,11 @@ struct GroupRange {
   int first, count;
 };
 
-// Where the products of groups of rows with tokens go: out[token][row] = activation(product + bias[row]), or
-// += that.
+// Destination of the products of row groups and tokens: out[token][row] = activation(product + bias[row]), or
+// +=.
 struct ProductOutput {
   float* data;
-  std::size_t stride;           // from one token to the next
+  std::size_t stride;           // between tokens
   const float* bias = nullptr;  // [rows]; null: none
   bool add = false;
   const Activation* activation = nullptr;  // null: none
@@ -143,35 +142,35 @@ struct ProductOutput {
 };
 
 constexpr int kKeyBlock = 16;  // positions in a transposed block of keys
-// Positions that one step of the online softmax covers: a page, so that the softmax of a row proceeds in the
-// same steps for any other rows of the pass.
+// Positions per step of the online softmax: a page, so that the steps of a row do not depend on the other
+// rows of the pass.
 constexpr int kKeySpan = kPagePositions;
-// Positions of a split, which has a softmax of its own. Splits begin at fixed positions and are added up in
-// their order, so the result is bit-identical on any threads.
+// Positions of a split, which has its own softmax. Splits begin at fixed positions and are combined in order,
+// so that results are bit-identical for any number of threads.
 constexpr int kSplitPositions = 8 * kKeySpan;
 // Distances in the table of a relative position bias: a span that begins further away has the same bias
 // throughout.
 constexpr int kBiasMargin = BIAS_REACH + kKeySpan, kBiasRow = 2 * kBiasMargin;
 constexpr int kMaxHeadDim = 512;  // of keys and of values, at most
-constexpr int kQueryTile = 32;    // tokens per attention item at most: K and V are read once for all of them
+constexpr int kQueryTile = 32;    // maximum tokens of an attention item, for which K and V are read once
 
-// How a page holds the keys and values of a head. `key_stride` and `value_stride` are dimensions filled up.
+// Layout of a head's keys and values in a page. `key_stride` and `value_stride` are padded dimensions.
 enum class KvLayout {
   kFloat,  // float32: keys [kKeySpan / 16][key_stride][16], values [kKeySpan][value_stride]
   kHalf,   // the same in f16
-  // Values rounded to f16, as bfloat16, in pairs of dimensions and of positions: keys
+  // Values rounded to f16, then to bfloat16, in pairs of dimensions (keys) or positions (values): keys
   // [key_stride / 2][kKeySpan][2], values [kKeySpan / 2][value_stride][2].
   kPairs,
-  // Blocks of Q8_0, of 32 dimensions: their codes, each 128 more than in Q8_0, in fours of dimensions and of
-  // positions, then their scales in f16: keys [key_dim / 4][kKeySpan][4], [key_dim / 32][kKeySpan],
-  // values [kKeySpan / 4][value_dim][4], [value_dim / 32][kKeySpan].
+  // Blocks of Q8_0, of 32 dimensions: codes, 128 higher than in Q8_0, in fours of dimensions (keys) or
+  // positions (values), then scales in f16: keys [key_dim / 4][kKeySpan][4], [key_dim / 32][kKeySpan], values
+  // [kKeySpan / 4][value_dim][4], [value_dim / 32][kKeySpan].
   kQ8,
 };
-// In kPairs and kQ8, a lane of a key is two or four dimensions: bytes of a lane, and from there to the lane
-// of the next dimensions. A span is read in the order of memory, which the processor then reads ahead.
+// In kPairs and kQ8, a lane of a key is two or four dimensions: bytes of a lane, and distance to the lane of
+// the next dimensions. A span is read in memory order, so that the processor prefetches it.
 constexpr std::size_t kKeyLane = 4, kKeyLaneStep = kKeyLane * kKeySpan;
-constexpr int kKeyPairStep = kKeySpan * 2;  // elements from one pair of dimensions of a key to the next
-// In kQ8: bytes from the values to the first code of a position; from keys or values to the scale of a block.
+constexpr int kKeyPairStep = kKeySpan * 2;  // elements between pairs of dimensions of a key
+// Offsets in kQ8: from the values to the first code of a position; from keys or values to a block's scale.
 static constexpr std::size_t q8_value(int dim, int position) {
   return std::size_t(position / 4 * 4 * dim + position % 4);
 }
@@ -188,13 +187,12 @@ constexpr std::size_t span_bytes(KvLayout layout, int stride) {
   return std::size_t(kKeySpan) * std::size_t(stride) * element_bytes(layout);
 }
 
-// The sum of the weights of a softmax, 2^(score - shift), before the division; 0: none.
+// Denominator of a softmax, the sum of the weights 2^(score - shift); 0: none.
 struct SoftmaxSum {
   float shift, sum;
 };
 
-// The positions that a token sees, none if both ends are equal. Neither end goes back from one token to the
-// next.
+// The positions [begin, end) that a token sees. Neither bound decreases from one token to the next.
 struct VisibleRange {
   int begin, end;
   bool operator==(const VisibleRange&) const = default;
@@ -213,11 +211,11 @@ inline VisibleRange visible_range(int own, int window, int length) {
 // Attention of the query heads that share one key-value head. Rows of q, out and sums are tokens.
 struct AttentionHead {
   const float* q;                // [tokens][q_stride], at the first head of the group
-  std::size_t q_stride, q_step;  // from one token to the next, and from one head to the next
+  std::size_t q_stride, q_step;  // between tokens, and between heads
   float* out;                    // [tokens][out_stride], likewise
   std::size_t out_stride;
   const std::byte* const* pages;  // of the sequence, by position / kKeySpan
-  std::size_t keys, values;       // bytes from a page to the head's keys, and to its values
+  std::size_t keys, values;       // byte offsets of the head's keys and values in a page
   KvLayout layout;
   int key_dim, value_dim;
   int key_stride, value_stride;
@@ -228,17 +226,17 @@ struct AttentionHead {
   float cap = 0;       // soft limit of scores; 0: none
   // ALiBi: slope of each head of the group, subtracted for each position of distance; null: none.
   const float* slopes = nullptr;
-  // The relative position bias in base-2 logarithms: of the heads of the group, kBiasRow apart, at distance 0
-  // of the key from the query; null: none.
+  // The relative position bias in base-2 logarithms, at distance 0 of the key from the query. Heads of the
+  // group are kBiasRow apart. Null: none.
   const float* bias = nullptr;
-  // Another addition to the score of each position, in base-2 logarithms: [tokens * heads][added_stride], a
-  // whole number of spans; null: none.
+  // Other addends of the scores, in base-2 logarithms: [tokens * heads][added_stride], a whole number of
+  // spans; null: none.
   const float* added = nullptr;
   std::size_t added_stride = 0;
-  // Scores of the heads of the group that take part in the sums of weights, without a value; null: none.
+  // Scores per head of the group that count in the sums of weights, without a value; null: none.
   const float* sinks = nullptr;
-  // With `sums`, [tokens][sums_stride], only the positions of one split count. Results are not divided by the
-  // sums of weights then, and without sinks.
+  // With `sums`, [tokens][sums_stride], computes only one split: without sinks, and without the division by
+  // the sums of weights.
   SoftmaxSum* sums = nullptr;
   std::size_t sums_stride = 0;
   int split = 0;
@@ -253,9 +251,9 @@ struct RelativeQuery {
   const float* q;  // [dim]
   const float* k;  // keys, the first of position 0; a row each k_stride elements
   std::size_t k_stride;
-  const float *keys, *queries;  // of relative positions
+  const float *keys, *queries;  // keys and queries of relative positions
   std::size_t stride;
-  const float* row_of;  // their row for position 0; that for position j is j before
+  const float* row_of;  // the row for position 0; that for position j is at -j
   int positions, dim;
   float scale;
 };
@@ -273,11 +271,11 @@ struct ScanHead {
   const float *b, *c;               // [tokens][rows]
   const float* dt;                  // [tokens]
   float* y;                         // [tokens][dim]
-  std::size_t x_stride, dt_stride;  // from one token to the next; x_stride also of b and c
+  std::size_t x_stride, dt_stride;  // between tokens; x_stride also of b and c
   std::size_t y_stride;
   int dim, rows;
   float a, dt_bias, skip;
-  float* state;  // [rows][dim], before the first token; the kernel leaves that after the last one
+  float* state;  // [rows][dim]: in, before the first token; out, after the last one
 };
 
 // A token of the gated delta rule, for kDeltaColumns columns of the matrix of a head.
@@ -298,10 +296,10 @@ struct Kernels {
                         float* out, std::size_t stride);
   // multiply_int8 for one token, with weights in narrow blocks.
   void (*multiply_narrow)(const PackedMatrix& weight, int group, const Int8Rows& x, int token, float* out);
-  // A group of a narrow matrix in wide blocks.
+  // Converts a group of a narrow matrix to wide blocks.
   void (*widen)(const PackedMatrix& weight, int group, std::byte* out);
   // multiply_int8 with weights in narrow blocks whose scales are integers, and activations that share a scale
-  // in a super-block; null if a set multiplies such weights as others. Any number of tokens.
+  // in a super-block; null if a set multiplies such weights like others. Any number of tokens.
   void (*multiply_super)(const PackedMatrix& weight, int group, const SuperRows& x, int first, int count,
                          float* out, std::size_t stride) = nullptr;
   // Releases the registers that multiply_int8 and attention keep configured in this thread between calls;
@@ -310,13 +308,13 @@ struct Kernels {
   // multiply_int8 with 32 weight rows in float32; cols, strides and rows are padded with zeros to kFloatPad.
   void (*multiply_float)(const FloatRows& weight, int cols, const FloatRows& x, int first, int count,
                          float* out, std::size_t stride, const PrefetchRange& next);
-  // The same for few tokens, with 16-bit weights in the file: rows of cols, a multiple of kFloatPad.
+  // multiply_float for few tokens, with 16-bit weights in the file: rows of cols, a multiple of kFloatPad.
   void (*multiply_half)(const std::uint16_t* weight, bool bfloat16, int cols, const FloatRows& x, int first,
                         int count, float* out, std::size_t stride);
-  // The same with a group in panels.
+  // multiply_float with a group in panels.
   void (*multiply_float_panels)(const FloatBlock* blocks, int n_blocks, const FloatRows& x, int first,
                                 int count, const ProductOutput& out, const PrefetchRange& next);
-  // The panels of kGroupRows rows of floats.
+  // Converts kGroupRows rows of floats to panels.
   void (*to_blocks)(const FloatRows& rows, int n_blocks, FloatBlock* out);
   // multiply_int8 with a group of weights in pairs and x rounded to bfloat16; null if a set multiplies such
   // weights in float32.
@@ -326,12 +324,11 @@ struct Kernels {
   void (*multiply_rotated)(const PackedMatrix& weight, GroupRange groups, const RotatedRows& x, int first,
                            int count, const ProductOutput& out, const PrefetchRange& next);
   int rotated_zero;
-  // Rotates and rounds a row of n values. `memory` has room for them, filled up to a multiple of
-  // kRotatedCols.
+  // Rotates and rounds a row of n values. `memory` has room for them, padded to a multiple of kRotatedCols.
   void (*rotate)(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms);
-  // The same to 16 bits; null if a set multiplies float32 as fast. multiply_rotated takes such rows, too.
+  // As rotate, to 16 bits; null if a set multiplies float32 as fast. multiply_rotated takes such rows, too.
   void (*rotate_wide)(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms);
-  // For multiply_rotated in 8 bits, after rotate: limits the sums of neighbouring bytes, so that those of
+  // For multiply_rotated in 8 bits, after rotate: limits the sums of adjacent bytes, so that sums of two
   // products fit 16 bits. Null if a set adds them in 32 bits.
   void (*limit_pairs)(std::byte* q, int padded, RotatedRows::Terms& terms) = nullptr;
   void rotate_activations(const float* x, int n, bool wide, float* memory, const RotatedRows& rows,
@@ -339,28 +336,28 @@ struct Kernels {
     (wide ? rotate_wide : rotate)(x, n, memory, rows.row(row), rows.terms[row]);
     if (limit_pairs && !wide) limit_pairs(rows.row(row), round_up(n, kRotatedCols), rows.terms[row]);
   }
-  // A group of a quantized matrix in wide blocks as pairs, rounded to nearest; null as multiply_pairs.
+  // Rounds a group of a quantized matrix in wide blocks to pairs, to nearest; null as multiply_pairs.
   void (*widen_to_pairs)(const PackedMatrix& weight, int group, PairBlock* out) = nullptr;
-  // The first n values of rows, to nearest, ties to even.
+  // Rounds the first n values of rows to nearest even.
   void (*round_to_bfloat16)(const float* x, std::size_t x_stride, int rows, int n, std::uint16_t* out,
                             std::size_t out_stride) = nullptr;
   void (*half_to_float)(const std::uint16_t* in, float* out, int n);
   void (*bfloat16_to_float)(const std::uint16_t* in, float* out, int n);
 
-  // Tokens first .. first + count - 1 of one tile, x is [count][stride]; out is [n_blocks], the tile of the
-  // tokens.
+  // Quantizes tokens [first, first + count) of a tile. x is [count][stride], out the tokens' [n_blocks]
+  // tiles.
   void (*quantize)(const float* x, std::size_t stride, int first, int count, int n_blocks,
                    ActivationTile* out);
-  // A row of n_blocks super-blocks becomes token `token` of their tiles; null as multiply_super.
+  // Quantizes a row of n_blocks super-blocks as token `token` of their tiles; null as multiply_super.
   void (*quantize_super)(const float* x, int token, int n_blocks, SuperTile* out) = nullptr;
   // out = x / rms(x) * weight. out may be x.
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
-  // out = (x - mean(x)) / deviation(x) * weight + bias. Without a bias it is null. out may be x.
+  // out = (x - mean(x)) / deviation(x) * weight + bias. `bias` may be null. out may be x.
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
   // Turns each pair by its angle; cos_sin is [pairs] cosines, then [pairs] sines.
   void (*rope)(float* head, const float* cos_sin, int pairs, RopeStyle style);
-  // out = products + bias, or += with `add`, for rows of kGroupRows products, of which the first `columns`
-  // count. The bias has kGroupRows values; without one it is null.
+  // out = products + bias, or += with `add`, for the first `columns` of kGroupRows products in each row.
+  // `bias` has kGroupRows values, or is null.
   void (*add_products)(const float* products, const float* bias, int rows, int columns, bool add, float* out,
                        std::size_t stride);
   // out = activation(gate) * up, with limits if the activation has them.
@@ -368,8 +365,8 @@ struct Kernels {
   // out = activation(x) of the first `columns` values of rows. out may be x.
   void (*activate)(const float* x, std::size_t x_stride, Activation activation, int rows, int columns,
                    float* out, std::size_t out_stride);
-  // Token by token and, of each value of y, row by row, so that the bits do not depend on how tokens are
-  // divided among calls.
+  // Scans token by token, and sums each value of y row by row, so that results do not depend on how tokens
+  // are divided among calls.
   void (*scan)(const ScanHead& head, int tokens);
   // x = cap * tanh(x / cap).
   void (*soft_cap)(float* x, float cap, int n);
@@ -389,13 +386,13 @@ struct Kernels {
   void (*store_values)(const float* value, std::size_t step, int count, int dim, int stride, KvLayout layout,
                        void* values, int position);
   // The fastest layout for attention if the cache is in f16. All sets also support the others, with products
-  // in float32. Keys are filled up with zeros to a multiple in pairs.
+  // in float32. Keys in pairs are padded with zeros to a multiple of key_multiple.
   KvLayout half_layout = KvLayout::kHalf;
   int key_multiple = 1;
-  // Tokens [first, first + count), count <= kQueryTile.
+  // Computes tokens [first, first + count), count <= kQueryTile.
   void (*attention)(const AttentionHead& head, int first, int count);
-  // out = attention of a head of one token, from its results for `count` splits. `results` and `sums` are
-  // those of the first split, the others follow at the strides. `sink` is that of the head; null: none.
+  // out = attention of a head of one token, from its results for `count` splits. `results` and `sums` are of
+  // the first split; further ones follow at the strides. `sink` is that of the head; null: none.
   void (*combine_splits)(const float* results, std::size_t results_stride, const SoftmaxSum* sums,
                          std::size_t sums_stride, int count, int value_dim, const float* sink, float* out);
 
@@ -407,11 +404,11 @@ struct Kernels {
 };
 
 // The fastest set that this machine runs, or the one named by the environment variable METAL_PREFILL_CPU_ISA.
-// Throws DeviceError when that names a set that is unknown or that this machine lacks.
+// Throws DeviceError if that names a set that is unknown or that this machine lacks.
 const Kernels& select_kernels();
 
-// How many times as fast as in float32 this machine multiplies pairs of bfloat16 in vectors, measured once in
-// a process; 0 if it does not have such products. It decides whether avx512bf16 comes before avx512vnni.
+// Speed of products of bfloat16 pairs in vectors relative to float32, measured once per process; 0 if this
+// machine has no such products. Decides whether avx512bf16 comes before avx512vnni.
 double pair_speedup();
 
 // Sets that were built and that this machine runs, fastest first.
@@ -420,7 +417,7 @@ std::vector<const Kernels*> available_kernels();
 // Names of all sets that were built, whether this machine runs them or not, fastest first.
 std::vector<std::string> built_sets();
 
-// The set of that name; throws std::invalid_argument if this machine has none.
+// Returns the set of that name. Throws std::invalid_argument if this machine has none.
 const Kernels& kernels_named(const std::string& set);
 
 }  // namespace metal_prefill::cpu

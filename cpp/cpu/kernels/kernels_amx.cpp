@@ -32,7 +32,7 @@ namespace {
 constexpr int kMinTokens = 16;  // in a call: for fewer, unpacking the weights costs more than it saves
 constexpr int kMinTail = 8;     // in the last tile: fewer leave the matrix unit too empty
 
-// Columns whose weights, 16 rows of them, are unpacked at a time: they stay in the L1 cache for all tokens.
+// Blocks of 16 weight rows that are unpacked at a time: they stay in the L1 cache for all tokens.
 constexpr int kSlabBlocks = 18;
 
 // Each half of a block with scales of its own is multiplied separately.
@@ -42,7 +42,7 @@ constexpr int kStepsOfBlock = kHasHalves<Block> ? 2 : 1;
 // Weights of 16 rows and 32 columns as signed bytes, four columns of a row together.
 struct alignas(64) SignedPanel {
   std::int8_t codes[kBlockCols / 4][kPanelRows][4];
-  float scale[2][kPanelRows];  // of halves, or the first
+  float scale[2][kPanelRows];  // one per half, or only the first
   float min[kPanelRows];
 };
 
@@ -107,8 +107,8 @@ inline __attribute__((always_inline)) void add_halves(const Sums (&sums)[2], con
   }
 }
 
-// 16 weight rows by 16 tokens, over the columns of a slab. `x` and `panels`: those of its first block.
-// `first`: of the columns.
+// Multiplies 16 weight rows by 16 tokens, over a slab, whose first blocks are `x` and `panels`. `first`: it
+// is the first slab.
 template <class Block>
 void multiply_slab(const SignedPanel* panels, const ActivationTile* x, int n_blocks, bool first, float* out,
                    std::size_t stride, NextLines& next) {
@@ -126,7 +126,7 @@ void multiply_slab(const SignedPanel* panels, const ActivationTile* x, int n_blo
   constexpr std::integral_constant<int, 0> kEven;
   constexpr std::integral_constant<int, 1> kOdd;
   const int steps = n_blocks * kHalves;
-  NextLines lines = next;  // in registers
+  NextLines lines = next;  // copy in registers
   lines.begin_tile(ceil_div(steps, 2));
   start(0, kEven);
   if constexpr (kHalves == 2) {
@@ -192,7 +192,7 @@ void amx_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int fi
                   out + std::size_t(count - rest + t) * stride + panel * kPanelRows);
 }
 
-// A single token, with the next group prefetched: without, this processor reads memory at 5/6 of the speed.
+// Multiplies a single token and prefetches the next group, without which memory is read at 5/6 of the speed.
 template <class Block>
 void amx_token(const PackedMatrix& weight, int group, const Int8Rows& x, int token, float* out) {
   constexpr Fetch kEveryBlock = {.begin = 0, .every = 1};
@@ -223,7 +223,7 @@ void multiply_int8_amx(const PackedMatrix& weight, int group, const Int8Rows& x,
   });
 }
 
-// Full tiles: 16 tokens by 16 rows, and 64 columns of bytes or 32 in pairs of bfloat16.
+// Multiplies full tiles: 16 tokens by 16 rows, and 64 columns of bytes or 32 in pairs of bfloat16.
 template <bool kPairs>
 double run_tiles(int rounds) {
   constexpr int kDepth = kPairs ? kTileRowBytes / 2 : kTileRowBytes;

@@ -19,7 +19,7 @@ void attention_vnni(const AttentionHead& head, int first, int count) {
     kernels_avx2().attention(head, first, count);
 }
 
-// All that multiplies 8-bit integers, and the blocks of weights for it.
+// Replaces the products of 8-bit integers, and the blocks of weights for them.
 Kernels vnni_table() {
   Kernels table = kernels_avx2();
   table.name = "avxvnni";

@@ -3,8 +3,8 @@
 //
 // An smmla multiplies 2 tokens x 8 columns by 8 columns x 2 weight rows: twice the work of an sdot. Four
 // columns of a row are adjacent in a packed block, so two steps are zipped to eight. Two tokens are zipped in
-// the same way, once for all rows of a group. The 2 x 2 results are reordered only at the end: scales have
-// their layout.
+// the same way, once for all rows of a group. The 2 x 2 results are reordered only at the end, as scales have
+// the same layout.
 //
 // A tile of one quad keeps the 8 vectors of a block in registers and takes up to 8 pairs of tokens through
 // them. A pair costs 8 smmla, 2 conversions, 2 multiplications and 2 multiply-adds for four rows, unpacking
@@ -21,10 +21,10 @@ const Kernels& kernels_neon_dotprod();  // which this set extends
 namespace {
 
 constexpr int kTilePairs = kTileTokens / 2;
-// Columns that are zipped at a time: with the weights of a group they stay within an L1 cache of 64 KiB.
+// Blocks that are zipped at a time: with the weights of a group they fit an L1 cache of 64 KiB.
 constexpr int kSlabBlocks = 32;
 
-// 32 columns of the tokens of a tile, two by two.
+// 32 columns of a tile's tokens, in pairs of tokens.
 struct alignas(64) PairTile {
   std::int8_t q[kTilePairs][4][2][8];  // [pair][8 columns][token]
   float scale[kTilePairs][4];          // of the first token twice, of the second twice
@@ -32,8 +32,8 @@ struct alignas(64) PairTile {
   float half_sum[kTilePairs][2][4];  // scaled sums of the halves
 };
 
-// Zips `count` tokens from `token` on to pairs; the last of an odd number is paired with itself. Pairs after
-// the last are left unchanged: their products are not stored.
+// Zips `count` tokens from `token` on to pairs. An odd last token is paired with itself. Later pairs are left
+// unchanged, as their products are not stored.
 void zip_tokens(const ActivationTile& x, int token, int count, PairTile& out) {
   for (int pair = 0; 2 * pair < count; ++pair) {
     const int a = token + 2 * pair, b = 2 * pair + 1 < count ? a + 1 : a;
@@ -85,8 +85,8 @@ inline float32x4_t high_halves(float32x4_t a, float32x4_t b) {
   return vcombine_f32(vget_high_f32(a), vget_high_f32(b));
 }
 
-// kQuads quads from `quad` on by the first kPairs pairs, over the blocks of a slab. Sums of earlier slabs are
-// in `out`.
+// Multiplies kQuads quads from `quad` on by the first kPairs pairs, over the blocks of a slab. Sums of
+// earlier slabs are in `out`.
 template <class Block, int kQuads, int kPairs>
 __attribute__((noinline)) void matrix_tile(const Block* block, int n_blocks, int quad, const PairTile* x,
                                            bool first_slab, int count, float* out, std::size_t stride) {
@@ -186,8 +186,8 @@ struct MatrixProduct {
   }
 };
 
-// Rotated rows: two quads by up to kPairs pairs of tokens, 16 sums over all columns. An odd token is paired
-// with itself.
+// Multiplies rotated rows: two quads by up to kPairs pairs of tokens, 16 sums over all columns. An odd token
+// is paired with itself.
 template <int kPairs>
 void multiply_rotated_pairs(const RotatedProduct<>& product, const PanelOperands& from, int quad, int token,
                             int count, const ProductOutput& out) {

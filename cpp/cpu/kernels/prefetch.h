@@ -1,4 +1,4 @@
-// Asking for memory before it is read.
+// Software prefetch.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,8 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// The nearest cache that lines are fetched into. A core can have only a few lines in flight into L1, and more
-// of them delay its loads: with the weights of 3 to 8 tokens of Q8_0 this doubled the time on Zen 4.
+// The innermost cache that lines are fetched into. A core can have only a few lines in flight into L1, and
+// more of them delay its loads: with the weights of 3 to 8 tokens of Q8_0 this doubled the time on Zen 4.
 enum class CacheLevel { kL2 = 2, kL1 = 3 };
 
 template <CacheLevel kLevel>
@@ -18,7 +18,7 @@ inline __attribute__((always_inline)) void prefetch(const void* from, std::size_
     __builtin_prefetch(static_cast<const std::byte*>(from) + at, 0, int(kLevel));
 }
 
-// Without a loop, for places between products.
+// Prefetches without a loop, for use between products.
 template <CacheLevel kLevel, std::size_t kBytes>
 inline __attribute__((always_inline)) void prefetch(const void* from) {
 #pragma GCC unroll 20
@@ -26,13 +26,13 @@ inline __attribute__((always_inline)) void prefetch(const void* from) {
     __builtin_prefetch(static_cast<const std::byte*>(from) + at, 0, int(kLevel));
 }
 
-// Cache lines that are fetched while a product is computed, a share with each of its tiles.
+// Spreads the prefetch of cache lines evenly over the tiles of a product.
 class NextLines {
  public:
   NextLines(const PrefetchRange& next, int tiles)
       : at_(next.begin), lines_(int(next.bytes / 64)), tiles_(tiles) {}
 
-  // The share of the next tile, which has `steps` steps.
+  // Begins the share of the next tile, which has `steps` steps.
   void begin_tile(int steps) {
     share_ = ceil_div(lines_, tiles_--);
     lines_ -= share_;
@@ -41,7 +41,7 @@ class NextLines {
   void step() {
     for (int i = 0; i < of_step_ && share_ > 0; ++i, --share_, at_ += 64) prefetch<CacheLevel::kL2, 64>(at_);
   }
-  // All of them, at once.
+  // Prefetches all lines at once.
   void all() {
     begin_tile(1);
     step();
@@ -49,7 +49,7 @@ class NextLines {
 
  private:
   const std::byte* at_;
-  int lines_, tiles_;  // still to come
+  int lines_, tiles_;  // remaining
   int share_ = 0, of_step_ = 0;
 };
 

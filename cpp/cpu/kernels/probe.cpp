@@ -1,5 +1,5 @@
-// Built when a build is configured, once with the options of each instruction set: whether the compiler and
-// its assembler manage it. Some know the options but lack an instruction or crash on one.
+// Compiled at configuration with the options of each instruction set, to test whether the compiler and its
+// assembler support it. Some accept the options but lack an instruction or crash on one.
 #if defined(__AMX_INT8__)
 #include "amx_tiles.h"
 #endif

@@ -1,11 +1,11 @@
-// Facts about the processor that this runs on.
+// Features of this processor.
 #pragma once
 
 #include <cstddef>
 
 namespace metal_prefill::cpu {
 
-// Instruction sets of the processor that the system also saves the registers of.
+// Instruction sets of the processor whose registers the system also saves.
 struct ProcessorFeatures {
   bool avx2 = false;        // with FMA and F16C
   bool avxvnni = false;     // likewise
@@ -16,13 +16,12 @@ struct ProcessorFeatures {
 
 ProcessorFeatures processor_features();
 
-// Whether weights for few tokens arrive sooner if instructions prefetch them: on Intel's processors. On Zen 4
+// Whether weights for few tokens arrive sooner with prefetch instructions: on Intel's processors. On Zen 4
 // such lines arrive at 13.5 GB/s at most, a third of the rate of its own prefetcher.
 bool prefetches_few_tokens();
 
-// Bytes of activations that one thread computes at a time, part of the L2 cache: the more rows, the more
-// products a weight serves. On Intel's processors three quarters of the cache, at least 384 KB; on others
-// 384 KB.
+// Bytes of activations that a thread computes at a time, a part of the L2 cache: with more rows, each weight
+// serves more products. On Intel's processors three quarters of the cache, at least 384 KB; on others 384 KB.
 std::size_t bytes_at_once();
 
 // Sets the result of pair_speedup() of an earlier process on the same processor; has no effect after a

@@ -11,11 +11,11 @@ inline F sigmoid(F x) {
   return Simd::div(Simd::set(1.0f), Simd::add(Simd::set(1.0f), exp2(Simd::mul(x, Simd::set(-kLog2E)))));
 }
 
-// Beyond this magnitude the activation of a negative number is 0, and that of a positive number the number
-// itself. Arguments are clamped to it: infinity times a factor of 0 is NaN, and sigmoid is at least 2^-127.
+// Beyond this magnitude, the activation of a negative number is 0, and that of a positive number is the
+// number. Arguments are clamped to it: infinity times a factor of 0 is NaN, and sigmoid is at least 2^-127.
 constexpr float kFarFromZero = 100.0f;
 
-// Limits from below; NaN, which max() keeps as its second argument, stays.
+// Clamps from below. NaN passes through, as the second argument of max().
 inline F not_below(F x) {
   return Simd::max(Simd::set(-kFarFromZero), x);
 }
@@ -44,18 +44,18 @@ inline F gelu_erf(F x) {
   p = Simd::fma(p, t, Simd::set(0.254829592f));
   const F tail = Simd::mul(Simd::mul(p, t), exp2(Simd::mul(Simd::mul(z, z), Simd::set(-kLog2E))));
   const F missing = Simd::mul(Simd::mul(size, tail), Simd::set(0.5f));
-  return Simd::sub(Simd::max(Simd::set(0.0f), x), missing);  // NaN, which max() keeps, stays
+  return Simd::sub(Simd::max(Simd::set(0.0f), x), missing);  // NaN passes through max()
 }
 
 template <class S>
 concept LooksUpFloats = requires(const float* table, typename S::F bits) { S::look_up32(table, bits); };
 
-// max(0, x), less what activation_table.h has of |x|. NaN, which max() keeps, stays.
+// max(0, x) minus m(|x|) of activation_table.h. NaN passes through max().
 template <class S, Activation kActivation>
 inline F activated_by_table(F x) {
   using Table = ActivationTable<kActivation>;
   constexpr const Table& kTable = kActivationTable<kActivation>;
-  const F unit = S::set(0x1.8p23f), per_unit = S::set(Table::kPerUnit);  // adding the unit rounds
+  const F unit = S::set(0x1.8p23f), per_unit = S::set(Table::kPerUnit);  // adding `unit` rounds to integers
   const F size = S::min(S::magnitude(x), S::set(Table::kLimit));
   const F segment = S::fma(size, per_unit, unit);
   const F distance = S::fma(size, per_unit, S::sub(unit, segment));

@@ -61,7 +61,7 @@ inline F load_floats(const Bfloat16* p) {
   return Simd::load_bfloat16(reinterpret_cast<const std::uint16_t*>(p));
 }
 
-// If a row is not a multiple of the lanes, zeros follow in its last vector.
+// Loads a vector; pads the last one of a row with zeros.
 inline F load_part(const float* p, int n) {
   if (n >= Simd::kLanes) return Simd::load(p);
   float lanes[Simd::kLanes] = {};
@@ -76,7 +76,7 @@ inline void store_part(float* p, F a, int n) {
   for (int i = 0; i < n; ++i) p[i] = lanes[i];
 }
 
-// 2^x, at most 2^127, 0 if the result would be subnormal; NaN stays. Relative error below 3e-7.
+// 2^x, at most 2^127, 0 if the result would be subnormal, NaN for NaN. Relative error below 3e-7.
 inline F exp2(F x) {
   const F clamped = Simd::min(Simd::set(127.0f), x);
   const I n = Simd::round(clamped);
@@ -123,8 +123,8 @@ concept StoresBlocks = requires(std::int8_t* p, const typename S::I (&a)[4], std
   S::store_block(p, a, sums);
 };
 
-// One block of one token. The largest magnitude becomes 127, rounding is to nearest even. NaN or infinity in
-// a block makes its scale NaN or infinite, so that it is not lost.
+// Quantizes one block of one token. The largest magnitude becomes 127, rounding is to nearest even. NaN or
+// infinity in a block makes its scale NaN or infinite, so that it is not lost.
 template <class S>
 inline void quantize_block(const float* x, int token, ActivationTile& out) {
   constexpr int kVectors = kBlockCols / S::kLanes;
@@ -157,8 +157,8 @@ concept ReducesFour = requires(const typename S::I (&a)[4], std::int32_t (&sums)
   S::reduce_add4(a, sums);
 };
 
-// Four blocks, with the same values as one by one. Block i lies `step` floats after block i - 1 and goes to
-// out[i * tile_step], token + i * token_step.
+// Quantizes four blocks to the same values as one by one. Block i begins `step` floats after block i - 1 and
+// goes to out[i * tile_step], token + i * token_step.
 template <ReducesFour S>
 inline void quantize_four(const float* x, std::size_t step, int token, int token_step, ActivationTile* out,
                           int tile_step) {
@@ -209,8 +209,7 @@ void quantize(const float* x, std::size_t stride, int first, int count, int n_bl
   quantize_rows<Simd>(x, stride, first, count, n_blocks, out);
 }
 
-// The sum of what add(sum, vector) adds for each vector of a row, in four sums: a single one would wait for
-// every addition.
+// Accumulates the vectors of a row by add(sum, vector), in four sums to hide the latency of an addition.
 template <typename Add>
 inline float sum_of_vectors(const float* x, int n, Add&& add) {
   constexpr int kSums = 4;
@@ -233,8 +232,7 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
   }
 }
 
-// The deviation is taken around the mean, not from the sum of squares, which would cancel if the mean is
-// large.
+// Computes the deviation around the mean, not from the sum of squares, which would cancel for a large mean.
 void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n, float* out) {
   const float mean = sum_of_vectors(x, n, [](F sum, F v) { return Simd::add(sum, v); }) / float(n);
   const int whole = n / Simd::kLanes * Simd::kLanes;
@@ -251,7 +249,7 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
   }
 }
 
-// One style of pairs, so that the compiler sees the strides and makes vectors of it.
+// Rotates pairs of one style, so that the compiler knows the strides and vectorizes the loop.
 template <int kStep>
 inline void rotate(float* __restrict a, float* __restrict b, const float* __restrict cosines,
                    const float* __restrict sines, int pairs) {
@@ -291,7 +289,7 @@ void add_products(const float* products, const float* bias, int rows, int column
   add_rows<false, false>(products, bias, rows, columns, out, stride);
 }
 
-// x = cap * tanh(x / cap), with tanh(u) = 1 - 2 / (1 + exp(2 u)). NaN stays.
+// x = cap * tanh(x / cap), with tanh(u) = 1 - 2 / (1 + exp(2 u)). Preserves NaN.
 void soft_cap(float* x, float cap, int n) {
   const F rate = Simd::set(2 * kLog2E / cap), one = Simd::set(1), limit = Simd::set(cap),
           twice = Simd::set(2 * cap);
@@ -333,7 +331,7 @@ void relative_scores(const RelativeQuery& query, float* out) {
 }
 
 double sum_exp(const float* x, float shift, int n) {
-  constexpr int kStretch = 4096;  // summed in float32, stretches in float64
+  constexpr int kStretch = 4096;  // values summed in float32; stretches are summed in float64
   double total = 0;
   for (int start = 0; start < n; start += kStretch) {
     const int end = start + kStretch < n ? start + kStretch : n;
@@ -349,8 +347,8 @@ double sum_exp(const float* x, float shift, int n) {
   return total;
 }
 
-// A block of Q8_0: the largest magnitude becomes 127, halves are rounded away from zero. Codes are 128 more
-// than there. Returns the scale, which is NaN if the block has NaN or infinity.
+// Quantizes a block to Q8_0: the largest magnitude becomes 127, halves are rounded away from zero. Codes are
+// 128 higher than there. Returns the scale, which is NaN if the block has NaN or infinity.
 inline std::uint16_t round_to_q8(const float* x, std::uint8_t (&codes)[kBlockCols]) {
   std::uint32_t largest = 0;
   for (int i = 0; i < kBlockCols; ++i) {
@@ -369,7 +367,7 @@ inline std::uint16_t round_to_q8(const float* x, std::uint8_t (&codes)[kBlockCol
   return half;
 }
 
-// Blocks of `row`; put(d, codes) takes the codes of dimensions [d, d + 32). The scales are kKeySpan apart.
+// Quantizes `row`. put(d, codes) stores the codes of dimensions [d, d + 32). Scales are kKeySpan apart.
 template <typename Put>
 inline void store_q8(const float* row, int dim, std::byte* scales, Put&& put) {
   for (int d = 0; d < dim; d += kBlockCols, scales += kKeySpan * sizeof(std::uint16_t)) {
@@ -402,7 +400,7 @@ void store_key(const float* key, int dim, int stride, KvLayout layout, void* key
   });
 }
 
-// Zeros follow the last dimension, up to whole vectors of the row.
+// Pads whole vectors of the row with zeros after the last dimension.
 void store_value(const float* value, int dim, int stride, KvLayout layout, void* values, int position) {
   const int first = position * stride;
   if (layout == KvLayout::kQ8) {

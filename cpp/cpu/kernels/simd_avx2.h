@@ -25,10 +25,10 @@ struct Simd {
   static constexpr bool kOneDot = true;  // dot() is one instruction
 #else
   static constexpr bool kOneDot = false;
-  static constexpr int kInt8Tokens = 6;  // by count 8.0 cycles each instead of 8.5
+  static constexpr int kInt8Tokens = 6;  // 8.0 cycles each instead of 8.5, by instruction count
 #endif
-  // Products of floats: 12 sums, for which 7 loads are needed. 1.3 times as fast as 4 by 2, 1.2 times as 2
-  // by 6. In panels 2 by 6, and 8 loads.
+  // Products of floats: 12 sums need 7 loads. 1.3 times as fast as 4 by 2, 1.2 times as 2 by 6. In panels, 2
+  // by 6 sums need 8 loads.
   static constexpr int kFloatRows = 4, kFloatTokens = 3, kFloatPanelTokens = 6;
   static constexpr int kPanelVectors = 2, kPanelTokens = kOneDot ? 6 : 4, kRotatedZero = 128;
   static constexpr int kAttentionRows = 3, kAttentionVectors = 4, kLaneSteps = 4;
@@ -83,7 +83,7 @@ struct Simd {
     return _mm_cvtsi128_si32(_mm_max_epi32(x, _mm_shuffle_epi32(x, 1)));
   }
 
-  // Four floats of each of two rows, the first of which begins at p.
+  // Loads four floats of each of two rows, the first of which begins at p.
   static F load_quads(const float* p, std::size_t stride) {
     return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + stride), 1);
   }
@@ -117,7 +117,7 @@ struct Simd {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
   }
-  // 32 values within -128..127, and the sums of the first 16 and of the others.
+  // Stores 32 values within -128..127, and computes the sums of the first and of the last 16.
   static void store_block(std::int8_t* p, const I (&a)[4], std::uint32_t (&sums)[2]) {
     // Packing alternates between halves of vectors: four bytes each of a[0] to a[3] in either half.
     const __m256i words[2] = {_mm256_packs_epi32(a[0], a[1]), _mm256_packs_epi32(a[2], a[3])};
@@ -156,7 +156,7 @@ struct Simd {
 
   // Products of 8-bit integers: four bytes to a lane.
   static I set_int(std::int32_t x) { return _mm256_set1_epi32(x); }
-  // A vector as it stands. GCC would add sums of a block in a tree, and load codes again for each product.
+  // Keeps a vector in a register. GCC would add sums of a block in a tree, and reload codes for each product.
   static I in_register(I a) {
     asm("" : "+x"(a));
     return a;
@@ -167,7 +167,7 @@ struct Simd {
   static I low_nibbles(I a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
   static I high_nibbles(I a) { return _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(15)); }
   static void store_codes(std::uint8_t* p, I a) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), a); }
-  // kWidth bits of each byte, from bit kFrom on, at bit kTo; zeros elsewhere.
+  // Moves kWidth bits of each byte from bit kFrom to bit kTo; other bits are zero.
   template <int kWidth, int kFrom, int kTo>
   static I field(I a) {
     if constexpr (kFrom > kTo) a = _mm256_srli_epi16(a, kFrom - kTo);
@@ -197,7 +197,7 @@ struct Simd {
     return _mm256_slli_epi32(a, kBits);
   }
   template <int kByte>
-  static I byte_of(I a) {  // of each lane, as it is counted from 0
+  static I byte_of(I a) {  // byte kByte of each lane, counted from the lowest
     if constexpr (kByte == 3) return _mm256_srli_epi32(a, 24);
     return _mm256_and_si256(_mm256_srli_epi32(a, 8 * kByte), _mm256_set1_epi32(255));
   }
@@ -220,16 +220,16 @@ struct Simd {
   static I sum_halfwords(I acc, I pairs, I factors = _mm256_set1_epi16(1)) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, factors));
   }
-  // The same for two steps of codes up to 63, times factors in 16 bits.
+  // As above for two steps of codes up to 63, times factors in 16 bits.
   static constexpr bool kScalesHalfwords = true;
   static I add_two_pairs(I acc, I codes, I x, I next_codes, I next_x, I factors) {
     return in_register(
         sum_halfwords(acc, add_pairs(_mm256_maddubs_epi16(codes, x), next_codes, next_x), factors));
   }
-  // The low halves of two vectors' lanes in a lane.
+  // Joins the low halves of two vectors' lanes.
   static I halfwords(I low, I high) { return _mm256_blend_epi16(low, _mm256_slli_epi32(high, 16), 0xaa); }
-  // maddubs adds pairs of products in 16 bits: codes up to 63 leave room (2 * 63 * 127), bytes do not. Those
-  // are centred, and the sign of the weight goes to the activation: |w| <= 128 as unsigned, 2 * 128 * 127 <
+  // maddubs adds pairs of products in 16 bits: codes up to 63 fit (2 * 63 * 127), bytes do not. Bytes are
+  // centred, and the sign of the weight moves to the activation: |w| <= 128 as unsigned, 2 * 128 * 127 <
   // 2^15.
   template <int kZero>
   static constexpr bool kStartsFromSum = kZero > 0 && kZero != 128;
@@ -244,8 +244,8 @@ struct Simd {
     }
     return in_register(_mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
   }
-  // For dot<0> with codes up to 255: subtracts halves of the pairs of 32 bytes that add up to more than 128.
-  // Returns in which lanes, as bits.
+  // For dot<0> with codes up to 255: halves the pairs of 32 bytes whose sum exceeds 128 in magnitude, and
+  // stores the differences. Returns the lanes of such pairs as bits.
   static unsigned halve_pairs(std::byte* p, std::int32_t (&halves)[kLanes]) {
     const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     const __m256i sums = _mm256_maddubs_epi16(_mm256_set1_epi8(1), x);

@@ -43,7 +43,7 @@ struct Simd {
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
   static float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
-  // Four vectors to their four results at once.
+  // Reduces four vectors at once.
   template <typename Op>
   static __m128i reduce4(const I (&a)[4], Op op) {
     const I ab = op(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
@@ -99,13 +99,13 @@ struct Simd {
   static I max_int(I a, I b) { return _mm512_max_epi32(a, b); }
   static std::int32_t reduce_max(I a) { return _mm512_reduce_max_epi32(a); }
   static F magnitude(F a) { return _mm512_abs_ps(a); }
-  // Of 32 floats, those that the lowest five bits of lanes select.
+  // Selects one of 32 floats by the lowest five bits of each lane.
   static F look_up32(const float* table, F bits) {
     return _mm512_permutex2var_ps(_mm512_load_ps(table), _mm512_castps_si512(bits),
                                   _mm512_load_ps(table + 16));
   }
 
-  // Four floats of each of four rows, the first of which begins at p.
+  // Loads four floats of each of four rows, the first of which begins at p.
   static F load_quads(const float* p, std::size_t stride) {
     __m512 a = _mm512_castps128_ps512(_mm_loadu_ps(p));
     a = _mm512_insertf32x4(a, _mm_loadu_ps(p + stride), 1);
@@ -143,7 +143,7 @@ struct Simd {
   static void store_int8(std::int8_t* p, I a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
   }
-  // Four vectors of codes as bytes, in order.
+  // Packs four vectors of codes into bytes, in order.
   static I pack_codes(const I (&a)[4]) {
     const I bytes = _mm512_packs_epi16(_mm512_packs_epi32(a[0], a[1]), _mm512_packs_epi32(a[2], a[3]));
     return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
@@ -176,7 +176,7 @@ struct Simd {
   static I low_nibbles(I a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
   static I high_nibbles(I a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
   static void store_codes(std::uint8_t* p, I a) { _mm512_store_si512(p, a); }
-  // kWidth bits of each byte, from bit kFrom on, at bit kTo; zeros elsewhere.
+  // Moves kWidth bits of each byte from bit kFrom to bit kTo; other bits are zero.
   template <int kWidth, int kFrom, int kTo>
   static I field(I a) {
     if constexpr (kFrom > kTo) a = _mm512_srli_epi16(a, kFrom - kTo);
@@ -206,7 +206,7 @@ struct Simd {
     return _mm512_slli_epi32(a, kBits);
   }
   template <int kByte>
-  static I byte_of(I a) {  // of each lane, as it is counted from 0
+  static I byte_of(I a) {  // byte kByte of each lane, counted from the lowest
     return _mm512_and_si512(_mm512_srli_epi32(a, 8 * kByte), _mm512_set1_epi32(255));
   }
   template <int kZero>

@@ -1,5 +1,5 @@
-// Products of bfloat16 pairs (AVX512_BF16). Pairs are integers until they are multiplied: clang 16 knows
-// little of vectors of bfloat16.
+// Products of bfloat16 pairs (AVX512_BF16). Pairs are integers until they are multiplied, as clang 16
+// supports few operations on vectors of bfloat16.
 #pragma once
 
 #include <cstdint>
@@ -26,16 +26,16 @@ inline __m512i broadcast_pair(const std::uint16_t* p) {
 #endif
   return pairs;
 }
-inline __m512i round_to_pairs(__m512 low, __m512 high) {  // 16 of the one, then 16 of the other
+inline __m512i round_to_pairs(__m512 low, __m512 high) {  // lanes of `low`, then of `high`
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 
-// Where the elements of round_to_pairs(even, odd) belong: pairs of them next to each other.
+// Order in which the elements of round_to_pairs(even, odd) become adjacent pairs.
 alignas(64) constexpr std::uint16_t kPairOrder[] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                     21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                     11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 
-// The first `n` of 16.
+// Mask of the first `n` of 16 lanes.
 inline __mmask16 lanes_below(int n) {
   return n >= Simd::kLanes ? __mmask16(-1) : n <= 0 ? __mmask16(0) : __mmask16((1u << n) - 1);
 }

@@ -16,7 +16,7 @@ struct Simd {
   static constexpr int kLanes = 4;
   // 32 registers. Products of bytes: 8 integer and 8 float sums, 2 of codes, and those of their widening.
   static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 4;
-  // 24 sums hide a latency of 4 cycles on 4 pipes with room to spare; 4 weights and an activation besides.
+  // 24 sums hide a latency of 4 cycles on 4 pipes; 4 weights and an activation fit, too.
   static constexpr int kFloatRows = 4, kFloatTokens = 6, kFloatPanelTokens = 6;
   static constexpr int kPanelVectors = 4, kPanelTokens = 6, kRotatedZero = kSignedCodes;
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4, kLaneSteps = 8;
@@ -40,7 +40,7 @@ struct Simd {
   static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
   static F max(F a, F b) { return vmaxq_f32(a, b); }  // NaN if either is
   static F min(F a, F b) { return vminq_f32(a, b); }  // likewise
-  static float reduce_add(F a) {                      // of halves, as the other sets do
+  static float reduce_add(F a) {                      // adds halves, as the other sets do
     const float32x2_t half = vadd_f32(vget_low_f32(a), vget_high_f32(a));
     return vget_lane_f32(vpadd_f32(half, half), 0);
   }
@@ -66,7 +66,7 @@ struct Simd {
   static I max_int(I a, I b) { return vmaxq_s32(a, b); }
   static std::int32_t reduce_max(I a) { return vmaxvq_s32(a); }
 
-  // Four floats, of one row.
+  // Loads four floats of one row.
   static F load_quads(const float* p, std::size_t) { return load(p); }
   static void store_quads(float* p, std::size_t, F a) { store(p, a); }
   // Lane i of a[j] becomes lane j of a[i].
@@ -99,7 +99,7 @@ struct Simd {
   }
   static I high_nibbles(I a) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }
   static void store_codes(std::uint8_t* p, I a) { vst1q_u8(p, vreinterpretq_u8_s32(a)); }
-  // kWidth bits of each byte, from bit kFrom on, at bit kTo; zeros elsewhere.
+  // Moves kWidth bits of each byte from bit kFrom to bit kTo; other bits are zero.
   template <int kWidth, int kFrom, int kTo>
   static I field(I a) {
     const uint8x16_t shifted =
@@ -133,13 +133,13 @@ struct Simd {
     return vshlq_n_s32(a, kBits);
   }
   template <int kByte>
-  static I byte_of(I a) {  // of each lane, as it is counted from 0
+  static I byte_of(I a) {  // byte kByte of each lane, counted from the lowest
     const uint32x4_t shifted = vshlq_u32(vreinterpretq_u32_s32(a), vdupq_n_s32(-8 * kByte));
     return vreinterpretq_s32_u32(vandq_u32(shifted, vdupq_n_u32(255)));
   }
 
-  // Codes up to 127 are their own signed bytes; those that count from 128 become signed by their highest bit.
-  // The sum of two products fits 16 bits: 2 * 128 * 127 < 2^15.
+  // Codes up to 127 are signed bytes; those with a zero point of 128 become signed by flipping the highest
+  // bit. The sum of two products fits 16 bits: 2 * 128 * 127 < 2^15.
   template <int kZero>
   static constexpr bool kStartsFromSum = kZero > 0 && kZero != 128;
   template <int kZero>
@@ -155,8 +155,8 @@ struct Simd {
 #endif
   }
 #ifndef __ARM_FEATURE_DOTPROD
-  // Sixteen bits hold the products of a block of 4-bit codes, also once those of two columns are added:
-  // 16 * 15 * 127. So a multiply-add widens, and sums go to 32 bits once a block.
+  // Sixteen bits hold the products of a block of 4-bit codes, even the sums of two columns: 16 * 15 * 127. So
+  // multiply-adds widen to 16 bits, and sums to 32 bits once per block.
   struct Halfwords {
     int16x8_t low, high;  // of the bytes of a vector
   };

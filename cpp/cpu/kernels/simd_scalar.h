@@ -21,7 +21,7 @@ struct Simd {
   static constexpr int kFloatRows = 2, kFloatTokens = 2, kFloatPanelTokens = 2;
   static constexpr int kAttentionRows = 2, kAttentionVectors = 2, kLaneSteps = 4;
   static constexpr int kPanelVectors = 1, kPanelTokens = 2, kRotatedZero = 128;
-  static constexpr int kNarrowVectors = 1;  // unrolled, all eight take the compiler half a minute
+  static constexpr int kNarrowVectors = 1;  // unrolling all eight takes the compiler half a minute
   static constexpr bool kOneDot = false;    // dot() is one instruction
 
   struct F {
@@ -111,7 +111,7 @@ struct Simd {
     return out;
   }
 
-  // Four floats, of one row.
+  // Loads four floats of one row.
   static F load_quads(const float* p, std::size_t) { return load(p); }
   static void store_quads(float* p, std::size_t, F a) { store(p, a); }
   // Lane i of a[j] becomes lane j of a[i].
@@ -151,7 +151,7 @@ struct Simd {
     return a;
   }
   static void store_codes(std::uint8_t* p, I a) { std::memcpy(p, a.v, sizeof a.v); }
-  // kWidth bits of each byte, from bit kFrom on, at bit kTo; zeros elsewhere.
+  // Moves kWidth bits of each byte from bit kFrom to bit kTo; other bits are zero.
   template <int kWidth, int kFrom, int kTo>
   static I field(I a) {
     constexpr std::uint32_t kMask = ((1u << kWidth) - 1) * 0x01010101u;
@@ -192,12 +192,12 @@ struct Simd {
     return a;
   }
   template <int kByte>
-  static I byte_of(I a) {  // of each lane, as it is counted from 0
+  static I byte_of(I a) {  // byte kByte of each lane, counted from the lowest
     for (std::int32_t& v : a.v) v = std::int32_t(std::uint32_t(v) >> (8 * kByte) & 255);
     return a;
   }
-  // Whether dot() multiplies codes as they are, so that -kZero * sum(x) must be in the accumulator's start
-  // value.
+  // Whether dot() multiplies codes without subtracting kZero, so that -kZero * sum(x) must be in the
+  // accumulator's start value.
   template <int kZero>
   static constexpr bool kStartsFromSum = false;
   // acc + sum over the four bytes of (codes - kZero) * x.

@@ -1,4 +1,4 @@
-// Keys and values into a cache of pairs of bfloat16 (KvLayout::kPairs).
+// Stores keys and values in a cache of bfloat16 pairs (KvLayout::kPairs).
 #pragma once
 
 #include <algorithm>
@@ -10,14 +10,13 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Sixteen values from `at` on, of `dim`, zeros after the last, rounded to f16, the precision of a saved
-// cache.
+// Sixteen values from `at` on, zeros from `dim` on, rounded to f16, the precision of a saved cache.
 inline F half_values(const float* values, int at, int dim) {
   const F all = _mm512_maskz_loadu_ps(lanes_below(dim - at), values + at);
   return _mm512_cvtph_ps(_mm512_cvtps_ph(all, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// Rows of sixteen lanes to their columns.
+// Transposes 16 x 16 lanes.
 inline void transpose(__m512i (&rows)[16]) {
   __m512i twos[16], fours[16];
   unrolled<8>([&](auto i) __attribute__((always_inline)) {
@@ -47,7 +46,7 @@ inline void transpose(__m512i (&rows)[16]) {
 // of one pair.
 void store_key_pairs(const float* key, std::size_t step, int count, int dim, int stride, KvLayout layout,
                      void* keys, int position) {
-  constexpr int kFew = 4;  // for which transposing takes longer than storing lane by lane
+  constexpr int kFew = 4;  // rows for which transposing takes longer than storing lane by lane
   if (layout != KvLayout::kPairs)
     return kernels_avx512vnni().store_keys(key, step, count, dim, stride, layout, keys, position);
   const int first = position % kKeyBlock;
@@ -74,7 +73,7 @@ void store_key_pairs(const float* key, std::size_t step, int count, int dim, int
   }
 }
 
-// Values of two positions are interleaved.
+// Interleaves the values of two positions.
 void store_value_pairs(const float* value, std::size_t step, int count, int dim, int stride, KvLayout layout,
                        void* values, int position) {
   if (layout != KvLayout::kPairs)

@@ -1,4 +1,4 @@
-// Attention over a cache of each layout that every instruction set takes.
+// Attention over the cache layouts that every instruction set supports.
 #pragma once
 
 #include "tile_attention_f32.h"

@@ -1,9 +1,9 @@
-// Causal attention on the matrix unit (AMX), with the roundings of tile_attention_bf16.h: sixteen query rows
-// at a time, 32 dimensions or positions in a step.
+// Causal attention on the matrix unit (AMX), with the roundings of tile_attention_bf16.h: a step multiplies
+// sixteen query rows by 32 dimensions or positions.
 //
-// For 16 rows and a span of 64 positions of a head of 64 dimensions the matrix unit works for 256 cycles, the
-// softmax takes about 450 on the vector pipes. A row's result depends on its own tile row only, and the steps
-// of a sum have the same order for every number of rows.
+// For 16 rows and a span of 64 positions of a head of 64 dimensions, the matrix unit works for 256 cycles and
+// the softmax takes about 450 on the vector pipes. A row's result depends on its own tile row only, and the
+// steps of a sum have the same order for every number of rows.
 #pragma once
 
 #include "amx_tiles.h"
@@ -16,9 +16,9 @@ constexpr int kAmxRows = 16;
 constexpr int kAmxDepth = 32;  // dimensions or positions in a row of a tile
 
 // out = A * B over `steps` of the depth, or += with kAdd, for `blocks` blocks of 16 columns, `b_block`
-// elements from one to the next. Strides are in elements: `a_stride` between rows of A, `b_stride` between
-// rows of B, which hold pairs of the depth, and `out_stride` between rows of out. Two blocks at a time: with
-// four, more tiles are in use than the processor keeps at full speed if two threads share a core.
+// elements apart. Strides are in elements: `a_stride` between rows of A, `b_stride` between rows of B, which
+// hold pairs of the depth, and `out_stride` between rows of out. Two blocks at a time: with four, more tiles
+// are in use than the processor keeps at full speed if two threads share a core.
 template <bool kAdd>
 inline void multiply_blocks(int steps, int blocks, const std::uint16_t* a, int a_stride,
                             const std::uint16_t* b, int b_stride, int b_block, float* out, int out_stride) {
@@ -49,7 +49,7 @@ inline void multiply_blocks(int steps, int blocks, const std::uint16_t* a, int a
   }
 }
 
-// Rows [row, row + rows) of the strip, at most kAmxRows; other rows of the tiles are computed and dropped.
+// Computes rows [row, row + rows) of the strip, at most kAmxRows. Other rows of the tiles are discarded.
 inline void amx_tile(const AttentionHead& head, int span, int row, int rows, const std::uint16_t* values,
                      AttentionStrip& strip) {
   const int n = seen_positions(strip, row, rows, span);
@@ -65,8 +65,8 @@ inline void amx_tile(const AttentionHead& head, int span, int row, int rows, con
                         strip.acc + row * stride, stride);
 }
 
-// The first `n` positions of values, then zeros up to a whole step: memory that was not stored may hold NaN.
-// Pairs of positions are `stride` elements apart.
+// Copies the first `n` positions of values, then zeros up to a whole step: memory that was not stored may
+// hold NaN. Pairs of positions are `stride` elements apart.
 inline const std::uint16_t* filled_up(const std::uint16_t* values, int stride, int n, std::uint16_t* out) {
   const __m512i even = _mm512_set1_epi32(0xffff), both = _mm512_set1_epi32(-1), none = _mm512_setzero_si512();
   for (int pair = 0; pair < round_up(n, kAmxDepth) / 2; ++pair) {

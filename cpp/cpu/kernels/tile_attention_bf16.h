@@ -3,10 +3,10 @@
 //
 // Queries, keys, weights of the softmax and values are rounded to 8 significant bits. The effect on logits is
 // small compared with the rounding of activations to 8-bit integers (docs/cpu_kernels.md has the figures).
-// Sums stay in float32. That halves the number of products. Keys and values are rounded when they are stored:
-// converting them at each use took longer than the products of a single token. A strip of query rows (tokens
-// times the heads of a group) goes through the keys together. As in tile_attention.h, the result of a row
-// does not depend on other rows.
+// Sums stay in float32. Pairs halve the number of product instructions. Keys and values are rounded when they
+// are stored: converting them at each use took longer than the products of a single token. A strip of query
+// rows (tokens times the heads of a group) goes through the keys together. As in tile_attention.h, the result
+// of a row does not depend on other rows.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace {
 
 constexpr int kStripRows = 96;         // 32 tokens of a group of three heads
 constexpr int kStripValues = 96 * 64;  // rows times dimensions: longer heads take fewer rows
-constexpr int kMaxTileRows = 16;       // that a strip takes at least, whatever the head
+constexpr int kMaxTileRows = 16;       // rows of a strip of the longest heads
 constexpr int kTileRows = 6;           // by 4 vectors: 24 sums, 4 of keys or values, one query
 constexpr float kSlack = 8;            // weights are up to 2^8
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
@@ -33,11 +33,11 @@ struct alignas(64) AttentionStrip {
   std::uint16_t q[kMaxTileRows * kMaxHeadDim];  // [rows][key_stride], scaled: scores are base-2 logarithms
   float acc[kMaxTileRows * kMaxHeadDim];        // [rows][value_stride], sum of p * v
   float sum[kStripRows][16];                    // of p, in 16 parts
-  float shift[kStripRows] = {};                 // of scores: weights are relative to it
-  float limit[kStripRows];                      // of scores, above which it changes
-  SplitSums<kStripRows> splits;                 // before this one
+  float shift[kStripRows] = {};                 // subtracted from scores
+  float limit[kStripRows];                      // score above which the shift changes
+  SplitSums<kStripRows> splits;                 // of earlier splits
   int begin[kStripRows], end[kStripRows];       // positions that the row sees
-  int own[kStripRows];                          // that of its query
+  int own[kStripRows];                          // position of the row's query
   float cap;                                    // of scores, in base-2 logarithms; 0: none
   float slope[kStripRows];                      // of ALiBi, likewise
   const float* bias[kStripRows];                // of relative positions, at distance 0; null: none
@@ -83,7 +83,7 @@ inline F weight_exp2(F x) {
   return _mm512_scalef_ps(p, x);  // by 2^floor(x)
 }
 
-// Reduces vector(i) of up to four rows together: of more than `rows`, the last one instead.
+// Reduces vector(i) of up to four rows together; with fewer `rows`, repeats the last one.
 template <typename Vector, typename Reduce>
 inline __attribute__((always_inline)) void reduce4(int rows, Vector&& vector, Reduce&& reduce, float* out) {
   const auto of_row = [&](int i) { return vector(std::min(i, rows - 1)); };
@@ -91,7 +91,7 @@ inline __attribute__((always_inline)) void reduce4(int rows, Vector&& vector, Re
   reduce(vectors, out);
 }
 
-// The positions of a span that a row sees, a bit for each.
+// Bit mask of the positions of a span that a row sees.
 inline std::uint64_t visible(const AttentionStrip& strip, int row, int span) {
   const auto below = [&](int position) {
     const int n = position - span * kKeySpan;
@@ -106,23 +106,23 @@ inline int seen_positions(const AttentionStrip& strip, int row, int rows, int sp
   return end <= first || strip.begin[row] >= first + kKeySpan ? 0 : std::min(kKeySpan, end - first);
 }
 
-// Makes weights of a row relative to a score; earlier results follow.
+// Changes the shift of a row, and rescales its earlier results.
 inline void raise_shift(AttentionStrip& strip, int row, float shift, int stride) {
   const bool first = strip.limit[row] == kNoScore;
   const float before = strip.shift[row];
   strip.shift[row] = shift;
   strip.limit[row] = shift + kSlack;
-  if (first) return;  // nothing was added up
+  if (first) return;  // no results yet
   const F change = weight_exp2(Simd::set(before - shift));
   Simd::store(strip.sum[row], Simd::mul(Simd::load(strip.sum[row]), change));
   float* acc = strip.acc + row * stride;
   for (int d = 0; d < stride; d += Simd::kLanes) Simd::store(acc + d, Simd::mul(Simd::load(acc + d), change));
 }
 
-// Scores of a span to weights in bfloat16, of which the sum grows. A weight is 2^(score - shift). The shift
-// is the largest score of the first span, and changes only if a later score is far above it: weights rarely
-// wait for the largest score, and sums rarely for a factor. No row sees more than the first `n` positions:
-// weights of others are zero, and stored up to a multiple of 32.
+// Converts scores of a span to bfloat16 weights 2^(score - shift), and adds them to the sums. The shift is
+// the largest score of the first span, and changes only if a later score is far above it, so that weights
+// rarely wait for the largest score, and sums rarely for a factor. No row sees more than the first `n`
+// positions: weights of others are zero, and stored up to a multiple of 32.
 template <bool kWhole>
 inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, int row, int rows, int span,
                                                         int n, int stride, const float (*scores)[kKeySpan],
@@ -165,7 +165,7 @@ inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, i
   }
 }
 
-// The same, whether all rows see all of the span or not.
+// Adds other terms to the scores, then calls bf16_softmax, without masks if all rows see the whole span.
 inline __attribute__((always_inline)) void bf16_weights(AttentionStrip& strip, int row, int rows, int span,
                                                         int n, int stride, float (*scores)[kKeySpan],
                                                         std::uint16_t (*p)[kKeySpan]) {
@@ -240,8 +240,8 @@ void bf16_tile(const AttentionHead& head, int span, int row, AttentionStrip& str
   for (; column < stride; column += 16) bf16_values<kRows, 1>(strip, p, n, column, stride, out);
 }
 
-// A span, of which the first `stored` positions were stored, for all rows of a strip, by vectors. Keys of
-// other positions give scores that no row sees.
+// Computes a span for all rows of a strip by vectors. Only the first `stored` positions were stored; no row
+// sees the scores of the others.
 struct VectorTiles {
   static constexpr int kRows = kTileRows;
 
@@ -253,7 +253,7 @@ struct VectorTiles {
   }
 };
 
-// Query rows [row, row + rows) of the item; row = token * heads + head.
+// Computes query rows [row, row + rows) of the item; row = token * heads + head.
 template <class Tiles>
 void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& strip) {
   strip.cap = head.cap * kLog2E;

@@ -22,17 +22,16 @@ struct AttentionTile {
   float acc[kRows][kMaxHeadDim];  // sum of p * v
   float p[kRows][kKeySpan];       // scores, then weights of the current span
   float max[SplitSums<kRows>::kPadded], sum[SplitSums<kRows>::kPadded], rescale[kRows];
-  SplitSums<kRows> splits;       // before this one
+  SplitSums<kRows> splits;       // of earlier splits
   int begin[kRows], end[kRows];  // positions that the row sees
-  int own[kRows];                // that of its query
+  int own[kRows];                // position of the row's query
   float cap;                     // of scores, in base-2 logarithms; 0: none
   float slope[kRows];            // of ALiBi, likewise
   const float* bias[kRows];      // of relative positions, at distance 0; null: none
   const float* added[kRows];     // to the score of each position; null: nothing
 };
 
-// Calls body(v, count) for runs of vectors from v on, as long as a tile has sums for, then of two, then of
-// one.
+// Calls body(v, count) for runs of `count` vectors from v on: of kAttentionVectors, then of two, then of one.
 template <typename Body>
 inline void each_run(int vectors, Body&& body) {
   constexpr std::integral_constant<int, Simd::kAttentionVectors> kLong;
@@ -62,7 +61,7 @@ void score_vectors(const AttentionHead& head, const Element* keys, int first, At
     const int position = first + v * Simd::kLanes;
     column[v] = keys + std::size_t(position / kKeyBlock) * block_size + position % kKeyBlock;
   }
-  NextLines lines = next;  // in registers
+  NextLines lines = next;  // copy in registers
   for (int d = 0; d < head.key_dim; ++d) {
     lines.step();
     each_product<kRows, kVectors>(
@@ -79,8 +78,8 @@ void score_vectors(const AttentionHead& head, const Element* keys, int first, At
     for (int v = 0; v < kVectors; ++v) Simd::store(tile.p[r] + first + v * Simd::kLanes, acc[r][v]);
 }
 
-// Scores of the first `n` positions of a span, whole vectors: a short text does not fill a span. `next` is
-// fetched meanwhile.
+// Computes scores of the first `n` positions of a span, in whole vectors: a short text does not fill a span.
+// Prefetches `next` meanwhile.
 template <int kRows, typename Element>
 void score_span(const AttentionHead& head, const Element* keys, int n, AttentionTile<kRows>& tile,
                 NextLines next) {
@@ -91,8 +90,8 @@ void score_span(const AttentionHead& head, const Element* keys, int n, Attention
   });
 }
 
-// Scores to weights; updates the running maximum and sum. `rescale` is the factor for earlier results. `n`:
-// positions with scores, whole vectors; those after them are not seen.
+// Converts scores to weights; updates the running maximum and sum. `rescale` is the factor for earlier
+// results. `n` positions, in whole vectors, have scores; later ones are not seen.
 template <int kRows>
 void softmax_span(int span, AttentionTile<kRows>& tile, int n) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -145,7 +144,7 @@ void value_columns(const Element* values, std::size_t stride, int n, int column,
     for (int v = 0; v < kVectors; ++v)
       acc[r][v] = Simd::mul(Simd::load(tile.acc[r] + column + v * Simd::kLanes), Simd::set(tile.rescale[r]));
   const Element* row = values + column;
-  NextLines lines = next;  // in registers
+  NextLines lines = next;  // copy in registers
   for (int i = 0; i < n; ++i, row += stride) {
     lines.step();
     each_product<kRows, kVectors>(
@@ -171,7 +170,7 @@ void value_span(const AttentionHead& head, const Element* values, int n, Attenti
   });
 }
 
-// Query rows [row, row + kRows) of the item; row = token * heads + head.
+// Loads query rows [row, row + kRows) of the item; row = token * heads + head.
 template <int kRows>
 void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) {
   tile.cap = head.cap * kLog2E;
@@ -213,9 +212,9 @@ struct StoredSpan {
   }
 };
 
-// Scores, weights and values of a span. With `more`, another span follows, which is prefetched: a tile is
-// done with a span before memory has delivered the next one. Floats do that line by line between their
-// products: many requests at once gained nothing. Bytes prefetch at once.
+// Computes scores, weights and values of a span. With `more`, prefetches the next span, which memory would
+// otherwise deliver too late: floats line by line between their products, as many requests at once gained
+// nothing, bytes at once.
 template <int kRows, typename Span, typename Tile>
 void attention_span(const AttentionHead& head, int span, bool more, Span& elements, Tile& tile) {
   const auto next = [&](const void* at, int stride) {
@@ -223,7 +222,7 @@ void attention_span(const AttentionHead& head, int span, bool more, Span& elemen
   };
   const NextLines next_keys = more ? next(head.keys_of(span + 1), head.key_stride) : NextLines({}, 1);
   const NextLines next_values = more ? next(head.values_of(span + 1), head.value_stride) : NextLines({}, 1);
-  const int seen = std::min(tile.end[kRows - 1] - span * kKeySpan, kKeySpan);  // up to the last one
+  const int seen = std::min(tile.end[kRows - 1] - span * kKeySpan, kKeySpan);  // positions
   const int n = Span::kWhole ? kKeySpan : round_up(seen, Simd::kLanes);
   score_span(head, elements.keys(head, span, seen), n, tile, next_keys);
   softmax_span<kRows>(span, tile, n);

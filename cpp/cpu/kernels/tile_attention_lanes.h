@@ -1,8 +1,8 @@
 // Attention of many tokens, in terms of the vectors of one instruction set (Simd, included before).
 //
 // Each lane is a token, for one query head at a time: a step multiplies a vector of tokens by one element of
-// a key or a value. The softmax needs no sums across lanes then, and only tokens that see different positions
-// need a mask. Sums have the order of tile_attention_f32.h, which takes few tokens: the bits are the same.
+// a key or a value. So the softmax needs no sums across lanes, and only tokens that see different positions
+// need a mask. Results are bit-identical to those of tile_attention_f32.h, which handles few tokens.
 #pragma once
 
 #include <algorithm>
@@ -24,16 +24,16 @@ using LaneRow = float[kLaneTokens];
 struct LaneTile {
   alignas(64) LaneRow q[kMaxHeadDim];    // scaled so that scores are base-2 logarithms
   alignas(64) LaneRow acc[kMaxHeadDim];  // sum of p * v
-  alignas(64) LaneRow all[kMaxHeadDim];  // the same for the splits before
+  alignas(64) LaneRow all[kMaxHeadDim];  // acc of earlier splits
   alignas(64) LaneRow p[kKeySpan];       // scores, then weights of the current span
   alignas(64) LaneRow max, sum, rescale;
   alignas(64) LaneRow begin, end;  // positions that a token sees, if they differ
-  SplitSums<kLaneTokens> splits;   // of them
+  SplitSums<kLaneTokens> splits;   // of earlier splits
   int head, first, count;          // query head of the group, and tokens of the item
   VisibleRange every, any;         // positions that every token sees, and that any token sees
 };
 
-// A copy of keys and values in f16.
+// A float32 copy of keys and values in f16.
 struct WidenedSpan {
   float elements[kKeySpan * kMaxHeadDim];
 
@@ -52,7 +52,7 @@ struct WidenedSpan {
   }
 };
 
-// Transposes rows to lanes, and back: a vector of tokens, and columns in fours.
+// Transposes rows to lanes, and back, for a vector of tokens, four columns at a time.
 inline void rows_to_lanes(const float* rows, std::size_t stride, int columns, float* lanes) {
   for (int column = 0; column < columns; column += 4) {
     F quads[4];
@@ -70,7 +70,7 @@ inline void lanes_to_rows(const float* lanes, int columns, float* rows, std::siz
   }
 }
 
-// Queries of the tokens of a tile, rounded up to vectors: lanes after the last token repeat it.
+// Loads the queries of a tile's tokens in whole vectors: lanes after the last token repeat it.
 inline void load_queries(const AttentionHead& head, LaneTile& tile) {
   alignas(64) float copies[Simd::kLanes][kMaxHeadDim];
   const int dim = head.key_dim, columns = round_up(dim, 4);
@@ -178,7 +178,7 @@ inline void add_score_terms(const AttentionHead& head, int span, int n, int t, L
   rows_to_lanes(rows[0], kKeySpan, columns, tile.p[0] + t);
 }
 
-// Positions that a token does not see get the score -infinity, also in place of NaN.
+// Sets the scores of positions that a token does not see to -infinity, even if they are NaN.
 inline void mask_scores(int span, int n, int t, LaneTile& tile) {
   const F infinity = Simd::set(std::numeric_limits<float>::infinity());
   const F begin = Simd::load(tile.begin + t), end = Simd::load(tile.end + t);
@@ -190,11 +190,11 @@ inline void mask_scores(int span, int n, int t, LaneTile& tile) {
   }
 }
 
-// Scores of `n` positions to weights, for a vector of tokens.
+// Converts scores of `n` positions to weights, for a vector of tokens.
 inline void lane_softmax(int n, int t, LaneTile& tile) {
   constexpr int kLanes = Simd::kLanes;
   const F before = Simd::load(tile.max + t);
-  F largest[4] = {before, before, before, before};  // a single one would wait for each comparison
+  F largest[4] = {before, before, before, before};  // several, to hide the latency of a comparison
   for (int i = 0; i < n; i += 4)
     unrolled<4>(
         [&](auto j) { largest[j] = Simd::max(largest[j], Simd::load(tile.p[std::min(i + j, n - 1)] + t)); });
@@ -218,7 +218,7 @@ inline void lane_softmax(int n, int t, LaneTile& tile) {
   Simd::store(tile.sum + t, Simd::add(Simd::mul(Simd::load(tile.sum + t), change), sums[0]));
 }
 
-// Calls body(n) with the first positions of a span, up to the last one that the tile sees, if there are any.
+// Calls body(n) with the number of positions of a span up to the last one that the tile sees, if any.
 template <typename Body>
 inline void with_positions(const LaneTile& tile, int span, Body&& body) {
   const int begin = span * kKeySpan, n = std::min(kKeySpan, tile.any.end - begin);
@@ -245,7 +245,7 @@ inline void add_values(const AttentionHead& head, const float* values, int n, La
     lane_values<1>(head, values, n, tile);
 }
 
-// Adds a split to those before.
+// Adds a split to the sums of earlier ones.
 inline void end_split(const AttentionHead& head, bool first, bool last, LaneTile& tile) {
   SplitSums<kLaneTokens>& splits = tile.splits;
   splits.add(tile.max, tile.sum, tile.count, last);
@@ -280,7 +280,7 @@ inline void store_results(const AttentionHead& head, const LaneTile& tile) {
         tile.splits.shift[t], tile.splits.sum[t]};
 }
 
-// Up to kQueryTile tokens of query head h.
+// Computes up to kQueryTile tokens of query head h.
 template <typename Span>
 void attend_lanes(const AttentionHead& head, int h, int first, int count, Span& elements,
                   std::span<LaneTile> memory) {
@@ -313,7 +313,7 @@ constexpr bool fills_lanes(int count) {
   return count > Simd::kLanes / 2;
 }
 
-// Tokens [first, first + count) of an item: few by rows, many by lanes.
+// Computes tokens [first, first + count) of an item: few by rows, many by lanes.
 template <typename SpanOfFew, typename SpanOfMany>
 void attention_of(const AttentionHead& head, int first, int count) {
   const int end = first + count;

@@ -1,13 +1,12 @@
 // Attention over a cache in Q8_0 (KvLayout::kQ8), by the tiles of tile_attention_f32.h.
 //
-// Where dot() is one instruction, products are of bytes. The other factor, queries and weights of the
-// softmax, is split into two signed digits of a byte, so that it keeps 15 bits and its sign: the cache has
-// the larger error. By count a position of 64 dimensions takes a query row 4 dots of 512 bits, where products
-// of bfloat16 pairs take 4 and of float32 8, and half of the bytes are read. Sums of integers are exact in
-// any order.
+// If dot() is one instruction, products are of bytes. The other factor, queries and weights of the softmax,
+// is split into two signed digits of a byte, so that it keeps 15 bits and its sign: the cache has the larger
+// error. For each position of 64 dimensions, a query row needs 4 dots of 512 bits, as with products of
+// bfloat16 pairs; float32 needs 8. Half of the bytes are read. Sums of integers are exact in any order.
 //
-// Elsewhere codes become float32, times their scales, which is exact, and are multiplied as such: for many
-// tokens a span at a time, for few between their products.
+// Otherwise codes are converted to float32 and scaled, which is exact: for many tokens a span at a time, for
+// few between their products.
 #pragma once
 
 #include <bit>
@@ -20,8 +19,8 @@ namespace {
 
 constexpr float kMostDigits = 127 * 256;  // magnitude of the numbers that are split
 
-// Scales of a block for the first `n` positions of a span, zeros after them: memory that was not stored may
-// hold NaN.
+// Loads the scales of a block for the first `n` positions of a span, and zeros after them: memory that was
+// not stored may hold NaN.
 inline void load_scales(const std::byte* scales, int n, float (&out)[kKeySpan]) {
   const auto* halves = reinterpret_cast<const std::uint16_t*>(scales);
   for (int i = 0; i < kKeySpan; i += Simd::kLanes) {
@@ -88,7 +87,7 @@ struct WidenedQ8Span {
     }
     return elements;
   }
-  // The first `n` positions.
+  // Converts the first `n` positions.
   const float* values(const AttentionHead& head, int span, int n) {
     const auto* codes = static_cast<const std::byte*>(head.values_of(span));
     const int dim = head.value_dim;
@@ -109,9 +108,9 @@ struct WidenedQ8Span {
   }
 };
 
-// Few tokens convert codes to float32 while they multiply them, without a copy to share. Vectors of sums
-// for a number of rows: enough to hide the latency of a product, with registers left for codes, scales and
-// factors on AVX2.
+// For few tokens, codes are converted to float32 between products, without a copy to share. Vectors of sums
+// for kRows rows: enough to hide the latency of a product, with registers left for codes, scales and factors
+// on AVX2.
 template <int kRows>
 constexpr int kWidenedVectors = kRows >= Simd::kAttentionRows ? 2 : 4;
 
@@ -189,14 +188,14 @@ void value_span(const AttentionHead& head, const Q8Values* values, int n, Attent
 }
 
 // Numbers n = 256 * high + low of two signed digits. `start` is the initial value of their products with
-// codes that count from 128, for each kBlock places: -128 * sum(n) if dot() counts codes from 0.
+// codes of zero point 128, for each kBlock places: -128 * sum(n) if dot() counts codes from 0.
 template <int kPlaces, int kBlock>
 struct Digits {
   std::int8_t high[kPlaces], low[kPlaces];
   std::int32_t start[kPlaces / kBlock];
 
-  // Takes `count` values, of which the largest becomes kMostDigits. Returns the unit, which is NaN if a value
-  // is; sums may wrap then, but their values do not matter.
+  // Splits `count` values, of which the largest becomes kMostDigits. Returns the unit, which is NaN if a
+  // value is; sums may wrap then, but their values do not matter.
   float split(const float* x, int count) {
     I largest = Simd::set_int(0);
     for (int i = 0; i < count; i += Simd::kLanes)
@@ -264,8 +263,8 @@ void begin_tile(const AttentionHead& head, int row, Q8Tile<kRows>& tile) {
   for (int r = 0; r < kRows; ++r) tile.q_unit[r] = tile.q_digits[r].split(tile.q[r], head.key_dim);
 }
 
-// Vectors of sums of each digit, for a number of rows: enough to hide the latency of a product, with
-// registers left for GCC, which needs some for copies of sums.
+// Vectors of sums of each digit for kRows rows: enough to hide the latency of a product, with registers left
+// for GCC, which copies some sums.
 template <int kRows>
 constexpr int kDigitVectors = kRows >= Simd::kAttentionRows ? 1 : 2;
 

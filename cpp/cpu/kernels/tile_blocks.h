@@ -1,4 +1,4 @@
-// Shared by products of 8-bit integers, in any order of blocks and tokens.
+// Definitions that all products of 8-bit integers share.
 #pragma once
 
 #include "row_ops.h"
@@ -23,13 +23,13 @@ struct Sum<S, true> {
   using Type = typename S::Halfwords;
 };
 
-// Whether a set adds up the two sums of a block, times the integers of their scales, as integers. They stay
-// below 2^24, so float32 holds them, too.
+// Whether a set adds the two sums of a block, times the integers of their scales, as integers. They stay
+// below 2^24, so that float32 is exact, too.
 template <class S, class Block>
 constexpr bool kAddsHalves = kHasIntegerHalves<Block> && requires { S::kScalesHalfwords; };
 
-// Whether a set scales the sums of both halves of a block and adds them up before the scale of the
-// activations follows, one multiplication less for each token.
+// Whether a set scales and adds the sums of both halves of a block before it applies the scale of the
+// activations, which saves one multiplication per token.
 template <class S, class Block>
 constexpr bool kJoinsHalves = kHasHalves<Block> && !kAddsHalves<S, Block> && requires { S::kJoinsHalves; };
 
@@ -38,21 +38,21 @@ inline F joined_sum(F first_scale, I first, F second_scale, I second) {
   return Simd::fma(Simd::to_float(second), second_scale, Simd::mul(Simd::to_float(first), first_scale));
 }
 
-// The sums of both halves of a block times the integers of their scales, for the rows from `row` on.
+// The sums of both halves of a block, each times the integers of its scales, for the rows from `row` on.
 inline F scaled_sum(const std::int8_t (&scale_code)[2][kGroupRows], int row, F first, F second) {
   return Simd::fma(first, load_floats(scale_code[0] + row),
                    Simd::mul(second, load_floats(scale_code[1] + row)));
 }
 
-// Integer sums of a block, each with a scale.
+// Number of integer sums of a block, each with a scale.
 template <class Block>
 constexpr int kBlockSums = kHasHalves<Block> ? 2 : 1;
 
-// Whether 16 bits hold a whole sum of a block.
+// Whether 16 bits hold every sum of a block.
 template <class S, class Block>
 constexpr bool kWholeHalfwords = kHalfwordSteps<S, Block> >= 8 / kBlockSums<Block>;
 
-// Where the integer sums of a block begin.
+// Initial values of the integer sums of a block.
 template <class S, class Block>
 inline void first_sums(const ActivationTile::Terms& terms, I (&start)[2]) {
   start[0] = start[1] = S::set_int(0);
@@ -63,7 +63,7 @@ inline void first_sums(const ActivationTile::Terms& terms, I (&start)[2]) {
       start[1] = S::sub_int(start[0], first_half);
       start[0] = first_half;
     }
-    constexpr int kShift = std::countr_zero(unsigned(Block::kZero)) - 3;  // `start` is for a zero of 8
+    constexpr int kShift = std::countr_zero(unsigned(Block::kZero)) - 3;  // `start` is for a zero point of 8
     if constexpr (kShift > 0)
       for (int h = 0; h < kBlockSums<Block>; ++h) start[h] = S::template shift_left<kShift>(start[h]);
   }

@@ -6,8 +6,8 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// A token reads the columns of the matrix twice: first to predict its value, then to change them. Eight sums
-// hide the latency of an FMA; those of one column are added up in one order.
+// A token reads the columns of the matrix twice: first to predict its value, then to update them. Eight sums
+// hide the latency of an FMA; those of one column are added in a fixed order.
 void delta_rule(const DeltaToken& token, float* state, float* out) {
   constexpr int kVectors = kDeltaColumns / Simd::kLanes, kSums = kVectors < 8 ? 8 / kVectors : 1;
   static_assert(kVectors * Simd::kLanes == kDeltaColumns);
@@ -15,7 +15,7 @@ void delta_rule(const DeltaToken& token, float* state, float* out) {
   const auto clear = [&] {
     unrolled<kSums>([&](auto s) { unrolled<kVectors>([&](auto v) { sums[s][v] = Simd::set(0.0f); }); });
   };
-  // Calls row(i, s) for each row, where s is the sum that it goes to.
+  // Calls row(i, s) for each row with the index s of its sum.
   const auto each_row = [&](auto&& row) {
     int i = 0;
     for (; i + kSums <= token.key_dim; i += kSums) unrolled<kSums>([&](auto s) { row(i + s, s); });

@@ -1,7 +1,7 @@
-// Products of rows of floats: lanes are columns, added up at the end. Weights are as in the file, or expanded
+// Products of rows of floats: lanes are columns, summed at the end. Weights are as in the file, or expanded
 // to float32.
 //
-// The sum of each lane runs in the order of the columns and the lanes are added up in one order: results are
+// The sum of each lane runs in the order of the columns and the lanes are added in a fixed order: results are
 // bit-identical for tiles of any shape.
 #pragma once
 
@@ -10,10 +10,10 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Sums of the lanes of each vector.
+// Sums the lanes of each vector.
 template <class S, int kRows>
 inline void add_up(const typename S::F (&sums)[kRows], float* out) {
-  if constexpr (ReducesFour<S> && kRows == 1) {  // in the order of four
+  if constexpr (ReducesFour<S> && kRows == 1) {  // in the same order as four rows
     float four[4];
     S::reduce_add4({sums[0], sums[0], sums[0], sums[0]}, four);
     out[0] = four[0];
@@ -31,8 +31,8 @@ template <typename Element>
 struct FloatProduct {
   using Weight = Element;
   using Value = float;
-  static constexpr int kColumns = Simd::kLanes;       // of a step
-  static constexpr int kTokens = Simd::kFloatTokens;  // of a tile, at most
+  static constexpr int kColumns = Simd::kLanes;       // per step
+  static constexpr int kTokens = Simd::kFloatTokens;  // maximum of a tile
 
   static F weight(const Weight* p) { return load_floats(p); }
   static F value(const Value* p) { return Simd::load(p); }
@@ -49,7 +49,7 @@ struct Operands {
   int cols;
 };
 
-// kRows weight rows from `row` on by kTokens tokens from `token` on.
+// Multiplies kRows weight rows from `row` on by kTokens tokens from `token` on.
 template <class Product, int kRows, int kTokens>
 inline void row_tile(const Operands<Product>& from, int row, int token, float* out, std::size_t stride,
                      NextLines& next) {
@@ -60,7 +60,7 @@ inline void row_tile(const Operands<Product>& from, int row, int token, float* o
     for (int r = 0; r < kRows; ++r) acc[t][r] = Simd::set(0);
   const auto* weight = from.weight + std::size_t(row) * from.weight_stride;
   const auto* x = from.x + std::size_t(token) * from.x_stride;
-  NextLines lines = next;  // in registers
+  NextLines lines = next;  // copy in registers
   if constexpr (kRows > 1) lines.begin_tile(ceil_div(from.cols, Product::kColumns));
   for (int k = 0; k < from.cols; k += Product::kColumns) {
     if constexpr (kRows > 1) lines.step();
@@ -79,7 +79,7 @@ inline void row_tile(const Operands<Product>& from, int row, int token, float* o
   for (int t = 0; t < kTokens; ++t) add_up<Simd>(acc[t], out + std::size_t(t) * stride + row);
 }
 
-// A group by `count` tokens, 1 to kTokens, in tiles of kRows rows.
+// Multiplies a group by `count` tokens, 1 to kTokens, in tiles of kRows rows.
 template <class Product, int kRows, int kTokens>
 void row_tiles(int count, const Operands<Product>& from, int token, float* out, std::size_t stride,
                NextLines& next) {
@@ -92,15 +92,15 @@ void row_tiles(int count, const Operands<Product>& from, int token, float* out, 
     row_tile<Product, kTileRows, kTokens>(from, row, token, out, stride, next);
 }
 
-// A group by tokens [0, count). With few of them kRows is 1: as many rows at a time as would hide the latency
-// of a multiply-add are too many streams for the processor to fetch ahead.
+// Multiplies a group by tokens [0, count). With few of them kRows is 1: enough rows to hide the latency of a
+// multiply-add would be too many streams for the processor to prefetch.
 template <class Product, int kRows>
 void multiply_rows(const Operands<Product>& from, int count, float* out, std::size_t stride,
                    const PrefetchRange& next) {
   int passes = ceil_div(count, Product::kTokens);
   NextLines lines(next, passes * (kGroupRows / kRows));
   for (int token = 0, share = 0; passes > 0; --passes, token += share) {
-    share = ceil_div(count - token, passes);  // as even as can be: few tokens make poor use of a weight
+    share = ceil_div(count - token, passes);  // as even as possible: few tokens make poor use of a weight
     row_tiles<Product, kRows, Product::kTokens>(share, from, token, out + std::size_t(token) * stride, stride,
                                                 lines);
   }

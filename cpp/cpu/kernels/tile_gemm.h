@@ -9,14 +9,14 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Every `every`-th block of a group, from `begin` on; none if `every` is 0.
+// Blocks of a group to prefetch: every `every`-th from `begin` on; none if `every` is 0.
 struct Fetch {
   int begin = 0, every = 0;
 };
 
-// kRows vectors of weight rows (lanes are rows, from vector `v` of the group) by kTokens tokens of a tile.
-// The integer sum of a block is exact in any order; the float sum over the blocks runs in the order of the
-// columns. `fetch` is the part of the next group that is prefetched meanwhile.
+// Multiplies kRows vectors of weight rows (lanes are rows, from vector `v` of the group) by kTokens tokens of
+// a tile. The integer sum of a block is exact in any order; the float sum over the blocks runs in the order
+// of the columns. `fetch` is the part of the next group that is prefetched meanwhile.
 template <class S, class Block, int kRows, int kTokens>
 inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationTile* x, int token, float* out,
                       std::size_t stride, Fetch fetch) {
@@ -88,8 +88,8 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
         multiply(kParts, codes, 16 + 4 * step);
       }
     } else if constexpr (kTokens == 1) {
-      // Only reading memory takes time: lines in their order, by few load instructions with one stride each,
-      // which the processor's prefetcher follows. It cannot follow seventeen that step from block to block.
+      // Time is spent on reading memory only: in order, by few load instructions with one stride each, which
+      // the processor's prefetcher follows. It cannot follow seventeen that step from block to block.
       const auto add_step = [&](int chain, int r, int step) __attribute__((always_inline)) {
         sum[chain][r][0] = Simd::template dot<Block::kZero>(sum[chain][r][0], row_codes(step, r),
                                                             Simd::broadcast4(x->q[token] + 4 * step));
@@ -189,7 +189,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
 template <class Block, int kTokens>
 void int8_tokens(const Block* block, int n_blocks, const ActivationTile* x, int token, float* out,
                  std::size_t stride, Fetch fetch) {
-  // A single token reads all of a block at once: in passes over parts of it, memory would wait for products.
+  // A single token reads a whole block at once: in passes over parts of it, memory would wait for products.
   constexpr int kRows = kTokens == 1 ? Simd::kInt8RowsOfOne : Simd::kInt8Rows;
   for (int v = 0; v < kGroupRows / Simd::kLanes; v += kRows)
     int8_tile<Simd, Block, kRows, kTokens>(block, n_blocks, v, x, token, out, stride,
@@ -210,9 +210,9 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
                  std::size_t stride) {
   const int n_blocks = weight.blocks_per_row();
   const auto* block = reinterpret_cast<const Block*>(weight.group(group));
-  // If vectors are short, two tokens multiply bytes one after the other: the first reads memory line after
-  // line, as a single token does, and the second finds them in the cache. Together they take 1.1 times as
-  // long there, and half as long with vectors of sixteen.
+  // If vectors are short, two tokens multiply bytes separately: the first reads memory line by line, as a
+  // single token does, and the second finds the lines in the cache. Together they take 1.1 times as long
+  // there, and half as long with vectors of sixteen.
   if (Block::kBits == 8 && Simd::kLanes < 16 && count == 2) {
     for (int t = first; t < first + count; ++t, out += stride)
       int8_tokens<Block, 1>(block, n_blocks, x.tile(t), t % kTileTokens, out, stride, Fetch{});
@@ -220,12 +220,12 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
   }
   if constexpr (UnpacksBlocks<Simd>)
     if (count > kFewTokens<Simd>) return unpacked_blocks<Simd>(block, n_blocks, x, first, count, out, stride);
-  // The group after this one is needed next. It is prefetched in the last few passes over this one,
-  // spread over them: in one pass of few tokens, memory could not keep up. Some processors do it better for
-  // single passes, but bytes for several tokens are more streams than they follow.
+  // The next group is prefetched during the last few passes over this one: in one pass of few tokens, memory
+  // could not keep up. Some processors prefetch better for single passes, but bytes for several tokens are
+  // more streams than they follow.
   constexpr int kFetchPasses = 4;
   const auto passes_of = [](int n) { return ceil_div(n, Simd::kInt8Tokens); };
-  int passes = 0;  // still to come
+  int passes = 0;  // remaining
   for (int at = first; at < first + count; at += kTileTokens - at % kTileTokens) {
     const int room = kTileTokens - at % kTileTokens, left = first + count - at;
     passes += passes_of(left < room ? left : room);
@@ -237,7 +237,7 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
     const int token = first % kTileTokens;
     const int n = count < kTileTokens - token ? count : kTileTokens - token;
     for (int done = 0, left = passes_of(n); left > 0; --left, --passes) {
-      const int share = ceil_div(n - done, left);  // as even as can be: few tokens make poor use of a weight
+      const int share = ceil_div(n - done, left);  // as even as possible: few tokens use weights poorly
       const Fetch fetch = passes <= fetch_passes ? Fetch{fetch_passes - passes, fetch_passes} : Fetch{};
       int8_count<Block, Simd::kInt8Tokens>(share, block, n_blocks, x.tile(first), token + done, out, stride,
                                            fetch);

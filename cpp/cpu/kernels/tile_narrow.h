@@ -1,4 +1,4 @@
-// Narrow blocks: products of a single token, which read them directly, and their conversion to wide blocks.
+// Narrow blocks: products of a single token, which read them directly, and conversion to wide blocks.
 #pragma once
 
 #include <cstring>
@@ -9,21 +9,21 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Rows of a group in vectors.
+// Vectors of rows in a group.
 constexpr int kGroupVectors = kGroupRows / Simd::kLanes;
 
-// Bytes by which weights of a single token are prefetched.
+// Prefetch distance of the weights of a single token, in bytes.
 constexpr std::size_t kFetchAhead = 8192;
 
-// Prefetches a span's share of the block `ahead` bytes after it into the L2 cache. The loads of a span are
-// too many streams for the processor to follow: without prefetching, a token reads 8 GB/s of the 24 GB/s of a
-// single stream.
+// Prefetches a span's share of the block `ahead` bytes later into the L2 cache. The loads of a span are too
+// many streams for the processor's prefetcher: without this, a token reads 8 GB/s of the 24 GB/s of a single
+// stream.
 template <class Block>
 inline void prefetch_span(const Block* block, int span, std::size_t ahead) {
   constexpr std::size_t kBytes = ceil_div(sizeof(Block), std::size_t(64) * Block::kSpans) * 64;
   prefetch<CacheLevel::kL2, kBytes>(reinterpret_cast<const std::byte*>(block) + ahead + span * kBytes);
 }
-// Half of a span.
+// prefetch_span for half of a span.
 template <class Block>
 inline void prefetch_half_span(const Block* block, int span, int half, std::size_t ahead) {
   constexpr std::size_t kBytes = ceil_div(sizeof(Block), std::size_t(64) * 2 * Block::kSpans) * 64;
@@ -38,8 +38,7 @@ inline I load_table(const std::uint8_t* table) {
   return table ? Simd::load_table(table) : Simd::set_int(0);
 }
 
-// Codes of columns 4 * kStep to 4 * kStep + 3 of the rows from `lane` of a panel on, or their values in the
-// table.
+// Codes of columns 4 * kStep to 4 * kStep + 3 of the rows from `lane` of a panel on, or their table values.
 template <class Block, int kStep>
 inline __attribute__((always_inline)) I narrow_codes(const std::uint8_t (&panel)[Block::kBits][kPanelRows][4],
                                                      int lane, I table) {
@@ -53,7 +52,7 @@ inline __attribute__((always_inline)) I narrow_codes(const std::uint8_t (&panel)
   return codes;
 }
 
-// Scales of the rows from `row` on.
+// Scales of the rows from `row` on, in float32.
 template <class Block>
 inline F narrow_scale(const Block& block, int span, int half, int row) {
   if constexpr (requires { block.scale; }) {
@@ -98,7 +97,7 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
 #pragma GCC unroll 1
     for (int span = 0; span < Block::kSpans; ++span, ++x) {
       prefetch_span(block, span, kFetchAhead);
-      std::int32_t start[2] = {0, 0};  // of the sums over the first and the second 16 columns
+      std::int32_t start[2] = {0, 0};  // of the sums over the first and the last 16 columns
       if constexpr (Simd::kStartsFromSum<Block::kZero>) {
         start[0] = x->terms[token].start_half / 8 * Block::kZero;
         start[1] = (x->terms[token].start - x->terms[token].start_half) / 8 * Block::kZero;
@@ -156,7 +155,7 @@ void multiply_narrow(const PackedMatrix& weight, int group, const Int8Rows& x, i
 template <class Block>
 void widen_span(const Block& block, int span, I table, typename Block::Wide& out) {
   using Wide = typename Block::Wide;
-  // Products on some sets have room for codes up to that.
+  // Products of some sets have no room for larger codes.
   static_assert((Block::kIsTable ? 255 : (1 << Block::kBits) - 1 - Block::kZero + Wide::kZero) <=
                 Wide::kMaxCode);
   for (int row = 0; row < kGroupRows; row += Simd::kLanes) {
@@ -167,7 +166,7 @@ void widen_span(const Block& block, int span, I table, typename Block::Wide& out
         Simd::store_codes(out.codes[panel][step][lane],
                           Simd::load_codes(block.codes[span][panel][step][lane]));
     } else {
-      // Codes below 128 and their addends stay within their bytes.
+      // Codes below 128 and their addends do not carry into other bytes.
       const I to_zero = Simd::set_int((Block::kZero - Wide::kZero) * 0x01010101);
       unrolled<8>([&](auto step) __attribute__((always_inline)) {
         const I codes = narrow_codes<Block, step>(block.codes[span][panel], lane, table);
@@ -200,7 +199,7 @@ void widen(const PackedMatrix& weight, int group, std::byte* out) {
     const auto* block = reinterpret_cast<const Block*>(weight.group(group));
     auto* wide = reinterpret_cast<typename Block::Wide*>(out);
     const I table = load_table(weight.table);
-    // The next group arrives while the products of this one are computed.
+    // Prefetches the next group, which is read after the products of this one.
     const std::size_t ahead = sizeof(Block) * weight.blocks_per_row();
     for (int b = 0; b < weight.blocks_per_row(); ++b) {
       for (int span = 0; span < Block::kSpans; ++span) {

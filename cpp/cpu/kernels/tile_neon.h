@@ -2,10 +2,10 @@
 // products (sdot).
 //
 // A quad is four weight rows; a vector of codes holds four columns of each. A tile of one quad keeps the 8
-// vectors of a block of 32 columns in registers and takes up to 16 tokens through them, so that unpacking,
+// vectors of a block of 32 columns in registers and multiplies up to 16 tokens by them, so that unpacking,
 // which shares the pipes with the products, is spread over 16. A token costs 8 sdot, a conversion, a
-// multiplication and a multiply-add for four rows, and unpacking 12 operations for all tokens of the tile:
-// at most 8 / (11 + 12 / 16) = 68% of the rate of sdot. Loads and the scalar operands of scales have ports of
+// multiplication and a multiply-add for four rows, and unpacking 12 operations for all tokens of the tile: at
+// most 8 / (11 + 12 / 16) = 68% of the rate of sdot. Loads and the scalar operands of scales have ports of
 // their own. 16 sums, 8 codes, a scale or two, 2 of activations and a few integer sums fill the 32 registers.
 #pragma once
 
@@ -19,8 +19,8 @@ namespace {
 constexpr int kQuadRows = 4;
 constexpr int kGroupQuads = kGroupRows / kQuadRows;
 
-// Q4_0's nibbles become the upper halves of signed bytes, one operation each: codes are 16 times the weight,
-// and the conversion of their sum to float32 divides by 2^kFraction at no cost.
+// Q4_0's nibbles become the upper halves of signed bytes with one operation each: codes are 16 times the
+// weight, and the conversion of their sum to float32 divides by 2^kFraction at no cost.
 template <class Block>
 constexpr int kFraction = Block::kBits == 4 && Block::kZero == 8 ? 4 : 0;
 
@@ -52,7 +52,7 @@ inline int8x16_t unpack_bytes(uint8x16_t packed) {
   return vreinterpretq_s8_u8(packed);
 }
 
-// A step of a quad, as stored in the block.
+// Packed codes of a step of a quad.
 template <class Block>
 inline uint8x16_t quad_codes(const Block& block, int quad, int step) {
   const int row = quad * kQuadRows;
@@ -82,10 +82,10 @@ inline __attribute__((always_inline)) void unpack_quad(const Block& block, int q
   }
 }
 
-// `count` tokens from `token` on, in a tile of kTokens: since there are no tiles of every size, one may
-// compute more than requested. It starts earlier if it would exceed the activations' tile.
+// `count` tokens from `token` on, in a tile of kTokens. As not every size has a tile, a tile may compute more
+// than requested; it starts earlier if it would exceed the activations' tile.
 struct TileTokens {
-  int begin;  // first token that is computed
+  int begin;  // first computed token
   int skip;   // tokens computed before the first requested one
   int count;
 
@@ -96,13 +96,13 @@ struct TileTokens {
   constexpr bool wanted(int t) const { return t >= skip && t < skip + count; }
 };
 
-// Ends a sum before anything after it is loaded. Compilers would load for many tokens first, and spill sums.
+// Completes a sum before later loads. Compilers would load for many tokens first, and spill sums.
 inline __attribute__((always_inline)) void finish(float32x4_t& sum) {
   asm volatile("" : "+w"(sum) : : "memory");
 }
 
-// kQuads quads from `quad` on by kTokens tokens. Sums in float32 run over the blocks in the order of the
-// columns.
+// Multiplies kQuads quads from `quad` on by kTokens tokens. Sums in float32 run over the blocks in the order
+// of the columns.
 template <class Block, int kQuads, int kTokens>
 __attribute__((noinline)) void dot_tile(const Block* block, int n_blocks, int quad, const ActivationTile* x,
                                         TileTokens tokens, float* out, std::size_t stride) {
@@ -152,7 +152,7 @@ __attribute__((noinline)) void dot_tile(const Block* block, int n_blocks, int qu
   });
 }
 
-// 16 sums: few tokens go through several quads at a time, so that weights are read in one stream.
+// 16 sums: few tokens multiply several quads at a time, so that weights are read in one stream.
 template <int kTokens>
 constexpr int kTileQuads = kTokens <= 2   ? 8
                            : kTokens <= 4 ? 4
@@ -185,7 +185,7 @@ struct DotProduct {
   }
 };
 
-// Product::multiply takes the tokens of one tile of activations through a group.
+// Product::multiply multiplies the tokens of one tile of activations by a group.
 template <template <class> class Product, class Block>
 void multiply_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
                      float* out, std::size_t stride) {
@@ -219,7 +219,7 @@ double run_dots_neon(int rounds) {
   return double(rounds) * kPeakChains * Instruction::kMultiplyAdds;
 }
 
-// A table with these products.
+// Adds these products to a table.
 template <template <class> class Product>
 constexpr Kernels neon_table(const char* name, Kernels table) {
   table.name = name;

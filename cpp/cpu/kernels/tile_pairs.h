@@ -1,6 +1,6 @@
 // Products of weights in pairs of bfloat16 with activations rounded to it (AVX512_BF16): lanes are rows, and
-// an instruction adds the products of two columns. Sums are float32. Also makes such weights from wide blocks
-// of quantized ones.
+// an instruction adds the products of two columns. Sums are float32. Also converts wide blocks of quantized
+// weights to pairs.
 #pragma once
 
 #include <array>
@@ -29,7 +29,7 @@ void multiply_pair_blocks(const PairBlock* blocks, int n_blocks, const PairRows&
                   next);
 }
 
-// Column 4 * kStep + kColumn of a panel: codes less their zero.
+// Column 4 * kStep + kColumn of a panel: codes minus their zero point.
 template <class Block, int kStep, int kColumn>
 inline F column_of(const Block& block, int panel) {
   const I codes = Simd::load_codes(block.codes[panel][Block::kBits == 4 ? kStep % 4 : kStep][0]);
@@ -47,7 +47,7 @@ inline F column_of(const Block& block, int panel) {
   }
 }
 
-// Weights are scale * (code - zero) + min in float32, rounded to the nearest bfloat16.
+// Rounds weights scale * (code - zero) + min in float32 to the nearest bfloat16.
 template <class Block>
 void widen_block(const Block& block, PairBlock& out) {
   constexpr bool kMin = kHasMin<Block> || kHasHalfMins<Block>;

@@ -16,13 +16,13 @@ constexpr int kPanelSteps = 16;       // of a block
 constexpr std::size_t kRowBytes = 4;  // of a row in a step
 constexpr std::size_t kStepBytes = kPanelRows * kRowBytes, kPanelBytes = kPanelSteps * kStepBytes;
 
-// So few tokens wait for memory, which is read in order, panel after panel of a block, so that the processor
-// reads ahead: with both panels at a time, Zen 4 read a token's weights at a third of the speed. Instructions
-// that prefetch them make a token 1.1 to 1.3 times as fast on a Xeon.
+// So few tokens wait for memory. It is read in order, panel by panel of a block, so that the processor
+// prefetches: with both panels at a time, Zen 4 read a token's weights at a third of the speed. Prefetch
+// instructions make a token 1.1 to 1.3 times as fast on a Xeon.
 constexpr int kFewPanelTokens = 6;
 constexpr std::size_t kFewTokensAhead = 8192;  // bytes
 
-// The weights of a group, and rows of tokens: strides in bytes.
+// The weights of a group, and rows of tokens; strides in bytes.
 struct PanelOperands {
   const void* blocks;
   int n_blocks;
@@ -37,14 +37,14 @@ template <Activation kActivation>
 struct Activated {
   static F apply(F x) { return activated<kActivation>(x); }
 };
-// Calls body with the type of an activation; null: none.
+// Calls body with the type of an activation; null selects none.
 template <typename Body>
 inline void with_activation(const Activation* activation, Body&& body) {
   if (!activation) return body(NoActivation());
   with_activation(*activation, [&](auto kind) { body(Activated<kind()>()); });
 }
 
-// Stores the products of a vector of rows, from row `row` of the group, with a token.
+// Stores the products of a vector of rows, from row `row` of the group on, and a token.
 template <typename Activate>
 inline void deliver(const ProductOutput& out, int token, int row, F products, Activate) {
   float* to = out.row(token) + row;
@@ -53,7 +53,7 @@ inline void deliver(const ProductOutput& out, int token, int row, F products, Ac
   if (out.add) products = Simd::add(Simd::load(to), products);
   Simd::store(to, products);
 }
-// The same without an activation, which activate_products() adds.
+// Stores products without an activation, which activate_products() applies.
 inline void deliver(const ProductOutput& out, int token, int row, F products) {
   deliver(out, token, row, products, NoActivation());
 }
@@ -62,7 +62,7 @@ inline void activate_products(const ProductOutput& out, int count) {
     activate(out.data, out.stride, *out.activation, count, kGroupRows, out.data, out.stride);
 }
 
-// Calls body(group, out, next) for each group, with the place of its products and the next memory to read.
+// Calls body(group, out, next) for each group, with the destination of its products and the next memory.
 template <typename Body>
 inline void each_group(const PackedMatrix& weight, GroupRange groups, const ProductOutput& out,
                        const PrefetchRange& next, Body&& body) {
@@ -76,25 +76,25 @@ inline void each_group(const PackedMatrix& weight, GroupRange groups, const Prod
 // Weights of a Product: four bytes of a row in each step.
 struct FourBytes {
   static constexpr bool kFetches = false;             // whether blocks are prefetched into the L1 cache
-  static constexpr int kTokens = Simd::kPanelTokens;  // of a tile, at most
-  // A quarter of the steps that the compiler unrolls. All of a block: with fewer, GCC 12 loads the offsets of
+  static constexpr int kTokens = Simd::kPanelTokens;  // maximum of a tile
+  // A quarter of the steps that the compiler unrolls, a whole block: with fewer, GCC 12 loads the offsets of
   // tokens from the stack, 1.1 to 1.7 times as slow with AVX2 and AVX-VNNI.
   static constexpr int kSteps = kPanelSteps / 4;
   static I load(const std::uint8_t* p) { return Simd::load_codes(p); }
 };
 
-// Whether parts of the activations of some columns are multiplied separately.
+// Whether rests of the activations of some columns are multiplied separately.
 template <class Product>
 concept AddsRests = requires(const Product& product) { product.rests(0); };
 
-// Whether sums are rounded, more the longer they are.
+// Whether sums are rounded, with an error that grows with their length.
 template <class Product>
 concept SumsFloats = requires { Product::kSumBlocks; };
 
-// The sums over the first blocks, in memory.
+// Sums over the first blocks, in memory.
 template <int kTokens, int kVectors>
 struct FloatTotals {
-  int end = 0;  // of those blocks
+  int end = 0;  // end of those blocks
   alignas(64) float of[kTokens][kVectors * Simd::kLanes];
 
   __attribute__((always_inline)) void add_to(F (&sums)[kTokens][kVectors]) const {
@@ -105,7 +105,7 @@ struct FloatTotals {
       for (int r = 0; r < kVectors; ++r)
         sums[t][r] = Simd::add(Simd::load(of[t] + r * Simd::kLanes), sums[t][r]);
   }
-  // The sums of later ones, which then begin anew.
+  // Takes over `sums`, which then restart at 0 from block `block` on.
   __attribute__((always_inline)) void take(F (&sums)[kTokens][kVectors], int block) {
     add_to(sums);
     end = block;
@@ -119,9 +119,9 @@ struct FloatTotals {
   }
 };
 
-// kVectors vectors of rows, from vector `v` of the group, by kTokens tokens. Of a Product, `first` is where
-// the sum of a token begins, `Weights` loads a vector of rows, `value` broadcasts four bytes, `add` adds a
-// step, and `finish` makes a result of a sum. Sums of floats over kSumBlocks blocks are added up.
+// Multiplies kVectors vectors of rows, from vector `v` of the group on, by kTokens tokens. In a Product,
+// `first` is the initial sum of a token; `Weights` loads a vector of rows; `value` broadcasts four bytes;
+// `add` adds a step; `finish` converts a sum to a result. Float sums are totalled every kSumBlocks blocks.
 template <class Product, int kVectors, int kTokens>
 void panel_tile(const Product& product, const PanelOperands& from, int v, int token, const ProductOutput& out,
                 NextLines& next) {
@@ -149,7 +149,7 @@ void panel_tile(const Product& product, const PanelOperands& from, int v, int to
           sums[t][r] = Product::add(sums[t][r], Weights::load(block + rest.offset + offset_of(r)),
                                     Simd::set_int(rest.codes));
   }
-  NextLines lines = next;  // in registers
+  NextLines lines = next;  // copy in registers
   lines.begin_tile(from.n_blocks);
   [[maybe_unused]] FloatTotals<kTokens, kVectors> totals;
   for (int b = 0; b < from.n_blocks; ++b, block += 2 * kPanelBytes, x += 4 * kPanelSteps) {
@@ -194,12 +194,12 @@ void panel_tile(const Product& product, const PanelOperands& from, int v, int to
     }
 }
 
-// Vectors of rows in a tile.
+// Number of vectors of rows in a tile.
 constexpr int tile_vectors(int tokens) {
   return tokens == 1 ? kGroupRows / Simd::kLanes : Simd::kPanelVectors;
 }
 
-// A group by `count` tokens, 1 to kTokens.
+// Multiplies a group by `count` tokens, 1 to kTokens.
 template <class Product, int kTokens>
 void panel_tiles(int count, const Product& product, const PanelOperands& from, int token,
                  const ProductOutput& out, NextLines& next) {
@@ -219,7 +219,7 @@ void multiply_panels(const Product& product, const PanelOperands& from, int coun
   NextLines lines(count <= kFewPanelTokens ? PrefetchRange{ahead, bytes} : next,
                   tiles * (kGroupRows / Simd::kLanes / tile_vectors(count)));
   for (int token = 0, share = 0; tiles > 0; --tiles, token += share) {
-    share = ceil_div(count - token, tiles);  // as even as can be: few tokens make poor use of a weight
+    share = ceil_div(count - token, tiles);  // as even as possible: few tokens make poor use of a weight
     panel_tiles<Product, Product::Weights::kTokens>(share, product, from, token, out, lines);
   }
   activate_products(out, count);

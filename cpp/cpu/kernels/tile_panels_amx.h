@@ -1,16 +1,16 @@
 // Products of weights in panels on the matrix unit (AMX): 16 tokens x 64 bytes (A) by 64 bytes x 16 weight
-// rows (B), added up in C over all columns. The bytes are 32 columns of bfloat16, or 64 of rotated rows.
+// rows (B), summed in C over all columns. The bytes are 32 columns of bfloat16, or 64 of rotated rows.
 //
-// A product of full tiles takes the unit 16 cycles and reads two tiles, so tokens and rows go in twos: four
-// C, one A and one B, five loads for four products. With two A and two B there would be four, but eight tiles
-// in use halve the rate of the unit if two threads share a core. A single token of pairs goes the same way,
-// in a tile with a single row in use: a sum depends on its own row of A only, and the weights come from
-// memory more slowly than the unit multiplies them. Vectors read them faster, and have the same sums of
-// bytes. Every step adds its own sum to C, so sums have one order for any tiles of tokens.
+// A product of full tiles takes the unit 16 cycles and reads two tiles, so tokens and rows are taken two
+// tiles at a time: four C, one A and one B, five loads for four products. With two A and two B there would be
+// four loads, but eight tiles in use halve the rate of the unit if two threads share a core. A single token
+// of pairs uses a tile with a single row: a sum depends on its own row of A only, and the weights come from
+// memory more slowly than the unit multiplies them. For bytes, vectors read weights faster and have the same
+// sums. Every step adds its own sum to C, so that sums have one order for any tiles of tokens.
 //
 // Scale, bias and residual of the sums take the vector units about as long as the matrix unit takes for 384
 // columns, an activation longer. So the sums of one pair of tiles are finished while the unit multiplies the
-// next, of the same group or of the following one.
+// next, of the same or of the following group.
 #pragma once
 
 #include "amx_tiles.h"
@@ -21,8 +21,8 @@
 namespace metal_prefill::cpu {
 namespace {
 
-constexpr int kTokenTiles = 2;              // at a time
-constexpr std::size_t kTokenAhead = 16384;  // bytes by which weights of a single tile are prefetched
+constexpr int kTokenTiles = 2;              // multiplied together
+constexpr std::size_t kTokenAhead = 16384;  // prefetch distance in bytes of the weights of a single tile
 
 struct PairTiles {
   static constexpr bool kFinal = true;  // sums are products
@@ -45,20 +45,20 @@ struct RotatedTiles {
   }
 };
 
-// Finishes the sums of tokens [first, end), `sums` from the first one on. Not inlined, since loops over tiles
-// have no registers left.
+// Finishes the sums of tokens [first, end); `sums` begins at the first one. Not inlined, since loops over
+// tiles have no registers left.
 template <class Product, typename Activate>
 __attribute__((noinline)) void finish_rows(const Product& product, const ProductOutput& out,
                                            const float (*sums)[kGroupRows], int first, int end) {
   const Product of =
-      product;  // copies, which stay in registers: stores of floats may alias the object of a reference
+      product;  // copies stay in registers: stores of floats may alias the object of a reference
   const ProductOutput to = out;
   for (int token = first; token < end; ++token, ++sums)
     for (int row = 0; row < kGroupRows; row += Simd::kLanes)
       deliver(to, token, row, of.finish(*sums + row, token, row), Activate());
 }
 
-// Sums of some tokens that are finished and stored row by row, a share with each step of the next tiles.
+// Sums of some tokens that are finished and stored row by row during the steps of the next tiles.
 template <class Product>
 struct PendingRows {
   Product product;
@@ -79,7 +79,7 @@ struct PendingRows {
   }
 };
 
-// The two panels of a group by kTiles tiles of tokens.
+// Multiplies the two panels of a group by kTiles tiles of tokens.
 template <class Product, int kTiles>
 void multiply_panel_tiles(const PairBlock* block, int n_blocks, const std::byte* x, std::size_t x_bytes,
                           float* out, std::size_t stride, NextLines& next, PendingRows<Product>& pending) {
@@ -92,7 +92,7 @@ void multiply_panel_tiles(const PairBlock* block, int n_blocks, const std::byte*
     zero_tile<2>();
     zero_tile<3>();
   }
-  NextLines lines = next;  // in registers
+  NextLines lines = next;  // copy in registers
   lines.begin_tile(n_blocks);
   PendingRows<Product> rows = pending;
   rows.begin_tile(n_blocks);
@@ -123,8 +123,8 @@ void multiply_panel_tiles(const PairBlock* block, int n_blocks, const std::byte*
   }
 }
 
-// Multiplies groups with the same tokens, one after the other. The last sums of a group are finished during
-// the first products of the next.
+// Multiplies successive groups by the same tokens. The last sums of a group are finished during the first
+// products of the next.
 template <class Product>
 class GroupProducts {
  public:
@@ -137,7 +137,7 @@ class GroupProducts {
   void multiply(const Product& product, const PairBlock* blocks, int n_blocks, const ProductOutput& out,
                 const PrefetchRange& next) {
     const int rest = count_ % kTileTokens,
-              full = count_ - rest;  // tokens in a tile that is not full, in full ones
+              full = count_ - rest;  // tokens in the partial tile, and in full ones
     NextLines lines(next, ceil_div(full, kTokenTiles * kTileTokens));
     const auto multiply_tiles = [&](auto tiles, int token, int n, NextLines& meanwhile) {
       const std::byte* from = x_ + std::size_t(token) * x_bytes_;
@@ -156,7 +156,7 @@ class GroupProducts {
       multiply_tiles(kTwo, t, kTokenTiles * kTileTokens, lines);
     if (t < full) multiply_tiles(kOne, t, kTileTokens, lines);
     if (rest > 0) {
-      // Few tokens wait for memory: their weights are prefetched further ahead than the processor does.
+      // Few tokens wait for memory: prefetches their weights further ahead than the processor does.
       const auto* ahead = reinterpret_cast<const std::byte*>(blocks) + kTokenAhead;
       NextLines own({ahead, full > 0 ? 0 : std::size_t(n_blocks) * sizeof(PairBlock)}, 1);
       multiply_tiles(kOne, full, rest, own);
@@ -168,7 +168,7 @@ class GroupProducts {
   const std::byte* const x_;
   const std::size_t x_bytes_;
   const int count_;
-  int current_ = 0;  // the sums that tiles are stored in; the other ones are pending
+  int current_ = 0;  // index of the sums that tiles are stored in; the other ones are pending
   PendingRows<Product> pending_{};
 };
 

@@ -1,5 +1,5 @@
 // Register-only products at peak rate, in terms of the vectors of one instruction set (Simd, included
-// before): the limit to which kernels are compared.
+// before): the limit that kernels are compared with.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Chains of products that do not wait for each other: more than latency x pipes, and they fit the registers.
+// Independent chains of products: more than latency x pipes, but few enough for the registers.
 constexpr int kPeakChains = Simd::kLanes == 16 ? 12 : Simd::kLanes == 8 ? 10 : 20;
 
 // Hides the value of a register from the compiler: without sums inside the instruction (AVX2), all chains
@@ -39,7 +39,7 @@ inline void run_chains(int rounds, Start start, Load load, Step step) {
   for (int round = 0; round < rounds; ++round) {
     asm volatile("" : : : "memory");
     auto x = load(memory[kPeakChains]);
-    // NOLINTBEGIN(modernize-loop-convert): by reference acc would have an address
+    // NOLINTBEGIN(modernize-loop-convert): a reference would give acc an address
 #pragma GCC unroll 32
     for (int i = 0; i < kPeakChains; ++i) {
       forget(x);

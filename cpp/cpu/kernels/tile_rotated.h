@@ -1,11 +1,11 @@
 // Rows in 8 bits with one scale each (w8a8).
 //
-// A product has the same value if weights and activations are multiplied by the same orthogonal matrix. This
-// one is made of Hadamard matrices, blocks of 64 columns, which spread a large value over its block. After
-// that one scale suffices for all columns of a row, so that they add up as integers, with one conversion for
-// each output. The columns after the last block are in blocks of the powers of two that they add up to.
+// A product does not change if weights and activations are multiplied by the same orthogonal matrix. This one
+// consists of Hadamard matrices, in blocks of 64 columns, which spread a large value over its block. One
+// scale then suffices for all columns of a row, so that they are summed as integers, with one conversion per
+// output. The columns after the last block are in blocks of the powers of two that they add up to.
 //
-// All sets add in the same order, so that their results have the same bits.
+// All sets add in the same order, so that results are bit-identical.
 #pragma once
 
 #include <bit>
@@ -17,11 +17,10 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Factor by which rows of the matrices are too long, a power of two; the scale of a row compensates for it.
+// Factor by which rows of the matrices are too long, a power of two. A row's scale compensates for it.
 constexpr float kRotationLength = 8;
 
-// Replaces each of four vectors, at a distance of kQuarter, by their sum minus twice itself: twice a
-// reflection.
+// Replaces each of four vectors, kQuarter apart, by their sum minus twice itself: twice a reflection.
 template <int kQuarter, int kVectors>
 inline void mix_quarters(F (&v)[kVectors]) {
   unrolled<kQuarter>([&](auto i) __attribute__((always_inline)) {
@@ -67,7 +66,7 @@ inline I rotate_block(const float* x, float* out, I largest) {
   return largest;
 }
 
-// Fewer than 64 columns, filled up with zeros.
+// Rotates fewer than 64 columns, padded with zeros.
 inline void rotate_rest(const float* x, int n, float* out) {
   std::copy_n(x, n, out);
   std::fill(out + n, out + kRotatedCols, 0.0f);
@@ -84,12 +83,12 @@ inline void rotate_rest(const float* x, int n, float* out) {
   }
 }
 
-// Sets that multiply two pairs of 16 bits in an instruction, which is twice the rate of float32.
+// Sets that multiply two pairs of 16-bit integers per lane in one instruction, twice the rate of float32.
 template <class S>
 concept MultipliesHalfwords = requires(typename S::I a) { S::dot_halfwords(a, a, a); };
 
-// Sets whose products of unsigned and signed bytes are added in pairs in 16 bits: exact if neighbouring
-// signed bytes add up to 128 at most (255 * 128 < 2^15), and a vector operation less than products of signed
+// Sets whose products of unsigned and signed bytes are added in pairs in 16 bits: exact if adjacent signed
+// bytes add up to at most 128 (255 * 128 < 2^15), with one vector operation fewer than products of signed
 // bytes.
 template <class S>
 concept LimitsPairs =
@@ -99,7 +98,7 @@ concept LimitsPairs =
 template <class S>
 concept PacksCodes = requires(const typename S::I (&a)[4]) { S::pack_codes(a); };
 
-// `count` values that were rotated, a multiple of kRotatedCols. Returns the sum of their codes.
+// Rounds `count` rotated values, a multiple of kRotatedCols. Returns the sum of their codes.
 template <class S>
 inline std::uint32_t round_rotated(const float* x, int count, F inverse, std::byte* out) {
   auto* q = reinterpret_cast<std::int8_t*>(out);
@@ -132,7 +131,7 @@ inline std::uint32_t round_rotated(const float* x, int count, F inverse, std::by
     return std::uint32_t(S::reduce_add(sum));
   }
 }
-// The same in 16 bits, whose weights are signed: no sum.
+// The same in 16 bits. Needs no sum, as weights are signed.
 template <MultipliesHalfwords S>
 inline std::uint32_t round_rotated_wide(const float* x, int count, F inverse, std::byte* out) {
   auto* q = reinterpret_cast<std::int16_t*>(out);
@@ -140,8 +139,7 @@ inline std::uint32_t round_rotated_wide(const float* x, int count, F inverse, st
   return 0;
 }
 
-// The largest magnitude becomes `most`, rounding is to nearest even. NaN or infinity in a row makes its scale
-// NaN.
+// The largest magnitude becomes `most`; rounds to nearest even. NaN or infinity in a row makes its scale NaN.
 template <typename Round>
 inline void rotate_row(const float* x, int n, int most, float* memory, RotatedRows::Terms& terms,
                        Round&& round) {
@@ -181,8 +179,8 @@ constexpr auto wide_rotation() {
     return nullptr;
 }
 
-// Halves pairs whose sum is too large, and stores the other halves after the row: of random rows 3% of the
-// pairs with 384 columns, 1% with 3072.
+// Halves pairs whose sum is too large, and stores the other halves after the row: 3% of the pairs of random
+// rows of 384 columns, 1% with 3072.
 template <LimitsPairs S>
 void limit_pairs(std::byte* q, int padded, RotatedRows::Terms& terms) {
   auto* rest = reinterpret_cast<RotatedRows::Rest*>(q + padded);
@@ -209,8 +207,8 @@ template <class S = Simd, bool kWide = false>
 struct RotatedProduct {
   using Weights = FourBytes;
   using Sum = I;
-  const float* scales;              // of rows
-  const RotatedRows::Terms* terms;  // of tokens
+  const float* scales;              // per row
+  const RotatedRows::Terms* terms;  // per token
   const std::byte* after_row = nullptr;
   std::size_t stride = 0;
 
@@ -255,7 +253,7 @@ void multiply_rotated(const PackedMatrix& weight, GroupRange groups, const Rotat
   multiply_rotated_as<S, false>(weight, groups, x, first, count, out, next);
 }
 
-constexpr int kCodeZero = std::max(Simd::kRotatedZero, 0);  // signed codes count from 0
+constexpr int kCodeZero = std::max(Simd::kRotatedZero, 0);  // signed codes have a zero point of 0
 
 }  // namespace
 }  // namespace metal_prefill::cpu

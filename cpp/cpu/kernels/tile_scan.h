@@ -1,5 +1,5 @@
-// The recurrence of a state-space layer. Columns of a state do not depend on each other: a block of them goes
-// through several tokens while it is in the L1 cache.
+// The recurrence of a state-space layer. Columns of a state are independent: a block of them processes
+// several tokens while it is in the L1 cache.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,12 @@ namespace {
 
 constexpr int kScanTokens = 32;
 
-// Factors by which a token multiplies its input and the state before it.
+// Factors of a token's input and of the state before it.
 struct ScanFactors {
   float step[kScanTokens], decay[kScanTokens];
 };
 
-// Columns [column, column + kVectors * lanes) of all rows; with a single vector, only `n` of them.
+// Scans columns [column, column + kVectors * lanes) of all rows; with a single vector, only `n` of them.
 template <int kVectors>
 inline void scan_columns(const ScanHead& h, int first, int count, const ScanFactors& factors, int column,
                          int n) {

@@ -1,6 +1,6 @@
-// The positions of a sequence in splits, each with a softmax of its own.
+// Splits of the positions of a sequence, each with its own softmax.
 //
-// Splits begin at fixed positions, and their results are added up in order, so that a token's attention is
+// Splits begin at fixed positions, and their results are combined in order, so that a token's attention is
 // bit-identical for one thread, as in a prompt, and for several that share its positions.
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Calls body(positions, last) for each requested split, with those of its positions that rows see.
+// Calls body(positions, last) for each requested split, with its visible positions.
 template <typename Body>
 inline void each_split(const AttentionHead& head, VisibleRange visible, Body&& body) {
   const auto of_split = [&](int split) {
@@ -24,32 +24,32 @@ inline void each_split(const AttentionHead& head, VisibleRange visible, Body&& b
     body(of_split(split), (split + 1) * kSplitPositions >= visible.end);
 }
 
-// The inverse of a sum of weights, which is 0 in rows that see no position: their results are 0.
+// Inverse of a sum of weights. The sum is 0 in rows that see no position, whose results are 0.
 inline F inverse_sum(F sum) {
   return Simd::div(Simd::set(1), Simd::max(Simd::set(std::numeric_limits<float>::min()), sum));
 }
 
-// The sum of weights before the first position. A sink is a score that was seen before, without a value;
-// null: there is none.
+// The sum of weights before the first position. A sink counts as an earlier score without a value; null:
+// there is none.
 inline SoftmaxSum first_sum(const float* sink) {
   constexpr float kLargest = std::numeric_limits<float>::max();
   if (!sink) return {-kLargest, 0};
   return {std::clamp(*sink * kLog2E, -kLargest, kLargest), 1};
 }
 
-// That of query head h of the group: sums of a single split are without sinks.
+// The first sum of query head h of the group. Sums of a single split have no sinks.
 inline SoftmaxSum first_sum(const AttentionHead& head, std::size_t h) {
   return first_sum(head.sinks && !head.sums ? head.sinks + h : nullptr);
 }
 
-// The splits of kRows rows so far, added up: a lane for each row.
+// Combined splits of kRows rows so far, one row per lane.
 template <int kRows>
 struct SplitSums {
   static constexpr int kPadded = round_up(kRows, Simd::kLanes);
   float shift[kPadded] = {}, sum[kPadded] = {};  // of the softmax
-  float before[kPadded], now[kPadded];  // factors of the previous sums of rows and of those of a split
-  float scale[kPadded];                 // of both: 1, after the last split the inverse of the sum
-  float* out[kRows];                    // weights times values
+  float before[kPadded], now[kPadded];           // factors of a row's previous sums, and of the split's
+  float scale[kPadded];                          // of both: 1, or after the last split the inverse of the sum
+  float* out[kRows];                             // weights times values
 
   void begin_row(int r, float* to, int dim, SoftmaxSum first) {
     shift[r] = first.shift;
@@ -75,7 +75,7 @@ struct SplitSums {
     }
   }
 
-  // The split's sum of weights times values of row r, `acc`.
+  // Adds the split's sum of weights times values of row r, `acc`.
   void add_row(int r, const float* acc, int dim) const {
     const F old_factor = Simd::set(before[r]), next_factor = Simd::set(now[r]), both = Simd::set(scale[r]);
     for (int d = 0; d < dim; d += Simd::kLanes) {
@@ -104,8 +104,8 @@ void begin_rows(const AttentionHead& head, int row, int rows, SplitSums<kRows>& 
   }
 }
 
-// Adds a split of them: shifts and sums of the softmax, and `acc`, [rows][acc_stride], sums of weights times
-// values.
+// Adds a split of these rows: shifts and sums of the softmax, and `acc`, [rows][acc_stride], sums of weights
+// times values.
 template <int kRows>
 void add_split(const AttentionHead& head, int row, int rows, const float* shift, const float* sum,
                const float* acc, int acc_stride, bool last, SplitSums<kRows>& splits) {
@@ -118,7 +118,7 @@ void add_split(const AttentionHead& head, int row, int rows, const float* shift,
   }
 }
 
-// The rows of an item that has one split only, with the bits of begin_rows() and add_split().
+// Stores the rows of an item that has only one split, with the same bits as begin_rows() and add_split().
 inline void divide_split(const AttentionHead& head, int row, int rows, const float* sum, const float* acc,
                          int acc_stride) {
   float scales[Simd::kLanes];

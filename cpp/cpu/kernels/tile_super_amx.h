@@ -1,12 +1,13 @@
-// Products with the integer scales of super-blocks, as K-quants have them, on the matrix unit.
+// Products with the integer scales of super-blocks, such as K-quants, on the matrix unit.
 //
-// A weight is unit * (code - zero) * scale - min_unit * min, with integers but for both units. The integers
-// (code - zero) * scale take 16 bits at most: two planes of bytes, high * 2^n + low. Activations have one
-// scale for the 256 columns of a super-block, so that a plane is summed in its tile over all of them, 16
-// tokens by 16 rows, and stored once. They also have a zero, which adds the sum of the weights times a factor
-// of the token to a product and makes their steps smaller. Sums of both planes are joined as integers. Minima
-// multiply the sums of activations; these are integers below 2^24, which products of bfloat16 add up exactly.
-// Results are therefore the same in any order of sums, and for few tokens, which vectors multiply.
+// A weight is unit * (code - zero) * scale - min_unit * min, where all but the units are integers. The
+// integers (code - zero) * scale take 16 bits at most: two planes of bytes, high * 2^n + low. Activations
+// have one scale for the 256 columns of a super-block, so that a plane is summed in its tile over all of
+// them, 16 tokens by 16 rows, and stored once. They also have a zero point, which makes their steps smaller
+// and adds the sum of the weights times a factor of the token to a product. Sums of both planes are joined as
+// integers. Minima multiply the sums of activations; these are integers below 2^24, which products of
+// bfloat16 add up exactly. Results therefore do not depend on the order of sums, and are the same for few
+// tokens, which vectors multiply.
 //
 // Two tiles of tokens share each load of weights. docs/cpu_kernels.md has the measurements.
 #pragma once
@@ -23,15 +24,15 @@
 namespace metal_prefill::cpu {
 namespace {
 
-constexpr int kFewSuperTokens = 7;     // for which unpacking the weights costs more than it saves
-constexpr int kSuperTokens = 4;        // that vectors multiply together
+constexpr int kFewSuperTokens = 7;     // maximum tokens for which unpacking costs more than it saves
+constexpr int kSuperTokens = 4;        // tokens that vectors multiply together
 constexpr int kSuperTokenBlock = 192;  // tokens whose sums are in memory together
 
-// How the integers of a type are divided among planes.
+// Division of a type's integers into planes.
 enum class Planes {
-  kOne,      // they are bytes
-  kByScale,  // codes times the lowest three bits of scales, and codes times the others
-  kByBytes,  // their low and high bytes
+  kOne,      // a single plane of bytes
+  kByScale,  // codes times the lowest three bits of scales, and codes times the other bits
+  kByBytes,  // low and high bytes
 };
 template <class Block>
 constexpr Planes planes_of() {
@@ -54,12 +55,12 @@ constexpr int kPlanes = kPlanesOf<Block> == Planes::kOne ? 1 : 2;
 // Weights of 16 rows and a super-block of columns.
 struct alignas(64) SuperPanel {
   std::uint8_t planes[2][kSuperCols / kTileRowBytes][kTileRowBytes / 4][kPanelRows][4];
-  std::uint16_t mins[kSuperSums][kPanelRows][2];  // bfloat16, twice
+  std::uint16_t mins[kSuperSums][kPanelRows][2];  // bfloat16, repeated
   float unit[kPanelRows], minus_min_unit[kPanelRows];
   float weight_sum[kPanelRows];
 };
 
-// Scales of 16 rows from `row` on, one to a lane, of half a span.
+// Scales of half a span of 16 rows from `row` on, one per lane.
 template <class Block>
 inline I super_scales(const Block& block, int span, int half, int row) {
   if constexpr (requires { block.scale_and_min; }) {
@@ -85,11 +86,11 @@ inline F minus_min_units(const Block& block, int row) {
     return Simd::set(0);
 }
 
-// Four columns of 16 rows: bytes of both planes. `scales` has a scale in the lowest byte of each lane.
+// Computes both planes of four columns of 16 rows. `scales` has a scale in the lowest byte of each lane.
 template <class Block>
 struct PlaneFactors {
   I first, second;  // factors of codes for both planes, or for even and odd columns
-  I zero;           // the scale times the zero of codes, in 16 bits
+  I zero;           // the scale times the zero point of codes, in 16 bits
 
   explicit PlaneFactors(I scales) {
     const auto in_words = [](I x) { return Simd::or_int(x, _mm512_slli_epi32(x, 16)); };
@@ -104,13 +105,13 @@ struct PlaneFactors {
       zero = _mm512_maddubs_epi16(_mm512_set1_epi8(char(Block::kZero)), first);
     }
   }
-  // Products of unsigned bytes below 256 stay in their bytes of a word.
+  // Products of unsigned bytes below 256 do not carry into the other byte of a word.
   void store(I codes, std::uint8_t* low, std::uint8_t* high) const {
     if constexpr (kPlanesOf<Block> != Planes::kByBytes) {
       Simd::store_codes(low, _mm512_mullo_epi16(codes, first));
       if constexpr (kPlanes<Block> == 2) Simd::store_codes(high, _mm512_mullo_epi16(codes, second));
     } else {
-      constexpr int kSelect = 0xca;  // of the second if the first has a bit, else of the third
+      constexpr int kSelect = 0xca;  // bits of the second operand if the first has a 1, else of the third
       const I low_bytes = _mm512_set1_epi16(255);
       const I even = _mm512_sub_epi16(_mm512_maddubs_epi16(codes, first), zero);
       const I odd = _mm512_sub_epi16(_mm512_maddubs_epi16(codes, second), zero);
@@ -120,11 +121,11 @@ struct PlaneFactors {
   }
 };
 
-// Adds up the weights of 16 rows in a super-block, one row to a lane.
+// Sums the weights of 16 rows in a super-block, one row per lane.
 template <class Block>
 class WeightSum {
  public:
-  // Codes of four columns in half `half` of the present span.
+  // Adds codes of four columns in half `half` of the current span.
   void add_codes(int half, I codes) { codes_[half] = Simd::dot<Block::kZero>(codes_[half], codes, ones()); }
   void end_span(const I (&scales)[2]) {
     if constexpr (kBlockSums<typename Block::Wide> == 2) {
@@ -140,7 +141,7 @@ class WeightSum {
   F times(F unit, F minus_min_unit) const {
     const F sum = Simd::mul(Simd::to_float(sum_), unit);
     if constexpr (!kNarrowMin<Block>) return sum;
-    return Simd::fma(Simd::to_float(Simd::shift_left<4>(mins_)), minus_min_unit, sum);  // of 16 columns each
+    return Simd::fma(Simd::to_float(Simd::shift_left<4>(mins_)), minus_min_unit, sum);  // of 16 columns
   }
 
  private:
@@ -151,7 +152,7 @@ class WeightSum {
   I sum_ = Simd::set_int(0), mins_ = Simd::set_int(0);
 };
 
-// Calls fetch(span) for each span.
+// Unpacks 16 rows of a super-block. Calls fetch(span) before each span.
 template <class Block, typename Fetch>
 void unpack(const Block& block, int panel, I table, SuperPanel& out, Fetch&& fetch) {
   const int row = panel * kPanelRows;
@@ -159,7 +160,7 @@ void unpack(const Block& block, int panel, I table, SuperPanel& out, Fetch&& fet
 #pragma GCC unroll 1
   for (int span = 0; span < kSuperSpans; ++span) {
     fetch(span);
-    // Before the first store: if both halves are equal, compilers load and compute them once.
+    // Computed before the first store: if both halves are equal, compilers load and compute them once.
     const I scales[2] = {super_scales(block, span, 0, row), super_scales(block, span, 1, row)};
     const PlaneFactors<Block> factors[2] = {PlaneFactors<Block>(scales[0]), PlaneFactors<Block>(scales[1])};
     if constexpr (kNarrowMin<Block>) {
@@ -185,7 +186,7 @@ void unpack(const Block& block, int panel, I table, SuperPanel& out, Fetch&& fet
   Simd::store(out.weight_sum, weight_sum.times(unit, minus_min_unit));
 }
 
-// before + (the sum of a super-block, of its minima, and of its weights times the zero) * the scale, for
+// before + scale * (the sums of a super-block, of its minima, and of its weights times the zero point), for
 // token `t` of a tile.
 template <class Block>
 inline __attribute__((always_inline)) F add_super(F before, I sum, F unit, F min_sum, F minus_min_unit,
@@ -196,8 +197,7 @@ inline __attribute__((always_inline)) F add_super(F before, I sum, F unit, F min
   return Simd::fma(total, Simd::set(tile.scale[t]), before);
 }
 
-// Adds the products of a panel and `tiles` tiles of tokens to acc[t][r]; from tile to tile x advances by
-// `step`.
+// Adds the products of a panel and `tiles` tiles of tokens to acc[t][r]. Tiles are `step` apart in x.
 template <class Block>
 void multiply_panel(const SuperPanel& panel, const SuperTile* x, std::size_t step, int tiles,
                     float (*acc)[kPanelRows]) {
@@ -256,7 +256,7 @@ void multiply_panel(const SuperPanel& panel, const SuperTile* x, std::size_t ste
     finish(kFirst);
     if (two) finish(kSecond);
     if (tiles > 2) zero();
-    // The unit multiplies the next two tiles while the sums of these are added up.
+    // The unit multiplies the next two tiles while the sums of these are added.
     unrolled<kSteps>([&](auto part) __attribute__((always_inline)) {
       if (tiles > 2) start(x + 2 * step, part, tiles > 3, min_sums[half ^ 1]);
       constexpr int kSecond = part / 2, kTokens = kTileTokens / 2;
@@ -276,7 +276,7 @@ void multiply_panel(const SuperPanel& panel, const SuperTile* x, std::size_t ste
   }
 }
 
-// Tokens [first, first + count) of whole tiles, up to kSuperTokenBlock with those before them in their tile.
+// Multiplies tokens [first, first + count) in whole tiles, at most kSuperTokenBlock with skipped ones.
 template <class Block>
 void super_tiles(const PackedMatrix& weight, int group, const SuperRows& x, int first, int count, float* out,
                  std::size_t stride) {
@@ -290,8 +290,8 @@ void super_tiles(const PackedMatrix& weight, int group, const SuperRows& x, int 
   for (auto& sums : acc) std::memset(sums, 0, std::size_t(tiles) * sizeof(float[kTileTokens][kPanelRows]));
   for (int b = 0; b < n_blocks; ++b)
     for (int p = 0; p < 2; ++p) {
-      // The next group arrives while the products of this one are computed. Some lines at a time: more would
-      // wait for each other.
+      // Prefetches the next group, which is read after the products of this one. A few lines at a time: more
+      // would wait for each other.
       unpack(block[b], p, table, panel,
              [&](int span) { prefetch_half_span(block + b, span, p, weight.group_bytes()); });
       multiply_panel<Block>(panel, x.tile(first) + b, std::size_t(n_blocks), tiles, acc[p]);
@@ -300,7 +300,7 @@ void super_tiles(const PackedMatrix& weight, int group, const SuperRows& x, int 
     for (int p = 0; p < 2; ++p) Simd::store(out + p * kPanelRows, Simd::load(acc[p][skipped + t]));
 }
 
-// Tokens [token, token + kTokens) of a tile, with the same integers in vectors. Lanes are rows.
+// Multiplies tokens [token, token + kTokens) of a tile, with the same integers in vectors. Lanes are rows.
 template <class Block, int kTokens>
 void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int token, float* out,
                   std::size_t stride) {
@@ -349,7 +349,7 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
           }
         });
         if constexpr (kNarrowMin<Block>) {
-          // Pairs of 16 bits: the minima of both halves, times their sums.
+          // Pairs of 16-bit integers: the minima of both halves, times their sums.
           const I mins_of[2] = {super_mins(*block, span, 0, row), super_mins(*block, span, 1, row)};
           weight_sum[p].add_mins(mins_of[0], mins_of[1]);
           const I pair = Simd::or_int(mins_of[0], Simd::shift_left<16>(mins_of[1]));
@@ -376,7 +376,7 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
   });
 }
 
-// super_tokens with as many tokens as `count` says, 1 to kTokens.
+// super_tokens with `count` tokens, 1 to kTokens.
 template <class Block, int kTokens>
 void super_count(int count, const PackedMatrix& weight, int group, const SuperRows& x, int token, float* out,
                  std::size_t stride) {
@@ -393,7 +393,7 @@ void multiply_super(const PackedMatrix& weight, int group, const SuperRows& x, i
         const int token = first + done, left = count - done, skipped = token % kTileTokens;
         float* to = out + std::size_t(done) * stride;
         if (few) {
-          const int share = ceil_div(left, ceil_div(left, kSuperTokens));  // as even as can be
+          const int share = ceil_div(left, ceil_div(left, kSuperTokens));  // as even as possible
           n = std::min(share, kTileTokens - skipped);
           super_count<Block, kSuperTokens>(n, weight, group, x, token, to, stride);
         } else {
@@ -405,8 +405,8 @@ void multiply_super(const PackedMatrix& weight, int group, const SuperRows& x, i
   });
 }
 
-// The values from the lowest to the highest, and 0 in any case, get the integers from -128 to 127. NaN or
-// infinity makes the scale NaN.
+// Maps the values from the lowest to the highest, extended to include 0, to the integers from -128 to 127.
+// NaN or infinity makes the scale NaN.
 void quantize_super(const float* x, int token, int n_blocks, SuperTile* out) {
   constexpr int kVectors = kSuperCols / Simd::kLanes, kLowest = -128, kHighest = 127;
   for (int b = 0; b < n_blocks; ++b, ++out, x += kSuperCols) {
@@ -428,7 +428,7 @@ void quantize_super(const float* x, int token, int n_blocks, SuperTile* out) {
       I rounded[4];
       for (int j = 0; j < 4; ++j) {
         const I steps = Simd::round(Simd::mul(Simd::load(x + (i + j) * Simd::kLanes), inverse));
-        // If both ends of the range are ties, rounding may make their difference 256.
+        // If both ends of the range are ties, rounding may make them differ by 256.
         rounded[j] = _mm512_min_epi32(Simd::add_int(steps, zero), Simd::set_int(kHighest));
         Simd::store_int8(out->q[i / 4][token] + j * Simd::kLanes, rounded[j]);
       }
@@ -436,7 +436,7 @@ void quantize_super(const float* x, int token, int n_blocks, SuperTile* out) {
       Simd::reduce_add4(rounded, four);
       std::copy_n(four, 4, sums + i);
     }
-    // A multiple of 128 and the remainder: bfloat16 holds both exactly.
+    // Splits a sum into a multiple of 128 and the remainder, which bfloat16 holds exactly.
     const I sum = _mm512_loadu_si512(sums);
     const I low = Simd::sub_int(_mm512_and_si512(Simd::add_int(sum, Simd::set_int(64)), Simd::set_int(127)),
                                 Simd::set_int(64));

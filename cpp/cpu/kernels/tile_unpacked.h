@@ -1,13 +1,13 @@
-// Products of many tokens for sets of sixteen registers.
+// Products of many tokens for sets with sixteen registers.
 //
 // Blocks of 32 columns are the outer loop and tokens the inner one. Two vectors of rows of a block are
-// unpacked once for all tokens, so that their codes come from the L1 cache as they are multiplied, and a
-// broadcast activation serves both. Eight integer sums hide the latency of a product. Float sums are in the
-// output, a few KB in the L1 cache: a load and a store for each vector, token and block.
+// unpacked once for all tokens, so that products read codes from the L1 cache, and a broadcast activation
+// serves both. Eight integer sums hide the latency of a product. Float sums are in the output, a few KB in
+// the L1 cache: a load and a store per vector, token and block.
 //
-// By count a vector of 8 rows takes 20 vector operations for a block and a token with sums in 16 bits (8
-// products, 7 additions, and five for scales), 8.5 loads and a store. tile_gemm.h, with tokens as the outer
-// loop and float sums in registers, takes 22.3 operations and 12.3 loads.
+// By instruction count, a vector of 8 rows takes 20 vector operations per block and token with sums in 16
+// bits (8 products, 7 additions, and five for scales), 8.5 loads and a store. tile_gemm.h, with tokens as the
+// outer loop and float sums in registers, takes 22.3 operations and 12.3 loads.
 #pragma once
 
 #include "tile_blocks.h"
@@ -21,20 +21,20 @@ concept UnpacksBlocks = requires {
   S::kUnpackedTokens;
 };
 
-// With up to this many tokens the loads and stores of unpacking cost more than they save.
+// Up to this many tokens, the loads and stores of unpacking cost more than they save.
 template <class S>
 constexpr int kFewTokens = 0;
 template <UnpacksBlocks S>
 constexpr int kFewTokens<S> = 2 * S::kUnpackedTokens;
 
-// Vectors [v, v + kRows) of a block's rows: codes of four columns a step, scales and minima in float32.
+// Vectors [v, v + kRows) of a block's rows: codes of four columns per step, scales and minima in float32.
 template <class S, class Block>
 struct UnpackedBlock {
-  static constexpr bool kAdds = kAddsHalves<S, Block>;  // the scales are factors of products then
+  static constexpr bool kAdds = kAddsHalves<S, Block>;  // products are then multiplied by the scales
   static constexpr int kRows = S::kUnpackedRows, kSums = kAdds ? 1 : kBlockSums<Block>;
   I codes[8][kRows];
-  // Pairs in 16 bits: of a half, and of Terms::start_half and Terms::start, which make -32 times the scales
-  // times the sums of the activations of both halves.
+  // Pairs in 16 bits: the factors of a half, and those of Terms::start_half and Terms::start, which yield -32
+  // times the scales times the sums of the activations of both halves.
   I factors[kAdds ? 2 : 1][kRows], start_factors[kRows];
   F scale[kSums][kRows], min[kSums][kRows];
 
@@ -80,8 +80,7 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
   constexpr bool kHalfwords = kWholeHalfwords<S, Block>;
   constexpr int kTogether = kAdds ? 2 : 1;
   static_assert(!kAdds || kHalfwordSteps<S, Block> >= 2);
-  // Four steps add up in 16 bits before their sum is widened: 6 additions and 2 widenings for a block, not 8
-  // and 4.
+  // Adds four steps in 16 bits before widening their sum: 6 additions and 2 widenings per block, not 8 and 4.
   constexpr bool kFours = !kAdds && !kHalfwords && kHalfwordSteps<S, Block> >= 4 && kSteps % 4 == 0;
   const ActivationTile::Terms* terms = x.terms + token;
 #pragma GCC unroll 2
@@ -176,8 +175,8 @@ inline void multiply_count(int count, const UnpackedBlock<S, Block>& block, cons
   if constexpr (kTokens > 1) multiply_count<S, Block, kTokens - 1>(count, block, x, token, out, stride);
 }
 
-// out[t][r] for the 32 rows of a group and tokens [first, first + count). The next group is prefetched
-// meanwhile.
+// Computes out[t][r] for the 32 rows of a group and tokens [first, first + count), and prefetches the next
+// group.
 template <UnpacksBlocks S, class Block>
 void unpacked_blocks(const Block* blocks, int n_blocks, const Int8Rows& x, int first, int count, float* out,
                      std::size_t stride) {
@@ -197,7 +196,7 @@ void unpacked_blocks(const Block* blocks, int n_blocks, const Int8Rows& x, int f
         const int token = (first + t) % kTileTokens;
         const int n = count - t < kTileTokens - token ? count - t : kTileTokens - token;
         for (int done = 0; done < n;) {
-          // As even as can be: few tokens make poor use of a weight.
+          // As even as possible: few tokens make poor use of a weight.
           const int left = n - done, share = left >= 2 * kTokens ? kTokens
                                              : left > kTokens    ? (left + 1) / 2
                                                                  : left;

@@ -1,4 +1,4 @@
-// Tiles of elements of two bytes, from contiguous rows to contiguous columns.
+// Transposes tiles of two-byte elements.
 #pragma once
 
 #include <array>
@@ -11,8 +11,7 @@ namespace {
 
 using Halves = std::uint16_t __attribute__((vector_size(16)));
 
-// The elements of a and b, counted together, with these numbers. GCC has the builtin of clang since version
-// 12.
+// Elements of the concatenation of a and b with these indices. GCC has the builtin of clang since version 12.
 template <int... kNumbers>
 inline Halves shuffled(Halves a, Halves b) {
 #if defined(__clang__)
@@ -22,7 +21,7 @@ inline Halves shuffled(Halves a, Halves b) {
 #endif
 }
 
-// Elements of a and b in turns, of their first halves and of their second ones; and back.
+// Interleave a and b, their first or second halves, and reverse it.
 inline Halves zip_low(Halves a, Halves b) {
   return shuffled<0, 8, 1, 9, 2, 10, 3, 11>(a, b);
 }
@@ -35,7 +34,7 @@ inline Halves evens(Halves a, Halves b) {
 
 constexpr int kHalvesTile = 8;  // rows and columns of a tile
 
-// Three perfect shuffles transpose a tile. `from_row` and `to_column` are in bytes.
+// Transposes a tile by three perfect shuffles. `from_row` and `to_column` are in bytes.
 inline void transpose_halves(const void* from, std::size_t from_row, void* to, std::size_t to_column) {
   std::array<Halves, kHalvesTile> rows, zipped;
   for (std::size_t r = 0; r < kHalvesTile; ++r)

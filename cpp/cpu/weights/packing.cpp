@@ -59,7 +59,7 @@ constexpr int spans_of() {
     return 1;
 }
 
-// Scales that a block has for a span; those of a block with one per span or super-block count as one.
+// Number of scales of a block per span; one per span or per super-block counts as one.
 template <class Block>
 constexpr int scales_of_block() {
   if constexpr (requires(Block b) { b.scale_and_min; } || requires(Block b) { b.half_scale; })
@@ -70,7 +70,7 @@ constexpr int scales_of_block() {
     return 1;
 }
 
-// Rows of METAL_PREFILL_PACKED that would lose codes or scales, or write past a block, do not compile.
+// Rejects, when compiled, rows of METAL_PREFILL_PACKED that lose codes or scales, or write past a block.
 template <class Format, class Block>
   requires(!std::is_void_v<Block>)
 constexpr bool check_row() {
@@ -108,7 +108,7 @@ EACH_TENSOR_TYPE(METAL_PREFILL_CHECK)
 
 using Words = std::uint32_t[kSpan / 4];  // codes of a span, four to a word
 
-// One plane of w bits, which are those from bit kFrom of the codes on: word v has bits of steps v, v + w, ...
+// Writes a plane of kWidth bits from bit kFrom of the codes on: vector v has steps v, v + kWidth, ...
 template <int kWidth, int kFrom>
 void put_plane(const Words& codes, std::uint8_t (*vectors)[kPanelRows][4], int lane) {
   constexpr std::uint32_t kMask = ((1u << kWidth) - 1) * 0x01010101u;
@@ -126,12 +126,12 @@ void put_codes(const Words& codes, std::uint8_t (&vectors)[kBits][kPanelRows][4]
   if constexpr (kBits > kLow) put_plane<kBits - kLow, kLow>(codes, vectors + kLow, lane);
 }
 
-// A float without the bits that bfloat16 lacks.
+// A float truncated to bfloat16.
 Bfloat16 truncated(float value) {
   return Bfloat16(std::bit_cast<std::uint32_t>(value) >> 16);
 }
 
-// Scales of the 32 columns that span `at` of a block covers, which are span `span` of the file's block.
+// Writes the scales of span `span` of the file's block to span `at` of a packed block.
 template <class Format, class Block>
 void put_scales(const typename Format::Block& from, int span, int r, Block& out, int at) {
   if constexpr (requires { out.scale_and_min; }) {
@@ -162,7 +162,7 @@ void put_scales(const typename Format::Block& from, int span, int r, Block& out,
   if constexpr (requires { out.min_unit; }) out.min_unit[r] = Format::min_bits(from);
 }
 
-// Row `r` of a group: span `span` of the file's block becomes span `at` of a packed one.
+// Writes span `span` of the file's block to span `at` of a packed block, for row `r` of a group.
 template <class Format>
 void put(const typename Format::Block& from, int span, int r, BlockOf<Format>& out, int at) {
   using Block = BlockOf<Format>;
@@ -189,8 +189,8 @@ constexpr std::array<std::uint8_t, kTableCodes> biased(const Table& table) {
   return out;
 }
 
-// Block after block, so that each is written while it is in the L1 cache. The rows of a group follow each
-// other in the file, so those of the next group are fetched meanwhile as one stream.
+// Packs block by block, so that each is written while it is in the L1 cache. The rows of a group are
+// contiguous in the file, so that the next group's rows are prefetched as one stream.
 template <class Format>
 void pack(const Tensor& tensor, int group, BlockOf<Format>* out) {
   constexpr int kSpans = int(Format::kValues) / kSpan;  // of a block of the file
@@ -213,7 +213,7 @@ void pack(const Tensor& tensor, int group, BlockOf<Format>* out) {
   }
 }
 
-// To nearest, ties to even; NaN stays NaN.
+// Rounds to nearest even; NaN stays NaN.
 std::uint16_t bfloat16_bits(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   if ((bits & 0x7fffffff) > 0x7f800000) return std::uint16_t(bits >> 16 | 0x40);
@@ -233,7 +233,7 @@ void to_bfloat16(const std::byte* from, int n, std::uint16_t* out) {
   }
 }
 
-// The rows of the next group are fetched meanwhile, as in pack().
+// Prefetches the rows of the next group, as pack() does.
 template <class Format>
 void pack_pairs(const Tensor& tensor, int group, PairBlock* out) {
   const int rows = std::min(kGroupRows, tensor.rows - group * kGroupRows);
@@ -256,7 +256,7 @@ void pack_pairs(const Tensor& tensor, int group, PairBlock* out) {
   }
 }
 
-// Q4_0 has its nibbles in the right order already: only moves.
+// Q4_0 already has its nibbles in the right order: they are only moved.
 template <>
 void pack<Q4_0>(const Tensor& tensor, int group, NibbleBlock* out) {
   const int n_spans = tensor.cols / kSpan;

@@ -1,6 +1,6 @@
 // Weights in the order in which the kernels read them.
 //
-// A quantized matrix is cut into groups of 32 rows; the group's blocks follow each other, so that a product
+// A quantized matrix is divided into groups of 32 rows; the group's blocks are contiguous, so that a product
 // reads one linear stream. Within a span of 32 columns, codes are in two panels of 16 rows; a step of a panel
 // is 64 bytes with four consecutive columns of each row, the operands of a 4-way dot product of any width. A
 // weight is scale * (code - kZero) + min; some formats have no minimum.
@@ -24,8 +24,8 @@ constexpr int kGroupRows = 32;
 constexpr int kPanelRows = 16;
 constexpr int kBlockCols = 32;    // columns that share a scale of the activations
 constexpr int kSuperSpans = 8;    // spans of 32 columns in a super-block
-constexpr int kTableCodes = 16;   // integers that codes of 4 bits or fewer may represent
-constexpr int kSignedCodes = -1;  // in place of the zero that codes count from
+constexpr int kTableCodes = 16;   // integers that codes of 4 bits or fewer can select
+constexpr int kSignedCodes = -1;  // replaces the zero point of codes
 constexpr int kFloatPad = 16;     // columns of a block of floats
 constexpr int kRotatedCols = 64;  // columns of a block of rotated rows
 // Integer sums over this many columns fit: 127 * 127 * 131072 < 2^31.
@@ -58,7 +58,7 @@ enum class Packing {
 
 enum class Bfloat16 : std::uint16_t {};
 
-// Step j holds columns 4j to 4j + 3 in the low nibbles and 16 + 4j to 19 + 4j in the high ones: 4.5 bits a
+// Step j holds columns 4j to 4j + 3 in the low nibbles and 16 + 4j to 19 + 4j in the high ones: 4.5 bits per
 // weight.
 struct alignas(64) NibbleBlock {  // Q4_0
   static constexpr int kBits = 4, kZero = 8, kMaxCode = 15;
@@ -103,18 +103,18 @@ struct alignas(64) ByteMinBlock {
   float min[kGroupRows];
 };
 
-// Scales and minima of 16 columns each.
+// Scales and minima per 16 columns.
 struct alignas(64) ByteHalvesBlock {
   static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
   std::uint8_t codes[2][8][kPanelRows][4];
   float half_scale[2][kGroupRows];
 };
 
-// The scales are integers, multiples of a float, for sets that add up both halves of a block as integers.
+// Scales are also integers times a float, for sets that add both halves of a block as integers.
 struct alignas(64) SixBitByteHalvesBlock {
   static constexpr int kBits = 8, kZero = 32, kMaxCode = 63;
   std::uint8_t codes[2][8][kPanelRows][4];
-  float half_scale[2][kGroupRows];  // for all others
+  float half_scale[2][kGroupRows];  // for other sets
   std::int8_t scale_code[2][kGroupRows];
   float scale_unit[kGroupRows];
 };
@@ -132,33 +132,32 @@ static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 &&
               sizeof(ByteMinBlock) == 1280 && sizeof(ByteHalvesBlock) == 1280 &&
               sizeof(SixBitByteHalvesBlock) == 1472 && sizeof(ByteHalvesMinBlock) == 1536);
 
-// float32. Columns are filled up with zeros.
+// float32. Columns are padded with zeros.
 struct alignas(64) FloatBlock {
   float values[2][kFloatPad][kPanelRows];
 };
 
-// Not quantized: bfloat16, in pairs of columns, as a tile of AMX holds them. Columns are filled up with
-// zeros.
+// Not quantized: bfloat16, in pairs of columns, as in a tile of AMX. Columns are padded with zeros.
 struct alignas(64) PairBlock {
   std::uint16_t pairs[2][kBlockCols / 2][kPanelRows][2];
 };
 
-// Any type in w8a8: rows that are rotated and rounded, 64 columns, as a tile of AMX holds them. Columns are
-// filled up with zeros. After its last block, a group has a float scale of each row. Codes in 16 bits are 32
-// columns of signed integers.
+// Any type in w8a8: 64 columns of rotated and rounded rows, as in a tile of AMX. Columns are padded with
+// zeros. After its last block, a group has a float scale per row. With 16-bit codes, a block is 32 columns of
+// signed integers.
 struct alignas(64) RotatedBlock {
   std::uint8_t codes[2][kRotatedCols / 4][kPanelRows][4];
 };
 static_assert(sizeof(RotatedBlock) == sizeof(PairBlock) && sizeof(FloatBlock) == sizeof(PairBlock));
 
-// Bits of codes in planes: the lower ones in the widest of 4, 2 or 1 that fits, the others in a second plane.
+// Width of the first of two bit planes of codes: the widest of 4, 2 or 1 that fits; the rest is in the other.
 // A plane of w bits is w vectors; vector v has steps v, v + w, v + 2w, ... from its lowest bits upwards.
 constexpr int low_plane(int bits) {
   return bits >= 4 ? 4 : bits >= 2 ? 2 : 1;
 }
 
-// Base of narrow blocks. Products of a single token do the inexact operations of Wide in the same order, so
-// that results are bit-identical.
+// Base of narrow blocks. Products of a single token perform the inexact operations of Wide in the same order,
+// so that results are bit-identical.
 template <class WideBlock, int kBitsOf, int kZeroOf, int kSpansOf = 1, bool kTableOf = false>
 struct Narrow {
   using Wide = WideBlock;
@@ -186,7 +185,7 @@ struct alignas(64) NVFP4Block : Narrow<ByteHalvesBlock, 4, 128, 1, true> {
   Bfloat16 half_scale[2][kGroupRows];
 };
 
-// In a super-block scales and minima are integers, multiples of a float of the super-block.
+// Scales and minima of a super-block are integers times a float of the super-block.
 struct alignas(64) TernaryBlock
     : Narrow<FiveBitByteBlock, 2, 1, kSuperSpans> {  // TQ1_0, TQ2_0: one scale for all
   std::uint16_t scale[kGroupRows];                   // f16
@@ -228,11 +227,11 @@ struct alignas(64) IQ2_XSBlock : Narrow<ByteHalvesBlock, 3, 128, kSuperSpans, tr
 template <class Block>
 concept IsNarrow = requires { typename Block::Wide; };
 
-// Whether the scales of a narrow block are integers, multiples of a float of the super-block.
+// Whether the scales of a narrow block are integers times a float of the super-block.
 template <class Block>
 constexpr bool kHasIntegerScales = IsNarrow<Block> && requires(Block b) { b.scale_unit; };
 
-// Whether a wide block has integer or float scales of 16 columns, minima of 32 columns, minima of 16.
+// Whether a wide block has integer or float scales per 16 columns, minima per 32 columns, minima per 16.
 template <class Block>
 constexpr bool kHasIntegerHalves = requires(Block b) { b.scale_code; };
 template <class Block>
@@ -284,12 +283,12 @@ void visit_narrow(Packing packing, const Call& with_block) {
 }
 
 struct PackedMatrix {
-  Packing packing = Packing::kNone;  // kNone: stays in the file, multiplied as float32
+  Packing packing = Packing::kNone;  // kNone: stays in the file, multiplied in float32
   int rows = 0;
   int cols = 0;
-  std::byte* blocks = nullptr;   // [groups][cols / block_cols], the last group filled up with rows of zeros
-  std::size_t group_stride = 0;  // bytes from one group to the next; another matrix may lie between
-  const std::uint8_t* table = nullptr;  // [kTableCodes] 128 + the integer of a code, if codes are indices
+  std::byte* blocks = nullptr;          // [groups][cols / block_cols], the last group padded with zero rows
+  std::size_t group_stride = 0;         // bytes between groups; another matrix may be in between
+  const std::uint8_t* table = nullptr;  // [kTableCodes]: 128 + the integer of a code, if codes are indices
 
   int groups() const { return ceil_div(rows, kGroupRows); }
   int blocks_per_row() const;
@@ -304,7 +303,7 @@ struct PackedMatrix {
 };
 
 Packing packing_of(TensorType type);
-// Whether a group is multiplied as it was packed, by panels.
+// Whether a group is multiplied by panels, as it was packed.
 inline bool in_panels(Packing packing) {
   return Packing::kNone < packing && packing <= Packing::kRotatedWide;
 }
@@ -312,7 +311,7 @@ std::size_t block_bytes(Packing packing);
 int block_cols(Packing packing);
 bool is_narrow(Packing packing);
 bool has_integer_scales(Packing packing);
-// The matrix of a tensor, still without a place; its groups follow each other.
+// The packed matrix of a tensor, with contiguous groups but without memory yet.
 PackedMatrix packed_matrix(const Tensor& tensor);
 // A widened group of a narrow matrix, as a separate matrix at `blocks`.
 PackedMatrix wide_group(const PackedMatrix& narrow, std::byte* blocks);

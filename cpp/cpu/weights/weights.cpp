@@ -16,7 +16,7 @@ struct LayerLinear {
   Tensor LayerWeights::* tensor;
   Linear CpuLayer::* linear;
   Extent rows, cols;
-  // Routers, whose small differences decide between experts, are multiplied in float32.
+  // Routers are multiplied in float32, as small differences decide between experts.
   bool is_exact() const { return rows == Extent::kExperts; }
 };
 constexpr LayerLinear kLayerLinears[] = {
@@ -122,7 +122,7 @@ bool is_widened(const Linear& linear) {
   return linear.packed.packing == Packing::kPairs && packing_of(linear.tensor.type) != Packing::kNone;
 }
 
-// Rows beyond the matrix are zero.
+// Packs a group of rotated rows; rows beyond the matrix are zero.
 void pack_rotated(const Linear& linear, int group, const Kernels& kernels, std::byte* memory) {
   const Tensor& tensor = linear.tensor;
   const int first = group * kGroupRows, rows = std::min(kGroupRows, tensor.rows - first);
@@ -150,7 +150,7 @@ void pack_rotated(const Linear& linear, int group, const Kernels& kernels, std::
 }
 
 void pack_floats(const Linear& linear, int group, const Kernels& kernels) {
-  // Whole blocks of all types. With a cache line between them, rows do not share few sets of the L1 cache.
+  // A multiple of the blocks of all types. A cache line between the rows avoids conflicts in the L1 cache.
   constexpr int kColumns = 256;
   const Tensor& tensor = linear.tensor;
   auto* out = reinterpret_cast<FloatBlock*>(linear.packed.group(group));
@@ -188,7 +188,7 @@ void pack(const Linear& linear, int group, const Kernels& kernels, std::byte* me
   const std::size_t bytes = round_up(own.group_bytes(), std::size_t(64));
   std::memset(memory, 0, bytes);
   own.blocks = memory;
-  own.group_stride = 0;  // every group is packed in the same place
+  own.group_stride = 0;  // reuses the same memory for every group
   pack_group(linear.tensor, group, own.blocks);
   std::memcpy(linear.packed.group(group), pairs_of_group(kernels, own, group, memory + bytes),
               linear.packed.group_bytes());
@@ -204,8 +204,8 @@ Forms& Weights::input_of(Extent cols) {
   throw std::logic_error("no step computes the input of a matrix");
 }
 
-// In the order in which a token reads them: one linear stream, which the processor fetches ahead. Groups of
-// gate and up alternate, as they are multiplied.
+// Places matrices in the order in which a token reads them: one linear stream, which the processor
+// prefetches. Groups of gate and up alternate, as they are multiplied.
 std::size_t Weights::lay_out(std::byte* base) {
   std::size_t bytes = 0;
   const auto place = [&](std::initializer_list<Linear*> in_turns) {
@@ -261,7 +261,7 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
     : given_(model.packed) {
   const int distinct = model.config.distinct_layers;
   layers.resize(distinct > 0 ? std::size_t(distinct) : model.layers.size());
-  // Encoders never decode, so the larger weights are never read for a single token.
+  // Encoders never decode, so that larger weights are never read for a single token.
   const bool keep_wide = !model.config.causal;
   std::vector<Linear*> linears;
   const auto add = [&](Linear& linear, const Tensor& tensor, Forms& input, bool is_exact) {
@@ -306,7 +306,7 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
   packed_bytes_ = lay_out(nullptr);
   were_packed_ = packed_bytes_ > 0 && given_.bytes == packed_bytes_;
   if (were_packed_) {
-    lay_out(const_cast<std::byte*>(given_.data));  // which is never written to
+    lay_out(const_cast<std::byte*>(given_.data));  // never written to
     return;
   }
   arena_ = Buffer(packed_bytes_, "packed weights");

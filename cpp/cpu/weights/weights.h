@@ -1,4 +1,4 @@
-// The model's weights as the CPU engine multiplies them.
+// The model's weights in the formats that the CPU engine multiplies.
 #pragma once
 
 #include <limits>
@@ -14,32 +14,32 @@
 
 namespace metal_prefill::cpu {
 
-// A matrix, packed, or left in the file for products in float32.
+// A matrix: packed, or left in the file for products in float32.
 struct Linear {
   Tensor tensor;
   PackedMatrix packed;
-  bool pairs = false;  // multiplied in pairs of bfloat16, quantized weights after they are widened
+  bool pairs = false;  // multiplied in pairs of bfloat16; quantized weights are widened first
   bool super = false;  // multiplied with activations that share a scale in a super-block
 
   bool wide() const { return packed.packing == Packing::kRotatedWide; }
   bool rotated() const { return packed.packing == Packing::kRotated || wide(); }
   bool floats() const { return packed.packing == Packing::kFloats; }
   bool int8() const { return packed.packing != Packing::kNone && !in_panels() && !super; }
-  // Whether a group is multiplied as it was packed, or widened, part by part of the tokens.
+  // Whether a group is multiplied part by part of the tokens, as it was packed or after widening.
   bool in_panels() const { return pairs || rotated() || floats(); }
-  // Whether that is as it was packed.
+  // Whether a group in panels is multiplied as it was packed.
   bool ready_panels() const { return in_panels() && !(pairs && packed.packing != Packing::kPairs); }
   // Bytes of an element of rotated rows.
   std::size_t code_bytes() const { return wide() ? sizeof(std::int16_t) : 1; }
 };
 
-// A matrix as a set multiplies it, still without a place. With `keep_wide`, weights that are multiplied in
+// A matrix in the format that a set multiplies, without memory yet. With `keep_wide`, weights multiplied in
 // pairs or in float32 are packed so; otherwise each pass widens them, or reads floats in the file.
 Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, bool keep_wide = false);
-// Packs a group of a matrix where it belongs; `memory` has packing_bytes_of() the matrix.
+// Packs a group of a matrix in its memory; `memory` has packing_bytes_of() the matrix.
 void pack(const Linear& linear, int group, const Kernels& kernels, std::byte* memory);
 std::size_t packing_bytes_of(const Linear& linear);
-// Memory that a thread needs for a group of it, expanded to float32, widened or padded, or to rotate a row.
+// Memory that a thread needs to expand a group to float32, to widen or pad it, or to rotate a row.
 std::size_t scratch_bytes_of(const Linear& linear);
 
 struct CpuLayer {
@@ -48,12 +48,12 @@ struct CpuLayer {
 #include "../../model/tensors.inc"
 };
 
-// Which forms of an activation the matrices that read it need.
+// Formats of an activation that the matrices reading it need.
 struct Forms {
   bool int8 = false;
   bool super = false;
   bool bfloat16 = false;
-  // Rotated rows, in 16 bits, and in 8 with limited pairs.
+  // Rotated rows; in 16 bits; in 8 bits with limited pairs.
   bool rotated = false, wide = false, rests = false;
   bool f32 = false;
 
@@ -66,23 +66,23 @@ struct Forms {
                         : f32) = true;
     wide |= linear.wide();
   }
-  // Columns that must be there before they are rounded: of rotated rows, all.
+  // Columns that must be complete before they are rounded: all, for rotated rows.
   int block_cols() const {
     return rotated ? std::numeric_limits<int>::max() : super ? kSuperCols : int8 ? kBlockCols : 1;
   }
 };
 
 // Copies norms and biases, and lets the model refer to the copies. In the file they are between matrices:
-// reading them there would load pages of the matrices around them.
+// reading them there would load pages of the adjacent matrices.
 Buffer gather_vectors(Model& model);
 
-// Whether products round so much that attention in pairs of bfloat16 adds little.
+// Whether products round so coarsely that attention in pairs of bfloat16 adds little.
 bool rounds_coarsely(const Model& model, Compute compute);
 
 class Weights {
  public:
-  // Packs all matrices that are not left in the file, on all threads; then the file's pages may leave
-  // memory. Takes Model::packed instead, if it has the right size. The model must outlive it.
+  // Packs all matrices that are not left in the file, on all threads; then the file's pages may leave memory.
+  // Uses Model::packed instead, if it has the right size. The model must outlive it.
   Weights(const Model& model, Compute compute, const Kernels& kernels, Team& team);
 
   std::vector<CpuLayer> layers;  // those with weights of their own
@@ -90,13 +90,13 @@ class Weights {
   Linear output;
   Linear embedding_projection;  // in float32
   Linear per_layer_projection;
-  bool widens = false;  // quantized weights to pairs, once for all rows of a pass
-  // Forms of the inputs of products that read [dim], [n_heads * value_dim], [ffn_dim], [per_layer_dim], the
+  bool widens = false;  // whether quantized weights are widened to pairs, once for all rows of a pass
+  // Formats of the inputs of products that read [dim], [n_heads * value_dim], [ffn_dim], [per_layer_dim], the
   // output of a short convolution or of a layer whose state has matrices.
   Forms dim_input, attention_input, ffn_input, layer_input, conv_input, scan_input;
-  // Of those of experts, which read [dim] and [expert_dim].
+  // Formats of the inputs of experts, which read [dim] and [expert_dim].
   Forms expert_input, expert_ffn_input;
-  bool has_conv = false, has_scan = false;  // in some layer
+  bool has_conv = false, has_scan = false;  // whether any layer has one
   std::size_t scratch_bytes = 0;            // the largest scratch_bytes_of()
   std::size_t packed_bytes() const { return packed_bytes_; }
   // The weights packed here, in the order of Model::packed.
@@ -106,7 +106,7 @@ class Weights {
   bool were_packed() const { return were_packed_; }
   // The filter of a convolution, [taps][channels].
   const float* filter(int layer) const { return filters_[std::size_t(layer)].data(); }
-  // Copies Model::packed once, in the first pass, which does not delay opening: a mapped file has small
+  // Copies Model::packed once, in the first pass, so that opening is not delayed: a mapped file has small
   // pages, from which a token of a small model takes 1.4 times as long.
   void settle(Team& team);
 
@@ -114,7 +114,7 @@ class Weights {
   Forms& input_of(Extent cols);
   Forms& input_of_experts(Extent cols) { return cols == Extent::kDim ? expert_input : expert_ffn_input; }
 
-  // Places all matrices one after another from `base` on, and returns the bytes that they take.
+  // Places all matrices contiguously from `base` on, and returns their bytes.
   std::size_t lay_out(std::byte* base);
 
   const Mapping& given_;  // Model::packed
