@@ -19,7 +19,7 @@ from support.uniform_shape import uniform_shape
 from metal_prefill import DeviceError, Model, UnsupportedModelError, _core, synth
 from metal_prefill.conversion import convert
 from metal_prefill.files import GGUFFile, ModelConfig
-from metal_prefill.gpu._cost_model import CHIPS, find_chip, plan, shape_of, time_of, work_of
+from metal_prefill.gpu._cost_model import CHIPS, plan, shape_of, time_of, work_of
 from metal_prefill.gpu._cost_model.shapes import Shape
 from metal_prefill.gpu._trace import Dispatch, decode_args
 
@@ -495,7 +495,7 @@ def tile_choices(dispatch: Dispatch, family: int) -> list[Dispatch]:
 @pytest.mark.parametrize("dims", [(576, 9, 3, 64, 1536), (1024, 16, 8, 128, 3072)], ids=["135M", "0.6B"])
 def test_tiles_are_within_two_percent_of_the_best_by_the_cost_model(chip: str, dims: Any) -> None:
     """The engine chooses by the rounds of tiles that a core computes, from eight numbers for each family."""
-    gpu = find_chip(chip)
+    gpu = CHIPS[chip]
     dim, heads, kv_heads, head_dim, ffn = dims
     of_heads = {"n_heads": heads, "n_kv_heads": kv_heads, "key_dim": head_dim, "value_dim": head_dim}
     shape = small(dim=dim, ffn_dim=ffn, context_length=2048, **of_heads)
@@ -517,7 +517,7 @@ def test_tiles_are_within_two_percent_of_the_best_by_the_cost_model(chip: str, d
 @pytest.mark.parametrize("chip", ["m2", "m3", "m4", "m4-pro", "m4-max"])
 def test_threadgroups_of_attention_have_as_many_tiles_as_suit_the_cores(chip: str) -> None:
     """Either four simdgroups, each with a tile, or two, whichever the cost model predicts to be faster."""
-    gpu = find_chip(chip)
+    gpu = CHIPS[chip]
     shape = small(dim=576, n_heads=9, n_kv_heads=3, context_length=2048)
     threads = set()
     for tokens in (32, 128, 300, 512):

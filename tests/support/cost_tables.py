@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from metal_prefill.files import ModelConfig
-from metal_prefill.gpu._cost_model import Chip, Prediction, Shape, find_chip, plan, predict
+from metal_prefill.gpu._cost_model import CHIPS, Chip, Prediction, Shape, plan, predict
 from support.uniform_shape import uniform_shape
 
 SMOLLM = ModelConfig(
@@ -55,7 +55,7 @@ def chips_table() -> str:
     lengths = (8, 32, 128, 512, 2048)
     lines = [["chip", "decode", "8 tokens", *map(str, lengths[1:])], ["---"] * 7]
     for name in ("M1", "M2", "M3", "M4", "M4 Pro", "M4 Max", "M5"):
-        chip = find_chip(name.lower().replace(" ", "-"))
+        chip = CHIPS[name.lower().replace(" ", "-")]
         cells = [predict_smollm(chip, 1, 128), *(predict_smollm(chip, n) for n in lengths)]
         lines.append([name, *map(_in_range, cells)])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -97,10 +97,9 @@ class Engine:
 
 
 class Kind(NamedTuple):
-    """Location and requirements of an engine's adapter."""
+    """Requirements of an engine, and tests that it cannot run."""
 
-    adapter: str  # module that loads the engine
-    modules: tuple[str, ...]  # modules that the adapter imports
+    modules: tuple[str, ...]  # modules that its adapter imports
     package: str  # package to install
     extra: str = "bench"  # extra of this package that includes it
     without: Mapping[Ability, str] = {}  # reasons why tests of an ability are not measured, by ability
@@ -110,10 +109,9 @@ _VECTORS_ALONE: Mapping[Ability, str] = dict.fromkeys(
     ("prompts", "streams", "choices"), "its vectors alone are"
 )
 KINDS = {
-    OURS: Kind("metal_prefill.bench._peers.metal_prefill", (), "metal_prefill"),
-    "llama.cpp": Kind("metal_prefill.bench._peers.llama_cpp", ("llama_cpp",), "llama-cpp-python"),
+    OURS: Kind((), "metal_prefill"),
+    "llama.cpp": Kind(("llama_cpp",), "llama-cpp-python"),
     "openvino": Kind(
-        "metal_prefill.bench._peers.openvino",
         ("openvino",),
         "openvino, with openvino-genai for prompts and nncf, onnx, torch and transformers for encoders",
         without={
@@ -123,14 +121,12 @@ KINDS = {
         },
     ),
     "transformers": Kind(
-        "metal_prefill.bench._peers.transformers",
         ("torch", "transformers", "gguf", "accelerate"),
         "torch, transformers, gguf and accelerate",
         "bench-transformers",
         _VECTORS_ALONE,
     ),
     "onnxruntime": Kind(
-        "metal_prefill.bench._peers.onnxruntime",
         ("onnxruntime", "onnx", "torch", "transformers"),
         "onnxruntime, onnx, torch and transformers",
         "bench-transformers",
@@ -159,6 +155,6 @@ def why_not(name: str, case: Case) -> str:
 
 
 def load(name: str, options: Options) -> Engine:
-    """Load the model into an engine."""
-    engine: Engine = importlib.import_module(KINDS[name].adapter).load(options)
+    adapter = importlib.import_module(f"metal_prefill.bench._peers.{name.replace('.', '_')}")
+    engine: Engine = adapter.load(options)
     return engine

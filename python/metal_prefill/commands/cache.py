@@ -5,8 +5,6 @@ import time
 
 from metal_prefill.commands import common
 
-MIB = 1 << 20
-
 EXAMPLE = "metal-prefill cache"
 
 
@@ -29,10 +27,12 @@ def execute(arguments: argparse.Namespace) -> None:
             if arguments.clear:
                 path.unlink(missing_ok=True)
             day = time.strftime("%Y-%m-%d %H:%M", time.localtime(used))
-            rows.append((f"{path}: deleted" if arguments.clear else str(path), day, f"{nbytes / MIB:,.1f}"))
+            rows.append(
+                (f"{path}: deleted" if arguments.clear else str(path), day, f"{nbytes / common.MIB:,.1f}")
+            )
         if rows:
             console.print(table(title, ("file", "used", "MiB"), rows, names=2))
         if entries is packed:
             count = f"0 of {len(packed)} kept" if arguments.clear and packed else str(len(packed))
-            size = f"{kept / MIB:,.1f} MiB of at most {_pack_cache.limit() / MIB:,.0f} MiB"
+            size = f"{kept / common.MIB:,.1f} MiB of at most {_pack_cache.limit() / common.MIB:,.0f} MiB"
             console.print(f"entries: {count}; {size}", highlight=False)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from metal_prefill import Model
 
+MIB = 1 << 20
 WIDTH_OF_FILES = 160  # columns of a table written to a file or pipe
 MODEL_HELP = (
     "GGUF file; or a folder with config.json and model.safetensors; or smollm2 or minilm, for "

@@ -16,7 +16,7 @@ import numpy as np
 
 from metal_prefill import _core
 from metal_prefill.errors import MetalPrefillError, NumericalError, UnsupportedModelError
-from metal_prefill.gpu._cost_model import CHIPS, UnknownKernelError, find_chip, predict_run, shape_of
+from metal_prefill.gpu._cost_model import CHIPS, UnknownKernelError, predict_run, shape_of
 from metal_prefill.gpu._kernel_checks import Difference
 from metal_prefill.gpu._self_test import QUICK, kernel_differences, known_tokens
 from metal_prefill.model import Model
@@ -196,7 +196,7 @@ def _add_predictions(model: Model, results: list[Report], prompt: int, decodes: 
         return
     stats = model.stats()
     found = predict_run(
-        find_chip(chip),
+        CHIPS[chip],
         shape_of(model.gguf),
         prompt,
         decodes,

@@ -76,8 +76,7 @@ def execute(arguments: argparse.Namespace) -> None:
         form = prompt_form(model.engine, arguments.instruction)
         rules = text_files.prompt_rules(arguments)
         encoded = encode_texts(model.engine, texts, form, rules)
-        for note in encoded.notes(model.max_context):
-            print(f"warning: {note}", file=sys.stderr)
+        text_files.warn(*encoded.notes(model.max_context))
         prompts = encoded.prompts
         passes = TextPasses(model.engine)
         choices = {**options, "unpooled": encoded.unpooled}

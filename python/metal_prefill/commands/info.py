@@ -9,11 +9,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from metal_prefill.commands import common
+from metal_prefill.commands.common import MIB
 
 if TYPE_CHECKING:
     from metal_prefill.files._gguf_file import GGUFFile
-
-MIB = 1 << 20
 
 EXAMPLE = "metal-prefill info -m smollm2"
 
@@ -85,7 +84,14 @@ def execute(arguments: argparse.Namespace) -> None:
 
         header = ("type", "tensors", "weights", "bytes", "MiB", "bits per weight")
         rows = (
-            (kind, f"{n}", f"{weights:,}", f"{size:,}", f"{size / MIB:.2f}", f"{8 * size / weights:.2f}")
+            (
+                kind,
+                f"{n}",
+                f"{weights:,}",
+                f"{size:,}",
+                f"{size / MIB:.2f}",
+                f"{8 * size / weights:.2f}",
+            )
             for kind, n, weights, size in bytes_by_type(gguf)
         )
         console.print(table("tensors", header, rows))

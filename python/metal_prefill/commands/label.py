@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -82,7 +81,7 @@ def _find_parts(model: Model, texts: list[str], arguments: argparse.Namespace) -
     choice = Choice() if arguments.threshold is None else Choice(arguments.threshold).checked()
     encoded = encode_entities(model.engine, texts, arguments.labels, text_files.prompt_rules(arguments))
     if encoded.cut:
-        print(f"warning: {cut_note(model.engine, encoded)}", file=sys.stderr)
+        text_files.warn(cut_note(model.engine, encoded))
     _print_parts(found_entities(TextPasses(model.engine), encoded, choice), arguments)
 
 
@@ -100,7 +99,7 @@ def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) 
     decoding = decoding_of(model.engine, arguments.strategy)
     spanned, cut = encode_spans(model.engine, texts, text_files.prompt_rules(arguments))
     if cut:
-        print(f"warning: {cut_message(cut, len(texts), model.max_context, 'text')}", file=sys.stderr)
+        text_files.warn(cut_message(cut, len(texts), model.max_context, "text"))
     _print_parts(entities_of(TextPasses(model.engine), spanned, decoding), arguments)
 
 

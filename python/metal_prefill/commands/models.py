@@ -9,8 +9,6 @@ from metal_prefill.commands import common
 
 EXAMPLE = "metal-prefill models"
 
-MIB = 1 << 20
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
@@ -30,9 +28,9 @@ def execute(arguments: argparse.Namespace) -> None:
     console = common.console()
     if arguments.delete is not None:
         freed = delete_cached(arguments.delete)
-        console.print(f"{arguments.delete}: deleted, {freed / MIB:,.1f} MiB", highlight=False)
+        console.print(f"{arguments.delete}: deleted, {freed / common.MIB:,.1f} MiB", highlight=False)
         return
-    rows = ((name, _task(path), f"{nbytes / MIB:,.1f}") for name, path, nbytes in _models())
+    rows = ((name, _task(path), f"{nbytes / common.MIB:,.1f}") for name, path, nbytes in _models())
     console.print(table(None, ("model", "does", "MiB"), rows, names=2))
 
 

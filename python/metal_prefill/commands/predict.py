@@ -70,10 +70,10 @@ def _shape(arguments: argparse.Namespace) -> Shape:
 
 def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
     """Return the requested predictions with their benchmark names."""
-    from metal_prefill.gpu._cost_model import find_chip, predict, predict_run
+    from metal_prefill.gpu._cost_model import CHIPS, predict, predict_run
     from metal_prefill.gpu._trace import HOST_CLOCK, read_trace
 
-    chip = find_chip(arguments.chip)
+    chip = CHIPS[arguments.chip]
     if arguments.trace is not None:
         if arguments.prompt is not None or arguments.n_gen:
             raise ValueError("--trace sets the tokens; omit -p and -n")

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 
 from metal_prefill.commands import common, text_files
@@ -43,8 +42,7 @@ def execute(arguments: argparse.Namespace) -> None:
         rules, how = text_files.prompt_rules(arguments), arguments.how
         options = Options(arguments.instruction, arguments.template, how, rules, arguments.label)
         ranking = encode_documents(model.engine, arguments.query, documents, options)
-        for note in ranking.notes():
-            print(f"warning: {note}", file=sys.stderr)
+        text_files.warn(*ranking.notes())
         ranked = ranking.ranked(TextPasses(model.engine), arguments.top_n)
     short = [f"{item.score:.4f}" for item in ranked]
     separates = len(set(short)) == len({item.score for item in ranked})

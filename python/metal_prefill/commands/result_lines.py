@@ -1,5 +1,6 @@
 """Prompts from JSON lines, and results as JSON lines in a file that a later run can resume."""
 
+import fcntl
 import io
 import itertools
 import json
@@ -13,9 +14,6 @@ from typing import IO, Any
 from metal_prefill._support.atomic_write import check_target
 from metal_prefill.commands.common import UsageError, read_input
 from metal_prefill.generation._sampling import Options
-
-if os.name == "posix":
-    import fcntl
 
 _NUMBERS: Mapping[object, tuple[type, ...]] = {int: (int,), float: (int, float)}
 # Options of a line of prompts, and their types in JSON.
@@ -102,11 +100,10 @@ def continued(path: str, prompts: Iterator[Prompt], options: Mapping[str, Any]) 
     """
     descriptor = os.open(check_target(path), os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "r+b") as file:
-        if os.name == "posix":
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UsageError(f"{path}: another process is writing it") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{path}: another process is writing it") from None
         done = failed = end = 0
         for line in file:
             prompt = next(prompts, None)

@@ -6,6 +6,7 @@ import argparse
 import csv
 import io
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -48,6 +49,12 @@ def prompt_rules(arguments: argparse.Namespace) -> PromptRules:
     from metal_prefill.tasks._prompts import PromptRules  # imports tokenizers
 
     return PromptRules(arguments.truncate, arguments.unicode)
+
+
+def warn(*notes: str) -> None:
+    """Print notes about texts on stderr."""
+    for note in notes:
+        print(f"warning: {note}", file=sys.stderr)
 
 
 def given_texts(arguments: argparse.Namespace) -> list[str]:

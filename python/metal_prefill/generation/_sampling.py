@@ -218,16 +218,12 @@ class Sampler:
         """
         with np.errstate(over="ignore"):
             scores = np.array(logits, np.float32, order="C")  # a copy: another thread may change them
-        _check_shape(scores)
+        if scores.ndim != 1 or scores.size == 0:
+            raise ValueError(f"logits must be one-dimensional and not empty, got shape {scores.shape}")
         self._core.allow([] if allowed is None else [_checked_mask(allowed, scores.size)])
         token = self._core.choose(scores)
         self._core.accept(token)
         return token
-
-
-def _check_shape(logits: npt.NDArray[np.floating]) -> None:
-    if logits.ndim != 1 or logits.size == 0:
-        raise ValueError(f"logits must be one-dimensional and not empty, got shape {logits.shape}")
 
 
 def _checked_mask(allowed: npt.ArrayLike, vocab_size: int) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -271,11 +271,8 @@ class Continuation:
         self._context, self._most = context, given + max_tokens
         ends = frozenset({*tokenizer.stop_ids, *stop_ids})
         constraint, sampler = None, None
-        sources: dict[str, Any] = {
-            "json_schema": options.get("json_schema"),
-            "regex": options.get("regex"),
-            "grammar": options.get("grammar"),
-        }
+        all_options: Mapping[str, Any] = options
+        sources = {kind: all_options.get(kind) for kind in ("json_schema", "regex", "grammar")}
         if any(source is not None for source in sources.values()):
             from metal_prefill.generation._constraint import Constraint  # imports multiprocessing: 10 ms
 
@@ -284,7 +281,7 @@ class Continuation:
         reasoning = options.get("reasoning", False)
         tags = tokenizer.reasoning_tags if reasoning else None
         begun = tags is not None and constraint is None and tokenizer.ends_in_reasoning(ids.tolist())
-        self._writer = TextWriter(
+        self.writer = TextWriter(
             tokenizer.decoder(
                 shown=tokenizer.shown_tokens(reasoning=reasoning, calls=options.get("calls", False))
             ),
@@ -315,7 +312,7 @@ class Continuation:
     @property
     def ended(self) -> FinishReason | None:
         """Reason for the end of the text; None while it continues."""
-        return self._writer.ended
+        return self.writer.ended
 
     def next_tokens(
         self,
@@ -330,7 +327,7 @@ class Continuation:
         sent: bool = False,
     ) -> NextTokens:
         """Return the tokens to compute next, with drafts of those after them."""
-        made, forced = self._writer.made, max(len(self._next) - 1, 0)
+        made, forced = self.writer.made, max(len(self._next) - 1, 0)
         most = max(min(room - 1 - forced, self.most_pieces - made - 1), 0)
         if made < len(self._given):
             known = self._given[made : made + most]
@@ -378,12 +375,12 @@ class Continuation:
     @property
     def scored_rows(self) -> int:
         """Number of rows that are left to compute for log probabilities of the prompt."""
-        left = len(self._given) - self._writer.made
-        return max(min(left + 1, self._most - self._writer.made), 0) if left > 0 else 0
+        left = len(self._given) - self.writer.made
+        return max(min(left + 1, self._most - self.writer.made), 0) if left > 0 else 0
 
     def _free(self, chosen: Sequence[int]) -> tuple[Sequence[int], int]:
         """Return the tokens of a pass that were not given, and how many the text may still have."""
-        made = self._writer.made
+        made = self.writer.made
         known = min(max(len(self._given) - made, 0), len(chosen))
         return chosen[known:], self.most_pieces - made - known
 
@@ -426,7 +423,7 @@ class Continuation:
     def _take(self, token: int, report: tuple[float, list[tuple[int, float]]] | None = None) -> Piece:
         """Take one token; `report`: its log probability, and ids and those of the most probable tokens."""
         echo, self.echo = self.echo, ""
-        text = echo + self._writer.take(token, self.choosing.completes)
+        text = echo + self.writer.take(token, self.choosing.completes)
         if report is None:
             return Piece(token, text, finish_reason=self.ended)
         logprob, best = report
@@ -435,11 +432,6 @@ class Continuation:
     def send(self, chosen: Sequence[int]) -> None:
         """Send the tokens that a pass chose to the constraint; :meth:`take` waits for its answer."""
         self.choosing.send(chosen, *self._free(chosen))
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the text."""
-        return self._writer.stop_string
 
     @property
     def wanted(self) -> bool:
@@ -454,4 +446,4 @@ class Continuation:
         pass after it.
         """
         drafting = self._speculation is not None and self._speculation.has_drafts
-        return self.choosing.sampler is None and not drafting and self._writer.made + 1 < self._most
+        return self.choosing.sampler is None and not drafting and self.writer.made + 1 < self._most

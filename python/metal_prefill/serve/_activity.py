@@ -102,10 +102,8 @@ class _Text:
     index: int
     namespace: str
     prompt: Ids  # at most COMPARED_TOKENS
-    prompt_tokens: int
     stream: Stream | None  # None once its request has ended
     change: Change | None
-    tokens: int = 0
     last: dict[str, Any] | None = None  # its description when its request ended
 
     @property
@@ -118,7 +116,6 @@ class _Text:
         self.last, self.stream = {**self.described(), "state": "ended"}, None
 
     def described(self) -> dict[str, Any]:
-        """Return its state as JSON values."""
         stream = self.stream
         if stream is None:
             return self.last or {}
@@ -127,10 +124,10 @@ class _Text:
             "id": self.request,
             "index": self.index,
             "state": "text" if writing else "waiting" if self.waits else "prompt",
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": stream.prompt_tokens,
             "ready_tokens": stream.ready_tokens,
             "cached_tokens": stream.cached_tokens if writing else 0,
-            "tokens": self.tokens,
+            "tokens": stream.text.writer.made,
             "change": None if self.change is None else self.change._asdict(),
         }
 
@@ -181,29 +178,13 @@ class Activity:
             known = [*self._ended, *self._texts.values()]
         earlier = [text.prompt for text in known if text.namespace == first.prefix_namespace]
         change = change_of(first.prompt[:COMPARED_TOKENS], earlier[-COMPARED_PROMPTS:])
-        texts = {
-            stream: _Text(
-                request,
-                i,
-                stream.prefix_namespace,
-                stream.prompt[:COMPARED_TOKENS],
-                len(stream.prompt),
-                stream,
-                change if i == 0 else None,
-            )
-            for i, stream in enumerate(streams)
-        }
         with self._lock:
-            self._texts |= texts
+            for i, stream in enumerate(streams):
+                prompt, own = stream.prompt[:COMPARED_TOKENS], change if i == 0 else None
+                self._texts[stream] = _Text(request, i, stream.prefix_namespace, prompt, stream, own)
         return change
 
-    def count(self, stream: Stream, tokens: int) -> None:
-        with self._lock:
-            if (text := self._texts.get(stream)) is not None:
-                text.tokens += tokens
-
     def leave(self, streams: Iterable[Stream]) -> None:
-        """Mark texts as ended."""
         with self._lock:
             for stream in streams:
                 if (text := self._texts.get(stream)) is not None and text.stream is not None:
@@ -382,12 +363,10 @@ class Metrics:
             self._batch.observe(rows.writing)
 
     def count_prompt(self, stream: Stream) -> None:
-        """Count the prompt of a text that has started."""
         self.prompt_tokens.inc(stream.prompt_tokens)
         self.cached_tokens.inc(stream.cached_tokens)
 
     def count_change(self, change: Change | None) -> None:
-        """Count a prompt that repeats an earlier one after a change."""
         if change is not None:
             self._changes.inc()
             self._repeated.inc(change.tokens)

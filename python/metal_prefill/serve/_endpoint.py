@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
@@ -227,40 +228,33 @@ def _check_type(headers: Headers) -> None:
         )
 
 
+@dataclass
 class Endpoint(Generic[_Form]):
     """An ASGI application for one path."""
 
-    def __init__(
-        self,
-        service: Service,
-        bodies: Bodies,
-        form: type[_Form],
-        answer: Callable[[Service, _Form, Reply], Awaitable[None]],
-        style: Style = OPENAI,
-    ) -> None:
-        self._style = style
-        self._service = service
-        self._bodies = bodies
-        self._form = form
-        self._answer = answer
+    service: Service
+    bodies: Bodies
+    form: type[_Form]  # of requests
+    answer: Callable[[Service, _Form, Reply], Awaitable[None]]  # answers a request
+    style: Style = OPENAI
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        settings, metrics = self._service.settings, self._service.metrics
-        reply = Reply(send, settings.send_seconds, self._bodies.answers, self._style)
+        settings, metrics = self.service.settings, self.service.metrics
+        reply = Reply(send, settings.send_seconds, self.bodies.answers, self.style)
         begin = time.perf_counter()
         try:
             async with anyio.create_task_group() as group:
-                with self._service.answering() as answering:
+                with self.service.answering() as answering:
                     request = Request(scope, receive)
                     try:
-                        body = await self._bodies.read(request)
+                        body = await self.bodies.read(request)
                     except ApiError as error:
                         await reply.error(error)
                     except ClientDisconnect:
                         pass
                     else:
                         group.start_soon(_cancel_after_disconnect, receive, group.cancel_scope)
-                        with self._bodies.requests.holding(len(body)):
+                        with self.bodies.requests.holding(len(body)):
                             await self._reply(body, reply, prefix_key(settings, request.headers))
                 if answering.cancelled_caught:
                     with anyio.move_on_after(CLOSING_SECONDS), suppress(StalledClientError, OSError):
@@ -271,20 +265,20 @@ class Endpoint(Generic[_Form]):
             metrics.request_seconds.labels(scope["path"]).observe(time.perf_counter() - begin)
 
     async def _reply(self, body: bytes, reply: Reply, key: bytes) -> None:
-        seconds = self._service.settings.max_seconds
+        seconds = self.service.settings.max_seconds
         try:
             with anyio.move_on_after(seconds) as scope:
-                async with self._bodies.turn(len(body)) as reply.end_turn:
+                async with self.bodies.turn(len(body)) as reply.end_turn:
                     form = await self._decoded(body)
                     reply.begin = time.perf_counter()
                     reply.namespace = prefix_namespace(key, form.prompt_cache_key)
-                    reply.model = self._service.check_model(form.model)
-                    await self._answer(self._service, form, reply)
+                    reply.model = self.service.check_model(form.model)
+                    await self.answer(self.service, form, reply)
             if scope.cancelled_caught:
                 message = f"the answer took longer than {seconds:g} s"
                 await reply.error(ApiError(message, status=504, code="timeout", headers=NO_RETRY))
         except ContextOverflowError as error:  # LiteLLM recognizes the first words, LangChain the others
-            most = self._service.engine.max_context
+            most = self.service.engine.max_context
             limit = f"This model's maximum context length is {most} tokens"
             message = f"{limit}. However, the prompt is too long: {error}"
             await reply.error(ApiError(message, code="context_length_exceeded"))
@@ -295,8 +289,8 @@ class Endpoint(Generic[_Form]):
 
     async def _decoded(self, body: bytes) -> _Form:
         if len(body) > LARGE:
-            return await self._service.prepare(lambda: decode(body, self._form))
-        return decode(body, self._form)
+            return await self.service.prepare(lambda: decode(body, self.form))
+        return decode(body, self.form)
 
 
 async def _cancel_after_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:

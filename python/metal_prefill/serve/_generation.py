@@ -236,7 +236,6 @@ async def generate(
                     replace(piece, top_logprobs=()) if piece.top_logprobs else piece for piece in text.pieces
                 ]
                 metrics.generated_tokens.inc(len(text.pieces))
-                activity.count(choice.stream, len(text.pieces))
             yield [(choices[text.text], text.pieces) for text in made]
         service.note_prompts(streams)
     finally:

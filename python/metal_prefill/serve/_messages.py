@@ -212,7 +212,7 @@ def _content_of(block: Block) -> dict[str, Any]:
 
 
 def _stop_of(choice: ChatChoice) -> dict[str, Any]:
-    found = choice.stream.text.stop_string
+    found = choice.stream.text.writer.stop_string
     reasons = {"stop": "end_turn" if found is None else "stop_sequence", "length": "max_tokens"}
     reason = choice.finish_reason or "stop"
     return {"stop_reason": {**reasons, "tool_calls": "tool_use"}[reason], "stop_sequence": found}

@@ -40,25 +40,34 @@ def _best_feature() -> str:
     return next((name for name in FEATURES if f"{name} = 1" in built_with), "scalar")
 
 
+def _opened(model: Any, threads: int, what: str, **settings: Any) -> Any:
+    """Create a context, which `what` describes in an error."""
+    params = llama.llama_context_default_params()
+    params.n_threads = params.n_threads_batch = threads
+    params.flash_attn_type = FLASH_ATTENTION_ON
+    for name, value in settings.items():
+        setattr(params, name, value)
+    if not (context := llama.llama_init_from_model(model, params)):
+        raise BenchError(f"llama.cpp cannot create a context {what}")
+    return context
+
+
 class _Context:
     """llama.cpp context for several sequences, with a reusable batch."""
 
     def __init__(
         self, model: Any, options: Options, threads: int, sequences: int, positions: int, rows: int
     ) -> None:
-        params = llama.llama_context_default_params()
-        params.n_ctx = sequences * positions
-        params.n_seq_max = sequences
-        params.kv_unified = False
-        params.n_batch = params.n_ubatch = rows
-        params.n_threads = params.n_threads_batch = threads
-        params.flash_attn_type = FLASH_ATTENTION_ON
-        params.type_k = params.type_v = GGML_TYPES[options.kv_dtype]
-        self._context = llama.llama_init_from_model(model, params)
-        if not self._context:
-            raise BenchError(
-                f"llama.cpp cannot create a context of {sequences} sequences of {positions} positions"
-            )
+        self._context = _opened(
+            model,
+            threads,
+            f"of {sequences} sequences of {positions} positions",
+            n_ctx=sequences * positions,
+            n_seq_max=sequences,
+            kv_unified=False,
+            **dict.fromkeys(("n_batch", "n_ubatch"), rows),
+            **dict.fromkeys(("type_k", "type_v"), GGML_TYPES[options.kv_dtype]),
+        )
         self._memory = llama.llama_get_memory(self._context)
         self._sequences = sequences
         self._rows = rows
@@ -70,21 +79,20 @@ class _Context:
         view(self._batch.n_seq_id, (rows,))[:] = 1
         # The sequences of each row are behind a pointer, which requires a loop; it is not timed.
         self._seq_id = [view(self._batch.seq_id[i], (1,)) for i in range(rows)]
-        self._arranged = 0
+        self._arranged = (0, False)
         self.clear()
 
     def clear(self) -> None:
-        """Empty the cache of all sequences."""
         llama.llama_memory_clear(self._memory, False)
         self._position = 0
 
-    def arrange(self, n: int) -> None:
+    def _arrange(self, n: int, every: bool) -> None:
         """Set the sequence of each row, and the rows that need logits, for `n` tokens of each sequence."""
-        if n != self._arranged:
+        if (n, every) != self._arranged:
             for row in range(self._sequences * n):
                 self._seq_id[row][0] = row // n
-                self._logits[row] = row % n == n - 1
-            self._arranged = n
+                self._logits[row] = every or row % n == n - 1
+            self._arranged = (n, every)
 
     def run(self, ids: Ids) -> None:
         """Append tokens, ``[sequences, n]``, and compute the logits of the last of each sequence.
@@ -95,32 +103,21 @@ class _Context:
         for begin in range(0, ids.shape[1], step):
             self._run(ids[:, begin : begin + step])
 
-    def _run(self, ids: Ids) -> None:
+    def _run(self, ids: Ids, every: bool = False) -> None:
         sequences, n = ids.shape
-        self.arrange(n)
+        self._arrange(n, every)
         self._batch.n_tokens = ids.size
         self._token[: ids.size] = ids.ravel()
         self._pos[: ids.size].reshape(sequences, n)[:] = np.arange(self._position, self._position + n)
-        self._decode()
-        self._position += n
-
-    def _decode(self) -> None:
         status = llama.llama_decode(self._context, self._batch)
         if status != 0:
             raise BenchError(f"llama_decode failed with status {status} at position {self._position}")
         llama.llama_synchronize(self._context)
+        self._position += n
 
     def check(self, ids: Ids) -> None:
         """Append tokens, ``[n]``, of the only sequence, and compute the logits after each."""
-        self._arranged = 0
-        self._seq_id[0][0] = 0
-        for row in range(len(ids)):
-            self._seq_id[row][0], self._logits[row] = 0, True
-        self._batch.n_tokens = len(ids)
-        self._token[: len(ids)] = ids
-        self._pos[: len(ids)] = np.arange(self._position, self._position + len(ids))
-        self._decode()
-        self._position += len(ids)
+        self._run(ids[None], every=True)
 
     def rewind(self, count: int) -> None:
         """Remove the last tokens of the only sequence."""
@@ -149,17 +146,10 @@ class _Embedder:
     """
 
     def __init__(self, model: Any, threads: int) -> None:
-        params = llama.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = EMBEDDING_ROWS
-        params.n_seq_max = MOST_SEQUENCES
-        params.kv_unified = True
-        params.embeddings = True
-        params.n_threads = params.n_threads_batch = threads
-        params.flash_attn_type = FLASH_ATTENTION_ON
+        rows = dict.fromkeys(("n_ctx", "n_batch", "n_ubatch"), EMBEDDING_ROWS)
+        settings = {"n_seq_max": MOST_SEQUENCES, "kv_unified": True, "embeddings": True}
+        self._context = _opened(model, threads, "for embeddings", **rows, **settings)
         self._width = llama.llama_model_n_embd(model)
-        self._context = llama.llama_init_from_model(model, params)
-        if not self._context:
-            raise BenchError("llama.cpp cannot create a context for embeddings")
         self._batch = llama.llama_batch_init(EMBEDDING_ROWS, 0, 1)
 
     def __call__(self, texts: Sequence[Ids]) -> Vectors:

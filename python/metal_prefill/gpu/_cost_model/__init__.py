@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from metal_prefill.gpu._cost_model import attention, products
-from metal_prefill.gpu._cost_model.chips import CHIPS, Chip, find_chip
+from metal_prefill.gpu._cost_model.chips import CHIPS, Chip
 from metal_prefill.gpu._cost_model.operations import (
     FLOAT,
     LOOP,
@@ -26,7 +26,7 @@ from metal_prefill.gpu._trace import Dispatch
 
 __all__ = [
     "CHIPS", "SPREAD", "Chip", "Ops", "Prediction", "Shape", "Time", "UnknownKernelError", "Work",
-    "find_chip", "plan", "predict", "predict_run", "shape_of", "time_of", "work_of",
+    "plan", "predict", "predict_run", "shape_of", "time_of", "work_of",
 ]  # fmt: skip
 
 SCHEDULERS = 4  # of a core

@@ -104,17 +104,3 @@ CHIPS: dict[str, Chip] = {
         ),
     )
 }
-
-
-def find_chip(name: str) -> Chip:
-    """Return a chip by name.
-
-    Raises
-    ------
-    ValueError
-        If it is not known.
-    """
-    chip = CHIPS.get(name.lower())
-    if chip is None:
-        raise ValueError(f"unknown chip {name!r}; known are {', '.join(CHIPS)}")
-    return chip
