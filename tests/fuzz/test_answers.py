@@ -5,6 +5,7 @@ the answer without its calls.
 """
 
 import json
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -82,8 +83,8 @@ def in_pieces(text: str, random: Random) -> tuple[str, list[ToolCall]]:
 
 
 def test_answers_with_calls() -> None:
-    def run(content: bytes, random: Random) -> None:
-        text = content.decode()
+    def run(path: Path, random: Random) -> None:
+        text = path.read_bytes().decode()
         whole = parse_tool_calls(text, TOOLS)
         assert in_pieces(text, random) == whole
         rest = iter(text)

@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -117,9 +118,9 @@ def check(body: bytes) -> bool:
 def test_bodies() -> None:
     valid = 0
 
-    def run(body: bytes, _: Random) -> None:
+    def run(path: Path, _: Random) -> None:
         nonlocal valid
-        valid += check(body)
+        valid += check(path.read_bytes())
 
     fuzz("body", 80, odd_body, run)
     assert valid

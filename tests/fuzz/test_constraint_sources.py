@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -182,9 +183,9 @@ def follow(model: Model, kind: str, source: str, random: Random) -> bool:
 def test_constraints(bundled: Model) -> None:
     compiled = 0
 
-    def run(content: bytes, random: Random) -> None:
+    def run(path: Path, random: Random) -> None:
         nonlocal compiled
-        kind, _, source = content.decode("utf-8", "surrogatepass").partition(" ")
+        kind, _, source = path.read_bytes().decode("utf-8", "surrogatepass").partition(" ")
         compiled += follow(bundled, kind, source, random)
 
     def write(random: Random) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 from support.encoder_tokenizers import VARIANTS, open_recorded
 from support.fuzzing import fuzz
 from support.gguf_mutator import Parts, mutate, take_apart
-from support.hostile_texts import hostile_texts
+from support.hostile_texts import hostile_text
 
 from metal_prefill import MetalPrefillError
 from metal_prefill.files import GGUFFile
@@ -29,8 +29,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 
 def test_texts_are_encoded_with_offsets(tokenizers: dict[str, Tokenizer]) -> None:
-    def run(content: bytes, _: Random) -> None:
-        name, text = content.decode().split("\n", 1)
+    def run(path: Path, _: Random) -> None:
+        name, text = path.read_bytes().decode().split("\n", 1)
         tokenizer = tokenizers[name]
         ids = tokenizer.encode(text, add_bos=False)
         spans = tokenizer.encode_spans(text)
@@ -43,8 +43,7 @@ def test_texts_are_encoded_with_offsets(tokenizers: dict[str, Tokenizer]) -> Non
         assert len(pair.ids) == len(pair.types) == 2 * len(ids) + tokenizer.frame.pair_tokens
 
     def write(random: Random) -> bytes:
-        (text,) = hostile_texts(1, random.randrange(2**32))
-        return f"{random.choice(tuple(VARIANTS))}\n{text}".encode()
+        return f"{random.choice(tuple(VARIANTS))}\n{hostile_text(random)}".encode()
 
     fuzz("encoder-text", 300, write, run)
 
@@ -72,21 +71,18 @@ def damaged_charsmap(parts: Parts, random: Random) -> Parts:
 
 
 @pytest.mark.parametrize("damaged", ["structure", "character map"])
-def test_files_open_or_raise_an_error(files: dict[str, Parts], tmp_path: Path, damaged: str) -> None:
+def test_files_open_or_raise_an_error(files: dict[str, Parts], damaged: str) -> None:
     def damage(random: Random) -> bytes:
         if damaged == "structure":
             return mutate(files[random.choice(tuple(files))], random)
         return damaged_charsmap(files["unigram"], random).assemble()
 
-    def use(content: bytes, _: Random) -> None:
-        path = tmp_path / "v.gguf"
-        path.write_bytes(content)
+    def use(path: Path, _: Random) -> None:
         with suppress(MetalPrefillError), GGUFFile(path) as opened:
             tokenizer = Tokenizer(opened)
             ids = tokenizer.encode(TEXT)
             tokenizer.decode(ids)
             tokenizer.encode_spans(TEXT)
             tokenizer.frame.pair(ids, ids)
-        path.unlink()
 
     fuzz("encoder-vocabulary", 60, damage, use)

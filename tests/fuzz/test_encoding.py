@@ -93,8 +93,8 @@ def write(random: Random) -> bytes:
 
 
 def test_texts_round_trip_without_control_tokens(tokenizers: dict[str, Tokenizer]) -> None:
-    def run(content: bytes, _: Random) -> None:
-        name, text = content.decode().split("\n", 1)
+    def run(path: Path, _: Random) -> None:
+        name, text = path.read_bytes().decode().split("\n", 1)
         tokenizer, variant = tokenizers[name], comparison.TOKENIZERS[name]
         ids = tokenizer.encode(text, add_bos=False, parse_special=variant.parse_special)
         decoder = tokenizer.decoder(skip_special=False)
@@ -119,8 +119,8 @@ def test_ids_match_llama_cpp(files: dict[str, Path], tokenizers: dict[str, Token
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
     peers = {name: llama_cpp.Llama(str(path), vocab_only=True, verbose=False) for name, path in files.items()}
 
-    def run(content: bytes, _: Random) -> None:
-        name, text = content.decode().split("\n", 1)
+    def run(path: Path, _: Random) -> None:
+        name, text = path.read_bytes().decode().split("\n", 1)
         special = comparison.TOKENIZERS[name].parse_special
         expected = peers[name].tokenize(text.encode(), add_bos=False, special=special)
         assert tokenizers[name].encode(text, add_bos=False, parse_special=special) == expected

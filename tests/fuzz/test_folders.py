@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from support import decoder_folders, entity_folders, model_folders
 from support.encoder_folders import RECORDED, private_parts
-from support.fuzzing import kept, rounds
+from support.fuzzing import fuzz
 from support.json_mutator import changed
 from support.model_folders import Folder
 from support.task_folders import LATE, QUERY, stanford
@@ -138,6 +138,7 @@ KINDS: dict[str, Kind] = {
 
 
 LATE_KINDS = ("late", "PyLate", "ColBERT")
+MISPLACED = b"misplaced"  # in place of contents
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,32 +149,39 @@ def test_folders_are_converted_or_raise_an_error(tmp_path: Path, kind: str) -> N
     settings = {name: json.loads(good[Path(name)]) for name in names}
     weights = [str(path) for path in good if path.suffix == ".safetensors"]
     output = tmp_path / "m.gguf"
-    # Decoders differ in rows of tables, and the generators are the same for each kind.
-    for random in rounds(6 if kind in decoder_folders.RECORDED else 15):
+
+    def make_bad(random: Random) -> bytes:
+        """Return the name of a file, and its contents."""
         name = random.choice((*names, *weights))
         if random.random() < 0.1:
-            name = str(random.choice(list(good)))
-            bad = None
+            name, bad = str(random.choice(list(good))), MISPLACED
         elif name in weights:
             bad = damaged(good[Path(name)], random)
         else:
             bad = written(changed(settings[name], random, VALUES), random)
-        with kept("folder", name.encode() + b"\n" + (bad or b"misplaced")):
-            if bad is None:
-                misplace(folder / name, random)
-            else:
-                (folder / name).write_bytes(bad)
-            message = ""
-            try:
-                convert(folder, output)
-            except MetalPrefillError as error:
-                message = str(error)
-            if not message:
-                compute(output, late=kind in LATE_KINDS)
-            assert output.exists() == (not message)
-            assert len(message) < 3000
-            output.unlink(missing_ok=True)
-            restore(folder / name, good[Path(name)])
+        return name.encode() + b"\n" + bad
+
+    def use(path: Path, random: Random) -> None:
+        name, bad = path.read_bytes().split(b"\n", 1)
+        file = folder / name.decode()
+        if bad == MISPLACED:
+            misplace(file, random)
+        else:
+            file.write_bytes(bad)
+        message = ""
+        try:
+            convert(folder, output)
+        except MetalPrefillError as error:
+            message = str(error)
+        if not message:
+            compute(output, late=kind in LATE_KINDS)
+        assert output.exists() == (not message)
+        assert len(message) < 3000
+        output.unlink(missing_ok=True)
+        restore(file, good[file.relative_to(folder)])
+
+    # Decoders differ in rows of tables, and the generators are the same for each kind.
+    fuzz(f"folder-{kind}", 6 if kind in decoder_folders.RECORDED else 15, make_bad, use)
 
 
 def compute(path: Path, *, late: bool) -> None:

@@ -8,6 +8,7 @@ first in all later runs.
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -43,7 +44,7 @@ def model_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write(tmp_path_factory.mktemp("fuzz") / "m.gguf", FILES[request.param])
 
 
-def use_model(path: Path) -> None:
+def use_model(path: Path, _: Random) -> None:
     """Use a model file as a user does, and accept only the package's own errors."""
     with suppress(MetalPrefillError), Model(path, device="cpu", threads=1, prefix_memory=0) as model:
         with suppress(MetalPrefillError):
@@ -58,16 +59,10 @@ def use_model(path: Path) -> None:
             tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
 
 
-def test_model_files(model_file: Path, tmp_path: Path) -> None:
+def test_model_files(model_file: Path) -> None:
     parts = take_apart(model_file)
     assert parts.assemble() == model_file.read_bytes()
-    path = tmp_path / "m.gguf"
-
-    def run(content: bytes, _: Random) -> None:
-        path.write_bytes(content)
-        use_model(path)
-
-    fuzz("gguf", 40, lambda random: mutate(parts, random), run)
+    fuzz("gguf", 40, partial(mutate, parts), use_model)
 
 
 def test_saved_states(opened: Model, tmp_path: Path) -> None:
@@ -75,14 +70,12 @@ def test_saved_states(opened: Model, tmp_path: Path) -> None:
     with opened.session() as session:
         session.forward_prompt(range(5))
         session.save(path)
-    plain = path.read_bytes()
 
-    def run(content: bytes, _: Random) -> None:
-        path.write_bytes(content)
+    def run(path: Path, _: Random) -> None:
         with suppress(MetalPrefillError), opened.load_session(path) as session:
             session.forward_token(1)
 
-    fuzz("state", 80, lambda random: mutate_state(plain, random), run)
+    fuzz("state", 80, partial(mutate_state, path.read_bytes()), run)
 
 
 NAMES = [
@@ -164,8 +157,8 @@ def _expression(random: Random, depth: int) -> str:
 def test_chat_templates() -> None:
     messages = [{"role": "user", "content": "Hi <|im_end|>"}, {"role": "assistant", "content": "Yes"}]
 
-    def run(content: bytes, _: Random) -> None:
-        source = content.decode("utf-8", "surrogatepass")
+    def run(path: Path, _: Random) -> None:
+        source = path.read_bytes().decode("utf-8", "surrogatepass")
         with suppress(ChatTemplateError):
             pieces = ChatTemplate(source, ["<|im_end|>", "<s>"]).render(messages, {"bos_token": "<s>"})
             assert all(isinstance(piece, str) for piece, _ in pieces)

@@ -1,8 +1,7 @@
 """Headers of model files and saved states: many more inputs than `test_fuzz` has time for.
 
-Headers are only read: no model is opened, no process started. Inputs overwrite each other in one file, which
-remains after a crash. Of each `EACH` inputs one has a changed structure; the others are copies of it with
-changed bytes.
+Headers are only read: no model is opened, no process started. Of each `EACH` inputs one has a changed
+structure; the others are copies of it with changed bytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from random import Random
 import numpy as np
 import pytest
 from support import task_folders
-from support.fuzzing import place_of, rounds, watched
+from support.fuzzing import fuzz
 from support.gguf_mutator import INTEGERS, Parts, mutate, take_apart
 from support.small_models import write
 from support.state_mutator import mutate_state
@@ -30,11 +29,13 @@ from metal_prefill.storage import _session_file
 from metal_prefill.tasks._pooled_head import embedding_of, logits_of
 
 EACH = 40  # inputs made of one whose structure was changed
+COUNT = 5  # of those
 
 
-def variants(content: bytes, header: int, random: Random) -> Iterator[bytes]:
-    """Yield the content, and copies with a few other bytes in its first `header` ones."""
-    yield content
+def variants(path: Path, header: int, random: Random) -> Iterator[None]:
+    """Write copies of a file with a few other bytes in its first `header` ones in its place."""
+    yield
+    content = path.read_bytes()
     end = max(1, min(header, len(content)))
     for _ in range(EACH - 1):
         changed = bytearray(content)
@@ -49,30 +50,19 @@ def variants(content: bytes, header: int, random: Random) -> Iterator[bytes]:
                 changed[at] = random.randrange(256)
         if random.random() < 0.05:
             del changed[random.randrange(end) :]
-        yield bytes(changed)
+        path.write_bytes(changed)
+        yield
 
 
-def inputs(
-    target: str, make: Callable[[Random], bytes], length: Callable[[bytes], int], count: int = 200
-) -> Iterator[Path]:
-    """Write inputs to one file, and yield its path after each; it remains if a test fails.
+def fuzz_headers(target: str, parts: Parts, read: Callable[[Path], object]) -> None:
+    """Read the headers of files that differ from `parts`."""
 
-    `make` returns the content of a file, and `length` that of its header.
-    """
-    path = place_of(target)
-    with watched() as renew:
-        for random in rounds(count, EACH):
-            renew()
-            content = make(random)
-            for variant in variants(content, length(content), random):
-                path.write_bytes(variant)
-                yield path
-    path.unlink()
+    def use(path: Path, random: Random) -> None:
+        for _ in variants(path, path.stat().st_size - len(parts.data), random):
+            with suppress(MetalPrefillError), np.errstate(all="ignore"):
+                read(path)
 
-
-def model_files(target: str, parts: Parts) -> Iterator[Path]:
-    """Write variants of a model file to one file, and yield its path after each."""
-    return inputs(target, partial(mutate, parts), lambda content: len(content) - len(parts.data))
+    fuzz(target, COUNT, partial(mutate, parts), use)
 
 
 @pytest.fixture(params=[*TINY_MODELS, *TINY_EXPERTS])
@@ -81,26 +71,30 @@ def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_headers_of_model_files(tiny: Path) -> None:
-    for path in model_files("header", take_apart(tiny)):
-        with suppress(MetalPrefillError), GGUFFile(path) as opened:
+    def read(path: Path) -> None:
+        with GGUFFile(path) as opened:
             for key in opened.metadata:
                 with suppress(MetalPrefillError):
                     opened.metadata[key]
             collect_tensors(opened, read_config(opened))
+
+    fuzz_headers("header", take_apart(tiny), read)
 
 
 @pytest.mark.parametrize("kind", ["pairs", "late"])
 def test_headers_of_heads(tmp_path: Path, kind: str) -> None:
     """Classification heads and projections are rejected or can be applied."""
     make = task_folders.RANKERS["modernbert"] if kind == "pairs" else task_folders.late_interaction
-    parts = take_apart(convert(make(tmp_path / "m").write(), tmp_path / "m.gguf"))
-    for path in model_files("head", parts):
-        with suppress(MetalPrefillError), np.errstate(all="ignore"), GGUFFile(path) as opened:
+
+    def read(path: Path) -> None:
+        with GGUFFile(path) as opened:
             config = read_config(opened)
             head = read_head(opened, config.architecture, config.dim)
             if head.labels or head.steps:
                 states = np.zeros((2, config.dim), np.float32)
                 (logits_of if head.labels else embedding_of)(head, states)
+
+    fuzz_headers("head", take_apart(convert(make(tmp_path / "m").write(), tmp_path / "m.gguf")), read)
 
 
 def test_headers_of_saved_states(tiny: Path, tmp_path: Path) -> None:
@@ -110,7 +104,10 @@ def test_headers_of_saved_states(tiny: Path, tmp_path: Path) -> None:
             session.forward_prompt(range(3))
             session.save(saved)
         owner = model.engine.state_owner
-    make = partial(mutate_state, saved.read_bytes())
-    for path in inputs("state-header", make, lambda content: int.from_bytes(content[:8], "little") + 8):
-        with suppress(MetalPrefillError):
-            _session_file.read(path, owner)
+
+    def use(path: Path, random: Random) -> None:
+        for _ in variants(path, int.from_bytes(path.read_bytes()[:8], "little") + 8, random):
+            with suppress(MetalPrefillError):
+                _session_file.read(path, owner)
+
+    fuzz("state-header", COUNT, partial(mutate_state, saved.read_bytes()), use)

@@ -58,10 +58,10 @@ def test_answers_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with serve({}) as server:
         use_hub(monkeypatch, server.url, home)
 
-        def ask(listing: bytes, random: Random) -> None:
+        def ask(listing: Path, random: Random) -> None:
             n = next(numbers)
             cache, name = home / f"cache-{n}", f"tiny/m{n}"
-            server.repos[name] = odd_repo(listing, random)
+            server.repos[name] = odd_repo(listing.read_bytes(), random)
             try:
                 path = _download.fetch(name, random.choice(("*.gguf", "a.gguf", "b*")), cache_dir=cache)
             except HubError:

@@ -4,18 +4,18 @@ A query has as many vectors as the file requires, or the call raises an error of
 same call have the bits that they have alone.
 """
 
+import json
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from support.fuzzing import kept, rounds
+from support.fuzzing import fuzz
 from support.gguf_bytes import BOOL, F32, I32, STRING, U32, U64, text
 from support.gguf_mutator import INTEGERS, Parts, random_scalar, take_apart
-from support.hostile_texts import hostile_texts
+from support.hostile_texts import hostile_text
 from support.model_folders import CONTEXT
 from support.task_folders import LATE
 
@@ -56,48 +56,49 @@ def changed(parts: Parts, random: Random) -> Parts:
     return Parts(metadata, parts.tensors, parts.data)
 
 
-def test_files_rank_or_raise_an_error(path: Path, tmp_path: Path) -> None:
-    parts, file = take_apart(path), tmp_path / "changed.gguf"
-    for random in rounds(70):
-        content = changed(parts, random).assemble()
-        queries = [*hostile_texts(2, random.randrange(2**32)), "who", ""]
-        with kept("expansion", content), suppress(MetalPrefillError, ValueError):
-            file.write_bytes(content)
-            with Model(file, device="cpu", threads=1) as model:
-                length: Any = model.gguf.metadata.get(SETTINGS + "length", 0)
-                options: dict[str, Any] = {"instruction": "query", "truncate": "end"}
-                for query, vectors in zip(queries, model.embed(queries, **options), strict=True):
-                    np.testing.assert_array_equal(model.embed([query], **options)[0], vectors)
-                    assert min(length, CONTEXT) <= len(vectors) <= CONTEXT
-                    assert np.all(np.isfinite(vectors))
-                scores = [item.score for item in model.rerank("who", queries, truncate="end")]
-                assert np.all(np.isfinite(scores))
+def test_files_rank_or_raise_an_error(path: Path) -> None:
+    parts = take_apart(path)
+
+    def use(file: Path, random: Random) -> None:
+        queries = [hostile_text(random), "who", ""]
+        with suppress(MetalPrefillError, ValueError), Model(file, device="cpu", threads=1) as model:
+            length: Any = model.gguf.metadata.get(SETTINGS + "length", 0)
+            options: dict[str, Any] = {"instruction": "query", "truncate": "end"}
+            for query, vectors in zip(queries, model.embed(queries, **options), strict=True):
+                np.testing.assert_array_equal(model.embed([query], **options)[0], vectors)
+                assert min(length, CONTEXT) <= len(vectors) <= CONTEXT
+                assert np.all(np.isfinite(vectors))
+            scores = [item.score for item in model.rerank("who", queries, truncate="end")]
+            assert np.all(np.isfinite(scores))
+
+    fuzz("expansion", 70, lambda random: changed(parts, random).assemble(), use)
 
 
 def test_calls_with_any_expansion_leave_other_texts_unchanged(path: Path) -> None:
     with Model(path, device="cpu", threads=2) as model, Model(path, device="cpu", threads=1) as one:
         vocabulary = model.config.vocab_size
 
-        def computed(
-            model: Model, texts: list[npt.NDArray[np.int32]], extra: list[int], seen: bool
-        ) -> list[Any]:
+        def computed(model: Model, texts: Any, extra: list[int], pooling: Any, seen: bool) -> list[Any]:
             return list(whole_texts(TextPasses(model.engine), texts, pooling, extra, seen=seen))
 
-        for random in rounds(70):
-            generator = np.random.default_rng(random.randrange(2**32))
+        def make(random: Random) -> bytes:
             lengths = [random.randint(1, CONTEXT) for _ in range(random.randint(1, 6))]
-            texts = [generator.integers(0, vocabulary, n).astype(np.int32) for n in lengths]
             extra = [random.choice((0, 0, 1, n - 1, n, -1, -(2**31), 2**31 - 1)) for n in lengths]
-            pooling: Any = random.choice(("none", "mean", "cls", "last"))
-            seen = random.random() < 0.5
-            with kept("expanded-call", repr((lengths, extra, pooling, seen)).encode()):
-                together = computed(model, texts, extra, seen)
-                for ids, n, found in zip(texts, extra, together, strict=True):
-                    (alone,) = computed(one, [ids], [n], seen)
-                    valid = 0 <= n < len(ids)
-                    assert isinstance(found, np.ndarray) == isinstance(alone, np.ndarray) == valid
-                    if valid:
-                        np.testing.assert_array_equal(found, alone)
-                        assert np.all(np.isfinite(found))
-                    else:
-                        assert isinstance(found, ValueError), found
+            pooling = random.choice(("none", "mean", "cls", "last"))
+            return json.dumps([lengths, extra, pooling, random.random() < 0.5]).encode()
+
+        def use(call: Path, random: Random) -> None:
+            lengths, extra, pooling, seen = json.loads(call.read_bytes())
+            texts = [np.array(random.choices(range(vocabulary), k=n), np.int32) for n in lengths]
+            together = computed(model, texts, extra, pooling, seen)
+            for ids, n, found in zip(texts, extra, together, strict=True):
+                (alone,) = computed(one, [ids], [n], pooling, seen)
+                valid = 0 <= n < len(ids)
+                assert isinstance(found, np.ndarray) == isinstance(alone, np.ndarray) == valid
+                if valid:
+                    np.testing.assert_array_equal(found, alone)
+                    assert np.all(np.isfinite(found))
+                else:
+                    assert isinstance(found, ValueError), found
+
+        fuzz("expanded-call", 70, make, use)

@@ -58,9 +58,14 @@ def _piece(random: Random) -> str:
     return random.choice((word, word.upper(), word.title(), word + " ", " " + word))
 
 
+def hostile_text(random: Random) -> str:
+    """Return a text of up to 12 pieces."""
+    return "".join(_piece(random) for _ in range(random.randrange(1, 13)))
+
+
 def hostile_texts(count: int = COUNT, seed: int = 33) -> Iterator[str]:
-    """Yield texts of up to 12 pieces, starting with the empty text."""
+    """Yield hostile texts, starting with the empty text."""
     random = Random(seed)
     yield ""
     for _ in range(count - 1):
-        yield "".join(_piece(random) for _ in range(random.randrange(1, 13)))
+        yield hostile_text(random)
