@@ -9,8 +9,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.chat_families import FAMILIES
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
@@ -29,52 +27,45 @@ GENERIC = "{% if tools is not none %}{{ tools | tojson }}{% endif %}" + HERMES[H
 
 VERONA = ToolCall("weather", {"city": "Verona"})
 TIME = ToolCall("clock", {})
-# Answers, and their calls and text.
-ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
+# Answers, in which calls are between « and », unless they are all of it; and the calls.
+ANSWERS: dict[str, tuple[str, list[ToolCall]]] = {
     "text around calls": (
-        'I look.\n<tool_call>{"name": "clock"}</tool_call> Wait. '
-        '<tool_call>{"name": "weather", "arguments": {"city": "Verona"}}</tool_call>\n',
-        "I look.\n Wait.",
+        'I look.\n«<tool_call>{"name": "clock"}</tool_call>» Wait.« '
+        '<tool_call>{"name": "weather", "arguments": {"city": "Verona"}}</tool_call>\n»',
         [TIME, VERONA],
     ),
     "null and empty arguments": (
         '<tool_call>{"name": "clock", "arguments": null}</tool_call>{"name": "clock", "arguments": ""}',
-        "",
         [TIME, TIME],
     ),
-    "a bracket too many": ('<tool_call>{"name": "clock", "arguments": {}} }\n</tool_call>!', "!", [TIME]),
-    "a bracket after a call": ('<tool_call>{"name": "clock"}} yes', "} yes", [TIME]),
-    "a tag that is not closed": ('<tool_call>{"name": "clock", "arguments": {}}', "", [TIME]),
-    "json with white space": ('{ \n "parameters": {"city": "Verona"},\n "name": "weather" }', "", [VERONA]),
-    "a list alone": ('[{"name": "clock", "arguments": {}, "id": "c1"}]', "", [ToolCall("clock", {}, "c1")]),
+    "a bracket too many": ('«<tool_call>{"name": "clock", "arguments": {}} }\n</tool_call>»!', [TIME]),
+    "a bracket after a call": ('«<tool_call>{"name": "clock"}»} yes', [TIME]),
+    "a tag that is not closed": ('<tool_call>{"name": "clock", "arguments": {}}', [TIME]),
+    "json with white space": ('{ \n "parameters": {"city": "Verona"},\n "name": "weather" }', [VERONA]),
+    "a list alone": ('[{"name": "clock", "arguments": {}, "id": "c1"}]', [ToolCall("clock", {}, "c1")]),
     "as a message has it": (
         '{"type": "function", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Verona\\"}"}}',
-        "",
         [VERONA],
     ),
     "brackets and tags in strings": (
-        '<tool_call>{"name": "clock", "arguments": {"a": "}]</tool_call>\\"{", "b": "\\\\"}}</tool_call>!',
-        "!",
+        '«<tool_call>{"name": "clock", "arguments": {"a": "}]</tool_call>\\"{", "b": "\\\\"}}</tool_call>»!',
         [ToolCall("clock", {"a": '}]</tool_call>"{', "b": "\\"})],
     ),
     "several elements": (
-        "I look.\n\n<tool_call>\n<function=clock>\n</function>\n</tool_call>\n<tool_call>\n<function=weather>"
-        "<parameter=city>Verona</parameter></function></tool_call>",
-        "I look.",
+        "I look.«\n\n<tool_call>\n<function=clock>\n</function>\n</tool_call>\n<tool_call>\n"
+        "<function=weather><parameter=city>Verona</parameter></function></tool_call>»",
         [TIME, VERONA],
     ),
-    "elements without a tag": ("<function=clock></function> Wait.", " Wait.", [TIME]),
+    "elements without a tag": ("«<function=clock></function>» Wait.", [TIME]),
     "tags in a value": (
         "<tool_call><function=weather><parameter=city>\n<a>\n</function><parameter=x> \n\n</parameter>"
         "</function></tool_call>",
-        "",
         [ToolCall("weather", {"city": "<a>\n</function><parameter=x> \n"})],
     ),
-    "python without control tokens": ("Wait. [clock(), weather(city='Verona')]", "Wait.", [TIME, VERONA]),
+    "python without control tokens": ("Wait.« [clock(), weather(city='Verona')]»", [TIME, VERONA]),
     "python with values of all types": (
         "[weather(city='Verona', a=[1, -2.5e1, (True, None), ], b={\"k\": {'n': false}}, "
         'c="it\'s ]\\n\\u00e9")]',
-        "",
         [
             ToolCall(
                 "weather",
@@ -84,98 +75,80 @@ ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
     ),
     "quotes that are not escaped": (
         "[weather(city='it's \"here\"\n(there)')]",
-        "",
         [ToolCall("weather", {"city": 'it\'s "here"\n(there)'})],
     ),
     "json between control tokens": (
         '<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Verona"}}]<|tool_call_end|>',
-        "",
         [VERONA],
     ),
     "an unknown tool in python": (
         "<|tool_call_start|> [ other (x=1) ] <|tool_call_end|>",
-        "",
         [ToolCall("other", {"x": 1})],
     ),
     "a name before the arguments": (
-        'So.[TOOL_CALLS]weather[ARGS]{"city": "Verona"}[TOOL_CALLS]clock{}',
-        "So.",
+        'So.«[TOOL_CALLS]weather[ARGS]{"city": "Verona"}[TOOL_CALLS]clock{}»',
         [VERONA, TIME],
     ),
     "an id before the arguments": (
         '[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "Verona"}',
-        "",
         [ToolCall("weather", {"city": "Verona"}, "a1B2c3D4e")],
     ),
     "a list after a control token": (
         '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Verona"}, "id": "a1B2c3D4e"}]',
-        "",
         [ToolCall("weather", {"city": "Verona"}, "a1B2c3D4e")],
     ),
     "json in a fence": (
         '<tool_calls>\n<tool_call>weather\n```json\n{"city": "Verona"}\n```</tool_call>\n'
         "<tool_call>clock\n```json\n{}\n```</tool_call>\n</tool_calls>",
-        "",
         [VERONA, TIME],
     ),
     "a list of calls in two tags": (
-        '<tool_calls>[{"name": "clock", "arguments": {}}]</tool_calls> So.',
-        " So.",
+        '«<tool_calls>[{"name": "clock", "arguments": {}}]</tool_calls>» So.',
         [TIME],
     ),
     "python in lines": (
-        'So.\n<function_calls>\nweather(city="Verona")\nclock()\n</function_calls>',
-        "So.",
+        'So.«\n<function_calls>\nweather(city="Verona")\nclock()\n</function_calls>»',
         [VERONA, TIME],
     ),
     "an unknown tool and an invalid call in lines": (
-        "<function_calls>other(x=null)\nclock(1)\n</function_calls>",
-        "\nclock(1)\n</function_calls>",
+        "«<function_calls>other(x=null)»\nclock(1)\n</function_calls>",
         [ToolCall("other", {"x": None})],
     ),
     "python in a fence": (
-        "I look.\n```tool_code\nweather(city='Verona')\nclock()\n```\nWait.",
-        "I look.\n\nWait.",
+        "I look.\n«```tool_code\nweather(city='Verona')\nclock()\n```»\nWait.",
         [VERONA, TIME],
     ),
-    "a list in a fence": ("```tool_code\n[clock()]\n```", "", [TIME]),
+    "a list in a fence": ("```tool_code\n[clock()]\n```", [TIME]),
     "json in elements": (
         '<function=weather>{"city": "</function>"}</function> <function=clock>\n{}\n</function>',
-        "",
         [ToolCall("weather", {"city": "</function>"}), TIME],
     ),
     "keys and values": (
-        "So.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Verona</arg_value>\n</tool_call>"
-        "<tool_call>clock</tool_call>",
-        "So.",
+        "So.«\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Verona</arg_value>\n</tool_call>"
+        "<tool_call>clock</tool_call>»",
         [VERONA, TIME],
     ),
     "keys and values in a line": (
         "<tool_call>weather<arg_key>city</arg_key><arg_value>Verona</arg_value><arg_key>days</arg_key>"
         "<arg_value>3</arg_value></tool_call>",
-        "",
         [ToolCall("weather", {"city": "Verona", "days": 3})],
     ),
     "tags in a value of keys and values": (
         "<tool_call>other<arg_key>a</arg_key><arg_value></tool_call>\n<arg_value> x\n</arg_value>"
         "</tool_call>",
-        "",
         [ToolCall("other", {"a": "</tool_call>\n<arg_value> x\n"})],
     ),
     "marks around strings": (
-        'So.<|tool_call>call:weather{city:<|"|>Verona<|"|>}<tool_call|><|tool_call>call:clock{}<tool_call|>',
-        "So.",
+        'So.«<|tool_call>call:weather{city:<|"|>Verona<|"|>}<tool_call|><|tool_call>call:clock{}<tool_call|>»',
         [VERONA, TIME],
     ),
     "escapes around strings": (
         "<start_function_call>call:weather{city:<escape>Verona<escape>}<end_function_call>",
-        "",
         [VERONA],
     ),
     "marked strings and values of all types": (
         '<|tool_call>call:weather{city:<|"|>a "quoted"} {x: 1}\\ <escape><|"|>,n:[1,-2.5e1,true,None],'
         'm:{a_b:{<|"|>c d<|"|>:<|"|><|"|>}, e : null}}<tool_call|>',
-        "",
         [
             ToolCall(
                 "weather",
@@ -190,23 +163,21 @@ ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
     "names of tools as Command R7B writes them": (
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", '
         '"parameters": {"city": "Verona"}}\n]<|END_ACTION|>',
-        "",
         [VERONA],
     ),
-    "printed calls": (
-        "```tool_code\nprint(weather(city='Verona'))\nprint( clock() )\n```",
-        "",
-        [VERONA, TIME],
-    ),
+    "printed calls": ("```tool_code\nprint(weather(city='Verona'))\nprint( clock() )\n```", [VERONA, TIME]),
     "a fence in a tag": (
         '<|tool_call_start|>\n```python\nweather(city="Verona")\nclock()\n```\n<|tool_call_end|>',
-        "",
         [VERONA, TIME],
     ),
     "an unknown tool in tags": (
         '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
-        "",
         [ToolCall("other", {})],
+    ),
+    "a call in a list of other values": ('[«{"name": "clock", "arguments": {}}», 5]', [TIME]),
+    "a backslash before calls": (
+        '\\«{"name": "clock", "arguments": {}}» \\["\\«{"name": "clock", "arguments": {}}»"]',
+        [TIME, TIME],
     ),
 }
 # Texts that only resemble calls.
@@ -227,7 +198,6 @@ TEXTS = [
     '{"name": "clock", "arguments": {"x": "\\ud800"}}',
     '{"name": "clock", "arguments": {]}',
     '{"name": "other", "arguments": {}} ',
-    '[{"name": "clock", "arguments": {}}, 5]',
     "{" + " " * 200 + '"name"',
     "[" * 30,
     '{"name": ' * 30,
@@ -282,18 +252,17 @@ def by_pieces(text: str, size: int) -> tuple[str, list[ToolCall]]:
 
 @pytest.mark.parametrize("case", ANSWERS)
 def test_calls_are_found_in_any_pieces(case: str) -> None:
-    text, around, calls = ANSWERS[case]
-    for size in (1, 3, 7, 1000):
+    marked, calls = ANSWERS[case]
+    text = re.sub("[«»]", "", marked)
+    around = re.sub("«.*?»", "", marked, flags=re.DOTALL) if text != marked else ""
+    for size in (1, 2, 3, 5, 7, 1000):
         assert by_pieces(text, size) == (around, calls)
 
 
 def test_text_that_resembles_a_call_is_text() -> None:
     for text in TEXTS:
-        if text.startswith("[{"):  # the call in a list of other values is one by itself
-            assert parse_tool_calls(text, [CLOCK]) == ("[, 5]", [TIME])
-        else:
-            for size in (1, 5, 1000):
-                assert by_pieces(text, size) == (text, [])
+        for size in (1, 5, 1000):
+            assert by_pieces(text, size) == (text, [])
 
 
 TYPED = {
@@ -368,12 +337,6 @@ def test_calls_are_found_in_what_templates_write(name: str) -> None:
     made = written[0].removeprefix(written[1]).removeprefix("assistant").removesuffix("\n")
     made = made.removeprefix("\n").removeprefix("<think>\n\n</think>\n\n")
     assert parse_tool_calls(made, [WEATHER, CLOCK]) == ("So.", calls)
-
-
-def test_a_backslash_may_precede_a_call() -> None:
-    text = '\\{"name": "clock", "arguments": {}} \\["\\{"name": "clock", "arguments": {}}"]'
-    for size in (1, 2, 5, 1000):
-        assert by_pieces(text, size) == ('\\ \\["\\"]', [TIME, TIME])
 
 
 def test_a_call_longer_than_the_limit_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,14 +426,6 @@ def test_parsing_takes_linear_time(parts: tuple[str, ...], monkeypatch: pytest.M
     for size in (5, 100_000):
         once, twice = (steps_of("".join(part * n for part in parts), size, monkeypatch) for n in (50, 100))
         assert twice < 2.2 * once
-
-
-@given(st.lists(st.sampled_from(["a", " b", "\n", "5 < 6", "é"]), max_size=4), st.integers(0, 3))
-def test_text_excludes_the_calls(texts: list[str], tool: int) -> None:
-    calls = [ToolCall(f"t{tool}", {"t": t}) for t in texts]
-    written = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
-    text = "".join(f"{t}<tool_call>{w}</tool_call>" for t, w in zip(texts, written, strict=True))
-    assert parse_tool_calls(text) == ("".join(texts).rstrip(), calls)
 
 
 def test_text_is_passed_on_as_soon_as_it_is_certain() -> None:
