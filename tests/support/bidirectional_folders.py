@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.decoder_folders import ministral3, qwen2, sized
+from support.decoder_folders import gemma3, ministral3, qwen2, sized
 from support.decoder_folders import qwen3 as qwen3_decoder
 from support.model_folders import DIM, Folder, llama
 from support.places import DATA
@@ -18,7 +18,7 @@ _CONTEXT = {"max_position_embeddings": 200, "use_sliding_window": False}
 def _body(folder: Folder, name: str, **config: Any) -> Folder:
     """Name a class without a head, whose tensors have no prefix, and pool its states by their mean."""
     folder.config |= {"architectures": [name], **_CONTEXT, **config}
-    del folder.tensors["lm_head.weight"]
+    folder.tensors.pop("lm_head.weight", None)
     folder.tensors = {name.removeprefix("model."): tensor for name, tensor in folder.tensors.items()}
     return sized(folder.pool("mean_tokens"))
 
@@ -71,4 +71,5 @@ RECORDED: dict[str, Callable[[Path], Folder]] = {
     "qwen2, last": gte_qwen2,
     "qwen3, integers": pplx,
     "ministral3": lambda path: _body(ministral3(path), "Ministral3Model", is_causal=False),
+    "gemma3": lambda path: _body(gemma3(path, use_bidirectional_attention=True), "Gemma3TextModel"),
 }

@@ -25,9 +25,7 @@ from support.small_models import ENCODERS, MODELS, SmallModel
 TOKENS = DATA / "llama_cpp_tokens.json"
 LOGITS = DATA / "llama_cpp_logits.npz"
 PERPLEXITY = DATA / "llama_cpp_perplexity.json"
-TRANSFORMERS_LOGITS = DATA / "transformers_logits.npz"
 VECTORS = DATA / "llama_cpp_vectors.npz"
-TRANSFORMERS_VECTORS = DATA / "transformers_vectors.npz"
 TRANSFORMERS_ENCODERS = DATA / "transformers_encoders.npz"
 ENCODERS_OF_LLAMA_CPP = DATA / "llama_cpp_encoders.npz"
 
@@ -177,8 +175,6 @@ def write_vocabulary(path: Path, vocabulary: dict[str, Any], variant: TokenizerV
 
 
 PARTLY_ROTATED = ("qwen35", "gptneox", "phi2", "stablelm")
-LONG_ROPE = "phi3, long rope"  # its factors depend on the length of a text, or on the context
-LONG_ROPE_SHORT = f"{LONG_ROPE}, short text"
 
 
 # In float32, these differ from other models in numbers only: dimensions, the vocabulary, constants.
@@ -190,52 +186,31 @@ _ALIKE = {
 }
 
 
-def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
-    """Models of the catalogue that peers support; those not about a tensor type are in float32.
+def compared_models() -> Iterator[tuple[str, SmallModel]]:
+    """Models that are compared with llama.cpp; those not about a tensor type are in float32.
 
-    So llama.cpp's rounding of activations does not hide a difference in the features.
+    So its rounding of activations does not hide a difference in the features. It requires heads of one
+    width, most of them rotated completely. It has windows of exaone4 only in models of 64 layers, and none in
+    starcoder2. In lfm2 all its heads are as wide as the model. In qwen35 keys and values of the delta rule
+    have one width, and the metadata sets the interval between layers with attention. Models of layers that
+    differ are not compared with it.
     """
     for name, model in MODELS.items():
-        if name in _ALIKE:
-            continue
-        # llama.cpp and transformers require heads of one width, most of them rotated completely.
+        scan = model.scan
         if (
-            model.rope_dims and model.architecture not in PARTLY_ROTATED
-        ) or model.value_width != model.head_dim:
+            name in _ALIKE
+            or model.layered is not None
+            or (model.rope_dims and model.architecture not in PARTLY_ROTATED)
+            or model.value_width != model.head_dim
+            or (model.architecture in ("exaone4", "starcoder2") and model.window)
+            or (model.architecture in ("lfm2", "lfm2moe") and model.heads * model.head_dim != model.dim)
+            or (model.architecture == "qwen35" and scan is not None and scan.inner != scan.state * scan.heads)
+        ):
             continue
         if not name.startswith(("type ", "mixed ")):
             output = TIED if model.output_type == TIED else "F32"
             model = replace(model, types={"*": "F32"}, embedding="F32", output_type=output)
         yield name, model
-
-
-def compared_models() -> Iterator[tuple[str, SmallModel]]:
-    """Models that are compared with llama.cpp.
-
-    It has windows of exaone4 only in models of 64 layers, and none in starcoder2. In lfm2 all its heads are
-    as wide as the model. In qwen35 keys and values of the delta rule have one width, and the metadata sets
-    the interval between layers with attention. Models of layers that differ are compared with transformers
-    alone.
-    """
-    for name, model in _comparable_models():
-        if model.architecture in ("exaone4", "starcoder2") and model.window:
-            continue
-        if model.layered is not None:
-            continue
-        if model.architecture in ("lfm2", "lfm2moe") and model.heads * model.head_dim != model.dim:
-            continue
-        if (
-            model.architecture == "qwen35"
-            and model.scan is not None
-            and model.scan.inner != model.scan.state * model.scan.heads
-        ):
-            continue
-        yield name, model
-
-
-def models_in_float32() -> Iterator[tuple[str, SmallModel]]:
-    """Models that are compared with transformers: they differ in features and not in tensor types."""
-    return ((name, model) for name, model in _comparable_models() if model.types == {"*": "F32"})
 
 
 # Lengths of the texts with recorded vectors: shorter and longer than windows and pages.
@@ -245,11 +220,6 @@ VECTOR_LENGTHS = (1, 5, 20, 64, 100)
 def vector_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
     for n in VECTOR_LENGTHS:
         yield np.random.default_rng(n).integers(0, model.vocab, n)
-
-
-def short_tokens() -> npt.NDArray[np.int64]:
-    """Return a prompt as long as the original context of the model with LongRoPE."""
-    return tokens_for(MODELS[LONG_ROPE])[: MODELS[LONG_ROPE].original_context]
 
 
 SEPARATOR = 3  # in the vocabularies of small encoders

@@ -112,6 +112,20 @@ def exaone4(path: Path, **config: Any) -> Folder:
     return _llama("Exaone4", _norms_of_outputs, _norms_of_heads(HEAD, HEAD), **usual)(path, **config)
 
 
+def _with_biases(folder: Folder, shapes: Mapping[str, int]) -> None:
+    """Add biases of projections with these widths."""
+    biases = {f"{name}_proj.bias": (width,) for name, width in shapes.items()}
+    folder.add(_of_layers(folder, biases), 100)
+
+
+_QKV = {f"self_attn.{part}": width for part, width in zip("qkv", (DIM, KV, KV), strict=True)}
+_ALL = _QKV | {"self_attn.o": DIM, "mlp.gate": FFN, "mlp.up": FFN, "mlp.down": DIM}
+llama_like = _llama("Llama", head_dim=HEAD)
+llama_with_biases = _llama(
+    "Llama", lambda folder: _with_biases(folder, _ALL), attention_bias=True, mlp_bias=True, rms_norm_eps=0.01
+)
+
+
 def _norms_of_gemma2(folder: Folder) -> None:
     """Norm inputs and outputs of blocks."""
     norms = dict.fromkeys(("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"), (DIM,))
@@ -131,6 +145,23 @@ gemma2 = _llama(  # scores and logits have limits
     final_logit_softcapping=1.5,
     hidden_activation="gelu_pytorch_tanh",
     pad_token_id=0,
+)
+gemma3 = _llama(  # the sixth layer has no window, but another base, and is scaled
+    "Gemma3",
+    _without_head,
+    _norms_of_gemma2,
+    _norms_of_heads(16, 16),
+    model_type="gemma3_text",
+    num_hidden_layers=7,
+    sliding_window=9,
+    head_dim=16,
+    query_pre_attn_scalar=9,
+    hidden_activation="gelu_pytorch_tanh",
+    pad_token_id=0,
+    rope_parameters={
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
 )
 hunyuan = _llama(  # each head of q and k has a norm after its rotation
     "HunYuanDenseV1",
@@ -167,9 +198,8 @@ def long_rope(dims: int) -> dict[str, Any]:
     }
 
 
-_BIASES = {f"self_attn.{part}_proj.bias": (width,) for part, width in zip("qkv", (DIM, KV, KV), strict=True)}
 _UPPER: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
-qwen2 = _llama("Qwen2", lambda folder: folder.add(_of_layers(folder, _BIASES), 100), head_dim=HEAD, **_UPPER)
+qwen2 = _llama("Qwen2", lambda folder: _with_biases(folder, _QKV), head_dim=HEAD, **_UPPER)
 qwen3 = _llama("Qwen3", _norms_of_heads(HEAD, HEAD), head_dim=HEAD, **_UPPER)
 
 
@@ -500,6 +530,13 @@ def gemma4_with_images(path: Path) -> Folder:
     return folder.add({f"model.{name}": shape for name, shape in others.items()}, 1)
 
 
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": CONTEXT // 2,
+}
 _ROTATED: dict[str, Any] = {"layer_types": ["attention", "attention"], "position_embedding_type": "rope"}
 RECORDED: dict[str, Callable[[Path], Folder]] = {
     "lfm2": partial(recurrent_folders.lfm2, tie_word_embeddings=True, bos_token_id=0, pad_token_id=0),
@@ -510,6 +547,14 @@ RECORDED: dict[str, Callable[[Path], Folder]] = {
     ),
     "mamba2": partial(recurrent_folders.mamba2, tie_word_embeddings=True),
     "falcon_h1": recurrent_folders.falcon_h1,
+    "llama, linear": partial(
+        llama_like, rope_scaling={"rope_type": "linear", "factor": 4.0}, rope_theta=500.0
+    ),
+    "llama, frequency factors": partial(llama_like, rope_scaling=_LLAMA3),
+    "llama, biases": llama_with_biases,
+    "gemma3": gemma3,
+    "qwen2": partial(qwen2, use_sliding_window=False),
+    "qwen3": partial(qwen3, use_sliding_window=False),
     "smollm3": smollm3,
     "granite": granite,
     "olmo2": olmo2,
@@ -519,6 +564,9 @@ RECORDED: dict[str, Callable[[Path], Folder]] = {
     "phi3": phi3,
     "phi3, part of heads rotates, window": partial(phi3, partial_rotary_factor=0.5, sliding_window=9),
     "phi3, LongRoPE": partial(phi3, **long_rope(HEAD)),
+    "phi3, LongRoPE of short texts": partial(
+        phi3, **{**long_rope(HEAD), "original_max_position_embeddings": CONTEXT}
+    ),
     "ernie4_5": ernie,
     "exaone4": exaone4,
     "exaone4, window": partial(exaone4, num_hidden_layers=5, sliding_window=9, sliding_window_pattern=4),

@@ -505,9 +505,10 @@ class ReferenceModel:
         return own
 
     def _is_windowed(self, layer: int) -> bool:
-        if self.architecture == "gemma4":
-            return bool(self._key("attention.sliding_window_pattern")[layer])
-        if self.architecture in ("starcoder2", "privacy-filter"):
+        pattern = self._key("attention.sliding_window_pattern", ())
+        if isinstance(pattern, list):
+            return bool(pattern[layer])
+        if self.architecture in ("starcoder2", "privacy-filter", "llama", "phi3"):
             return self._window > 0
         if self.architecture in ("exaone4", "olmo2", "cohere2"):
             return self._window > 0 and layer % 4 != 3

@@ -162,7 +162,7 @@ def agrees(found: list[list[Any]], recorded: list[list[Any]]) -> None:
 
 
 def test_likelihoods_match_transformers(tmp_path: Path) -> None:
-    """Recorded from lm-eval's backend hf by tools/record/transformers_results.py."""
+    """Recorded from lm-eval's backend hf by tools/record/likelihoods.py."""
     recorded = json.loads(choice_task.FILE.read_text(encoding="utf-8"))["requests"]
     with Model(choice_task.model(tmp_path), device="cpu", compute="f32", kv_dtype="f32") as model:
         found = loglikelihood(model, [(context, continuation) for context, continuation, _, _ in recorded])

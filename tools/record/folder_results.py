@@ -101,11 +101,12 @@ def adapted(folder: Path, kind: str) -> Any:
 def bidirectional(folder: Path, last: bool, normalized: bool) -> Any:
     """Return the vector of each text: the mean of the states, or the last one."""
     name = config_of(folder)["model_type"]
-    kind = name.removesuffix("_bidirec").removeprefix("bidirectional_pplx_").title()
+    kind = name.removesuffix("_bidirec").removeprefix("bidirectional_pplx_").title().replace("_", "")
     tensors = load_file(folder / "model.safetensors")
     projection = tensors.pop("linear.weight", None)
     tensors.pop("lm_head.weight", None)
-    model = body_of(folder, kind, tensors, is_causal=False)
+    # A class with its own setting would take another window.
+    model = body_of(folder, kind, tensors, **({} if kind == "Gemma3Text" else {"is_causal": False}))
     found = []
     for states in states_of(model, folder, bidirectional_folders.TEXTS):
         projected = states if projection is None else states @ projection.T

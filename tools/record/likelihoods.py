@@ -1,0 +1,21 @@
+"""Record likelihoods of lm-eval with transformers, which reads a small model file of the tests.
+
+Run it when a text of ``tests/support/choice_task.py`` changes.
+"""
+
+import tempfile
+from pathlib import Path
+
+from lm_eval.api.instance import Instance
+from record import Records
+from support import choice_task
+
+
+def records() -> Records:
+    """Yield the answers of the backend ``hf`` to a task with four choices, and its scores of whole texts."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = choice_task.model(Path(folder))
+        backend = choice_task.transformers_model(path)
+        texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in choice_task.TEXTS]
+        answers = choice_task.evaluate(backend, Path(folder))
+        yield choice_task.FILE, {**answers, "rolling": backend.loglikelihood_rolling(texts)}
