@@ -1,4 +1,4 @@
-// Buffers: the weights, as views of the mapped file, and the activations of a chunk, from a pool.
+// Buffers: views of the weights in the mapped file, and pooled activations of a pass.
 #pragma once
 
 #include <cstddef>
@@ -16,10 +16,10 @@
 
 namespace metal_prefill::metal {
 
-// The weights as Metal buffers without a copy: views of the mapped file, none of which is much of the GPU's
-// memory, since macOS takes and returns buffers whole. Each tensor is inside one of them; they may share
-// pages. Copies are made only of tensors at addresses that kernels cannot read from, and of the whole file if
-// the GPU is not native (see Device) or Metal refuses to map it.
+// The weights as Metal buffers without a copy: views of the mapped file, each of which is only a small part
+// of the GPU's memory, since macOS evicts and restores whole buffers. Each tensor is inside one view; views
+// may share pages. Copies are made only of tensors at addresses that kernels cannot read from, and of the
+// whole file if the GPU is not native (see Device) or Metal refuses to map it.
 class WeightBuffers final : public WeightViews {
  public:
   WeightBuffers(const Device& device, const Model& model);
@@ -31,9 +31,9 @@ class WeightBuffers final : public WeightViews {
   std::vector<id<MTLBuffer>> buffers() const;
   std::size_t mapped_bytes() const { return mapped_bytes_; }
   std::size_t copied_bytes() const { return copied_bytes_; }
-  // The mapping has no buffer: the file was copied.
+  // Whether the file was copied, as Metal refused to map it.
   bool mapping_refused() const { return mapping_refused_; }
-  // Waits until the mapped file is in memory. Does nothing for one that does not fit the GPU's working set.
+  // Waits until the mapped file is in memory. Does nothing if the file exceeds the GPU's working set.
   void wait_until_read() const {
     if (read_ahead_) read_ahead_->wait();
   }
@@ -57,12 +57,12 @@ class WeightBuffers final : public WeightViews {
   std::unique_ptr<ReadAhead> read_ahead_;
 };
 
-// The activation buffers of one pass in flight. Each is made when it is first needed and grows with the pass.
+// The activation buffers of one pass in flight. Each is allocated when first needed, and grows.
 class PassMemory {
  public:
-  // The buffer, at least `bytes` long. Its contents are lost when it grows.
+  // Returns the buffer, with at least `bytes` bytes. Its contents are lost when it grows.
   View get(const Device& device, BufferName name, std::size_t bytes);
-  // The buffer itself, for the host to read; null if it has not been needed yet.
+  // Returns the buffer for the host to read; null if it has not been needed yet.
   id<MTLBuffer> peek(BufferName name) const { return buffers_[std::size_t(name)]; }
   std::size_t bytes() const;
 
@@ -70,13 +70,13 @@ class PassMemory {
   id<MTLBuffer> buffers_[kActivations];
 };
 
-// PassMemory that no pass is using: as many as passes were in flight at the same time.
+// The PassMemory objects that no pass is using: at most as many as passes were in flight at the same time.
 class PassMemoryPool {
  public:
-  // Returns to the pool, which must outlive it.
+  // Takes an object, which returns to the pool when released. The pool must outlive it.
   std::shared_ptr<PassMemory> take();
-  void trim();                // frees the memory that no pass uses
-  std::size_t bytes() const;  // that no pass uses
+  void trim();                // frees the memory of unused objects
+  std::size_t bytes() const;  // of unused objects
 
  private:
   mutable std::mutex mutex_;

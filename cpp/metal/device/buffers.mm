@@ -14,19 +14,19 @@ namespace metal_prefill::metal {
 
 namespace {
 
-// A set of resident memory has a view or several: see Residency.
+// Views that would fill the GPU's working set. A residency set has one or several: see Residency.
 constexpr std::size_t kViewsOfDevice = 20;
 
 // The kernels read weights in units of up to four floats.
 constexpr std::size_t kAlignment = 16;
 
-// A layer stays in one view, since stacked products need their matrices in one buffer.
+// Identifies a layer, which stays in one view, since stacked products need their matrices in one buffer.
 std::string_view layer_of(const Tensor& tensor) {
   const std::string_view name = tensor.name;
   return name.starts_with("blk.") ? name.substr(0, name.find('.', 4)) : name;
 }
 
-// Without the embedding of the inputs of layers, of which the host reads rows.
+// The tensors that kernels read, by address; the host reads rows of the embedding of layer inputs.
 std::vector<const Tensor*> bound_tensors(const Model& model) {
   std::vector<const Tensor*> tensors;
   for_each_tensor(model, [&](const TensorRow&, const Tensor& t, int) {
@@ -58,7 +58,7 @@ void WeightBuffers::map_file(const Model& model, const std::vector<const Tensor*
   const auto page = std::size_t(getpagesize());
   if (reinterpret_cast<std::uintptr_t>(model.mapping.data) % page != 0)
     throw std::invalid_argument("the model's mapping does not begin at a page");
-  // A mapping consists of whole pages: the rest of the last page may be read.
+  // A mapping consists of whole pages: the rest of the last page is readable.
   const std::size_t file_end = round_up(model.mapping.bytes, page);
   const std::size_t most = device_.mtl().maxBufferLength / page * page;
   const std::size_t working_set = device_.mtl().recommendedMaxWorkingSetSize;  // 0: unknown
@@ -91,7 +91,7 @@ void WeightBuffers::map_file(const Model& model, const std::vector<const Tensor*
     if (file.buffer) {
       file.buffer.label = to_ns(traits_of(BufferName::kWeights).label);
       mapped_bytes_ += file.end - file.begin;
-    } else {  // Metal refuses in some virtual machines
+    } else {  // Metal refuses this in some virtual machines
       mapping_refused_ = true;
       file.end = std::min(file.end, model.mapping.bytes);
       const std::span bytes(model.mapping.data + file.begin, file.end - file.begin);
@@ -110,7 +110,7 @@ id<MTLBuffer> WeightBuffers::copy(const std::string& label, std::span<const std:
 }
 
 std::vector<id<MTLBuffer>> WeightBuffers::buffers() const {
-  std::vector<id<MTLBuffer>> all = copied_;  // with the file, if it was copied
+  std::vector<id<MTLBuffer>> all = copied_;  // including the file, if it was copied
   for (const FileView& file : files_)
     if (std::find(all.begin(), all.end(), file.buffer) == all.end()) all.push_back(file.buffer);
   return all;
@@ -141,7 +141,7 @@ View PassMemory::get(const Device& device, BufferName name, std::size_t bytes) {
   id<MTLBuffer> __strong& buffer = buffers_[std::size_t(name)];
   if (!buffer || buffer.length < bytes) {
     const BufferTraits& traits = traits_of(name);
-    buffer = nil;  // freed before the larger one is made: memory need not hold both
+    buffer = nil;  // freed before the larger one is allocated, so that memory need not hold both
     buffer = device.allocate(traits.label, bytes, traits.host ? Access::kHost : Access::kGpu);
   }
   return view_of(buffer, name);

@@ -1,4 +1,4 @@
-// Checksums of files in the user's cache folder, and in their names.
+// Checksums of the contents and names of files in the user's cache folder.
 #pragma once
 
 #import <Foundation/Foundation.h>
@@ -14,7 +14,7 @@
 
 namespace metal_prefill::metal {
 
-// FNV-1a: files are checked for damage, not for intent.
+// FNV-1a: detects damage, not manipulation.
 class Checksum {
  public:
   void add(std::string_view text) {
@@ -30,7 +30,7 @@ class Checksum {
   std::uint64_t sum_ = 14695981039346656037u;
 };
 
-// Of kernels on a device. The shaders count: a version of the package under development changes them.
+// Checksum of kernels on a device. It covers the shaders' text, which changes while the package is developed.
 inline std::string checksum_of_kernels(id<MTLDevice> device, std::span<const std::string> kernels) {
   Checksum sum;
   sum.add(device.name.UTF8String);

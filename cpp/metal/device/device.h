@@ -30,13 +30,13 @@ class AutoreleasePool {
 NSString* to_ns(const std::string& text);
 std::string describe(NSError* error);
 
-// Access to a buffer besides that of the GPU.
+// The host's access to a buffer. The GPU has access to all.
 enum class Access {
-  kGpu,   // only the GPU: Private, or Shared when debugging
-  kHost,  // the host: Shared
+  kGpu,   // none: Private, or Shared when debugging
+  kHost,  // reads and writes: Shared
 };
 
-// Whether a command buffer keeps the buffers that it uses. Metal does that for each dispatch, which costs
+// Whether a command buffer retains the buffers that it uses. Metal does so at each dispatch, which takes
 // time.
 enum class References { kRetained, kUnretained };
 
@@ -47,21 +47,21 @@ bool debug_requested();
 
 class Device {
  public:
-  // Throws DeviceError without a GPU of Apple's seventh family or later, or one that passes the trial.
+  // Throws DeviceError unless the GPU is of Apple's seventh family or later, or passes the trial.
   Device();
-  // The same for an engine: matrix units are used if the GPU has them and they pass a trial, which compiles
-  // kernels. From here on the GPU's driver compiles on any number of threads.
+  // The device of an engine. Uses matrix units if the GPU has them and they pass a trial, which compiles
+  // kernels. From then on the GPU's driver compiles on any number of threads.
   static Device of_engine(const MetalOptions& options);
 
-  // The same device, with its allocations and commands counted in `counters`, which must outlive it.
+  // Returns the same device, which counts allocations and commands in `counters` and must not outlive it.
   Device counting(CallCounters& counters) const;
 
   id<MTLDevice> mtl() const { return device_; }
   id<MTLCommandQueue> queue() const { return queue_; }
   const Tuning& tuning() const { return tuning_; }
-  // Whether the GPU is of Apple's seventh family or later and not paravirtualized by macOS. Other GPUs are
-  // not given no-copy buffers, from which they read stale data, binary archives, on which they abort,
-  // residency sets, on which Metal's debug layer asserts, or a request for concurrent compilation.
+  // Whether the GPU is of Apple's seventh family or later and not paravirtualized by macOS. Other GPUs get no
+  // no-copy buffers, from which they read stale data, no binary archives, on which they abort, no residency
+  // sets, on which Metal's debug layer asserts, and no request for concurrent compilation.
   bool is_native() const { return native_; }
   std::string name() const;
   std::string families() const;  // such as Apple7, Metal3
@@ -71,20 +71,20 @@ class Device {
   // Throws DeviceError naming the buffer and its size.
   id<MTLBuffer> allocate(const std::string& label, std::size_t bytes, Access access) const;
 
-  // Unless it keeps the buffers that it uses, the caller does until it has completed.
+  // With kUnretained, the caller keeps the buffers until the command buffer has completed.
   id<MTLCommandBuffer> command_buffer(const std::string& label, References references) const;
-  // Orders encoders of different command buffers, which Metal does not for untracked buffers.
+  // Orders encoders of different command buffers, which Metal does not do for untracked buffers.
   id<MTLFence> fence() const { return fence_; }
   void commit(id<MTLCommandBuffer> commands) const;
-  // Throws DeviceError with the label and Metal's message when the GPU failed.
+  // Throws DeviceError with the label and Metal's message if the GPU failed.
   void wait(id<MTLCommandBuffer> commands) const;
-  void check(id<MTLCommandBuffer> commands) const;  // the same for one that has completed
+  void check(id<MTLCommandBuffer> commands) const;  // the same for a completed one
   void run(id<MTLCommandBuffer> commands) const;    // commits and waits
   void count_dispatch() const {
     if (counters_) ++counters_->dispatches;
   }
 
-  // Copies between consecutive pieces on the host and pieces of any buffers.
+  // Copies between contiguous memory of the host and pieces of any buffers.
   struct Piece {
     __unsafe_unretained id<MTLBuffer> buffer;
     std::size_t offset, bytes;
@@ -105,7 +105,7 @@ class Device {
   CallCounters* counters_ = nullptr;  // null: nothing is counted
 };
 
-// The buffer of a view that was made from one. The pointer is valid as long as the buffer's owner.
+// The buffer of a view made by view_of(). The pointer is valid as long as the buffer's owner.
 inline id<MTLBuffer> buffer_of(const View& view) {
   return (__bridge id<MTLBuffer>)view.buffer;
 }

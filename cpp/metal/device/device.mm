@@ -18,13 +18,13 @@ namespace metal_prefill::metal {
 
 namespace {
 
-// Concurrent command buffers share only memory that none of them writes, and within one the encoder sets the
-// barriers: Metal need not track hazards.
+// Metal need not track hazards: concurrent command buffers share only memory that none of them writes, and
+// the encoder sets the barriers within each.
 constexpr MTLResourceOptions kUntracked = MTLResourceHazardTrackingModeUntracked;
 constexpr std::size_t kStagingBytes = std::size_t(8) << 20;
 
-// The driver reads it when the device is made. With 1, the GPU may take longer to switch between programs
-// before macOS ends the work: dispatches that run for long need it.
+// The driver reads this variable when the device is created. With 1, the GPU may take longer to switch
+// between programs before macOS ends the work, as long dispatches require.
 constexpr const char* kRelaxedTimeout = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT";
 
 // MTLCreateSystemDefaultDevice finds nothing in a program without a window server session.
@@ -35,7 +35,7 @@ id<MTLDevice> find_device() {
   return device ? device : MTLCopyAllDevices().firstObject;
 }
 
-// A forked process reaches neither Metal's compiler nor the GPU if its parent has used them.
+// Metal's compiler and the GPU are unavailable to a forked process whose parent has used them.
 void require_unforked() {
   static const pid_t first = getpid();
   if (getpid() != first)
@@ -44,7 +44,7 @@ void require_unforked() {
         "processes by 'spawn', or use device='cpu'");
 }
 
-// The families that the GPU reports. By number: older headers lack the names of newer families.
+// The families that the GPU reports. Numeric, as older headers lack the names of newer families.
 std::string families_of(id<MTLDevice> device) {
   constexpr int kNewest = 20;  // Apple's families, with room for future ones
   std::string families;
@@ -63,7 +63,7 @@ bool is_native_gpu(id<MTLDevice> device) {
   return [device supportsFamily:MTLGPUFamilyApple7] && name.find("Paravirtual") == std::string::npos;
 }
 
-// Lets the driver compile on as many threads as there are processors; by default it uses fewer.
+// Lets the driver compile on all processors; by default it uses fewer threads.
 void compile_concurrently(id<MTLDevice> device) {
 #if __MAC_OS_X_VERSION_MAX_ALLOWED >= 130300
 #pragma clang diagnostic push
@@ -74,7 +74,7 @@ void compile_concurrently(id<MTLDevice> device) {
 #endif
 }
 
-// The result of a trial, which runs once per process for each GPU.
+// The result of a trial, which runs once per process and GPU.
 template <typename Result, typename Make>
 Result known_result(id<MTLDevice> device, const Make& make) {
   static std::mutex mutex;
@@ -102,13 +102,13 @@ std::string failure_of(id<MTLCommandBuffer> commands) {
   return failure;
 }
 
-// The row of the family; for other GPUs, such as that of a virtual machine on macOS, the most conservative
-// row, if the GPU passes the trial.
+// Returns the row of the family. Other GPUs, such as that of a virtual machine on macOS, get the most
+// conservative row if they pass the trial.
 Tuning tuning_of(id<MTLDevice> device, id<MTLCommandQueue> queue) {
   static_assert(MTLGPUFamilyApple7 == 1007);
   for (const Tuning& tuning : kTunings)
     if ([device supportsFamily:MTLGPUFamily(1000 + tuning.family)]) return tuning;
-  // On such GPUs of Intel Macs, barriers do not order the dispatches of a concurrent encoder.
+  // On Intel Macs' GPUs with their own memory, barriers do not order dispatches of a concurrent encoder.
   const std::string failure =
       device.hasUnifiedMemory
           ? known_result<std::string>(device, [&] { return failure_of_trial(device, queue); })

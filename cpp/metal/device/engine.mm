@@ -11,12 +11,11 @@ namespace metal_prefill {
 namespace metal {
 namespace {
 
-// Initial rows of the rope tables of a session, so that its first prompts need not wait for them.
+// Initial rows of the rope tables of a session, so that its first prompts need not extend them.
 constexpr int kFirstRopePositions = 2048;
 
-// Most bytes of K and V if the caller sets no limit: half of the memory that command buffers can use besides
-// the weights; beyond it they fail. A growing cache is copied from its buffer to a larger one, so that the
-// two together must fit.
+// Default limit of K and V in bytes: half of the memory that command buffers can use besides the weights;
+// they fail beyond it. A growing cache is copied from its buffer to a larger one, so that both must fit.
 std::size_t default_kv_memory(const Device& device, const WeightBuffers& weights) {
   const std::size_t working_set = device.mtl().recommendedMaxWorkingSetSize;  // 0: unknown
   if (working_set == 0) return half_of_the_memory();
@@ -44,7 +43,7 @@ MetalEngine::MetalEngine(Model model, const EngineOptions& options)
               options_.prefix_memory) {
   weights_.wait_until_read();
   for (id<MTLBuffer> buffer : weights_.buffers()) residency_.add(buffer);
-  // macOS keeps resident memory wired after a process has ended without any work on the GPU.
+  // Without any work on the GPU, macOS keeps resident memory wired after the process has ended.
   if (residency_.bytes() > 0) {
     const std::uint32_t value = 0;
     id<MTLBuffer> buffer = device_.allocate("first work", sizeof value, Access::kGpu);

@@ -19,13 +19,13 @@
 
 namespace metal_prefill::metal {
 
-// An error of a kernel that needs tensors (see needs_tensors); a pass can use other kernels instead.
+// An error of a kernel that needs tensors (see needs_tensors). A pass can use other kernels instead.
 class TensorKernelError : public DeviceError {
  public:
   using DeviceError::DeviceError;
 };
 
-// Libraries and pipelines that engines of one device have in common.
+// Libraries and pipelines that engines of one device share.
 class SharedKernels {
  public:
   Libraries libraries(const std::set<std::string>& key, const std::function<Libraries()>& open) {
@@ -52,16 +52,15 @@ class SharedKernels {
 class Kernels {
  public:
   // Builds the pipelines that options.shared_kernels lacks, concurrently, from archives of earlier processes
-  // if there are any. A thread stores those that had to be compiled. A GPU that is not native has no
-  // archives, nor do pipelines that Metal's shader validation changes. Throws DeviceError naming the first
-  // kernel that failed, or that the GPU runs in simdgroups of another width; TensorKernelError for one that
-  // needs tensors.
+  // if there are any. A thread stores those that had to be compiled. GPUs that are not native and pipelines
+  // under Metal's shader validation have no archives. Throws DeviceError naming the first kernel that failed
+  // or whose simdgroups have another width; TensorKernelError if the kernel needs tensors.
   Kernels(const Device& device, const KernelThreads& wanted, KvType cache, const MetalOptions& options);
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
 
-  // Throws the same, naming a kernel that needs larger threadgroups than its pipeline allows.
+  // Throws the same errors, naming a kernel whose threadgroups exceed what its pipeline allows.
   void check(const KernelThreads& used) const;
   const id<MTLComputePipelineState>& pipeline(const KernelKey& key) const;
   std::size_t max_threads(const KernelKey& key) const { return pipeline(key).maxTotalThreadsPerThreadgroup; }
@@ -69,12 +68,12 @@ class Kernels {
   std::size_t count() const { return built_.size(); }
   std::size_t compiled_now() const { return n_compiled_; }  // pipelines that no archive had
   const std::vector<PipelineInfo>& built() const { return built_; }
-  bool compiled() const { return compiled_; }  // the shaders were, when the package was built
+  bool compiled() const { return compiled_; }  // whether the shaders were compiled with the package
   // Waits until the archive is written, as the destructor does.
   void finish() const;
 
  private:
-  // Pipelines of the keys of these indices. Without archives: compiles.
+  // Builds the pipelines of the keys with these indices; compiles them if there are no archives.
   void build(const Device& device, std::span<const std::size_t> indices,
              const std::vector<id<MTLFunction>>& functions, NSArray<id<MTLBinaryArchive>>* archives);
   void keep(std::size_t index, id<MTLComputePipelineState> pipeline);
@@ -84,7 +83,7 @@ class Kernels {
   bool compiled_ = false;
   std::size_t n_compiled_ = 0;
   std::vector<KernelKey> keys_;
-  std::vector<PipelineInfo> built_;  // of the keys
+  std::vector<PipelineInfo> built_;  // one per key
   std::map<KernelKey, id<MTLComputePipelineState>> pipelines_;
   mutable std::mutex finishing_;
   mutable std::thread archive_writer_;

@@ -21,14 +21,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kSimdWidth = 32;  // the shaders are written for it
+constexpr std::size_t kSimdWidth = 32;  // width that the shaders assume
 
 [[noreturn]] void fail(const KernelKey& key, const std::string& message) {
   if (needs_tensors(key.kernel)) throw TensorKernelError(message);
   throw DeviceError(message);
 }
 
-// Includes the kernels on tensors if one of the keys is such a kernel.
+// Opens the libraries, including those on tensors if a key needs them.
 Libraries open_libraries_of(id<MTLDevice> device, const std::vector<KernelKey>& keys,
                             const std::set<std::string>& variants) {
   Libraries libraries = open_libraries(device, variants);
@@ -110,14 +110,14 @@ void Kernels::write_later(const PipelineArchive& archive, std::vector<id<MTLFunc
       } catch (const std::exception&) {  // such as a lack of memory: later processes compile again
       }
     });
-  } catch (const std::system_error&) {  // no thread: the same
+  } catch (const std::system_error&) {  // no thread: later processes compile again
   }
 }
 
 void Kernels::build(const Device& device, std::span<const std::size_t> indices,
                     const std::vector<id<MTLFunction>>& functions, NSArray<id<MTLBinaryArchive>>* archives) {
   struct Outcome {
-    id<MTLComputePipelineState> pipeline;  // null: there is an error
+    id<MTLComputePipelineState> pipeline;  // null if there is an error
     NSError* error;
     double seconds;
   };

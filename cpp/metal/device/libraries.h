@@ -17,23 +17,23 @@ namespace metal_prefill::metal {
 
 struct Libraries {
   std::map<std::string, id<MTLLibrary>> by_kernel;
-  bool compiled = false;  // when the package was built
+  bool compiled = false;  // with the package
 
   // Null if no library has the kernel.
   id<MTLFunction> function(const std::string& kernel) const;
   void add(const Libraries& others) { by_kernel.insert(others.by_kernel.begin(), others.by_kernel.end()); }
 };
 
-// The libraries of all sources but those below. If compiled here, they have these variants of kernels (see
-// shaders/variants.h) and all kernels without variants. Throws a DeviceError that names a source that does
-// not compile.
+// Opens the libraries of all sources except those of the functions below. If compiled here, they have these
+// variants of kernels (see shaders/variants.h) and all kernels without variants. Throws DeviceError naming a
+// source that does not compile.
 Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants);
-// The library of the trial, which the others do not contain.
+// Opens the library of the trial, which the others do not contain.
 Libraries open_trial(id<MTLDevice> device);
-// See compile_shaders.
+// Implements compile_shaders.
 std::vector<CompiledSource> compile_sources(id<MTLDevice> device);
-// The library of one source of tensor kernels, with these variants. It is always compiled here, and
-// separately: systems that lack the language or its headers have the other libraries.
+// Opens the library of one source of tensor kernels, with these variants. Always compiled here and
+// separately, so that systems without the language or its headers can use the other libraries.
 Libraries open_tensors(id<MTLDevice> device, std::string_view source, const std::set<std::string>& variants);
 
 }  // namespace metal_prefill::metal

@@ -31,9 +31,9 @@ id<MTLLibrary> compiled_library(id<MTLDevice> device) {
   return [device newLibraryWithURL:[NSURL fileURLWithPath:to_ns(path.string())] error:&error];
 }
 
-// Fast maths, Metal's default, assumes that there is no infinity and no NaN, which argmax needs. The default
+// Fast maths, Metal's default, assumes that there are no infinities and NaNs, which argmax needs. The default
 // language is the newest that the system supports: with an older one, all systems compile the same.
-// `variants`: of kernels; null: all.
+// `variants` are those of kernels; null selects all.
 MTLCompileOptions* compile_options(const std::set<std::string>* variants, ShaderLanguage language) {
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
 #pragma clang diagnostic push
@@ -62,7 +62,7 @@ MTLCompileOptions* compile_options(const std::set<std::string>* variants, Shader
 }
 
 struct Compiled {
-  id<MTLLibrary> library;  // null: there is an error
+  id<MTLLibrary> library;  // null if there is an error
   NSError* error;
 };
 

@@ -7,7 +7,7 @@
 
 namespace metal_prefill::metal {
 
-// The pages of a session, and the pass that was sent ahead for it.
+// The pages of a session, and the pass that was started ahead of its request.
 class MetalEngine::MetalCache final : public Cache {
  public:
   explicit MetalCache(MetalEngine& engine) : Cache(engine.memory_), metal_(engine) { ++metal_.sessions_; }
@@ -36,14 +36,13 @@ class MetalEngine::MetalCache final : public Cache {
   void write_state(const StateRef& state, int layer, const float* in) override;
 
   void keep_ahead(Ahead ahead) { ahead_ = std::make_unique<Ahead>(std::move(ahead)); }
-  // The pass that computes the chunk, if it was sent ahead; otherwise null, and no pass is in flight. The
-  // chunk's state is then the one that the pass writes.
+  // Returns the pass that computes the chunk, if it was sent ahead, and sets the chunk's state to the one
+  // that the pass writes. Otherwise returns null, and no pass is in flight.
   std::unique_ptr<Ahead> take_ahead(Chunk& chunk);
-  // The GPU may still run it and write to a page that another session takes now: later passes and blits wait
-  // for it (see SlotUse).
+  // Drops the pass, which the GPU may still run and which may write to a page that another session now takes:
+  // later passes and blits wait for it (see SlotUse).
   void drop_ahead() {
-    // A forked process has no GPU to wait for, so it drops the passes of its parent; nor has one whose GPU is
-    // lost.
+    // A forked process, or one whose GPU is lost, cannot wait for the GPU: it leaks the pass.
     if (ahead_ && (metal_.forked_ || gpu_is_lost())) {
       [[maybe_unused]] const Ahead* left = ahead_.release();
     }
@@ -57,7 +56,7 @@ class MetalEngine::MetalCache final : public Cache {
   };
   PaddedRows heads_of(int layer, bool values, int positions) const;
   PaddedRows rows_of_state(int layer) const;
-  // Where keys or values of a layer, and its state, are.
+  // Locations of a layer's keys or values, and of its state.
   std::vector<Slots::Range> ranges_of(int layer, bool values, int positions) const;
   Slots::Range range_of(const StateRef& state, int layer, const PaddedRows& rows) const;
 

@@ -48,14 +48,14 @@ std::unique_ptr<MetalEngine::Ahead> MetalEngine::MetalCache::take_ahead(Chunk& c
 
 void MetalEngine::MetalCache::reserve(int kept, int end, CallCounters& counters) {
   metal_.require_unforked();
-  // Rows from `kept` on are overwritten: work sent ahead remains valid if it starts there, or later.
+  // Rows from `kept` on are overwritten: a pass sent ahead remains valid if it starts there or later.
   if (ahead_ && kept < ahead_->position) drop_ahead();
   const AutoreleasePool pool;
   metal_.rope_tables_.reserve(metal_.device_.counting(counters), end);
   Cache::reserve(kept, end, counters);
 }
 
-// Rows are exported and imported without the dimensions that padding added to them.
+// Exported and imported rows do not have the dimensions that padding added.
 void MetalEngine::MetalCache::read(int layer, bool values, int positions, std::byte* out) const {
   metal_.require_unforked();
   without_padding(heads_of(layer, values, positions), out,
@@ -103,7 +103,7 @@ Slots::Range MetalEngine::MetalCache::range_of(const StateRef& state, int layer,
   return {state.slot(), first * sizeof(float), rows.count * rows.padded_bytes};
 }
 
-// Heads of K or V.
+// Rows that are heads of K or V.
 MetalEngine::MetalCache::PaddedRows MetalEngine::MetalCache::heads_of(int layer, bool values,
                                                                       int positions) const {
   const Config own = metal_.config().of_layer(layer), padded = metal_.padded_.config.of_layer(layer);

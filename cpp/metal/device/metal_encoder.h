@@ -13,9 +13,9 @@ namespace metal_prefill::metal {
 // State of the GPU when a pass is encoded.
 enum class Gpu { kIdle, kBusy };
 
-// Encodes the dispatches of a pass in command buffers, which run one after another, and after those of
-// earlier passes. The first is committed early if the GPU is idle, so that it need not wait until the host
-// has encoded the pass, others when they have enough work: macOS ends a command buffer that runs for seconds.
+// Encodes the dispatches of a pass in command buffers, which run in order, after those of earlier passes. If
+// the GPU is idle, the first is committed early, so that it starts before the host has encoded the whole
+// pass. Others are committed when they have enough work: macOS ends a command buffer that runs for seconds.
 class MetalEncoder final : public Encoder {
  public:
   // `label` names the pass in errors.
@@ -23,9 +23,9 @@ class MetalEncoder final : public Encoder {
   // Waits for the GPU if finish() was not called: until then it uses the buffers of the pass.
   ~MetalEncoder() override;
 
-  // Commits the rest, and returns the last command buffer.
+  // Commits the remaining dispatches and returns the last command buffer.
   id<MTLCommandBuffer> send();
-  // Waits for the GPU. Throws DeviceError when it failed in any of the command buffers.
+  // Waits for the GPU. Throws DeviceError if any of the command buffers failed.
   void finish();
 
   std::size_t max_threads(const KernelKey& key) const override { return kernels_.max_threads(key); }
@@ -36,7 +36,7 @@ class MetalEncoder final : public Encoder {
  private:
   void begin();
   void commit();
-  // Whether the step may, and should, be the first of another command buffer.
+  // Whether another command buffer may, and should, begin with the step.
   bool cuts_before(const Step& step) const;
 
   const Device& device_;
@@ -44,10 +44,10 @@ class MetalEncoder final : public Encoder {
   const std::string label_;
   const Gpu gpu_;
   std::vector<id<MTLCommandBuffer>> committed_;
-  id<MTLCommandBuffer> commands_;  // being encoded; null: none
+  id<MTLCommandBuffer> commands_;  // being encoded; null if there is none
   id<MTLComputeCommandEncoder> encoder_;
   int dispatches_ = 0;  // in commands_
-  double work_ = 0;     // of them
+  double work_ = 0;     // of these dispatches
 };
 
 // Runs each dispatch in a separate command buffer, waits for it, and appends it with its time to a trace.

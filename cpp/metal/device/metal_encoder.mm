@@ -13,10 +13,10 @@ namespace metal_prefill::metal {
 
 namespace {
 
-constexpr std::size_t kMostBindings = 16;  // of a dispatch, without its arguments
+constexpr std::size_t kMostBindings = 16;  // maximum of a dispatch, without its arguments
 
 // Dispatches of the first command buffer of a pass. Encoding them takes the host some tens of microseconds,
-// about what committing a command buffer costs.
+// about as long as committing a command buffer.
 constexpr int kFirstDispatches = 64;
 
 id<MTLComputeCommandEncoder> encoder_of(id<MTLCommandBuffer> commands) {
@@ -27,12 +27,12 @@ id<MTLComputeCommandEncoder> encoder_of(id<MTLCommandBuffer> commands) {
   return encoder;
 }
 
-// The encoder is not retained for every message, since every dispatch of every token comes through here.
+// Does not retain the encoder for each message, since every dispatch of every token is encoded here.
 void encode_step(__unsafe_unretained id<MTLComputeCommandEncoder> encoder, const Step& step,
                  bool after_barrier, const Kernels& kernels) {
   if (after_barrier) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
   [encoder setComputePipelineState:kernels.pipeline(step.kernel)];
-  // One message for all buffers; the array holds no references itself.
+  // One message sets all buffers; the array holds no references itself.
   std::array<__unsafe_unretained id<MTLBuffer>, kMostBindings> buffers;
   std::array<NSUInteger, kMostBindings> offsets;
   const std::size_t n = step.buffers.size();
@@ -50,7 +50,7 @@ void encode_step(__unsafe_unretained id<MTLComputeCommandEncoder> encoder, const
           threadsPerThreadgroup:MTLSizeMake(grid.threads, 1, 1)];
 }
 
-// A buffer is copied once for all of its views: the keys and the values of every layer are in one.
+// Copies each buffer once for all of its views, as one buffer has the keys and values of every layer.
 std::vector<Contents> contents_of(const Device& device, std::span<const View> views) {
   std::map<void*, std::shared_ptr<const std::vector<std::byte>>> copies;
   std::vector<Contents> found;
@@ -94,7 +94,7 @@ MetalEncoder::~MetalEncoder() {
 void MetalEncoder::begin() {
   commands_ = device_.command_buffer(label_, References::kUnretained);
   encoder_ = encoder_of(commands_);
-  // The buffers are not tracked: without a fence the GPU may run command buffers of a queue at the same time.
+  // The buffers are untracked: without a fence the GPU may run command buffers of a queue at the same time.
   if (!committed_.empty() || gpu_ == Gpu::kBusy) [encoder_ waitForFence:device_.fence()];
 }
 
@@ -102,7 +102,7 @@ void MetalEncoder::commit() {
   [encoder_ updateFence:device_.fence()];
   [encoder_ endEncoding];
   encoder_ = nil;
-  // A command buffer whose commit throws will never complete: it is not waited for.
+  // Appended only after the commit: a command buffer whose commit throws never completes.
   committed_.reserve(committed_.size() + 1);
   device_.commit(commands_);
   committed_.push_back(std::exchange(commands_, nil));
@@ -132,7 +132,7 @@ id<MTLCommandBuffer> MetalEncoder::send() {
 }
 
 void MetalEncoder::finish() {
-  // After a failure Metal may abort the later ones as well: the first error gives the reason.
+  // After a failure Metal may abort later command buffers as well: the first error has the cause.
   for (id<MTLCommandBuffer> commands : committed_) wait_for(commands, Interrupts::kTaken);
   for (id<MTLCommandBuffer> commands : std::exchange(committed_, {})) device_.check(commands);
 }

@@ -51,7 +51,7 @@ class MetalEngine final : public Engine, private PassInspector {
   std::unique_ptr<Cache> make_cache(int max_context) override;
   CacheMemory& memory() override { return memory_; }
   int pass_rows() const override { return forward_.pass_rows(); }
-  // The host reads rows of the inputs of layers, so it must know the tokens of a pass.
+  // The host reads rows of the layers' inputs, so it must know the tokens of a pass.
   bool runs_ahead() const override { return config().per_layer_dim == 0; }
   int exact_rows() const override { return std::min(kFewTokens, pass_rows()); }
   void forward(std::span<Chunk> chunks, CallCounters& counters) override;

@@ -1,4 +1,4 @@
-// Compiled pipelines of earlier processes, in the user's folder of caches.
+// Compiled pipelines of earlier processes, in the user's cache folder.
 #pragma once
 
 #import <Foundation/Foundation.h>
@@ -15,18 +15,18 @@ namespace metal_prefill::metal {
 // Python deletes the least recently used files.
 class PipelineArchive {
  public:
-  // `folder` is specific to one build of the system and one version of the package; empty: nothing is stored.
+  // `folder` is specific to a build of the system and a version of the package; empty: nothing is stored.
   PipelineArchive(id<MTLDevice> device, const std::string& folder, std::span<const std::string> kernels);
 
   bool is_kept() const { return !folder_.empty(); }
-  // Null if no process has stored one, or if it is damaged.
+  // Reads the archive. Null if no process has stored one, or if it is damaged.
   id<MTLBinaryArchive> read() const;
-  // Compiles the functions into an archive for later processes. Does nothing if that fails: they compile
-  // again.
+  // Compiles the functions into an archive for later processes. If that fails, does nothing: later processes
+  // compile again.
   void write(std::span<const id<MTLFunction>> functions) const;
 
  private:
-  std::vector<std::string> files() const;  // of this set of kernels
+  std::vector<std::string> files() const;  // archives of this set of kernels
 
   id<MTLDevice> device_;
   const std::string folder_, set_;

@@ -22,7 +22,7 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kSuffix = ".pipelines";
 
-// Empty if the file cannot be read.
+// Checksum of a file; empty if it cannot be read.
 std::optional<std::string> checksum_of(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return std::nullopt;
@@ -71,7 +71,7 @@ id<MTLBinaryArchive> PipelineArchive::read() const {
 
 void PipelineArchive::write(std::span<const id<MTLFunction>> functions) const {
   if (!is_kept()) return;
-  static std::mutex writing;  // threads of a process share the name of the incomplete file
+  static std::mutex writing;  // threads of a process share the name of the temporary file
   const std::scoped_lock lock(writing);
   id<MTLBinaryArchive> archive = open(device_, "");
   for (id<MTLFunction> function : functions) {

@@ -11,7 +11,7 @@ namespace metal_prefill::metal {
 
 namespace {
 
-// The system reads one block while the thread waits for the pages of the previous one.
+// While the thread waits for the pages of one block, the system reads the next.
 constexpr std::size_t kBlock = std::size_t(8) << 20;
 
 void ask_for(std::span<const std::byte> part, std::size_t begin) {

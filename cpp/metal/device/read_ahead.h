@@ -9,8 +9,8 @@
 
 namespace metal_prefill::metal {
 
-// Loads the pages of parts of a mapping into memory from the first to the last, on a thread. Residency would
-// request them in a different order, which takes longer from a disk.
+// Loads the pages of parts of a mapping into memory in order, on a thread. Residency would request them in a
+// different order, which takes longer from a disk.
 class ReadAhead {
  public:
   // Each part begins at a page.
@@ -19,7 +19,7 @@ class ReadAhead {
   ReadAhead(const ReadAhead&) = delete;
   ReadAhead& operator=(const ReadAhead&) = delete;
 
-  void wait();  // until all of it is in memory
+  void wait();  // until all parts are in memory
 
  private:
   void read(std::span<const std::byte> part) const;

@@ -16,12 +16,12 @@
 
 namespace metal_prefill::metal {
 
-// macOS may take memory from the GPU while no command buffer uses it, and the next pass then waits for it.
-// From version 15 on residency sets prevent that. Other programs can make it take a whole set, so there are
-// several. All objects of a process together keep at most 65% of the machine's memory, and no more than the
-// device holds. Version 26 forgets a request after about a second, so a thread repeats it while the memory is
-// in use, and for `kept_seconds` after that. Does nothing before version 15, if the SDK of the build lacked
-// residency sets, or if the GPU is not native.
+// macOS may evict memory from the GPU while no command buffer uses it, and the next pass then waits for it.
+// From version 15 on residency sets prevent that. Other programs can cause macOS to evict a whole set, so
+// there are several. All objects of a process together keep at most 65% of the machine's memory, and no more
+// than the device holds. Version 26 forgets a request after about a second, so a thread repeats it while the
+// memory is in use, and for `kept_seconds` after that. Does nothing before version 15, if the SDK of the
+// build lacked residency sets, or if the GPU is not native.
 class Residency {
  public:
   Residency(const Device& device, double kept_seconds, bool is_wanted);
@@ -31,7 +31,7 @@ class Residency {
 
   void add(id<MTLBuffer> buffer);
   void remove(id<MTLBuffer> buffer);  // does nothing if it was not added
-  // A pass is about to use the memory.
+  // Call before a pass uses the memory.
   void used();
   std::size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
@@ -45,7 +45,7 @@ class Residency {
   Set* set_with_room(std::size_t bytes);
   void commit(const Set& changed);
   void request();
-  void keep();  // task of the thread
+  void keep();  // runs on the thread
 
   id<MTLDevice> device_;
   id<MTLCommandQueue> queue_;
@@ -59,7 +59,7 @@ class Residency {
   std::condition_variable changed_;
   Clock::time_point last_use_;
   bool ends_ = false;
-  std::thread thread_;  // from the first use on
+  std::thread thread_;  // started at the first use
 };
 
 }  // namespace metal_prefill::metal

@@ -17,13 +17,13 @@ namespace {
 // Half of the time after which macOS 26 releases memory that was not requested again.
 constexpr std::chrono::milliseconds kInterval(500);
 
-constexpr std::size_t kMostSets = 32;      // of a queue
-constexpr std::size_t kSetsOfDevice = 20;  // of equal sizes that fill the working set
+constexpr std::size_t kMostSets = 32;      // maximum of a queue
+constexpr std::size_t kSetsOfDevice = 20;  // sets of equal size that fill the working set
 
-// Bytes in sets of all objects of this process.
+// Bytes in the sets of all Residency objects of this process.
 std::atomic<std::size_t> of_process{0};
 
-// Beyond it other programs lose their memory.
+// Maximum bytes of the process. Beyond it, other programs lose their memory.
 std::size_t most_of_process(id<MTLDevice> device) {
   return std::min<std::size_t>(device.recommendedMaxWorkingSetSize, half_of_the_memory() / 10 * 13);
 }
@@ -73,7 +73,7 @@ Residency::Set* Residency::set_with_room(std::size_t bytes) {
   return smallest == sets_.end() ? nullptr : &*smallest;
 }
 
-// Memory beyond the limit is managed as usual.
+// Memory beyond the limit is not added, and macOS manages it as usual.
 void Residency::add(id<MTLBuffer> buffer) {
   const std::size_t length = buffer.length;
   if (!is_wanted_) return;
@@ -118,7 +118,7 @@ void Residency::used() {
   }
   try {
     thread_ = std::thread([this] { keep(); });
-  } catch (const std::system_error&) {  // no thread: macOS may release the memory in a pause
+  } catch (const std::system_error&) {  // no thread: macOS may evict the memory while the engine is idle
   }
 }
 
@@ -133,7 +133,7 @@ void Residency::keep() {
   const auto in_use = [this] { return Clock::now() - last_use_ < kept_; };
   while (!ends_) {
     if (in_use()) {
-      lock.unlock();  // the request may take long, and passes need not wait for it here
+      lock.unlock();  // the request may take long, and passes must not wait for it
       request();
       lock.lock();
       changed_.wait_for(lock, kInterval, [this] { return ends_; });

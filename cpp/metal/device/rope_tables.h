@@ -1,4 +1,4 @@
-// The rotations of rotary embedding, which depend on the position alone.
+// Tables of rotary embedding, which depend on the position alone.
 #pragma once
 
 #include <atomic>
@@ -18,9 +18,9 @@ class RopeTables {
  public:
   explicit RopeTables(const Model& model);
 
-  // Throws DeviceError without a change.
+  // Extends the tables to `positions`. Throws DeviceError without a change.
   void reserve(const Device& device, int positions);
-  // The table of each layer, valid for the reserved positions however the tables grow later.
+  // The table of each layer. Stays valid for the reserved positions when the tables grow later.
   using ByLayer = std::shared_ptr<const std::vector<id<MTLBuffer>>>;
   ByLayer by_layer() const;
   std::size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }

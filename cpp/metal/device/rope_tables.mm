@@ -27,7 +27,7 @@ void RopeTables::reserve(const Device& device, int positions) {
         values.push_back(turn.sin);
       }
     }
-    if (values.empty()) values.resize(2);  // rope_dim may be 0, a buffer's length may not
+    if (values.empty()) values.resize(2);  // rope_dim may be 0, but a buffer may not be empty
     const std::size_t bytes = values.size() * sizeof(float);
     id<MTLBuffer> buffer = device.allocate(traits_of(BufferName::kRopeTable).label, bytes, Access::kGpu);
     device.upload({{{buffer, 0, bytes}}}, values.data());

@@ -1,4 +1,4 @@
-// How the engine sends passes to the GPU, waits for them and delivers their results.
+// Sends passes to the GPU, waits for them and delivers their results.
 #include "sent_passes.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace metal_prefill::metal {
 // The buffers of a pass: pages, states and activations.
 class MetalEngine::Buffers final : public PassBuffers {
  public:
-  // `choices`: the results of the previous pass, or null.
+  // `choices` are the results of the previous pass, or null.
   Buffers(const MetalEngine& engine, const Device& device, PassMemory& memory,
           RopeTables::ByLayer rope_tables, id<MTLBuffer> choices)
       : engine_(engine),
@@ -60,9 +60,9 @@ std::vector<PassChunk> shapes_of(std::span<Chunk* const> chunks) {
   return shapes;
 }
 
-// The chunks with the next tokens, in a pass that is sent ahead.
+// The chunks of the next tokens, for a pass that is sent ahead.
 std::vector<Chunk> chunks_after(std::span<Chunk* const> chunks) {
-  static constexpr TokenId kUnknown[] = {0};  // the host writes no tokens that a kernel reads
+  static constexpr TokenId kUnknown[] = {0};  // placeholder: kernels read the tokens from the previous pass
   std::vector<Chunk> next(chunks.size());
   for (std::size_t i = 0; i < chunks.size(); ++i) {
     const Chunk& chunk = *chunks[i];
@@ -83,7 +83,7 @@ void copy(std::span<const T> from, const View& to, std::size_t index = 0) {
 
 }  // namespace
 
-// Results of chunks with few tokens are bit-identical to those of the chunk alone. This takes a pass without
+// Results of chunks with few tokens are bit-identical to those of the chunk alone only in a pass without
 // longer chunks.
 void MetalEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
   require_unforked();
@@ -112,8 +112,8 @@ MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chu
 void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
   const AutoreleasePool pool;
   if (chunks[0]->trace) return trace_pass(chunks, counters);
-  // References to states are made before the hold, and dropped after it: a thread that takes a slot has
-  // locked the pool of states while it waits for the hold to grow the slots.
+  // States are retained before the hold and released after it: a thread that takes a slot holds the lock of
+  // the pool of states while it waits for the hold to grow the slots.
   std::vector<RequestedPass> passes;
   std::vector<Chunk*> others = take_ahead(chunks, passes);
   const bool goes_on = std::all_of(chunks.begin(), chunks.end(), [](const Chunk* chunk) {
@@ -124,7 +124,7 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
   std::shared_ptr<SentPass> next;
   const std::scoped_lock hold(slot_use_.mutex);
   if (!others.empty()) passes.push_back({std::make_shared<SentPass>(*this, others, nil), std::move(others)});
-  // The following pass finds its tokens in these rows.
+  // The next pass reads its tokens from these rows.
   if (goes_on && std::equal(chunks.begin(), chunks.end(), passes[0].chunks.begin(), passes[0].chunks.end()))
     next = send_after(after, *passes[0].pass);
   for (const auto& [pass, asking] : passes) {
@@ -179,11 +179,11 @@ void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& count
   deliver(rows, chunks, *memory);
 }
 
-// Sends the pass with the tokens that `before` chooses. Returns null if that fails: the present call does not
-// need the pass.
+// Sends the pass with the tokens that `before` chooses. Returns null if that fails, as the current call does
+// not need the pass.
 std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk> chunks,
                                                                const SentPass& before) {
-  std::vector<TokenId> chosen(chunks.size(), -1);  // filled by the calls that request the pass, not here
+  std::vector<TokenId> chosen(chunks.size(), -1);  // filled by the call that requests the pass, not here
   std::vector<Chunk*> pointers;
   for (std::size_t i = 0; i < chunks.size(); ++i) {
     chunks[i].output = GreedyOutput{.choices = {.chosen = {&chosen[i], 1}}};
@@ -237,7 +237,7 @@ void MetalEngine::fill(const PassTables& tables, const PassRows& rows, std::span
       copy(scored->targets, tables.targets, std::size_t(run.row - rows.scored.first));
 }
 
-// Rows of the embedding of the inputs of layers, which stays in the mapped file.
+// Fills rows of the embedding of layer inputs, which stays in the mapped file.
 void MetalEngine::fill_layer_rows(const View& out, const PassRows& rows,
                                   std::span<Chunk* const> chunks) const {
   const Tensor& table = model_.per_layer_embedding;
@@ -259,7 +259,7 @@ void MetalEngine::fill_layer_rows(const View& out, const PassRows& rows,
       }
     }
   }
-  // The system maps many pages around each row.
+  // The system has mapped many pages around each row.
   release_pages(table.data, table.bytes);
 }
 
@@ -273,7 +273,7 @@ void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks,
     const auto* logits = static_cast<const float*>(contents(BufferName::kHostLogits));
     return logits + std::size_t(run.row - rows.logits.first) * vocab_size;
   };
-  // Hidden states: rows of the residual stream follow those that are normed.
+  // Hidden states: rows of the residual stream come after normalized ones.
   const std::size_t padded_dim = std::size_t(padded_.config.dim);
   const auto states_of = [&](const RowRun& run) {
     const auto* states = static_cast<const float*>(contents(BufferName::kHidden));

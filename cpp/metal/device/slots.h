@@ -1,4 +1,4 @@
-// A pool's slots of one size on the GPU: pages of K and V, or states.
+// Slots of equal size of a pool on the GPU: pages of K and V, or states.
 #pragma once
 
 #include <cstddef>
@@ -13,20 +13,20 @@
 
 namespace metal_prefill::metal {
 
-// The use of an engine's slots, of pages and of states together. Their buffers belong to the holder of the
-// mutex: they do not move, and no other thread accesses them. Command buffers that an earlier holder left on
-// the GPU may access them, so that the passes of one engine follow each other.
+// Synchronizes the use of an engine's slots, both pages and states. Their buffers belong to the holder of the
+// mutex: they are not replaced, and no other thread accesses them. Command buffers of an earlier holder may
+// still access them on the GPU, so passes of one engine run in order.
 struct SlotUse {
   std::mutex mutex;
-  // The last of these command buffers; null: there is none. Encoders of passes wait for them by the fence.
+  // The last of these command buffers; null if there is none. Encoders of passes wait for it by the fence.
   id<MTLCommandBuffer> left;
 
-  // Waits for them: blits do not wait for the fence.
+  // Waits for `left`: blits do not wait for the fence.
   void settle();
 };
 
-// All slots are in one buffer, so that a kernel finds a slot by its number. When more are needed, a larger
-// buffer replaces the old one, with its contents.
+// All slots are in one buffer, so that a kernel finds a slot by its number. When more are needed, the
+// contents move to a larger buffer.
 class Slots final : public PageStore {
  public:
   // With `poison`, slots are filled with NaN whenever they are taken, which reveals kernels that read
@@ -47,16 +47,16 @@ class Slots final : public PageStore {
   void copy(PageId from, PageId to, int positions) override;
   void taken(PageId slot) override;
 
-  // Bytes of a slot.
+  // A range of bytes of a slot.
   struct Range {
     PageId slot;
     std::size_t offset, bytes;
   };
-  // Copies ranges, one after the other, to or from the memory of the host.
+  // Copies ranges in order to or from contiguous memory of the host.
   void read(std::span<const Range> ranges, void* out);
   void write(std::span<const Range> ranges, const void* in);
 
-  // A place in the first slot, for the holder of the mutex.
+  // A location in the first slot, for the holder of the mutex.
   View view(BufferName name, std::size_t offset) const { return view_of(buffer_, name, offset); }
 
  private:
@@ -66,8 +66,8 @@ class Slots final : public PageStore {
   Residency& residency_;
   SlotUse& use_;
   id<MTLBuffer> buffer_;
-  const std::string label_;  // of the buffer
-  const std::string what_;   // in messages
+  const std::string label_;  // label of the buffer
+  const std::string what_;   // name in messages
   const std::size_t slot_bytes_;
   const bool poison_;
 };

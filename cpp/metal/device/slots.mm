@@ -62,7 +62,7 @@ void Slots::copy(PageId from, PageId to, int) {
   const AutoreleasePool pool;
   const std::scoped_lock lock(use_.mutex);
   use_.settle();
-  // The whole slot: rows after the kept ones are meaningless in both.
+  // Copies the whole slot: rows after the kept ones are meaningless in both.
   blit(device_, "a copy of a slot of " + what_, [&](id<MTLBlitCommandEncoder> encoder) {
     [encoder copyFromBuffer:buffer_
                sourceOffset:from * slot_bytes_

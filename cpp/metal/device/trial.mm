@@ -29,8 +29,8 @@ namespace {
 constexpr int kBlock = 8;
 constexpr NSUInteger kLanes = 32;
 
-// Whole numbers: operands are exact in half, products and sums in float, but not in half. Row and column
-// matter, so that a transposed or misplaced block shows.
+// Integers: operands are exact in half, products and sums in float, but not in half. Values depend on row and
+// column, so that a transposed or misplaced block is detected.
 int x_at(int row, int column) {
   return (5 * row + 31 * column) % 127 - 63;
 }
@@ -54,9 +54,9 @@ struct Trial {
   NSUInteger threads;
   std::vector<Bytes> buffers;  // by binding
   std::size_t output;          // the binding of the results
-  Bytes args;                  // bound after the buffers; empty: there are none
-  Bytes expected;              // of the output
-  bool half_results = false;   // else float
+  Bytes args;                  // bound after the buffers; empty if there are none
+  Bytes expected;              // expected results
+  bool half_results = false;   // whether results are half rather than float
 };
 
 float result_at(const void* results, bool half, std::size_t i) {
@@ -97,7 +97,7 @@ std::string failure_of(const Trial& trial, const Libraries& libraries, id<MTLDev
                                          options:MTLResourceStorageModeShared]);
     if (!buffers.back()) return "it gave no memory";
   }
-  id<MTLCommandBuffer> commands = [queue commandBuffer];  // which keeps the buffers
+  id<MTLCommandBuffer> commands = [queue commandBuffer];  // keeps the buffers
   commands.label = to_ns(kernel);
   id<MTLComputeCommandEncoder> encoder = [commands computeCommandEncoder];
   if (!encoder) return "it gave no encoder";
@@ -130,7 +130,7 @@ Bytes operand(int rows, int columns, int (*at)(int, int)) {
   return bytes_of(values);
 }
 
-// x w^T + addend, row by row.
+// Computes x w^T + addend, row by row.
 std::vector<float> product(int x_rows, int w_rows, int columns, float addend) {
   std::vector<float> results(std::size_t(x_rows) * std::size_t(w_rows), addend);
   for (int i = 0; i < x_rows; ++i)
@@ -140,8 +140,8 @@ std::vector<float> product(int x_rows, int w_rows, int columns, float addend) {
   return results;
 }
 
-// A block, the sum of the lanes' numbers in each lane, and the block without the maximum and without the sum
-// of each row.
+// Expects a block, the sum of the lane indices in each lane, and the block minus the maximum and minus the
+// sum of each row.
 Trial trial_of_simdgroups() {
   const std::vector<float> block = product(kBlock, kBlock, kBlock, 0.0f);
   std::vector<float> expected = block, without_sums;
@@ -163,7 +163,7 @@ Trial trial_of_simdgroups() {
           .expected = bytes_of(expected)};
 }
 
-// Two tiles each way, the last of them partial, with more columns than a step, added to ones.
+// Two tiles in each dimension, the last ones partial, with more columns than one step, added to ones.
 Trial trial_of_tensors(const char* kernel, int tile_tokens, int tile_rows, int columns) {
   const int tokens = tile_tokens + 3, rows = tile_rows + 5;
   const MatmulArgs args = {.weights = {.offset = {},
@@ -186,13 +186,13 @@ Trial trial_of_tensors(const char* kernel, int tile_tokens, int tile_rows, int c
           .expected = bytes_of(expected)};
 }
 
-// Attention that finds one key for each row: its score exceeds the others by so much that their weights are
-// exactly 0, and the result is its value. Two tiles, two pages that are not in order, keys of earlier chunks.
-// The key after a row's own would exceed all others if it were seen, and beyond the last key there is NaN.
+// Attention that finds one key per row: its score exceeds the others by so much that their weights are
+// exactly 0, and the result is its value. Covers two tiles, two unordered pages, and keys of earlier chunks.
+// The key after a row's own would exceed all others if it were seen; keys after the last one are NaN.
 Trial trial_of_attention(const char* kernel, int dims) {
   constexpr int kHeads = 3, kTokens = 40, kPosition = 30, kEnd = kPosition + kTokens;
   constexpr int kRows = kHeads * kTokens, kPool = 2 * PAGE_POSITIONS;
-  constexpr int kDistinct = 64;  // keys with a separate dimension each; others repeat the first
+  constexpr int kDistinct = 64;  // keys with their own dimension; others repeat the first ones
   static_assert(kEnd < kPool && kEnd > PAGE_POSITIONS && kRows > ATTENTION_TENSOR_ROWS);
   const auto at = [&](int row, int d) { return std::size_t(row * dims + d); };
   const auto place = [](int key) { return (key + PAGE_POSITIONS) % kPool; };
@@ -205,12 +205,12 @@ Trial trial_of_attention(const char* kernel, int dims) {
       values[at(place(key), d)] = float_to_half(float(w_at(key, d)));
     }
   for (int row = 0; row < kRows; ++row) {
-    constexpr int kFirst = kEnd - kDistinct;  // of the keys that are not repeated
+    constexpr int kFirst = kEnd - kDistinct;  // first of the keys that are not repeated
     const int position = kPosition + row / kHeads, after = position + 1;
     const int wanted = std::min(kFirst + 11 * row % (position - kFirst), kDistinct - 1);
     q[at(row, wanted)] = 64.0f;
     q[at(row, after % kDistinct)] = 128.0f;
-    const int found = after < kDistinct ? wanted : after % kDistinct;  // which the one after repeats
+    const int found = after < kDistinct ? wanted : after % kDistinct;  // the key that the next one repeats
     for (int d = 0; d < dims; ++d) expected[at(row, d)] = float_to_half(float(w_at(found, d)));
   }
   std::vector<AttentionTile> tiles;
@@ -267,7 +267,7 @@ TensorFailures failures_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue
     const auto failure = [&](const char* kernel, int tokens, int rows, int columns) {
       return failure_of(trial_of_tensors(kernel, tokens, rows, columns), libraries, device, queue);
     };
-    constexpr int kEdge = MATMUL_K + kBlock;  // columns whose last step is partial
+    constexpr int kEdge = MATMUL_K + kBlock;  // columns with a partial last step
     for (const auto& [kernel, tile] : {std::pair("matmul_tensor_f16_narrow", MATMUL_NARROW_TILE),
                                        std::pair("matmul_tensor_f16_wide", MATMUL_WIDE_TILE)})
       if (std::string why = failure(kernel, tile, tile, kEdge); !why.empty()) return {.any = std::move(why)};
@@ -285,7 +285,7 @@ std::string text_of(const TensorFailures& failures) {
   return text + sum.text();
 }
 
-// Nothing if the file is missing or damaged.
+// Returns nullopt if the file is missing or damaged.
 std::optional<TensorFailures> read_failures(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   TensorFailures failures;
@@ -306,7 +306,7 @@ TensorFailures stored_failures_of_tensor_trial(id<MTLDevice> device, id<MTLComma
   const fs::path path = fs::path(folder) / (checksum_of_kernels(device, {}) + ".trial");
   if (const auto known = read_failures(path)) return *known;
   TensorFailures failures = failures_of_tensor_trial(device, queue);
-  std::error_code ignored;  // such as a read-only folder: later processes try again
+  std::error_code ignored;  // such as a read-only folder: later processes run the trial again
   fs::create_directories(folder, ignored);
   const fs::path part = path.string() + "." + std::to_string(getpid());
   if (std::ofstream(part, std::ios::binary) << text_of(failures)) fs::rename(part, path, ignored);

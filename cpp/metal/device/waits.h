@@ -1,4 +1,4 @@
-// Waits for the GPU and for Metal's compiler that end if neither answers, or if the user interrupts them.
+// Waits for the GPU and for Metal's compiler. They end if no answer arrives, or if the user interrupts them.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -17,29 +17,29 @@
 
 namespace metal_prefill::metal {
 
-// How often a wait looks whether it should end.
+// Interval at which a wait checks whether it should end.
 inline constexpr std::chrono::milliseconds kWaitStep(100);
 
 // Seconds after which a command buffer counts as lost: METAL_PREFILL_PATIENCE, or 60. Those of passes take
 // about a tenth of a second, and macOS ends one that takes some seconds.
 double patience();
 
-// Whether a user may interrupt a wait. It takes the GIL, so the caller must not hold the lock of a pool of
-// pages, or anything else that a thread with the GIL waits for.
+// Whether a user may interrupt a wait. The check takes the GIL, so the caller must not hold the lock of a
+// pool of pages, or any other lock that a thread with the GIL waits for.
 enum class Interrupts { kTaken, kIgnored };
 
-// Returns when the command buffer has completed. Throws DeviceError if it does not within the patience, after
-// which the GPU is lost, or the error of raise_if_interrupted.
+// Waits until the command buffer has completed. Throws DeviceError after `patience()`, from when on the GPU
+// counts as lost, or the error of raise_if_interrupted.
 void wait_for(id<MTLCommandBuffer> commands, Interrupts interrupts);
-// The same for destructors, which cannot be interrupted and wait for seconds only.
+// The same for destructors, without interruption and for a few seconds only.
 void wait_briefly_for(id<MTLCommandBuffer> commands) noexcept;
 // Whether a command buffer never completed. The GPU may still use its buffers, so that engines are not freed.
 bool gpu_is_lost() noexcept;
 
-// Starts `n` jobs that Metal performs on its own threads, and returns their results. A job receives its index
-// and a function that it must call once with its result; it may throw instead. Throws the error of the last
-// failed job, DeviceError if no job ends for a long time, or the error of raise_if_interrupted. Unfinished
-// jobs continue in the last two cases.
+// Starts `n` jobs on Metal's own threads and returns their results. A job receives its index and a function
+// that it must call once with its result; it may throw instead. Throws the error of the last failed job,
+// DeviceError if no job ends for a long time, or the error of raise_if_interrupted. Unfinished jobs continue
+// in the last two cases.
 template <typename Result, typename Start>
 std::vector<Result> run_concurrently(std::size_t n, const Start& start) {
   struct Jobs {
@@ -70,7 +70,7 @@ std::vector<Result> run_concurrently(std::size_t n, const Start& start) {
     }
   }
   using Clock = std::chrono::steady_clock;
-  const std::chrono::duration<double> limit(5 * patience());  // compilers take longer than passes
+  const std::chrono::duration<double> limit(5 * patience());  // compilations take longer than passes
   std::unique_lock lock(jobs->mutex);
   auto last_change = Clock::now();
   for (std::size_t left = jobs->left; jobs->left > 0;) {

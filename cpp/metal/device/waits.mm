@@ -20,11 +20,11 @@ constexpr Seconds kBriefly(10);
 
 std::atomic<bool> is_lost{false};
 
-// A thread that waits for command buffers, one after another, in place of callers that may give up.
+// A thread that waits for command buffers, one at a time, on behalf of callers that may give up.
 struct Waiter {
   std::mutex mutex;
   std::condition_variable changed;
-  id<MTLCommandBuffer> commands;  // null: it has completed
+  id<MTLCommandBuffer> commands;  // null once it has completed
   bool is_left = false;           // the caller gave up: the thread ends after this wait
 
   void serve() {
@@ -43,7 +43,7 @@ struct Waiter {
       changed.notify_all();
     }
   }
-  // Returns whether they have completed, within the limit. `look` may throw.
+  // Returns whether the command buffer completed within the limit. `look` may throw.
   bool wait(id<MTLCommandBuffer> for_them, Seconds limit, void (*look)()) {
     const auto begin = std::chrono::steady_clock::now();
     std::unique_lock lock(mutex);
@@ -71,7 +71,7 @@ class Waiters {
     static auto& waiters = *new Waiters;
     return waiters;
   }
-  // Null if the system gives no thread.
+  // Null if no thread can be started.
   std::shared_ptr<Waiter> take() {
     const std::scoped_lock lock(mutex_);
     if (!idle_.empty()) {
@@ -97,7 +97,7 @@ class Waiters {
   std::vector<std::shared_ptr<Waiter>> idle_;
 };
 
-// Returns whether it has completed; false after `limit`, and then the GPU is lost. `look` may throw.
+// Returns whether the command buffer completed within `limit`; otherwise the GPU is lost. `look` may throw.
 bool has_completed(id<MTLCommandBuffer> commands, Seconds limit, void (*look)()) {
   if (!commands) return true;
   if (is_lost) return false;

@@ -1,4 +1,4 @@
-// Names, types and offsets of the fields of shaders/args_fields.h, for reading recorded arguments.
+// Names, types and offsets of the fields of shaders/args_fields.h, to decode recorded arguments.
 #pragma once
 
 #include <cstddef>

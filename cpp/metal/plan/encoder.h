@@ -18,7 +18,7 @@ struct Grid {
   std::size_t x, y = 1, z = 1;  // threadgroups
   std::size_t threads;          // of a threadgroup
   std::size_t threadgroup_bytes = 0;
-  double work = 0;  // approximate multiply-adds, of kernels with many
+  double work = 0;  // approximate multiply-adds, for kernels with many
 };
 
 // One dispatch, as passed to an encoder. Valid for the duration of the call.
@@ -35,7 +35,7 @@ struct Step {
 
 inline constexpr std::size_t kMaxThreads = 1024;
 
-// Dispatches run in order, except for those of an Overlap, which may run at the same time.
+// Encodes dispatches, which run in order, except for those of an Overlap, which may run concurrently.
 class Encoder {
  public:
   Encoder(const Tuning& tuning, KvType cache) : tuning_(tuning), cache_(cache) {}
@@ -43,7 +43,7 @@ class Encoder {
   Encoder(const Encoder&) = delete;
   Encoder& operator=(const Encoder&) = delete;
 
-  // The dispatches in its scope do not depend on each other.
+  // Declares that the dispatches in its scope do not depend on each other.
   class Overlap {
    public:
     explicit Overlap(Encoder& encoder) : encoder_(encoder) { encoder_.overlap_ = true; }
@@ -72,12 +72,12 @@ class Encoder {
             runs});
   }
 
-  // The layer that the following dispatches are part of.
+  // Sets the layer of the following dispatches.
   void enter_layer(int layer) { layer_ = layer; }
   void leave_layers() { layer_ = -1; }
 
   const Tuning& tuning() const { return tuning_; }
-  // Most threads in a threadgroup of the kernel: of any kernel, unless its pipeline allows fewer.
+  // Maximum threads in a threadgroup of the kernel: kMaxThreads, unless its pipeline allows fewer.
   virtual std::size_t max_threads(const KernelKey&) const { return kMaxThreads; }
   KvType cache() const { return cache_; }
 
@@ -89,7 +89,7 @@ class Encoder {
   const KvType cache_;
   int layer_ = -1;
   bool overlap_ = false;        // in the scope of an Overlap
-  bool needs_barrier_ = false;  // before the next dispatch
+  bool needs_barrier_ = false;  // whether the next dispatch needs one
 };
 
 }  // namespace metal_prefill::metal

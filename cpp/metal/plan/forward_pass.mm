@@ -16,8 +16,8 @@ void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers)
 
   embed(pass);
   for (int layer = 0; layer < config_.n_layers; ++layer) {
-    // The last layer that stores something writes K and V of every row, and continues only with rows that
-    // have an output. Later layers only have those rows.
+    // The last layer with K, V or a state of its own stores those of every row, and continues only with rows
+    // that have an output. Later layers only have those rows.
     e.enter_layer(layer);
     encode_layer(pass, layer, layer <= last_stored_ ? pass.all : pass.wanted,
                  layer < last_stored_ ? pass.all : pass.wanted);
@@ -58,7 +58,7 @@ void ForwardPass::embed(const Pass& pass) const {
   if (inputs_projection_) project_layer_inputs(pass);
 }
 
-// The inputs of all layers from the tokens themselves.
+// Computes the inputs of all layers from the tokens themselves.
 void ForwardPass::project_layer_inputs(const Pass& pass) const {
   const Activations& a = pass.a;
   const Rows& rows = pass.all.rows;
@@ -82,7 +82,7 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& in, const Part
   if (in.rows.count == 0) return;
   const Rows& rows = wanted.rows;
   project_in(pass, layer, in.rows);
-  if (config_.parallel) feed_forward(pass, layer, rows);  // which reads x before attention adds to it
+  if (config_.parallel) feed_forward(pass, layer, rows);  // reads x before attention adds to it
   switch (config_.kind(layer)) {
     case LayerKind::kAttention:
       attention(pass, layer, in, wanted);
@@ -120,7 +120,7 @@ void ForwardPass::feed_forward(const Pass& pass, int layer, const Rows& rows) co
   }
 }
 
-// The input of a layer from the token itself, through a gate that reads the stream.
+// Adds the input of a layer from the token itself, through a gate that reads the stream.
 void ForwardPass::add_layer_input(const Pass& pass, int layer, const Rows& rows) const {
   const Layer& w = layers_[std::size_t(layer)];
   if (rows.count == 0 || !w.input_gate) return;
@@ -143,7 +143,7 @@ void ForwardPass::short_convolution(Pass& pass, int layer, const Rows& wanted) c
     add_residual(pass, w.attn_output, a.conv, a.x.row(std::size_t(wanted.first), config_.dim), wanted);
 }
 
-// The first projections of a layer: for its attention and for its state, from the same input.
+// Encodes the first projections of a layer, for its attention and its state, from the same input.
 void ForwardPass::project_in(const Pass& pass, int layer, const Rows& rows) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
@@ -177,8 +177,8 @@ void ForwardPass::convolve(const Pass& pass, int layer, const View& out, const R
                    wanted.precision(), pass.rows.all.runs);
 }
 
-// In a layer that also has attention, attention adds to the rows first, and convolves them if it rotates
-// separately.
+// In a layer that also has attention, attention has already added to the rows and, if it rotates separately,
+// convolved them.
 void ForwardPass::scan(Pass& pass, int layer, const Part& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
@@ -190,7 +190,7 @@ void ForwardPass::scan(Pass& pass, int layer, const Part& wanted) const {
   if (has_attention(kind)) attention(pass, layer, pass.all, wanted);
   if (!has_attention(kind) || rotates_in_attention(pass, pass.all, wanted))
     convolve(pass, layer, a.convolved, all.in_float32());
-  // A norm needs whole rows; a gate alone is part of the scan.
+  // A norm needs whole rows; without one, the gate is part of the scan.
   const bool has_norm = bool(w.scan.norm);
   ops::scan(pass.e, w.scan, projected, a.convolved, pass.tables.states, matrices(pass, layer),
             has_norm ? a.scanned : a.scan_out,
@@ -339,7 +339,7 @@ void ForwardPass::dense(const Pass& pass, const Dense& w, const Norm& norm, cons
   add_residual(pass, w.output, a.ffn, x, rows);
 }
 
-// Each row through those experts that the router chooses for it, and through the one for all rows.
+// Passes each row through the experts that the router chooses for it, and through the one for all rows.
 void ForwardPass::experts(const Pass& pass, const Layer& w, const View& input, const View& x,
                           const Rows& rows) const {
   Encoder& e = pass.e;
@@ -424,7 +424,7 @@ void ForwardPass::end_block(const Pass& pass, const BlockOutput& output, const V
 }
 
 void ForwardPass::head(const Pass& pass, const Rows& rows, const View& logits) const {
-  // Never fused: the norm would be repeated for each of the many rows of a vocabulary.
+  // Never fused: each of the many rows of the vocabulary would repeat the norm.
   const View x = pass.a.x.row(std::size_t(rows.first), config_.dim);
   const View input = normalized(pass.e, head_norm_, x, pass.a.normed, rows);
   for (const Projection& w : output_)

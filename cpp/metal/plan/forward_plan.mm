@@ -1,5 +1,4 @@
-// How a model's weights and a pass's buffers are laid out for the forward pass, and which kernels it can
-// need.
+// Layout of a model's weights and a pass's buffers for the forward pass, and the kernels that it can need.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -15,13 +14,13 @@ namespace metal_prefill::metal {
 
 namespace {
 
-// Buffers for more than a few tokens hold a multiple of 32, so that prompts of nearly the same length share
+// Buffers for more than a few tokens have a multiple of 32 rows, so that prompts of similar length share
 // them.
 std::size_t buffered_tokens(int tokens) {
   return std::size_t(tokens <= 8 ? tokens : round_up(tokens, 32));
 }
 
-// The tensors as one stack of rows, with offsets from the first of them in memory; empty if they are in
+// The tensors as one stack of rows, with offsets from the first of them in memory; nullopt if they are in
 // different buffers or differ in type or columns.
 std::optional<Projection> stack(std::span<const Tensor* const> tensors, const WeightViews& weights) {
   const Tensor& like = *tensors[0];
@@ -49,13 +48,13 @@ Projection projection(const Tensor& tensor, const WeightViews& weights) {
   return *stack(alone, weights);
 }
 
-// The shaders know an activation by its number.
+// The shaders identify an activation by its number.
 static_assert(u32_t(Activation::kSilu) == ACTIVATION_SILU && u32_t(Activation::kGelu) == ACTIVATION_GELU &&
               u32_t(Activation::kGeluErf) == ACTIVATION_GELU_ERF &&
               u32_t(Activation::kRelu) == ACTIVATION_RELU &&
               u32_t(Activation::kClampedSilu) == ACTIVATION_CLAMPED);
 
-// Absent tensors have no rows.
+// Merges tensors into as few stacks as possible, without absent ones.
 std::vector<Projection> merge(std::vector<const Tensor*> tensors, const WeightViews& weights) {
   std::erase_if(tensors, [](const Tensor* tensor) { return !*tensor; });
   std::vector<Projection> merged;
@@ -104,7 +103,7 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
     embedding_projection_bias_ = weights.view(model.embedding_projection_bias);
   if (config_.per_layer_dim > 0) {
     inputs_projection_ = projection(model.per_layer_projection, weights);
-    // The projection counts divided by the root of `dim`, which for its norm is a larger epsilon.
+    // The norm of projection / sqrt(dim) is that of the projection with a larger epsilon.
     inputs_norm_ = norm_of(model.per_layer_norm, {}, config_.block_eps() * float(config_.dim), weights);
     inputs_filled_ = float(model.per_layer_embedding.cols) / float(inputs_projection_->out_dim);
   }
@@ -222,7 +221,7 @@ ForwardPass::Layer ForwardPass::layer_of(int index, const LayerWeights& w, Weigh
   }
   if (w.second_residual_norm)
     layer.attn_output.second_norm = stream_norm(w.second_residual_norm, w.second_residual_norm_bias, weights);
-  // The biases of q and k come before a norm of their rows, and after other ones.
+  // The biases of q and k are added before a norm of rows, but after other norms.
   const Tensor none;
   const auto before = [&](const Norm& n) { return config_.qk_norm_place == QkNormPlace::kRows && n.weight; };
   if (before(layer.q_norm)) layer.q_bias = view(w.bq);
@@ -245,7 +244,7 @@ PassRows ForwardPass::rows_of(std::span<const PassChunk> chunks) const {
 }
 
 PassTables ForwardPass::tables(const PassRows& rows, PassBuffers& buffers) const {
-  // Lists grow by steps, so that a sequence that grows by one token needs no new buffer.
+  // Lists grow in steps, so that a sequence that grows by one token rarely needs a new buffer.
   const auto list = [&](BufferName name, std::size_t n, std::size_t step, std::size_t bytes) {
     return n > 0 ? buffers.get(name, round_up(n, step) * bytes) : View{};
   };
@@ -265,8 +264,8 @@ PassTables ForwardPass::tables(const PassRows& rows, PassBuffers& buffers) const
 }
 
 ForwardPass::ProjectedRow ForwardPass::projected_row(int layer) const {
-  // Kernels read q four values at a time. Q, K and V are last if possible: V often has another type, and
-  // would otherwise be between tensors of one type.
+  // Kernels read q four values at a time. Q, K and V come last if possible: V often has another type, and
+  // would otherwise separate tensors of one type.
   constexpr int kTogether = 4;
   const LayerKind kind = config_.kind(layer);
   const Config& own = layer_configs_[layer];
@@ -362,7 +361,7 @@ RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {
 ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuffers& buffers) const {
   const Rows all = all_rows(rows), wanted = wanted_rows(rows);
   const std::size_t n = buffered_tokens(all.count);
-  // Float32, or float16 if a matmul reads it; rows that continue in float32 are few.
+  // float32, or float16 if a matmul reads it; few rows continue in float32.
   const auto operand = [&](int columns) {
     const std::size_t few =
         buffered_tokens(rows.few                          ? all.count
@@ -437,8 +436,8 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
 }
 
 KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
-  // A pass chooses kernels by its path, except for a matmul's tiles; at the last position, attention may be
-  // split as well. So a pass of each path there uses every other kernel.
+  // A pass chooses kernels by its path, except for the tiles of a matmul; at the last position attention may
+  // also be split. So one pass per path at that position uses all other kernels.
   const int longest = std::min(pass_rows(), config_.context_length);
   KernelCollector collector(tuning_, options_.kv_type, limit);
   RecordedBuffers buffers;

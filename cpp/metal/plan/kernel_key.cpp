@@ -74,7 +74,7 @@ std::string variant_of(const KernelKey& key, KvType cache) {
   switch (kNames[std::size_t(key.kernel)].part) {
     case NamePart::kTensorType:
       return part_of(key, cache);
-    case NamePart::kDecodeHeads:  // which rope_attention_decode shares
+    case NamePart::kDecodeHeads:  // rope_attention_decode uses the same variants
       return "attention_decode_" + part_of(key, cache);
     case NamePart::kPrefillHeads:
       return kernel_name(key, cache);

@@ -93,10 +93,10 @@ enum class Precision { kF32, kF16 };  // of a step's output
 
 struct KernelKey {
   Kernel kernel;
-  TensorType type = TensorType::kF32;  // of weights, or of the result; kF32 for kernels that have no types
-  int heads = 0;                       // decode_size() or prefill_size(); 0 for kernels that have no sizes
+  TensorType type = TensorType::kF32;  // of weights, or of the result; kF32 for kernels without types
+  int heads = 0;                       // decode_size() or prefill_size(); 0 for kernels without sizes
 
-  // A kernel without types is its key: NOLINTNEXTLINE(google-explicit-constructor)
+  // Kernels without types convert to their key: NOLINTNEXTLINE(google-explicit-constructor)
   KernelKey(Kernel k) : kernel(k) {}
   KernelKey(Kernel k, TensorType t) : kernel(k), type(t) {}
   KernelKey(Kernel k, Precision p)
@@ -105,18 +105,18 @@ struct KernelKey {
   auto operator<=>(const KernelKey&) const = default;
 };
 
-inline constexpr int kMostHeadDim = 512;  // of attention
-// Largest head of the variant of a kernel that holds heads of `head_dim`, the larger one of key_dim and
-// value_dim, at most kMostHeadDim.
+inline constexpr int kMostHeadDim = 512;  // maximum in attention
+// Largest head of the kernel variant for heads of `head_dim`, the larger one of key_dim and value_dim, at
+// most kMostHeadDim.
 int decode_size(int head_dim);
 int prefill_size(int head_dim);
 
-// The kernels of passes, and the largest threadgroup that each is dispatched with.
+// The kernels of passes, with the largest threadgroup of each.
 using KernelThreads = std::map<KernelKey, std::size_t>;
 
-// Name of the function in the shaders. Those of kernels that read or write the cache depend on its type.
+// Name of the function in the shaders. It depends on the cache's type if the kernel uses the cache.
 std::string kernel_name(const KernelKey& key, KvType cache);
-// The kernel's variant in shaders/variants.h; empty if it is always compiled.
+// Returns the kernel's variant in shaders/variants.h; empty if the kernel is always compiled.
 std::string variant_of(const KernelKey& key, KvType cache);
 
 }  // namespace metal_prefill::metal

@@ -9,8 +9,8 @@ namespace metal_prefill::metal::ops {
 
 namespace {
 
-// Heads of a token that a threadgroup takes: thousands of groups of one simdgroup would take longer to start
-// than to run.
+// Heads of a token per threadgroup: thousands of groups of one simdgroup would take longer to start than to
+// run.
 std::size_t rope_simdgroups(std::size_t heads, std::size_t most) {
   for (std::size_t n = most; n > 1; --n)
     if (heads % n == 0) return n;
@@ -18,7 +18,7 @@ std::size_t rope_simdgroups(std::size_t heads, std::size_t most) {
 }
 
 struct HeadGroups {
-  std::size_t count, simdgroups;  // threadgroups of a token, and simdgroups of each, which take a head
+  std::size_t count, simdgroups;  // threadgroups per token, and simdgroups per threadgroup, each for one head
 };
 HeadGroups head_groups(const Encoder& e, Kernel kernel, const RopeArgs& args) {
   const std::size_t heads =
@@ -67,7 +67,7 @@ int head_dim_of(const AttentionArgs& args) {
   return int(std::max(args.key_dim, args.value_dim));
 }
 
-// Multiply-adds of attention, about: every row with all keys up to its own.
+// Approximate multiply-adds of attention: every row with all keys up to its own.
 double attention_work(const AttentionArgs& args, const PassPart& part) {
   double keys = 0;
   for (const RowRun& run : part.runs) keys += double(run.count) * (double(run.position) + run.count / 2.0);
@@ -77,7 +77,7 @@ double attention_work(const AttentionArgs& args, const PassPart& part) {
 Grid decode_grid(const Encoder& e, const KernelKey& kernel, const AttentionArgs& args, const PassPart& part) {
   const int chunks = DECODE_CHUNKS(kernel.heads);
   const std::size_t head_blocks = ceil_div(args.n_heads / args.n_kv_heads, std::size_t(DECODE_HEADS(chunks)));
-  // No more simdgroups than have keys.
+  // No more simdgroups than there are keys for.
   const std::size_t keys = kSimd / DECODE_LANES(kernel.heads);  // of a simdgroup at a time
   const std::size_t most = allowed_threads(e, kernel, DECODE_SIMDGROUPS * kSimd) / kSimd;
   const std::size_t simdgroups = std::clamp<std::size_t>(ceil_div(part.split_keys, keys), 1, most);
@@ -88,7 +88,7 @@ Grid decode_grid(const Encoder& e, const KernelKey& kernel, const AttentionArgs&
           .work = attention_work(args, part)};
 }
 
-// Output of attention_decode itself.
+// Output of the attention_decode kernel itself.
 const View& first_output(const AttentionOutput& output, const AttentionArgs& args) {
   return args.splits > 1 ? output.partial : output.out;
 }
@@ -133,10 +133,10 @@ int element_bytes(KvType cache) {
   return cache == KvType::kF16 ? 2 : 4;
 }
 
-// The rows of attention_prefill's tiles, as the kernel finds them.
+// The rows of a tile of attention_prefill, computed as in the kernel.
 struct TileRows {
   int first_token, end_token;  // of the run
-  double work;                 // multiply-adds, about
+  double work;                 // approximate multiply-adds
 };
 
 TileRows rows_of(const AttentionTile& tile, const AttentionArgs& args, const TileShape& shape) {
@@ -160,7 +160,7 @@ struct TileRange {
   double work;
 };
 
-// As few ranges as keep within `most` work, but for a tile that exceeds it alone.
+// Divides the tiles into as few ranges as possible of at most `most` work, or of one tile that exceeds it.
 std::vector<TileRange> ranges_of(const Sequences& sequences, const AttentionArgs& args,
                                  const TileShape& shape, double most) {
   std::vector<TileRange> ranges;
@@ -173,7 +173,7 @@ std::vector<TileRange> ranges_of(const Sequences& sequences, const AttentionArgs
   return ranges;
 }
 
-// Runs of the rows in the tiles; a token whose heads are in two ranges belongs to both.
+// Runs of the rows in the tiles; a token whose heads are in two ranges is in both.
 std::vector<RowRun> runs_of(const Sequences& sequences, const TileRange& range, const AttentionArgs& args,
                             const TileShape& shape) {
   std::vector<RowRun> runs;
@@ -198,8 +198,8 @@ bool attends_on_tensors(const Tuning& tuning, KvType cache, const AttentionArgs&
          args.key_dim == args.value_dim && ATTENTION_TENSOR_DIMS(args.key_dim);
 }
 
-// Simdgroups of a threadgroup of attention_prefill, with a tile each: `most`, or half as many if the core
-// with the most threadgroups then has fewer tiles.
+// Simdgroups of a threadgroup of attention_prefill, one tile each: `most`, or half as many if that reduces
+// the tiles of the core with the most threadgroups.
 std::size_t prefill_simdgroups(const Tuning& tuning, std::size_t most, std::size_t tiles, std::size_t heads) {
   const auto tiles_of_a_core = [&](std::size_t simdgroups) {
     return ceil_div(ceil_div(tiles, simdgroups) * heads, std::size_t(tuning.cores)) * simdgroups;
@@ -236,7 +236,7 @@ void relative_scores(Encoder& e, const RelativePositions& positions, const View&
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
                        const View& additions, const View& sinks, const View& out, AttentionArgs args) {
   const int size = prefill_size(head_dim_of(args));
-  // Threadgroup memory of a simdgroup, each of which takes a tile; on tensors all of them share one.
+  // Threadgroup memory per simdgroup, which computes a tile; on tensors all simdgroups share one.
   const std::size_t bytes = std::size_t(PREFILL_SCRATCH(size, element_bytes(e.cache()))) * sizeof(float);
   const std::size_t most = std::min(std::size_t(e.tuning().prefill_simdgroups), kThreadgroupBytes / bytes);
   const bool on_tensors = attends_on_tensors(e.tuning(), e.cache(), args);

@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::size_t kTile = MATMUL_NARROW_TILE;
 
-// Products with the rows of one expert; those of gate and up count once.
+// Arguments of products with the rows of one expert; gate and up count once.
 ExpertsArgs args_of(const ExpertWeights& experts, const Routes& routes, std::optional<u32_t> activation) {
   return {.weights = experts.w.stack,
           .in_dim = u32_t(experts.w.in_dim),

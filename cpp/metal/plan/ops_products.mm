@@ -10,8 +10,7 @@ namespace metal_prefill::metal::ops {
 
 namespace {
 
-// Lanes that share a row: the smallest of 8, 16 and 32 with which a matvec has enough threads for the whole
-// GPU.
+// Lanes that share a row: the fewest of 8, 16 and 32 for which a matvec has enough threads for the whole GPU.
 std::size_t lanes_per_row(const Tuning& tuning, std::size_t rows) {
   std::size_t lanes = 8;
   while (lanes < kSimd && rows * lanes < std::size_t(tuning.matvec_threads)) lanes *= 2;
@@ -28,7 +27,7 @@ struct MatvecPlan {
   Grid grid;
 };
 
-// `rows` of y for each token; `rows_together` of them share the lanes of one.
+// `rows` of y per token; `rows_together` of them share one group of lanes.
 MatvecPlan plan_matvec(const Tuning& tuning, const Projection& w, std::size_t rows, const StridedRows& y,
                        int tokens, std::size_t rows_together = 1) {
   const std::size_t lanes = lanes_per_row(tuning, rows), threads = std::size_t(tuning.matvec_group);
@@ -46,7 +45,7 @@ MatvecPlan plan_matvec(const Tuning& tuning, const Projection& w, std::size_t ro
 
 // Tiles of multi_token_matvec.
 struct TokenTiles {
-  std::size_t count, rows;  // tiles; rows of weights for each group of lanes
+  std::size_t count, rows;  // tiles; rows of weights per group of lanes
 };
 TokenTiles token_tiles(int tokens) {
   const bool many = tokens > MULTI_TOKEN_TILE;
@@ -54,14 +53,14 @@ TokenTiles token_tiles(int tokens) {
           std::size_t(many ? MANY_TOKEN_ROWS : FEW_TOKEN_ROWS)};
 }
 
-// Groups that follow each other have the same rows, of other tokens.
+// Makes the tiles the inner dimension: adjacent threadgroups read the same weights for different tokens.
 Grid by_tiles(Grid grid, std::size_t tiles) {
   grid.y = grid.x;
   grid.x = tiles;
   return grid;
 }
 
-// Place of the rows of `w` in y.
+// Output of the rows of `w` in y.
 View output_of(const Projection& w, const View& y) {
   return y.at(std::size_t(w.column) * sizeof(float));
 }
@@ -123,7 +122,7 @@ void rmsnorm_matvec_swiglu(Encoder& e, const Projection& w, const Norm& norm, co
 
 namespace {
 
-// A kind of tiles of a product: their cost and their kernel.
+// A kind of tile of a product: its kernel, size and cost.
 struct TileKind {
   Kernel kernel;
   std::size_t rows, tokens;  // of a tile
@@ -131,17 +130,17 @@ struct TileKind {
   std::size_t threads = MATMUL_THREADS;
 };
 
-// Kernels of a product, by the kind of its tiles. They differ only in how a tile is multiplied.
+// Kernels of a product, by kind of tile. They differ only in how a tile is multiplied.
 struct MatmulKernels {
   Kernel narrow, wide;
   Kernel tensor_narrow, tensor_wide, tensor_tall;
-  std::optional<Kernel> split = std::nullopt;  // narrow, by MATMUL_PARTS times as many threads
+  std::optional<Kernel> split = std::nullopt;  // narrow, with MATMUL_PARTS times as many threads
 
   std::vector<TileKind> kinds(const Tuning& tuning, const MatmulArgs& args) const {
     constexpr std::size_t kNarrow = MATMUL_NARROW_TILE, kWide = MATMUL_WIDE_TILE;
     const TileCosts& costs = tuning.tiles;
     std::vector<TileKind> found;
-    // Tall tiles have no edges.
+    // Kernels of tall tiles do not handle partial tiles.
     if (tuning.matmul_tensor && tuning.tall_tiles && args.tokens >= MATMUL_TALL_TOKENS &&
         args.in_dim % MATMUL_K == 0)
       found.push_back({tensor_tall, kWide, MATMUL_TALL_TOKENS, costs.tensor_tall});
@@ -150,14 +149,14 @@ struct MatmulKernels {
                                            : TileKind{wide, kWide, kWide, costs.wide});
     found.push_back(tuning.matmul_tensor ? TileKind{tensor_narrow, kNarrow, kNarrow, costs.tensor_narrow}
                                          : TileKind{narrow, kNarrow, kNarrow, costs.narrow});
-    // Without matrix units, even if there are some: so few tiles wait for memory.
+    // Not on matrix units, even if there are any: so few tiles wait for memory.
     if (split && args.tokens <= u32_t(kMostSplitTokens))
       found.push_back({*split, kNarrow, kNarrow, costs.split, MATMUL_PARTS * MATMUL_THREADS});
     return found;
   }
 };
 
-// Cycles of a step: each core takes its tiles one after another, or some at a time while they wait. `rows`
+// Cycles of a step: each core computes its tiles in order, or several at a time while they wait. `rows`
 // includes gate and up.
 std::size_t step_cycles(const Tuning& tuning, const TileKind& kind, std::size_t rows, std::size_t tokens) {
   const std::size_t counted = std::min(tokens, std::size_t(kMostTiledTokens));
@@ -167,8 +166,8 @@ std::size_t step_cycles(const Tuning& tuning, const TileKind& kind, std::size_t 
                   ceil_div(of_a_core, std::size_t(kind.cost.resident)) * std::size_t(kind.cost.alone));
 }
 
-// With the tiles that take the least time; of equal ones, the largest. ForwardPass::kernels relies on this:
-// the choice changes only after multiples of MATMUL_NARROW_TILE, up to kMostTiledTokens. Tall tiles, from
+// Dispatches the tiles that take the least time; of equal ones, the largest. ForwardPass::kernels relies on
+// the choice changing only after multiples of MATMUL_NARROW_TILE, up to kMostTiledTokens. Tall tiles, from
 // MATMUL_TALL_TOKENS on, are an exception, but no chip has a kind of tiles for 97 to 127 tokens alone.
 void dispatch_matmul(Encoder& e, const MatmulKernels& kernels, const Projection& w, const View& x,
                      const View& y, MatmulArgs args) {

@@ -1,4 +1,4 @@
-// Threads of a dispatch, for the sources of ops.h.
+// Numbers of threads of dispatches, for the sources of ops.h.
 #pragma once
 
 #include <algorithm>
@@ -10,22 +10,22 @@ namespace metal_prefill::metal::ops {
 
 inline constexpr std::size_t kSimd = 32;
 
-// As many threads as the kernel's pipeline allows, in whole simdgroups. For kernels that take any number.
+// Limits `threads` to what the kernel's pipeline allows, in whole simdgroups, if the kernel supports it.
 inline std::size_t allowed_threads(const Encoder& e, const KernelKey& kernel, std::size_t threads) {
   return std::min(threads, std::max(kSimd, e.max_threads(kernel) / kSimd * kSimd));
 }
 
-// Four values a thread: a row is then read in one go.
+// Four values per thread, so that a row is read at once.
 inline std::size_t norm_threads(const Encoder& e, const KernelKey& kernel, int dim) {
   return allowed_threads(e, kernel, round_up(std::size_t(dim) / 4, kSimd));
 }
 
-// A threadgroup for each row.
+// One threadgroup per row.
 inline Grid each_row(const Encoder& e, const KernelKey& kernel, int dim, int rows) {
   return {.x = std::size_t(rows), .threads = norm_threads(e, kernel, dim)};
 }
 
-// A thread for each of `columns` of each row.
+// One thread for each of `columns` of each row.
 inline Grid each_value(const Encoder& e, const KernelKey& kernel, std::size_t columns, int rows) {
   const std::size_t threads = allowed_threads(e, kernel, 256);
   return {.x = ceil_div(columns, threads), .y = std::size_t(rows), .threads = threads};

@@ -19,16 +19,16 @@ namespace {
 
 constexpr std::size_t kTensorAlignment = 32;
 
-// The rows or the columns of a tensor: `count` groups of `size`, which become groups of `wide`.
+// The rows or columns of a tensor: `count` groups of `size`, which are widened to `wide`.
 struct Widening {
   int count, size, wide;
   bool unchanged() const { return size == wide; }
 };
 
-// Collects the padded tensors one after another and makes one mapping of them.
+// Collects the padded tensors in one mapping.
 class Arena {
  public:
-  // Rows and columns of `t` spread over wider groups, zeros between them.
+  // Copies `t` with its rows and columns in wider groups, padded with zeros.
   void add(Tensor& t, const Widening& rows, const Widening& cols) {
     const TypeInfo& info = type_info(t.type);
     const bool dequantized = info.block_values > 1 && !cols.unchanged();
@@ -62,15 +62,14 @@ class Arena {
     t.bytes = stride * std::size_t(n_rows);
   }
 
-  // A norm's weights. The mean over more dimensions is smaller by the factor size / wide; scaling the weights
-  // makes up for that.
+  // Adds a norm's weights, scaled: the mean over the padded dimensions is smaller by the factor size / wide.
   void add_norm(Tensor& t, const Widening& rows, const Widening& cols) {
     add(t, rows, cols);
     auto* weights = reinterpret_cast<float*>(bytes_.data() + placed_.back().second);
     for (int i = 0; i < cols.size; ++i) weights[i] *= std::sqrt(float(cols.size) / float(cols.wide));
   }
 
-  // Points the tensors at their place in one mapping.
+  // Lets the tensors point into one mapping of them all.
   Mapping finish() {
     const auto page = std::size_t(getpagesize());
     const std::size_t size = round_up(bytes_.size(), page);
@@ -106,7 +105,7 @@ Model pad_model(const Model& original) {
                                   &Config::key_dim, &Config::value_dim, &Config::per_layer_dim})
     c.*dimension = round_up(own.*dimension, kItem);
   for (int& dimension : c.layer_ffn_dim) dimension = round_up(dimension, kItem);
-  if (own.layer_head_dim.empty()) c.attention_scale = own.score_scale();  // by the heads as they were
+  if (own.layer_head_dim.empty()) c.attention_scale = own.score_scale();  // of the unpadded heads
   c.padding = c.dim - own.dim;
 
   const auto widening = [&](Extent extent, int layer) {
@@ -119,7 +118,7 @@ Model pad_model(const Model& original) {
   for_each_tensor(model, [&](const TensorRow& row, Tensor& t, int layer) {
     if (!t || (tied && &t == &model.output) || &t == &model.per_layer_embedding) return;
     const Widening rows = widening(row.rows, layer), cols = widening(row.cols, layer);
-    // Means of LayerNorm, and of the norm of layers' inputs, are those of the values alone.
+    // LayerNorm and the norm of layers' inputs exclude the padding from means.
     const bool counts_padding = own.norm_kind == NormKind::kRms && row.cols != Extent::kLayerInput;
     if (row.kind == TensorKind::kNorm && counts_padding) return arena.add_norm(t, rows, cols);
     arena.add(t, rows, cols);

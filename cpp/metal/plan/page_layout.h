@@ -10,9 +10,9 @@
 
 namespace metal_prefill::metal {
 
-// [place of layers with keys of their own][keys | values], with keys as [kPagePositions][n_kv_heads][key_dim]
-// and values the same with value_dim, all elements of kv_type. The dimensions are those of each layer of a
-// model that fits the kernels.
+// [layers with their own keys][keys | values], with keys as [kPagePositions][n_kv_heads][key_dim] and values
+// the same with value_dim, all elements of kv_type. The dimensions are those of each layer of a model that
+// fits the kernels.
 struct PageLayout {
   PageLayout(const Config& config, KvType type) : element(type == KvType::kF16 ? 2 : 4) {
     const std::vector<int> place_of = attention_places(config);
@@ -33,15 +33,15 @@ struct PageLayout {
     bytes = std::max(end, PageStore::kLeastPage);
   }
 
-  // Of a layer without attention, another one or an empty one.
+  // For a layer without attention, the place of another layer or an empty one.
   struct Place {
-    std::size_t keys = 0, values = 0;        // bytes from the beginning of a page
+    std::size_t keys = 0, values = 0;        // byte offsets in a page
     std::size_t key_row = 0, value_row = 0;  // bytes of one position
   };
   const Place& operator[](int layer) const { return layers[std::size_t(layer)]; }
 
   std::size_t element;        // bytes
-  std::vector<Place> layers;  // each as that of the layer whose keys and values it attends to
+  std::vector<Place> layers;  // a layer that reads another layer's keys and values has the same place
   std::size_t bytes = 0;      // of a page
 };
 

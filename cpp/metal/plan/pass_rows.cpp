@@ -11,14 +11,14 @@ namespace {
 
 static_assert(PAGE_POSITIONS == kPagePositions && kPagePositions % PREFILL_KEYS == 0);
 
-// Splits the keys of a row among threadgroups of attention_decode: enough keys for each.
+// Splits the keys of a row among threadgroups of attention_decode, with enough keys for each.
 PassRow row_at(int position, std::size_t first_page, const Tuning& tuning) {
   const int keys = position + 1, splits = std::clamp(keys / tuning.split_keys, 1, tuning.max_splits);
   return {u32_t(position), u32_t(first_page), u32_t(splits),
           u32_t(ceil_div(std::size_t(keys), std::size_t(splits)))};
 }
 
-// Appends the tiles of a part, of one shape. Those with the most visible keys come first: they take longest.
+// Appends the tiles of a part, of one shape. Those with the most visible keys, which take longest, are first.
 void add_tiles(std::vector<AttentionTile>& tiles, PassPart& part, const PassRows& pass,
                std::span<const PassChunk> chunks, const TileShape& shape) {
   const int first_tile = int(tiles.size());
@@ -91,7 +91,7 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, std:
       const RowRun run = add(i, chunk.tokens - count, count, chunk.position);
       wanted.runs.push_back(run);
       if (!all.runs.empty() && all.runs.back().chunk == i)
-        all.runs.back().count += count;  // follows the previous rows of its sequence
+        all.runs.back().count += count;  // continues the previous rows of its sequence
       else
         all.runs.push_back(run);
     }

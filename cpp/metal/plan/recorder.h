@@ -1,4 +1,4 @@
-// The forward pass without a GPU: lists the dispatches that it would make.
+// The forward pass without a GPU: lists the dispatches of a pass.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace metal_prefill::metal {
 
-// A copy of the dispatch passed to an encoder, which stays valid.
+// Copies a step, so that it outlives the call.
 Dispatch describe(const Step& step, KvType cache);
 
 // Lists dispatches.
@@ -59,7 +59,7 @@ class RecordedBuffers final : public PassBuffers {
   View view(BufferName name) { return {this, 0, name}; }
 };
 
-// Weights as if the file were mapped in one buffer.
+// Views of weights as if the file were mapped in one buffer.
 class RecordedWeights final : public WeightViews {
  public:
   explicit RecordedWeights(const Model& model) : file_(model.mapping.data) {}
@@ -74,11 +74,11 @@ class RecordedWeights final : public WeightViews {
   const std::byte* file_;
 };
 
-// The dispatches of a prompt, in the passes of a batch with this prompt alone; other steps of a batch need
-// sessions and pages. Only the last chunk has the output; log probabilities are the output of every chunk.
+// The dispatches of a prompt, in the passes of a batch with this prompt alone. Only the last chunk has the
+// output, but log probabilities are an output of every chunk.
 std::vector<Dispatch> record_prompt(const ForwardPass& forward, int tokens, int position, RowOutput output);
 
-// The dispatches for a model of which only configuration, types and dimensions are known, on a GPU of Apple's
+// The dispatches of a model for which only configuration, types and dimensions are given, on a GPU of Apple's
 // `family` with the name `gpu`. Throws std::invalid_argument for arguments out of range,
 // UnsupportedModelError for dimensions that the engine would have to pad.
 std::vector<Dispatch> plan(const Model& shape, int tokens, int position, RowOutput output, int family,

@@ -1,4 +1,4 @@
-// The language that each source of the shaders is compiled as.
+// The language version of each shader source.
 #pragma once
 
 #include <string_view>
@@ -9,7 +9,7 @@ struct ShaderLanguage {
   int major, minor;
 };
 
-// The sources that need Metal 4. Others take the language of the oldest macOS that the package runs on.
+// The sources that need Metal 4. Others use the language of the oldest macOS that the package supports.
 inline constexpr std::string_view kMatmulTensorSource = "matmul_tensor.metal";
 inline constexpr std::string_view kAttentionTensorSource = "attention_tensor.metal";
 

@@ -11,12 +11,12 @@
 
 namespace metal_prefill::metal {
 
-// Cost of a step of MATMUL_K columns in a matmul with tiles of one kind, in cycles of a core, for Q4_0: of
-// the schedulers or of threadgroup memory, whichever is more, and of a threadgroup that is alone on its core.
-// Other types need more cycles of both, so the same tiles suit them.
+// Cost of a step of MATMUL_K columns in a matmul with tiles of one kind, in cycles of a core, for Q4_0.
+// `work`: of the schedulers or of threadgroup memory, whichever is more. `alone`: of a threadgroup alone on
+// its core. Other types need more cycles of both, so that the same tiles suit them.
 struct TileCost {
   int work, alone;
-  int resident;  // threadgroups that a core holds at the same time
+  int resident;  // threadgroups that are resident on a core at the same time
 };
 struct TileCosts {
   TileCost narrow, wide, split;
@@ -25,20 +25,20 @@ struct TileCosts {
 
 struct Tuning {
   int family;              // of Apple's GPUs: 7 is MTLGPUFamilyApple7
-  int cores;               // of the chip itself, such as M4; for M4 Pro and others see tuned_for
-  int matvec_threads;      // threads that a matvec needs in total, of the chip itself
-  int matvec_group;        // threads of a matvec threadgroup
-  int split_keys;          // fewest keys of a threadgroup of attention_decode
-  int max_splits;          // most threadgroups that share the keys of a head
-  int prefill_simdgroups;  // simdgroups of an attention_prefill threadgroup
+  int cores;               // of the base chip, such as M4; for M4 Pro and others see tuned_for
+  int matvec_threads;      // total threads that a matvec needs, for the base chip
+  int matvec_group;        // threads per matvec threadgroup
+  int split_keys;          // minimum keys of a threadgroup of attention_decode
+  int max_splits;          // maximum threadgroups that share the keys of a head
+  int prefill_simdgroups;  // simdgroups per attention_prefill threadgroup
   int argmax_groups;       // threadgroups of the first stage of argmax
-  double buffer_work;      // multiply-adds of a command buffer: about 100 ms on the slowest chip
-  bool matmul_tensor;      // products of many tokens by matmul_tensor: the GPU has matrix units
+  double buffer_work;      // multiply-adds per command buffer: about 100 ms on the slowest chip
+  bool matmul_tensor;      // whether many tokens use matmul_tensor: the GPU has matrix units
   TileCosts tiles;
   bool tall_tiles = true;        // if matmul_tensor is used
-  bool attention_tensor = true;  // the same
-  bool fused_norm = false;       // the norm before a product of one token is part of it
-  int matvec_rows = 1;           // 1, 2 or 4 rows of a matvec for each simdgroup whose lanes share a row
+  bool attention_tensor = true;  // if matmul_tensor is used
+  bool fused_norm = false;       // whether the norm before a product of one token is fused with it
+  int matvec_rows = 1;           // rows of a matvec per simdgroup whose lanes share a row: 1, 2 or 4
 };
 
 inline constexpr TileCosts kTilesOfApple7 = {{390, 930, 6}, {1410, 1870, 3}, {450, 300, 3}, {}, {}, {}};
@@ -51,15 +51,15 @@ inline constexpr std::array<Tuning, 4> kTunings = {{
     {10, 10, 20480, 64, 128, 32, 4, 32, 9e10, true, kTilesOfApple10},  // M5
     {9, 10, 16384, 64, 128, 32, 4, 32, 9e10, false, kTilesOfApple9},   // M3, M4
     {8, 10, 12288, 64, 128, 32, 4, 32, 7e10, false, kTilesOfApple7},   // M2
-    {7, 8, 12288, 64, 128, 32, 2, 32, 6.5e10, false, kTilesOfApple7},  // M1, and GPUs that are not known
+    {7, 8, 12288, 64, 128, 32, 2, 32, 6.5e10, false, kTilesOfApple7},  // M1 and unknown GPUs
 }};
 
-// Chips of a family that have more cores, by the word after their numbers ("Apple M4 Pro"): about twice as
-// many (14 to 20), four times (24 to 40), eight times (48 to 80), and as many times the bandwidth of memory.
-// Those for phones ("Apple A18 Pro") have half of both: 5 or 6 cores. Metal does not say how many.
+// Larger chips of a family, by the word after the chip's name ("Apple M4 Pro"): about twice as many cores (14
+// to 20), four times (24 to 40), eight times (48 to 80), and the bandwidth of memory in proportion. Chips of
+// phones ("Apple A18 Pro") have half of both: 5 or 6 cores. Metal does not report the number.
 inline constexpr std::pair<std::string_view, int> kLargerChips[] = {{"Pro", 2}, {"Max", 4}, {"Ultra", 8}};
 
-// With the options that replace the choices for the GPU.
+// Applies the options that override choices for the GPU.
 inline Tuning tuned_by(const MetalOptions& options, Tuning tuning) {
   if (options.buffer_work > 0) tuning.buffer_work = options.buffer_work;
   tuning.fused_norm = options.fused_norm.value_or(tuning.fused_norm);
@@ -67,7 +67,7 @@ inline Tuning tuned_by(const MetalOptions& options, Tuning tuning) {
   return tuning;
 }
 
-// The row of a family for a GPU of this name.
+// Adapts the row of a family to a GPU of this name.
 inline Tuning tuned_for(Tuning tuning, const std::string& name) {
   std::istringstream words(name);
   std::string maker, chip, word;

@@ -1,4 +1,4 @@
-// Buffers as the forward pass sees them: a name and a location. Only their owner knows their type.
+// Buffers as the forward pass uses them: a name and a location. Only their owner knows their type.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ enum class BufferName {
 #include "buffers.inc"
 #undef BUFFER
 };
-inline constexpr std::size_t kActivations = std::size_t(BufferName::kWeights);  // buffers before it
+inline constexpr std::size_t kActivations = std::size_t(BufferName::kWeights);  // number of buffers before it
 
 struct BufferTraits {
   const char* label;
@@ -25,14 +25,14 @@ constexpr const BufferTraits& traits_of(BufferName name) {
   return kBufferTraits[std::size_t(name)];
 }
 
-// A place in a buffer, without ownership. Views are copied for every dispatch and hold no reference.
+// A location in a buffer, without ownership. Views are copied for every dispatch and hold no reference.
 struct View {
-  void* buffer = nullptr;  // on a GPU an id<MTLBuffer>; in a recording any pointer that is not null
+  void* buffer = nullptr;  // an id<MTLBuffer> on a GPU; any non-null pointer in a recording
   std::size_t offset = 0;  // bytes
   BufferName name = BufferName::kX;
 
   explicit operator bool() const { return buffer != nullptr; }
-  // This view, or another one for a binding that the kernel then does not read: it must have some buffer.
+  // This view, or another one for a binding that must be set but is not read.
   const View& or_any(const View& other) const { return buffer ? *this : other; }
   View at(std::size_t bytes) const { return {buffer, offset + bytes, name}; }
   // Row `n` of an array of 4-byte elements.
