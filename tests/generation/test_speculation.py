@@ -12,7 +12,7 @@ from support.small_models import MODELS, write
 
 from metal_prefill import Model, SessionBusyError, _core
 from metal_prefill.engine import Engine, RowCost
-from metal_prefill.generation._speculation import MOST_DRAFTS, Acceptance, LookupDrafter, Speculation
+from metal_prefill.generation._speculation import MOST_DRAFTS, Acceptance, Best, LookupDrafter, Speculation
 from metal_prefill.generation._stream import make_streams
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "repeat_penalty": 1.1, "seed": 3}
@@ -320,22 +320,22 @@ def test_lookups_after_a_change_are_used_while_they_are_more_likely() -> None:
     drafter = LookupDrafter()
     drafter.append(np.array([*ROW, 7, 16, 8, *ROW[:5], 16], np.int32))
     after_match, after_change = [8], [16]
-    assert drafter.draft(1) == after_change
-    drafter.acceptance.note(0, 20)
-    assert drafter.draft(1) == after_match
+    acceptance, draft = drafter.best()
+    assert draft(1) == after_change
+    acceptance.note(0, 20)
+    _, draft = drafter.best()
+    assert draft(1) == after_match
 
 
 class Repeating(LookupDrafter):
     """Drafts the same token again and again."""
 
-    acceptance: Any = None
-
     def __init__(self, token: int, probability: float, *, free: bool = True) -> None:
         super().__init__()
         self.token, self.acceptance, self.free = token, Acceptance(probability), free
 
-    def draft(self, count: int) -> list[int]:
-        return [self.token] * count
+    def best(self) -> Best:
+        return self.acceptance, lambda count: [self.token] * count
 
 
 def numbers_of_drafts(drafter: LookupDrafter, chosen: Callable[[int], int], n: int) -> list[int]:

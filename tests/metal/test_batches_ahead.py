@@ -14,7 +14,7 @@ from support.small_models import SmallModel, write_with_nan
 from metal_prefill import DeviceError, Model, Scheduler, _core, synth
 from metal_prefill.engine import RowCost
 from metal_prefill.generation import Stream
-from metal_prefill.generation._speculation import Acceptance, LookupDrafter
+from metal_prefill.generation._speculation import Acceptance, Best, LookupDrafter
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
@@ -324,8 +324,9 @@ def test_texts_run_ahead_while_there_are_no_drafts(
         def append(self, tokens: Any, forced: bool = False) -> None:
             self.made += len(tokens)
 
-        def draft(self, count: int) -> list[int]:
-            return truth[self.made :][:count] if 6 <= self.made < 14 else []
+        def best(self) -> Best:
+            drafts = truth[self.made :] if 6 <= self.made < 14 else []
+            return self.acceptance, lambda count: drafts[:count]
 
     monkeypatch.setattr("metal_prefill.generation._speculation.LookupDrafter", Scripted)
     text: list[int] = []

@@ -32,8 +32,6 @@ OURS = "metal_prefill"
 
 @dataclass(frozen=True)
 class Options:
-    """Options of an engine."""
-
     path: str  # path of the GGUF file
     max_context: int  # number of positions that the longest test needs
     max_prompt: int  # number of tokens of the longest prompt
@@ -46,8 +44,6 @@ class Options:
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of an engine, as reported by the engine."""
-
     build: str  # name and version
     device: str  # device that it runs on; an emulator is named as such
     threads: int  # number of threads

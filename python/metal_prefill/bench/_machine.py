@@ -94,7 +94,6 @@ def stolen_ns() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far."""
     # Not getrusage on Linux: a child inherits its parent's peak across fork and exec there.
     try:
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
@@ -116,7 +115,6 @@ def involuntary_switches() -> int:
 
 
 def has_amx() -> bool:
-    """Whether the processor has the matrix unit of AMX."""
     return "amx_tile" in processor_facts().get("flags", "").split()
 
 

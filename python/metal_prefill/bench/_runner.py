@@ -73,8 +73,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class Selection:
-    """Selected samples."""
-
     kept: list[Sample]  # in the order in which they were taken
     n_dropped: int  # samples taken in a degraded state and left out
     # Samples among `kept` that were taken in a degraded state, because there were not enough good ones.

@@ -44,8 +44,6 @@ def prompts(tokenizer: Tokenizer, clients: int, round_: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to a client."""
-
     text: str  # text of the answer
     first_s: float  # seconds from the request to the first piece of text
 

@@ -174,7 +174,6 @@ class WorkerProcess(LoggedProcess):
         self.identity = Identity(**hello)
 
     def _ask(self, request: dict[str, Any], doing: str) -> dict[str, Any]:
-        """Send a request and return the answer."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process died; _receive raises the error
             self._process.stdin.write(json.dumps(request) + "\n")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -165,14 +165,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
         metavar="HOW",
     )
     return sampling
-
-
-def print_answers(texts: Sequence[str], out: IO[str]) -> None:
-    """Print texts, with numbers if there are several."""
-    for i, text in enumerate(texts):
-        if len(texts) > 1:
-            print(f"--- answer {i + 1} of {len(texts)}", file=out)
-        print(text, file=out, flush=True)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:

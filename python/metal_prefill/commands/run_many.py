@@ -144,8 +144,10 @@ def execute(
             elif result.error:
                 print(f"error: prompt {done}: {result.error}", file=sys.stderr)
             else:
-                texts_made = ["".join([str(result.prompt.text), *answer.pieces]) for answer in result.answers]
-                common.print_answers(texts_made, out)
+                for i, answer in enumerate(result.answers, 1):
+                    if len(result.answers) > 1:
+                        print(f"--- answer {i} of {len(result.answers)}", file=out)
+                    print(result.prompt.text, *answer.pieces, sep="", file=out, flush=True)
             if progress is not None:
                 progress(done, total)
         seconds = time.perf_counter() - begin

@@ -42,8 +42,6 @@ Encode = Callable[[bytes], list[int]]
 
 
 class Limits(NamedTuple):
-    """Limits of a request."""
-
     seconds: float  # of processor time
     patience: float  # seconds to wait for an answer
 

@@ -65,7 +65,6 @@ def _answer(header: Sequence[Any], content: bytes = b"") -> bytes:
 
 
 def _prepare(spelling: Any) -> Any:
-    """Return llguidance's form of a vocabulary."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(

@@ -57,8 +57,6 @@ class _Share(NamedTuple):
 
 
 class PassRows(NamedTuple):
-    """Contents of a pass."""
-
     writing: int  # number of streams that got tokens
     # Number of rows of prompts, and of calls.
     prompts: int

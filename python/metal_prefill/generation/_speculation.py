@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,36 +32,22 @@ class Acceptance:
         self._right, self._all = prior * _PRIOR, _PRIOR
 
     def note(self, right: int, wrong: int) -> None:
-        """Count accepted and rejected drafts."""
         self._right = self._right * _FORGET + right
         self._all = self._all * _FORGET + right + wrong
 
     @property
     def probability(self) -> float:
-        """Probability that the next draft is accepted."""
         return self._right / self._all
 
 
-class Drafter(Protocol):
-    """Source of drafts."""
-
-    free: bool  # drafts take no time, and may be made only to see whether they are right
-
-    def append(self, tokens: npt.NDArray[np.int32], forced: bool = False) -> None:
-        """Append tokens of the text; `forced` tokens were not chosen."""
-
-    def draft(self, count: int) -> list[int]:
-        """Return at most `count` drafts of the next tokens."""
-
-    @property
-    def acceptance(self) -> Acceptance:
-        """Acceptance of drafts like the next one."""
+# Acceptance of drafts like the next one, and a function that makes at most so many of the next tokens.
+Best: TypeAlias = tuple[Acceptance, Callable[[int], list[int]]]
 
 
 class LookupDrafter:
     """Drafts what followed the last tokens earlier in the text, also with changes (`lookup.h`)."""
 
-    free = True
+    free = True  # drafts take no time, and may be made only to see whether they are right
 
     def __init__(self, constrained: bool = False) -> None:
         self._lookup = _core.Lookup()
@@ -73,20 +59,11 @@ class LookupDrafter:
         self._after_change = [Acceptance(prior) for prior in (0.8, 0.9, 0.9, 0.9, 0.9)]
 
     def append(self, tokens: npt.NDArray[np.int32], forced: bool = False) -> None:
+        """Append tokens of the text; `forced` tokens were not chosen."""
         self._lookup.append(tokens, forced)
 
-    def draft(self, count: int) -> list[int]:
-        _, draft = self._best
-        return draft(count)
-
-    @property
-    def acceptance(self) -> Acceptance:
-        acceptance, _ = self._best
-        return acceptance
-
-    @property
-    def _best(self) -> tuple[Acceptance, Callable[[int], list[int]]]:
-        """Acceptance and draft function of the likelier of two places that may continue."""
+    def best(self) -> Best:
+        """Return the likelier of two places that may continue."""
         lookup = self._lookup
         matched, since_change = lookup.matched, lookup.since_change
         best = self._after_match[min(max(matched - 1, 0).bit_length(), 4)]
@@ -103,15 +80,18 @@ class TextDrafter:
     free = False
 
     def __init__(self, function: Callable[[list[int], int], list[int]]) -> None:
-        self.acceptance = Acceptance(0.5)
+        self._acceptance = Acceptance(0.5)
         self._function = function
         self._tokens: list[int] = []
 
     def append(self, tokens: npt.NDArray[np.int32], forced: bool = False) -> None:
         self._tokens += tokens.tolist()
 
-    def draft(self, count: int) -> list[int]:
-        return self._function(self._tokens, count)
+    def best(self) -> Best:
+        return self._acceptance, partial(self._function, self._tokens)
+
+
+Drafter: TypeAlias = LookupDrafter | TextDrafter
 
 
 def _drafts_of_caller(
@@ -177,7 +157,7 @@ class Speculation:
     def __init__(self, drafter: Drafter, ids: npt.NDArray[np.int32]) -> None:
         self._drafter = drafter
         self._drafter.append(ids)
-        self._acceptance = drafter.acceptance
+        self._acceptance, _ = drafter.best()
         self._drafts: list[int] = []  # of the current pass
         self._shadow: list[int] = []  # the first draft, used or not
         self._seconds = 0.0  # that a draft takes until it is in a pass
@@ -196,12 +176,11 @@ class Speculation:
         allow: Callable[[list[int]], int] | None = None,
         sent: bool = False,  # whether the pass is in flight without drafts; then none are returned
     ) -> list[int]:
-        """Make drafts for a pass."""
-        self._acceptance = self._drafter.acceptance
+        self._acceptance, draft = self._drafter.best()
         count = self._best_count(most, cost, rows, tokens)
         start = time.perf_counter()
         if self._drafter.free:
-            drafted = self._drafter.draft(max(count, 1))
+            drafted = draft(max(count, 1))
             self._shadow = drafted[:1]
         else:
             self._shadow = []
@@ -209,7 +188,7 @@ class Speculation:
                 self._wait -= 1
                 if self._wait <= 0:
                     count = min(most, LENGTHS[2])
-            drafted = self._drafter.draft(count) if count and not sent else []
+            drafted = draft(count) if count and not sent else []
         self.has_drafts = count > 0 and bool(drafted or (sent and not self._drafter.free))
         self._drafts = [] if sent else drafted[:count]
         allowed = allow(self._drafts) if self._drafts and allow is not None else count

@@ -128,7 +128,6 @@ class Stream:
             self.finish_reason = "cancelled"
 
     def take(self, chosen: list[int]) -> Iterator[Piece]:
-        """Take the tokens that a pass chose."""
         self.writing, self.request = True, None
         for piece in self.text.take(chosen):
             self._made.append(piece.token)
@@ -224,7 +223,6 @@ class PendingCall:
 
     @property
     def left(self) -> list[_core.Computation]:
-        """Requests that are not finished."""
         return [request for request in self.requests if not request.finished]
 
     def finish(self) -> None:

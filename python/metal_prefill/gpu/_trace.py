@@ -95,8 +95,6 @@ _CODES = {"u32_t": "I", "u64_t": "Q", "float": "f"}
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A dispatch of a GPU kernel."""
-
     kernel: str  # name of the shader function
     layer: int  # index of the layer; -1 before and after the layers
     grid: tuple[int, int, int]  # number of threadgroups, (x, y, z)
@@ -116,7 +114,6 @@ class Dispatch:
 
     @property
     def groups(self) -> int:
-        """Total number of threadgroups."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
 
@@ -153,7 +150,6 @@ def layout_of(struct: str) -> np.dtype[Any]:
 
 
 def from_core(dispatches: Sequence[_core.Dispatch]) -> list[Dispatch]:
-    """Convert dispatches from the native module."""
     return [
         Dispatch(
             kernel=d.kernel,

@@ -96,8 +96,6 @@ def _equal(a: Ids, b: Ids) -> int:
 
 @dataclass(eq=False)
 class _Text:
-    """A text of a request."""
-
     request: str
     index: int
     namespace: str

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -107,7 +107,11 @@ def make_app(model: Model, settings: Settings) -> Starlette:
     # Without a key, monitoring can probe the server, and the page can ask for one.
     open_paths = ["/health", *(route.path for route in page)]
     origins = list(settings.cors_origins)
-    middleware = [Middleware(RefuseForeign, hosts=settings.allowed_hosts, origins=origins)]
+    middleware = [
+        Middleware(
+            Guard, problem_of=partial(foreign, _names(settings), {origin.lower() for origin in origins})
+        )
+    ]
     if origins:
         middleware.append(
             Middleware(
@@ -119,7 +123,8 @@ def make_app(model: Model, settings: Settings) -> Starlette:
             )
         )
     if settings.api_keys:
-        middleware.append(Middleware(RequireKey, keys=settings.api_keys, open_paths=open_paths))
+        keys = [key.encode("utf-8") for key in settings.api_keys]
+        middleware.append(Middleware(Guard, problem_of=partial(keyless, keys, frozenset(open_paths))))
 
     def post(
         path: str,
@@ -160,85 +165,74 @@ def make_app(model: Model, settings: Settings) -> Starlette:
     return app
 
 
-class RefuseForeign:
-    """Middleware that refuses requests with a foreign ``Host`` or ``Origin``."""
+class Guard:
+    """Middleware that refuses requests in which a function finds a problem."""
 
-    def __init__(
-        self,
-        app: ASGIApp,  # application
-        # Names of the server besides IP addresses, ``localhost`` and the machine's name; ``*`` allows all.
-        hosts: Collection[str],
-        # Origins of pages that may use the server besides its own; ``*`` allows all.
-        origins: Collection[str],
-    ) -> None:
-        self._app = app
-        machine = socket.gethostname().lower()
-        self._hosts = {"localhost", machine, f"{machine}.local", *(host.lower() for host in hosts)}
-        self._origins = {origin.lower() for origin in origins}
+    def __init__(self, app: ASGIApp, problem_of: Callable[[Scope], ApiError | None]) -> None:
+        self._app, self._problem_of = app, problem_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request, or pass it to the application."""
-        if scope["type"] == "http" and (error := self._problem(Headers(scope=scope))) is not None:
-            await error.response()(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _problem(self, headers: Headers) -> ApiError | None:
-        host, origin = headers.get("host", "localhost"), headers.get("origin")
-        if not self._allows(host):
-            return ApiError(
-                f"{host!r} is not a name of this server; --allowed-host adds names",
-                status=403,
-                code="foreign_host",
-            )
-        if origin is None or not self._origins.isdisjoint({"*", origin.lower()}):
-            return None
-        if origin.lower().partition("://")[2] == host.lower():
-            return None
-        return ApiError(
-            f"pages of {origin!r} may not use this server; --cors-origin allows origins",
-            status=403,
-            code="foreign_origin",
-        )
-
-    def _allows(self, host: str) -> bool:
-        try:
-            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-        except ValueError:
-            return False
-        if name in self._hosts or name.endswith(".localhost") or "*" in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(name)  # no site has an address as its name
-        except ValueError:
-            return False
-        return True
+        error = self._problem_of(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else error.response())(scope, receive, send)
 
 
-class RequireKey:
-    """Middleware that requires a key for paths that are not open.
+def _names(settings: Settings) -> set[str]:
+    """Return names of the server besides IP addresses; ``*`` allows all."""
+    machine = socket.gethostname().lower()
+    return {"localhost", machine, f"{machine}.local", *map(str.lower, settings.allowed_hosts)}
 
-    It is in ``Authorization: Bearer KEY`` or, as Anthropic's clients send it, in ``X-Api-Key: KEY``.
+
+def foreign(names: Collection[str], origins: Collection[str], scope: Scope) -> ApiError | None:
+    """Return the error for a request with a foreign ``Host`` or ``Origin``.
+
+    `origins` are those of pages that may use the server besides its own; ``*`` allows all.
     """
+    headers = Headers(scope=scope)
+    host, origin = headers.get("host", "localhost"), headers.get("origin")
+    if not _allows(names, host):
+        return ApiError(
+            f"{host!r} is not a name of this server; --allowed-host adds names",
+            status=403,
+            code="foreign_host",
+        )
+    if origin is None or "*" in origins or origin.lower() in origins:
+        return None
+    if origin.lower().partition("://")[2] == host.lower():
+        return None
+    return ApiError(
+        f"pages of {origin!r} may not use this server; --cors-origin allows origins",
+        status=403,
+        code="foreign_origin",
+    )
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Iterable[str]) -> None:
-        self._app = app
-        self._open_paths = frozenset(open_paths)
-        self._keys = [key.encode("utf-8") for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reject a request without a valid key, or pass it to the application."""
-        if scope["type"] == "http" and _path_of(scope) not in self._open_paths:
-            given = given_key(Headers(scope=scope))
-            # All keys are compared, each in constant time, so that the time reveals nothing about them.
-            if sum(hmac.compare_digest(given, known) for known in self._keys) == 0:
-                problem = "Incorrect API key provided" if given else "You didn't provide an API key"
-                error = ApiError(
-                    problem, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
-                )
-                await error.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+def _allows(names: Collection[str], host: str) -> bool:
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return False
+    if name in names or name.endswith(".localhost") or "*" in names:
+        return True
+    try:
+        ipaddress.ip_address(name)  # no site has an address as its name
+    except ValueError:
+        return False
+    return True
+
+
+def keyless(keys: Collection[bytes], open_paths: Collection[str], scope: Scope) -> ApiError | None:
+    """Return the error for a request without a key to a path that is not open.
+
+    The key is in ``Authorization: Bearer KEY`` or, as Anthropic's clients send it, in ``X-Api-Key: KEY``.
+    """
+    if _path_of(scope) in open_paths:
+        return None
+    given = given_key(Headers(scope=scope))
+    # All keys are compared, each in constant time, so that the time reveals nothing about them.
+    if sum(hmac.compare_digest(given, known) for known in keys) > 0:
+        return None
+    problem = "Incorrect API key provided" if given else "You didn't provide an API key"
+    return ApiError(problem, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _path_of(scope: Scope) -> str:

@@ -16,8 +16,6 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass
 class Block:
-    """Part of an answer."""
-
     kind: Kind
     text: str = ""  # its text so far; of a call, the arguments as JSON
     # Of a call.

@@ -260,8 +260,6 @@ def _reasoning_parser(form: ChatForm, tokenizer: Tokenizer, stream: Stream) -> R
 
 @dataclass
 class ChatChoice(Choice):
-    """Chat answer in progress."""
-
     reasoning_parser: ReasoningParser | None = None
     parser: ToolCallParser | None = None
     required: RequiredCalls | None = None
@@ -311,7 +309,6 @@ class ChatChoice(Choice):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Number of tokens of the reasoning, with its tags."""
         if self.reasoning_parser is None or not self.reasoning:
             return 0
         text, end = "", self.reasoning_parser.tags.end

@@ -137,8 +137,6 @@ def _prompt_tokens(service: Service, form: CompletionForm, prompt: str) -> list[
 
 @dataclass
 class CompletionChoice(Choice):
-    """Completion in progress."""
-
     known: int = 0  # prompt tokens at the start of the text
     reported: int = 0  # tokens whose log probabilities were reported
     length: int = 0  # characters of their text

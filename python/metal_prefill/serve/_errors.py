@@ -29,8 +29,6 @@ CLOSE = {"connection": "close"}
 
 
 class ApiError(Exception):
-    """Error answer."""
-
     def __init__(
         self,
         message: str,

@@ -49,8 +49,6 @@ class Form(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Options of a stream of events."""
-
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # ignored: no obfuscation is added
 
@@ -107,8 +105,6 @@ class CompletionForm(TextForm, kw_only=True):
 
 
 class JsonSchema(msgspec.Struct):
-    """Named JSON schema."""
-
     schema: dict[str, Any] | None = None
     name: str | None = None
     description: str | None = None
@@ -116,8 +112,6 @@ class JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """Required format of an answer."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 

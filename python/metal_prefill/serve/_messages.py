@@ -161,8 +161,6 @@ def _messages_of(message: dict[str, Any], where: str, names: dict[str, str]) -> 
 
 
 class _Answer:
-    """An answer in Anthropic's format."""
-
     def __init__(self, model: str) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self._head: dict[str, Any] = {
@@ -229,7 +227,6 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, int]:
 
 
 async def messages(service: Service, form: MessagesForm, reply: Reply) -> None:
-    """Answer a conversation in Anthropic's format."""
     await answer_in_blocks(service, chat_form(service, form), reply, _Answer(reply.model))
 
 

@@ -33,15 +33,11 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """Required format of an answer."""
-
     format: dict[str, Any] | None = None
     verbosity: None = None
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
-    """Reasoning of the model."""
-
     effort: str | None = None
     summary: str | None = None  # ignored: the reasoning is in the answer
     generate_summary: str | None = None  # its former name
@@ -172,8 +168,6 @@ def _messages_of(input_: str | list[dict[str, Any]]) -> list[Message]:
 
 
 class _Answer:
-    """An answer in the format of responses."""
-
     def __init__(self, form: ResponsesForm, model: str) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self.keep: Callable[[ChatChoice], None] | None = None

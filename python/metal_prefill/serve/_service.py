@@ -261,7 +261,6 @@ class Held:
         self.size = 0
 
     def add(self, size: int) -> None:
-        """Count further bytes."""
         self.size += size
         self._of_all.size += size
 

@@ -119,7 +119,6 @@ async def predict(service: Service, form: PredictForm, reply: Reply) -> None:
 async def _embedded(
     service: Service, form: EmbeddingForm, reply: Reply
 ) -> tuple[npt.NDArray[np.float32], EncodedTexts]:
-    """Compute the vectors of a request."""
     inputs = prompts_of(form.input, "input")
     _check_inputs(service, len(inputs), "input")
     engine = service.engine
@@ -340,7 +339,6 @@ class SharedPasses(TextPasses):
         self.tokens = 0  # tokens that have gone through the model for this request
 
     def run(self, requests: Sequence[_core.Computation], progress: Progress | None = None) -> list[Any]:
-        """Compute requests in passes of the engine loop."""
         with self._lock:
             if self._cancelled:
                 raise CancelledError
@@ -351,7 +349,6 @@ class SharedPasses(TextPasses):
 
     @property
     def has_asked(self) -> bool:
-        """Whether a pass was requested."""
         return self._future is not None
 
     def cancel(self) -> None:

@@ -48,16 +48,12 @@ def checked_texts(texts: Iterable[str], noun: str = "text") -> list[str]:
 
 
 class EncodedText(NamedTuple):
-    """Prompt of a text."""
-
     ids: npt.NDArray[np.int32]  # token ids
     cut: bool = False  # whether the text lost its end
     expansion: int = 0  # number of last tokens that expand a query
 
 
 class EncodedTexts(NamedTuple):
-    """Prompts of texts."""
-
     prompts: list[npt.NDArray[np.int32]]  # token ids of each text
     expansions: list[int]  # number of last tokens of each text that expand a query
     # Indices of texts that lost their ends, and of those without tokens.
@@ -66,7 +62,6 @@ class EncodedTexts(NamedTuple):
     unpooled: int  # number of first tokens of each text that pooling leaves out
 
     def add(self, text: EncodedText) -> None:
-        """Append the prompt of the next text."""
         if text.cut:
             self.cut.append(len(self.prompts))
         if not len(text.ids):

@@ -15,8 +15,6 @@ from metal_prefill.tasks._text_passes import Ids, TextPasses
 
 
 class EncodedPair(NamedTuple):
-    """Prompt of a pair of texts."""
-
     ids: Ids  # token ids
     # Whether each text lost its end.
     first_cut: bool = False
@@ -24,7 +22,6 @@ class EncodedPair(NamedTuple):
 
     @property
     def cut(self) -> bool:
-        """Whether a text lost its end."""
         return self.first_cut or self.second_cut
 
 

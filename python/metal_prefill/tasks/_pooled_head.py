@@ -94,7 +94,6 @@ def affine(head: PooledHead, name: str, x: FloatArray, weight: str = "") -> Floa
 
 
 def softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the softmax over the last axis."""
     weights = np.exp(x - x.max(axis=-1, keepdims=True, initial=-np.inf))
     probabilities: npt.NDArray[np.float64] = weights / weights.sum(axis=-1, keepdims=True)
     return probabilities

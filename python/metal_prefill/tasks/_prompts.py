@@ -290,7 +290,6 @@ def prompt_names(model: EngineOwner) -> list[str]:
 
 
 def prompt_names_of(engine: Engine) -> list[str]:
-    """Return what `prompt_names` does, of an engine."""
     stated = engine.prompts.by_name
     return sorted({*stated, "query", "document"} if stated else filter(None, card_of(engine)))
 

@@ -111,14 +111,12 @@ class Ranking:
         return len(self.cut) + self.query_cut
 
     def notes(self) -> list[str]:
-        """Return messages about the texts that lost their ends."""
         notes = [CUT_QUERY if self.query is not None else CUT_WITH_DOCUMENT] if self.query_cut else []
         if self.cut:
             notes.append(cut_message(self.cut, len(self.prompts), self.limit, "document"))
         return notes
 
     def ranked(self, passes: TextPasses, top_n: int | None) -> list[Ranked]:
-        """Order the documents by their scores."""
         if not self.prompts:
             return []
         scores, logits = zip(*self.scores(passes), strict=True)

@@ -50,8 +50,6 @@ class Entity:
 
 
 class SpannedText(NamedTuple):
-    """A text in tokens."""
-
     text: str
     ids: Ids  # token ids, int32 ``[n]``, including the special tokens at both ends
     spans: list[TokenSpan]  # tokens of the text alone
@@ -262,7 +260,6 @@ def _entity(text: str, label: str, scored: Sequence[tuple[_Piece, float]]) -> En
 
 
 def _words(engine: Engine, item: SpannedText, pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    """Group tokens into words."""
     words: list[list[_Piece]] = []
     for span, piece in zip(item.spans, pieces, strict=True):
         if words and engine.tokenizer.continues_word(span, item.text):

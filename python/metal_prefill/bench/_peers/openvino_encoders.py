@@ -21,7 +21,6 @@ _CALIBRATION = (100, 64)  # texts, and tokens of each
 
 
 def load(options: Options) -> Engine:
-    """Compile the graph of an encoder."""
     texts, int8 = PaddedTexts("openvino", options), options.compute not in ("f32", "bf16")
     config: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",

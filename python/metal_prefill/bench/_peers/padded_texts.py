@@ -153,7 +153,6 @@ class PaddedTexts(Engine):
     arithmetic: str  # number formats of weights and activations
 
     def __init__(self, name: str, options: Options, *, causal: bool = False) -> None:
-        """Read the configuration of a file."""
         self.path = Path(options.path)
         self.threads = options.threads or available_threads()
         with GGUFFile(self.path) as gguf:
@@ -180,7 +179,6 @@ class PaddedTexts(Engine):
         )
 
     def embed(self, texts: list[Ids]) -> Vectors:
-        """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         vectors: list[Any] = [None] * len(texts)
         for begin in range(0, len(order), self.batch):

@@ -25,8 +25,6 @@ ANSWER_S = 600.0  # time limit for an answer
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server."""
-
     path: str  # path of the GGUF file
     threads: int
     clients: int  # maximum number of concurrent clients

@@ -76,17 +76,14 @@ class Time:
 
     @property
     def bound(self) -> str:
-        """Name of the largest bound."""
         return max(self.bounds, key=lambda name: self.bounds[name])
 
     @property
     def total(self) -> float:
-        """Overhead and the largest bound."""
         return self.overhead + max(self.bounds.values())
 
 
 def time_of(chip: Chip, work: Work) -> Time:
-    """Predict one dispatch."""
     c, ops = chip.cycles, work.ops
     products = ops.mma * c.mma + (ops.matrix_unit * c.matrix_unit if ops.matrix_unit else 0)
     other = ops.alu * c.alu + ops.slow * c.slow_issue + ops.shuffle * c.shuffle + ops.memory * c.memory

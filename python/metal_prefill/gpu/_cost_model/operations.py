@@ -35,8 +35,6 @@ LOOP = Ops(alu=8, slow=2)  # addresses, the comparison and the branch of a loop
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a dispatch."""
-
     groups: int
     simdgroups: int  # of a group
     ops: Ops  # of a simdgroup
