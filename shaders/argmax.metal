@@ -1,6 +1,6 @@
 // Index and value of the largest logit of each row. NaN is skipped, and the lowest index wins ties.
 //
-// Stage 1 divides a row among many threadgroups, since one would take long to read a vocabulary of logits.
+// Stage 1 divides a row among many threadgroups, since a single one would take long to read all logits.
 // Stage 2 reduces their candidates with one threadgroup per row.
 #include <metal_stdlib>
 
@@ -18,7 +18,7 @@ static inline Candidate simd_best(Candidate best) {
   return {value, simd_min(best.value == value ? best.index : ARGMAX_NONE)};
 }
 
-// Best of all threads, in every thread. `scratch` holds one candidate for each simdgroup.
+// Best of all threads, in every thread. `scratch` has one candidate per simdgroup.
 static inline Candidate threadgroup_best(Candidate best, threadgroup Candidate* scratch, ushort lane,
                                          ushort simdgroup, ushort simdgroups) {
   best = simd_best(best);
@@ -30,7 +30,7 @@ static inline Candidate threadgroup_best(Candidate best, threadgroup Candidate* 
   return simd_best(best);
 }
 
-// By its bits: comparisons may be compiled under the assumption that there is no NaN.
+// Tests the bits, as comparisons may be compiled under the assumption that there is no NaN.
 static inline bool is_number(float value) {
   return (as_type<uint>(value) & 0x7fffffffu) <= 0x7f800000u;
 }
@@ -56,7 +56,7 @@ kernel void argmax_stage1(device const float* logits [[buffer(0)]],  // [rows][n
   if (thread_index == 0) partial[group.y * groups.x + group.x] = best;
 }
 
-// One threadgroup for each row: the best of the candidates.
+// One threadgroup per row: the best of the candidates.
 kernel void argmax_stage2(device const Candidate* partial [[buffer(0)]],  // [rows][n]
                           device Candidate* result [[buffer(1)]],         // [rows]
                           constant ArgmaxArgs& args [[buffer(2)]], GROUP_ARGUMENTS) {

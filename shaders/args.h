@@ -28,16 +28,16 @@ typedef std::uint64_t u64_t;
 #define STACKED_MATRICES 4     // maximum number of matrices that a product reads as one
 #define PAGE_POSITIONS 64      // positions of a page of K and V
 #define MULTI_TOKEN_TILE 8     // maximum tokens that share a dequantized weight in multi_token_matvec
-#define NORMED_MATVEC_ROWS 2   // rows of a group of lanes in rmsnorm_matvec: the norm costs as much as a row
+#define NORMED_MATVEC_ROWS 2   // rows per group of lanes in rmsnorm_matvec: the norm costs as much as a row
 #define MATMUL_THREADS 128     // four simdgroups, 2 x 2 over the tile
 #define MATMUL_K 32            // columns that a matmul stages at a time
 #define MATMUL_NARROW_TILE 32  // tokens and rows of a matmul's tile
 #define MATMUL_WIDE_TILE 64
 #define MATMUL_TALL_TOKENS 128   // tokens of a tall tile of matmul_tensor, which has MATMUL_WIDE_TILE rows
 #define MATMUL_PARTS 4           // parts of the columns in matmul_split, with MATMUL_THREADS threads each
-#define ARGMAX_NONE 0xffffffffu  // index if every value was NaN
+#define ARGMAX_NONE 0xffffffffu  // index if every value is NaN
 #define SCAN_COLUMNS 8           // columns of a head's state in the registers of a simdgroup
-#define MOST_EXPERTS 512         // in a layer
+#define MOST_EXPERTS 512         // maximum per layer
 #define STATE_NONE 0xffffffffu   // slot of a sequence without a state, or of a state that is not written
 
 // clang-format off

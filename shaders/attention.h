@@ -1,38 +1,38 @@
 // Sizes of the attention kernels, shared by the host and the shaders.
 #pragma once
 
-#define DECODE_SIMDGROUPS 8  // most simdgroups of an attention_decode threadgroup
+#define DECODE_SIMDGROUPS 8  // maximum simdgroups of an attention_decode threadgroup
 #define PREFILL_KEYS 32      // keys of one step of attention_prefill
 
-// Stacked rows of a tile of attention_tensor, and the sizes of heads that it supports; others use
+// Stacked rows of a tile of attention_tensor, and the head sizes that it supports. Others use
 // attention_prefill.
 #define ATTENTION_TENSOR_ROWS 64
 #define ATTENTION_TENSOR_DIMS(dims) ((dims) == 64 || (dims) == 128)
 
-// Lanes of attention_decode that share a key, by the most dimensions of a head, and the parts of a head, of
-// four values for each of these lanes.
+// Lanes of attention_decode that share a key, by the maximum dimensions of a head, and the chunks of a head,
+// each of four values per lane.
 #define DECODE_LANES(dims) ((dims) <= 256 ? 8 : 16)
 #define DECODE_CHUNKS(dims) ((dims) / (4 * DECODE_LANES(dims)))
 
 // Query heads that a threadgroup of attention_decode processes together, so that they share the reads of K
-// and V. Limited by registers: a lane holds 8 * chunks values of query and output for each head.
+// and V. Limited by registers: a lane holds 8 * chunks values of query and output per head.
 #define DECODE_HEADS(chunks) ((chunks) <= 2 ? 4 : (chunks) <= 4 ? 2 : 1)
 
-// Whether attention_decode loads the keys of the next step before it multiplies the current ones: if both fit
-// the registers, 32 of a lane for both steps.
+// Whether attention_decode loads the keys of the next step before it multiplies the current ones: if both
+// steps fit in 32 registers of a lane.
 #define DECODE_LOADS_AHEAD(chunks, element_bytes) ((chunks) * (element_bytes) <= 8)
 
-// 8-row blocks of queries that a simdgroup of attention_prefill owns, by the most dimensions of a head and
-// the bytes of a cached element. Limited by registers: output and query take dims / 8 * 2 floats and as many
-// cached elements for each block.
+// 8-row blocks of queries that a simdgroup of attention_prefill computes, by the maximum dimensions of a head
+// and the bytes of a cached element. Limited by registers: per block, output and query take dims / 8 * 2
+// floats and as many cached elements.
 #define PREFILL_ROW_BLOCKS(dims, element_bytes) ((dims) * (element_bytes) <= 256 ? 2 : 1)
 
 // Threadgroups of attention_prefill that share the values of a head: 256 output values take 64 registers of a
 // lane. Each threadgroup computes all scores.
 #define PREFILL_VALUE_PARTS(dims) ((dims) <= 256 ? 1 : 2)
 
-// Whether the queries of attention_prefill stay in threadgroup memory: if output (two registers of a lane for
-// each 8x8 block) and queries (two cached elements) would take more than 64 of the 128 registers of a lane.
+// Whether the queries of attention_prefill are staged in threadgroup memory: if output (two registers of a
+// lane per 8x8 block) and queries (two cached elements) would take more than 64 of a lane's 128 registers.
 #define PREFILL_STAGES_QUERY(dims, element_bytes) \
   (PREFILL_ROW_BLOCKS(dims, element_bytes) * ((dims) / 8) * (2 + (element_bytes) / 2) > 64)
 
@@ -51,7 +51,7 @@
 // Floats of threadgroup memory that a simdgroup uses to find its elements of blocks (block_rows.h).
 #define BLOCK_PLACES 64
 
-// Floats of threadgroup memory of a simdgroup of attention_prefill: staged queries, or before that the places
+// Floats of threadgroup memory per simdgroup of attention_prefill: staged queries, or before that the places
 // of elements.
 #define PREFILL_SCRATCH(dims, element_bytes)                                                    \
   (PREFILL_STAGES_QUERY(dims, element_bytes)                                                    \

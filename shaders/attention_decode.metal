@@ -1,10 +1,9 @@
 // Causal attention of a few tokens over a long cache, with online softmax in float32.
 //
-// A threadgroup has one token, one KV head, up to DECODE_HEADS of the query heads that share it, and one
+// A threadgroup computes one token, one KV head, up to DECODE_HEADS of the query heads that share it, and one
 // split of the keys. Eight lanes share a key, or sixteen if heads are wide: a simdgroup processes four keys
-// at a time, or two, and simdgroups take them in rotation. Each group of lanes has its own softmax in
-// registers; at the end they are joined, lanes by shuffles, simdgroups in threadgroup memory, and splits by
-// attention_combine.
+// at a time, or two, and simdgroups alternate. Each group of lanes has its own softmax in registers. At the
+// end these are joined: lanes by shuffles, simdgroups in threadgroup memory, and splits by attention_combine.
 //
 // Reading K and V bounds this kernel. Query heads share the reads, the next keys are loaded before the
 // current ones are multiplied, and splits provide threadgroups if a few tokens have too few heads to fill the
@@ -20,16 +19,16 @@
 
 using namespace metal;
 
-constant constexpr float kLowest = -1e30f;  // below every score, and finite: differences of it are numbers
+constant constexpr float kLowest = -1e30f;  // below every score, and finite, so that differences are numbers
 
-// Softmax over some keys, not yet normalized: o = sum(exp(score - max) v), sum = sum(exp(score - max)).
+// Unnormalized softmax over some keys: o = sum(exp(score - max) v), sum = sum(exp(score - max)).
 template <ushort kChunks>
 struct PartialSoftmax {
   float best;
   float sum;
   float4 o[kChunks];
 
-  // Changes the maximum to which sum and values are relative.
+  // Changes the maximum that sum and values are relative to.
   void rescale(float new_best) {
     const float factor = fast::exp(best - new_best);
     best = new_best;
@@ -39,8 +38,8 @@ struct PartialSoftmax {
   }
 };
 
-// The query heads of a threadgroup, up to DECODE_HEADS, with their softmax so far. Kept in registers. kLanes
-// share a key: each holds 4 adjacent dimensions of every 4 * kLanes.
+// The query heads of a threadgroup, up to DECODE_HEADS, with their softmax so far, in registers. kLanes share
+// a key: each has 4 adjacent dimensions of every 4 * kLanes.
 template <ushort kChunks, ushort kLanes>
 struct Queries {
   static constant constexpr ushort kHeads = DECODE_HEADS(kChunks);
@@ -49,7 +48,7 @@ struct Queries {
   ushort heads;
   float score_cap;
 
-  // Queries of `count` heads that start `step` fours after each other, in device or threadgroup memory.
+  // Loads the queries of `count` heads that are `step` fours apart, in device or threadgroup memory.
   template <typename Fours>
   void begin(Fours q, uint step, ushort count, constant AttentionArgs& args, ushort lane) {
     heads = count;
@@ -68,8 +67,8 @@ struct Queries {
     }
   }
 
-  // Adds one key for each group of lanes; groups without a valid key only take part in the shuffles. Keys and
-  // values have the type of the cache until they are used: as floats they would take twice the registers.
+  // Adds one key per group of lanes; groups without a valid key only take part in the shuffles. Keys and
+  // values keep the type of the cache until they are used: as floats they would take twice the registers.
   template <typename T>
   void take(thread const vec<T, 4>* keys, thread const vec<T, 4>* values, bool valid) {
 #pragma unroll
@@ -90,8 +89,7 @@ struct Queries {
     }
   }
 
-  // Joins the groups of lanes of a simdgroup: [kHeads][dimensions + 2], the maximum and the sum after the
-  // values.
+  // Joins the groups of lanes of a simdgroup, and writes [kHeads][dimensions + 2]: values, maximum and sum.
   void join(threadgroup float* mine, ushort lane) {
 #pragma unroll
     for (ushort h = 0; h < kHeads; ++h) {
@@ -118,9 +116,9 @@ struct Queries {
   }
 };
 
-// The heads and keys of a threadgroup.
+// The heads and keys that a threadgroup computes.
 struct Share {
-  uint kv_head, head, token;  // head: the first query head
+  uint kv_head, head, token;  // head: index of the first query head
   ushort heads;
   uint begin, end;  // keys
 };
@@ -136,7 +134,7 @@ static inline Share share_of(uint3 group, device const PassRow& row, constant At
   share.head = share.kv_head * heads_per_kv + first_of_kv;
   share.token = group.z;
   share.heads = min(uint(most_heads), heads_per_kv - first_of_kv);
-  // Its split of the keys that the token sees.
+  // The split's part of the keys that the token sees.
   const uint last = row.position + 1;
   const uint window_start = args.window > 0 && last > args.window ? last - args.window : 0;
   share.begin = max(window_start, group.x * row.split_keys);
@@ -156,18 +154,18 @@ struct Cache {
 template <typename T, ushort kChunks, ushort kLanes>
 struct CachedKeys {
   vec<T, 4> keys[kChunks], values[kChunks];
-  // Pages of the keys of the next two steps. A page is looked up two steps ahead, so that no load of keys
+  // Pages of the keys of the next two steps. Pages are looked up two steps ahead, so that no load of keys
   // waits for a block table.
   uint page, page_after;
 
-  // Lanes whose key would be after `last` get `last`.
+  // Lanes whose key would be after `last` use `last`.
   static uint key_of(uint first, uint last, ushort lane) { return min(first + lane / kLanes, last); }
 
   static uint page_of(Cache<T> cache, uint first, uint last, ushort lane) {
     return cache.block_table[key_of(first, last, lane) / PAGE_POSITIONS];
   }
 
-  // From `first` on; the next two steps are `step` and twice as much after it.
+  // Loads the keys from `first` on. The next two steps are `step` and 2 * `step` later.
   void load(Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first, uint step, uint last,
             ushort lane) {
     const ushort dim = lane % kLanes * 4;
@@ -185,7 +183,7 @@ struct CachedKeys {
     }
   }
 
-  // The first of keys [first, end), those of a simdgroup at every `step`-th position.
+  // Loads the first of keys [first, end), of which a simdgroup has those `step` apart.
   void begin(Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first, uint end, uint step,
              ushort lane) {
     if (first >= end) return;
@@ -195,9 +193,9 @@ struct CachedKeys {
   }
 };
 
-// Takes keys [first, end) of the cache, with which `cached` began. The next keys are loaded before the
-// current ones are multiplied, if two steps fit the registers: of 128 registers of a lane, query and output
-// take 64 (half of them with 64 dimensions), and a step 8 for each 32 dimensions in half precision.
+// Adds keys [first, end) of the cache, the first of which `cached` has loaded. The next keys are loaded
+// before the current ones are multiplied, if two steps fit the registers: of a lane's 128, query and output
+// take 64 (half of them with 64 dimensions), and a step takes 8 per 32 dimensions in half precision.
 template <typename T, ushort kChunks, ushort kLanes>
 static inline void take_cached(thread Queries<kChunks, kLanes>& queries,
                                thread CachedKeys<T, kChunks, kLanes>& cached, Cache<T> cache,
@@ -214,9 +212,9 @@ static inline void take_cached(thread Queries<kChunks, kLanes>& queries,
   }
 }
 
-// Joins the simdgroups, whose parts are in `shared`. Those that had no keys change nothing. With one split
-// `out` is [token][n_heads][value_dim]; else, for attention_combine, [token][n_heads][splits][value_dim + 2]
-// with the maximum and the sum after the values.
+// Joins the simdgroups, whose parts are in `shared`. Simdgroups without keys change nothing. With one split
+// `out` is [token][n_heads][value_dim]; otherwise, for attention_combine, it is
+// [token][n_heads][splits][value_dim + 2] with the maximum and the sum after the values.
 template <ushort kChunks, ushort kLanes>
 static inline void store(threadgroup const float* shared, device float* out, constant AttentionArgs& args,
                          Share share, uint split, ushort thread_index, ushort threads, ushort simdgroups) {
@@ -246,7 +244,7 @@ static inline void store(threadgroup const float* shared, device float* out, con
   }
 }
 
-// Up to DECODE_SIMDGROUPS simdgroups.
+// Threadgroup: up to DECODE_SIMDGROUPS simdgroups.
 template <typename T, ushort kChunks, ushort kLanes>
 kernel void attention_decode(
     device const float* q [[buffer(0)]],       // [tokens][q_stride]
@@ -276,10 +274,10 @@ kernel void attention_decode(
   store<kChunks, kLanes>(shared, out, args, share, group.x, thread_index, threads.x, simdgroups);
 }
 
-// rope_append and attention_decode of sequences with a single token each, in one: each threadgroup rotates
-// the heads that it needs in threadgroup memory. The one whose share includes the token's own key appends
-// that key to the cache, where no other threadgroup of this dispatch reads it. With skip_keys the cache has
-// that key already, and a row of qkv only queries.
+// Combines rope_append and attention_decode for sequences with a single token each: each threadgroup rotates
+// the heads that it needs in threadgroup memory. The threadgroup whose share includes the token's own key
+// appends it to the cache, where no other threadgroup of this dispatch reads it. With skip_keys the key is
+// already in the cache, and a row of qkv has queries only.
 template <typename T, ushort kChunks, ushort kLanes>
 kernel void rope_attention_decode(
     device const float* bias [[buffer(0)]],    // one row of qkv
@@ -307,14 +305,14 @@ kernel void rope_attention_decode(
   threadgroup float* const own_key = rotated + kHeads * kDims;
   threadgroup float* const own_value = own_key + kDims;
 
-  // Loads of keys of earlier calls begin before the queries are ready for them.
+  // Starts to load keys of earlier calls before the queries are ready.
   const uint first = share.begin + simdgroup * (32 / kLanes), step = simdgroups * (32 / kLanes);
   const uint position = row.position, end = rope.skip_keys ? share.end : min(share.end, position);
   const Cache<T> cache = {k_cache, v_cache, pages + row.pages};
   CachedKeys<T, kChunks, kLanes> cached;
   cached.begin(cache, attention, share.kv_head, first, end, step, lane);
 
-  // A simdgroup takes a head at a time.
+  // Each simdgroup rotates a head at a time.
   const uint k_first = attention.n_heads * attention.query_step;
   const uint v_first = k_first + attention.n_kv_heads * attention.key_dim;
   table += position * (rope.rope_dim / 2);
@@ -339,7 +337,7 @@ kernel void rope_attention_decode(
     // Processed in cache order, as attention_decode does, so that the sums are bit-identical.
     const uint turn = position - share.begin;
     if (simdgroup == turn / (32 / kLanes) % simdgroups) {
-      // In the type of the cache, as the other keys.
+      // In the type of the cache, like the other keys.
       vec<T, 4> keys[kChunks], values[kChunks];
 #pragma unroll
       for (ushort c = 0; c < kChunks; ++c) {

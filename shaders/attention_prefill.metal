@@ -1,8 +1,8 @@
-// Attention of many tokens on simdgroup_matrix, with online softmax: half or float32 operands, by the type of
-// the cache, and float32 sums.
+// Attention of many tokens on simdgroup_matrix, with online softmax: half or float32 operands, depending on
+// the type of the cache, and float32 sums.
 //
 // The query heads that share a KV head are stacked: row r of a tile is head r % g of token r / g, where g is
-// n_heads / n_kv_heads, so that each block of K and V serves all of them. A simdgroup owns 8 * kRowBlocks
+// n_heads / n_kv_heads, so that each block of K and V serves all of them. A simdgroup computes 8 * kRowBlocks
 // rows and iterates over the keys independently: there is no barrier beyond the simdgroup, and no limit on
 // the number of keys. Scores, weights and output stay in its registers; K and V are read from the pages as
 // 8x8 blocks.
@@ -18,9 +18,9 @@
 
 using namespace metal;
 
-// T is the type of the cache and of the operands; sums are float32. kDimBlocks * 8 dimensions at most, and
-// exactly so many where kWhole: then no branch depends on their number, and the loads of a block row can all
-// be in flight at the same time.
+// T is the type of the cache and of the operands; sums are float32. Heads have at most kDimBlocks * 8
+// dimensions, and exactly as many with kWhole: then no branch depends on the number, and the loads of a block
+// row can all be in flight at the same time.
 template <typename T, ushort kDimBlocks, ushort kRowBlocks, bool kWhole>
 static inline void attend(device const float* q, AttentionTile tile, device const uint* pages,
                           device const T* k, device const T* v, device const float* bias,
@@ -29,11 +29,11 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   constexpr ushort kDims = 8 * kDimBlocks, kValueBlocks = kDimBlocks / PREFILL_VALUE_PARTS(kDims);
   constexpr bool kStaged = PREFILL_STAGES_QUERY(kDims, sizeof(T));
   constexpr ushort kQueryRow = PREFILL_QUERY_BYTES(kDims, sizeof(T)) / sizeof(T);
-  // Where registers suffice, the loads of a whole step are in flight together: first the keys, then the
-  // values. Those that no row sees are loaded, too: a step is within a page, and no branch guards a load.
+  // If registers suffice, the loads of a whole step are in flight together: first the keys, then the values.
+  // Those that no row sees are loaded, too: a step is within a page, and no branch guards a load.
   constexpr bool kAhead = kWhole && PREFILL_LOADS_AHEAD(kDims, sizeof(T));
   constexpr ushort kBlocks = PREFILL_KEYS / 8;
-  // Blocks of a query in registers are not indexed by variables; those in threadgroup memory may be.
+  // Loops over a query in registers are unrolled fully: variables cannot index registers.
   constexpr ushort kUnrolled = kStaged ? 8 : kDimBlocks;
   static_assert(!kAhead || !kStaged, "queries are in registers where keys are, too");
   static_assert(!kAhead || kValueBlocks == kDimBlocks, "keys and values take the same registers");
@@ -45,7 +45,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   block_rows.find(scratch, lane);
   StackedRows rows;
   rows.begin(tile, args, bias, sinks);
-  StackedRow mine[kRowBlocks];  // of which this lane holds elements
+  StackedRow mine[kRowBlocks];  // rows of which this lane holds elements
 #pragma unroll
   for (ushort r = 0; r < kRowBlocks; ++r) mine[r] = rows.row(r * 8 + block_rows.row, kv_head, args);
 
@@ -76,7 +76,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   if (kStaged) simdgroup_barrier(mem_flags::mem_threadgroup);
 
   simdgroup_float8x8 output[kRowBlocks][kValueBlocks];
-  float best[kRowBlocks], sum[kRowBlocks];  // of this lane's rows; the sums of its keys alone
+  float best[kRowBlocks], sum[kRowBlocks];  // of this lane's rows; `sum` over its keys only
 #pragma unroll
   for (ushort r = 0; r < kRowBlocks; ++r) {
     best[r] = kLowest;
@@ -112,7 +112,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
     for (ushort r = 0; r < kRowBlocks; ++r)
 #pragma unroll
       for (ushort j = 0; j < kBlocks; ++j) score[r][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-    if (kAhead && key + PREFILL_KEYS <= end) {  // products that follow each other do not wait for each other
+    if (kAhead && key + PREFILL_KEYS <= end) {  // consecutive products are independent
 #pragma unroll
       for (ushort b = 0; b < kDimBlocks; ++b)
 #pragma unroll
@@ -213,7 +213,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
             }
           }
         } else {
-          // Rows beyond the cached keys may hold NaN, and 0 * NaN is not 0: they are replaced by zeros.
+          // Rows beyond the cached keys may hold NaN, and 0 * NaN is not 0, so they are replaced by zeros.
           const bool beyond = key + j * 8 + block_rows.row >= cached;
 #pragma unroll
           for (ushort b = 0; b < kValueBlocks; ++b) {
@@ -258,7 +258,7 @@ kernel void attention_prefill(
     device const float* sinks [[buffer(6)]],  // [n_heads]
     device half* out [[buffer(7)]],           // [tokens][n_heads][value_dim]
     constant AttentionArgs& args [[buffer(8)]],
-    threadgroup float* scratch [[threadgroup(0)]],  // PREFILL_SCRATCH for each simdgroup
+    threadgroup float* scratch [[threadgroup(0)]],  // PREFILL_SCRATCH per simdgroup
     uint2 group [[threadgroup_position_in_grid]], ushort lane [[thread_index_in_simdgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]) {
   const uint tile = group.x * simdgroups + simdgroup;

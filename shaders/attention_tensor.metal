@@ -1,11 +1,11 @@
-// Attention of many tokens on the matrix units of an M5, which only Metal 4 reaches: half operands, float32
-// sums, online softmax. Bindings and arguments are those of attention_prefill.metal; the facts about tensors
-// that it relies on are those of matmul_tensor.metal.
+// Attention of many tokens on the matrix units of an M5, which only Metal 4 exposes: half operands, float32
+// sums, online softmax. Bindings and arguments are those of attention_prefill.metal; the assumptions about
+// tensors are those of matmul_tensor.metal.
 //
-// A threadgroup takes a tile of ATTENTION_TENSOR_ROWS stacked rows. A step is a product with PREFILL_KEYS
-// keys, a softmax with two threads for each row, and a product with as many values. Keys and values are read
-// from device memory, from rows at a stride.
-// clang-format off: the last of these builds on the others
+// A threadgroup computes a tile of ATTENTION_TENSOR_ROWS stacked rows. A step is a product with PREFILL_KEYS
+// keys, a softmax with two threads per row, and a product with as many values. Keys and values are read from
+// device memory, in strided rows.
+// clang-format off: the last of these depends on the others
 #include <metal_stdlib>
 #include <metal_tensor>
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
@@ -47,10 +47,10 @@ template <ushort kDims>
                                                         matmul2d_descriptor::mode::multiply_accumulate);
   matmul2d<score_descriptor, execution_simdgroups<kSimdgroups>> score_product;
   matmul2d<value_descriptor, execution_simdgroups<kSimdgroups>> value_product;
-  threadgroup half queries[kRows * kDims];  // in the last step, the values
-  threadgroup float scores[kRows * kKeys];  // then the weights, halves at the beginning of each row
+  threadgroup half queries[kRows * kDims];  // the values in the last step
+  threadgroup float scores[kRows * kKeys];  // then the weights, as halves at the beginning of each row
   threadgroup float of_row[kRows];          // factor of the earlier sums, then the sum of weights
-  threadgroup float changed[kSimdgroups];   // 1: a factor is not 1
+  threadgroup float changed[kSimdgroups];   // 1 if a factor is not 1
   static_assert(kRows >= kKeys, "values take the place of the queries");
 
   const uint kv_head = group.y;
@@ -71,11 +71,11 @@ template <ushort kDims>
 #pragma unroll
   for (ushort i = 0; i < output.get_capacity(); ++i)
     if (output.is_valid_element(i)) output[i] = 0.0f;
-  float best = kLowest, sum = 0.0f;  // of this thread's row; the sum of its keys alone
+  float best = kLowest, sum = 0.0f;  // of this thread's row; `sum` over its keys only
 
   device const uint* block_table = pages + rows.tile.pages;
   const uint end = rows.end_key(kRows), cached = rows.tile.end;
-  const uint stride = args.n_kv_heads * kDims;  // from one position to the next
+  const uint stride = args.n_kv_heads * kDims;  // between positions
   threadgroup half* weights = (threadgroup half*)scores;
   threadgroup float* my_scores = scores + row * kKeys + half_of_row * (kKeys / 2);
   threadgroup half* my_weights = weights + row * 2 * kKeys + half_of_row * (kKeys / 2);
@@ -85,7 +85,7 @@ template <ushort kDims>
     device const half* keys = page_at(k, block_table, key, args.page_stride) + first;
     device const half* values = page_at(v, block_table, key, args.page_stride) + first;
 
-    // Scores. Those of keys beyond the cached ones, whose contents are undefined, are masked below.
+    // Scores. Those of keys beyond the cached ones, with undefined contents, are masked below.
     threadgroup_barrier(mem_flags::mem_threadgroup);  // queries are stored; weights and factors were read
     Staged own(queries, dextents<int32_t, 2>(kDims, kRows));
     Cached others((device half*)keys, dextents<int32_t, 2>(kDims, kKeys),
@@ -124,8 +124,8 @@ template <ushort kDims>
     if (half_of_row == 0) of_row[row] = factor;
     const bool differs = simd_any(factor != 1.0f);
     if (thread_index % 32 == 0) changed[simdgroup] = differs ? 1.0f : 0.0f;
-    // Rows beyond the cached keys may hold NaN, and 0 * NaN is not 0: zeros take their place. This is the
-    // last step, after which no product reads the queries.
+    // Rows beyond the cached keys may hold NaN, and 0 * NaN is not 0, so they are replaced by zeros. This is
+    // the last step, after which no product reads the queries.
     const bool last = key + kKeys > cached;
     if (last)
       for (ushort i = thread_index; i < kKeys * kDims / 4; i += MATMUL_THREADS) {
@@ -152,7 +152,7 @@ template <ushort kDims>
     }
   }
 
-  // Normalize, from where each thread has its part of the output.
+  // Normalizes the part of the output that each thread has.
   sum += simd_shuffle_xor(sum, 1);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // factors were read
   if (half_of_row == 0) of_row[row] = mine.divisor(sum, best);

@@ -1,9 +1,9 @@
-// Which elements of an 8x8 block a lane holds.
+// The elements of an 8x8 block that a lane holds.
 //
 // Metal's specification leaves this to the GPU, so kernels that compute with the elements of a block
 // determine it at run time. They rely on two facts that hold on the GPUs of all known families, and that
 // trial.metal checks on others: a lane has two adjacent elements of a row, at the same places of every block,
-// and the numbers of the four lanes that share a row differ in the same two bits, or sets of bits.
+// and the indices of the four lanes that share a row differ in the same two bits, or sets of bits.
 #pragma once
 
 #include <metal_simdgroup_matrix>
@@ -29,15 +29,15 @@ struct BlockRows {
   ushort row, column;  // of this lane's first element; the second is at the next column
   ushort near, far;    // the bits in which the lanes of a row differ
 
-  // By a block of the numbers of its places. All lanes of a simdgroup, which has the BLOCK_PLACES floats of
-  // `places` to itself.
+  // Loads a block that contains the numbers of its places. Requires all lanes of a simdgroup, and
+  // BLOCK_PLACES floats at `places` that no other simdgroup uses.
   void find(threadgroup float* places, ushort lane) {
     places[lane] = lane;
     places[32 + lane] = 32 + lane;
     simdgroup_barrier(mem_flags::mem_threadgroup);
     simdgroup_float8x8 block;
     simdgroup_load(block, places, 8);
-    simdgroup_barrier(mem_flags::mem_threadgroup);  // the memory may be written again
+    simdgroup_barrier(mem_flags::mem_threadgroup);  // the memory may be overwritten
     const ushort place = ushort(elements(block)[0]);
     row = place / 8;
     column = place % 8;
@@ -46,7 +46,7 @@ struct BlockRows {
     far = first ^ simd_sum(place == 4 ? lane : ushort(0));
   }
 
-  // Of the values of the four lanes that share a row.
+  // Reductions over the values of the four lanes that share a row.
   float largest(float value) const {
     value = max(value, simd_shuffle_xor(value, near));
     return max(value, simd_shuffle_xor(value, far));

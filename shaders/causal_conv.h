@@ -9,7 +9,7 @@
 
 using namespace metal;
 
-// u of the token that is `back` tokens before that of `row`: in the pass, or in the state before the chunk.
+// u of the token `back` tokens before that of `row`: in the pass, or in the state before the chunk.
 static inline float input_of(device const float* in, device const float* states, constant StateRow& row,
                              uint back, uint channel, constant CausalConvArgs& args) {
   if (back <= row.token) {
@@ -21,7 +21,7 @@ static inline float input_of(device const float* in, device const float* states,
   return states[ulong(row.before) * args.slot_stride + at * args.channels + channel];
 }
 
-// The result of one channel of the row of a token, and the state after it. T is half if a matmul reads the
+// Computes one channel of a token's row, and the state after the token. T is half if a matmul reads the
 // result, otherwise float.
 template <typename T>
 static inline void convolve(device const float* filter, device const float* bias, device const float* in,

@@ -1,6 +1,6 @@
-// Dequantizers: how a kernel reads a row of any tensor type.
+// Dequantizers: they read rows of each tensor type.
 //
-// A row is read in items of 8 values. Item i holds two groups of 4 adjacent columns, [first(i), first(i) + 4)
+// A row is read in items of 8 values. Item i has two groups of 4 adjacent columns, [first(i), first(i) + 4)
 // and the same kSecond columns further on. Formats that keep two values 16 columns apart in one byte have
 // kSecond = 16, so that each byte is read by one thread only; four successive items always cover 32 whole
 // columns.
@@ -34,7 +34,7 @@ static inline void nibbles(device const u8_t* bytes, thread ushort4& low, thread
   high = ushort4((p >> 4) & 0xF, p >> 12, (q >> 4) & 0xF, q >> 12);
 }
 
-// The bits that `mask` selects in each of the four bytes at an even address, after a shift by `shift`.
+// The bits that `mask` selects in each of the four bytes at an even address after a right shift by `shift`.
 static inline ushort4 fields(device const u8_t* bytes, ushort shift, ushort mask) {
   device const ushort* pairs = (device const ushort*)bytes;
   const ushort p = pairs[0], q = pairs[1], high = shift + 8;
@@ -51,9 +51,9 @@ static inline uint word(device const u8_t* bytes) {
   return uint(pairs[0]) | (uint(pairs[1]) << 16);
 }
 
-// Nibbles of four bytes in the mantissa of halves, without conversions or, for the high ones, shifts. The
-// last bit of the mantissa has the value 1 from 1024 to 2047, and 1/16 from 64 to 127, so the results exceed
-// the nibbles by 1024 and 64.
+// Nibbles of four bytes in the mantissas of halves, without conversions or, for the high ones, shifts. The
+// lowest bit of the mantissa is worth 1 from 1024 to 2047, and 1/16 from 64 to 127, so the results exceed the
+// nibbles by 1024 and 64.
 static inline half4 low_and_1024(uint bytes) {
   return as_type<half4>((uint2(bytes, bytes >> 8) & uint2(0x000F000F)) | uint2(0x64006400)).xzyw;
 }
@@ -61,7 +61,7 @@ static inline half4 high_and_64(uint bytes) {
   return as_type<half4>((uint2(bytes, bytes >> 8) & uint2(0x00F000F0)) | uint2(0x54005400)).xzyw;
 }
 
-// Nibbles of four bytes as numbers.
+// Nibbles of four bytes as halves.
 static inline half4 low_nibbles(uint bytes) {
   return low_and_1024(bytes) - 1024.0h;
 }
@@ -69,14 +69,14 @@ static inline half4 high_nibbles(uint bytes) {
   return high_and_64(bytes) - 64.0h;
 }
 
-// d * (nibble - 8), in one instruction for each. Exact: d is a half, of 11 bits, and products with it and the
-// sum fit the 24 of a float.
+// d * (nibble - 8), with one instruction each. Exact: d is a half with 11 bits, and its products and the sum
+// fit the 24 bits of a float.
 static inline void scaled_nibbles(uint bytes, float d, thread float4& low, thread float4& high) {
   low = fma(float4(low_and_1024(bytes)), float4(d), float4(-1032.0f * d));
   high = fma(float4(high_and_64(bytes)), float4(d), float4(-72.0f * d));
 }
 
-// Bit 4 of four adjacent quants, whose fifth bits are the lowest four of `bits`.
+// Bit 4 of four adjacent quants, from the lowest four of `bits`.
 static inline ushort4 fifth_bits(uint bits) {
   return ushort4((bits & 1) << 4, (bits & 2) << 3, (bits & 4) << 2, (bits & 8) << 1);
 }
@@ -196,7 +196,7 @@ struct Q5_K : PlainItems {
 struct Q6_K : PlainItems {
   static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
     device const block_q6_K* block = (device const block_q6_K*)row + (i >> 5);
-    const ushort v = (i & 31) * 8, quarter = (v & 127) >> 5;  // of its half of the super-block
+    const ushort v = (i & 31) * 8, quarter = (v & 127) >> 5;  // quarter of its half of the super-block
     const float d = float(block->d) * float(block->scales[v >> 4]);
     device const u8_t* ql = block->ql + (v >> 7) * 64 + (quarter & 1) * 32 + (v & 31);
     device const u8_t* qh = block->qh + (v >> 7) * 32 + (v & 31);
@@ -218,7 +218,7 @@ static inline float4 look_up(constant float* values, ushort4 index) {
   return float4(values[index.x], values[index.y], values[index.z], values[index.w]);
 }
 
-// Four values of kBits bits of level each, negative where a bit of `signs` is set.
+// Four values with levels of kBits bits each, negative if the bit of `signs` is set.
 template <ushort kBits>
 static inline float4 signed_values(constant float* magnitudes, uint levels, uint signs) {
   const ushort mask = (1 << kBits) - 1;
@@ -229,7 +229,7 @@ static inline float4 signed_values(constant float* magnitudes, uint levels, uint
   return sign * look_up(magnitudes, level);
 }
 
-// Seven bits of signs of eight values, with the eighth that makes the number of minuses even.
+// Adds to seven sign bits the eighth, which makes the number of negative values even.
 static inline uint even_signs(uint bits) {
   bits &= 127;
   uint parity = bits ^ (bits >> 4);
@@ -251,7 +251,7 @@ struct IQ2_XXS : PlainItems {
   static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
     device const block_iq2_xxs* block = (device const block_iq2_xxs*)row + (i >> 5);
     device const u16_t* qs = block->qs + ((i & 31) >> 2) * 4;
-    const ushort part = i & 3;  // of the group
+    const ushort part = i & 3;  // index in the group
     const uint bits = uint(qs[2]) | uint(qs[3]) << 16;
     const float d = float(block->d) * 0.125f * odd_scale(bits >> 28);
     const ushort index = (qs[part >> 1] >> (part & 1) * 8) & 255;
@@ -330,7 +330,7 @@ struct IQ4_XS : PlainItems {
 
 static constant constexpr ushort kPowersOf3[5] = {1, 3, 9, 27, 81};
 
-// Digits of base 3 of four adjacent bytes, which are fractions of 256: multiplying by a power of 3 moves a
+// Base-3 digits of four adjacent bytes: byte / 256 is a fraction, and multiplying by a power of 3 moves a
 // digit to the integer part.
 static inline float4 ternary_digits(device const u8_t* bytes, ushort power) {
   const ushort4 shifted = ushort4(bytes[0], bytes[1], bytes[2], bytes[3]) * power & ushort(255);
@@ -342,7 +342,7 @@ struct TQ1_0 : PlainItems {
     device const block_tq1_0* block = (device const block_tq1_0*)row + (i >> 5);
     const ushort v = (i & 31) * 8;
     const float d = float(block->d);
-    // Five digits of 32 bytes, five of 16, and four of 4.
+    // Columns in order: five digits of 32 bytes, five of 16, and four of 4.
     device const u8_t* first = v < 160   ? block->qs + (v & 31)
                                : v < 240 ? block->qs + 32 + (v & 15)
                                          : block->qh;
@@ -413,8 +413,8 @@ struct BF16 : PlainItems {
   }
 };
 
-// An item between its load and its store by a matmul, while the products of the previous step run: its
-// values, dequantized before these products begin.
+// An item between its load and its store by a matmul, during the products of the previous step. This one
+// holds values that are dequantized before these products begin.
 template <typename W>
 struct Held {
   float4 a, b;
@@ -425,9 +425,9 @@ struct Held {
   }
 };
 
-// The item in its quantized form, which takes fewer registers and delays the wait for the load until the
-// store. The product is in float, since a GPU may treat half operands below 6e-5, as scales often are, as
-// zeros.
+// Holds the item in its quantized form, which takes fewer registers and delays the wait for the load until
+// the store. The product is in float, since a GPU may flush half operands below 6e-5, as scales often are, to
+// zero.
 template <>
 struct Held<Q4_0> {
   ushort2 pairs;

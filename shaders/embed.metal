@@ -1,4 +1,4 @@
-// Embedding lookup: one row of the table for each token, dequantized, stored or added.
+// Embedding lookup: one row of the table per token, dequantized, and stored or added.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -16,7 +16,7 @@ kernel void embed(device const uchar* table [[buffer(0)]],  // [vocab_size][dim]
   const uint item = position.x, token = position.y;
   if (item * 8 >= args.dim || token >= args.tokens) return;
   float4 a, b;
-  // The index that argmax returns if all logits are NaN is beyond the table.
+  // If all logits are NaN, argmax returns an index beyond the table.
   const uint id = min(ids[token * args.id_stride], args.vocab_size - 1);
   W::load(table + ulong(id) * args.row_bytes, item, a, b);
   device float4* out = (device float4*)(x + token * args.dim + W::first(item));

@@ -1,5 +1,5 @@
-// Feed-forwards with experts: the choice of experts, and products of few rows. matmul_experts.metal has those
-// of many rows.
+// Feed-forwards with experts: the choice of experts, and products of few rows. Those of many rows are in
+// matmul_experts.metal.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -11,7 +11,7 @@
 
 using namespace metal;
 
-// The values that a router reads: normalized as a NormedToken's, or without weights as they are.
+// The values that a router reads: normalized as in NormedToken, or unchanged if there is no weight.
 struct RoutedToken {
   device const float* x;
   device const float* weight;
@@ -22,15 +22,14 @@ struct RoutedToken {
   }
 };
 
-// By its bits: comparisons may be compiled under the assumption that there is no NaN.
+// Tests the bits, as comparisons may be compiled under the assumption that there is no NaN.
 static inline bool is_nan(float value) {
   return (as_type<uint>(value) & 0x7fffffffu) > 0x7f800000u;
 }
 
-// routes[t][used]: the experts of a row, the best score first, of equal ones the first expert. NaN is the
-// smallest score. Products are of float32 values, whatever the path: rounded ones could decide for others.
-// `offset` is added to products, `bias` to scores for the choice alone.
-// Threadgroup: whole simdgroups. Grid: rows.
+// routes[t][used]: the experts of a row, best score first, the first expert of equal ones. NaN is the
+// smallest score. Products are of float32 values on every path: rounded ones could change the choice.
+// `offset` is added to products, `bias` to scores, only for the choice.
 template <typename W>
 kernel void choose_experts(device const uchar* router [[buffer(0)]],  // [experts][dim]
                            device const float* norm [[buffer(1)]],    // [dim]
@@ -102,8 +101,8 @@ kernel void choose_experts(device const uchar* router [[buffer(0)]],  // [expert
   }
 }
 
-// Gives the routes of an expert consecutive places, in the order of rows, and divides these into tiles of
-// MATMUL_NARROW_TILE. One threadgroup; a thread has every so many-th expert.
+// Assigns consecutive places to the routes of each expert, in order of rows, and divides these into tiles of
+// MATMUL_NARROW_TILE. One threadgroup; experts are distributed over the threads in rotation.
 kernel void sort_routes(device Route* routes [[buffer(0)]],      // [tokens][used]
                         device uint* rows [[buffer(1)]],         // [places]: the row of each
                         device ExpertTile* tiles [[buffer(2)]],  // [tiles]
@@ -160,8 +159,8 @@ kernel void add_experts(device const Route* routes [[buffer(0)]],  // [tokens][u
   *out += sum;
 }
 
-// y[route][row] = w[expert][row] . x[route] + bias[expert][row]. A simdgroup takes 32 / lanes_per_row rows.
-// Grid: (rows, routes).
+// y[route][row] = w[expert][row] . x[route] + bias[expert][row]. A simdgroup computes 32 / lanes_per_row
+// rows.
 template <typename W>
 kernel void matvec_experts(device const uchar* w [[buffer(0)]],       // [experts][out_dim][in_dim]
                            device const float* bias [[buffer(1)]],    // [experts][out_dim]
@@ -182,8 +181,8 @@ kernel void matvec_experts(device const uchar* w [[buffer(0)]],       // [expert
 }
 
 // y[route][row] = activation(gate[expert][row] . x) * (up[expert][row] . x), with the row of x of the route,
-// and biases added to both products; without gates activation(up[expert][row] . x), of which both products
-// are then the same.
+// and biases added to both products. Without gates: activation(up[expert][row] . x), for which both products
+// are the same.
 template <typename W>
 kernel void matvec_experts_swiglu(device const uchar* w [[buffer(0)]],       // [2][experts][out_dim][in_dim]
                                   device const float* bias [[buffer(1)]],    // [2][experts][out_dim]

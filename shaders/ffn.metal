@@ -1,4 +1,4 @@
-// Activation of the feed-forward block, if no product includes it: out = activation(gate) * up, or
+// Activation of the feed-forward block, if it is not fused with a product: out = activation(gate) * up, or
 // activation(up) in models without a gate.
 #include <metal_stdlib>
 

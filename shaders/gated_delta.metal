@@ -1,5 +1,5 @@
-// The gated delta rule (arXiv:2412.06464) of layers whose state is a matrix S [key_dim][value_dim] for each
-// head. For each token, in order:
+// The gated delta rule (arXiv:2412.06464) of layers whose state is a matrix S [key_dim][value_dim] per head.
+// For each token, in order:
 //
 //   S = exp(decay * softplus(alpha + step)) S;   S += k sigmoid(beta) (v - k S);   out = q S / sqrt(key_dim)
 //
@@ -15,8 +15,8 @@
 
 using namespace metal;
 
-// A simdgroup takes DELTA_COLUMNS columns of S, for all tokens of a sequence: columns are independent of each
-// other, tokens are not. A lane has every 32nd row in registers, so that a sum over rows is a simd_sum. Grid:
+// A simdgroup computes DELTA_COLUMNS columns of S, for all tokens of a sequence: columns are independent,
+// tokens are not. A lane has every 32nd row in registers, so that a sum over rows is a simd_sum. Grid:
 // (columns, heads, sequences) in threadgroups.
 kernel void gated_delta(
     device const float* decay [[buffer(0)]],  // [heads], negative
@@ -123,8 +123,8 @@ kernel void gated_norm(device const float* weight [[buffer(0)]],  // [dim]
 
 INSTANTIATE_FOR_FLOATS(gated_norm)
 
-// y *= sigmoid(gate), for the output of attention. The gate of a head follows its query in a row of q. Grid:
-// (n_heads * value_dim, tokens) in threads. T is the type of the output of attention.
+// y *= sigmoid(gate), for the output of attention. In a row of q, the gate of a head is after its query.
+// Grid: (n_heads * value_dim, tokens) in threads. T is the type of the output of attention.
 template <typename T>
 kernel void gate_heads(device const float* q [[buffer(0)]],  // [tokens][q_stride]
                        device T* y [[buffer(1)]],            // [tokens][n_heads][value_dim]

@@ -1,5 +1,5 @@
 // The grids of the IQ formats, which are part of the formats: vectors of eight levels of 2 bits, or of four
-// of 3 bits, the first in the lowest bits. Written by tools/write_grids.py, from the gguf package.
+// of 3 bits, the first in the lowest bits. Written by tools/build/write_grids.py, from the gguf package.
 #pragma once
 
 #include "quants.h"

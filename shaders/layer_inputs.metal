@@ -1,5 +1,5 @@
-// Inputs of layers from the tokens themselves: a projection of the embedding, normed for each layer, and the
-// rows of an embedding that the host has read. They have the same size, and the result that of their mean.
+// Inputs of layers from the tokens themselves: a projection of the embedding, normalized for each layer, plus
+// rows of an embedding that the host has read. The result has the magnitude of either.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -8,7 +8,7 @@ using namespace metal;
 
 constant constexpr float kRootOfHalf = 0.70710678f;
 
-// A simdgroup for each layer of a token. Grid: (layers, tokens) simdgroups, as threads (32 * layers, tokens).
+// One simdgroup per layer of a token. Grid: (layers, tokens) simdgroups, as threads (32 * layers, tokens).
 kernel void layer_inputs(device const float* weight [[buffer(0)]],  // [dim]
                          device const float* added [[buffer(1)]],   // [tokens][layers][dim]
                          device float* x [[buffer(2)]],             // [tokens][layers][dim]

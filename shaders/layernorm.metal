@@ -8,7 +8,7 @@
 
 using namespace metal;
 
-// The threads of a group.
+// The threads of a threadgroup.
 struct Group {
   threadgroup float* partial;
   ushort thread_index, threads, lane, simdgroup, simdgroups;
@@ -18,7 +18,7 @@ struct Group {
   }
 };
 
-// A row of x plus, unless they are null, `more` and `addend`.
+// A row of x plus `more` and `addend`, unless they are null.
 struct Row {
   device const float4* x;
   device const float4* more;
@@ -40,15 +40,15 @@ struct NormedRow {
   }
 };
 
-// The variance is the mean of squared differences from the mean: a difference of sums would lose digits
-// if the mean is large.
+// The variance is the mean of squared differences from the mean: a difference of sums would lose digits for a
+// large mean.
 static inline NormedRow norm(Row row, device const float4* weight, device const float4* bias,
                              constant LayernormArgs& args, Group group) {
   const uint columns = args.dim / 4;
   float sum = 0;
   for (uint i = group.thread_index; i < columns; i += group.threads) sum += dot(row(i), float4(1.0f));
   const float mean = group.sum(sum) / float(args.width);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // partial is written again
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // partial is overwritten
   sum = 0;
   for (uint i = group.thread_index; i < columns; i += group.threads) {
     const float4 d = row(i) - mean;
@@ -77,8 +77,8 @@ kernel void layernorm(device const float4* weight [[buffer(0)]],  // [dim]
 
 INSTANTIATE_FOR_FLOATS(layernorm)
 
-// The norm of the residual stream itself, x = layernorm(x + addend), and its copy in half for the products
-// that follow. The addend is the bias of the projection before.
+// The norm of the residual stream itself, x = layernorm(x + addend), and its copy in half for the next
+// products. The addend is the bias of the previous projection.
 kernel void layernorm_stream(device const float4* weight [[buffer(0)]],  // [dim]
                              device const float4* bias [[buffer(1)]],    // [dim]
                              device const float4* addend [[buffer(2)]],  // [dim]
@@ -94,11 +94,11 @@ kernel void layernorm_stream(device const float4* weight [[buffer(0)]],  // [dim
   for (uint i = thread_index; i < columns; i += threads) copy[i] = half4(x[i] = normed(i));
 }
 
-// The norm of rows in place, x = layernorm(x + addend), such as the heads of a token.
+// The norm of rows in place, x = layernorm(x + addend); a row may be the heads of a token.
 kernel void layernorm_in_place(device const float4* weight [[buffer(0)]],  // [dim]
                                device const float4* bias [[buffer(1)]],    // [dim]
                                device const float4* addend [[buffer(2)]],  // [dim]
-                               device float4* x [[buffer(3)]],             // [tokens][stride], of which dim
+                               device float4* x [[buffer(3)]],             // [tokens][stride], dim first ones
                                constant LayernormArgs& args [[buffer(4)]], GROUP_ARGUMENTS) {
   threadgroup float partial[32];
   x += token * (args.stride / 4);
@@ -108,7 +108,7 @@ kernel void layernorm_in_place(device const float4* weight [[buffer(0)]],  // [d
 }
 
 // Two norms of the residual stream after attention, whose output is y: x = second(x + first(x + y + addend)),
-// and a copy in half. Overwrites y; a thread reads only its own values.
+// and a copy in half. Overwrites y. A thread reads only its own values.
 kernel void layernorm_twice(device const float4* weight [[buffer(0)]],         // [dim]
                             device const float4* bias [[buffer(1)]],           // [dim]
                             device const float4* addend [[buffer(2)]],         // [dim]
@@ -126,14 +126,14 @@ kernel void layernorm_twice(device const float4* weight [[buffer(0)]],         /
   const Row attended = {x, y, args.has_addend ? addend : nullptr};
   const NormedRow first = norm(attended, weight, args.has_bias ? bias : nullptr, args, GROUP);
   for (uint i = thread_index; i < columns; i += threads) y[i] = x[i] + first(i);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // partial is written again
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // partial is overwritten
   const Row row = {y, nullptr, nullptr};
   const NormedRow second =
       norm(row, second_weight, args.has_second_bias ? second_bias : nullptr, args, GROUP);
   for (uint i = thread_index; i < columns; i += threads) copy[i] = half4(x[i] = second(i));
 }
 
-// The bias of a projection that was added to the residual stream, or of logits, of any number: x += bias.
+// x += bias: the bias of logits, or of a projection that was added to the residual stream.
 kernel void add_bias(device const float* bias [[buffer(0)]],  // [dim]
                      device float* x [[buffer(1)]],           // [tokens][dim]
                      constant AddBiasArgs& args [[buffer(2)]], uint2 position [[thread_position_in_grid]]) {

@@ -1,5 +1,5 @@
-// Log probability of one target for each token: logits[target] - log(sum(exp(logits))). The logits are read
-// twice: for their maximum, relative to which exp cannot overflow, and for the sum.
+// Log probability of one target per token: logits[target] - log(sum(exp(logits))). The logits are read twice:
+// for their maximum, which is subtracted so that exp cannot overflow, and for the sum.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -7,7 +7,7 @@
 
 using namespace metal;
 
-// One threadgroup for each token. A negative target gives 0.
+// One threadgroup per token. The result for a negative target is 0.
 kernel void log_prob(device const float* logits [[buffer(0)]],  // [tokens][vocab_size]
                      device const int* targets [[buffer(1)]],   // [tokens]
                      device float* out [[buffer(2)]],           // [tokens]

@@ -2,9 +2,9 @@
 //
 // A threadgroup of four simdgroups computes a tile of kTokens x kRows results; each simdgroup has a quarter
 // of it in registers, as 8x8 blocks. For each step of MATMUL_K columns, all threads dequantize the weights of
-// the tile and copy the values of its tokens to threadgroup memory (matmul_tiles.h). A weight is thereby
+// the tile and copy the values of its tokens to threadgroup memory (matmul_tiles.h). A weight is thus
 // dequantized once for all tokens of the tile. There are two stages: the loads of a step are in flight while
-// the simdgroups multiply the step before.
+// the simdgroups multiply the previous step.
 //
 // For each step of 8 columns, a simdgroup with a wide tile multiplies 16 pairs of blocks and loads 8 blocks
 // from threadgroup memory; with a narrow tile it multiplies 4 and loads 4, but there are more tiles to fill
@@ -65,14 +65,14 @@ template <typename W, ushort kTokens, ushort kRows>
         simdgroup_store(sum[i][j], y + i * 8 * args.out_stride + j * 8, args.out_stride);
     return;
   }
-  // At an edge, strips of 8 tokens go through threadgroup memory, and the part inside y is copied.
+  // Stores strips of 8 tokens at an edge through threadgroup memory, and copies the part inside y.
   const Products out = {
       y, args.out_stride, args.tokens - token, args.out_dim - row, bool(args.accumulate), nullptr};
   store(sum, out, (threadgroup float*)stage.next, simdgroup, lane);
 }
 
-// matmul for fewer tiles than the GPU has cores: MATMUL_PARTS groups of four simdgroups multiply a part of
-// the columns of a tile each, and their sums are added in threadgroup memory. Threadgroup: MATMUL_PARTS *
+// matmul for fewer tiles than the GPU has cores: MATMUL_PARTS groups of four simdgroups each multiply a part
+// of the columns of a tile, and their sums are added in threadgroup memory. Threadgroup: MATMUL_PARTS *
 // MATMUL_THREADS. Grid: (rows / kTile, tokens / kTile), rounded up.
 template <typename W>
 [[max_total_threads_per_threadgroup(MATMUL_PARTS * MATMUL_THREADS)]] kernel void matmul_split(

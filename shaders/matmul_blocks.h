@@ -12,10 +12,10 @@ using namespace metal;
 // banks.
 constant constexpr ushort kStagedRow = MATMUL_K + 8;
 
-// The part of the tile that a thread's simdgroup computes: 2 x 2 simdgroups, (tokens, rows).
+// The part of the tile that a thread's simdgroup computes; the simdgroups are 2 x 2 (tokens, rows).
 template <ushort kTokens, ushort kRows>
 struct Place {
-  ushort token, row;  // first of the simdgroup in the tile
+  ushort token, row;  // first token and row of the simdgroup in the tile
 
   Place(ushort simdgroup) : token(simdgroup / 2 * (kTokens / 2)), row(simdgroup % 2 * (kRows / 2)) {}
 };
@@ -61,12 +61,12 @@ static inline void clear(thread simdgroup_float8x8 (&sum)[kTokenBlocks][kRowBloc
     for (ushort j = 0; j < kRowBlocks; ++j) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 }
 
-// Outputs of a simdgroup, up to `tokens` by `rows` of them, from strips of 8 tokens by kColumns sums.
+// Stores up to `tokens` by `rows` outputs of a simdgroup, from strips of 8 tokens by kColumns sums.
 struct Products {
   device float* y;
   uint stride, tokens, rows;
   bool accumulate;
-  device const float* bias;  // [rows]; null: there is none
+  device const float* bias;  // [rows]; null if there is none
 
   template <ushort kColumns>
   void store(threadgroup const float* strip, ushort first, ushort lane) const {
@@ -80,12 +80,12 @@ struct Products {
   }
 };
 
-// activation(gate) * up, from alternating blocks of 8 sums of each.
+// Stores activation(gate) * up, from alternating blocks of 8 sums of each.
 struct GatedProducts {
   device half* y;
   uint stride, tokens, rows, activation;
-  device const float* bias;  // of gates, [rows]; null: there is none
-  uint up_bias;              // from the bias of a gate to that of its up
+  device const float* bias;  // of gates, [rows]; null if there is none
+  uint up_bias;              // offset from the bias of a gate to that of its up
 
   template <ushort kColumns>
   void store(threadgroup const float* strip, ushort first, ushort lane) const {
@@ -100,7 +100,7 @@ struct GatedProducts {
   }
 };
 
-// activation(up), of models without gates.
+// Stores activation(up), for models without gates.
 struct ActivatedProducts {
   GatedProducts of;
 
@@ -115,7 +115,7 @@ struct ActivatedProducts {
   }
 };
 
-// Stores the sums through threadgroup memory, of which each simdgroup uses 8 * kRowBlocks * 8 floats.
+// Stores the sums through threadgroup memory; each simdgroup uses 8 * kRowBlocks * 8 floats.
 template <ushort kTokenBlocks, ushort kRowBlocks, typename Output>
 static inline void store(thread simdgroup_float8x8 (&sum)[kTokenBlocks][kRowBlocks], Output output,
                          threadgroup float* strip, ushort simdgroup, ushort lane) {

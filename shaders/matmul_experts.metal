@@ -1,5 +1,5 @@
 // Products of experts with many rows on simdgroup_matrix. A threadgroup computes a tile as in matmul.metal,
-// of rows of one expert.
+// with rows of one expert.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
@@ -15,7 +15,7 @@ using namespace metal;
 constant constexpr ushort kTile = MATMUL_NARROW_TILE, kBlocks = kTile / 16;
 typedef TokenTile<kTile, kStagedRow> ExpertTokens;
 
-// Rows of x at the places of a tile, or those that `rows` names for them.
+// Sets the rows of x at the places of a tile, or the rows that `rows` maps these places to.
 static inline void begin_tokens(thread ExpertTokens& tokens, device const half* x, device const uint* rows,
                                 ExpertTile tile, uint in_dim, ushort thread_index) {
 #pragma unroll

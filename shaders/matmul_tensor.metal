@@ -1,6 +1,6 @@
-// Products of weights with many tokens on the matrix units of an M5, which only Metal 4 reaches: half
+// Products of weights with many tokens on the matrix units of an M5, which only Metal 4 exposes: half
 // operands, float32 sums. Bindings, arguments and geometry are those of matmul.metal.
-// clang-format off: the last of these builds on the others
+// clang-format off: the last of these depends on the others
 #include <metal_stdlib>
 #include <metal_tensor>
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
@@ -15,11 +15,11 @@
 using namespace metal;
 using namespace mpp::tensor_ops;
 
-// x w^T over all columns, [kTokens][kRows] in the memory of two steps. All threads of the threadgroup.
+// Computes x w^T over all columns, [kTokens][kRows], in the memory of two steps. All threads take part.
 template <typename W, ushort kTokens, ushort kRows>
 static inline threadgroup const float* multiply(thread Stage<W, kTokens, kRows, MATMUL_K>& stage,
                                                 threadgroup half* staged) {
-  using Operand = tensor<threadgroup half, dextents<int32_t, 2>, tensor_inline>;  // in packed rows
+  using Operand = tensor<threadgroup half, dextents<int32_t, 2>, tensor_inline>;  // packed rows
   constexpr auto descriptor = matmul2d_descriptor(kTokens, kRows, MATMUL_K, false, true, false,
                                                   matmul2d_descriptor::mode::multiply_accumulate);
   matmul2d<descriptor, execution_simdgroups<MATMUL_THREADS / 32>> product;
@@ -86,7 +86,7 @@ template <typename W, ushort kTokens, ushort kRows>
     constant MatmulArgs& args [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]],
     ushort thread_index [[thread_index_in_threadgroup]]) {
   threadgroup half staged[2 * (kTokens + kRows) * MATMUL_K];  // two steps, then the results
-  constexpr ushort kOutputs = kRows / 2;                      // of a token
+  constexpr ushort kOutputs = kRows / 2;                      // per token
   const uint token = group.y * kTokens, row = group.x * kOutputs;
   Stage<W, kTokens, kRows, MATMUL_K> stage;
   stage.in_dim = args.in_dim;
@@ -104,10 +104,10 @@ template <typename W, ushort kTokens, ushort kRows>
   }
 }
 
-// Tall tiles: MATMUL_TALL_TOKENS tokens and MATMUL_WIDE_TILE rows, of at least as many tokens and of columns
-// that are a multiple of MATMUL_K. Only the weights are staged; activations are read from device memory,
-// since a tile of so many tokens would take too much threadgroup memory, and moving it there would take as
-// long as the products. The last tile ends with the last token, so that no operand has an edge.
+// Tall tiles: MATMUL_TALL_TOKENS tokens and MATMUL_WIDE_TILE rows, for at least as many tokens and a multiple
+// of MATMUL_K columns. Only the weights are staged. Activations are read from device memory: those of so many
+// tokens would take too much threadgroup memory, and copying them would take as long as the products. The
+// last tile ends with the last token, so that no operand has an edge.
 template <typename W>
 struct Tall {
   static constant constexpr ushort kTokens = MATMUL_TALL_TOKENS, kRows = MATMUL_WIDE_TILE;
@@ -117,10 +117,10 @@ struct Tall {
                                                matmul2d_descriptor::mode::multiply_accumulate),
                            execution_simdgroups<MATMUL_THREADS / 32>>;
 
-  // First token of the tile, and the first of those that earlier tiles do not have.
+  // First token of the tile. The last tile may overlap the one before.
   static uint first_token(uint tile, uint tokens) { return min(tile * kTokens, tokens - kTokens); }
 
-  // sum += x w^T over all columns. x begins with the tile's first token; `staged` holds two steps of weights.
+  // sum += x w^T over all columns. x begins with the tile's first token; `staged` has two steps of weights.
   template <typename Sum>
   static void multiply(thread WeightTile<W, kRows, MATMUL_K>& weights, device const half* x, uint in_dim,
                        thread Sum& sum, threadgroup half* staged, ushort thread_index) {
@@ -146,7 +146,7 @@ struct Tall {
   }
 };
 
-// matmul_tensor by tall tiles. Grid: (rows / MATMUL_WIDE_TILE, tokens / MATMUL_TALL_TOKENS), rounded up.
+// matmul_tensor with tall tiles. Grid: (rows / MATMUL_WIDE_TILE, tokens / MATMUL_TALL_TOKENS), rounded up.
 template <typename W>
 [[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul_tensor_tall(
     device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
@@ -178,7 +178,7 @@ template <typename W>
   }
 }
 
-// matmul_tensor_swiglu by tall tiles. Grid: (rows / (MATMUL_WIDE_TILE / 2), tokens / MATMUL_TALL_TOKENS),
+// matmul_tensor_swiglu with tall tiles. Grid: (rows / (MATMUL_WIDE_TILE / 2), tokens / MATMUL_TALL_TOKENS),
 // rounded up.
 template <typename W>
 [[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul_tensor_swiglu_tall(
@@ -188,8 +188,8 @@ template <typename W>
     constant MatmulArgs& args [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]],
     ushort thread_index [[thread_index_in_threadgroup]]) {
   typedef Tall<W> Tile;
-  // Gate and up of a token are in different threads: half of the tokens at a time meet in threadgroup memory,
-  // in the place of the weights.
+  // Gate and up of a token are in different threads: they are exchanged in threadgroup memory, half of the
+  // tokens at a time, in place of the weights.
   constexpr ushort kPart = Tile::kTokens / 2, kOutputs = Tile::kRows / 2;
   threadgroup float results[kPart * Tile::kRows];
   static_assert(sizeof(results) >= 2 * Tile::kRows * MATMUL_K * sizeof(half), "two steps of weights fit");

@@ -1,4 +1,4 @@
-// Staging of the operands of a matmul in threadgroup memory, in half precision.
+// Staging of a matmul's operands in threadgroup memory, in half precision.
 #pragma once
 
 #include <metal_stdlib>
@@ -20,7 +20,7 @@ struct WeightTile {
   device const uchar* row[kItems];
   Held<W> items[kItems];
 
-  // Rows of the stacked matrices from `first` on, among the args.out_dim rows that follow row `base`.
+  // Sets rows of the stacked matrices from `first` on, among the args.out_dim rows after row `base`.
   template <typename Args>
   void begin(device const uchar* w, constant Args& args, uint first, ushort thread_index, uint base = 0) {
 #pragma unroll
@@ -30,7 +30,7 @@ struct WeightTile {
     }
   }
 
-  // The same rows of gate and up, in alternating blocks of 8: kRows / 2 of each.
+  // Sets these rows of gate and up, in alternating blocks of 8: kRows / 2 of each.
   template <typename Args>
   void begin_gated(device const uchar* w, constant Args& args, uint first, ushort thread_index,
                    uint base = 0) {
@@ -111,17 +111,17 @@ struct TokenTile {
 //
 // After the loop no simdgroup reads stage.next.
 //
-// With kParts, as many groups of MATMUL_THREADS threads take the steps in turns, each with its own Stage and
+// With kParts, as many groups of MATMUL_THREADS threads alternate in the steps, each with its own Stage and
 // staging memory. A step then overwrites the previous one, since other groups can run meanwhile. All groups
 // run the same number of iterations; a step beyond the last column consists of zeros.
 template <typename W, ushort kTokens, ushort kRows, ushort kStagedRow, ushort kParts = 1>
 struct Stage {
   static constant constexpr ushort kBuffers = kParts == 1 ? 2 : 1;
-  static constant constexpr uint kStep = kParts * MATMUL_K;                 // columns of all groups
-  static constant constexpr uint kHalves = (kTokens + kRows) * kStagedRow;  // of a step
+  static constant constexpr uint kStep = kParts * MATMUL_K;                 // columns per step of all groups
+  static constant constexpr uint kHalves = (kTokens + kRows) * kStagedRow;  // per step
   WeightTile<W, kRows, kStagedRow> weights;
   TokenTile<kTokens, kStagedRow> tokens;
-  threadgroup half* current;  // the step that is multiplied
+  threadgroup half* current;  // the step that is being multiplied
   threadgroup half* next;     // the step that is written meanwhile
   uint in_dim;
   ushort thread_index;  // in the group
@@ -139,14 +139,14 @@ struct Stage {
     weights.store(staged + kTokens * kStagedRow, thread_index);
   }
 
-  // `staged` holds kBuffers steps.
+  // `staged` has room for kBuffers steps.
   void begin(threadgroup half* staged) {
     current = staged;
     next = staged + (kBuffers - 1) * kHalves;
     load(part * MATMUL_K);
     store(current);
   }
-  // Starts the loads of the step after that of column k, if there is one, and returns whether there is.
+  // Starts the loads of the step after that of column k, if there is one; returns whether there is.
   bool load_after(uint k) {
     // All threads have stored `current` and have read the old contents of `next`.
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -155,7 +155,7 @@ struct Stage {
     return more;
   }
   void store_next() {
-    if (kBuffers == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // all have read it
+    if (kBuffers == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // all threads have read it
     store(next);
     threadgroup half* swap = current;
     current = next;

@@ -1,13 +1,13 @@
 // Products of weights with one token or a few, in float32: matvec and multi_token_matvec, and their variants
 // with SwiGLU after the products or RMSNorm before them.
 //
-// 8, 16 or 32 adjacent lanes (args.lanes_per_row) share a row of weights: each dequantizes every so many-th
-// item of it, multiplies by the token's values, and keeps its part of the sum in a register. Shuffles add the
-// parts. Threadgroup memory and barriers are not needed, so simdgroups never wait for each other.
+// 8, 16 or 32 adjacent lanes (args.lanes_per_row) share a row of weights: each dequantizes items in turn,
+// multiplies them by the token's values, and keeps its part of the sum in a register. Shuffles add the parts.
+// Threadgroup memory and barriers are not needed, so simdgroups never wait for each other.
 //
-// Reading the weights bounds these kernels, and what counts is the number of loads in flight. A lane
-// therefore loads several items before it multiplies the first, and no load depends on a branch. With several
-// tokens, an item is dequantized once per tile of tokens.
+// These kernels are bound by reading the weights, and so by the number of loads in flight. A lane therefore
+// loads several items before it multiplies the first, and no load depends on a branch. With several tokens,
+// an item is dequantized once per tile of tokens.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -20,8 +20,8 @@
 
 using namespace metal;
 
-// y[row] (+)= w[row] . x, for the kRows rows of each group of lanes, which reads x once. One lane of the
-// group writes each row.
+// y[row] (+)= w[row] . x, for kRows rows per group of lanes, which reads x once. One lane of the group writes
+// each row.
 template <typename W, ushort kRows, typename Token>
 static inline void rows_times_token(device const uchar* w, Token token, device float* y,
                                     constant MatvecArgs& args, uint first_row, ushort lane) {
@@ -29,13 +29,13 @@ static inline void rows_times_token(device const uchar* w, Token token, device f
   Products<W, kRows, 1, Token> products;
   uint row[kRows];
   bool writes[kRows];
-  float before[kRows];  // in flight during the sum
+  float before[kRows];  // loads in flight during the sum
 #pragma unroll
   for (ushort r = 0; r < kRows; ++r) {
     row[r] = first_row + r * (32 / lanes) + lane / lanes;
     writes[r] = lane % lanes == r && row[r] < args.out_dim;
     before[r] = writes[r] && args.accumulate ? y[row[r]] : 0.0f;
-    // Lanes beyond the last row repeat it: every lane must take part in the sums.
+    // Lanes beyond the last row repeat it, as every lane must take part in the sums.
     products.row[r] = stacked_row(w, args.weights, min(row[r], args.out_dim - 1));
   }
   products.token[0] = token;
@@ -47,7 +47,7 @@ static inline void rows_times_token(device const uchar* w, Token token, device f
   }
 }
 
-// y[row] (+)= w[row] . x. A simdgroup takes kRows * 32 / lanes_per_row rows.
+// y[row] (+)= w[row] . x. A simdgroup computes kRows * 32 / lanes_per_row rows.
 template <typename W, ushort kRows>
 kernel void matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
                    device const float* x [[buffer(1)]],  // [in_dim]
@@ -64,7 +64,7 @@ static inline NormedToken normed_token(device const float* x, device const float
   return {x, norm, norm_scale_of(row, args.in_dim, args.eps, args.norm_threads, lane)};
 }
 
-// y[row] = w[row] . rmsnorm(x). A simdgroup takes NORMED_MATVEC_ROWS * 32 / lanes_per_row rows.
+// y[row] = w[row] . rmsnorm(x). A simdgroup computes NORMED_MATVEC_ROWS * 32 / lanes_per_row rows.
 template <typename W>
 kernel void rmsnorm_matvec(device const uchar* w [[buffer(0)]],     // stacked matrices [out_dim][in_dim]
                            device const float* norm [[buffer(1)]],  // [in_dim]
@@ -75,8 +75,8 @@ kernel void rmsnorm_matvec(device const uchar* w [[buffer(0)]],     // stacked m
   rows_times_token<W, NORMED_MATVEC_ROWS>(w, normed_token(x, norm, args, lane), y, args, row, lane);
 }
 
-// y[row] = activation(gate[row] . x) * (up[row] . x) of kRows rows for each group of lanes; the stacked
-// matrices are gate and up.
+// y[row] = activation(gate[row] . x) * (up[row] . x) for kRows rows per group of lanes; the stacked matrices
+// are gate and up.
 template <typename W, ushort kRows, typename Token>
 static inline void swiglu_of_token(device const uchar* w, Token token, device float* y,
                                    constant MatvecArgs& args, uint first_row, ushort lane) {
@@ -107,7 +107,7 @@ kernel void matvec_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][
   swiglu_of_token<W, 1>(w, StoredToken{x}, y, args, row, lane);
 }
 
-// The same of rmsnorm(x). A simdgroup takes NORMED_MATVEC_ROWS * 32 / lanes_per_row rows.
+// matvec_swiglu of rmsnorm(x). A simdgroup computes NORMED_MATVEC_ROWS * 32 / lanes_per_row rows.
 template <typename W>
 kernel void rmsnorm_matvec_swiglu(device const uchar* w [[buffer(0)]],     // [2][out_dim][in_dim]
                                   device const float* norm [[buffer(1)]],  // [in_dim]
@@ -118,20 +118,20 @@ kernel void rmsnorm_matvec_swiglu(device const uchar* w [[buffer(0)]],     // [2
   swiglu_of_token<W, NORMED_MATVEC_ROWS>(w, normed_token(x, norm, args, lane), y, args, row, lane);
 }
 
-// y[t][row] (+)= w[row] . x[t], for a tile of kTokens tokens, of which `tokens` exist; the others repeat the
-// last. With kGated the results are activation(gate[row] . x[t]) * (up[row] . x[t]), and the stacked matrices
-// gate and up. A group of lanes has kRows rows of weights, and reads x once. One lane of the group writes
-// each token, all at the same time.
+// y[t][row] (+)= w[row] . x[t], for the first `tokens` of a tile of kTokens tokens; the others repeat the
+// last one. With kGated the results are activation(gate[row] . x[t]) * (up[row] . x[t]), and the stacked
+// matrices are gate and up. A group of lanes has kRows rows of weights, and reads x once. One lane of the
+// group writes each token, all at the same time.
 template <typename W, bool kGated, bool kAccumulate, ushort kRows, ushort kTokens>
 static inline void rows_times_tokens(device const uchar* w, device const float* x, device float* y,
                                      constant MatvecArgs& args, uint first_row, uint tokens, ushort lane) {
   constexpr ushort kMatrices = kGated ? 2 : 1, kResults = kRows / kMatrices;
-  const ushort lanes = args.lanes_per_row, token = lane % lanes;  // that the lane writes
+  const ushort lanes = args.lanes_per_row, token = lane % lanes;  // token: written by this lane
   const uint last = args.out_dim - 1;
   Products<W, kRows, kTokens> products;
   uint row[kResults];
   bool writes[kResults];
-  float before[kResults], totals[kRows];  // `before` is in flight during the products
+  float before[kResults], totals[kRows];  // `before`: loads in flight during the products
   y += token * args.out_stride;
 #pragma unroll
   for (ushort r = 0; r < kResults; ++r) {
@@ -156,9 +156,9 @@ static inline void rows_times_tokens(device const uchar* w, device const float* 
   }
 }
 
-// matvec, or with kGated matvec_swiglu, of several tokens. Grid: (tiles of tokens, rows), rounded up, so that
-// consecutive threadgroups read the same weights. The number of tokens of a tile is a constant, so that no
-// load depends on a branch and the loads of all tokens are in flight together.
+// matvec, or with kGated matvec_swiglu, for several tokens. Grid: (tiles of tokens, rows), rounded up, so
+// that consecutive threadgroups read the same weights. The number of tokens per tile is a constant, so that
+// no load depends on a branch and the loads of all tokens are in flight together.
 template <typename W, bool kGated, bool kAccumulate>
 kernel void multi_token_matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
                                device const float* x [[buffer(1)]],  // [tokens][in_dim]

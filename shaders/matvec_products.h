@@ -32,7 +32,7 @@ struct NormedToken {
 
 // A lane's part of the products of kRows rows of weights with kTokens tokens. `lanes` lanes share a row, and
 // each takes every lanes-th item of it. A sum has the same terms in the same order for any kRows and kTokens,
-// so that the results of a token are bit-identical alone and with others.
+// so that the results of a token do not depend on the others.
 template <typename W, ushort kRows, ushort kTokens, typename Token = StoredToken>
 struct Products {
   // Items of a row that are loaded before the first is multiplied: as many as fit the registers.
@@ -81,7 +81,7 @@ struct Products {
   // Sum of the row, in each of its lanes.
   float total(ushort w, ushort t, ushort lanes) const { return row_sum(own_sum(w, t), lanes); }
 
-  // The totals of token lane % kTokens, bit-identical to `total`. A lane adds for half as many tokens in each
+  // The totals of token lane % kTokens, bit-identical to `total`. A lane adds half as many tokens in each
   // step, and the shuffles of all sums are in flight together.
   void totals_of_own_token(thread float (&totals)[kRows], ushort lane, ushort lanes) const {
     float values[kRows][kTokens];
@@ -111,8 +111,8 @@ struct Products {
   }
 };
 
-// Built-in arguments of kernels whose simdgroups take rows; `position` is uint, or uint2 if the grid has two
-// dimensions.
+// Built-in arguments of kernels whose simdgroups compute rows; `position` is uint, or uint2 for
+// two-dimensional grids.
 #define SIMDGROUP_ARGUMENTS(position)                                                         \
   position group [[threadgroup_position_in_grid]], ushort lane [[thread_index_in_simdgroup]], \
       ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]

@@ -5,8 +5,8 @@
 
 using namespace metal;
 
-// 1 / sqrt(mean(x^2) + eps) of `dim` values: a sum for each thread, over simdgroups in their order, then over
-// lanes. `partial` holds a float for each thread, and may be used again only after another barrier.
+// 1 / sqrt(mean(x^2) + eps) of `dim` values. Adds the threads' sums over simdgroups in order, then over
+// lanes. `partial` has a float per thread, and may be used again only after another barrier.
 static inline float norm_scale(float sum_of_thread, uint dim, float eps, threadgroup float* partial,
                                ushort thread_index, ushort threads, ushort lane) {
   partial[thread_index] = sum_of_thread;
@@ -16,8 +16,8 @@ static inline float norm_scale(float sum_of_thread, uint dim, float eps, threadg
   return precise::rsqrt(simd_sum(sum) / float(dim) + eps);
 }
 
-// The same by one simdgroup, which adds in the order of a threadgroup of `threads` threads. A lane computes
-// the sums of every 32nd of these threads, and loads the first values of kTogether of them at a time.
+// norm_scale computed by one simdgroup, which adds in the order of a threadgroup of `threads` threads. A lane
+// computes the sums of every 32nd of these threads, loading the first values of kTogether of them together.
 static inline float norm_scale_of(device const float4* x, uint dim, float eps, uint threads, ushort lane) {
   constexpr ushort kTogether = 8;
   const uint columns = dim / 4;

@@ -7,8 +7,8 @@
 
 using namespace metal;
 
-// The page that contains `position`, by the block table of its sequence. `pool` is the start of K or V of a
-// layer in the first page.
+// The page that contains `position`, by the block table of its sequence. `pool` points to K or V of a layer
+// in the first page.
 template <typename T>
 static inline device T* page_at(device T* pool, device const uint* block_table, uint position,
                                 uint page_stride) {

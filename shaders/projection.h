@@ -8,8 +8,8 @@
 
 using namespace metal;
 
-// Items of a row that a lane of a product with one or two tokens loads before it multiplies the first. Three
-// divides the number of rounds at 576 columns with 32 lanes (3), at 1536 with 32 (6) and at 576 with 8 (9).
+// Items of a row that a lane loads before it multiplies the first, in products with one or two tokens. Three
+// divides the number of rounds for 576 columns with 32 lanes (3), 1536 with 32 (6) and 576 with 8 (9).
 constant constexpr ushort kAhead = 3;
 
 // Whether experts have gates: the matrices are then gate and up, otherwise up alone.
@@ -44,8 +44,8 @@ static inline half finite_half(float value) {
 }
 
 // x Phi(x). Abramowitz and Stegun 7.1.26: erf(z) = 1 - p(t) exp(-z^2) for z >= 0, t = 1 / (1 + 0.3275911 z),
-// within 1.5e-7. MSL has no erf. From a size of 13 on, x differs from the result by less than 1e-36, and the
-// square of a larger one may be infinite. NaN stays.
+// within 1.5e-7. MSL has no erf. From |x| = 13 on, the result differs from its limit by less than 1e-36, and
+// the square of a larger x may be infinite. NaN passes through.
 static inline float gelu_erf(float x) {
   const float size = min(abs(x), 13.0f), z = 0.70710678f * size, t = 1.0f / (1.0f + 0.3275911f * z);
   const float p =
@@ -53,21 +53,20 @@ static inline float gelu_erf(float x) {
   return (x < 0.0f ? 0.0f : x) - 0.5f * size * p * fast::exp(-z * z);
 }
 
-// Activation of the feed-forward block: SiLU, GELU by its tanh approximation
-// 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), which is x * sigmoid of twice the argument, exact GELU, or
-// ReLU, in which NaN stays.
+// Activation of the feed-forward block: SiLU; GELU by its tanh approximation 0.5 x (1 + tanh(sqrt(2/pi) (x +
+// 0.044715 x^3))), which is x * sigmoid of twice the argument; exact GELU; or ReLU, through which NaN passes.
 static inline float activate(float x, uint activation) {
   if (activation == ACTIVATION_GELU_ERF) return gelu_erf(x);
   if (activation == ACTIVATION_RELU) return x < 0.0f ? 0.0f : x;
-  // The divisor is at most exp(88): of -inf, the quotient would be -inf. NaN stays.
+  // Limits the divisor to exp(88): for -inf the quotient would be -inf. NaN passes through.
   x = x < -88.0f ? -88.0f : x;
   const float argument =
       activation == ACTIVATION_SILU ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
-  // The fast exponential does not accept infinities or NaN; if x is NaN, so is the quotient.
+  // The fast exponential does not support infinities or NaN; if x is NaN, so is the quotient.
   return x / (1.0f + fast::exp(clamp(-argument, -88.0f, 88.0f)));
 }
 
-// activation(gate) * up, or the same with limits of both, in which NaN stays.
+// activation(gate) * up, or the clamped variant with limits of both, through which NaN passes.
 static inline float activate_gated(float gate, float up, uint activation) {
   if (activation != ACTIVATION_CLAMPED) return activate(gate, activation) * up;
   const float limited = gate > CLAMPED_SILU_LIMIT ? CLAMPED_SILU_LIMIT : gate;

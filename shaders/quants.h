@@ -18,9 +18,8 @@ typedef std::int8_t i8_t;
 typedef std::uint16_t u16_t;
 #endif
 
-// Every tensor type that a matrix can have: X(its name in shaders, its name, its number in the GGUF
-// specification). The struct of that name reads its values: in dequant.h for the shaders, in
-// cpp/model/formats.h for the host.
+// Every tensor type that a matrix can have: X(name in shaders, name, number in the GGUF specification). The
+// struct of that name reads its values: in dequant.h for the shaders, in cpp/model/formats.h for the host.
 #define EACH_TENSOR_TYPE(X) \
   X(f32, F32, 0)            \
   X(f16, F16, 1)            \
@@ -49,7 +48,7 @@ typedef std::uint16_t u16_t;
 
 #define QK4_0 32  // values in a Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL or MXFP4 block
 #define QK_NVFP4 64
-#define QK_K 256  // values in a super-block: all others
+#define QK_K 256  // values in a super-block of all other types
 
 struct block_q4_0 {  // x[j] = d * (q - 8); value j in the low nibble of qs[j], value j + 16 in the high one
   fp16_t d;
@@ -119,7 +118,7 @@ struct block_q6_K {  // 16 groups of 16: x = d * scale * (q - 32); low 4 bits in
   fp16_t d;
 };
 
-// The IQ formats of 2 and 3 bits take magnitudes from the grids of grids.h, eight or four at a time, and
+// The IQ formats of 2 and 3 bits select magnitudes from the grids in grids.h, eight or four at a time, and
 // store signs separately: one bit each, or 7 bits for eight values, of which an even number is negative.
 
 struct block_iq2_xxs {  // 8 groups of 32: x = d * (2 * s + 1) / 8 * g; of a group four bytes of grid indices,

@@ -15,8 +15,8 @@ struct Max {
   static float simd(float value) { return simd_max(value); }
 };
 
-// Reduces `value` over all threads; every thread gets the result. `partial` holds one float for each
-// simdgroup and may be used again only after another barrier.
+// Reduces `value` over all threads; every thread receives the result. `partial` has one float per simdgroup
+// and may be used again only after another barrier.
 template <typename Op>
 static inline float threadgroup_reduce(float value, threadgroup float* partial, ushort lane, ushort simdgroup,
                                        ushort simdgroups) {
@@ -27,7 +27,7 @@ static inline float threadgroup_reduce(float value, threadgroup float* partial, 
   return Op::simd(lane < simdgroups ? partial[lane] : Op::identity());
 }
 
-// Built-in arguments of kernels with one threadgroup for each token.
+// Built-in arguments of kernels with one threadgroup per token.
 #define GROUP_ARGUMENTS                                                                             \
   uint token [[threadgroup_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]], \
       ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],        \

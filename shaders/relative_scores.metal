@@ -1,6 +1,5 @@
 // Contribution of relative positions to the scores of attention (arXiv:2006.03654): the product of a query
-// with the key of the position, and that of the query of the position with a key. Scores are base-2
-// logarithms.
+// with the position's key, plus the product of the position's query with a key. Scores are base-2 logarithms.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -13,9 +12,8 @@ using namespace metal;
 template <typename T>
 kernel void relative_scores(device const float* key_rows [[buffer(0)]],    // [rows][n_heads * key_dim]
                             device const float* query_rows [[buffer(1)]],  // likewise
-                            device const float* row_of
-                            [[buffer(2)]],                        // of the distances of a query from a key
-                            device const float* q [[buffer(3)]],  // [tokens][q_stride]
+                            device const float* row_of [[buffer(2)]],  // by distance of a query from a key
+                            device const float* q [[buffer(3)]],       // [tokens][q_stride]
                             device const AttentionTile* tiles [[buffer(4)]],
                             device const uint* pages [[buffer(5)]],  // block tables
                             device const T* k [[buffer(6)]],  // pages of [PAGE_POSITIONS][n_heads][key_dim]

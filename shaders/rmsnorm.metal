@@ -1,8 +1,8 @@
-// RMSNorm of each token: y = x / sqrt(mean(x^2) + eps) * weight. Models that norm after their blocks have no
-// norm before them: without a weight, rmsnorm only converts x to the type of y.
+// RMSNorm of each token: y = x / sqrt(mean(x^2) + eps) * weight. Models with norms after their blocks have
+// none before them: without a weight, rmsnorm only converts x to the type of y.
 //
-// A threadgroup per token: each thread reads four adjacent values and their weights at once, and one barrier
-// joins the sums (norm.h). Nothing else runs at this time that could hide the latency of a longer chain.
+// One threadgroup per token: each thread reads four adjacent values and their weights at once, and one
+// barrier joins the sums (norm.h). No other work runs at this time to hide the latency of a longer chain.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -11,11 +11,11 @@
 
 using namespace metal;
 
-constant constexpr ushort kMostThreads = 1024;  // of a threadgroup
+constant constexpr ushort kMostThreads = 1024;  // maximum per threadgroup
 
-// A row, normed by all threads of the group: scale is 1 / sqrt(mean(x^2) + eps). A thread keeps its first
+// A row, normalized by all threads of the group: scale is 1 / sqrt(mean(x^2) + eps). A thread keeps its first
 // four values, which are all of them if there are enough threads, and reads their weights before the sum. It
-// reads no values of other threads, since the result may replace the row (rmsnorm_in_place).
+// reads no values of other threads, since the result may overwrite the row (rmsnorm_in_place).
 struct NormedRow {
   float4 x, weight;
   float scale;
@@ -33,7 +33,7 @@ static inline NormedRow normed_row(device const float4* x, device const float4* 
   return row;
 }
 
-// Built-in arguments of the kernels below: one threadgroup for each token.
+// Built-in arguments of the kernels below: one threadgroup per token.
 #define ROW_ARGUMENTS                                                                               \
   uint token [[threadgroup_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]], \
       ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]]
@@ -61,7 +61,7 @@ kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
 
 INSTANTIATE_FOR_FLOATS(rmsnorm)
 
-// y = rmsnorm(y). One binding: Metal's compiler assumes that the buffers of a kernel do not overlap.
+// y = rmsnorm(y). Uses one binding, as Metal's compiler assumes that the buffers of a kernel do not overlap.
 kernel void rmsnorm_in_place(device const float4* weight [[buffer(0)]],  // [dim]
                              device float4* y [[buffer(1)]],             // [tokens][stride]
                              constant RmsnormArgs& args [[buffer(2)]], ROW_ARGUMENTS) {
@@ -74,7 +74,7 @@ kernel void rmsnorm_in_place(device const float4* weight [[buffer(0)]],  // [dim
   for (uint i = thread_index + threads; i < columns; i += threads) y[i] = y[i] * row.scale * weight[i];
 }
 
-// Norm of a block's output before it joins the residual stream.
+// Adds the norm of a block's output to the residual stream.
 kernel void rmsnorm_add(device const float4* weight [[buffer(0)]],  // [dim]
                         device const float* scale [[buffer(1)]],    // of the result; one value
                         device const float4* x [[buffer(2)]],       // [tokens][dim]
@@ -92,8 +92,8 @@ kernel void rmsnorm_add(device const float4* weight [[buffer(0)]],  // [dim]
     y[i] = (y[i] + x[i] * row.scale * weight[i]) * factor;
 }
 
-// The same, then the input of the next products: the norm of the stream, or the stream itself. With as many
-// threads as rmsnorm_f32, the results are bit-identical to its.
+// rmsnorm_add, then the input of the next products: the norm of the stream, or the stream itself. With as
+// many threads as rmsnorm_f32, the results are bit-identical to those of the two kernels.
 template <typename T>
 kernel void rmsnorm_add_norm(device const float4* weight [[buffer(0)]],       // [dim]
                              device const float4* next_weight [[buffer(1)]],  // [dim]

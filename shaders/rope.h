@@ -7,7 +7,7 @@
 
 using namespace metal;
 
-// Dimensions of pair `i`: of a rotated pair, or two adjacent ones after the rotated ones.
+// Dimensions of pair `i`: of a rotated pair, or of two adjacent dimensions after the rotated ones.
 static inline ushort2 pair_of(ushort i, ushort rope_dim, uint style) {
   return i >= rope_dim / 2 || style == ROPE_INTERLEAVED ? ushort2(2 * i, 2 * i + 1)
                                                         : ushort2(i, i + rope_dim / 2);
@@ -20,15 +20,15 @@ static inline float2 pair_at(device const float* row, device const float* bias, 
   return has_bias ? value + float2(bias[first + dims.x], bias[first + dims.y]) : value;
 }
 
-// Pair `i` of a head after its rotation.
+// Pair `i` of a head, rotated.
 static inline float2 turned(float2 value, device const float2* table, ushort i, ushort rope_dim) {
   if (i >= rope_dim / 2) return value;
   const float2 turn = table[i];
   return float2(value.x * turn.x - value.y * turn.y, value.x * turn.y + value.y * turn.x);
 }
 
-// Reads a head of q or k from column `first` of a row of qkv, adds the bias, norms and rotates it, and writes
-// it to `out`, rounded to T. `out` may be the same columns. `table` is the row of the token's position.
+// Reads a head of q or k from column `first` of a row of qkv, adds the bias, normalizes and rotates it, and
+// writes it to `out`, rounded to T. `out` may be the same columns. `table` is the row of the position.
 template <typename T, typename Out>
 static inline void rotate_head(device const float* row, uint first, device const float* bias,
                                device const float* norm, bool has_norm, device const float2* table,
@@ -56,7 +56,7 @@ static inline void rotate_head(device const float* row, uint first, device const
   }
 }
 
-// The same for a head of v, which is not rotated, and normed without weights.
+// The same for a head of v, which is not rotated and is normalized without weights.
 template <typename T, typename Out>
 static inline void round_head(device const float* row, uint first, device const float* bias,
                               constant RopeArgs& args, ushort lane, Out out) {

@@ -9,7 +9,7 @@
 
 using namespace metal;
 
-// Inputs and outputs of rope_append, as its bindings.
+// Bindings of rope_append.
 template <typename T>
 struct Append {
   device const float* bias;
@@ -22,7 +22,7 @@ struct Append {
   device T* k_cache;
   device T* v_cache;
 
-  // A head of a token, by a simdgroup: those of q, then of k and of v.
+  // Processes a head of a token with a simdgroup; heads are those of q, then of k and of v.
   void append(uint head, uint token, constant RopeArgs& args, ushort lane) const {
     const uint position = rows[token].position, in_page = position % PAGE_POSITIONS;
     device const uint* block_table = pages + rows[token].pages;
@@ -48,9 +48,9 @@ struct Append {
   }
 };
 
-// One simdgroup for each head of q, k and v of a token. Grid: (n_heads + 2 * n_kv_heads, tokens) simdgroups,
-// as threads (32 * heads, tokens); with skip_queries only the heads of k and v, with skip_keys only those of
-// q. T is the type of the cache.
+// One simdgroup per head of q, k and v of a token. Grid: (n_heads + 2 * n_kv_heads, tokens) simdgroups, as
+// threads (32 * heads, tokens); with skip_queries only the heads of k and v, with skip_keys only those of q.
+// T is the type of the cache.
 template <typename T>
 kernel void rope_append(device const float* bias [[buffer(0)]],    // one row of qkv
                         device const float* q_norm [[buffer(1)]],  // [key_dim]
@@ -71,8 +71,8 @@ kernel void rope_append(device const float* bias [[buffer(0)]],    // one row of
 
 INSTANTIATE_FOR_FLOATS(rope_append)
 
-// rope_append and causal_conv of a layer with attention and a state, in one: the first head_groups
-// threadgroups of a token take heads, the others channels. Both read columns of the same rows.
+// Combines rope_append and causal_conv for a layer with attention and a state: the first head_groups
+// threadgroups of a token process heads, the others channels. Both read columns of the same rows.
 template <typename T>
 kernel void rope_append_conv(
     device const float* bias [[buffer(0)]], device const float* q_norm [[buffer(1)]],

@@ -1,6 +1,6 @@
-// State-space layers (Mamba-2, arXiv:2405.21060). Each head has a state [rows][dim]. With step =
-// softplus(dt + bias) of a token, state = exp(step * a) * state + b (step * x)^T and y = state^T c + skip *
-// x. Where no norm follows, the result is gated here: y * silu(gate).
+// State-space layers (Mamba-2, arXiv:2405.21060). Each head has a state [rows][dim]. With step = softplus(dt
+// + bias) of a token, state = exp(step * a) * state + b (step * x)^T and y = state^T c + skip * x. If no norm
+// follows, the result is gated here: y * silu(gate).
 #include <metal_stdlib>
 
 #include "args.h"
@@ -18,11 +18,11 @@ static inline T result_of(float y, device const float* gate, uint gated) {
   return is_same<T, half>::value ? T(finite_half(y)) : T(y);
 }
 
-// A simdgroup holds SCAN_COLUMNS columns of the state of a head in registers, and goes through the tokens of
-// a sequence. Eight lanes share two columns: each has every eighth row.
+// A simdgroup has SCAN_COLUMNS columns of the state of a head in registers, and processes the tokens of a
+// sequence. Eight lanes share two columns: each has every eighth row.
 //
-// Grid: simdgroups of all heads, and sequences. A slot that is read is not written. kRows * 8 rows at most. T
-// is half if a matmul reads the result, otherwise float.
+// Grid: simdgroups of all heads, and sequences. A slot that is read is not written. States have at most kRows
+// * 8 rows. T is half if a matmul reads the result, otherwise float.
 template <typename T, ushort kRows>
 kernel void scan(device const float* a [[buffer(0)]],          // [heads]
                  device const float* bias [[buffer(1)]],       // [heads], of dt
@@ -42,7 +42,7 @@ kernel void scan(device const float* a [[buffer(0)]],          // [heads]
   const ushort part = lane % 8;
   const uint column = (item % blocks) * SCAN_COLUMNS + lane / 8 * 2, inner = args.heads * args.dim;
   const bool has_first = column < args.dim, has_second = column + 1 < args.dim;
-  const uint shared_rows = args.heads / args.heads_per_group * args.rows;  // of all groups: b, and c after it
+  const uint shared_rows = args.heads / args.heads_per_group * args.rows;  // of b in all groups, before c
   const uint of_group = head / args.heads_per_group * args.rows;
   const ulong of_head = ulong(head) * args.rows * args.dim;
 

@@ -5,8 +5,7 @@
 
 using namespace metal;
 
-// log(1 + exp(x)). MSL has no log1p, and a sum of 1 and a small number would lose most digits of the small
-// one.
+// log(1 + exp(x)). MSL has no log1p, and the sum of 1 and a small number loses most digits of the latter.
 static inline float softplus(float x) {
   if (x > 20.0f) return x;
   const float e = precise::exp(x);

@@ -1,5 +1,4 @@
-// The stacked rows of a tile of attention_prefill: their tokens and heads, the keys that they see, ALiBi,
-// sinks.
+// The stacked rows of a tile of attention_prefill: their tokens, heads and visible keys, ALiBi, and sinks.
 #pragma once
 
 #include <metal_stdlib>
@@ -11,23 +10,23 @@
 using namespace metal;
 
 constant constexpr float kLowest = -1e30f;  // below every score, and finite, so that differences are numbers
-// The score of a key that a row does not see. Its weight is 0, also if the row sees no key and the maximum is
-// kLowest. It is finite because the fast exponential does not accept infinities.
+// The score of a key that a row does not see. Its weight is 0, even if the row sees no key and the maximum is
+// kLowest. It is finite, as the fast exponential does not support infinities.
 constant constexpr float kUnseen = 2.0f * kLowest;
 
-// Row `first + i` of a run is head `row % heads` of token `row / heads`, where `heads` share a KV head.
+// Row `first + i` of a run is head `row % heads` of token `row / heads`, if `heads` share a KV head.
 struct StackedRow {
   uint token, head, position;
-  uint first_key, last_key;  // that the row sees
-  float cap;                 // soft limit of base-2 logarithms; 0: none
-  float slope;  // of ALiBi: decrease of a base-2 logarithm for each position between query and key
-  bool inside;  // false: a repetition of the last row
-  device const float* bias;  // of relative positions and this head, [BIAS_BUCKETS][n_heads]; null: none
+  uint first_key, last_key;  // keys that the row sees
+  float cap;                 // soft limit of base-2 logarithms; 0 if there is none
+  float slope;               // of ALiBi: decrease of a base-2 logarithm per position between query and key
+  bool inside;               // whether the row exists; otherwise it repeats the last row
+  device const float* bias;  // of relative positions for this head, [BIAS_BUCKETS][n_heads]; null: none
   uint bias_stride;
-  device const float* added;  // to the score of each key; null: none
+  device const float* added;  // addends of the scores of keys; null: none
   float sink;                 // base-2 logarithm of a weight without a value
 
-  // A scaled product with a key.
+  // Score of a key, from its scaled product with the query.
   float score(float product, uint key) const {
     if (key < first_key || key > last_key) return kUnseen;
     if (cap > 0.0f) product = soft_cap(product, cap);
@@ -37,11 +36,12 @@ struct StackedRow {
     return product - slope * abs(float(distance));
   }
 
-  // The divisor of weighted values whose weights, relative to the score `best`, have this sum: a row that
-  // sees no key gets zeros. `best` is that of keys alone: relative to a larger sink, weights in half
-  // precision would lose digits. A sink that exceeds the limit leaves nothing of the values.
+  // The divisor of weighted values, given the sum of the weights, which are relative to the score `best`. A
+  // row that sees no key is divided by infinity. `best` is the maximum over keys alone: relative to a larger
+  // sink, weights in half precision would lose digits. A sink that exceeds the limit leaves nothing of the
+  // values.
   float divisor(float sum, float best) const {
-    const float power = sink - best;  // NaN stays
+    const float power = sink - best;  // NaN passes through
     return first_key <= last_key ? sum + fast::exp2(power > 120.0f ? 120.0f : power) : INFINITY;
   }
 };
@@ -50,9 +50,9 @@ struct StackedRows {
   AttentionTile tile;
   uint heads, count;  // count: rows of the run
   device const float *bias, *added, *sinks;
-  uint before, after;  // keys that a row sees before and after its own; both ends ascend from row to row
+  uint before, after;  // keys that a row sees before and after its own; both bounds ascend from row to row
 
-  // `additions` is a bias of relative positions, or an addition to the score of each key.
+  // `additions` is a bias of relative positions, or an addend of the score of each key.
   void begin(AttentionTile of, constant AttentionArgs& args, device const float* additions,
              device const float* sinks_of_heads) {
     tile = of;
@@ -91,7 +91,7 @@ struct StackedRows {
     return found;
   }
 
-  // The first key that a row of the tile sees, and the end of those that the last of `rows` rows sees.
+  // The first key that any row of the tile sees, and the end of the keys that the last of `rows` rows sees.
   uint first_key() const {
     const uint position = tile.position + tile.first / heads;
     return position > before ? position - before : 0;
@@ -100,7 +100,7 @@ struct StackedRows {
     const uint last = last_token(rows);
     return min(tile.position + last + after, tile.end - 1) + 1;
   }
-  // The keys that each of them sees: the first, and the end.
+  // The keys that every row sees: the first, and the end.
   uint2 seen_by_all(uint rows) const {
     const uint position = tile.position + last_token(rows);
     return uint2(position > before ? position - before : 0,

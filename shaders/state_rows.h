@@ -3,7 +3,7 @@
 
 #include "args.h"
 
-// Row of the pass with token `token` of the chunk of `row`.
+// The pass's row of token `token` in the chunk of `row`.
 static inline uint row_of(constant StateRow& row, uint token) {
   return token < row.split ? row.first + token : row.rest + (token - row.split);
 }

@@ -3,7 +3,7 @@
 // tokens.
 #pragma once
 
-// Up to MULTI_TOKEN_TILE tokens are one tile, so that each weight is dequantized once.
+// Up to MULTI_TOKEN_TILE tokens form one tile, so that each weight is dequantized once.
 #define FEW_TOKEN_ROWS 2
 // More tokens are divided into smaller tiles of more rows, which use the same registers and read half as
 // much.

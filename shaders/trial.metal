@@ -1,5 +1,5 @@
 // Trial of an unknown GPU, which is used only if the results are correct: a product of blocks on
-// simdgroup_matrix, a sum over 32 lanes, and maxima and sums of the rows of a block by BlockRows.
+// simdgroup_matrix, a sum over 32 lanes, and maxima and sums of the rows of a block computed by BlockRows.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
@@ -7,11 +7,11 @@
 
 using namespace metal;
 
-// One simdgroup.
+// Threadgroup: one simdgroup.
 kernel void trial(device const half* x [[buffer(0)]],  // [8][8]
                   device const half* w [[buffer(1)]],  // [8][8]
-                  // [8][8], x w^T; [32], the sum of all lanes' numbers; [8][8], x w^T without the maxima of
-                  // the rows, and [8][8] without their sums
+                  // [8][8], x w^T; [32], the sum of all lane indices; [8][8], x w^T minus the maxima of the
+                  // rows, and [8][8] minus their sums
                   device float* out [[buffer(2)]], ushort lane [[thread_index_in_simdgroup]]) {
   simdgroup_half8x8 a, b;
   simdgroup_load(a, x, 8);

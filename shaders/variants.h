@@ -21,7 +21,7 @@
 #define IF_WANTED(variant) WANTED_KEEP
 #endif
 
-// The instances of a kernel template for float and for half.
+// Instantiates a kernel template for float and for half.
 #define INSTANTIATE_FOR_FLOATS(name)                                             \
   template [[host_name(#name "_f32")]] kernel decltype(name<float>) name<float>; \
   template [[host_name(#name "_f16")]] kernel decltype(name<half>) name<half>;
