@@ -1,12 +1,12 @@
 // The interface between the emulated Metal classes and the machine that runs the shaders.
 //
 // Shaders are compiled ahead of time. Each translation unit registers a ShaderLibrary: its source text (for
-// lookups by newLibraryWithSource), and its kernels. An Executor allocates memory and
-// runs the command lists that command buffers hand over; cpu/ runs kernels on fibers, cuda/ on an NVIDIA GPU.
+// lookups by newLibraryWithSource) and its kernels. An Executor allocates memory and runs the command lists
+// of command buffers; cpu/ runs kernels on fibers, cuda/ on an NVIDIA GPU.
 //
-// The Metal classes check everything that is known when a command is encoded: bindings are present, of the
-// right kind, long enough and aligned; sizes of grids and threadgroups. An executor checks the rest, when the
-// command runs.
+// The Metal classes check everything that is known when a command is encoded: that bindings are present, of
+// the right kind, long enough and aligned, and the sizes of grids and threadgroups. An executor checks the
+// rest when the command runs.
 #pragma once
 
 #include <chrono>
@@ -24,14 +24,14 @@
 
 namespace metal_emulator {
 
-// The only object of a type. It is never destroyed: others may use it while the process exits.
+// The only object of a type. Never destroyed, as others may use it while the process exits.
 template <typename T>
 T& the_only() {
   static T* const instance = new T;
   return *instance;
 }
 
-inline constexpr int kMaxBuffers = 31;  // of a kernel, as in Metal
+inline constexpr int kMaxBuffers = 31;  // per kernel, as in Metal
 inline constexpr int kMaxThreadgroupArguments = 31;
 inline constexpr std::size_t kMaxThreadgroupBytes = 32768;
 using abi::kMaxThreads;
@@ -48,25 +48,25 @@ using KernelArgument = abi::Argument;
 struct Kernel {
   const char* name;
   std::span<const KernelArgument> arguments;
-  const void* entry;                  // meaning belongs to the executor
-  const char* selected_by = nullptr;  // macro without which the guard omits it; null: always present
+  const void* entry;                  // defined by the executor
+  const char* selected_by = nullptr;  // macro that restores a kernel despite the guard; null: always present
 };
 
 struct ShaderLibrary {
   const char* name;         // file name of the .metal source
-  std::string_view source;  // the exact text that newLibraryWithSource must be given
+  std::string_view source;  // the exact text for newLibraryWithSource
   std::span<const Kernel> kernels;
   // Macros that the options of newLibraryWithSource may define as 1: the guard omits kernels, a selector
   // restores those that it selects.
-  const char* guard = nullptr;  // null: none
+  const char* guard = nullptr;  // null if there is none
   std::span<const char* const> selectors;
-  unsigned metal_version = 0;  // of the language that it was compiled as: 300 is Metal 3.0
+  unsigned metal_version = 0;  // language version it was compiled with: 300 is Metal 3.0
 };
 
 // Libraries linked into this binary, in no particular order.
 std::vector<const ShaderLibrary*> registered_libraries();
 
-// A kernel made ready to run. An executor may derive from it.
+// A kernel that is ready to run. Executors may derive from it.
 struct Pipeline {
   virtual ~Pipeline() = default;
   const ShaderLibrary* library = nullptr;
@@ -75,7 +75,7 @@ struct Pipeline {
   std::uint32_t max_threads = kMaxThreads;
 };
 
-// "kernel 'name', dispatch 3", for messages; dispatches of a command buffer are numbered.
+// Formats "kernel 'name', dispatch 3" for messages; dispatches of a command buffer are numbered.
 inline std::string describe(const Pipeline& pipeline, int dispatch) {
   return std::string("kernel '") + pipeline.kernel->name + "', dispatch " + std::to_string(dispatch);
 }
@@ -84,32 +84,32 @@ inline std::string describe(const Pipeline& pipeline, int dispatch) {
 class Allocation {
  public:
   virtual ~Allocation() = default;
-  virtual void* host() = 0;               // null if the host cannot reach it
-  virtual bool intact() { return true; }  // false: a write past the end was found
-  // Another mapping of the host's memory, numbered from 1, which lives as long as the allocation; null if its
-  // pages cannot be mapped twice.
+  virtual void* host() = 0;               // null if the host cannot access it
+  virtual bool intact() { return true; }  // false: a write past the end was detected
+  // Returns another mapping of the host's memory, numbered from 1, which lives as long as the allocation;
+  // null if its pages cannot be mapped twice.
   virtual void* view(std::size_t) { return nullptr; }
   std::size_t bytes = 0;
   std::uint64_t device_address = 0;  // if the executor's device has separate memory
 };
 
-// Host memory whose end is guarded: an access past it faults (or is reported by AddressSanitizer), and bytes
-// between the end and the next alignment boundary are watched by intact(). Filled with `fill`. It has views
-// if `shared`; its pages are then shared with forked processes, unless they are filled with 0xff. Null: out
-// of memory.
+// Allocates host memory with a guarded end: an access past it faults (or is reported by AddressSanitizer),
+// and intact() checks the bytes between the end and the next alignment boundary. Filled with `fill`. If
+// `shared`, it has views, and its pages are shared with forked processes unless they are filled with 0xff.
+// Null if out of memory.
 std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill, bool shared);
-// The caller's memory. With `guarded`, host() is a second view of the same pages, followed by a guard if the
-// kernel supports it (shared mappings); otherwise the memory itself.
+// Wraps the caller's memory. With `guarded`, host() is a second view of the same pages, followed by a guard,
+// if the kernel supports it (shared mappings); otherwise the memory itself.
 std::shared_ptr<Allocation> wrap_memory(void* memory, std::size_t bytes, bool guarded);
 
 // Called on the thread and stack of a kernel in place of an instruction that accessed a guard of
-// allocate_guarded or wrap_memory. `overrun` counts bytes from the end of the allocation. It must not return.
+// allocate_guarded or wrap_memory. `overrun` counts bytes from the allocation's end. Must not return.
 using GuardHandler = void (*)(const Allocation& missed, std::size_t overrun, bool write);
-// For the calling thread, while it runs kernels; null outside.
+// Sets the handler of the calling thread while it runs kernels; null otherwise.
 void set_guard_handler(GuardHandler handler);
 
 struct BoundBuffer {
-  std::shared_ptr<Allocation> allocation;  // null: `bytes` holds the contents (setBytes), or nothing is bound
+  std::shared_ptr<Allocation> allocation;  // null: setBytes data in `bytes`, or nothing is bound
   std::size_t offset = 0;
   std::vector<std::byte> bytes;
 };
@@ -120,7 +120,7 @@ struct DispatchCommand {
   Dim3 group;                                  // threads per threadgroup
   std::vector<BoundBuffer> buffers;            // by index, without those that the kernel has no argument for
   std::vector<std::size_t> threadgroup_bytes;  // by index
-  int number = 0;                              // in its command buffer, for messages
+  int number = 0;                              // index in its command buffer, for messages
 };
 
 struct CopyCommand {
@@ -150,7 +150,7 @@ struct ByteRange {
 };
 
 struct BindingStatistics {
-  std::uint64_t bytes_read = 0, bytes_written = 0;  // by all threads
+  std::uint64_t bytes_read = 0, bytes_written = 0;  // counted for every thread
   std::vector<ByteRange> read, written;             // sorted and disjoint
 };
 
@@ -172,23 +172,23 @@ inline double now() {
 }
 
 struct Completion {
-  std::string error;  // empty: all went well; names kernel, dispatch number and binding
-  double start_seconds = 0, end_seconds = 0;   // of `now`
-  std::vector<DispatchStatistics> statistics;  // one for each dispatch that ran
+  std::string error;                           // empty on success; names kernel, dispatch number and binding
+  double start_seconds = 0, end_seconds = 0;   // in time of now()
+  std::vector<DispatchStatistics> statistics;  // one per dispatch that ran
 };
 
-// Which two elements of a simdgroup_matrix a lane holds. Metal's specification leaves this to the GPU.
+// The two elements of a simdgroup_matrix that a lane holds. Metal's specification leaves this to the GPU.
 enum class MatrixLayout : std::uint8_t {
-  kApple,        // neighbours of a row, as on Apple's GPUs
-  kConsecutive,  // neighbours of a row, in the order of the lanes
-  kShifted,      // the same with the first two elements in the last lane: a row's lanes differ in many bits
-  kColumns,      // neighbours of a column
+  kApple,        // adjacent in a row, as on Apple's GPUs
+  kConsecutive,  // adjacent in a row, in order of the lanes
+  kShifted,      // as kConsecutive, starting at the last lane: a row's lanes differ in many bits
+  kColumns,      // adjacent in a column
 };
 
 struct ExecutorOptions {
   unsigned workers = 0;      // host threads that run threadgroups; 0: one per core
   std::uint64_t seed = 0;    // shuffles the order of threads; 0: in order
-  bool checked = false;      // record which bytes each dispatch touches
+  bool checked = false;      // records which bytes each dispatch accesses
   bool fast_errors = false;  // fast::exp and fast::exp2 have the largest error that Metal allows
   MatrixLayout matrix_layout = MatrixLayout::kApple;  // of the CPU executor
 };
@@ -197,19 +197,19 @@ class Executor {
  public:
   virtual ~Executor() = default;
   virtual std::string device_name() const = 0;
-  // How long a thread that waits for commands should poll before it sleeps, since waking up takes long.
+  // Time that a thread waiting for commands should poll before it sleeps, since waking up takes long.
   virtual std::chrono::microseconds polling_time() const { return {}; }
   // Takes effect with the next submit.
   virtual void configure(const ExecutorOptions& options) = 0;
-  // Null: out of memory. Zeroed if the host sees it, as by Metal; else filled with 0xff (NaN as a float).
+  // Null if out of memory. Zeroed if visible to the host, as by Metal; otherwise 0xff (NaN as a float).
   virtual std::shared_ptr<Allocation> allocate(std::size_t bytes, bool host_visible) = 0;
   virtual std::shared_ptr<Allocation> wrap(void* memory, std::size_t bytes) = 0;  // no-copy buffers
-  // A compiled library from a file, for newLibraryWithURL. It lives as long as the process. Throws
+  // Loads a compiled library from a file, for newLibraryWithURL. It lives as long as the process. Throws
   // std::runtime_error.
   virtual const ShaderLibrary* load(const std::string& path) = 0;
   // Throws std::runtime_error if the kernel cannot run.
   virtual std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel) = 0;
-  // Runs the commands in order of submission, asynchronously; `done` is called once from any thread.
+  // Runs the commands asynchronously, in order of submission. Calls `done` once, on any thread.
   virtual void submit(std::vector<Command> commands, std::function<void(Completion)> done) = 0;
 };
 

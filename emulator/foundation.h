@@ -1,4 +1,4 @@
-// What Objective-C++ with exceptions needs of Foundation. Also for programs on a Mac.
+// Parts of Foundation that Objective-C++ with exceptions needs. Also for programs on a Mac.
 #pragma once
 
 #import <Foundation/Foundation.h>
@@ -12,7 +12,7 @@ void objc_autoreleasePoolPop(void* pool);
 
 namespace metal_emulator {
 
-// Unlike @autoreleasepool it is also emptied when an exception leaves its scope.
+// Unlike @autoreleasepool, it is also drained when an exception leaves its scope.
 class AutoreleasePool {
  public:
   AutoreleasePool() : pool_(objc_autoreleasePoolPush()) {}

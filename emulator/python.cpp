@@ -1,4 +1,4 @@
-// emulator.h, which describes all of this, for Python. To be compiled into each extension that contains an
+// Python bindings of emulator.h, which documents them. Compiled into each extension that contains an
 // emulator.
 #include "python.h"
 
@@ -66,7 +66,7 @@ void bind_records(nb::module_& m) {
       .def_ro("dispatches", &CommandBufferRecord::dispatches);
 }
 
-// Counts the bytes that dispatches read and write from start() to stop().
+// Counts the bytes that dispatches read and write between start() and stop().
 class DispatchCounter {
  public:
   void start() {
@@ -79,7 +79,7 @@ class DispatchCounter {
     set_options(before_);
     set_history_depth(0);
   }
-  // Clears all counts; keeps at most this many of the next command buffers.
+  // Clears all counts, and records at most this many of the next command buffers.
   void expect(std::size_t command_buffers) {
     set_history_depth(0);
     set_history_depth(command_buffers);
@@ -118,7 +118,7 @@ void bind_counter(nb::module_& m) {
            "Return the dispatches of the command buffers that were completed since `expect`, in order.");
 }
 
-// The defaults, except for members given by name.
+// The defaults, with the members that are given by name replaced.
 template <typename T>
 nb::object with_members(const nb::kwargs& members) {
   nb::object made = nb::cast(T());

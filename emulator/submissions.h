@@ -12,7 +12,7 @@
 
 namespace metal_emulator {
 
-// Completes submissions in their order. The thread starts with the first one; the destructor waits for the
+// Completes submissions in order. The thread starts with the first submission; the destructor waits for the
 // last one. A Submission has a member `done`, which is called with the result.
 template <typename Submission>
 class SubmissionQueue {
@@ -36,7 +36,7 @@ class SubmissionQueue {
       lock.unlock();
       Completion completion = complete_(submission);
       auto done = std::move(submission.done);
-      submission = {};  // buffers are released before the caller is notified
+      submission = {};  // releases buffers before the caller is notified
       done(std::move(completion));
       done = nullptr;
       lock.lock();

@@ -1,8 +1,8 @@
-// Shared by compiled shaders and the CPU executor: plain types, without any header of the standard library,
-// whose global functions would join the overload sets of a shader.
+// Shared by compiled shaders and the CPU executor. Only plain types: headers of the standard library would
+// add global functions to the overload sets of a shader.
 //
 // The executor runs each thread of a threadgroup on a fiber. All fibers of a host thread have their stacks in
-// one region that is aligned to its size and begins with a Worker, so a shader finds its Worker, Fiber and
+// one region that is aligned to its size and begins with a Worker. So a shader finds its Worker, Fiber and
 // Simdgroup from its stack pointer, without thread-local storage or calls.
 #pragma once
 
@@ -16,22 +16,21 @@ using u32 = unsigned int;
 using u64 = unsigned long;
 static_assert(sizeof(u64) == 8, "an LP64 system");
 
-inline constexpr u32 kLanes = 32;         // threads of a simdgroup
-inline constexpr u32 kMaxThreads = 1024;  // of a threadgroup
+inline constexpr u32 kLanes = 32;         // threads per simdgroup
+inline constexpr u32 kMaxThreads = 1024;  // per threadgroup
 #if METAL_EMULATOR_ASAN || METAL_EMULATOR_TSAN
 inline constexpr u64 kStackShift = 18;  // sanitizers pad every variable
 #else
 inline constexpr u64 kStackShift = 16;
 #endif
 inline constexpr u64 kStackBytes = u64{1} << kStackShift;
-inline constexpr u64 kRegionBytes =
-    2 * kMaxThreads * kStackBytes;  // Worker, then the stacks in the upper half
+inline constexpr u64 kRegionBytes = 2 * kMaxThreads * kStackBytes;  // Worker, then stacks in the upper half
 
 struct Vec3 {
   u32 x, y, z;
 };
 
-// The values that the built-in arguments of a thread are computed from.
+// The values from which a thread's built-in arguments are computed.
 struct Invocation {
   void* const* buffers;      // by index
   void* const* threadgroup;  // by index
@@ -41,7 +40,7 @@ struct Invocation {
   u32 thread_index_in_threadgroup;
 };
 
-// In the source of a shader.
+// A line of a shader's source.
 struct Place {
   const char* file;
   u32 line;
@@ -49,43 +48,43 @@ struct Place {
 
 struct Simdgroup;
 
-// An operation of the threads of a simdgroup. When all have arrived, `execute` makes the outputs of
-// the given lanes from their inputs; it returns -1, or the lane whose argument is out of range.
+// An operation of the threads of a simdgroup. When all have arrived, `execute` computes the outputs of the
+// given lanes from their inputs. It returns -1, or a lane whose argument is out of range.
 struct Operation {
   const char* name;
   int (*execute)(Simdgroup& simdgroup, u32 lanes);
 };
 
-// A matrix product that all lanes of a simdgroup have requested, or some so far. Lanes do not wait for it:
-// they continue, and the product is computed before any of them waits for anything or reads its result.
+// A matrix product that some or all lanes of a simdgroup have requested. Lanes do not wait for it: they
+// continue, and the product is computed before any of them waits for anything or reads its result.
 struct alignas(64) MatrixProduct {
-  float a[64], b[64], c[64];  // operands, row by row; c where `addend` is below 0
-  void* targets[kLanes];  // the simdgroup_matrix of each lane that takes the result; null: no longer needed
-  int addend;             // the earlier product of the queue that is added, -1: c
+  float a[64], b[64], c[64];  // operands, row-major; c is used if `addend` is negative
+  void* targets[kLanes];      // per lane, the simdgroup_matrix for the result; null: no longer needed
+  int addend;                 // queued product that is added; -1: c
   u32 line;
   const char* file;
-  u32 lanes;       // that have requested it
-  u8 differs;      // lanes request different products
+  u32 lanes;       // lanes that have requested it
+  u8 differs;      // whether lanes requested different products
   u8 result_type;  // 0 float, 1 half
 };
 struct MatrixQueue {
   static constexpr u32 kCapacity = 32;
   MatrixProduct products[kCapacity];
-  u8 count[kLanes];  // products that a lane has requested
-  // Computes all products and empties the queue. Returns -1, or the number of a product that not all lanes
+  u8 count[kLanes];  // per lane, the number of requested products
+  // Computes all products and empties the queue. Returns -1, or the index of a product that not all lanes
   // have requested.
   int (*run)(MatrixQueue& queue);
 };
 
-// Exchange area of 32 threads. Inputs are read when the last thread arrives and outputs before a thread
-// arrives at the next operation, so one of each is enough.
+// Exchange area of 32 threads. Inputs are read when the last thread arrives, and outputs before a thread
+// arrives at the next operation, so that one of each suffices.
 struct alignas(64) Simdgroup {
   u64 in[kLanes][2];
   u64 out[kLanes][2];
   u32 argument[kLanes];
   MatrixQueue* queue;
-  // Sets of lanes. A lane is active until it returns; of the active ones those that are not ready wait: for
-  // an operation (`waiting`) or at a threadgroup barrier.
+  // Sets of lanes. A lane is active until it returns. Active lanes that are not ready wait: for an operation
+  // (`waiting`) or at a threadgroup barrier.
   u32 active, ready, fresh, waiting;
 };
 
@@ -97,22 +96,22 @@ struct alignas(64) Fiber {
   u32 lane;
 };
 
-// Located at the base of each region. The executor that runs the shader provides the functions.
+// At the base of each region. The executor that runs the shader provides the functions.
 struct Worker {
   // Waits for the other threads, then runs the operation.
   void (*arrive)(Worker& worker, Fiber& fiber, const Operation& operation, Place place);
   void (*threadgroup_barrier)(Worker& worker, Fiber& fiber, Place place);
   void (*simdgroup_barrier)(Worker& worker, Fiber& fiber, Place place);
-  // An operation for all threads of the threadgroup, which has `simdgroups` simdgroups: waits for those of
-  // the simdgroup. That the simdgroups execute the same ones is checked at the next barrier, and at the end.
+  // An operation of all threads of the threadgroup, which has `simdgroups` simdgroups. Waits for the threads
+  // of the simdgroup; that all simdgroups execute the same ones is checked at the next barrier and the end.
   void (*together)(Worker& worker, Fiber& fiber, const Operation& operation, u32 simdgroups, Place place);
-  // Faults of operations on tensors, which end the threadgroup.
+  // Reports errors of tensor operations and ends the threadgroup.
   void (*wrong_size)(Worker& worker, const char* what, int columns, int rows, int wanted_columns,
                      int wanted_rows, Place place);
   void (*unwritten)(Worker& worker, const char* what, Place place);
-  u8* threadgroup_memory;       // of the variables that the running kernel declares
-  u32 fast_errors;              // 1: fast functions are as wrong as they may be
-  u8 matrix_places[kLanes][2];  // of a lane's elements of a simdgroup_matrix, of 64 row by row
+  u8* threadgroup_memory;       // for the variables that the running kernel declares
+  u32 fast_errors;              // 1: fast functions have the largest allowed errors
+  u8 matrix_places[kLanes][2];  // per lane, row-major indices of its two elements of a simdgroup_matrix
   Fiber fibers[kMaxThreads];
 };
 
@@ -136,7 +135,7 @@ inline __attribute__((always_inline)) Fiber& current_fiber() {
   return worker.fibers[(stack >> kStackShift) & (kMaxThreads - 1)];
 }
 
-// Threadgroup variables of one kernel: each takes the next aligned offset when the program starts.
+// Threadgroup variables of one kernel. Each receives the next aligned offset when the program starts.
 struct ThreadgroupLayout {
   static constexpr u32 kMaxVariables = 64;
   static constexpr u32 kAlignment = 64;
@@ -146,13 +145,13 @@ struct ThreadgroupLayout {
   };
   Variable variables[kMaxVariables];
   u32 count;
-  u64 bytes;     // end of the last variable
-  u64 declared;  // sum of their sizes, each rounded up to 16 bytes
+  u64 bytes;     // end offset of the last variable
+  u64 declared;  // sum of the variables' sizes, each rounded up to 16 bytes
 
   u64 add(const char* name, u64 size) {
     if (count == kMaxVariables) __builtin_trap();
     const u64 offset =
-        (bytes + kAlignment - 1) / kAlignment * kAlignment + (count ? kAlignment : 0);  // a gap between
+        (bytes + kAlignment - 1) / kAlignment * kAlignment + (count ? kAlignment : 0);  // leaves a gap
     variables[count++] = {name, offset, size};
     bytes = offset + size;
     declared += (size + 15) / 16 * 16;
@@ -160,8 +159,7 @@ struct ThreadgroupLayout {
   }
 };
 
-// A buffer or threadgroup argument of a kernel; built-in arguments (thread positions and the like) are not
-// listed.
+// A buffer or threadgroup argument of a kernel. Built-in arguments, such as thread positions, are not listed.
 struct Argument {
   enum class Space : u8 { kDevice, kConstant, kThreadgroup };
   Space space;
@@ -170,7 +168,7 @@ struct Argument {
   bool writable;      // device memory without const
   u64 element_bytes;  // of the pointed-to or referenced type
   u64 element_align;
-  bool reference;  // a reference needs at least element_bytes
+  bool reference;  // references need at least element_bytes
 };
 
 struct Kernel {
@@ -180,7 +178,7 @@ struct Kernel {
   u32 max_threads;  // 0: no limit in the source
   void (*call)(const Invocation& invocation);
   const ThreadgroupLayout* layout;
-  const char* selected_by;  // macro without which the guard omits it; null: always present
+  const char* selected_by;  // macro that restores the kernel if the guard omits kernels; null: always present
 };
 
 struct Library {
@@ -190,10 +188,10 @@ struct Library {
   const Kernel* kernels;
   u32 kernel_count;
   bool checked;                  // every memory access calls the executor
-  const char* guard;             // macro that omits kernels; null: none
-  const char* const* selectors;  // macros that bring them back
+  const char* guard;             // macro that omits kernels; null if there is none
+  const char* const* selectors;  // macros that restore them
   u32 selector_count;
-  u32 metal_version;  // __METAL_VERSION__ that it was compiled with
+  u32 metal_version;  // value of __METAL_VERSION__ that it was compiled with
 };
 
 }  // namespace metal_emulator::abi

@@ -13,11 +13,11 @@
 namespace metal_emulator::cpu {
 namespace {
 
-// An access this close to a buffer was meant for it. A guard follows its end; other memory may precede it.
+// An access this close to a buffer is attributed to it. A guard follows its end; other memory may precede it.
 constexpr std::size_t kNearEnd = 1 << 16, kNearBegin = 256;
 constexpr std::uintptr_t kNullPages = 1 << 16;
 
-// Host threads that run kernels in checked mode. Others, which start programs, are not on a fiber.
+// Number of host threads that run kernels in checked mode. Others may not be on a fiber.
 std::atomic<int> recording{0};
 
 inline AccessRecorder* current_recorder() {
@@ -31,7 +31,7 @@ inline void record(const void* memory, std::size_t bytes, bool write, const void
   record(reinterpret_cast<std::uintptr_t>(memory), bytes, write, caller);
 }
 
-// Appends a range that does not begin before the last one.
+// Appends a range that begins at or after the beginning of the last one.
 void append(std::vector<ByteRange>& ranges, ByteRange range) {
   if (ranges.empty() || range.begin > ranges.back().end) {
     ranges.push_back(range);
@@ -60,7 +60,7 @@ std::string source_location(const void* instruction) {
   const auto offset = static_cast<std::size_t>(static_cast<const char*>(instruction) -
                                                static_cast<const char*>(info.dli_fbase));
   char hex[32];
-  std::snprintf(hex, sizeof hex, "0x%zx", offset - 1);  // the call is before its return address
+  std::snprintf(hex, sizeof hex, "0x%zx", offset - 1);  // the call precedes its return address
   for (const char* tool : {"llvm-symbolizer-19 --functions=none --output-style=GNU -e ",
                            "llvm-symbolizer --functions=none --output-style=GNU -e ", "addr2line -e "}) {
     const std::string command = tool + quoted(info.dli_fname) + " " + hex + " 2>/dev/null";
@@ -102,8 +102,8 @@ void AccessRecorder::add_threadgroup_variable(const char* name, std::uintptr_t b
   variables_.push_back({name, begin, begin + bytes});
 }
 
-// Of several bindings that hold the range, the one that begins last: two tensors of one buffer are
-// distinguished.
+// If several bindings contain the range, returns the one that begins last, which distinguishes tensors of one
+// buffer.
 inline const Binding* AccessRecorder::find(std::uintptr_t address, std::size_t bytes) {
   if (last_ && address >= last_->begin && address + bytes <= last_end_) return last_;
   const Binding *found = nullptr, *before = nullptr;
@@ -156,7 +156,7 @@ void AccessRecorder::Touched::add_to(std::vector<ByteRange>& all, std::size_t of
 void AccessRecorder::access(std::uintptr_t address, std::size_t bytes, bool write, const void* caller) {
   if (bytes == 0) return;
   const auto region = reinterpret_cast<std::uintptr_t>(&abi::current_worker());
-  if (address - region < abi::kRegionBytes) return;  // a thread's own variables
+  if (address - region < abi::kRegionBytes) return;  // a variable of the thread
   if (address - arena_begin_ < arena_end_ - arena_begin_) {
     for (const Variable& variable : variables_) {
       if (address < variable.begin || address + bytes > variable.end) continue;
@@ -167,14 +167,14 @@ void AccessRecorder::access(std::uintptr_t address, std::size_t bytes, bool writ
   const Binding* binding = find(address, bytes);
   if (!binding) {
     if (write || is_meant_for_buffer(address)) report_outside(address, bytes, write, caller);
-    return;  // a table of the shader's own
+    return;  // a table of the shader
   }
   const auto position = static_cast<std::size_t>(binding - bindings_->data());
   (write ? written_ : read_)[position].mark(address - binding->begin, bytes);
 }
 
 bool AccessRecorder::is_meant_for_buffer(std::uintptr_t address) const {
-  if (address < kNullPages) return true;  // nothing is bound
+  if (address < kNullPages) return true;  // null: nothing is bound
   for (const Binding& binding : *bindings_) {
     if (address < binding.begin ? binding.begin - address <= kNearBegin : address < binding.end + kNearEnd)
       return true;

@@ -84,7 +84,7 @@ std::byte* map_memory(void* address, std::size_t bytes) {
 }
 
 Region::Region() {
-  // Twice the size holds an aligned region wherever it begins.
+  // Twice the size contains an aligned region wherever the mapping begins.
   std::byte* mapping = map_memory(nullptr, 2 * abi::kRegionBytes);
   const auto begin = reinterpret_cast<std::uintptr_t>(mapping);
   const std::uintptr_t aligned = (begin + abi::kRegionBytes - 1) / abi::kRegionBytes * abi::kRegionBytes;
@@ -103,11 +103,11 @@ std::byte* Region::stack(unsigned index) const {
 
 void* Region::prepare(unsigned index, void (*entry)()) {
   for (; guarded_ <= index; guarded_++) mprotect(stack(guarded_) - kGuardBytes, kGuardBytes, PROT_NONE);
-  // Staggered: stacks are at multiples of a power of two, so equal depths would share one set of the cache.
+  // Staggered: stacks are at multiples of a power of two, so that equal depths would share one cache set.
   const std::size_t stagger = index * 320 % 8192;
   auto* top = reinterpret_cast<void**>(stack(index) + kUsableBytes - 64 - stagger);
 #if defined(__x86_64__)
-  *--top = nullptr;  // the return address of `entry`, which never returns
+  *--top = nullptr;  // return address of `entry`, which never returns
   *--top = reinterpret_cast<void*>(entry);
   for (int i = 0; i < 6; i++) *--top = nullptr;
 #else
@@ -118,7 +118,7 @@ void* Region::prepare(unsigned index, void (*entry)()) {
 }
 
 void Region::forget() {
-  // A new mapping is new memory to ThreadSanitizer.
+  // ThreadSanitizer treats a new mapping as new memory.
   map_memory(base_ + kStacksOffset, abi::kRegionBytes - kStacksOffset);
   guarded_ = 0;
 }

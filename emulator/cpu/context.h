@@ -18,10 +18,10 @@ extern "C" void metal_emulator_switch(void** from, void* to) asm("metal_emulator
 
 namespace metal_emulator::cpu {
 
-// Maps zeroed memory, in place of what an address has if it is not null. Throws std::bad_alloc.
+// Maps zeroed memory, replacing the mapping at `address` if it is not null. Throws std::bad_alloc.
 std::byte* map_memory(void* address, std::size_t bytes);
 
-// Memory for a Worker and kMaxThreads stacks, aligned to its size. An inaccessible page separates two stacks.
+// Memory for a Worker and kMaxThreads stacks, aligned to its size. Inaccessible pages separate the stacks.
 class Region {
  public:
   Region();  // throws std::bad_alloc
@@ -33,14 +33,14 @@ class Region {
   std::byte* stack(unsigned index) const;  // lowest accessible byte
   static constexpr std::size_t kGuardBytes = 4096;
   static constexpr std::size_t kUsableBytes = abi::kStackBytes - kGuardBytes;
-  // A stack pointer from which metal_emulator_switch enters `entry`.
+  // Returns a stack pointer from which metal_emulator_switch enters `entry`.
   void* prepare(unsigned index, void (*entry)());
-  // Makes a sanitizer forget all accesses to the stacks.
+  // Makes the sanitizer forget all accesses to the stacks.
   void forget();
 
  private:
   std::byte* base_;
-  unsigned guarded_ = 0;  // stacks with a guard page so far
+  unsigned guarded_ = 0;  // number of stacks with a guard page so far
 };
 
 }  // namespace metal_emulator::cpu

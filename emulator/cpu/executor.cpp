@@ -24,9 +24,9 @@ const KernelEntry& entry_of(const Kernel& kernel) {
   return *static_cast<const KernelEntry*>(kernel.entry);
 }
 
-// Time that a dispatch takes on one thread before others help, unless the options set a number of threads:
-// most end earlier than other threads wake. ThreadSanitizer finds races of threadgroups only on different
-// threads.
+// Time after which other threads help with a dispatch, unless the options set a number of threads: most
+// dispatches end before other threads have woken up. ThreadSanitizer finds races between threadgroups only on
+// different threads.
 #if METAL_EMULATOR_TSAN
 constexpr double kSecondsAlone = 0;
 #else
@@ -38,8 +38,8 @@ std::byte* address_of(const BoundBuffer& buffer) {
   return const_cast<std::byte*>(buffer.bytes.data());
 }
 
-// In checked mode, bindings of one allocation, one of them written, have separate addresses, so that each
-// access belongs to the binding through which the kernel makes it.
+// In checked mode, bindings of one allocation that is written through one of them have distinct addresses, so
+// that each access can be attributed to its binding.
 std::byte* distinct_address(const Kernel& kernel, const DispatchCommand& command,
                             const KernelArgument& argument) {
   const BoundBuffer& own = command.buffers[static_cast<std::size_t>(argument.index)];
@@ -63,10 +63,10 @@ std::size_t length_of(const BoundBuffer& buffer) {
   return buffer.allocation ? buffer.allocation->bytes - buffer.offset : buffer.bytes.size();
 }
 
-// Threads that run threadgroups. The thread that calls `run` takes part as worker 0.
+// Threads that run threadgroups. The caller of `run` takes part as worker 0.
 class Pool {
  public:
-  // `task` is called once on each of `workers` threads, with the thread's number.
+  // Calls `task` once on each of `workers` threads, with the index of the worker.
   void run(unsigned workers, const std::function<void(unsigned)>& task) {
     while (threads_.size() + 1 < workers) {
       const auto number = static_cast<unsigned>(threads_.size()) + 1;
@@ -108,8 +108,8 @@ class Pool {
   std::vector<std::jthread> threads_;
 };
 
-// The order in which threadgroups begin: as numbered, or with a seed a permutation by a stride without common
-// divisor.
+// The order in which threadgroups start: by index or, with a seed, a permutation by a stride coprime to their
+// number.
 class GroupOrder {
  public:
   GroupOrder(Dim3 grid, std::uint64_t seed) : grid_(grid), count_(grid.volume()) {
@@ -202,7 +202,7 @@ class CpuExecutor final : public Executor {
     return completion;
   }
 
-  // Commands that no barrier separates may run in any order: with a seed they do.
+  // Commands without a barrier between them may run in any order; with a seed, they are shuffled.
   static std::vector<std::size_t> order_of(const Submission& submission) {
     std::vector<std::size_t> order(submission.commands.size());
     std::iota(order.begin(), order.end(), std::size_t{0});

@@ -19,8 +19,8 @@ struct Loaded {
   std::deque<KernelEntry> entries;
 };
 
-// Known libraries, by name and text. Plain and checked variants of a source are two objects of the same
-// name; the first one waits here for the other.
+// Known libraries, by name and text. Plain and checked variants of a source are two objects of the same name;
+// the first one is kept here until the other is registered.
 struct Registry {
   std::mutex mutex;
   std::map<std::pair<std::string_view, std::string_view>, Loaded*> by_text;

@@ -1,4 +1,4 @@
-// Shader libraries, in which the Metal classes look up kernels, from the tables of compiled shaders.
+// Shader libraries for the Metal classes, built from the tables of compiled shaders.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ namespace metal_emulator::cpu {
 // The object that Kernel::entry points to.
 struct KernelEntry {
   const abi::Kernel* plain = nullptr;
-  const abi::Kernel* checked = nullptr;  // null if the shaders were built without
+  const abi::Kernel* checked = nullptr;  // null if the shaders were built without checks
 };
 
 // Loads a shared library of shaders; throws std::runtime_error.

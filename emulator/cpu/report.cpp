@@ -1,4 +1,4 @@
-// Messages of the fiber executor: the kernel, the threadgroup, and the place where each thread waits.
+// Messages of the fiber executor: the kernel, the threadgroup, and the line at which each thread waits.
 #include <bit>
 #include <utility>
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr unsigned kShownSimdgroups = 6;
 
-// "0-3,7" for a set of lanes.
+// Formats a set of lanes, such as "0-3,7".
 std::string lane_ranges(u32 lanes) {
   std::string text;
   for (unsigned i = 0; i < 32; i++) {
@@ -83,14 +83,14 @@ void ThreadgroupRunner::fail_waiting(std::string problem) {
   fail(std::move(problem));
 }
 
-// Ends the threadgroup from whichever fiber runs. Waiting fibers are abandoned: kernels own no resources.
+// Ends the threadgroup from the running fiber. Waiting fibers are abandoned, as kernels own no resources.
 void ThreadgroupRunner::fail(std::string message) {
   const auto coordinates = [](Dim3 at) {
     return "(" + std::to_string(at.x) + "," + std::to_string(at.y) + "," + std::to_string(at.z) + ")";
   };
   error_ = work_->label + ", threadgroup " + coordinates(position_) + ": " + std::move(message);
 #if METAL_EMULATOR_TSAN
-  __tsan_release(&sync_end_.byte);  // all accesses of this thread are before the next ones of the host
+  __tsan_release(&sync_end_.byte);  // orders this thread's accesses before later ones of the host
 #endif
   switch_to(&abi::current_fiber(), nullptr);
   __builtin_unreachable();

@@ -17,16 +17,16 @@ struct ThreadgroupRunner::Header {
   abi::Worker worker;
   AccessRecorder* recorder;  // recorder_of(worker)
   ThreadgroupRunner* runner;
-  void* buffers[kMaxBuffers];  // of the work
+  void* buffers[kMaxBuffers];  // buffers of the work
   void* threadgroup_arguments[kMaxThreadgroupArguments];
-  abi::Invocation invocation;  // of the thread that is being started
+  abi::Invocation invocation;  // of the thread that is starting
   abi::Simdgroup simdgroups[abi::kMaxThreads / abi::kLanes];
   abi::MatrixQueue queues[abi::kMaxThreads / abi::kLanes];
 };
 
 namespace {
 
-constexpr std::size_t kArenaBytes = 1 << 20;  // gaps between variables included
+constexpr std::size_t kArenaBytes = 1 << 20;  // including gaps between variables
 constexpr std::size_t kArgumentGap = 128;     // between threadgroup arguments
 constexpr u32 kNoPreference = 31;
 constexpr const char* kDeadlock = "deadlock: not all threads reach the same operation";
@@ -35,7 +35,7 @@ std::size_t round_up(std::size_t value, std::size_t unit) {
   return (value + unit - 1) / unit * unit;
 }
 
-// Place of the first or second element of a lane in a simdgroup_matrix, numbered row by row.
+// Row-major index of a lane's first or second element in a simdgroup_matrix.
 constexpr unsigned matrix_place(MatrixLayout layout, unsigned lane, unsigned element) {
   switch (layout) {
     case MatrixLayout::kApple:
@@ -51,7 +51,7 @@ constexpr unsigned matrix_place(MatrixLayout layout, unsigned lane, unsigned ele
   return row * 8 + column + element;
 }
 
-// Tells ThreadSanitizer that past accesses of one fiber are before later ones of another.
+// Tells ThreadSanitizer that past accesses of one fiber precede later ones of another.
 void acquire([[maybe_unused]] char& point) {
 #if METAL_EMULATOR_TSAN
   __tsan_acquire(&point);
@@ -101,8 +101,8 @@ void ThreadgroupRunner::reset_fibers() {
   free_words_ = (1u << std::size(free_fibers_)) - 1;
 }
 
-// Destroys the sanitizer's fibers: those of suspended threads never end, so the next threadgroup could not
-// start.
+// Destroys the sanitizer's fibers: suspended threads never end, so that the next threadgroup could not start
+// on them.
 void ThreadgroupRunner::forget() {
 #if METAL_EMULATOR_TSAN
   for (void*& fiber : tsan_fibers_) {
@@ -140,7 +140,7 @@ void ThreadgroupRunner::finish() {
   set_recorder(header_->worker, nullptr);
 }
 
-// Variables that the kernel declares come first, then its threadgroup arguments. All memory is filled with
+// Places the variables that the kernel declares first, then its threadgroup arguments. Fills all memory with
 // 0xff, a NaN in every floating-point type, since Metal does not initialize it.
 void ThreadgroupRunner::place_threadgroup_memory() {
   const abi::ThreadgroupLayout& layout = *work_->kernel->layout;
@@ -185,7 +185,7 @@ void ThreadgroupRunner::place_threadgroup_memory() {
   }
 }
 
-// Sets the built-in arguments: those that all threads of the threadgroup share, and the place of each.
+// Sets the built-in arguments that all threads of the threadgroup share, and the position of each thread.
 void ThreadgroupRunner::place_threads() {
   const Dim3 grid = work_->grid, size = work_->group;
   abi::Invocation& invocation = header_->invocation;
@@ -219,8 +219,8 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   place_threadgroup_memory();
   place_threads();
 #if METAL_EMULATOR_TSAN
-  reset_fibers();  // a separate fiber for each thread, so that unordered accesses are not ordered by accident
-  // All are made here: a fiber made by another one would be ordered after all its earlier actions. Later
+  reset_fibers();  // a separate fiber per thread, so that the sanitizer sees no accidental order
+  // All are created here: the sanitizer would order a fiber after all earlier actions of its creator. Later
   // threadgroups reuse them, and begin after the end of this one.
   for (unsigned i = 0; i < count_; i++) {
     if (!tsan_fibers_[i]) tsan_fibers_[i] = __tsan_create_fiber(0);
@@ -312,7 +312,7 @@ void ThreadgroupRunner::run_thread(abi::Fiber& fiber) {
   const unsigned index = fiber.thread;
   fiber.simdgroup = &simdgroups_[index / abi::kLanes];
   fiber.lane = index % abi::kLanes;
-  abi::Invocation& invocation = header_->invocation;  // read before the kernel's first statement
+  abi::Invocation& invocation = header_->invocation;  // the kernel reads it before its first statement
   const abi::Vec3 in_group = positions_[index];
   const Dim3 size = work_->group;
   invocation.thread_position_in_threadgroup = in_group;
@@ -332,7 +332,7 @@ void ThreadgroupRunner::retire(abi::Fiber& fiber) {
   simdgroup.ready &= ~bit;
   returned_++;
   if (at_barrier_ > 0) fail_waiting("a thread returned while others wait at a threadgroup_barrier");
-  // A lane that has returned is inactive: the others no longer wait for it.
+  // A returned lane is inactive: the others no longer wait for it.
   if (simdgroup.waiting && simdgroup.waiting == simdgroup.active) complete(simdgroup, simdgroup.waiting);
 #if !METAL_EMULATOR_TSAN
   const auto index = static_cast<unsigned>(&fiber - header_->worker.fibers);
@@ -344,8 +344,8 @@ void ThreadgroupRunner::retire(abi::Fiber& fiber) {
   const int next = pick(fiber.thread);
   if (next < 0 && returned_ < count_) fail_waiting(kDeadlock);
   abi::Fiber* chosen = next < 0 ? nullptr : &bind_fiber(static_cast<unsigned>(next));
-  // If this fiber is the first free one, a new thread begins on it. After the last one of a threadgroup, a
-  // later threadgroup takes it.
+  // If this fiber is the first free one, a new thread starts on it. After the last thread of a threadgroup, a
+  // later threadgroup reuses it.
   if (chosen != &fiber) switch_to(&fiber, chosen);
 }
 
@@ -360,7 +360,7 @@ std::uint64_t ThreadgroupRunner::random() {
 
 namespace {
 
-// The lowest member above `after`, else the lowest.
+// Returns the lowest member above `after`, or else the lowest.
 unsigned next_member(u32 members, unsigned after) {
   const u32 above = after >= 31 ? 0 : members & (~0u << (after + 1));
   return static_cast<unsigned>(std::countr_zero(above ? above : members));
@@ -372,8 +372,8 @@ unsigned nth_member(u32 members, unsigned n) {
 
 }  // namespace
 
-// Chooses how threads are shuffled until the next barrier. If all simdgroups took turns, none would ever be
-// far ahead of the others, where it shows that a barrier is missing.
+// Chooses how threads are shuffled until the next barrier. If all simdgroups alternated, none would get far
+// enough ahead of the others to reveal a missing barrier.
 void ThreadgroupRunner::choose_order() {
   if (rng_) first_ = static_cast<unsigned>(random() % (simdgroup_count_ + 1));
 }
@@ -397,8 +397,8 @@ int ThreadgroupRunner::pick(unsigned after) {
   return static_cast<int>(group * abi::kLanes + next_member(simdgroups_[group].ready, after % abi::kLanes));
 }
 
-// The next lane's fiber if that lane follows and has the adjacent one, as usual; else null. This is found by
-// branches, which processors predict, rather than by loads, for which they would have to wait.
+// Returns the next lane's fiber if that lane is ready on the adjacent fiber, as usual; otherwise null. Uses
+// branches, which processors predict, rather than loads, for which they would wait.
 inline abi::Fiber* ThreadgroupRunner::next_lane(abi::Fiber& self) const {
   const u32 next = 2u << self.lane;  // 0 for the last lane
   const bool adjacent = !rng_ && self.simdgroup->ready & ~self.simdgroup->fresh & next &&
@@ -456,7 +456,7 @@ void ThreadgroupRunner::wait_for(abi::Fiber& fiber, const abi::Operation& operat
   fail_waiting("divergence: lanes of a simdgroup execute different operations");
 }
 
-// Computes the matrix products that lanes have requested. It is an error if their requests differ: some took
+// Computes the matrix products that lanes have requested. Different requests are an error, as some lanes took
 // another branch.
 int ThreadgroupRunner::run_queue(abi::Simdgroup& simdgroup) {
   abi::MatrixQueue& queue = *simdgroup.queue;

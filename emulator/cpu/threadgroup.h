@@ -1,4 +1,4 @@
-// Runs the threads of one threadgroup after another, each thread on a fiber.
+// Runs the threads of one threadgroup at a time, each thread on a fiber.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct Work {
   const abi::Kernel* kernel = nullptr;
   void* buffers[kMaxBuffers] = {};
   std::size_t threadgroup_bytes[kMaxThreadgroupArguments] = {};
-  Dim3 grid, group;               // threadgroups; threads of each
+  Dim3 grid, group;               // threadgroups; threads per threadgroup
   std::vector<Binding> bindings;  // for checked mode, sorted by address
   ExecutorOptions options;
   std::string label;  // names the dispatch in messages
@@ -36,9 +36,9 @@ class ThreadgroupRunner {
   ThreadgroupRunner(const ThreadgroupRunner&) = delete;
   ThreadgroupRunner& operator=(const ThreadgroupRunner&) = delete;
 
-  // The calling host thread runs threadgroups of this work until finish.
+  // Lets the calling host thread run threadgroups of this work until finish().
   void begin(const Work& work, std::uint64_t seed);
-  // Returns an error, or an empty text if all threads have returned.
+  // Runs a threadgroup. Returns an error, or an empty string if all threads have returned.
   std::string run(Dim3 position);
   void finish();
 
@@ -47,11 +47,11 @@ class ThreadgroupRunner {
   AccessRecorder& accesses() { return accesses_; }
 
  private:
-  struct Thread {  // the operation at which it waits
+  struct Thread {  // with the operation at which it waits
     const abi::Operation* operation = nullptr;
     abi::Place place{"", 0};
     abi::u16 fiber = 0;
-    abi::u16 simdgroup_barriers = 0;  // that it has reached
+    abi::u16 simdgroup_barriers = 0;  // number of simdgroup barriers it has reached
   };
   struct Header;  // the Worker at the base of the region
 
@@ -68,15 +68,15 @@ class ThreadgroupRunner {
   static void report_access(void* runner, std::string message);
 
   void wait_for(abi::Fiber& fiber, const abi::Operation& operation, abi::Place place);
-  void complete_for(abi::Fiber& last);  // the last of a simdgroup to arrive
+  void complete_for(abi::Fiber& last);  // called by the last of a simdgroup to arrive
   void wait_at_barrier(abi::Fiber& fiber, abi::Place place);
   void complete(abi::Simdgroup& simdgroup, abi::u32 lanes);
   static int run_queue(abi::Simdgroup& simdgroup);
   void release_barrier();
   void run_thread(abi::Fiber& fiber);
-  void retire(abi::Fiber& fiber);  // the fiber's thread has returned
+  void retire(abi::Fiber& fiber);  // after the fiber's thread has returned
 
-  int pick(unsigned after);  // a thread that can run, -1: none
+  int pick(unsigned after);  // returns a thread that can run; -1 if there is none
   abi::Fiber* next_lane(abi::Fiber& self) const;
   void suspend(abi::Fiber& self);
   void suspend_for_any(abi::Fiber& self);
@@ -91,7 +91,7 @@ class ThreadgroupRunner {
   [[noreturn]] void fail_divergent();
   std::string describe_simdgroup(unsigned simdgroup) const;
   std::string describe_product(unsigned group, int number) const;
-  // How simdgroups differ in the operations that the whole threadgroup executes; empty: they do not.
+  // Describes how simdgroups differ in the operations of the whole threadgroup; empty if they do not.
   std::string describe_apart() const;
 
   void place_threadgroup_memory();
@@ -103,27 +103,26 @@ class ThreadgroupRunner {
   Header* header_;
   abi::Simdgroup* simdgroups_;
   std::unique_ptr<Thread[]> threads_;
-  // Sets of free fibers, and of the words that are not 0. A new thread takes the first, so that adjacent
-  // threads have adjacent fibers.
+  // Bit sets of free fibers, and of their nonzero words. A new thread takes the first free fiber, so that
+  // adjacent threads have adjacent fibers.
   std::uint64_t free_fibers_[abi::kMaxThreads / 64];
   std::uint32_t free_words_;
   const Work* work_ = nullptr;
   std::byte* arena_ = nullptr;  // threadgroup memory, kArenaBytes
 
   Dim3 position_;                     // of the running threadgroup
-  Dim3 placed_{0, 0, 0};              // the size that positions_ is for
+  Dim3 placed_{0, 0, 0};              // the threadgroup size of positions_
   std::vector<abi::Vec3> positions_;  // of each thread in the threadgroup
-  unsigned count_ = 0;                // its threads
+  unsigned count_ = 0;                // threads of the threadgroup
   unsigned simdgroup_count_ = 0;
   unsigned returned_ = 0, at_barrier_ = 0;
   std::uint32_t ready_simdgroups_ = 0;
   std::uint64_t rng_ = 0;  // 0: in order
-  // The simdgroup that runs as far as it can before the next one does; simdgroup_count_: a random one runs
-  // after each wait.
+  // The simdgroup that runs as far as it can before others; if it equals simdgroup_count_, a random simdgroup
+  // runs after each wait.
   unsigned first_ = 0;
   std::uint64_t barriers_ = 0, threads_run_ = 0;
-  // Operations that a simdgroup has executed together with the others: their number, hash, and the last
-  // place.
+  // Operations of the whole threadgroup that a simdgroup has executed: their number, hash, and last line.
   struct Together {
     unsigned count;
     std::uint64_t which;
@@ -138,7 +137,7 @@ class ThreadgroupRunner {
     char byte;
   };
   // Successive barriers alternate between them: the first thread arrives at a barrier before the last has
-  // left the previous one, which must not order the two.
+  // left the previous one, and the two must not be ordered.
   SyncPoint sync_begin_, sync_end_, sync_barrier_[2], sync_simdgroup_[abi::kMaxThreads / abi::kLanes][2];
 
   void* host_stack_ = nullptr;

@@ -1,10 +1,10 @@
-// Shared by shaders compiled for NVIDIA GPUs and the CUDA executor: plain types, without any header of the
+// Shared by shaders compiled for NVIDIA GPUs and the CUDA executor. Only plain types, without headers of the
 // standard library.
 //
-// A kernel takes one structure by value: a slot for each buffer or threadgroup argument in the order of its
-// declaration, then the bytes of `constant` references. A slot is an address, or an offset into threadgroup
-// memory. Every kernel is compiled twice: an entry that
-// takes its `constant` references by value, as setBytes gives them, and one that takes the address of each.
+// A kernel has one structure as its parameter, passed by value: a slot for each buffer or threadgroup
+// argument in order of declaration, then the bytes of `constant` references. A slot is an address, or an
+// offset into threadgroup memory. Every kernel is compiled twice: one entry takes its `constant` references
+// by value, as set by setBytes, the other takes their addresses.
 #pragma once
 
 namespace metal_emulator::cuda {
@@ -15,26 +15,26 @@ struct Vec3 {
 
 inline constexpr unsigned kSlotBytes = 8;
 inline constexpr unsigned kInlineAlignment = 16;
-inline constexpr unsigned kMaxInlineBytes = 1024;  // of one reference; larger ones are passed by address
+inline constexpr unsigned kMaxInlineBytes = 1024;  // per reference; larger ones are passed by address
 
 constexpr unsigned align_up(unsigned value) {
   return (value + kInlineAlignment - 1) / kInlineAlignment * kInlineAlignment;
 }
-// Whether an argument is passed by value in the entry that has values.
+// Whether an argument is passed by value in the entry that takes values.
 constexpr bool is_inline(bool constant, bool reference, unsigned long bytes) {
   return constant && reference && bytes <= kMaxInlineBytes;
 }
 
-// An argument of a kernel.
+// The kind of an argument of a kernel.
 struct Form {
   bool has_slot, has_value;
   unsigned long bytes;  // of the value
 };
-// Offsets in the parameters.
+// Offsets of an argument in the parameters.
 struct Place {
-  unsigned slot, value;  // a value at 0: there is none
+  unsigned slot, value;  // value is 0 if there is none
 };
-// Sets the places of all arguments, and returns the size of the parameters.
+// Sets the places of all arguments, and returns the size of the parameters in bytes.
 constexpr unsigned lay_out(const Form* arguments, unsigned count, Place* places) {
   unsigned end = 0;
   for (unsigned i = 0; i < count; ++i) {

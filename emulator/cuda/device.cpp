@@ -13,7 +13,7 @@ namespace {
 // Memory at an address of the device.
 class DeviceAllocation final : public Allocation {
  public:
-  // `seen` is the same memory as the host sees it, null: it does not. `release` is called at the end.
+  // `seen` is the host's view of the same memory, or null. `release` is called by the destructor.
   DeviceAllocation(Address address, std::size_t length, std::shared_ptr<Allocation> seen,
                    std::function<void()> release)
       : seen_(std::move(seen)), release_(std::move(release)) {
@@ -31,7 +31,7 @@ class DeviceAllocation final : public Allocation {
   const std::function<void()> release_;
 };
 
-// The stream of fills and copies that may continue when their calls return. Other streams do not wait for it.
+// Waits for fills and copies, which may continue after their calls. Other streams do not wait for them.
 void wait_for_default_stream() {
   METAL_EMULATOR_CALL(cuStreamSynchronize, nullptr);
 }
@@ -45,7 +45,7 @@ std::shared_ptr<Allocation> map(const Device& device, std::shared_ptr<Allocation
   if (!inner) return nullptr;
   device.enter();
   auto* memory = static_cast<char*>(inner->host());
-  // Whole pages are mapped.
+  // Registers whole pages.
   auto* first = reinterpret_cast<char*>(page_floor(memory));
   const std::size_t length = page_floor(memory + inner->bytes - 1) - page_floor(memory) +
                              static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
@@ -133,7 +133,7 @@ std::shared_ptr<Allocation> wrap(const Device& device, void* memory, std::size_t
   if (!copy) return nullptr;
   METAL_EMULATOR_CALL(cuMemcpyHtoD_v2, copy->device_address, memory, bytes);
   wait_for_default_stream();
-  // The copy lives as long as what refers to it.
+  // Keeps the copy alive as long as any reference to it.
   return std::make_shared<DeviceAllocation>(copy->device_address, bytes, std::move(inner), [copy] {});
 }
 

@@ -11,12 +11,12 @@ namespace metal_emulator::cuda {
 
 class Device {
  public:
-  // The first GPU. Throws std::runtime_error without one.
+  // Opens the first GPU. Throws std::runtime_error if there is none.
   Device();
   const std::string& name() const { return name_; }
   // Compute capability, 90 for Hopper.
   int capability() const { return capability_; }
-  // To be called on each thread before it calls the driver.
+  // Call on each thread before it calls the driver.
   void enter() const;
 
  private:
@@ -27,12 +27,12 @@ class Device {
 
 // All allocations have a device_address.
 //
-// Device memory full of 0xff, or uninitialized if `filled` is false. Null: out of memory.
+// Allocates device memory, filled with 0xff unless `filled` is false. Null if out of memory.
 std::shared_ptr<Allocation> allocate_private(const Device& device, std::size_t bytes, bool filled);
-// Guarded host memory that the GPU reads and writes over the bus. Null: out of memory.
+// Allocates guarded host memory that the GPU accesses over the bus. Null if out of memory.
 std::shared_ptr<Allocation> allocate_shared(const Device& device, std::size_t bytes);
-// The caller's memory: a copy on the device if the pages are read-only, so that neither side can change them,
-// else the memory itself. Null: the driver cannot reach it.
+// Wraps the caller's memory. Read-only pages are copied to the device, as neither side can change them. Null
+// if the driver cannot access the memory.
 std::shared_ptr<Allocation> wrap(const Device& device, void* memory, std::size_t bytes);
 
 }  // namespace metal_emulator::cuda

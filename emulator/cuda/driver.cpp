@@ -9,7 +9,7 @@ Driver load() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (!library) throw std::runtime_error(std::string("METAL_EMULATOR_EXECUTOR=cuda: ") + dlerror());
   Driver driver{};
-  std::string missing;  // the last function that was not found
+  std::string missing;  // the last missing function
   const auto find = [&](auto& function, const char* name) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
     if (!function) missing = name;

@@ -1,5 +1,5 @@
-// NVIDIA's driver API, loaded when the program runs: no toolkit is needed to build or to run. Names and
-// values follow the driver's documentation.
+// NVIDIA's driver API, loaded at run time: neither building nor running needs a toolkit. Names and values
+// follow the driver's documentation.
 #pragma once
 
 #include <cstddef>
@@ -71,7 +71,7 @@ struct GraphEdge {  // CUgraphEdgeData
 };
 static_assert(sizeof(GraphEdge) == 8);
 
-// Each function by its name, and its parameters.
+// Every function: name and parameters.
 #define METAL_EMULATOR_DRIVER_FUNCTIONS(X)                                                     \
   X(cuInit, unsigned flags)                                                                    \
   X(cuGetErrorName, Result result, const char** name)                                          \
@@ -106,7 +106,7 @@ static_assert(sizeof(GraphEdge) == 8);
   X(cuFuncGetAttribute, int* value, int attribute, Function function)                          \
   X(cuLaunchKernelEx, const LaunchConfig* config, Function function, void** parameters, void** extra)
 
-// Functions of version 545 and newer; null before.
+// Functions of version 545 and later; null in earlier ones.
 #define METAL_EMULATOR_DRIVER_GRAPH_FUNCTIONS(X)                                                           \
   X(cuGraphCreate, GraphHandle* graph, unsigned flags)                                                     \
   X(cuGraphDestroy, GraphHandle graph)                                                                     \
@@ -126,13 +126,13 @@ struct Driver {
 #undef METAL_EMULATOR_DRIVER_MEMBER
   bool has_graphs = false;
 
-  // Throws std::runtime_error if there is no driver, or one that is too old.
+  // Returns the driver. Throws std::runtime_error if there is none, or if it is too old.
   static const Driver& get();
 };
 
 // The driver's description of a result.
 std::string describe(Result result);
-// Throws std::runtime_error with the call's name unless it went well.
+// Throws std::runtime_error with the call's name unless the result is success.
 void check(Result result, const char* call);
 #define METAL_EMULATOR_CALL(function, ...) \
   ::metal_emulator::cuda::check(::metal_emulator::cuda::Driver::get().function(__VA_ARGS__), #function)

@@ -1,4 +1,4 @@
-// A pool of events of the driver, which have times.
+// A pool of driver events with times.
 #pragma once
 
 #include <mutex>

@@ -1,5 +1,5 @@
 // The executor on an NVIDIA GPU. The thread that commits a command buffer launches its commands on a stream;
-// another thread waits for their end.
+// another thread waits for their completion.
 #include "../executor.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace metal_emulator {
 namespace cuda {
 namespace {
 
-constexpr std::size_t kLaunchedAhead = 48;  // one by one, before a graph
+constexpr std::size_t kLaunchedAhead = 48;  // launches before the graph
 
 bool is_set(const char* variable, bool otherwise) {
   const char* text = std::getenv(variable);
@@ -51,7 +51,7 @@ class CudaExecutor final : public Executor {
   }
   const ShaderLibrary* load(const std::string& path) override { return libraries_->load(path); }
 
-  // The CPU executor describes the kernel, from its source.
+  // The CPU executor describes the kernel from its source.
   std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel) override {
     const auto described = libraries_->prepare(library, kernel);
     auto pipeline = std::make_shared<CudaPipeline>();
@@ -81,12 +81,12 @@ class CudaExecutor final : public Executor {
   // A submission on the GPU.
   struct Running {
     std::vector<Command> commands;
-    std::vector<std::shared_ptr<Allocation>> memory;  // that they use, after the launch
+    std::vector<std::shared_ptr<Allocation>> memory;  // memory that they use, after the launch
     std::function<void(Completion)> done;
     Completion completion;
     Event start = nullptr, end = nullptr;
-    std::vector<Event> marks;    // in timed mode, before each dispatch and after the last
-    std::vector<Address> bytes;  // of setBytes that kernels take by address
+    std::vector<Event> marks;    // in timed mode, before each dispatch and after the last one
+    std::vector<Address> bytes;  // addresses of setBytes data that kernels take by address
   };
 
   std::shared_ptr<Program> program_of(const ShaderLibrary& library, const Kernel& kernel) {
@@ -96,7 +96,7 @@ class CudaExecutor final : public Executor {
     return program;
   }
 
-  // Keeps only the memory of the commands: freeing the rest later would delay callers that wait for the end.
+  // Keeps only the memory of the commands: freeing the rest later would delay callers that wait.
   static void keep_memory_alone(Running& running) {
     const auto keep = [&](BoundBuffer& buffer) {
       if (buffer.allocation) running.memory.push_back(std::move(buffer.allocation));
@@ -110,7 +110,7 @@ class CudaExecutor final : public Executor {
     running.memory.erase(std::unique(running.memory.begin(), running.memory.end()), running.memory.end());
   }
 
-  // Launches all commands, between two events.
+  // Launches all commands between two events.
   void launch(Running& running) {
     running.start = timing_.take();
     running.end = timing_.take();
@@ -120,7 +120,7 @@ class CudaExecutor final : public Executor {
       if (timed_ || !has_only_dispatches(running.commands)) {
         launch_in_order(running);
       } else {
-        // The GPU begins with the first ones while the graph of the others is updated.
+        // The GPU starts the first commands while the graph of the others is updated.
         const std::size_t ahead = end_of_stage(running.commands, kLaunchedAhead);
         streams_.launch_stages(prepare_all(running, 0, ahead));
         std::vector<Launch> others = prepare_all(running, ahead, running.commands.size());
@@ -160,14 +160,14 @@ class CudaExecutor final : public Executor {
     }
   }
 
-  // The first command after the barrier that follows `count` commands.
+  // Index of the first command after the barrier that follows at least `count` commands.
   static std::size_t end_of_stage(const std::vector<Command>& commands, std::size_t count) {
     std::size_t end = std::min(count, commands.size());
     while (end < commands.size() && !commands[end].after_barrier) end++;
     return end;
   }
 
-  // Prepares commands that are all dispatches; those without a barrier between them form a stage.
+  // Prepares commands, all of which are dispatches. Dispatches without a barrier between them form a stage.
   std::vector<Launch> prepare_all(Running& running, std::size_t begin, std::size_t end) {
     std::vector<Launch> launches;
     launches.reserve(end - begin);
@@ -199,7 +199,7 @@ class CudaExecutor final : public Executor {
     return address;
   }
 
-  // Waits for the submission.
+  // Waits for the submission to complete.
   Completion finish(Running& running) {
     device_.enter();
     Completion completion = std::move(running.completion);
@@ -222,7 +222,7 @@ class CudaExecutor final : public Executor {
   const Device device_;
   const std::unique_ptr<Executor> libraries_;
   const bool filled_, timed_, as_graphs_;
-  const bool overlaps_ = device_.capability() >= 90 && !timed_;  // kernels wait by themselves: see Program
+  const bool overlaps_ = device_.capability() >= 90 && !timed_;  // kernels wait for their inputs: see Program
   Graphs graphs_{overlaps_};
   Streams streams_{device_, overlaps_};
   Events timing_;

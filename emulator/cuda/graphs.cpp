@@ -5,7 +5,7 @@
 namespace metal_emulator::cuda {
 namespace {
 
-// A graph is worth its cost if it has many launches and its form is used again.
+// A graph pays off if it has many launches and its form is reused.
 constexpr std::size_t kFewestLaunches = 16;
 constexpr std::size_t kMostForms = 16;
 
@@ -43,10 +43,10 @@ Graph::~Graph() {
   Driver::get().cuGraphDestroy(graph_);
 }
 
-// Each launch depends on all of the stage before.
+// Each launch depends on all launches of the previous stage.
 void Graph::build(bool overlaps) {
   nodes_.resize(launches_.size());
-  std::size_t before = 0, begin = 0;  // first of the stage before, and of this one
+  std::size_t before = 0, begin = 0;  // first launch of the previous stage, and of this one
   for (std::size_t i = 0; i < launches_.size(); i++) {
     if (launches_[i].stage != launches_[begin].stage) {
       before = begin;

@@ -1,4 +1,4 @@
-// Shaders compiled for NVIDIA GPUs, as objects that the build makes register them.
+// Shaders compiled for NVIDIA GPUs, as registered by objects that the build generates.
 #pragma once
 
 #include <span>
@@ -6,7 +6,7 @@
 
 namespace metal_emulator::cuda {
 
-// Assembly with one entry, ready for the driver but for its placeholders.
+// Assembly with one entry, ready for the driver except for its placeholders.
 struct Module {
   const char* entry;
   const char* assembly;
@@ -20,7 +20,7 @@ struct Image {
 };
 
 bool register_image(const Image* image);
-// Null: the source was not compiled for NVIDIA GPUs.
+// Returns null if the source was not compiled for NVIDIA GPUs.
 const Image* find_image(std::string_view name, std::string_view source);
 
 }  // namespace metal_emulator::cuda

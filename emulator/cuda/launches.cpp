@@ -8,7 +8,7 @@
 namespace metal_emulator::cuda {
 namespace {
 
-constexpr std::uint32_t kMaxGridYZ = 65535, kMaxGroupZ = 64;  // of CUDA
+constexpr std::uint32_t kMaxGridYZ = 65535, kMaxGroupZ = 64;  // limits of CUDA
 constexpr std::size_t kMaxParameterBytes = 4096;
 
 const BoundBuffer* bound_to(const DispatchCommand& command, const KernelArgument& argument) {
@@ -33,7 +33,7 @@ Launch make_launch(const DispatchCommand& command, std::size_t stage, const Uplo
   const std::span<const KernelArgument> arguments = pipeline.kernel->arguments;
   if (layout.bytes > kMaxParameterBytes) fail(command, "its arguments exceed 4096 bytes");
 
-  // Parameters. A value that is bound as a buffer needs the variant with addresses.
+  // Builds the parameters. A value that is bound as a buffer needs the variant with addresses.
   Variant variant;
   for (std::size_t i = 0; i < arguments.size(); i++) {
     const BoundBuffer* bound = bound_to(command, arguments[i]);

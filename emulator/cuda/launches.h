@@ -1,4 +1,4 @@
-// From a dispatch to launches of the driver: geometry and parameters.
+// Converts dispatches to launches of the driver: geometry and parameters.
 #pragma once
 
 #include <functional>
@@ -13,13 +13,13 @@ namespace metal_emulator::cuda {
 
 struct CudaPipeline final : Pipeline {
   std::shared_ptr<Program> program;
-  Function function = nullptr;  // of the usual variant
+  Function function = nullptr;  // of the default variant
 };
 
 // The address of a buffer for a kernel; 0 if none is bound.
 Address address_of(const BoundBuffer& buffer);
 
-// Throws std::runtime_error that names the dispatch.
+// Throws std::runtime_error naming the dispatch.
 [[noreturn]] void fail(const DispatchCommand& command, const std::string& why);
 
 // Copies the bytes of setBytes to the GPU and returns their address.

@@ -67,8 +67,8 @@ Function Program::compile(Variant variant) const {
   replace_all(assembly, "%nsmid", variant.partial ? "1" : "0");
   if (device_.capability() >= 90) {
     // The next kernel may be launched while this one runs, and waits on the multiprocessors for its results.
-    // Not before this one's own inputs are ready: otherwise later kernels would be launched as well, and
-    // occupy the multiprocessors.
+    // It is launched only after this one's own inputs are ready: otherwise later kernels would be launched as
+    // well, and occupy the multiprocessors.
     replace_all(assembly, ".target sm_80", ".target sm_90");
     replace_all(assembly, "// await", "griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
   }

@@ -1,4 +1,4 @@
-// Kernels as the driver runs them: modules compiled from assembly when they are first needed.
+// Kernels in the driver's form: modules compiled from assembly when first needed.
 #pragma once
 
 #include <map>
@@ -13,27 +13,27 @@
 
 namespace metal_emulator::cuda {
 
-// The ways in which a kernel is compiled.
+// Compilation options of a kernel.
 struct Variant {
-  bool values = true;    // `constant` references come by value, from setBytes
+  bool values = true;    // `constant` references are passed by value, from setBytes
   bool partial = false;  // the last simdgroup of a threadgroup may have fewer than 32 threads
   auto operator<=>(const Variant&) const = default;
 };
 
 // The parameters of a kernel: see abi.h.
 struct ParameterLayout {
-  std::vector<Place> places;  // of each argument of the kernel
+  std::vector<Place> places;  // of each kernel argument
   unsigned bytes = 0;
 };
 ParameterLayout layout_of(const Kernel& kernel);
 
-// One kernel, all variants of it. Used by any number of pipelines.
+// All variants of one kernel. Shared by any number of pipelines.
 class Program {
  public:
-  // Throws std::runtime_error if the build has no code of the kernel for GPUs.
+  // Throws std::runtime_error if the build has no GPU code for the kernel.
   Program(const Device& device, const ShaderLibrary& library, const Kernel& kernel);
 
-  // Compiles the variant when it is first used; throws std::runtime_error with the driver's message.
+  // Compiles the variant on first use. Throws std::runtime_error with the driver's message.
   Function function(Variant variant);
   const ParameterLayout& layout() const { return layout_; }
 

@@ -1,5 +1,4 @@
-// Streams for launches: a main stream, on which everything is in order, and side streams for launches that
-// may overlap.
+// Streams for launches: a main stream, which runs in order, and side streams for launches that may overlap.
 #pragma once
 
 #include <array>
@@ -13,13 +12,13 @@ namespace metal_emulator::cuda {
 
 class Streams {
  public:
-  // With `overlaps`, a kernel may start before the previous one has ended: it waits for the results itself.
+  // With `overlaps`, a kernel may start before the previous one has ended, and itself waits for the results.
   Streams(const Device& device, bool overlaps);
 
   Stream main() const { return main_; }
 
   void start(const Launch& launch, Stream stream) const;
-  // Stage by stage; the launches of a stage may overlap, on different streams.
+  // Launches stage by stage. Launches of a stage may overlap, on different streams.
   void launch_stages(const std::vector<Launch>& launches);
 
  private:

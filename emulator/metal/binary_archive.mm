@@ -1,4 +1,4 @@
-// Archives of compiled pipelines. A file only lists compiled pipelines.
+// Archives of compiled pipelines. A file only contains the names of its pipelines.
 #include <unistd.h>
 
 #include <fstream>
@@ -32,10 +32,10 @@ std::string read_file(const std::string& path) {
 
 @implementation EmulatorBinaryArchive {
   std::mutex _mutex;
-  std::set<std::string> _pipelines;  // by EmulatorFunction's identity
+  std::set<std::string> _pipelines;  // identities of EmulatorFunction
 }
 
-// The file ends with a line that has the checksum of those before it.
+// The last line of a file is the checksum of the others.
 - (std::string)load:(const std::string&)path {
   const std::string text = read_file(path);
   if (text.empty()) return "there is no file";

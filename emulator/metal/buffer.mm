@@ -20,7 +20,7 @@ using namespace metal_emulator;
 - (void)dealloc {
   if (_state->untracked) UntrackedUse::forget(*_state->allocation);
   State::get().release(_state);
-  // The deallocator receives the caller's pointer, not a view that the executor made of it.
+  // The deallocator receives the caller's pointer, not the executor's view.
   if (_deallocator) _deallocator(_state->caller_memory, _state->info.length);
 }
 

@@ -1,5 +1,5 @@
-// The Objective-C classes that implement Metal's protocols. Every token is encoded, so encoders read members
-// of other objects instead of sending them messages.
+// The Objective-C classes that implement Metal's protocols. As every token is encoded, encoders read members
+// of other objects instead of sending messages to them.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -24,13 +24,13 @@ namespace metal_emulator {
 std::string device_name();
 std::string checksum_of(std::string_view text);
 NSError* make_error(NSErrorDomain domain, NSInteger code, const std::string& message);
-// Sets the error of a call, if the caller asks for it, and returns the call's result.
+// Sets the error of a call if the caller requests it, and returns the call's result.
 inline std::nullptr_t fail(NSError** error, NSErrorDomain domain, NSInteger code,
                            const std::string& message) {
   if (error) *error = make_error(domain, code, message);
   return nil;
 }
-// The object that implements a protocol; throws ValidationError if it is not one of the emulator's.
+// Returns the object that implements a protocol. Throws ValidationError if it is not the emulator's.
 template <typename T>
 T* checked_cast(id object, const char* call) {
   static const Class exact = [T class];
@@ -71,7 +71,7 @@ inline void require_open(bool ended, const char* call) {
                          kernel:(const metal_emulator::Kernel&)kernel;
 // Throws std::runtime_error if the kernel cannot run.
 - (std::shared_ptr<const metal_emulator::Pipeline>)prepare;
-// Identifies the code on this device, in one line.
+// One line that identifies the code on this device.
 - (std::string)identity;
 @end
 
@@ -91,7 +91,7 @@ inline void require_open(bool ended, const char* call) {
 @end
 
 @interface EmulatorResidencySet : NSObject <MTLResidencySet>
-// By a command buffer: the memory comes back if its residency had lapsed.
+// Called by a command buffer: the memory becomes resident again if its residency had lapsed.
 - (void)use;
 @end
 
@@ -99,9 +99,9 @@ inline void require_open(bool ended, const char* call) {
 
 @interface EmulatorCommandQueue : NSObject <MTLCommandQueue>
 - (void)submit:(EmulatorCommandBuffer*)commandBuffer;
-// Returns the number of earlier ones that the host has not seen completed.
+// Returns the number of earlier command buffers that the host has not seen completed.
 - (std::size_t)committed:(EmulatorCommandBuffer*)commandBuffer;
-// Marks it and those before it as seen completed by the host; false: they were already.
+// Marks it and earlier ones as seen completed by the host. Returns false if they already were.
 - (BOOL)observe:(EmulatorCommandBuffer*)commandBuffer;
 - (void)commandBufferFinished;
 - (void)commandBufferDropped;  // deallocated without a commit
@@ -111,7 +111,7 @@ inline void require_open(bool ended, const char* call) {
 - (instancetype)initWithQueue:(EmulatorCommandQueue*)queue retainedReferences:(BOOL)retained;
 - (BOOL)retainedReferences;
 - (void)submit;
-// For encoders.
+// Called by encoders.
 - (void)encode:(metal_emulator::Command)command
       bindings:(std::vector<metal_emulator::EncodedBinding>)bindings;
 - (void)waitForFence:(id<MTLFence>)fence;

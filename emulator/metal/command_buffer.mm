@@ -14,18 +14,18 @@ NSErrorDomain const MTLCommandBufferErrorDomain = @"MTLCommandBufferErrorDomain"
 
 namespace {
 
-constexpr std::size_t kUsualCommands = 256;  // of a command buffer
+constexpr std::size_t kUsualCommands = 256;  // per command buffer
 
 }  // namespace
 
 @implementation EmulatorCommandBuffer {
   EmulatorCommandQueue* _queue;
   BOOL _retained;
-  BOOL _describes;  // for messages and records
+  BOOL _describes;  // keeps bindings for messages and records
   Encoded _encoded;
   int _dispatches;
   BOOL _encoderOpen;
-  std::string _violation;  // of an encoder that was released before endEncoding
+  std::string _violation;  // an encoder was released before endEncoding
   std::vector<id> _references;
   std::shared_ptr<UntrackedUse> _untracked;
   std::size_t _aheadOfHost;
@@ -33,7 +33,7 @@ constexpr std::size_t kUsualCommands = 256;  // of a command buffer
   std::mutex _mutex;  // guards the members below
   std::condition_variable _changed;
   MTLCommandBufferStatus _status;
-  std::atomic<bool> _finished;  // completed, and its references are released
+  std::atomic<bool> _finished;  // completed, with its references released
   NSError* _error;
   CFTimeInterval _start, _end;
 }
@@ -62,7 +62,7 @@ constexpr std::size_t kUsualCommands = 256;  // of a command buffer
   if (_status >= MTLCommandBufferStatusCompleted) [self observe];
   return _status;
 }
-// The host has seen that it is completed; false: it knew.
+// Records that the host has seen the completion. Returns false if it had already.
 - (BOOL)observe {
   UntrackedUse::observe(*_untracked);
   return [_queue observe:self];
@@ -79,7 +79,7 @@ constexpr std::size_t kUsualCommands = 256;  // of a command buffer
   std::lock_guard lock(_mutex);
   return _end;
 }
-// Unlike `status`, which the program reads, it does not tell the host that the command buffer is completed.
+// Unlike `status`, which the program reads, this does not count as the host seeing the completion.
 - (BOOL)committed {
   std::lock_guard lock(_mutex);
   return _status >= MTLCommandBufferStatusCommitted;
@@ -120,7 +120,7 @@ constexpr std::size_t kUsualCommands = 256;  // of a command buffer
     return;
   }
   state.begin_work();
-  // Checks after they have run need the commands.
+  // Checks after the commands have run need them.
   std::vector<Command> commands = _describes ? _encoded.commands : std::exchange(_encoded, {}).commands;
   auto fault = state.next_command_buffer_fault();
   if (fault) truncate(commands, fault->dispatches);
@@ -132,7 +132,7 @@ constexpr std::size_t kUsualCommands = 256;  // of a command buffer
     }
   }
   if (!limits.wrong_kernels.empty()) plant_mistakes(commands, limits.wrong_kernels);
-  // The object lives until it is done, and is released before the work counts as done.
+  // The object lives until the commands have completed, and is released before the work counts as done.
   state.executor().submit(std::move(commands), [object = self, fault](const Completion& completion) mutable {
     const WorkerScope scope;
     {

@@ -9,8 +9,8 @@
 using namespace metal_emulator;
 
 namespace {
-constexpr std::size_t kMaxResidencySets = 32;  // of a queue, as Apple's documentation says
-constexpr NSUInteger kMaxCommandBuffers = 64;  // of a queue, not yet completed
+constexpr std::size_t kMaxResidencySets = 32;  // per queue, by Apple's documentation
+constexpr NSUInteger kMaxCommandBuffers = 64;  // uncompleted ones per queue
 }  // namespace
 
 @implementation EmulatorFence
@@ -22,11 +22,11 @@ constexpr NSUInteger kMaxCommandBuffers = 64;  // of a queue, not yet completed
 @implementation EmulatorCommandQueue {
   std::mutex _mutex;
   std::condition_variable _finished;
-  NSUInteger _unfinished;  // command buffers that were made and neither finished nor dropped
-  NSUInteger _running;     // of those, submitted
+  NSUInteger _unfinished;  // command buffers created, but neither finished nor dropped
+  NSUInteger _running;     // those that are submitted
   std::vector<EmulatorResidencySet*> _residencySets;
   std::mutex _unseenMutex;
-  std::deque<const void*> _unseen;  // committed, and the host does not know that they are completed
+  std::deque<const void*> _unseen;  // committed; the host has not seen them completed
 }
 
 - (id<MTLCommandBuffer>)makeCommandBuffer:(BOOL)retained {
@@ -34,7 +34,7 @@ constexpr NSUInteger kMaxCommandBuffers = 64;  // of a queue, not yet completed
     throw ValidationError("earlier: " + violations.front());
   }
   std::unique_lock lock(_mutex);
-  // Metal blocks here until one finishes.
+  // Metal blocks here until a command buffer finishes.
   _finished.wait(lock, [&] { return _unfinished < kMaxCommandBuffers || _running == 0; });
   if (_unfinished >= kMaxCommandBuffers) {
     throw ValidationError("commandBuffer: would block forever: the queue's " +

@@ -25,7 +25,7 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
                         std::to_string(buffer.info.length) + " bytes");
 }
 
-// In checked mode, bytes get memory with a guarded end like any buffer.
+// In checked mode, bytes are stored in memory with a guarded end, like any buffer.
 BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   if (binding.buffer) return {binding.buffer->allocation, binding.offset, {}};
   if (!checked) return {nullptr, 0, binding.bytes};
@@ -41,11 +41,11 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   MTLDispatchType _dispatchType;
   EmulatorComputePipeline* _pipeline;
   Bindings _bindings;
-  std::array<id, kMaxBuffers> _objects;  // the buffers bound, retained when they are used
+  std::array<id, kMaxBuffers> _objects;  // the bound buffers, retained when used
   ThreadgroupLengths _threadgroupLengths;
   std::unique_ptr<HazardTracker> _hazards;
-  BOOL _barrier;  // one was encoded since the last dispatch, or nothing was dispatched yet
-  BOOL _retains;  // the command buffer retains its buffers
+  BOOL _barrier;  // whether a barrier was encoded since the last dispatch, or nothing was dispatched yet
+  BOOL _retains;  // whether the command buffer retains its buffers
 }
 
 - (instancetype)initWithCommandBuffer:(EmulatorCommandBuffer*)commandBuffer
@@ -77,7 +77,7 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   binding.buffer = nullptr;
   binding.offset = 0;
   binding.is_bytes = true;
-  binding.bytes.assign(first, first + length);  // into memory that it has from dispatches before
+  binding.bytes.assign(first, first + length);  // reuses the memory from earlier dispatches
   _objects[index] = nil;
 }
 

@@ -26,7 +26,7 @@ std::string metal_emulator::device_name() {
 
 namespace {
 
-// Throws ValidationError for other modes than Shared and Private.
+// Throws ValidationError for modes other than Shared and Private.
 StorageMode storage_mode(MTLResourceOptions options, const char* call) {
   switch ((options >> MTLResourceStorageModeShift) & 15) {
     case MTLStorageModeShared:
@@ -46,7 +46,7 @@ std::set<std::string> macros_of(MTLCompileOptions* options) {
   return names;
 }
 
-// Why the library cannot be had with these macros; empty: it can.
+// Reason why the library is unavailable with these macros; empty if it is available.
 std::string unknown_macro(const ShaderLibrary& library, NSDictionary<NSString*, NSObject*>* macros) {
   const char* const needed = "; other preprocessor macros need a compiler, which the emulator is not";
   bool guarded = macros.count == 0;
@@ -63,10 +63,10 @@ std::string unknown_macro(const ShaderLibrary& library, NSDictionary<NSString*, 
   return guarded ? "" : "macros without the guard of " + std::string(library.name) + needed;
 }
 
-// The header that a Mac's compiler would not find in a source of this language; empty if it finds all. Newer
+// The header that a Mac's compiler would not find for a source in this language; empty if it finds all. Newer
 // languages include the older ones.
 std::string missing_header(const ShaderLibrary& library, std::uint32_t language) {
-  constexpr unsigned kTensors = 400;  // the language that introduced them
+  constexpr unsigned kTensors = 400;  // the language version that introduced them
   const unsigned version = (language >> 16) * 100 + (language & 0xffff) * 10;
   if (library.metal_version < kTensors) return "";
   if (!limits().metal_tensor)
@@ -82,7 +82,7 @@ void require_family(int family, const char* call) {
                           " or later; the family of this one is Apple" + std::to_string(own));
 }
 
-// One device, as on a Mac: the same object for all callers while it is referenced.
+// One device, as on a Mac: all callers get the same object while it is referenced.
 std::mutex device_mutex;
 void* the_device = nullptr;
 

@@ -1,4 +1,4 @@
-// The part that all encoders share, and the blit encoder.
+// The common part of all encoders, and the blit encoder.
 #include <initializer_list>
 
 #include "classes.h"

@@ -26,22 +26,22 @@ struct Access {
 class HazardTracker {
  public:
   // Precision of a range. kBound: from the bound offset to the end of the buffer, of which a kernel may use a
-  // part; bindings of a buffer at different offsets are assumed to use different parts, and bindings at the
-  // same offset to conflict. kTouched: the accessed bytes.
+  // part. Bindings of a buffer at different offsets are assumed to use different parts, and those at the same
+  // offset to conflict. kTouched: the accessed bytes.
   enum class Known { kBound, kTouched };
   explicit HazardTracker(Known known) : known_(known) {}
 
-  // Everything before is finished before anything after begins.
+  // Everything before the barrier finishes before anything after it starts.
   void barrier() { accesses_.clear(); }
   // Forgets the accesses to memory that no longer exists.
   void forget(const Allocation& memory) {
     std::erase_if(accesses_, [&](const Access& access) { return access.memory == &memory; });
   }
-  // Describes the first of one command's accesses that conflicts with an earlier one; `missing` names the
-  // barrier or fence that should be between them.
+  // Describes the first of one command's accesses that conflicts with an earlier one. `missing` names the
+  // barrier or fence that should separate them.
   std::optional<std::string> find_conflict(std::span<const Access> accesses, const char* missing) const;
   void add(std::vector<Access> accesses);
-  // Those since the last barrier.
+  // Accesses since the last barrier.
   const std::vector<Access>& accesses() const { return accesses_; }
 
  private:

@@ -17,11 +17,11 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
     _fastMathEnabled = YES;
     _mathMode = MTLMathModeFast;
     _mathFloatingPointFunctions = MTLMathFloatingPointFunctionsFast;
-    _languageVersion = MTLLanguageVersion4_0;  // the newest, as on a Mac
+    _languageVersion = MTLLanguageVersion4_0;  // the newest version, as on a Mac
   }
   return self;
 }
-// It does not change mathFloatingPointFunctions, which Apple does not rule out.
+// Does not change mathFloatingPointFunctions, which Apple's documentation allows.
 - (void)setFastMathEnabled:(BOOL)enabled {
   _fastMathEnabled = enabled;
   _mathMode = enabled ? MTLMathModeFast : MTLMathModeSafe;

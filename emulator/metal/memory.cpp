@@ -1,4 +1,4 @@
-// Host memory for buffers, with guards after its end.
+// Host memory for buffers, with guards at its end.
 #include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -24,7 +24,7 @@ namespace metal_emulator {
 namespace {
 
 constexpr std::size_t kAlignment =
-    64;  // of a buffer's first byte: no vector of the shading language needs more
+    64;  // of a buffer's first byte: enough for all vectors of the shading language
 constexpr unsigned char kCanary = 0xa5;
 
 std::size_t page_size() {
@@ -35,7 +35,7 @@ std::size_t round_up(std::size_t value, std::size_t unit) {
   return (value + unit - 1) / unit * unit;
 }
 
-// Guard regions by their last byte's address plus one.
+// Guard regions, by their end address.
 struct Guards {
   struct Region {
     std::uintptr_t begin;
@@ -60,7 +60,7 @@ struct Guards {
   }
 };
 
-// Pages with an inaccessible stretch after them. A whole megabyte of guard catches strided accesses as well.
+// Size of the inaccessible region after the pages. A whole megabyte also catches strided accesses.
 constexpr std::size_t kGuardBytes = 1 << 20;
 
 void* map_inaccessible(std::size_t bytes) {
@@ -68,21 +68,21 @@ void* map_inaccessible(std::size_t bytes) {
   return address == MAP_FAILED ? nullptr : address;
 }
 
-// A second view of shared pages with a guard after it; null if they cannot be mapped twice.
+// Maps shared pages again, with a guard after them; null if they cannot be mapped twice.
 void* map_again(void* memory, std::size_t bytes) {
   void* place = map_inaccessible(bytes + kGuardBytes);
   if (!place) return nullptr;
-  // An old size of zero duplicates the mapping, for MAP_SHARED ones only.
+  // An old size of zero duplicates the mapping, which only MAP_SHARED supports.
   void* view = mremap(memory, 0, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, place);
   if (view != MAP_FAILED) return view;
   munmap(place, bytes + kGuardBytes);
   return nullptr;
 }
 
-constexpr std::size_t kLeastLazyBytes = 256 << 10;  // smaller buffers are filled in less time than mapped
+constexpr std::size_t kLeastLazyBytes = 256 << 10;  // filling smaller buffers takes less time than mapping
 
-// Maps pages filled with 0xff, whose memory is taken when they are written to: most pages of large buffers
-// never are. Returns false if that is impossible; the pages are then as before.
+// Maps pages filled with 0xff, which take memory only when written to: most pages of large buffers never are.
+// Returns false if that is impossible; the pages are then unchanged.
 bool map_filled(char* memory, std::size_t bytes) {
   constexpr std::size_t kBytes = 1 << 20;
   static const int file = [] {
@@ -108,7 +108,7 @@ bool map_filled(char* memory, std::size_t bytes) {
   return true;
 }
 
-// Mappings of freed buffers, which later buffers of the same size take: mapping new pages takes longer than
+// Mappings of freed buffers for reuse by later buffers of the same size: mapping new pages takes longer than
 // filling old ones. Until then they are inaccessible.
 class FreeMappings {
  public:
@@ -124,7 +124,7 @@ class FreeMappings {
     bytes_ -= bytes;
     return mapping;
   }
-  // Returns false if the caller has to unmap it.
+  // Returns false if the caller must unmap the mapping.
   bool keep(char* mapping, std::size_t bytes) {
     if (!enabled()) return false;
     std::lock_guard lock(mutex_);
@@ -146,7 +146,7 @@ class FreeMappings {
   std::size_t bytes_ = 0;
 };
 
-// Further mappings of whole pages, made on first use. Private pages then become shared ones.
+// Further mappings of whole pages, created on first use. Private pages are then replaced by shared ones.
 class Views {
  public:
   Views(char* memory, std::size_t bytes, bool shared = true)
@@ -169,8 +169,8 @@ class Views {
   }
 
  private:
-  // Replaces the pages by shared ones with the same contents. Nothing may access them meanwhile: a view is
-  // made between dispatches, and the host cannot access private pages.
+  // Replaces the pages by shared ones with the same contents. Nothing may access them meanwhile: views are
+  // created between dispatches, and the host cannot access private pages.
   bool share() {
     void* copy = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (copy == MAP_FAILED) return false;
@@ -229,7 +229,7 @@ class GuardedAllocation final : public Allocation {
   Views views_;
 };
 
-// The caller's pages, seen through a second mapping when `view` is not null.
+// The caller's pages, accessed through a second mapping if `view` is not null.
 class WrappedAllocation final : public Allocation {
  public:
   WrappedAllocation(void* memory, void* view, std::size_t length)
@@ -253,7 +253,7 @@ class WrappedAllocation final : public Allocation {
   Views views_;
 };
 
-// Left by the signal handler for `landing`, which runs instead of the faulting instruction.
+// Written by the signal handler for `landing`, which runs instead of the faulting instruction.
 struct Fault {
   GuardHandler handler = nullptr;
   const Allocation* missed = nullptr;
@@ -262,10 +262,10 @@ struct Fault {
 };
 thread_local Fault fault;
 
-#if !METAL_EMULATOR_ASAN  // whose own report names the line
+#if !METAL_EMULATOR_ASAN  // AddressSanitizer's report names the line
 [[noreturn]] void landing() {
   fault.handler(*fault.missed, fault.overrun, fault.write);
-  std::abort();  // a handler does not return
+  std::abort();  // handlers do not return
 }
 
 struct sigaction previous_segv, previous_bus;
@@ -277,7 +277,7 @@ void pass_on(int signal, siginfo_t* info, void* context) {
   } else if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) {
     previous.sa_handler(signal);
   } else {
-    sigaction(signal, &previous, nullptr);  // the instruction runs again and the default action is taken
+    sigaction(signal, &previous, nullptr);  // the instruction runs again, and the default action is taken
   }
 }
 
@@ -292,11 +292,11 @@ void on_fault(int signal, siginfo_t* info, void* context) {
 #if defined(__x86_64__)
   fault.write = (registers.gregs[REG_ERR] & 2) != 0;
   auto stack = static_cast<std::uintptr_t>(registers.gregs[REG_RSP]) - 128;  // below the red zone
-  stack = (stack & ~std::uintptr_t{15}) - 8;                                 // as after a call
+  stack = (stack & ~std::uintptr_t{15}) - 8;                                 // alignment as after a call
   registers.gregs[REG_RSP] = static_cast<greg_t>(stack);
   registers.gregs[REG_RIP] = reinterpret_cast<greg_t>(landing);
 #else
-  fault.write = false;  // not told
+  fault.write = false;  // unknown
   registers.pc = reinterpret_cast<std::uintptr_t>(landing);
 #endif
 }
@@ -316,7 +316,7 @@ void install_signal_handler() {
 #endif
 }
 
-// Fibers have small stacks, so each thread that runs kernels has a stack for the signal handler.
+// Fibers have small stacks, so each thread that runs kernels has a separate stack for the signal handler.
 struct SignalStack {
   std::vector<std::byte> memory = std::vector<std::byte>(64 << 10);
   SignalStack() {

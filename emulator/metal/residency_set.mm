@@ -1,5 +1,5 @@
-// Residency sets. The emulated device has all of its memory all the time: a set only keeps its account, and
-// notes when it was last needed.
+// Residency sets. All memory of the emulated device is always present: a set only counts its bytes and
+// records when it was last needed.
 #include <algorithm>
 #include <chrono>
 #include <map>
@@ -15,17 +15,17 @@ using namespace metal_emulator;
 @implementation EmulatorResidencySet {
   std::mutex _mutex;
   std::vector<EmulatorBuffer*> _allocations, _committed;
-  std::size_t _resident;  // bytes that the device's account has of this set
+  std::size_t _resident;  // bytes of this set in the device's count
   BOOL _requested;
-  std::uint64_t _commandBuffersBefore;                // when it was requested first
-  std::chrono::steady_clock::time_point _lastNeeded;  // requested, or used by a command buffer
+  std::uint64_t _commandBuffersBefore;                // when it was first requested
+  std::chrono::steady_clock::time_point _lastNeeded;  // last request, or use by a command buffer
 }
 
 - (void)dealloc {
   _requested = NO;
   [self account];
 }
-// The caller has locked.
+// Requires that the mutex is locked.
 - (void)account {
   std::size_t bytes = 0;
   const bool kept = limits().keeps_unused && counters().command_buffers == _commandBuffersBefore;

@@ -50,7 +50,7 @@ DeviceLimits completed(DeviceLimits limits) {
   return limits;
 }
 
-// Memory of the GPU's own in place of the caller's: the first `right` bytes of it, then zeros.
+// Separate memory of the GPU in place of the caller's: its first `right` bytes, then zeros.
 std::shared_ptr<Allocation> stale(Executor& executor, const void* memory, std::size_t length,
                                   std::size_t right) {
   auto copy = executor.allocate(length, true);
@@ -70,7 +70,7 @@ WorkerScope::~WorkerScope() {
   worker_depth--;
 }
 
-// Never destroyed: its threads may outlive everything else in the process.
+// Never destroyed, as its threads may outlive everything else in the process.
 State& State::get() {
   static auto* instance = new State;
   return *instance;
@@ -214,16 +214,16 @@ void State::serve_background() {
       background_tasks_.pop_front();
     }
     task();
-    task = nullptr;  // its captures are destroyed before the work counts as done
+    task = nullptr;  // destroys its captures before the work counts as done
     end_work();
   }
 }
 
-// emulator.h
+// Functions of emulator.h.
 
 namespace {
 
-// Calls `use` with the state, locked.
+// Calls `use` with the locked state.
 template <typename Use>
 auto locked(const Use& use) {
   State& state = State::get();
@@ -231,7 +231,7 @@ auto locked(const Use& use) {
   return use(state);
 }
 
-// The same once nothing runs.
+// Calls `use` with the locked state once nothing runs.
 template <typename Use>
 auto settled(const Use& use) {
   State::get().wait_idle();

@@ -1,4 +1,4 @@
-// The state of the emulator: its executor, its accounts, and the faults that tests request. The functions of
+// The state of the emulator: its executor, its counts, and the faults that tests request. The functions of
 // emulator.h read and change it.
 #pragma once
 
@@ -16,17 +16,17 @@
 
 namespace metal_emulator {
 
-// The state of a buffer, separate from its Objective-C object: command buffers hold it while they run, also
-// when the object is freed.
+// The state of a buffer, separate from its Objective-C object: command buffers keep it while they run, even
+// if the object is freed.
 struct BufferState {
   std::shared_ptr<Allocation> allocation;
   BufferInfo info;
   bool untracked = false;              // MTLHazardTrackingModeUntracked
-  void* caller_memory = nullptr;       // of a buffer without copy
-  std::atomic<bool> released = false;  // the object is gone
+  void* caller_memory = nullptr;       // of a no-copy buffer
+  std::atomic<bool> released = false;  // the object is deallocated
 };
 
-// Counts calls down to the one that fails; 0: none will.
+// Counts down calls to the one that fails; 0: none fails.
 struct Countdown {
   int calls = 0;
   bool ends() { return calls > 0 && --calls == 0; }
@@ -43,11 +43,11 @@ class State {
   static State& get();
 
   Executor& executor() { return *executor_; }
-  // Whether to check for misuse that a Mac finds only with its validation layer, or not at all: unordered
+  // Whether to check for misuse that a Mac detects only with its validation layer, or not at all: unordered
   // commands that access the same memory, and changes to buffers that a command buffer does not track.
   bool validates() const { return validates_; }
 
-  // Null if there is no memory, or if a test requested that.
+  // Null if there is no memory, or if a test requested a failure.
   std::shared_ptr<BufferState> allocate(std::size_t length, StorageMode mode);
   std::shared_ptr<BufferState> wrap(void* memory, std::size_t length, StorageMode mode);
   void release(const std::shared_ptr<BufferState>& buffer);
@@ -68,14 +68,14 @@ class State {
   bool keeps_history();
   void add_record(CommandBufferRecord record);
 
-  // Work that runs on other threads. wait_idle returns at once on a thread that is doing such work.
+  // Marks work that runs on other threads. wait_idle returns at once on a thread that does such work.
   void begin_work();
   void end_work();
   void wait_idle();
-  // Runs `task` on one of a few threads, as work.
+  // Runs `task` as work on one of a few threads.
   void run_in_background(std::function<void()> task);
 
-  // For the functions of emulator.h.
+  // Used by the functions of emulator.h.
   std::mutex mutex_;
   std::unique_ptr<Executor> executor_;
   bool validates_ = true;
@@ -107,7 +107,7 @@ class State {
   void serve_background();
 };
 
-// Marks the calling thread as one that does the emulator's work while in scope.
+// Marks the calling thread as doing the emulator's work while in scope.
 class WorkerScope {
  public:
   WorkerScope();

@@ -12,14 +12,14 @@
 namespace metal_emulator {
 namespace {
 
-// The encoder that updated a fence last.
+// The last encoder that updated a fence.
 struct Updated {
   const void* queue;
   std::uint64_t number;
   std::set<std::uint64_t> after;
 };
 
-// Committed command buffers whose completion the host has not seen, in order of commit.
+// Committed command buffers that the host has not seen completed, in order of commit.
 struct Pending {
   std::mutex mutex;
   std::vector<std::shared_ptr<UntrackedUse>> uses;
@@ -81,7 +81,7 @@ void UntrackedUse::commit(const std::shared_ptr<UntrackedUse>& use) {
         if (const auto conflict = other.tracker.find_conflict(encoder.tracker.accesses(), kNoWait))
           throw ValidationError("commit: " + *conflict);
       }
-    // Completed ones that the host has seen precede all others.
+    // Command buffers that the host has seen completed precede all others.
     std::erase_if(encoder.after, [&](std::uint64_t number) { return !unfinished.contains(number); });
     unfinished.insert(encoder.number);
     for (const void* fence : encoder.updates) fences[fence] = {use->queue_, encoder.number, encoder.after};

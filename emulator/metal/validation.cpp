@@ -5,7 +5,7 @@
 namespace metal_emulator {
 namespace {
 
-// Offsets of buffers in constant memory are multiples of 4 bytes on Apple's GPUs, of 32 on those of the
+// Offsets of buffers in constant memory must be multiples of 4 bytes on Apple's GPUs, of 32 on GPUs of the
 // family Mac2, which an M1 also reports, and of 256 in the simulator. The strictest of these applies.
 constexpr std::size_t kConstantAlignment = 256;
 

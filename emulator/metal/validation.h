@@ -1,4 +1,4 @@
-// The checks of Apple's validation layer that depend on the bindings when a dispatch is encoded.
+// The checks of Apple's validation layer that depend on the bindings of a dispatch when it is encoded.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 namespace metal_emulator {
 
 struct Binding {
-  std::shared_ptr<BufferState> buffer;  // null: `bytes`, or nothing
+  std::shared_ptr<BufferState> buffer;  // null: `bytes`, or unbound
   std::size_t offset = 0;
   bool is_bytes = false;  // setBytes
   std::vector<std::byte> bytes;
@@ -26,10 +26,10 @@ using ThreadgroupLengths = std::array<std::size_t, kMaxThreadgroupArguments>;
 inline constexpr std::size_t kMaxSetBytes = 4096;
 inline constexpr std::size_t kThreadgroupLengthUnit = 16;
 
-// "kernel 'name', dispatch 3, buffer(2) 'weights'"
+// Formats "kernel 'name', dispatch 3, buffer(2) 'weights'".
 std::string describe(const Pipeline& pipeline, int dispatch, const KernelArgument& argument);
 
-// Sizes as the caller gave them, before they are narrowed.
+// The caller's sizes, before they are narrowed.
 struct Size {
   std::uint64_t width, height, depth;
 };

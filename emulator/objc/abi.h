@@ -1,5 +1,5 @@
-// Data that clang emits for -fobjc-runtime=gnustep-2.0, and the few runtime calls that the emulator's own
-// code makes. It describes only what the compiler writes, which determines the layout.
+// Data structures of clang for -fobjc-runtime=gnustep-2.0, and the few runtime calls of the emulator's own
+// code. Contains only what the compiler emits, which determines the layout.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@ struct Object {
 using Implementation = void (*)();
 
 struct Selector {
-  const char* name;  // made unique at load: two selectors are equal when their names are the same pointer
+  const char* name;  // unique once loaded: two selectors are equal if their names are the same pointer
   const char* types;
 };
 
@@ -42,7 +42,7 @@ struct Ivar {
   const char* type;
   int* offset;
   std::uint32_t size;
-  std::uint32_t flags;  // log2 of the alignment from bit 3
+  std::uint32_t flags;  // bits 3 and up: log2 of the alignment
 };
 
 struct IvarList {
@@ -70,7 +70,7 @@ struct Class {
   const char* name;
   long version;
   unsigned long info;
-  long instance_size;  // negative before the class is loaded: without the superclass's part
+  long instance_size;  // before the class is loaded: negative, without the superclass's part
   IvarList* ivars;
   MethodList* methods;
   DispatchTable* dispatch_table;  // null before the class is loaded
@@ -90,7 +90,7 @@ struct Category {
   void *protocols, *properties, *class_properties;
 };
 
-// One per linked image: the bounds of the sections that hold its Objective-C data.
+// One per linked image: the bounds of its sections with Objective-C data.
 struct Image {
   std::uint64_t version;
   Selector *selectors, *selectors_end;
@@ -104,11 +104,11 @@ struct Super {
   Class* superclass;
 };
 
-struct alignas(16) Header {  // in front of every object
+struct alignas(16) Header {  // precedes every object
   std::atomic<long> references;
 };
 
-// Small strings and numbers live in the pointer itself.
+// Small strings and numbers are encoded in the pointer itself.
 inline bool is_tagged(const void* object) {
   return (reinterpret_cast<std::uintptr_t>(object) & 7) != 0;
 }
@@ -119,10 +119,10 @@ inline Header& header(Object* object) {
 bool is_block(Object* object);
 Class* class_of(Object* object);
 Slot* find_method(Class* cls, const char* unique_name);
-// Runs `.cxx_construct` (superclass first) or `.cxx_destruct` (subclass first) of all classes of the object.
+// Run `.cxx_construct` (superclass first) or `.cxx_destruct` (subclass first) of all classes of the object.
 void construct_ivars(Object* object);
 void destroy_ivars(Object* object);
-// The one copy of the string that lives as long as the process: a selector's unique name.
+// Returns the unique copy of a string, which lives as long as the process: a selector's unique name.
 const char* intern(const std::string& text);
 long live_objects();
 std::map<std::string, long> live_objects_by_class();
@@ -130,7 +130,7 @@ std::map<std::string, long> live_objects_by_class();
 }  // namespace metal_emulator::objc
 
 extern "C" {
-// Used by the classes that are written without ARC.
+// Used by classes that are written without ARC.
 metal_emulator::objc::Object* metal_emulator_allocate(metal_emulator::objc::Class* cls);
 void metal_emulator_deallocate(metal_emulator::objc::Object* object);
 }

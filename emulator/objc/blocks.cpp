@@ -1,5 +1,5 @@
-// Blocks: copying closures to the heap, after the ABI that clang documents (Block-ABI-Apple). __block
-// variables are missing: a program with one does not link.
+// Blocks: copies closures to the heap, following the ABI that clang documents (Block-ABI-Apple). __block
+// variables are not supported: a program that uses one does not link.
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -31,7 +31,7 @@ struct Block {
   Descriptor* descriptor;
 };
 
-// True when the last reference went.
+// Drops a reference. Returns whether it was the last one.
 bool drop(std::atomic<int>& flags) {
   return ((flags.fetch_sub(2) - 2) & kReferenceMask) == 0;
 }

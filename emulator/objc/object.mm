@@ -54,7 +54,7 @@ BOOL class_respondsToSelector(Class cls, SEL selector);
 }
 @end
 
-// Receives the messages that are sent to blocks.
+// The class of blocks, which receives messages to them.
 @interface NSBlock : NSObject <NSCopying>
 @end
 

@@ -1,4 +1,4 @@
-// Object life: allocation, retain counts, autorelease pools, and the entry points that ARC calls.
+// Object lifetime: allocation, retain counts, autorelease pools, and the entry points that ARC calls.
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -20,7 +20,7 @@ Object* objc_retain(Object* object);
 namespace metal_emulator::objc {
 namespace {
 
-// Live objects of each class. Never destroyed.
+// Number of live objects per class. Never destroyed.
 struct Census {
   std::mutex mutex;
   std::map<Class*, long> counts;
@@ -38,11 +38,11 @@ struct Census {
 };
 
 thread_local std::vector<Object*> autorelease_stack;
-// The object that a method has just autoreleased to return it. A caller that keeps it takes it from the top
-// of the stack instead of retaining it again, so that it is not released by the pool.
+// The object that a method has just autoreleased as its return value. A caller that keeps it takes it from
+// the top of the stack instead of retaining it again, so that the pool does not release it.
 thread_local Object* just_returned = nullptr;
 
-// True when the reference that the callee put into the pool is the caller's now.
+// Takes over the reference that the callee put into the pool. Returns whether there was one.
 bool take_returned(Object* object) {
   const bool taken = object && just_returned == object && autorelease_stack.back() == object;
   if (taken) autorelease_stack.pop_back();
@@ -56,7 +56,7 @@ bool is_immortal(Object* object) {
          (object->isa->info & kMetaClass);
 }
 
-// True when the last reference went and the object must be deallocated.
+// Drops a reference. Returns whether it was the last one, so that the object must be deallocated.
 bool drop_reference(Object* object) {
   return header(object).references.fetch_sub(1, std::memory_order_acq_rel) == 1;
 }
@@ -105,7 +105,7 @@ void metal_emulator_deallocate(Object* object) {
   std::free(&header(object));
 }
 
-// For an object that another thread may be releasing; false if its last reference is gone.
+// Retains an object that another thread may be releasing. Returns false if its last reference is gone.
 bool metal_emulator_retain_if_alive(Object* object) {
   auto& references = header(object).references;
   long count = references.load(std::memory_order_relaxed);
@@ -137,7 +137,7 @@ void* objc_autoreleasePoolPush() {
 void objc_autoreleasePoolPop(void* pool) {
   const auto size = reinterpret_cast<std::size_t>(pool);
   just_returned = nullptr;
-  while (autorelease_stack.size() > size) {  // releasing may autorelease more
+  while (autorelease_stack.size() > size) {  // releasing may autorelease more objects
     Object* object = autorelease_stack.back();
     autorelease_stack.pop_back();
     objc_release(object);
@@ -176,7 +176,7 @@ void objc_storeStrong(Object** location, Object* value) {
   objc_release(old);
 }
 
-// Synthesized properties. Atomic object properties share one lock; they are rare and their sections short.
+// Synthesized properties. Atomic object properties share one lock, as they are rare and their sections short.
 
 static std::recursive_mutex& property_mutex() {
   static auto* mutex = new std::recursive_mutex;
@@ -187,7 +187,7 @@ static Object** property(Object* object, std::ptrdiff_t offset) {
   return reinterpret_cast<Object**>(reinterpret_cast<char*>(object) + offset);
 }
 
-// Only `copy` properties are set here: of others, those of the emulator are `nonatomic`, and ARC stores them.
+// Only atomic `copy` properties are set here: the emulator's others are `nonatomic`, and ARC stores them.
 void objc_setProperty_atomic_copy(Object* object, Selector*, Object* value, std::ptrdiff_t offset) {
   static const char* const name = intern("copy");
   if (value) value = send<Object*>(value, name);

@@ -26,10 +26,10 @@ extern Class block_class asm("._OBJC_CLASS_NSBlock");
 namespace metal_emulator::objc {
 namespace {
 
-// Methods that messages found, by class and unique name. None is removed.
+// Methods found for messages, by class and unique name. None is ever removed.
 using FoundMethods = std::map<std::pair<Class*, const char*>, std::atomic<Slot*>>;
 
-// Never destroyed: objects may be released while the process exits.
+// Never destroyed, as objects may be released while the process exits.
 struct Tables {
   std::shared_mutex mutex;
   FoundMethods found;
@@ -60,7 +60,7 @@ long align_up(long value, long alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
-// Ivars follow those of the superclass, whose size is not known earlier.
+// Places ivars after those of the superclass, whose size is not known earlier.
 void lay_out_ivars(Class* cls) {
   const long own = cls->instance_size < 0 ? -cls->instance_size : cls->instance_size;
   long base = cls->superclass ? cls->superclass->instance_size : 0;
@@ -109,7 +109,7 @@ void run_on_ivars(Class* cls, Object* object, const char* name, bool superclass_
   if (!superclass_first) run_on_ivars(cls->superclass, object, name, superclass_first);
 }
 
-// Methods that messages found last, by class and selector.
+// Cache of recently found methods, by class and selector.
 constexpr std::size_t kCachedMethods = 1024;
 std::array<std::atomic<const FoundMethods::value_type*>, kCachedMethods> method_cache;
 
@@ -127,7 +127,7 @@ Slot* find_locked(Class* cls, const char* unique_name) {
   return nullptr;
 }
 
-// A new image may add methods that change the result of a lookup.
+// Repeats all lookups, as a new image may add methods that change their results.
 void find_again_locked() {
   for (auto& [method, slot] : tables().found) slot = find_locked(method.first, method.second);
 }
@@ -144,7 +144,7 @@ Slot* find_and_remember(Class* cls, const Selector* selector) {
   return slot;
 }
 
-// Null: not remembered.
+// Null if the method is not cached.
 Slot* find_remembered(Class* cls, const Selector* selector) {
   const auto* found = cached_method(cls, selector->name).load(std::memory_order_acquire);
   return found && found->first == std::pair(cls, selector->name) ? found->second.load() : nullptr;
@@ -155,7 +155,7 @@ Slot* require_method(Class* cls, const Selector* selector) {
   return slot ? slot : find_and_remember(cls, selector);
 }
 
-// Answers every message to nil. Compiled code clears results that are not in a register.
+// Handles every message to nil. Compiled code clears results that are not in a register.
 std::uintptr_t nil_method() {
   return 0;
 }
@@ -192,7 +192,7 @@ void destroy_ivars(Object* object) {
 
 extern "C" {
 
-// Called by a constructor function in every image that holds Objective-C.
+// Called by a constructor function in every image that contains Objective-C.
 void __objc_load(Image* image) {
   std::unique_lock lock(tables().mutex);
   for (Selector* s = image->selectors; s < image->selectors_end; s++) {
@@ -213,7 +213,7 @@ void __objc_load(Image* image) {
 Slot* objc_msg_lookup_sender(Object** receiver, Selector* selector, Object*) {
   Object* object = *receiver;
   if (!object) return &nil_slot;
-  if (!is_tagged(object)) {  // methods are cached by an object's true class: blocks are not found
+  if (!is_tagged(object)) {  // methods are cached by an object's true class, which excludes blocks
     if (Slot* slot = find_remembered(object->isa, selector)) return slot;
   }
   return require_method(class_of(object), selector);
@@ -239,7 +239,7 @@ void objc_enumerationMutation(Object*) {
   throw std::logic_error("a collection was changed while it was enumerated");
 }
 
-// Only C++ exceptions exist here, so .mm files have C++ handlers and clean-ups.
+// Only C++ exceptions occur here, so .mm files have C++ handlers and clean-ups.
 _Unwind_Reason_Code __gxx_personality_v0(int, _Unwind_Action, std::uint64_t, _Unwind_Exception*,
                                          _Unwind_Context*);
 _Unwind_Reason_Code __gnustep_objcxx_personality_v0(int version, _Unwind_Action actions,

@@ -1,5 +1,5 @@
-// NSString. Every method except -UTF8String uses the bytes of -UTF8String, so literals, which the compiler
-// lays out itself, need only that one.
+// NSString. Every method except -UTF8String uses its result, so that literals, which the compiler lays out
+// itself, need to implement only that one.
 #import <Foundation/Foundation.h>
 
 #include <stdexcept>
@@ -43,7 +43,7 @@ std::string_view view(NSString* string) {
 }
 @end
 
-// Literals: static data of this layout, ASCII or UTF-16.
+// Literals: static data with this layout, ASCII or UTF-16.
 @interface NSConstantString : NSString
 @end
 
@@ -61,8 +61,8 @@ std::string_view view(NSString* string) {
 }
 @end
 
-// Literals of up to 8 ASCII characters: 7 bits each from the top of the pointer, the length above the 3-bit
-// tag.
+// Literals of up to 8 ASCII characters, encoded in the pointer: 7 bits each from the top, and the length
+// above the 3-bit tag.
 @interface NSTinyString : NSString
 @end
 

@@ -60,7 +60,7 @@ void bind_command_buffer(nb::module_& m) {
           kPool);
 }
 
-// An encoder with the calls that all have.
+// An encoder with the calls that all encoders have.
 template <typename T>
 nb::class_<Object<T>> bind_encoder(nb::module_& m, const char* name) {
   using Encoder = Object<T>;

@@ -24,7 +24,7 @@ using ByteView = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
 MTLResourceOptions storage_options(const std::string& storage) {
   if (storage == "shared") return MTLResourceStorageModeShared;
   if (storage == "private") return MTLResourceStorageModePrivate;
-  if (storage == "managed") return 1 << MTLResourceStorageModeShift;  // which the emulator refuses
+  if (storage == "managed") return 1 << MTLResourceStorageModeShift;  // refused by the emulator
   throw std::invalid_argument("storage is 'shared', 'private' or 'managed', not '" + storage + "'");
 }
 
@@ -72,7 +72,7 @@ Buffer new_buffer_no_copy(const Device& self, ByteArray array, NSUInteger offset
   return labelled(buffer, label);
 }
 
-// A view that keeps the buffer alive.
+// A view of the contents that keeps the buffer alive.
 nb::object contents(const Buffer& self) {
   void* memory = self.object.contents;
   const nb::capsule owner(new Buffer(self),
@@ -80,7 +80,7 @@ nb::object contents(const Buffer& self) {
   return nb::cast(ByteView(memory, {self.object.length}, owner));
 }
 
-// Without a language version it is the newest that the system knows.
+// Without a language version, uses the newest that the system supports.
 Library new_library(const Device& self, const std::string& source,
                     const std::map<std::string, std::string>& macros, bool fast_math,
                     std::optional<std::tuple<int, int>> language) {
@@ -131,7 +131,7 @@ Function new_function(const Library& self, const std::string& name) {
   return {function};
 }
 
-// Without a path: an empty one.
+// Without a path, creates an empty archive.
 Archive new_archive(const Device& self, const std::optional<std::string>& path) {
   MTLBinaryArchiveDescriptor* descriptor = [[MTLBinaryArchiveDescriptor alloc] init];
   if (path) descriptor.url = [NSURL fileURLWithPath:to_ns(*path)];

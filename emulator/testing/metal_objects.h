@@ -1,7 +1,7 @@
-// Shared by the parts of the test module: Metal's objects as Python sees them.
+// Metal's objects for Python, shared by the parts of the test module.
 #pragma once
 
-// Python's headers first: they use names that Foundation defines as macros.
+// Python's headers come first: they use names that Foundation defines as macros.
 #include <nanobind/nanobind.h>
 
 #import <Metal/Metal.h>
@@ -19,7 +19,7 @@ namespace metal_testing {
 
 namespace nb = nanobind;
 
-// Metal refused with this reason.
+// Metal refused a request for this reason.
 struct MetalError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -28,7 +28,7 @@ using metal_emulator::AutoreleasePool;
 using metal_emulator::to_ns;
 using metal_emulator::to_string;
 
-// Of calls that autorelease objects, so that nothing remains in the pool of an outer scope.
+// Guards calls that autorelease objects, so that nothing remains in the pool of an outer scope.
 inline constexpr nb::call_guard<AutoreleasePool> kPool;
 inline constexpr nb::call_guard<AutoreleasePool, nb::gil_scoped_release> kWithoutGil;
 
@@ -37,8 +37,7 @@ inline MTLSize to_mtl(const Size& size) {
   return MTLSizeMake(std::get<0>(size), std::get<1>(size), std::get<2>(size));
 }
 
-// A Metal object, with one Python class for each protocol. A call that ends in an exception has changed
-// nothing.
+// A Metal object, with one Python class per protocol. A call that throws has changed nothing.
 template <typename T>
 struct Object {
   T object;
@@ -63,7 +62,7 @@ Object<T> require(T object, NSError* error, const char* call) {
                    (error ? to_string(error.localizedDescription) : std::string("returned nil")));
 }
 
-// The result of a call that Metal ends on a thread of its own: `start` is given the function to call with it.
+// Returns the result of a call that Metal completes on its own thread. `start` takes the completion handler.
 template <typename T, typename Start>
 Object<T> made(const char* call, const Start& start) {
   const auto result = std::make_shared<std::promise<std::pair<T, NSError*>>>();
@@ -72,7 +71,7 @@ Object<T> made(const char* call, const Start& start) {
   return require(object, error, call);
 }
 
-// Adds `release`, which drops the object while Python still refers to it.
+// Adds `release`, which releases the object even if Python still refers to it.
 template <typename T>
 nb::class_<Object<T>> bind_object(nb::module_& m, const char* name) {
   return nb::class_<Object<T>>(m, name).def("release", [](Object<T>& self) { self.object = nil; }, kPool);

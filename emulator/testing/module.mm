@@ -1,5 +1,4 @@
-// Metal's compute API for Python tests, one method for one call, through the same Objective-C as any program
-// uses.
+// Metal's compute API for Python tests, one method per call, through the same Objective-C that programs use.
 #include "metal_objects.h"
 
 #ifdef METAL_EMULATOR

@@ -1,4 +1,4 @@
-// Properties of Objective-C and Foundation that programs rely on, each a function that throws when it does
+// Properties of Objective-C and Foundation that programs rely on. Each is a function that throws if it does
 // not hold.
 #include "metal_objects.h"
 
@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-// Counts its instances, and has members whose constructors and destructors must run.
+// Counts its instances. Its members have constructors and destructors that must run.
 @interface Tracked : NSObject
 @property(nonatomic, copy) NSString* name;
 @property(nonatomic, strong) NSObject* partner;
@@ -220,7 +220,7 @@ void pools_belong_to_threads() {
 
 }  // namespace
 
-// By name, functions that raise RuntimeError with the condition that does not hold.
+// Functions by name, each of which raises RuntimeError with the condition that does not hold.
 void bind_objc_checks(nb::module_& m) {
   nb::dict checks;
   const auto add = [&](const char* name, void (*check)()) {

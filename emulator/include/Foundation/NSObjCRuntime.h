@@ -9,7 +9,7 @@
 #error "Foundation needs Objective-C++ and clang"
 #endif
 
-// Of Availability.h: the newest SDK of which these headers have a part.
+// From Availability.h: the newest SDK that these headers partly provide.
 #ifndef __MAC_OS_X_VERSION_MAX_ALLOWED
 #define __MAC_OS_X_VERSION_MAX_ALLOWED 150000
 #endif

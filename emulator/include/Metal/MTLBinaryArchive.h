@@ -16,7 +16,7 @@ typedef NS_ERROR_ENUM(MTLBinaryArchiveDomain, MTLBinaryArchiveError){
 };
 
 @interface MTLBinaryArchiveDescriptor : NSObject
-@property(nullable, copy, nonatomic, readwrite) NSURL* url;  // nil: an empty archive
+@property(nullable, copy, nonatomic, readwrite) NSURL* url;  // nil creates an empty archive
 @end
 
 @protocol MTLBinaryArchive <NSObject>

@@ -11,7 +11,7 @@ NS_ASSUME_NONNULL_BEGIN
 
 @interface MTLComputePipelineDescriptor : NSObject <NSCopying>
 @property(nullable, readwrite, nonatomic, strong) id<MTLFunction> computeFunction;
-@property(readwrite, nonatomic) NSUInteger maxTotalThreadsPerThreadgroup;  // 0: the most that the device can
+@property(readwrite, nonatomic) NSUInteger maxTotalThreadsPerThreadgroup;  // 0: the device's maximum
 @property(nullable, readwrite, nonatomic, copy) NSArray<id<MTLBinaryArchive>>* binaryArchives;
 @end
 

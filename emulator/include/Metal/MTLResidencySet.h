@@ -16,7 +16,7 @@ __attribute__((availability(macos, introduced = 15.0)))
 - (void)addAllocation:(id<MTLAllocation>)allocation;
 - (void)removeAllocation:(id<MTLAllocation>)allocation;
 - (BOOL)containsAllocation:(id<MTLAllocation>)anAllocation;
-- (void)commit;  // additions and removals before it take effect
+- (void)commit;  // applies earlier additions and removals
 @end
 
 NS_ASSUME_NONNULL_END

@@ -18,7 +18,7 @@ typedef NS_OPTIONS(NSUInteger, MTLResourceOptions) {
   MTLResourceHazardTrackingModeUntracked = 1 << MTLResourceHazardTrackingModeShift,
 };
 
-// Since macOS 15; a resource is one.
+// Since macOS 15; resources are allocations.
 @protocol MTLAllocation <NSObject>
 @end
 

@@ -1,4 +1,4 @@
-// Declarations of simdgroup functions for the static check, which calls none of them.
+// Declarations of simdgroup functions for the static check, which never calls them.
 #pragma once
 
 namespace metal {

@@ -1,5 +1,5 @@
-// Simdgroup operations on fibers: a thread leaves its value in the exchange area of its simdgroup
-// and waits; the last one to arrive computes the results of all.
+// Simdgroup operations on fibers: a thread stores its value in the exchange area of its simdgroup and waits;
+// the last one to arrive computes the results of all.
 //
 // Words of the exchange area are accessed atomically with relaxed ordering: ThreadSanitizer then reports no race
 // here and assumes no ordering, as Metal's operations order no other accesses.

@@ -30,7 +30,7 @@ MSL_INLINE Simdgroup& current_simdgroup() {
   return *abi::current_fiber().simdgroup;
 }
 
-// When all lanes have arrived, the queue is empty: the executor runs it before any operation.
+// When all lanes have arrived, the queue is empty, as the executor runs it before any operation.
 struct AwaitProducts {
   static int execute(Simdgroup&, Lanes) { return kOk; }
   static constexpr Operation operation{"simdgroup_matrix result", &execute};
@@ -40,8 +40,8 @@ __attribute__((noinline)) inline void await_products(Place place) {
   worker.arrive(worker, abi::current_fiber(), AwaitProducts::operation, place);
 }
 
-// Two elements of a matrix, or the promise of a queued product to write them. `MatrixQueue::run` relies on
-// the layout: elements at 0, pending at 8.
+// Two elements of a matrix, or a queued product's promise to write them. `MatrixQueue::run` relies on the
+// layout: elements at 0, pending at 8.
 template <class T>
 class Fragment {
  public:
@@ -90,7 +90,7 @@ class Fragment {
   }
 
   alignas(8) Pair elements_;
-  alignas(8) uint pending_ = 0;  // 1 + number of the product, 0: the elements are here
+  alignas(8) uint pending_ = 0;  // 1 + index of the product; 0: the elements are valid
   bool watched_ = false;
 };
 struct FragmentLayout {

@@ -1,4 +1,4 @@
-// Support of the fiber executor for tensor operations: synchronization of the threads of a scope, and faults.
+// Tensor operations on the fiber executor: synchronization of the threads of a scope, and errors.
 #pragma once
 
 namespace msl {
@@ -8,7 +8,7 @@ struct OfThreadgroup {
   static int execute(Simdgroup&, Lanes lanes) { return lanes == ~0u ? kOk : __builtin_ctz(~lanes); }
   static constexpr Operation operation{Tag::name, &execute};
 };
-// `Simdgroups` simdgroups, all of the threadgroup, execute the operation.
+// Executes the operation on all `Simdgroups` simdgroups of the threadgroup.
 template <class Tag, uint Simdgroups>
 MSL_INLINE void together(Place place) {
   abi::Worker& worker = abi::current_worker();
@@ -25,8 +25,8 @@ MSL_INLINE void require_size(const char* what, int columns, int rows, uint wante
   worker.wrong_size(worker, what, columns, rows, static_cast<int>(wanted_columns),
                     static_cast<int>(wanted_rows), place);
 }
-// Floats of a cooperative tensor that an operation reads. All bits of a float that no kernel has written are set:
-// a NaN that no operation produces.
+// Checks the floats of a cooperative tensor that an operation reads. Unwritten floats have all bits set: a
+// NaN that no operation produces.
 constexpr uint kUnwritten = 0xffffffffu;
 MSL_INLINE void forget(float* elements, uint count) {
   __builtin_memset(elements, 0xff, count * sizeof(float));

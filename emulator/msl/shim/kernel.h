@@ -1,4 +1,4 @@
-// The kernel table. The scanner provides the roles of arguments, the function itself their types.
+// The kernel table. The scanner provides the roles of arguments, the function provides their types.
 #pragma once
 
 namespace msl {
@@ -23,7 +23,7 @@ struct Parameter {
   MSL_CONSTANT int index = Index;
 };
 
-// Number of components of a type that may hold a position, 0 for others.
+// Number of components of a type that can represent a position; 0 for other types.
 template <class T>
 struct Components {
   MSL_CONSTANT int count = 0;
@@ -67,7 +67,7 @@ constexpr bool fits_role() {
 
 namespace msl {
 
-// A position from a structure with x, y and z.
+// Converts a structure with x, y and z to a position.
 template <class T, class V>
 MSL_INLINE T position(V v) {
   if constexpr (Components<T>::count == 1) {
@@ -80,7 +80,7 @@ MSL_INLINE T position(V v) {
   }
 }
 
-// An index, computed from the thread's index and the size of its threadgroup.
+// Computes an index from the thread's index and the size of its threadgroup.
 template <class T, Role role>
 MSL_INLINE T index_value(uint index, uint threads) {
   if constexpr (role == Role::thread_index_in_threadgroup) return static_cast<T>(index);
@@ -89,7 +89,7 @@ MSL_INLINE T index_value(uint index, uint threads) {
   if constexpr (role == Role::simdgroups_per_threadgroup) return static_cast<T>((threads + 31) / 32);
 }
 
-// The type that a pointer or reference parameter points to.
+// The type that a pointer or reference parameter refers to.
 template <class T>
 struct Pointee {
   typedef char type;

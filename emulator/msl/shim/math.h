@@ -29,7 +29,7 @@ MSL_INLINE float with_fast_error(float x, float result) {
   if (!errs || !(result < __builtin_inff())) return result;
   uint hash = __builtin_bit_cast(uint, x) * 0x9e3779b1u;
   const int units = 3 + static_cast<int>(__builtin_fminf(__builtin_fabsf(2.0f * x), 1000.0f));
-  // The bits of positive floats have the same order as their values.
+  // The bits of positive floats are ordered as their values.
   const int moved = __builtin_bit_cast(int, result) + (hash >> 31 ? units : -units);
   return __builtin_bit_cast(float, moved < 0 ? 0 : moved);
 }

@@ -12,9 +12,9 @@ namespace abi = ::metal_emulator::cuda;
 // Threadgroup memory, whose size the dispatch sets.
 extern "C" MSL_SHARED __attribute__((aligned(16))) char msl_threadgroup_memory[];
 
-// The parameters as the entry declares them, and the form in which they are read: in their own address space, by
-// the address that the entry determines. Reading the declared structure would let the compiler copy memory that a
-// pointer may refer to.
+// The parameters as the entry declares them, and their form for reading: in their own address space, at the
+// address that the entry determines. If kernels read the declared structure, the compiler might copy memory
+// that a pointer may refer to.
 template <unsigned Bytes>
 struct alignas(16) Parameters {
   ulong words[Bytes / 8];
@@ -27,7 +27,7 @@ struct Given {
   }
 };
 
-// Memory of an argument, from an address in its own space, so that the compiler knows the space.
+// Memory of an argument, from an address in its own space, which the compiler then knows.
 template <class T>
 MSL_INLINE T* device_memory(ulong address) {
   return (T*)(T MSL_GLOBAL*)address;
@@ -96,7 +96,7 @@ constexpr bool has_slot(Role role) {
   return role == Role::buffer || role == Role::threadgroup;
 }
 
-// A kernel and its parameters. `Constants` has a bit for each parameter that is in the constant space.
+// A kernel and its parameters. `Constants` has a bit per parameter, set if it is in the constant space.
 template <auto Kernel, uint Constants, class... P>
 struct Entry;
 template <class... T, void (*Kernel)(T...), uint Constants, class... P>
@@ -150,7 +150,7 @@ struct Entry<Kernel, Constants, P...> {
   MSL_ENTRY_FOR(kernel_##number##_values, true, __VA_ARGS__) \
   MSL_ENTRY_FOR(kernel_##number##_addresses, false, __VA_ARGS__)
 
-// Aligned so that neighbouring elements can be moved together.
+// Aligned so that adjacent elements can be moved together.
 #define MSL_THREADGROUP_VARIABLE(variable, dimensions, kernel, ...)                                      \
   static MSL_SHARED __attribute__((loader_uninitialized, aligned(16)))::msl::identity<__VA_ARGS__>       \
       variable##_memory MSL_UNWRAP dimensions;                                                           \

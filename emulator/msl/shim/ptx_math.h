@@ -44,7 +44,7 @@ inline double d_log(double x) {
   for (int i = 21; i > 0; i -= 2) sum = sum * square + 1.0 / i;
   return 2.0 * s * sum + e * 0.6931471805599453;
 }
-// Of any float.
+// Logarithm of any float.
 inline double log_of(float x) {
   if (!(x > 0.0f)) return x == 0.0f ? -__builtin_inf() : __builtin_nan("");
   return x < __builtin_inff() ? d_log(x) : __builtin_inf();

@@ -20,7 +20,7 @@ MSL_INLINE int lane() {
 MSL_INLINE bool is_partial() {
   return __nvvm_read_ptx_sreg_nsmid() != 0;
 }
-// Threads of this simdgroup.
+// Number of threads of this simdgroup.
 MSL_INLINE uint lane_count() {
   const uint threads = static_cast<uint>(__nvvm_read_ptx_sreg_ntid_x() * __nvvm_read_ptx_sreg_ntid_y() *
                                          __nvvm_read_ptx_sreg_ntid_z());

@@ -90,8 +90,8 @@ MSL_INLINE ::float2 tensor_product(::half2 a, ::half2 b, ::float2 c) {
   return ::float2{first, second};
 }
 
-// The same of operands that are floats with eleven significant bits. The tensor cores pair elements k and k +
-// 4 of a lane; taking 2k and 2k + 1 for them in both operands gives the same sum.
+// tensor_product of floats with eleven significant bits. The tensor cores pair elements k and k + 4 of a
+// lane; using 2k and 2k + 1 instead, in both operands, yields the same sum.
 MSL_INLINE ::float2 short_float_product(::uint2 a, ::uint2 b, ::float2 c) {
   float first, second;
   asm("{\n"
@@ -106,7 +106,7 @@ MSL_INLINE ::float2 short_float_product(::uint2 a, ::uint2 b, ::float2 c) {
       : "r"(a.x), "r"(a.y), "r"(b.x), "r"(b.y), "f"(c[0]), "f"(c[1]));
   return ::float2{first, second};
 }
-// A float as the sum of two with eleven significant bits; the rest is below 2^-22 of it.
+// Splits a float into two with eleven significant bits each; the rest is below 2^-22 of it.
 struct ShortFloats {
   ::uint2 high, low;
   MSL_INLINE static uint rounded(float x) {
@@ -123,7 +123,7 @@ struct ShortFloats {
     low = ::uint2{rounded(rest(x[0], high.x)), rounded(rest(x[1], high.y))};
   }
 };
-// Products of floats: the small parts first, and without the product of the low parts.
+// Product of floats: adds the small parts first, and omits the product of the low parts.
 MSL_INLINE ::float2 float_product(::float2 a, ::float2 b, ::float2 c) {
   const ShortFloats left(a), right(b);
   c = short_float_product(left.low, right.high, c);

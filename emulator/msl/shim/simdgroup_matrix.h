@@ -72,8 +72,8 @@ MSL_INLINE simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T val
   return matrix;
 }
 
-// Rows begin at multiples of `stride` elements; origin is (column, row); with `transpose`, memory holds the transposed
-// matrix.
+// Rows begin at multiples of `stride` elements. `origin` is (column, row). With `transpose`, memory contains
+// the transposed matrix.
 template <class T>
 MSL_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source, ulong stride = 8,
                                ::ulong2 origin = ::ulong2(0), bool transpose = false) {

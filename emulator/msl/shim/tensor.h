@@ -19,14 +19,14 @@ struct dextents {
 
 struct tensor_inline {};
 
-// Threads that execute an operation together: N simdgroups, all of those of a threadgroup.
+// Threads that execute an operation together: N simdgroups, all those of a threadgroup.
 template <uint N>
 struct execution_simdgroups {
   static_assert(N >= 1 && N <= 32, "a threadgroup has 1 to 32 simdgroups");
   MSL_CONSTANT uint simdgroups = N;
 };
 
-// A view of memory in packed rows, or in rows that begin at a stride. T has an address space.
+// A view of memory with packed or strided rows. T has an address space.
 template <class T, class Extents, class Kind>
 class tensor {
   static_assert(msl::Same<Extents, dextents<int32_t, 2>>::value && msl::Same<Kind, tensor_inline>::value,
@@ -88,7 +88,7 @@ struct CooperativeStore {
 
 namespace metal {
 
-// Rows x Columns floats over the threads of Simdgroups simdgroups.
+// Rows x Columns floats, distributed over the threads of Simdgroups simdgroups.
 template <uint Rows, uint Columns, uint Simdgroups>
 class cooperative_tensor_of_floats {
   MSL_CONSTANT uint kElements = Rows * Columns / (32 * Simdgroups);
@@ -147,7 +147,7 @@ struct matmul2d_descriptor {
                static_cast<ulong>(transpose_left) << 48 | static_cast<ulong>(transpose_right) << 49 |
                static_cast<ulong>(relaxed_precision) << 50 |
                static_cast<ulong>(matmul_mode == mode::multiply_accumulate) << 51) {}
-  // In C++17 a class cannot be a template argument, but a number can.
+  // C++17 does not allow a class as a template argument, but a number.
   MSL_INLINE constexpr operator ulong() const { return packed; }
 
  private:

@@ -22,8 +22,8 @@ kernel void reduce_sum(device const float* x [[buffer(0)]], device float* out [[
   }
 }
 
-// out[i] = the sum of x plus the sum of squares, one value per thread. If `planted`, memory is written again
-// before all have read it.
+// out[i] = the sum of x plus the sum of squares, one value per thread. If `planted`, memory is overwritten
+// before all threads have read it.
 kernel void reduce_twice(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
                          constant uint& planted [[buffer(2)]], uint i [[thread_index_in_threadgroup]],
                          ushort lane [[thread_index_in_simdgroup]],
@@ -41,7 +41,7 @@ kernel void reduce_twice(device const float* x [[buffer(0)]], device float* out 
   out[i] = sum + simd_sum(lane < simdgroups ? partial[lane] : 0.0f);
 }
 
-// 16x16 tiles through threadgroup memory whose size the host gives: 16 rows of 17 floats.
+// Transposes 16x16 tiles through threadgroup memory of a size that the host sets: 16 rows of 17 floats.
 kernel void transpose(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
                       constant uint2& size [[buffer(2)]],  // columns, rows of x
                       threadgroup float* tile [[threadgroup(0)]],
@@ -58,7 +58,7 @@ struct MatmulSize {
   uint m, n, k;
 };
 
-// c[m][n] = a[m][k] b[k][n] with 8x8 matrices: one simdgroup makes 16x16 of c. All sizes are multiples of 16.
+// c[m][n] = a[m][k] b[k][n] with 8x8 matrices: a simdgroup computes 16x16 of c. Sizes are multiples of 16.
 template <typename T>
 kernel void matmul_simdgroup(device const T* a [[buffer(0)]], device const T* b [[buffer(1)]],
                              device float* c [[buffer(2)]], constant MatmulSize& size [[buffer(3)]],
@@ -85,7 +85,7 @@ kernel void matmul_simdgroup(device const T* a [[buffer(0)]], device const T* b 
 INSTANTIATE_MATMUL(float)
 INSTANTIATE_MATMUL(half)
 
-// Where each thread of a grid that is not a multiple of the threadgroup is.
+// Position of each thread of a grid that is not a multiple of the threadgroup.
 struct Place {
   uint3 in_grid, in_group, group, group_size, grid;
   uint index, lane, simdgroup, simdgroups;

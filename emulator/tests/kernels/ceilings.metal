@@ -1,4 +1,4 @@
-// Upper limits of a GPU, for tools/measure/bench_gpu.py: multiplications in registers, and an empty kernel.
+// Upper limits of a GPU, for tools/measure/bench_gpu.py: multiply-adds in registers, and an empty kernel.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
@@ -10,7 +10,7 @@ kernel void nothing(device float* out [[buffer(0)]], uint thread_index [[thread_
   if (thread_index == 0xffffffff) out[0] = 0.0f;
 }
 
-// 2 * kChains * rounds operations of each thread.
+// Performs 2 * kChains * rounds operations per thread.
 kernel void multiply_add(device float* out [[buffer(0)]], constant uint& rounds [[buffer(1)]],
                          uint thread_index [[thread_position_in_grid]]) {
   float sums[kChains];
@@ -26,7 +26,7 @@ kernel void multiply_add(device float* out [[buffer(0)]], constant uint& rounds 
   out[thread_index] = total;
 }
 
-// 2 * 512 * kChains * rounds operations of each simdgroup.
+// Performs 2 * 512 * kChains * rounds operations per simdgroup.
 kernel void multiply_matrices(device float* out [[buffer(0)]], constant uint& rounds [[buffer(1)]],
                               uint thread_index [[thread_position_in_grid]]) {
   simdgroup_half8x8 a[4], b[4];

@@ -61,7 +61,7 @@ kernel void static_scratch(device uint* y [[buffer(0)]],               //
   y[out] = tile[i] + more[i];
 }
 
-// Touches elements [first, first + count).
+// Accesses elements [first, first + count).
 kernel void store(device uint* y [[buffer(0)]],        //
                   constant uint& first [[buffer(1)]],  //
                   constant uint& value [[buffer(2)]],  //
@@ -88,7 +88,7 @@ kernel void load(device const uint* x [[buffer(0)]],  //
   y[i] = i;
 }
 
-// A host may leave these out, and bring them back one by one.
+// A host may omit these, and restore them one by one.
 #if !defined(ONLY_PARTS) || defined(WITH_ONE)
 kernel void part_one(device uint* y [[buffer(0)]], uint i [[thread_position_in_grid]]) {
   y[i] = 1;
@@ -100,7 +100,7 @@ kernel void part_two(device uint* y [[buffer(0)]], uint i [[thread_position_in_g
 }
 #endif
 
-// The elements of x that each lane holds, x with these elements negated, and x times its transpose plus the
+// The elements of x that each lane has, x with these elements negated, and x times its transpose plus the
 // identity.
 kernel void matrix_places(device const float* x [[buffer(0)]],  // [8][8]
                           device float* mine [[buffer(1)]],     // [32][2]

@@ -1,4 +1,4 @@
-// Features that Metal Shading Language adds to C++, each with a result that a test knows.
+// Features that Metal Shading Language adds to C++, each with a result that a test expects.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
@@ -70,7 +70,7 @@ kernel void structs(device const Mixed* in [[buffer(0)]], device float3* out [[b
   out[i] = float3(float(m.b), float2(m.c)) * float(m.a) + m.d;
 }
 
-// Half rounds to the nearest even, each operation on its own.
+// Half rounds to nearest even, after each operation.
 kernel void rounding(device const float* in [[buffer(0)]], device half* halves [[buffer(1)]],
                      device float* sums [[buffer(2)]], uint i [[thread_position_in_grid]]) {
   halves[i] = half(in[i]);
@@ -124,7 +124,7 @@ kernel void simd_operations(device const int* x [[buffer(0)]], device int* out [
   out[7 * 32] = int(simd_shuffle_xor(float4(v, 1, 2, 3), 16).x);
 }
 
-// Lanes that have returned take no part.
+// Returned lanes take no part.
 kernel void early_return(device const int* x [[buffer(0)]], device int* out [[buffer(1)]],
                          constant uint& n [[buffer(2)]], ushort lane [[thread_index_in_simdgroup]]) {
   if (lane >= n) return;
