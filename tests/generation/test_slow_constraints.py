@@ -220,7 +220,7 @@ def test_a_forked_process_starts_its_own_threads_and_repeats_requests(model: Mod
     text.deadline = time.monotonic() + 60
     gate = threading.Event()
     text.send_advance(a)
-    text._answer = threads.in_thread(gate.wait, 60)  # never in the child, which does not have its thread
+    text.pending = threads.in_thread(gate.wait, 60)  # never in the child, which does not have its thread
 
     def work() -> bool:
         assert threads.in_thread(int).result(60) == 0

@@ -37,15 +37,12 @@ def stddev(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def ratios(
-    # Speeds in tokens per second. The longer list is cut to the length of the shorter.
-    ours: Sequence[float],
-    peer: Sequence[float],
-) -> Spread:
+def ratios(ours: Sequence[float], peer: Sequence[float]) -> Spread:
     """Spread of our speed over the peer's, from samples in the order in which they were taken.
 
-    The engines take turns, so the i-th sample of one is next to the i-th of the other in time: the ratio of
-    such a pair is free of what slows both. A value below 1 is a loss.
+    The longer list is cut to the length of the shorter. The engines take turns, so the i-th sample of one is
+    next to the i-th of the other in time: the ratio of such a pair is free of what slows both. A value below
+    1 is a loss.
     """
     return spread([a / b for a, b in zip(ours, peer, strict=False)])
 

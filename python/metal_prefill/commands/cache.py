@@ -9,7 +9,6 @@ EXAMPLE = "metal-prefill cache"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("--clear", action="store_true", help="delete all packed weights and converted models")
 
 

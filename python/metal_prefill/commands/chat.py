@@ -26,7 +26,6 @@ EXAMPLE = "echo 'Who art thou?' | metal-prefill chat -n 20"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     common.add_model_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message, before the first message")
     parser.add_argument("--load", metavar="FILE", help="continue a saved conversation")

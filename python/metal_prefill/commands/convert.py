@@ -16,7 +16,6 @@ def _type(text: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument(
         "folder",
         metavar="FOLDER",

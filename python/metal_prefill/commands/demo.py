@@ -22,7 +22,6 @@ EXAMPLE = "metal-prefill demo"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     common.add_model_argument(parser, "smollm2 if it is installed, otherwise the bundled model")
     parser.add_argument("--serve", action="store_true", help="start the server with its page at the end")
     common.add_port(parser, "port of --serve")

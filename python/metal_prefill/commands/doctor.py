@@ -32,7 +32,6 @@ EXAMPLE = "metal-prefill doctor --quick"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     common.add_model_argument(parser)
     parser.add_argument("--quick", action="store_true", help="check in a few seconds, without the benchmark")
     what = "metal: fail if there is no GPU; auto: only report it"

@@ -90,12 +90,16 @@ def _compare(name: str, compute: Callable[[], Array], expected: Array) -> Report
     return found
 
 
-def check_logits(model: Model, reference: Model, quick: bool) -> list[Report]:
-    """Compare logits and tokens of two engines."""
+def compare_engines(model: Model, reference: Model, quick: bool) -> list[Report]:
+    """Compare logits and tokens of two engines, or hidden states for a model without logits."""
     found = []
     limit = model.config.context_length
     for n in (SHORT_PROMPT,) if quick else (SHORT_PROMPT, min(LONG_PROMPT, limit - GREEDY_TOKENS)):
         tokens = known_tokens(n, model.config.vocab_size).tolist()
+        if not model.config.has_head:
+            compute = partial(_states, model, tokens)
+            found.append(_compare(f"text of {n}", compute, _states(reference, tokens)))
+            continue
         with model.session() as one, model.session() as other, reference.session() as cpu:
             expected = cpu.forward_prompt_logits(tokens)
             found.append(_compare(f"prompt of {n}", partial(one.forward_prompt_logits, tokens), expected))
@@ -103,7 +107,7 @@ def check_logits(model: Model, reference: Model, quick: bool) -> list[Report]:
                 found.append(
                     _compare(f"{n} tokens one by one", partial(_one_by_one, other, tokens), expected)
                 )
-    if not model.config.causal:
+    if not (model.config.causal and model.config.has_head):
         return found
     with model.session() as session, reference.session() as cpu:
         tokens = known_tokens(SHORT_PROMPT, model.config.vocab_size).tolist()
@@ -128,16 +132,7 @@ def _one_by_one(session: Session, tokens: list[int]) -> Array:
     return session.forward_token(tokens[-1])
 
 
-def check_states(model: Model, reference: Model, quick: bool) -> list[Report]:
-    """Compare the hidden states of all tokens of two engines, for a model without logits."""
-    found = []
-    for n in (SHORT_PROMPT,) if quick else (SHORT_PROMPT, min(LONG_PROMPT, model.config.context_length)):
-        tokens = known_tokens(n, model.config.vocab_size)
-        found.append(_compare(f"text of {n}", partial(_states, model, tokens), _states(reference, tokens)))
-    return found
-
-
-def _states(model: Model, tokens: np.ndarray[Any, Any]) -> Array:
+def _states(model: Model, tokens: list[int]) -> Array:
     """Return the hidden states of a text, float32 ``[tokens][dim]``."""
     with model.session() as session:
         (states,) = model.forward_batch([session], [tokens], output="hidden", rows="all")
@@ -168,7 +163,7 @@ def benchmark(model: Model) -> list[Report]:
         if model.config.has_head:
             session.forward_prompt(tokens)
         else:
-            _states(model, np.array(tokens))
+            _states(model, tokens)
         return prompt
 
     def decode() -> int:
@@ -251,9 +246,9 @@ def _tell_kernels(model: Model, quick: bool) -> tuple[Report, bool]:
 
 def _tell_results(model: Model, quick: bool) -> tuple[Report, bool]:
     has_logits = model.config.has_head
-    compare, what = (check_logits, "logit") if has_logits else (check_states, "value")
+    what = "logit" if has_logits else "value"
     with Model(model.path, device="cpu", compute="f32") as reference:
-        results = compare(model, reference, quick)
+        results = compare_engines(model, reference, quick)
     for c in results:
         verdict = "agrees" if c["passed"] else "DIFFERS"
         if "problem" in c:

@@ -30,7 +30,6 @@ EXAMPLE = "metal-prefill embed -m minilm 'The king is dead.' 'Long live the king
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     text_files.add_text_arguments(parser, "texts")
     parser.add_argument(
         "-o",

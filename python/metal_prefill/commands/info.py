@@ -18,7 +18,6 @@ EXAMPLE = "metal-prefill info -m smollm2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     common.add_model_argument(parser)
     parser.add_argument("positional_model", nargs="?", metavar="FILE", help="the same as -m FILE")
 

@@ -26,7 +26,6 @@ def _labels(text: str) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     text_files.add_text_arguments(parser, "texts")
     parser.add_argument(
         "--labels",

@@ -11,7 +11,6 @@ EXAMPLE = "metal-prefill models"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument(
         "--delete",
         metavar="OWNER/REPO",

@@ -65,7 +65,6 @@ def perplexity(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.description = (
         "Perplexity of a text, measured as in llama.cpp's tool: the text is split into windows that do "
         "not overlap, each starts with the beginning-of-text token if the model has one, and the second "

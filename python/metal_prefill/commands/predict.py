@@ -23,7 +23,6 @@ EXAMPLE = "metal-prefill predict --chip m4 -p 512"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     from metal_prefill.gpu._cost_model.chips import CHIPS
     from metal_prefill.synth import PRESETS
 

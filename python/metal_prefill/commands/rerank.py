@@ -10,7 +10,6 @@ EXAMPLE = "metal-prefill rerank -m minilm --how late -q 'Who is dead?' 'The quee
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("-q", "--query", required=True, metavar="TEXT", help="query to rank for")
     text_files.add_text_arguments(parser, "documents")
     common.add_number(parser, "-n --top-n", "print only the best N")

@@ -13,7 +13,6 @@ EXAMPLE = "metal-prefill run -p 'ROMEO:' -n 20"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     common.add_model_arguments(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument(

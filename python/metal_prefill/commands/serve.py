@@ -20,7 +20,6 @@ _DEFAULTS = {"prefix_memory": 1 << 30, "shutdown_grace": 30}  # of options that 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     common.add_option(parser, "--host", "address to listen on", "127.0.0.1", type=_host, metavar="ADDRESS")
     common.add_port(parser, "port to listen on; 0 picks a free port")
     alias = "name of the model in requests; repeatable (default: the name of its file)"

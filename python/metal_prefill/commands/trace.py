@@ -19,7 +19,6 @@ EXAMPLE = "metal-prefill trace -p 64 -n 4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     common.add_model_arguments(parser)
     common.add_number(parser, "-p --prompt", "length of the prompt in tokens", 512)
     what = "number of tokens to decode after the prompt"

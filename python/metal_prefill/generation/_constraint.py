@@ -315,9 +315,9 @@ class Constraint:
         self._mask = self._compiled.mask  # of the next token; empty where there is none, or an error
 
     def _forget_request(self) -> None:
-        # Whose answer is not taken: an action of the worker, and its arguments.
+        # An action of the worker and its arguments, whose answer is pending.
         self._request: tuple[Any, ...] | None = None
-        self._answer: futures.Future[tuple[list[Any], bytes]] | None = None
+        self.pending: futures.Future[tuple[list[Any], bytes]] | None = None
 
     def be_in(self, worker: Worker) -> None:
         """Record the worker that has the matcher of the text."""
@@ -329,8 +329,8 @@ class Constraint:
 
     def close(self) -> None:
         """Let the worker forget the text. If the text continues, it is replayed."""
-        if self._answer is not None:  # the worker still needs it
-            answer = self._answer
+        if self.pending is not None:  # the worker still needs it
+            answer = self.pending
             self._forget_request()
             answer.add_done_callback(lambda _: self._forget())
         else:
@@ -344,7 +344,7 @@ class Constraint:
 
     def send_advance(self, tokens: Sequence[int], *, most_forced: int = 0, room: int | None = None) -> None:
         """Send the request of :meth:`advance`, which takes its answer."""
-        if self._answer is None:
+        if self.pending is None:
             self._send(_advance_request(tokens, most_forced, room))
 
     def advance(
@@ -384,11 +384,6 @@ class Constraint:
             self._step.check()
         return self._mask
 
-    @property
-    def pending(self) -> futures.Future[Any] | None:
-        """The answer that the text waits for; None if it waits for none."""
-        return self._answer
-
     def _drop_other(self, request: tuple[Any, ...]) -> bool:
         """Discard the answer to an earlier request, such as about drafts that are no longer proposed."""
         if self._request is None or self._request == request:
@@ -398,21 +393,21 @@ class Constraint:
 
     def _ask(self, request: tuple[Any, ...]) -> tuple[list[Any], bytes]:
         """Send a request, unless it was sent before, and return its answer."""
-        if self.deadline is None and self._answer is None:
+        if self.deadline is None and self.pending is None:
             return self._compiled.ask(self, *request)
-        if self._answer is None:
+        if self.pending is None:
             self._send(request)
         return self._take_answer()
 
     def _send(self, request: tuple[Any, ...]) -> None:
         self._request = request
-        self._answer = in_thread(self._compiled.ask, self, *request)
+        self.pending = in_thread(self._compiled.ask, self, *request)
 
     def _take_answer(self) -> tuple[list[Any], bytes]:
-        assert self._answer is not None
+        assert self.pending is not None
         wait = None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
         try:
-            answer = self._answer.result(0.0 if wait is not None and self._compiled.slow else wait)
+            answer = self.pending.result(0.0 if wait is not None and self._compiled.slow else wait)
         except futures.TimeoutError:
             raise ConstraintPending from None
         except Exception:

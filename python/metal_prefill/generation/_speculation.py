@@ -244,27 +244,24 @@ class RunAhead:
         # Whether the engine may already be computing the next tokens, which then get no drafts.
         self.sent = False
 
-    def begin(
-        self,
-        continues: bool,  # whether the chosen tokens will be appended next, without drafts
-    ) -> bool:
-        """Start the clock of a pass; return whether the engine may submit the next pass at once."""
+    def begin(self, continues: bool) -> bool:
+        """Start the clock of a pass; return whether the engine may submit the next pass at once.
+
+        `continues`: the chosen tokens will be appended next, without drafts.
+        """
         self._next = continues and self._engine.runs_ahead
         self._start = time.perf_counter()
         return self._next
 
-    def end(
-        self,
-        rows: int,  # rows of the pass; 0 if its time does not represent passes with as many rows
-        # A session of the pass. The host saw only the rest of a pass that was submitted ahead, so its time is
-        # the GPU's.
-        session: _core.Session | None,
-    ) -> float:
-        """Stop the clock and return the seconds that the host waited."""
+    def end(self, rows: int, session: _core.Session | None) -> float:
+        """Stop the clock and return the seconds that the host waited; `session` is one of the pass.
+
+        `rows` is 0 if its time does not represent passes with as many rows.
+        """
         seconds = time.perf_counter() - self._start
         if rows:
-            ahead = self.sent and session is not None
-            known = session.stats()["gpu_seconds"] if ahead and session is not None else 0.0
+            # The host saw only the rest of a pass that was submitted ahead, so its time is the GPU's.
+            known = session.stats()["gpu_seconds"] if self.sent and session is not None else 0.0
             self._engine.row_cost.note(rows, max(seconds, known))
         self.sent = self._next
         return seconds

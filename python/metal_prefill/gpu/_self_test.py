@@ -30,9 +30,8 @@ _log = logging.getLogger("metal_prefill")
 # Prompt lengths that select the kernels for many tokens, for one token, and for a few.
 QUICK = (9, 1, 2)
 _AHEAD = 4  # tokens
-_SIZE_CLASS = (
-    1 << 30
-)  # bytes; files in the same class share a result, as some GPUs misread files of 2.5 GB or more
+# Bytes. Files in the same class share a result, as some GPUs misread files of 2.5 GB or more.
+_SIZE_CLASS = 1 << 30
 _ON_TENSORS = ("matmul_tensor_", "attention_tensor_")  # name prefixes of kernels that an engine can replace
 
 

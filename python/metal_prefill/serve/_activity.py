@@ -28,9 +28,8 @@ from metal_prefill.model import Model
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._prefix_store import PAGE
 
-PASSES = (
-    64  # latest passes that are kept; several count as one if they have only next tokens of the same texts
-)
+# Latest passes that are kept; several count as one if they have only next tokens of the same texts.
+PASSES = 64
 ENDED_TEXTS = 64  # texts that are kept after their end, of all namespaces
 MOST_TEXTS = 32  # texts in an answer
 MOST_DIGITS = 18  # of the number of a pass in a query

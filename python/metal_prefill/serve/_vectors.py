@@ -319,7 +319,7 @@ async def _compute(service: Service, work: Callable[[SharedPasses], _T]) -> _T:
             lambda: work(passes), limiter=service.text_workers, abandon_on_cancel=True
         )
     except KVMemoryError as error:
-        if not passes.has_asked:  # it would not fit alone either
+        if passes.future is None:  # it would not fit alone either
             raise
         # Unlike a text, it does not wait for the pages of others.
         raise ApiError(str(error), status=503, code="kv_memory_exceeded", headers=RETRY) from None
@@ -335,25 +335,21 @@ class SharedPasses(TextPasses):
         self._loop = loop
         self._lock = threading.Lock()
         self._cancelled = False
-        self._future: Future[list[Any]] | None = None
+        self.future: Future[list[Any]] | None = None  # of the latest passes
         self.tokens = 0  # tokens that have gone through the model for this request
 
     def run(self, requests: Sequence[_core.Computation], progress: Progress | None = None) -> list[Any]:
         with self._lock:
             if self._cancelled:
                 raise CancelledError
-            self._future = self._loop.submit(requests)
-        results = self._future.result()
+            self.future = self._loop.submit(requests)
+        results = self.future.result()
         self.tokens += sum(request.computed for request in requests)
         return results
-
-    @property
-    def has_asked(self) -> bool:
-        return self._future is not None
 
     def cancel(self) -> None:
         """Make the pending call, and further ones, raise CancelledError."""
         with self._lock:
             self._cancelled = True
-            if self._future is not None:
-                self._future.cancel()
+            if self.future is not None:
+                self.future.cancel()

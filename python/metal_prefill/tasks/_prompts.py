@@ -138,12 +138,11 @@ class PromptRules(NamedTuple):
         return text if self.unicode is None else _NFC.normalize_str(text)
 
 
-def shortened(
-    tokenizer: Tokenizer,
-    text: str,
-    excess_of: Callable[[str], int],  # returns by how many tokens the prompt of a text exceeds the context
-) -> str:
-    """Cut off the end of a text, so that the prompt that contains it fits."""
+def shortened(tokenizer: Tokenizer, text: str, excess_of: Callable[[str], int]) -> str:
+    """Cut off the end of a text, so that the prompt that contains it fits.
+
+    `excess_of` returns by how many tokens the prompt of a text exceeds the context.
+    """
     while text and (excess := excess_of(text)) > 0:
         spans = tokenizer.encode_spans(text)
         # The tokens at the cut may change, and some are no whole characters: what is left is counted again.
@@ -211,10 +210,8 @@ class PromptForm(NamedTuple):
 PLAIN = PromptForm()
 
 
-def prompt_form(
-    engine: Engine,
-    instruction: str | None,  # see :meth:`metal_prefill.Model.embed`
-) -> PromptForm:
+def prompt_form(engine: Engine, instruction: str | None) -> PromptForm:
+    """Return the form that an instruction selects; see :meth:`metal_prefill.Model.embed`."""
     if instruction is None:
         prompt = engine.prompts.by_name.get(engine.prompts.default or "")
         return PLAIN if prompt is None else PromptForm(prompt, spells_tokens=True)

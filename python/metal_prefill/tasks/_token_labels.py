@@ -326,14 +326,11 @@ def transitions_of(labels: tuple[str, ...], biases: TransitionBiases) -> Transit
     )
 
 
-def best_path(
-    logits: npt.NDArray[np.floating[Any]],  # ``[n, tags]``
-    transitions: Transitions,
-) -> list[int]:
+def best_path(logits: npt.NDArray[np.floating[Any]], transitions: Transitions) -> list[int]:
     """Return the tags with the largest sum of log probabilities and transitions; of equal ones the first.
 
-    Log probabilities are logits less a number that is the same for all tags of a token, and so for all
-    sequences.
+    Log probabilities are logits, ``[n, tags]``, less a number that is the same for all tags of a token, and
+    so for all sequences.
     """
     emissions = np.asarray(logits, np.float64)
     scores = emissions[0] + transitions.first

@@ -67,9 +67,8 @@ def _keep_last_token(model: ov.Model) -> None:
     while node.get_type_name() != "MatMul":
         node = node.input_value(0).get_node()
     end = np.iinfo(np.int64).max
-    bounds = [
-        ops.constant(np.array([value], np.int64)) for value in (-1, end, 1, 1)
-    ]  # start, stop, step, axis
+    start_stop_step_axis = (-1, end, 1, 1)
+    bounds = [ops.constant(np.array([value], np.int64)) for value in start_stop_step_axis]
     node.input(0).replace_source_output(ops.slice(node.input_value(0), *bounds).output(0))
     model.validate_nodes_and_infer_types()
 
