@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -128,24 +129,6 @@ def test_a_stack_overflow_ends_only_a_worker(
     assert "recurses too deeply" in message or "too large" in message
 
 
-@pytest.mark.parametrize("source", ["regex", "error"])
-def test_a_known_source_is_not_compiled_again(
-    model: Model, monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
-    sources = {"regex": {"regex": "[ab]{3}"}, "error": {"regex": "("}}
-
-    def made() -> bytes | str:
-        try:
-            return Constraint(model.tokenizer, **sources[source]).mask()
-        except ConstraintError as error:
-            return str(error)
-
-    first = made()
-    monkeypatch.setattr(ForkServer, "fork", None)
-    monkeypatch.setattr(Worker, "ask", None)
-    assert made() == first
-
-
 def test_texts_of_one_constraint_do_not_share_its_state(model: Model) -> None:
     a, c = (model.tokenizer.encode(letter, add_bos=False)[0] for letter in "ac")
     texts = [Constraint(model.tokenizer, regex="[ab]c") for _ in range(2)]
@@ -157,21 +140,24 @@ def test_texts_of_one_constraint_do_not_share_its_state(model: Model) -> None:
     assert texts[0].advance([], room=0).met
 
 
-def test_the_number_of_cached_constraints_is_limited(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limited_number_of_constraints_and_errors_is_known(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_constraint, "MOST_KEPT", 2)
-    forks, real = 0, ForkServer.fork
+    asked, real = 0, Worker.ask
 
-    def counted(self: ForkServer) -> Worker:
-        nonlocal forks
-        forks += 1
-        return real(self)
+    def counted(self: Worker, *arguments: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return real(self, *arguments)
 
-    monkeypatch.setattr(ForkServer, "fork", counted)
+    monkeypatch.setattr(Worker, "ask", counted)
     found = []
-    for source in ("a", "b", "a", "c", "a", "b"):
-        Constraint(model.tokenizer, regex=source)
-        found.append(forks)
-    assert found == [1, 2, 2, 3, 3, 4]
+    for source in ("a", "(", "(", "a", "c", "a", "("):
+        with suppress(ConstraintError):
+            Constraint(model.tokenizer, regex=source).mask()
+        found.append(asked)
+    assert found == [1, 2, 2, 2, 3, 3, 4]
 
 
 def test_concurrent_threads_get_their_own_answers(model: Model) -> None:

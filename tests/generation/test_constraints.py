@@ -72,14 +72,6 @@ def test_tokens_match_those_of_masks_alone(model: Model, options: dict[str, Any]
         assert all(p.logprob is not None for p in with_scores)
 
 
-def test_forced_tokens_are_computed_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = passes_of_texts(monkeypatch)
-    with model.session() as session:
-        pieces = list(session.stream(PROMPT, 200, json_schema=PERSON))
-    assert sum(rows for rows, _ in passes) >= len(pieces) - 2
-    assert len(passes) < 0.7 * len(pieces)
-
-
 @pytest.fixture
 def patient_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let batches wait for constraints however slow the machine is, so that each step delivers one pass."""
@@ -236,8 +228,6 @@ def test_random_schemas_are_satisfied(model: Model) -> None:
 
 
 def test_each_kind_of_constraint_is_satisfied(model: Model) -> None:
-    text = "".join(model.generate(PROMPT, 100, json_schema=json.dumps(PERSON), temperature=1.0, seed=1))
-    assert set(json.loads(text)) == {"name", "kind", "age"}
     text = "".join(model.generate(PROMPT, 50, regex=r"(ROMEO|JULIET) is \d{2} years old\.", seed=2))
     assert re.fullmatch(r"(ROMEO|JULIET) is \d{2} years old\.", text)
     grammar = 'start: ("a" "b")~2..3 END\nEND: "!"'
@@ -247,17 +237,18 @@ def test_each_kind_of_constraint_is_satisfied(model: Model) -> None:
 
 def test_batches_and_conversations_are_constrained_too(model: Model) -> None:
     expected = "".join(model.generate(PROMPT, 200, json_schema=PERSON, temperature=1.0, seed=4))
-    prompts: list[Any] = [(PROMPT, {"json_schema": PERSON}), "ROMEO:\n", (PROMPT, {"regex": "[ab]{3}"})]
+    prompts: list[Any] = [
+        (PROMPT, {"json_schema": json.dumps(PERSON)}),
+        "ROMEO:\n",
+        (PROMPT, {"regex": "[ab]{3}"}),
+    ]
     texts = texts_of(model.generate_many(prompts, 200, temperature=1.0, seed=4), 3)
     assert texts[0] == expected
     assert texts[1] == "".join(model.generate("ROMEO:\n", 200, temperature=1.0, seed=4))
     assert re.fullmatch("[ab]{3}", texts[2])
     chat = Conversation(model)
-    assert json.loads("".join(chat.answer("Who art thou?", 200, json_schema=PERSON))).keys() == {
-        "name",
-        "kind",
-        "age",
-    }
+    answer = json.loads("".join(chat.answer("Who art thou?", 200, json_schema=PERSON)))
+    assert answer.keys() == {"name", "kind", "age"}
 
 
 def test_a_stop_string_may_end_a_constrained_text(model: Model) -> None:

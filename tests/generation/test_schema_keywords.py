@@ -36,28 +36,13 @@ def test_known_formats_are_followed() -> None:
     assert not allows({"type": "string", "format": "date"}, "March")
 
 
+COLOR_SET: dict[str, Any] = {"type": "array", "uniqueItems": True, "items": {"enum": COLORS}}
+NAMED = {"$defs": {"Color": {"enum": [*COLORS, "red"], "type": "string"}}}
 SETS: dict[str, tuple[dict[str, Any], int, int]] = {
-    "enum": ({"type": "array", "uniqueItems": True, "items": {"enum": COLORS}}, 0, 3),
-    "bounds": (
-        {"type": "array", "uniqueItems": True, "items": {"enum": COLORS}, "minItems": 1, "maxItems": 2},
-        1,
-        2,
-    ),
-    "a reference": (
-        {
-            "$defs": {"Color": {"enum": [*COLORS, "red"], "type": "string"}},
-            "type": "array",
-            "uniqueItems": True,
-            "items": {"$ref": "#/$defs/Color"},
-        },
-        0,
-        3,
-    ),
-    "an optional set": (
-        {"anyOf": [{"type": "array", "uniqueItems": True, "items": {"enum": COLORS}}, {"type": "null"}]},
-        0,
-        3,
-    ),
+    "enum": (COLOR_SET, 0, 3),
+    "bounds": ({**COLOR_SET, "minItems": 1, "maxItems": 2}, 1, 2),
+    "a reference": ({**NAMED, **COLOR_SET, "items": {"$ref": "#/$defs/Color"}}, 0, 3),
+    "an optional set": ({"anyOf": [COLOR_SET, {"type": "null"}]}, 0, 3),
 }
 
 
@@ -71,19 +56,16 @@ def test_sets_have_distinct_items_in_any_order(case: str) -> None:
 
 
 def test_lists_may_repeat_items() -> None:
-    assert allows({"type": "array", "uniqueItems": False, "items": {"enum": COLORS}}, ["red", "red"])
+    assert allows({**COLOR_SET, "uniqueItems": False}, ["red", "red"])
 
 
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        (
-            {"type": "array", "uniqueItems": True, "items": {"type": "integer"}},
-            "uniqueItems is supported for",
-        ),
+        ({**COLOR_SET, "items": {"type": "integer"}}, "uniqueItems is supported for"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems is supported for"),
         (
-            {"type": "array", "uniqueItems": True, "items": {"enum": list(range(9))}},
+            {**COLOR_SET, "items": {"enum": list(range(9))}},
             "uniqueItems: 9 items have 986,410 orders; the limit is 2,000; maxItems",
         ),
         ({"if": {"type": "string"}, "then": {"maxLength": 3}}, '"if"'),

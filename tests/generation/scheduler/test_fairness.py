@@ -1,6 +1,7 @@
 """Requests with many texts and those of others share streams and passes."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -51,16 +52,13 @@ def many_prompts(
     return streams
 
 
-def short_prompts(model: Model, client: int) -> list[Stream]:
-    return many_prompts(model, client, 100, 1)
-
-
-def long_prompts(model: Model, client: int) -> list[Stream]:
-    return many_prompts(model, client, 400, 8)
-
-
-def one_long_prompt(model: Model, client: int) -> list[Stream]:
-    return many_prompts(model, client, 1000, 8, count=1)
+MANY: dict[str, Make] = {
+    "answers": many_answers,
+    "prompts": many_prompts,
+    "short prompts": partial(many_prompts, length=100, made=1),
+    "long prompts": partial(many_prompts, length=400, made=8),
+    "rows of one prompt": partial(many_prompts, length=1000, made=8, count=1),
+}
 
 
 def passes_of_a_short_text(scheduler: Scheduler, model: Model) -> list[int]:
@@ -76,21 +74,21 @@ def single_rows(passes: list[int]) -> float:
 
 @pytest.mark.parametrize("begun", [1, 30])
 @pytest.mark.parametrize(
-    ("make", "clients", "most"),
+    ("what", "clients", "most"),
     [
-        *((make, 1, 3) for make in (many_answers, one_long_prompt)),
-        *((make, 2, 4) for make in (many_prompts, short_prompts, long_prompts)),
-        *((many_answers, 16, 3), (many_prompts, 16, 4), (one_long_prompt, 16, 5)),
+        *((what, 1, 3) for what in ("answers", "rows of one prompt")),
+        *((what, 2, 4) for what in ("prompts", "short prompts", "long prompts")),
+        *(("answers", 16, 3), ("prompts", 16, 4), ("rows of one prompt", 16, 5)),
     ],
 )
 def test_requests_with_many_tokens_delay_a_short_text_by_a_bounded_factor(
-    cpu: Model, make: Make, clients: int, most: int, begun: int
+    cpu: Model, what: str, clients: int, most: int, begun: int
 ) -> None:
     scheduler = Scheduler(cpu)
     undisturbed = passes_of_a_short_text(scheduler, cpu)
     assert undisturbed == [3] + [1] * 7
     for client in range(clients):
-        scheduler.enter(make(cpu, client))
+        scheduler.enter(MANY[what](cpu, client))
     for _ in range(begun):
         scheduler.step()
     disturbed = passes_of_a_short_text(scheduler, cpu)
@@ -142,7 +140,7 @@ def test_a_flow_of_short_requests_does_not_stop_one_with_many_texts(cpu: Model) 
 
 def test_prompts_of_the_only_request_have_rows_for_each_of_its_texts(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
-    scheduler.enter(long_prompts(cpu, 0))
+    scheduler.enter(MANY["long prompts"](cpu, 0))
     while scheduler.last_pass.writing < 8:
         scheduler.step()
     assert scheduler.last_pass.prompts == LEAST_PROMPT_ROWS + scheduler.last_pass.writing * ROWS_PER_WRITING

@@ -14,14 +14,16 @@ from metal_prefill.generation import Stream
 
 
 @pytest.mark.parametrize("max_streams", [1, 3, 32])
-def test_texts_match_those_of_single_prompts(cpu: Model, max_streams: int) -> None:
+def test_pieces_match_those_of_single_prompts(cpu: Model, max_streams: int) -> None:
     options: list[dict[str, Any]] = [
-        {"temperature": 0.8 if i % 2 else 0.0, "seed": i, "max_tokens": 5 + 3 * i} for i in range(8)
+        {"temperature": 0.8 if i % 2 else 0.0, "seed": i, "max_tokens": 5 + 3 * i, "logprobs": 2}
+        for i in range(8)
     ]
-    prompts = [TEXTS[i % 4] for i in range(8)]
-    expected = [alone(cpu, p, **o) for p, o in zip(prompts, options, strict=True)]
-    pieces = cpu.generate_many(zip(prompts, options, strict=True), max_streams=max_streams)
-    assert texts_of(pieces, 8) == expected
+    prompts = [(TEXTS[i % 4], more) for i, more in enumerate(options)]
+    made: list[list[Any]] = [[] for _ in prompts]
+    for index, piece in cpu.stream_many(prompts, max_streams=max_streams):
+        made[index].append(piece)
+    assert made == [list(cpu.session().stream(text, **more)) for text, more in prompts]
     assert cpu.position == 0
 
 
@@ -77,25 +79,14 @@ async def text_of_task(model: Model, prompt: Any, max_tokens: int) -> str:
     return "".join([piece async for piece in model.generate_async(prompt, max_tokens)])
 
 
-def test_tasks_share_one_engine_loop(cpu: Model) -> None:
+def test_tasks_of_several_event_loops_share_one_engine_loop(cpu: Model) -> None:
     expected = [alone(cpu, p, 20) for p in TEXTS]
 
     async def all_texts() -> list[str]:
         return await asyncio.gather(*(text_of_task(cpu, p, 20) for p in TEXTS))
 
     assert asyncio.run(all_texts()) == expected
-    assert asyncio.run(all_texts()) == expected  # in another event loop
-
-
-def test_tasks_of_several_event_loops_run_at_the_same_time(cpu: Model) -> None:
-    expected = [alone(cpu, p, 15) for p in TEXTS]
-    texts = [""] * len(TEXTS)
-
-    def run(i: int) -> None:
-        texts[i] = asyncio.run(text_of_task(cpu, TEXTS[i], 15))
-
-    at_once(run, len(TEXTS))
-    assert texts == expected
+    assert at_once(lambda i: asyncio.run(text_of_task(cpu, TEXTS[i], 20))) == expected  # a loop for each
 
 
 def test_leaving_the_loop_cancels_the_rest(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,15 +125,6 @@ def test_errors_reach_the_task(cpu: Model) -> None:
         asyncio.run(text_of_task(cpu, [1], 3))
 
 
-def test_pieces_match_those_of_single_prompts(cpu: Model) -> None:
-    options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logprobs": 2}
-    pieces: list[list[Any]] = [[], []]
-    for index, piece in cpu.stream_many(TEXTS[:2], 9, **options):
-        pieces[index].append(piece)
-    for prompt, made in zip(TEXTS[:2], pieces, strict=True):
-        assert made == list(cpu.session().stream(prompt, 9, **options))
-
-
 def test_a_draft_function_cannot_start_a_pass(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     errors: list[Exception] = []
@@ -160,17 +142,6 @@ def test_a_draft_function_cannot_start_a_pass(cpu: Model) -> None:
             made[stream] += text
     assert list(made.values()) == [alone(cpu, text, 20) for text in TEXTS[:2]]
     assert errors
-
-
-@pytest.mark.parametrize("max_streams", [1, 2, 32])
-def test_answers_to_one_prompt_have_their_own_random_numbers(cpu: Model, max_streams: int) -> None:
-    options: dict[str, Any] = {"temperature": 1.0, "seed": 3}
-    pieces = cpu.generate_many(TEXTS[:2], 20, n=3, max_streams=max_streams, **options)
-    texts = texts_of(pieces, 6)
-    assert texts[0] == alone(cpu, TEXTS[0], 20, **options)
-    assert texts[3] == alone(cpu, TEXTS[1], 20, **options)
-    assert len(set(texts)) == 6
-    assert texts == texts_of(cpu.generate_many(TEXTS[:2], 20, n=3, **options), 6)
 
 
 class CountingEngine:

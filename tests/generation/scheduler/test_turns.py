@@ -29,21 +29,6 @@ def test_prompts_enter_as_others_end(cpu: Model) -> None:
         assert taken <= max(begun) + 1 + 5  # they are not all read immediately
 
 
-def test_a_decoding_stream_gets_a_token_in_every_pass(cpu: Model) -> None:
-    scheduler = Scheduler(cpu)
-    writing = scheduler.submit([1, 2, 3], 60, speculate="off")  # a correct draft would be a second token
-    scheduler.step()
-    for i in range(5):
-        scheduler.submit([i + 1] * 500, 2)
-    passes = 0
-    while writing.finish_reason is None:
-        before = len(writing._made)
-        scheduler.step()
-        passes += 1
-        assert len(writing._made) == before + 1
-    assert passes == 59
-
-
 def test_prompts_of_different_namespaces_share_a_pass(cpu: Model) -> None:
     """A prompt that waited for another namespace to compute its prefix would reveal it by its time."""
     passes: dict[tuple[str, str], int] = {}
@@ -55,16 +40,6 @@ def test_prompts_of_different_namespaces_share_a_pass(cpu: Model) -> None:
         scheduler.step()
         passes[spaces] = scheduler.last_pass.prompts
     assert passes == {("one", "one"): 42, ("one", "two"): 84}
-
-
-def test_a_short_prompt_does_not_wait_for_a_long_one(cpu: Model) -> None:
-    scheduler = Scheduler(cpu)
-    long = scheduler.submit(np.random.default_rng(1).integers(1, 900, 1000), 2)
-    scheduler.step()
-    short = scheduler.submit([1, 2, 3], 2)
-    scheduler.step()
-    assert len(short._made) == 1
-    assert long._made == []
 
 
 def call_of(session: Session, ids: list[int]) -> PendingCall:
