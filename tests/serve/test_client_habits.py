@@ -68,6 +68,10 @@ def test_a_call_is_accepted_by_a_template_that_restricts_its_id(
     assert answer.status_code == 200, answer.text
 
 
+def tokens_of(server: Running, *messages: dict[str, Any]) -> Any:
+    return server.post("/tokenize", {"messages": messages}).json()["tokens"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "read"),
     [
@@ -85,10 +89,7 @@ def test_arguments_of_a_history_may_be_empty_or_cut(
     iterating: tuple[Running, Model], arguments: Any, read: dict[str, Any]
 ) -> None:
     server, _ = iterating
-    counts = []
-    for given in (arguments, read):
-        counts.append(server.post("/tokenize", {"messages": history(given)}).json()["tokens"])
-    assert counts[0] == counts[1]
+    assert tokens_of(server, *history(arguments)) == tokens_of(server, *history(read))
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "text", '{"a": 1}}', "{'a': 1}", 5, ["a"]])
@@ -99,22 +100,16 @@ def test_other_arguments_are_named(iterating: tuple[Running, Model], arguments: 
 
 
 def test_an_empty_list_of_calls_is_none(iterating: tuple[Running, Model]) -> None:
-    server, _ = iterating
+    message = {"role": "assistant", "content": "a"}
     ways: list[dict[str, Any]] = [{}, {"tool_calls": None}, {"tool_calls": []}]
-    with_calls = [
-        server.post("/tokenize", {"messages": [{"role": "assistant", "content": "a", **calls}]}).json()
-        for calls in ways
-    ]
-    assert with_calls[0] == with_calls[1] == with_calls[2]
+    plain, *others = (tokens_of(iterating[0], {**message, **calls}) for calls in ways)
+    assert others == [plain, plain]
 
 
 def test_fields_of_messages_reach_the_template_or_are_refused(iterating: tuple[Running, Model]) -> None:
     server, model = iterating
     message = {"role": "assistant", "content": "a"}
-    plain, thought = (
-        server.post("/tokenize", {"messages": [{**message, **more}]}).json()["tokens"]
-        for more in ({}, {"thinking": "b"})
-    )
+    plain, thought = (tokens_of(server, {**message, **more}) for more in ({}, {"thinking": "b"}))
     assert model.tokenizer.decode(thought) == model.tokenizer.decode(plain).replace(": a", ": a(b)", 1)
     error = refused(server, messages=[*ASKED, {"role": "user", "contnet": "b"}])
     assert (error["param"], error["code"]) == ("messages[1].contnet", "unknown_parameter")
@@ -130,8 +125,7 @@ def test_a_system_message_that_a_template_rejects_begins_the_question(demo_path:
     )
     system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}
     with running_with_template(demo_path, template) as (server, model):
-        tokens = server.post("/tokenize", {"messages": [system, question]}).json()["tokens"]
-        assert model.tokenizer.decode(tokens) == "user: Be brief.\n\nWho?\n"
+        assert model.tokenizer.decode(tokens_of(server, system, question)) == "user: Be brief.\n\nWho?\n"
         assert post(server, messages=[system, question]).status_code == 200
         for messages, message in (
             ([system, question, question], "System role not supported"),
@@ -198,21 +192,27 @@ def test_an_error_has_the_path_of_its_field(
     assert refused(iterating[0], **body)["param"] == param
 
 
-@pytest.mark.parametrize("template", ["reasoning_effort", "enable_thinking"])
-def test_the_effort_of_reasoning_reaches_the_template(demo_path: Path, template: str) -> None:
-    answers = {"none": "It answers at once.", "high": "It thinks."}
-    source = f"{{{{ '{answers['high']}' if enable_thinking else '{answers['none']}' }}}}"
-    if template == "reasoning_effort":
-        source = "{{ reasoning_effort }}"
-    with running_with_template(demo_path, source) as (server, model):
-        for effort in ("none", "high"):
-            expected = effort if template == "reasoning_effort" else answers[effort]
+@pytest.mark.parametrize(
+    ("template", "none", "high"),
+    [
+        ("{{ reasoning_effort }}", "none", "high"),
+        (
+            "{{ 'It thinks.' if enable_thinking else 'It answers at once.' }}",
+            "It answers at once.",
+            "It thinks.",
+        ),
+    ],
+)
+def test_the_effort_of_reasoning_reaches_the_template(
+    demo_path: Path, template: str, none: str, high: str
+) -> None:
+    with running_with_template(demo_path, template) as (server, model):
+        for effort, expected in (("none", none), ("high", high)):
             count = post(server, reasoning_effort=effort).json()["usage"]["prompt_tokens"]
             assert count == len(model.tokenizer.encode(expected, add_bos=False))
-            if template == "reasoning_effort":
-                body = {"messages": ASKED, "output_config": {"effort": effort}}
-                counted = server.post("/v1/messages/count_tokens", body).json()
-                assert counted["input_tokens"] == count
+        if "effort" in template:
+            body = {"messages": ASKED, "output_config": {"effort": "high"}}
+            assert server.post("/v1/messages/count_tokens", body).json()["input_tokens"] == count
 
 
 def test_variables_of_a_template_may_be_of_any_type_and_are_plain_text(demo_path: Path) -> None:

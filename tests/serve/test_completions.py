@@ -11,8 +11,6 @@ from support.running_server import Gate, Running, events, running, wait_until
 from support.scheduled_texts import alone, texts_of
 
 from metal_prefill import Model
-from metal_prefill.generation import Scheduler
-from metal_prefill.generation._stream import make_streams
 
 PROMPT = "ROMEO:\nBut soft"
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
@@ -218,25 +216,6 @@ def test_waiting_for_others_is_not_part_of_prefill(cpu_model: Model) -> None:
         timings = second.result().json()["timings"]
     assert timings["queue_seconds"] > 0.25
     assert timings["prefill_seconds"] < 0.25
-
-
-def test_a_pass_lists_its_rows_by_stream(cpu_model: Model) -> None:
-    scheduler = Scheduler(cpu_model)
-    (writing,), (reading,) = (
-        make_streams(cpu_model.engine, prompt, 1, 8, prefix_namespace="rows")
-        for prompt in ([1, 2, 3], LONG_PROMPT[:40])
-    )
-    for stream in (writing, reading):
-        scheduler.enter([stream])
-        scheduler.step()
-    rows = {part.stream: (part.rows, part.writing) for part in scheduler.last_pass.streams}
-    assert rows[reading] == (40, False)
-    assert rows[writing][1]
-    assert sum(n for n, _ in rows.values()) == scheduler.last_pass.prompts + rows[writing][0]
-    assert reading.started is not None
-    assert writing.first_token is not None
-    assert writing.last_token is not None
-    assert writing.first_token < reading.started <= writing.last_token
 
 
 def test_64_clients_each_get_the_same_answers_as_alone(vector_server: Running, vector_model: Model) -> None:

@@ -19,15 +19,7 @@ from metal_prefill import Model, serve
 from metal_prefill.serve import _connections, _endpoint
 
 BODY: dict[str, Any] = {"prompt": "ROMEO:\n", "max_tokens": 2, "temperature": 0}
-SECONDS = 0.3
 BUFFER = 4096  # bytes that the system keeps of an answer, or a little more
-
-
-@pytest.fixture(scope="module")
-def hasty(cpu_model: Model) -> Iterator[Running]:
-    """Serve clients that take no longer than a moment."""
-    with running(cpu_model, header_seconds=SECONDS, send_seconds=SECONDS, send_buffer=BUFFER) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +44,8 @@ HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/compl", HEALTH, HEALTH + b"\r\nGET /hea"])
-def test_a_client_that_sends_half_a_header_is_closed(hasty: Running, sent: bytes) -> None:
-    with hasty.connect() as connection, hasty.connect() as slow:
+def test_a_client_that_sends_half_a_header_is_closed(patient: Running, sent: bytes) -> None:
+    with patient.connect() as connection, patient.connect() as slow:
         connection.sendall(sent)
         assert read_all(connection).count(b"HTTP/1.1 200 ") == sent.count(b"\r\n\r\n")
         wait_until_closed(slow, b"G")  # a header byte by byte
@@ -81,14 +73,14 @@ def test_an_answer_may_take_longer_than_a_header(cpu_model: Model) -> None:
 
 
 def test_a_client_that_never_reads_its_stream_loses_pages_and_connection(
-    cpu_model: Model, hasty: Running
+    cpu_model: Model, patient: Running
 ) -> None:
-    with hasty.connect(BUFFER) as connection:
+    with patient.connect(BUFFER) as connection:
         body = {**BODY, "max_tokens": 900, "temperature": 1, "seed": 1, "stream": True, "n": 4}
         connection.sendall(request_bytes(body))
-        wait_until(lambda: hasty.service._texts > 0)
-        wait_until(lambda: hasty.service._texts == 0 and not hasty.service.loop._running)
-        wait_until(lambda: hasty.connections == 0)
+        wait_until(lambda: patient.service._texts > 0)
+        wait_until(lambda: patient.service._texts == 0 and not patient.service.loop._running)
+        wait_until(lambda: patient.connections == 0)
     stats = cpu_model.stats()
     assert stats["kv_pool_bytes"] == stats["prefix_bytes"]
 

@@ -223,21 +223,16 @@ def threads_of(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[str]:
     return names
 
 
-def test_answers_are_assembled_outside_the_event_loop(
+def test_large_bodies_and_answers_are_processed_outside_the_event_loop(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = threads_of(monkeypatch, CompletionChoice, "whole")
-    assert server.post("/v1/completions", {**BODY, "logprobs": 2}).status_code == 200
-    assert ["AnyIO worker thread" in name for name in threads] == [True]
-
-
-def test_large_bodies_are_decoded_outside_the_event_loop(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = threads_of(monkeypatch, _endpoint, "decode")
+    decoding = threads_of(monkeypatch, _endpoint, "decode")
+    assembling = threads_of(monkeypatch, CompletionChoice, "whole")
     for size in (0, LARGE):
-        assert server.post("/v1/completions", {**BODY, "user": "a" * size}).status_code == 200
-    assert ["AnyIO worker thread" in name for name in threads] == [False, True]
+        body = {**BODY, "logprobs": 2, "user": "a" * size}
+        assert server.post("/v1/completions", body).status_code == 200
+    assert ["AnyIO worker thread" in name for name in decoding] == [False, True]
+    assert ["AnyIO worker thread" in name for name in assembling] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def _send(connection: socket.socket, content: bytes) -> None:
 def test_connections_that_are_reset_leave_nothing(
     served: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before the answer, at its start, and in the middle of many events."""
+    """In the request, before the answer, at its start, and in the middle of many events."""
     expected = served.post("/v1/completions", FOUR_TOKENS).json()["choices"]
     body = {"prompt": "a", "max_tokens": 900, "n": 16, "stream": True, "seed": 1}
     passes: list[Any] = []
@@ -205,7 +205,7 @@ def test_connections_that_are_reset_leave_nothing(
     for i in range(60):
         with served.connect() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            connection.sendall(request_bytes(body))
+            connection.sendall(request_bytes(body)[: 4 * i if i % 4 == 0 else None])
             if i % 2:
                 connection.recv(100 * i)
         if i % 10 == 0:

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from starlette.datastructures import Headers
 from support.recurrent import LARGE
-from support.running_server import Gate, Running, running, wait_until
+from support.running_server import Running, running
 from support.scheduled_texts import answer_alone
 from support.small_models import write
 from support.tools import CHATML
@@ -192,35 +191,18 @@ def test_a_key_does_not_reuse_prompts_of_another(demo_path: Path) -> None:
         assert found[2] > 64
 
 
-def test_concurrent_prompts_of_two_keys_are_both_computed(demo_path: Path) -> None:
-    """Neither waits for the other to compute their common prefix."""
-    with serving(demo_path, api_keys=KEYS) as server, ThreadPoolExecutor(3) as threads:
-        gate = Gate(server.service)
-        blocking = threads.submit(cached, server, KEYS[0], [1, 2, 3])
-        assert gate.reached.wait(60)
-        both = [threads.submit(cached, server, key) for key in KEYS]
-        wait_until(lambda: len(server.service.loop._new) == 2)
-        gate.open()
-        assert [future.result() for future in both] == [0, 0]
-        blocking.result()
-
-
-@pytest.mark.parametrize("limits", [{}, {"api_keys": KEYS, "share_prefixes": True}])
-def test_prefixes_are_shared_without_keys_or_if_the_server_allows_it(
+@pytest.mark.parametrize("limits", [{}, {"api_keys": KEYS}, {"api_keys": KEYS, "share_prefixes": True}])
+def test_keys_of_the_server_and_of_the_cache_separate_requests(
     demo_path: Path, limits: dict[str, Any]
 ) -> None:
-    with serving(demo_path, **limits) as server:
-        assert [cached(server, key) for key in KEYS] == [0, len(PROMPT) - 1]
-
-
-@pytest.mark.parametrize("limits", [{}, {"api_keys": KEYS}, {"api_keys": KEYS, "share_prefixes": True}])
-def test_prompt_cache_keys_separate_requests_of_a_key(demo_path: Path, limits: dict[str, Any]) -> None:
     with serving(demo_path, **limits) as server:
         for cache_key in ("one", "two"):
             assert cached(server, KEYS[0], prompt_cache_key=cache_key) == 0
         assert cached(server, KEYS[0]) == 0
         for more in ({"prompt_cache_key": "one"}, {"prompt_cache_key": "two"}, {}):
             assert cached(server, KEYS[0], **more) == len(PROMPT) - 1
+        separate = limits == {"api_keys": KEYS}
+        assert cached(server, KEYS[1]) == (0 if separate else len(PROMPT) - 1)
 
 
 def test_namespaces_of_distinct_key_pairs_differ() -> None:

@@ -26,11 +26,15 @@ def with_tools(demo_path: Path) -> Iterator[tuple[Running, Model]]:
         yield served
 
 
-def ask(server: Running, regex: str | None, **options: Any) -> Any:
-    how = {"extra_body": {"regex": regex}} if regex else {}
+def ask(server: Running, regex: str | None = None, **options: Any) -> Any:
+    extra = {**({"regex": regex} if regex else {}), **options.pop("extra", {})}
     return server.client().chat.completions.create(
-        **{"model": "demo", "messages": ASKED, "temperature": 0, "tools": [WEATHER], **how, **options}
+        **{"model": "demo", "messages": ASKED, "temperature": 0, "extra_body": extra, **options}
     )
+
+
+def ask_with_tools(server: Running, regex: str | None = None, **options: Any) -> Any:
+    return ask(server, regex, **{"tools": [WEATHER], **options})
 
 
 @pytest.mark.parametrize("options", [{}, {"tool_choice": None}, {"tool_choice": "auto"}])
@@ -38,7 +42,7 @@ def test_a_call_is_separated_from_the_answer(
     with_tools: tuple[Running, Model], options: dict[str, Any]
 ) -> None:
     server, model = with_tools
-    answer = ask(server, CALLING, **options)
+    answer = ask_with_tools(server, CALLING, **options)
     choice = answer.choices[0]
     assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
     (call,) = choice.message.tool_calls
@@ -54,13 +58,13 @@ def test_control_tokens_may_mark_a_call(with_tools: tuple[Running, Model]) -> No
     begin, middle = (tokenizer.encode(letter, add_bos=False)[0] for letter in "QZ")
     marks = {begin: Piece(b"[TOOL_CALLS]", True), middle: Piece(b"[ARGS]", True)}
     regex = r"so, itQweatherZ\{;city;: ;a;\}".replace(";", '"')
-    ask(server, regex, **options)  # the constraint knows both tokens by their bytes
+    ask_with_tools(server, regex, **options)  # the constraint knows both tokens by their bytes
     with (
         patch.dict(tokenizer._bytes._pieces, marks),
         patch.dict(tokenizer._spelled.special, {"[TOOL_CALLS]": begin, "[ARGS]": middle}),
     ):
-        message = ask(server, regex, **options).choices[0].message
-        plain = ask(server, regex, **options, tools=None).choices[0].message
+        message = ask_with_tools(server, regex, **options).choices[0].message
+        plain = ask_with_tools(server, regex, **options, tools=None).choices[0].message
     (call,) = message.tool_calls
     assert (message.content, call.function.name, call.function.arguments) == (
         "so, it",
@@ -74,7 +78,7 @@ def test_streamed_calls_are_numbered(with_tools: tuple[Running, Model]) -> None:
     server, _ = with_tools
     calls: list[Any] = []
     reasons = []
-    for chunk in ask(server, TWICE, stream=True):
+    for chunk in ask_with_tools(server, TWICE, stream=True):
         choice = chunk.choices[0]
         calls += choice.delta.tool_calls or []
         reasons.append(choice.finish_reason)
@@ -89,8 +93,8 @@ def test_streamed_calls_are_numbered(with_tools: tuple[Running, Model]) -> None:
     [("required", {"weather", "clock"}), ({"type": "function", "function": {"name": "clock"}}, {"clock"})],
 )
 def test_a_call_can_be_required(with_tools: tuple[Running, Model], choice: Any, names: set[str]) -> None:
-    answer = ask(
-        with_tools[0], None, tools=[WEATHER, {"type": "function", "function": CLOCK}], tool_choice=choice
+    answer = ask_with_tools(
+        with_tools[0], tools=[WEATHER, {"type": "function", "function": CLOCK}], tool_choice=choice
     )
     message = answer.choices[0].message
     assert message.content is None
@@ -103,7 +107,7 @@ def test_a_required_call_follows_the_tags_of_the_template(with_tools: tuple[Runn
     server, model = with_tools
     choice = {"type": "function", "function": {"name": "weather"}}
     question = [{"role": "user", "content": "How is it in Verona, and how will it be in Padua?"}]
-    answer = ask(server, None, messages=question, tool_choice=choice)
+    answer = ask_with_tools(server, messages=question, tool_choice=choice)
     message = answer.choices[0].message
     (call,) = message.tool_calls
     text = model.tokenizer.decode(model.tokenizer.apply_chat_template(question, tools=[WEATHER]))
@@ -111,11 +115,11 @@ def test_a_required_call_follows_the_tags_of_the_template(with_tools: tuple[Runn
     assert answer.usage.prompt_tokens == len(begun)
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
     called = message.model_dump(exclude_none=True)
-    after = ask(server, None, messages=[*question, called, result], max_tokens=1)
+    after = ask_with_tools(server, messages=[*question, called, result], max_tokens=1)
     assert after.usage.prompt_tokens_details.cached_tokens >= len(begun)
 
-    several = ask(
-        server, None, messages=question, tool_choice="required", parallel_tool_calls=True, max_tokens=1
+    several = ask_with_tools(
+        server, messages=question, tool_choice="required", parallel_tool_calls=True, max_tokens=1
     )
     assert several.usage.prompt_tokens == len(model.tokenizer.encode(text, add_bos=False))
 
@@ -124,7 +128,7 @@ def test_a_required_call_follows_the_tags_of_the_template(with_tools: tuple[Runn
 def test_several_calls_can_be_required(with_tools: tuple[Running, Model], stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("noon", "dusk")]
     options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": True}
-    answer = ask(with_tools[0], None, **options, max_tokens=900, stream=stream, seed=1, temperature=1.0)
+    answer = ask_with_tools(with_tools[0], **options, max_tokens=900, stream=stream, seed=1, temperature=1.0)
     if stream:
         calls: dict[int, str] = {}
         for chunk in answer:
@@ -171,7 +175,7 @@ def test_a_truncated_required_call_is_a_partial_call(
     with_tools: tuple[Running, Model], max_tokens: int
 ) -> None:
     options = {"tools": [ROUTE, WEATHER], "tool_choice": NAMED, "max_tokens": max_tokens}
-    choice = ask(with_tools[0], None, **options).choices[0]
+    choice = ask_with_tools(with_tools[0], **options).choices[0]
     (call,) = choice.message.tool_calls
     assert (choice.finish_reason, choice.message.content) == ("length", None)
     assert call.function.name == "route"
@@ -180,7 +184,7 @@ def test_a_truncated_required_call_is_a_partial_call(
     with pytest.raises(json.JSONDecodeError):
         json.loads(call.function.arguments)
 
-    chunks = [chunk.choices[0] for chunk in ask(with_tools[0], None, **options, stream=True)]
+    chunks = [chunk.choices[0] for chunk in ask_with_tools(with_tools[0], **options, stream=True)]
     streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
     assert {part.index for part in streamed} == {0}
     assert [part.function.name for part in streamed] == ["route", *[None] * (len(streamed) - 1)]
@@ -191,20 +195,20 @@ def test_a_truncated_required_call_is_a_partial_call(
 
 def test_a_call_truncated_within_its_name_is_text(with_tools: tuple[Running, Model]) -> None:
     options = {"tools": [ROUTE, WEATHER], "tool_choice": "required", "max_tokens": 1}
-    choice = ask(with_tools[0], None, **options).choices[0]
+    choice = ask_with_tools(with_tools[0], **options).choices[0]
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
     assert '{"name": "'.startswith(choice.message.content)
 
 
 def test_a_call_cut_by_a_stop_string_is_partial(with_tools: tuple[Running, Model]) -> None:
-    choice = ask(with_tools[0], None, tools=[ROUTE], tool_choice=NAMED, stop="}").choices[0]
+    choice = ask_with_tools(with_tools[0], tools=[ROUTE], tool_choice=NAMED, stop="}").choices[0]
     assert choice.finish_reason == "stop"
     assert choice.message.tool_calls[0].function.arguments.count("{") == 2
 
 
 def test_calls_can_be_disabled(with_tools: tuple[Running, Model]) -> None:
     server, model = with_tools
-    answer = ask(server, CALLING, tool_choice="none")
+    answer = ask_with_tools(server, CALLING, tool_choice="none")
     assert answer.choices[0].message.tool_calls is None
     assert "<tool_call>" in answer.choices[0].message.content
     assert answer.usage.prompt_tokens == len(model.tokenizer.apply_chat_template(ASKED))
@@ -212,7 +216,7 @@ def test_calls_can_be_disabled(with_tools: tuple[Running, Model]) -> None:
 
 def test_tool_results_reach_the_template(with_tools: tuple[Running, Model]) -> None:
     server, model = with_tools
-    call = ask(server, CALLING).choices[0].message
+    call = ask_with_tools(server, CALLING).choices[0].message
     messages = [
         *ASKED,
         call.model_dump(exclude_none=True),
@@ -230,9 +234,9 @@ def test_tool_results_reach_the_template(with_tools: tuple[Running, Model]) -> N
 
 def test_invalid_tools_are_reported(with_tools: tuple[Running, Model], server: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="asks for the tool 'sun'; the tools are: weather"):
-        ask(with_tools[0], None, tool_choice={"type": "function", "function": {"name": "sun"}})
+        ask_with_tools(with_tools[0], tool_choice={"type": "function", "function": {"name": "sun"}})
     with pytest.raises(openai.BadRequestError, match="the chat template does not support tools") as found:
-        ask(server, None)
+        ask_with_tools(server)
     assert found.value.param == "tools"
 
 
@@ -255,19 +259,12 @@ def thinking(demo_path: Path) -> Iterator[tuple[Running, Model]]:
         yield served
 
 
-def ask_for_reasoning(server: Running, regex: str | None = None, **options: Any) -> Any:
-    extra = {**({"regex": regex} if regex else {}), **options.pop("extra", {})}
-    return server.client().chat.completions.create(
-        **{"model": "demo", "messages": ASKED, "temperature": 0, "extra_body": extra, **options}
-    )
-
-
 def test_reasoning_is_separated_from_the_answer(thinking: tuple[Running, Model]) -> None:
-    message = ask_for_reasoning(thinking[0], THINKING).choices[0].message
+    message = ask(thinking[0], THINKING).choices[0].message
     assert message.reasoning_content == "a <b"
     assert message.content in ("c d", "c e")
     reasoning = answer = ""
-    for chunk in ask_for_reasoning(thinking[0], THINKING, stream=True):
+    for chunk in ask(thinking[0], THINKING, stream=True):
         delta = chunk.choices[0].delta
         part = getattr(delta, "reasoning_content", None)
         assert not (part and answer)
@@ -277,18 +274,18 @@ def test_reasoning_is_separated_from_the_answer(thinking: tuple[Running, Model])
 
 
 def test_tokens_of_the_reasoning_are_counted(thinking: tuple[Running, Model]) -> None:
-    answer = ask_for_reasoning(thinking[0], THINKING, logprobs=True)
+    answer = ask(thinking[0], THINKING, logprobs=True)
     tokens = [made.token for made in answer.choices[0].logprobs.content]
     count = next(n for n in range(len(tokens)) if "</think>" in "".join(tokens[:n]))
     assert answer.usage.completion_tokens_details.reasoning_tokens == count < len(tokens)
-    *_, last = ask_for_reasoning(thinking[0], THINKING, stream=True, stream_options={"include_usage": True})
+    *_, last = ask(thinking[0], THINKING, stream=True, stream_options={"include_usage": True})
     assert last.usage.completion_tokens_details.reasoning_tokens == count
-    plain = ask_for_reasoning(thinking[0], "[a-b]")
+    plain = ask(thinking[0], "[a-b]")
     assert plain.usage.completion_tokens_details.reasoning_tokens == 0
 
 
 def test_calls_follow_the_reasoning(thinking: tuple[Running, Model]) -> None:
-    choice = ask_for_reasoning(thinking[0], THINKING_CALL, tools=[WEATHER]).choices[0]
+    choice = ask(thinking[0], THINKING_CALL, tools=[WEATHER]).choices[0]
     assert choice.message.reasoning_content == "a"
     assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "b"}
@@ -297,31 +294,29 @@ def test_calls_follow_the_reasoning(thinking: tuple[Running, Model]) -> None:
 def test_the_prompt_may_begin_the_reasoning(thinking: tuple[Running, Model]) -> None:
     server, _ = thinking
     options: dict[str, Any] = {"max_tokens": 6, "extra": {"chat_template_kwargs": {"enable_thinking": True}}}
-    message = ask_for_reasoning(server, **options).choices[0].message
+    message = ask(server, **options).choices[0].message
     assert message.content == ""
-    whole = ask_for_reasoning(
-        server, **{**options, "extra": {**options["extra"], "reasoning_format": "none"}}
-    )
+    whole = ask(server, **{**options, "extra": {**options["extra"], "reasoning_format": "none"}})
     assert message.reasoning_content == whole.choices[0].message.content.strip()
     assert not hasattr(whole.choices[0].message, "reasoning_content")
 
 
 def test_an_answer_of_a_given_form_is_not_reasoning(thinking: tuple[Running, Model]) -> None:
     kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
-    message = ask_for_reasoning(thinking[0], "[a-b]", extra=kwargs).choices[0].message
+    message = ask(thinking[0], "[a-b]", extra=kwargs).choices[0].message
     assert message.content in ("a", "b")
     assert not hasattr(message, "reasoning_content")
 
 
 def test_answers_stay_whole_without_a_template_that_knows_reasoning(server: Running) -> None:
-    message = ask_for_reasoning(server, THINKING).choices[0].message
+    message = ask(server, THINKING).choices[0].message
     assert message.content == "<think>\na <b\n</think>"  # an empty line ends answers of the plain template
 
 
 def test_documents_are_part_of_the_prompt(thinking: tuple[Running, Model]) -> None:
     server, model = thinking
     documents = [{"title": "a", "text": "The king <|endoftext|> is dead."}]
-    answer = ask_for_reasoning(server, max_tokens=1, extra={"documents": documents})
+    answer = ask(server, max_tokens=1, extra={"documents": documents})
     ids = model.tokenizer.apply_chat_template(ASKED, documents=documents)
     assert answer.usage.prompt_tokens == len(ids)
     assert "[a: The king <|endoftext|> is dead.]" in model.tokenizer.decode(ids)
@@ -330,6 +325,6 @@ def test_documents_are_part_of_the_prompt(thinking: tuple[Running, Model]) -> No
 
 def test_a_template_without_documents_is_named(server: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="does not support documents; put them into a message"):
-        ask_for_reasoning(server, max_tokens=1, extra={"documents": [{"text": "x"}]})
+        ask(server, max_tokens=1, extra={"documents": [{"text": "x"}]})
     with pytest.raises(openai.BadRequestError, match="documents"):
-        ask_for_reasoning(server, max_tokens=1, extra={"documents": ["x"]})
+        ask(server, max_tokens=1, extra={"documents": ["x"]})
