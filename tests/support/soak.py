@@ -13,14 +13,17 @@ import gc
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
+
+import numpy as np
 
 from metal_prefill import DeviceError, KVMemoryError, Model, Session
 from metal_prefill._support import threads
@@ -29,6 +32,7 @@ from support.allocation_faults import failing_allocation
 REFUSALS = (MemoryError, DeviceError, KVMemoryError)
 CONTEXT = 320
 MOST_SESSIONS = 4  # of a thread
+MADE = 6  # tokens of a text
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "repeat_penalty": 1.1}
 GROWTH = 8 << 20  # bytes; memory kept by allocators varies by this amount from round to round
 MOST_STREAMS = 256  # texts of a server that are written at the same time, each with a job at most
@@ -50,44 +54,30 @@ class Oracle:
         self._model = Model(path, device=device, threads=1, chunk_tokens=chunk_tokens, prefix_memory=0)
         self._session = self._model.session(max_context=CONTEXT)
         self._lock = threading.Lock()
-        self._known: OrderedDict[Any, Any] = OrderedDict()
+        self._answer = lru_cache(512)(self._compute)
 
-    def _answer(self, key: Any, compute: Callable[[Session], Any]) -> Any:
+    def _compute(self, call: Callable[..., Any], tokens: tuple[int, ...], **options: Any) -> Any:
         with self._lock:
-            if key not in self._known:
-                self._known[key] = _until_it_works(lambda: compute(self._emptied()))
-                while len(self._known) > 512:
-                    self._known.popitem(last=False)
-            return self._known[key]
-
-    def _emptied(self) -> Session:
-        self._session.rewind(0)
-        return self._session
+            while True:
+                with suppress(*REFUSALS):
+                    self._session.rewind(0)
+                    found = call(self._session, tokens, **options)
+                    return found if isinstance(found, np.ndarray) else "".join(found)
 
     def logits(self, tokens: list[int]) -> bytes:
-        return bytes(self._answer(("logits", *tokens), lambda s: s.forward_prompt_logits(tokens).tobytes()))
+        return bytes(self._answer(Session.forward_prompt_logits, tuple(tokens)))
 
     def scores(self, tokens: list[int], first: int) -> bytes:
         """Return the log probabilities of the tokens after `first`."""
-        return bytes(self._answer(("scores", *tokens), lambda s: s.score(tokens))[first:].tobytes())
+        return bytes(self._answer(Session.score, tuple(tokens))[first:])
 
-    def text(self, prompt: list[int], max_tokens: int, seed: int) -> str:
+    def text(self, prompt: list[int], seed: int) -> str:
         """Return a sampled text."""
-        return str(
-            self._answer(
-                ("text", *prompt, max_tokens, seed),
-                lambda s: "".join(s.generate(prompt, max_tokens, seed=seed, speculate="off", **SAMPLED)),
-            )
-        )
+        options = {"seed": seed, "speculate": "off", **SAMPLED}
+        return str(self._answer(Session.generate, tuple(prompt), max_tokens=MADE, **options))
 
     def close(self) -> None:
         self._model.close()
-
-
-def _until_it_works(call: Callable[[], Any]) -> Any:
-    while True:
-        with suppress(*REFUSALS):
-            return call()
 
 
 @dataclass
@@ -117,9 +107,9 @@ class Worker:
     def run(self, end: float) -> None:
         """Make calls until a time of the monotonic clock."""
         steps = (
-            *(self._prompt, self._prompt, self._token, self._reuse, self._score, self._rewind, self._fork),
-            *(self._save_and_load, self._batch, self._cancel),
-            *(self._texts, self._tasks, self._leave, self._join),
+            *(self._append, self._append, self._append, self._reuse, self._score, self._rewind, self._fork),
+            *(self._save_and_load, self._batch, self._cancel, self._texts, self._tasks, self._leave),
+            self._join,
         )
         while time.monotonic() < end:
             if not self._held:
@@ -131,8 +121,8 @@ class Worker:
                 self.calls += 1
             except REFUSALS:
                 self.refused += 1
-                for held in self._held:
-                    assert held.session.tokens == held.tokens
+            for held in self._held:
+                assert held.session.tokens == held.tokens
         self.close()
 
     def close(self) -> None:
@@ -154,18 +144,13 @@ class Worker:
             held.session.rewind(0)
             held.tokens = []
 
-    def _prompt(self) -> None:
-        held, ids = self._any(), self._tokens()
+    def _append(self) -> None:
+        held = self._any()
+        ids = self._random.choice((self._tokens(), self._tokens(), [self._random.randrange(280)]))
         self._room(held, len(ids))
-        logits = held.session.forward_prompt_logits(ids)
+        forward = held.session.forward_prompt_logits
+        logits = forward(ids) if len(ids) > 1 else held.session.forward_token(ids[0])
         held.tokens += ids
-        assert logits.tobytes() == self._oracle.logits(held.tokens)
-
-    def _token(self) -> None:
-        held, token = self._any(), self._random.randrange(280)
-        self._room(held, 1)
-        logits = held.session.forward_token(token)
-        held.tokens.append(token)
         assert logits.tobytes() == self._oracle.logits(held.tokens)
 
     def _reuse(self) -> None:
@@ -208,9 +193,7 @@ class Worker:
     def _save_and_load(self) -> None:
         held, path = self._any(), self._folder / f"{self._name}.session"
         held.session.save(path)
-        loaded = self._model.load_session(path, max_context=CONTEXT)
-        assert loaded.tokens == held.tokens
-        self._keep(Held(loaded, list(held.tokens)))
+        self._keep(Held(self._model.load_session(path, max_context=CONTEXT), list(held.tokens)))
 
     def _batch(self) -> None:
         chosen = self._random.sample(self._held, self._random.randrange(1, len(self._held) + 1))
@@ -223,29 +206,22 @@ class Worker:
         for held, tokens, result in zip(chosen, ids, results, strict=True):
             if isinstance(result, REFUSALS):
                 self.refused += 1
-                assert held.session.tokens == held.tokens
                 continue
-            held.tokens = [*held.tokens, *tokens]
-            assert held.session.tokens == held.tokens
+            held.tokens += tokens
             assert result.tobytes() == self._oracle.logits(held.tokens)
 
     def _cancel(self) -> None:
         held, ids = self._any(), self._tokens(150)
         self._room(held, len(ids))
-        last = self._random.randrange(1, 4)
-        chunks = 0
+        most = self._random.randrange(len(ids))
 
         def progress(done: int, total: int) -> None:
-            nonlocal chunks
-            chunks += 1
-            if chunks == last:
+            if done > most:
                 raise Cancelled
 
         with suppress(Cancelled):
             held.session.forward_prompt(ids, progress=progress)
-        position = held.session.position
-        held.tokens = [*held.tokens, *ids][:position]
-        assert held.session.tokens == held.tokens
+        held.tokens = [*held.tokens, *ids][: held.session.position]
 
     def _request(self) -> tuple[list[int], int]:
         return self._tokens(50), self._random.randrange(1000)
@@ -255,9 +231,9 @@ class Worker:
         requests = [self._request() for _ in range(3)]
         texts = [""] * len(requests)
         prompts = [(ids, {"seed": seed}) for ids, seed in requests]
-        for i, piece in self._model.generate_many(prompts, 6, max_streams=2, **SAMPLED):
+        for i, piece in self._model.generate_many(prompts, MADE, max_streams=2, **SAMPLED):
             texts[i] += str(piece)
-        assert texts == [self._oracle.text(ids, 6, seed) for ids, seed in requests]
+        assert texts == [self._oracle.text(ids, seed) for ids, seed in requests]
 
     def _tasks(self) -> None:
         """Tasks that share the engine loop with those of other threads; one ends early."""
@@ -265,7 +241,7 @@ class Worker:
 
         async def write(ids: list[int], seed: int, most: int) -> str:
             text = ""
-            async for piece in self._model.generate_async(ids, 6, seed=seed, **SAMPLED):
+            async for piece in self._model.generate_async(ids, MADE, seed=seed, **SAMPLED):
                 text += piece
                 if len(text) >= most:
                     break
@@ -279,19 +255,19 @@ class Worker:
         for (ids, seed), text in zip(requests, asyncio.run(both()), strict=True):
             if isinstance(text, BaseException):
                 raise text
-            assert self._oracle.text(ids, 6, seed).startswith(text)
+            assert self._oracle.text(ids, seed).startswith(text)
 
     def _leave(self) -> None:
         """Abandon a text after its first piece."""
         held, (ids, seed) = self._any(), self._request()
-        pieces = held.session.generate(ids, 6, seed=seed, **SAMPLED)
+        pieces = held.session.generate(ids, MADE, seed=seed, **SAMPLED)
         first = ""
         try:
             first = next(pieces, "")
         finally:
             del pieces
             held.tokens = held.session.tokens
-        assert self._oracle.text(ids, 6, seed).startswith(first)
+        assert self._oracle.text(ids, seed).startswith(first)
 
     def _join(self) -> None:
         """Use a session shared with other threads: a prompt that replaces its contents."""
@@ -314,32 +290,15 @@ class Footprint:
     def now(cls) -> Footprint:
         """Measure after jobs have ended and free memory was returned."""
         gc.collect()
-        names = _names_of_threads()
         end = time.monotonic() + JOB_S
-        while names.count(JOBS) > len(threads._idle):
+        while (jobs := [t.name for t in threading.enumerate()].count(JOBS)) > len(threads._idle):
             assert time.monotonic() < end, "a job did not end"
             time.sleep(0.01)
-            names = _names_of_threads()
         with suppress(AttributeError, OSError):
             ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        resident = pages * os.sysconf("SC_PAGE_SIZE")
-        jobs = names.count(JOBS)
-        return cls(resident, len(os.listdir("/proc/self/fd")), len(names) - jobs, jobs, _children())
-
-    def assert_no_growth(self, settled: Footprint) -> None:
-        """Compare with what the process needed once it had settled."""
-        assert self.descriptors <= settled.descriptors
-        assert self.threads <= settled.threads
-        assert self.jobs <= MOST_STREAMS
-        assert self.children <= settled.children
-        assert UNDER_SANITIZER or self.resident <= settled.resident + GROWTH
-
-
-def assert_steady(footprints: list[Footprint]) -> None:
-    """Require that nothing grew after the rounds in which a process settles."""
-    for footprint in footprints[SETTLING:]:
-        footprint.assert_no_growth(footprints[SETTLING - 1])
+        resident, others = pages * os.sysconf("SC_PAGE_SIZE"), threading.active_count() - jobs
+        return cls(resident, len(os.listdir("/proc/self/fd")), others, jobs, _children())
 
 
 def rounds(seconds: float, counts: Counter[str]) -> Iterator[tuple[int, float]]:
@@ -350,11 +309,13 @@ def rounds(seconds: float, counts: Counter[str]) -> Iterator[tuple[int, float]]:
         yield len(footprints), min(ROUND_S, max(end - time.monotonic(), 0.5))
         footprints.append(Footprint.now())
         print(f"{footprints[-1]} {dict(counts)}", flush=True)
-    assert_steady(footprints)
-
-
-def _names_of_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate()]
+    for found in footprints[SETTLING:]:
+        settled = footprints[SETTLING - 1]
+        assert found.descriptors <= settled.descriptors
+        assert found.threads <= settled.threads
+        assert found.jobs <= MOST_STREAMS
+        assert found.children <= settled.children
+        assert UNDER_SANITIZER or found.resident <= settled.resident + GROWTH
 
 
 def _children() -> int:
