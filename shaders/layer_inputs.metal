@@ -1,5 +1,5 @@
 // Inputs of layers from the tokens themselves: a projection of the embedding, normalized for each layer, plus
-// rows of an embedding that the host has read. The result has the magnitude of either.
+// rows of an embedding that the host has read. Dividing by sqrt(2) keeps the magnitude of the addends.
 #include <metal_stdlib>
 
 #include "args.h"

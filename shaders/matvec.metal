@@ -57,7 +57,7 @@ kernel void matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [ou
   rows_times_token<W, kRows>(w, StoredToken{x}, y, args, row, lane);
 }
 
-// The token with its norm. Each simdgroup computes the factor itself, bit-identical to that of rmsnorm.
+// Returns the normalized token. Each simdgroup computes the factor, bit-identical to that of rmsnorm.
 static inline NormedToken normed_token(device const float* x, device const float* norm,
                                        constant MatvecArgs& args, ushort lane) {
   device const float4* row = (device const float4*)x;

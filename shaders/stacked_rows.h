@@ -38,8 +38,7 @@ struct StackedRow {
 
   // The divisor of weighted values, given the sum of the weights, which are relative to the score `best`. A
   // row that sees no key is divided by infinity. `best` is the maximum over keys alone: relative to a larger
-  // sink, weights in half precision would lose digits. A sink that exceeds the limit leaves nothing of the
-  // values.
+  // sink, weights in half precision would lose digits. Beyond the limit of 2^120 the quotient is about 0.
   float divisor(float sum, float best) const {
     const float power = sink - best;  // NaN passes through
     return first_key <= last_key ? sum + fast::exp2(power > 120.0f ? 120.0f : power) : INFINITY;

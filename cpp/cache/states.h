@@ -110,7 +110,7 @@ class StatePool {
   // States of this size after each of 16 drafts take less time and memory than a pass of a small model.
   static constexpr std::size_t kMostDraftBytes = std::size_t(256) << 10;
   static constexpr std::size_t kMostPages = std::size_t(1) << 20;  // maximum between snapshots
-  // The state of Mamba2-130M has 19 MB, as many as this many pages of a model of that size with attention.
+  // The state of Mamba2-130M has 19 MB, like this many pages of an attention model of the same size.
   static constexpr std::size_t kPagesWithoutAttention = 16;
   struct Snapshot {
     SequenceStates* owner;

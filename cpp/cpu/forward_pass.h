@@ -121,7 +121,7 @@ class ForwardPass {
   std::vector<float> lengths_;       // DeltaStep::q_norm, then k_norm
   std::vector<Scratch> scratch_;
 
-  // Data of the pass under way. The memory is kept for the next one.
+  // Data of the current pass. The next one reuses the memory.
   Workspace work_;
   std::vector<std::byte*> pages_;
   Rows all_, wanted_;                 // of every layer, and of the last one

@@ -272,8 +272,8 @@ struct AttentionItem {
   int kv_head, first_head, heads;
   int seen_split;  // index of the split within the tile if threads share positions; else 0
 };
-// Division of a layer's attention into items. In a long context, few rows are few items, and some are much
-// longer than others: then threads also share positions.
+// Divides a layer's attention into items. In a long context, few rows yield few items of very different
+// length: threads then also share positions.
 class AttentionItems {
  public:
   AttentionItems(const AttentionStep& step, std::span<const QueryTile> tiles, int threads);

@@ -1,4 +1,4 @@
-// Slots for the states of recurrent layers (../states.h).
+// Slots for the states of recurrent layers (../cache/states.h).
 #pragma once
 
 #include <cstddef>

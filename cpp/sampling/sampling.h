@@ -35,7 +35,7 @@ struct SamplingOptions {
   std::map<TokenId, double> logit_bias;  // added; -inf excludes a token
 };
 
-// Chooses the tokens of one text, one after another. Random numbers are a function of the seed, the index of
+// Chooses the tokens of one text, in order. Random numbers are a function of the seed, the index of
 // the answer and the position, so a text depends only on these and on the logits. One call at a time.
 class Sampler {
  public:

@@ -102,8 +102,8 @@ struct Worker {
   void (*arrive)(Worker& worker, Fiber& fiber, const Operation& operation, Place place);
   void (*threadgroup_barrier)(Worker& worker, Fiber& fiber, Place place);
   void (*simdgroup_barrier)(Worker& worker, Fiber& fiber, Place place);
-  // An operation of all threads of the threadgroup, which has `simdgroups` simdgroups. Waits for the threads
-  // of the simdgroup; that all simdgroups execute the same ones is checked at the next barrier and the end.
+  // Executes an operation of all threads of the threadgroup, which has `simdgroups` simdgroups. Waits for the
+  // simdgroup; the next barrier, or the end, checks that all simdgroups have executed the same ones.
   void (*together)(Worker& worker, Fiber& fiber, const Operation& operation, u32 simdgroups, Place place);
   // Reports errors of tensor operations and ends the threadgroup.
   void (*wrong_size)(Worker& worker, const char* what, int columns, int rows, int wanted_columns,

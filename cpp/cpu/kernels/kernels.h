@@ -320,7 +320,7 @@ struct Kernels {
   // weights in float32.
   void (*multiply_pairs)(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
                          const ProductOutput& out, const PrefetchRange& next) = nullptr;
-  // multiply_int8 of groups with rotated rows. The codes of weights count from `rotated_zero`.
+  // multiply_int8 of groups with rotated rows. A weight is its code minus `rotated_zero`.
   void (*multiply_rotated)(const PackedMatrix& weight, GroupRange groups, const RotatedRows& x, int first,
                            int count, const ProductOutput& out, const PrefetchRange& next);
   int rotated_zero;

@@ -1,13 +1,12 @@
-// AMX on top of AVX-512 with VNNI and BF16: products of 8 and more tokens go to the matrix unit (Intel
-// servers since 2023).
+// AMX on top of AVX-512 with VNNI and BF16: products of 8 and more tokens use the matrix unit (Intel servers
+// since 2023).
 //
 // A step multiplies a block of 32 columns: 16 tokens x 32 columns (A) by 32 columns x 16 weight rows (B) to
-// 16 x 16 integers (C). Since every block has its own scales, C goes to memory after each step and is added
-// up in float32, with the same operations in the same order as on AVX-512, so that results are equal to the
-// bit.
+// 16 x 16 integers (C). Since every block has its own scales, C is stored after each step and accumulated in
+// float32, with the same operations in the same order as on AVX-512, so that results are bit-identical.
 //
-// The sums in float32 stay in sixteen registers while columns pass by: 48 operations on two vector pipes and
-// 48 loads a product. Products alternate between two C, so that one is computed while the other is stored,
+// The float32 accumulators stay in sixteen registers over all columns: 48 operations on two vector pipes and
+// 48 loads per product. Products alternate between two C, so that one is computed while the other is stored,
 // and use six tiles: with eight, tiles alone take 1.7 times as long if two threads share a core. Weights are
 // unpacked to signed bytes once for all tokens of a call. docs/cpu_kernels.md has the measurements.
 //
@@ -35,7 +34,7 @@ constexpr int kMinTail = 8;     // in the last tile: fewer leave the matrix unit
 // Blocks of 16 weight rows that are unpacked at a time: they stay in the L1 cache for all tokens.
 constexpr int kSlabBlocks = 18;
 
-// Each half of a block with scales of its own is multiplied separately.
+// The halves of a block are multiplied separately if each has its own scale.
 template <class Block>
 constexpr int kStepsOfBlock = kHasHalves<Block> ? 2 : 1;
 

@@ -6,7 +6,7 @@
 // the same way, once for all rows of a group. The 2 x 2 results are reordered only at the end, as scales have
 // the same layout.
 //
-// A tile of one quad keeps the 8 vectors of a block in registers and takes up to 8 pairs of tokens through
+// A tile of one quad keeps the 8 vectors of a block in registers and multiplies up to 8 pairs of tokens by
 // them. A pair costs 8 smmla, 2 conversions, 2 multiplications and 2 multiply-adds for four rows, unpacking
 // 16 operations for all pairs: 16 operations a pair where sdot takes 23.5, so about 1.5 times its speed where
 // both issue at the same rate. 16 sums, 8 codes, 2 scales, one vector of a pair's columns, one of its scales,

@@ -4,9 +4,9 @@
 // Queries, keys, weights of the softmax and values are rounded to 8 significant bits. The effect on logits is
 // small compared with the rounding of activations to 8-bit integers (docs/cpu_kernels.md has the figures).
 // Sums stay in float32. Pairs halve the number of product instructions. Keys and values are rounded when they
-// are stored: converting them at each use took longer than the products of a single token. A strip of query
-// rows (tokens times the heads of a group) goes through the keys together. As in tile_attention.h, the result
-// of a row does not depend on other rows.
+// are stored: converting them at each use took longer than the products of a single token. The query rows of
+// a strip (tokens times the heads of a group) share each load of keys. As in tile_attention.h, the result of
+// a row does not depend on other rows.
 #pragma once
 
 #include <algorithm>
@@ -72,7 +72,7 @@ void bf16_scores(const AttentionStrip& strip, const std::uint16_t* q, int key_st
     for (int v = 0; v < kVectors; ++v) Simd::store(scores[r] + v * Simd::kLanes, acc[r][v]);
 }
 
-// 2^x; 0 for -infinity, NaN stays. Relative error below 2e-4: the result is rounded to bfloat16, with an
+// 2^x; 0 for -infinity, NaN for NaN. Relative error below 2e-4: the result is rounded to bfloat16, with an
 // error up to 2e-3.
 inline F weight_exp2(F x) {
   const F f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // within [0, 1)

@@ -88,8 +88,8 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
         multiply(kParts, codes, 16 + 4 * step);
       }
     } else if constexpr (kTokens == 1) {
-      // Time is spent on reading memory only: in order, by few load instructions with one stride each, which
-      // the processor's prefetcher follows. It cannot follow seventeen that step from block to block.
+      // Memory bounds this case: few load instructions read in order, each with one stride, which the
+      // processor's prefetcher detects. It cannot track seventeen that step from block to block.
       const auto add_step = [&](int chain, int r, int step) __attribute__((always_inline)) {
         sum[chain][r][0] = Simd::template dot<Block::kZero>(sum[chain][r][0], row_codes(step, r),
                                                             Simd::broadcast4(x->q[token] + 4 * step));

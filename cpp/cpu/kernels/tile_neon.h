@@ -5,8 +5,8 @@
 // vectors of a block of 32 columns in registers and multiplies up to 16 tokens by them, so that unpacking,
 // which shares the pipes with the products, is spread over 16. A token costs 8 sdot, a conversion, a
 // multiplication and a multiply-add for four rows, and unpacking 12 operations for all tokens of the tile: at
-// most 8 / (11 + 12 / 16) = 68% of the rate of sdot. Loads and the scalar operands of scales have ports of
-// their own. 16 sums, 8 codes, a scale or two, 2 of activations and a few integer sums fill the 32 registers.
+// most 8 / (11 + 12 / 16) = 68% of the rate of sdot. Loads and the scalar operands of scales use other
+// ports. 16 sums, 8 codes, a scale or two, 2 of activations and a few integer sums fill the 32 registers.
 #pragma once
 
 #include "simd_neon.h"

@@ -16,8 +16,8 @@ constexpr int kPanelSteps = 16;       // of a block
 constexpr std::size_t kRowBytes = 4;  // of a row in a step
 constexpr std::size_t kStepBytes = kPanelRows * kRowBytes, kPanelBytes = kPanelSteps * kStepBytes;
 
-// So few tokens wait for memory. It is read in order, panel by panel of a block, so that the processor
-// prefetches: with both panels at a time, Zen 4 read a token's weights at a third of the speed. Prefetch
+// So few tokens are bound by memory. Weights are read in order, panel by panel, so that the processor
+// prefetches them: with both panels at a time, Zen 4 read a token's weights at a third of the speed. Prefetch
 // instructions make a token 1.1 to 1.3 times as fast on a Xeon.
 constexpr int kFewPanelTokens = 6;
 constexpr std::size_t kFewTokensAhead = 8192;  // bytes

@@ -77,7 +77,7 @@ double attention_work(const AttentionArgs& args, const PassPart& part) {
 Grid decode_grid(const Encoder& e, const KernelKey& kernel, const AttentionArgs& args, const PassPart& part) {
   const int chunks = DECODE_CHUNKS(kernel.heads);
   const std::size_t head_blocks = ceil_div(args.n_heads / args.n_kv_heads, std::size_t(DECODE_HEADS(chunks)));
-  // No more simdgroups than there are keys for.
+  // Every simdgroup has at least one key.
   const std::size_t keys = kSimd / DECODE_LANES(kernel.heads);  // of a simdgroup at a time
   const std::size_t most = allowed_threads(e, kernel, DECODE_SIMDGROUPS * kSimd) / kSimd;
   const std::size_t simdgroups = std::clamp<std::size_t>(ceil_div(part.split_keys, keys), 1, most);

@@ -88,7 +88,7 @@ kernel void load(device const uint* x [[buffer(0)]],  //
   y[i] = i;
 }
 
-// A host may omit these, and restore them one by one.
+// A host may omit these kernels, and restore single ones.
 #if !defined(ONLY_PARTS) || defined(WITH_ONE)
 kernel void part_one(device uint* y [[buffer(0)]], uint i [[thread_position_in_grid]]) {
   y[i] = 1;

@@ -13,7 +13,7 @@ kernel void exchange(device const float* x [[buffer(0)]], device float* out [[bu
   out[i] = shared[n - 1 - i];  // MISTAKE: read
 }
 
-// The same with a barrier of the simdgroup, whose lanes exchange with those of another simdgroup.
+// The same between different simdgroups, which a simdgroup barrier does not synchronize.
 kernel void exchange_far(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
                          constant uint& planted [[buffer(2)]], uint i [[thread_index_in_threadgroup]],
                          uint n [[threads_per_threadgroup]]) {
@@ -27,7 +27,7 @@ kernel void exchange_far(device const float* x [[buffer(0)]], device float* out 
   out[i] = shared[n - 1 - i];
 }
 
-// The missing barrier would be between others.
+// The missing barrier is between two other barriers.
 kernel void exchange_between(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
                              constant uint& planted [[buffer(2)]], uint i [[thread_index_in_threadgroup]],
                              uint n [[threads_per_threadgroup]]) {
