@@ -111,7 +111,7 @@ def test_columns_are_read_and_a_byte_order_mark_is_not_text(
 def interrupt_block(patch: pytest.MonkeyPatch, block: int) -> list[Any]:
     """Raise KeyboardInterrupt in place of a block of vectors; return a list that gets all blocks."""
     blocks: list[Any] = []
-    plain = _embedding.embed_prompts
+    plain = _embedding.embed_encoded
 
     def stopping(*positional: Any, **options: Any) -> Any:
         blocks.append(positional)
@@ -119,7 +119,7 @@ def interrupt_block(patch: pytest.MonkeyPatch, block: int) -> list[Any]:
             raise KeyboardInterrupt
         return plain(*positional, **options)
 
-    patch.setattr(_embedding, "embed_prompts", stopping)
+    patch.setattr(_embedding, "embed_encoded", stopping)
     return blocks
 
 

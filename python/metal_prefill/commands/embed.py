@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Compute the vectors missing from an earlier run, and write the file once all are available."""
-    from metal_prefill.tasks._embedding import check_pooling, embed_prompts, encode_texts
+    from metal_prefill.tasks._embedding import check_pooling, embed_encoded, encode_texts
     from metal_prefill.tasks._prompts import prompt_form
 
     kind = _kind(arguments.output, arguments.json)
@@ -76,13 +76,15 @@ def execute(arguments: argparse.Namespace) -> None:
         rules = text_files.prompt_rules(arguments)
         encoded = encode_texts(model.engine, texts, form, rules)
         text_files.warn(*encoded.notes(model.max_context))
-        prompts = encoded.prompts
         passes = TextPasses(model.engine)
-        choices = {**options, "unpooled": encoded.unpooled}
+
+        def vectors_of(first: int) -> Any:
+            block = range(first, min(first + BLOCK, len(texts)))
+            return embed_encoded(passes, encoded.part(block), **options)
+
         if arguments.output is None:
             for first in range(0, len(texts), BLOCK):
-                vectors = embed_prompts(passes, prompts[first : first + BLOCK], **choices)
-                _print(texts[first : first + BLOCK], vectors, arguments.json)
+                _print(texts[first : first + BLOCK], vectors_of(first), arguments.json)
             return
         identity = {
             **options,
@@ -97,11 +99,11 @@ def execute(arguments: argparse.Namespace) -> None:
         begin = time.perf_counter()
         with common.progress_bar("texts", "texts", len(texts) > BLOCK) as progress:
             for first in range(before, len(texts), BLOCK):
-                part.append(embed_prompts(passes, prompts[first : first + BLOCK], **choices))
+                part.append(vectors_of(first))
                 if progress is not None:
                     progress(len(part), len(texts))
         seconds = time.perf_counter() - begin
-        tokens = sum(map(len, prompts[before:]))
+        tokens = sum(map(len, encoded.prompts[before:]))
     vectors = part.vectors()
     if kind == ".npy":
         with replacing(arguments.output) as path, open(path, "wb") as file:

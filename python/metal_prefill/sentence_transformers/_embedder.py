@@ -1,8 +1,9 @@
 """Vectors of texts and of their tokens: ``SentenceTransformer``, ``MultiVectorEncoder``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,18 +12,19 @@ from metal_prefill.files._metadata_keys import SIMILARITY_KEY, TRUNCATE_KEY
 from metal_prefill.files._task_config import NORM, NORMALIZE, TANH_INT8
 from metal_prefill.sentence_transformers._shared import CUT, Encoder, ModelName, returned
 from metal_prefill.sentence_transformers.util import UnsupportedName
-from metal_prefill.tasks._embedding import EncodedTexts, embed_prompts, encode_texts
+from metal_prefill.tasks._embedding import EncodedTexts, embed_encoded, encode_texts
 from metal_prefill.tasks._prompts import role_of
 from metal_prefill.tasks._similarity import (
     SIMILARITIES,
     Array,
+    Similarity,
     SimilarityFunction,
     normalized,
     pair_scores,
     quantize_embeddings,
     query_scores,
 )
-from metal_prefill.tasks._text_passes import Ids, TextPasses
+from metal_prefill.tasks._text_passes import TextPasses
 
 BODY = "Transformer"  # class of the module that computes hidden states
 _OF_BODY = ("max_seq_length", "tokenizer", "tokenize")  # its attributes that a model has, too
@@ -30,26 +32,31 @@ _KINDS = {NORMALIZE: "Normalize", NORM: "LayerNorm", TANH_INT8: "FlexibleQuantiz
 
 
 class VectorEncoder(Encoder):
-    """A model that computes a vector for each text."""
+    """A model whose results are compared by a similarity."""
+
+    # By name: functions that compare all items with all others, and those in the same place.
+    similarities: ClassVar[Mapping[str, tuple[Similarity, Similarity]]] = {
+        item.value: functions for item, functions in SIMILARITIES.items()
+    }
 
     @property
     def similarity_fn_name(self) -> str:
-        """Name of the similarity of vectors."""
-        return self._similarity.value
+        """Name of the similarity."""
+        return self._similarity
 
     @similarity_fn_name.setter
     def similarity_fn_name(self, name: str | SimilarityFunction) -> None:
         stated = name.value if isinstance(name, SimilarityFunction) else name
-        known = {item.value: item for item in SIMILARITIES}
-        self._similarity: SimilarityFunction = one_of("similarity_fn_name", stated, known)
+        one_of("similarity_fn_name", stated, self.similarities)
+        self._similarity = stated
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Return the similarity of each vector of the first array with each of the second."""
-        return SIMILARITIES[self._similarity][0](embeddings1, embeddings2)
+        """Return the similarity of each item of the first argument with each of the second."""
+        return self.similarities[self._similarity][0](embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Return the similarity of vectors in the same place."""
-        return SIMILARITIES[self._similarity][1](embeddings1, embeddings2)
+        """Return the similarity of items in the same place."""
+        return self.similarities[self._similarity][1](embeddings1, embeddings2)
 
 
 class Module:
@@ -142,15 +149,14 @@ class SentenceTransformer(VectorEncoder):
         parts, single = self._encoded(inputs, prompt, batch_size, show_progress_bar)
         found: list[Any] = []
         for encoded in parts:
-            prompts = encoded.prompts
             if output_value == "token_embeddings":
-                found += self._states(prompts)
+                found += self._states(encoded)
                 continue
             vectors = self._vectors(encoded)[:, : count and integer("truncate_dim", count, 1)]
             vectors = normalized(vectors) if normalize_embeddings else vectors
             if output_value is None:
                 names = ("input_ids", "token_embeddings", "sentence_embedding")
-                values = zip(prompts, self._states(prompts), vectors, strict=True)
+                values = zip(encoded.prompts, self._states(encoded), vectors, strict=True)
                 found += [dict(zip(names, text, strict=True)) for text in values]
             else:
                 found.append(vectors)
@@ -199,16 +205,14 @@ class SentenceTransformer(VectorEncoder):
     def _vectors(self, encoded: EncodedTexts) -> Any:
         head, config, normalize = self.engine.head, self.engine.config, self._normalizes()
         pooling = head.pooling or ("last" if config.causal else "mean")
-        passes, prompts, unpooled = TextPasses(self.engine), encoded.prompts, encoded.unpooled
-        return embed_prompts(
-            passes, prompts, normalize=normalize, pooling=pooling, dimensions=head.width, unpooled=unpooled
-        )
+        options = {"normalize": normalize, "pooling": pooling, "dimensions": head.width}
+        return embed_encoded(TextPasses(self.engine), encoded, **options)
 
-    def _states(self, prompts: Sequence[Ids]) -> Any:
-        return embed_prompts(TextPasses(self.engine), prompts, normalize=False, pooling="none")
+    def _states(self, encoded: EncodedTexts) -> Any:
+        return embed_encoded(TextPasses(self.engine), encoded, normalize=False, pooling="none")
 
 
-class MultiVectorEncoder(Encoder):
+class MultiVectorEncoder(VectorEncoder):
     """A model that computes a vector for each token of a text; :class:`Encoder` describes further arguments.
 
     Parameters
@@ -217,21 +221,19 @@ class MultiVectorEncoder(Encoder):
         Sum or mean, over the tokens of a query, of the largest similarity to a token of a document.
     """
 
+    similarities: ClassVar[Mapping[str, tuple[Similarity, Similarity]]] = {
+        "maxsim": (query_scores, pair_scores),
+        "meanmaxsim": (
+            partial(query_scores, length_normalize=True),
+            partial(pair_scores, length_normalize=True),
+        ),
+    }
+
     def __init__(
         self, model_name_or_path: ModelName = None, *, similarity_fn_name: str = "maxsim", **options: Any
     ) -> None:
         super().__init__(model_name_or_path, **options)
         self.similarity_fn_name = similarity_fn_name
-
-    @property
-    def similarity_fn_name(self) -> str:
-        """Name of the similarity of texts."""
-        return self._similarity
-
-    @similarity_fn_name.setter
-    def similarity_fn_name(self, name: str) -> None:
-        one_of("similarity_fn_name", name, {"maxsim": None, "meanmaxsim": None})
-        self._similarity = name
 
     def encode(
         self,
@@ -265,15 +267,6 @@ class MultiVectorEncoder(Encoder):
         role, prompt = role_of(self.engine, "none", task), self._prompt(prompt, prompt_name)
         parts, single = self._encoded(inputs, prompt, batch_size, show_progress_bar, role)
         found: list[Array] = []
-        for prompts, expansions, *_ in parts:
-            passes = TextPasses(self.engine)
-            found += embed_prompts(passes, prompts, expansions, pooling="none", skipped=role.skipped)
+        for encoded in parts:
+            found += embed_encoded(TextPasses(self.engine), encoded, pooling="none")
         return found[0] if single else found
-
-    def similarity(self, embeddings1: Any, embeddings2: Any) -> Array:
-        """Return the score of each query with each document, float64 ``[queries, documents]``."""
-        return query_scores(embeddings1, embeddings2, length_normalize=self._similarity != "maxsim")
-
-    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Array:
-        """Return the score of each query with the document in the same place, float64 ``[queries]``."""
-        return pair_scores(embeddings1, embeddings2, length_normalize=self._similarity != "maxsim")

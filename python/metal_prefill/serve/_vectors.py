@@ -31,12 +31,12 @@ from metal_prefill.tasks._embedding import (
     EncodedTexts,
     check_length,
     check_pooling,
-    embed_prompts,
+    embed_encoded,
     encode_texts,
     vector_width,
 )
 from metal_prefill.tasks._pooled_head import probabilities_of
-from metal_prefill.tasks._prompts import PromptRules, TextRole, prompt_form, role_of
+from metal_prefill.tasks._prompts import PromptRules, prompt_form, role_of
 from metal_prefill.tasks._reranking import Options, check_ranks, encode_documents
 from metal_prefill.tasks._text_passes import TextPasses
 
@@ -124,7 +124,7 @@ async def _embedded(
     engine = service.engine
     packed = form.encoding_format == "base64"
 
-    def encode() -> tuple[EncodedTexts, TextRole]:
+    def encode() -> EncodedTexts:
         try:
             pooling = check_pooling(engine, service.settings.pooling)
         except ValueError as error:
@@ -168,22 +168,19 @@ async def _embedded(
                 param="input",
                 code="answer_too_large",
             )
-        return encoded, role
+        return encoded
 
     with service.admitted(1):
-        encoded, role = await service.prepare(encode)
+        encoded = await service.prepare(encode)
         reply.end_turn()
 
         def compute(passes: SharedPasses) -> Any:
-            return embed_prompts(
+            return embed_encoded(
                 passes,
-                encoded.prompts,
-                encoded.expansions,
+                encoded,
                 pooling=service.settings.pooling,
                 normalize=form.normalize is not False,
                 dimensions=form.dimensions,
-                skipped=role.skipped,
-                unpooled=encoded.unpooled,
             )
 
         vectors = await _compute(service, compute)

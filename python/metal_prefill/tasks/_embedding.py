@@ -59,7 +59,8 @@ class EncodedTexts(NamedTuple):
     # Indices of texts that lost their ends, and of those without tokens.
     cut: list[int]
     empty: list[int]
-    unpooled: int  # number of first tokens of each text that pooling leaves out
+    unpooled: int = 0  # number of first tokens of each text that pooling leaves out
+    skipped: tuple[int, ...] = ()  # ids of tokens without vectors
 
     def add(self, text: EncodedText) -> None:
         if text.cut:
@@ -78,6 +79,12 @@ class EncodedTexts(NamedTuple):
         self.prompts.extend(tokens[end - n : end] for end, n in zip(ends, lengths, strict=True))
         self.expansions.extend([0] * len(lengths))
         self.empty.extend(first + i for i, n in enumerate(lengths) if n == 0)
+
+    def part(self, indices: Iterable[int]) -> EncodedTexts:
+        """Return some of the texts, without notes about them."""
+        chosen = list(indices)
+        prompts, expansions = ([items[i] for i in chosen] for items in (self.prompts, self.expansions))
+        return EncodedTexts(prompts, expansions, [], [], self.unpooled, self.skipped)
 
     def notes(self, limit: int) -> list[str]:
         """Return a message for each of `cut` and `empty` that names texts; `limit` is that of tokens."""
@@ -107,7 +114,7 @@ def encode_texts(
     frame = engine.tokenizer.frame
     begin, end = (frame.begin, frame.end) if role.framed else ((), ())
     room = _most_tokens(engine, role) - len(begin) - len(end)
-    encoded = EncodedTexts([], [], [], [], unpooled_tokens(engine, form))
+    encoded = EncodedTexts([], [], [], [], unpooled_tokens(engine, form), role.skipped)
     framed: list[tuple[int, ...]] = []
     made = numbered(form.tokens_of_all(engine.tokenizer, checked, rules), noun)
     for i, (text, ids) in enumerate(zip(checked, made, strict=True)):
@@ -300,43 +307,27 @@ def embed(
     encoded = encode_texts(engine, texts, form, rules, role)
     for note in encoded.notes(role.limit):
         warnings.warn(note, stacklevel=2)
-    return embed_prompts(
-        TextPasses(engine),
-        encoded.prompts,
-        encoded.expansions,
-        normalize=normalize,
-        dimensions=dimensions,
-        pooling=pooling,
-        skipped=role.skipped,
-        unpooled=encoded.unpooled,
-        progress=progress,
-    )
+    options = {"normalize": normalize, "dimensions": dimensions, "pooling": pooling, "progress": progress}
+    return embed_encoded(TextPasses(engine), encoded, **options)
 
 
-def embed_prompts(
+def embed_encoded(
     passes: TextPasses,
-    prompts: Sequence[npt.NDArray[np.int32]],
-    expansions: Sequence[int] = (),
+    encoded: EncodedTexts,
     *,
     normalize: bool = True,
     dimensions: int | None = None,
     pooling: str | None = None,
-    skipped: Sequence[int] = (),
-    unpooled: int = 0,
     progress: Progress | None = None,
 ) -> Any:
-    """Turn token ids of texts, as `encode_texts` makes them, into vectors; those of no tokens are zeros.
-
-    `expansions` are the numbers of last tokens that expand queries, if any text has some. With pooling
-    ``"none"``, `skipped` tokens have no vectors. Other poolings leave out the first `unpooled` tokens.
-    """
+    """Turn texts that `encode_texts` made into vectors; those of no tokens are zeros."""
+    prompts, skipped = encoded.prompts, encoded.skipped
     kind = check_pooling(passes.engine, pooling)
     width = dimensions = vector_width(passes.engine, kind, dimensions)
 
     # Texts that are the same are computed once.
     rows: dict[tuple[bytes, int], int] = {}
-    added = list(expansions) or [0] * len(prompts)
-    keys = [(ids.tobytes(), n) for ids, n in zip(prompts, added, strict=True)]
+    keys = [(ids.tobytes(), n) for ids, n in zip(prompts, encoded.expansions, strict=True)]
     distinct: list[int] = []
     for i, key in enumerate(keys):
         if key not in rows and key != _NO_TOKENS:
@@ -347,10 +338,10 @@ def embed_prompts(
         kind,
         [prompts[i] for i in distinct],
         [f"text {i}" for i in distinct],
-        [added[i] for i in distinct],
+        [encoded.expansions[i] for i in distinct],
         normalize=normalize,
         dimensions=dimensions,
-        unpooled=unpooled,
+        unpooled=encoded.unpooled,
     )
     # Where a text has no tokens, the row after those of the others is left.
     vectors = np.zeros((0 if kind == "none" else len(prompts), width), np.float32)

@@ -16,7 +16,14 @@ from metal_prefill.errors import ContextOverflowError
 from metal_prefill.files._entity_head import DIRECTIONS, PROJECTION, EntityHead
 from metal_prefill.files._gguf_file import FloatArray
 from metal_prefill.files._task_config import PooledHead
-from metal_prefill.tasks._embedding import Vectors, check_length, checked_texts, embed_prompts, encode_texts
+from metal_prefill.tasks._embedding import (
+    EncodedTexts,
+    Vectors,
+    check_length,
+    checked_texts,
+    embed_encoded,
+    encode_texts,
+)
 from metal_prefill.tasks._pooled_head import affine, sigmoid
 from metal_prefill.tasks._prompts import PromptRules, errors_of, named
 from metal_prefill.tasks._text_passes import Ids, TextPasses, finite, pooled_states, reported
@@ -42,7 +49,7 @@ class EntityTexts(NamedTuple):
 
     labels: list[str]  # without repetitions
     places: list[int]  # index of the token whose state represents each label, if texts follow labels
-    prompts: list[Ids]  # token ids of each label, if another encoder reads labels
+    read_labels: EncodedTexts | None  # the labels, if another encoder reads them
     texts: list[_Words]
     cut: list[int]  # indices of texts that lost their ends
 
@@ -154,14 +161,14 @@ def encode_entities(
     names = list(dict.fromkeys(checked_texts(labels, "label")))
     if not names:
         raise ValueError("labels must name at least one kind of entity")
-    encoded = EntityTexts(names, [], [], [], [])
     prompt = list(tokenizer.frame.begin)
     ids_of_labels = list((engine.label_encoder or engine).tokenizer.encode_all(names))
     for name, ids in zip(names, ids_of_labels, strict=True):
         if not ids:
             raise ValueError(f"label {name!r} has no tokens")
-    if engine.label_encoder is not None:
-        encoded.prompts.extend(encode_texts(engine.label_encoder, names, noun="label").prompts)
+    reader = engine.label_encoder
+    read_labels = None if reader is None else encode_texts(reader, names, noun="label")
+    encoded = EntityTexts(names, [], read_labels, [], [])
     if head.label_tokens is not None:
         before, separator = head.label_tokens
         for ids in ids_of_labels:
@@ -223,12 +230,12 @@ def found_entities(
 
 def _label_vectors(engine: Engine, encoded: EntityTexts) -> Vectors | None:
     """Return the vectors of labels by an encoder of their own; None if the file has no such encoder."""
-    encoder = engine.label_encoder
-    if encoder is None:
+    encoder, labels = engine.label_encoder, encoded.read_labels
+    if encoder is None or labels is None:
         return None
     known = engine.label_vectors
     new = [i for i, label in enumerate(encoded.labels) if label not in known]
-    made = embed_prompts(TextPasses(encoder), [encoded.prompts[i] for i in new], normalize=False)
+    made = embed_encoded(TextPasses(encoder), labels.part(new), normalize=False)
     vectors = known | dict(zip((encoded.labels[i] for i in new), made, strict=True))
     engine.label_vectors = vectors if len(vectors) <= _KEPT_LABELS else {}
     return np.stack([vectors[label] for label in encoded.labels])

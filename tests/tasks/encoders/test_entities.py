@@ -12,7 +12,7 @@ from support.programs import Run
 
 from metal_prefill import ClosedError, ContextOverflowError, Model
 from metal_prefill.tasks import Entity, _embedding, _entities
-from metal_prefill.tasks._text_passes import Ids, TextPasses
+from metal_prefill.tasks._text_passes import TextPasses
 
 CALLS = [(name, call) for name in RECORDED for call in calls_of(name)]
 
@@ -81,9 +81,9 @@ def test_vectors_of_labels_are_kept_up_to_a_limit(file_of: FileOf, monkeypatch: 
     monkeypatch.setattr(_entities, "_KEPT_LABELS", 3)
     path, computed = file_of(RECORDED["modernbert and bert"]), []
 
-    def embed_prompts(passes: TextPasses, prompts: list[Ids], **options: Any) -> Any:
-        computed.append(len(prompts))
-        return _embedding.embed_prompts(passes, prompts, **options)
+    def embed_encoded(passes: TextPasses, encoded: _embedding.EncodedTexts, **options: Any) -> Any:
+        computed.append(len(encoded.prompts))
+        return _embedding.embed_encoded(passes, encoded, **options)
 
     def found(model: Model, labels: list[str]) -> list[Entity]:
         return model.find_entities(["The king lives in London"], labels, threshold=0.0)[0]
@@ -95,7 +95,7 @@ def test_vectors_of_labels_are_kept_up_to_a_limit(file_of: FileOf, monkeypatch: 
         for options in modes:
             with Model(path, device="cpu", **options) as alone:
                 expected.append(found(alone, labels))
-    monkeypatch.setattr(_entities, "embed_prompts", embed_prompts)
+    monkeypatch.setattr(_entities, "embed_encoded", embed_encoded)
     with Model(path, device="cpu", **modes[0]) as one, Model(path, device="cpu", **modes[1]) as other:
         for i, labels in enumerate(calls):
             assert [found(model, labels) for model in (one, other)] == expected[2 * i : 2 * i + 2]
