@@ -35,27 +35,17 @@ def chat(bundled: Model) -> Conversation:
 
 
 def test_turns_continue_the_template_and_reuse_the_cache(bundled: Model, chat: Conversation) -> None:
-    (answer,) = talk(chat, QUESTIONS[0])
-    asked = [SYSTEM, {"role": "user", "content": QUESTIONS[0]}]
-    prompt = bundled.tokenizer.apply_chat_template(asked)
-    assert answer == "".join(bundled.generate(prompt, 24, stop="\n\n"))
-    assert chat.messages == [*asked, {"role": "assistant", "content": answer}]
-
-    held = bundled.tokenizer.apply_chat_template(chat.messages, add_generation_prompt=False)
-    talk(chat, QUESTIONS[1])
-    # The whole first turn, except the end of its answer, whose tokens were not generated in this form.
-    assert chat.session.stats()["tokens_reused"] >= max(len(prompt), len(held) - 4)
-
-
-def test_reuse_changes_no_answer(bundled: Model, chat: Conversation) -> None:
-    answers = talk(chat, *QUESTIONS)
     messages: list[dict[str, str]] = [SYSTEM]
-    for question, answer in zip(QUESTIONS, answers, strict=True):
+    for question, answer in zip(QUESTIONS, talk(chat, *QUESTIONS), strict=True):
+        held = bundled.tokenizer.apply_chat_template(messages, add_generation_prompt=False)
         messages.append({"role": "user", "content": question})
         with bundled.session() as fresh:
             prompt = bundled.tokenizer.apply_chat_template(messages)
             assert "".join(fresh.generate(prompt, 24, stop="\n\n")) == answer
         messages.append({"role": "assistant", "content": answer})
+    assert chat.messages == messages
+    # All turns but the last, except the end of an answer, whose tokens were not generated in this form.
+    assert chat.session.stats()["tokens_reused"] >= len(held) - 4
 
 
 def test_a_stopped_answer_stays_in_the_conversation(chat: Conversation) -> None:
@@ -165,13 +155,6 @@ def test_answers_accept_text_options(bundled: Model, chat: Conversation) -> None
     with pytest.raises(ValueError, match="echo is not supported in a conversation"):
         list(chat.answer(QUESTIONS[0], echo=True))
     assert chat.messages == [SYSTEM]
-
-
-def test_reset_keeps_the_system_message(chat: Conversation) -> None:
-    first = talk(chat, QUESTIONS[0])
-    chat.reset()
-    assert chat.messages == [SYSTEM]
-    assert talk(chat, QUESTIONS[0]) == first
 
 
 def test_decoding_runs_no_python_inside_numpy(bundled: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,20 +26,16 @@ def embed(embedder: Path, *arguments: Any) -> int:
     return main([*EMBED, *map(str, (embedder, *arguments))])
 
 
-def test_vectors_of_lines_and_json_match_the_library(embedder: Path, tmp_path: Path, errors: Run) -> None:
+def test_vectors_of_lines_match_the_library(embedder: Path, tmp_path: Path, errors: Run) -> None:
     texts = ["The king", "is  dead.", "Long live"]
     (tmp_path / "t.txt").write_text("The king\nis  dead.\n\nLong live\n")
-    lines = [json.dumps(texts[0]), json.dumps({"body": texts[1], "id": 3}), json.dumps({"body": texts[2]})]
-    (tmp_path / "t.jsonl").write_text("\n".join(lines))
-    with Model(embedder, device="cpu") as model:
-        plain, cut = model.embed(texts), model.embed(texts, dimensions=8, instruction="query")
-    assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "a.npy") == 0
-    np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), plain)
-    files = ("-f", tmp_path / "t.jsonl", "-o", tmp_path / "b.npy")
-    options = ("--column", "body", "--dimensions", 8, "--instruction", "query")
-    assert "3 texts in" in errors(*EMBED, embedder, *files, *options, code=0)
-    np.testing.assert_array_equal(np.load(tmp_path / "b.npy"), cut)
-    assert {p.name for p in tmp_path.iterdir()} == {"t.txt", "t.jsonl", "a.npy", "b.npy"}
+    files = ("-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy")
+    for options in ({}, {"dimensions": 8, "instruction": "query"}):
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        assert "3 texts in" in errors(*EMBED, embedder, *files, *words, code=0)
+        with Model(embedder, device="cpu") as model:
+            np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), model.embed(texts, **options))
+    assert {p.name for p in tmp_path.iterdir()} == {"t.txt", "v.npy"}
 
 
 def test_texts_may_be_arguments_or_lines_of_stdin_and_vectors_are_printed(

@@ -7,19 +7,15 @@ import os
 import shutil
 import socket
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import pytest
-from support import model_folders
+from support import hub_server, model_folders
 from support.places import ROOT
 from support.programs import Run, finished
 
 from metal_prefill import Model, UnsupportedModelError, _core, engine, synth
 from metal_prefill.cli import main
-from metal_prefill.hub._download import import_hub
 
 
 @pytest.fixture
@@ -196,42 +192,13 @@ def test_a_busy_port_names_the_option(error_of: Run) -> None:
     assert "choose another port with --port" in line
 
 
-class SignIn(BaseHTTPRequestHandler):
-    """A proxy that answers every request with its page."""
-
-    def do_GET(self) -> None:
-        body = b"<html>Sign in to the network</html>"
-        self.send_response(self.server.status)  # type: ignore[attr-defined]
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.mark.parametrize(("spec", "status"), [("owner/repo:a.gguf", 404), ("owner/repo", 200)])
 def test_a_proxy_that_answers_for_the_hub_is_reported(
-    run_error: Run, monkeypatch: pytest.MonkeyPatch, spec: str, status: int
+    tmp_path: Path, run_error: Run, monkeypatch: pytest.MonkeyPatch, spec: str, status: int
 ) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), SignIn)
-    server.status = status  # type: ignore[attr-defined]
-    Thread(target=server.serve_forever, daemon=True).start()
-    library: Any = import_hub()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(library.constants, "ENDPOINT", url)
-    monkeypatch.setattr(
-        library.constants,
-        "HUGGINGFACE_CO_URL_TEMPLATE",
-        url + "/{repo_id}/resolve/{revision}/{filename}",
-    )
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    line = run_error(spec)
-    server.shutdown()
-    server.server_close()
+    with hub_server.serve({}, sign_in=status) as hub:
+        hub_server.use_hub(monkeypatch, hub.url, tmp_path)
+        line = run_error(spec)
     assert f"a web page with status {status}, as proxies and sign-in pages send" in line
     assert "HTTPS_PROXY" in line
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from support.programs import Run
 from support.scheduled_texts import alone, texts_of
 
 from metal_prefill import Model, Scheduler, cli
-from metal_prefill.commands import run_many
 from metal_prefill.commands.result_lines import Prompt
 from metal_prefill.commands.run_many import in_order
 
@@ -256,23 +254,6 @@ def test_a_killed_run_is_resumed(tmp_path: Path, errors: Run) -> None:
     assert run("--prompts", prompts, "-o", whole) == 0
     assert killed.read_bytes() == whole.read_bytes()
     assert [line["prompt"] for line in read_lines(whole)] == [f"{SPEAKERS[i % 5]}{i} " for i in range(25)]
-
-
-def test_an_interrupted_run_keeps_finished_results(
-    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert run("--prompts", uneven, "-o", whole) == 0
-
-    def interrupted(*arguments: Any) -> Iterator[run_many.Result]:
-        results = in_order(*arguments)
-        yield next(results)
-        yield next(results)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run_many, "in_order", interrupted)
-    assert run("--prompts", uneven, "-o", out) == 130
-    assert out.read_bytes() == b"".join(whole.read_bytes().splitlines(keepends=True)[:2])
 
 
 @pytest.mark.parametrize(

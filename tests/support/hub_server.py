@@ -43,15 +43,16 @@ class Hub:
     """Repositories, the address they are served at, and the requests that came."""
 
     repos: dict[str, Repo]
+    sign_in: int = 0  # status of the page that answers all requests, as that of a proxy does
     url: str = ""
     requests: list[str] = field(default_factory=list)
     closing: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
-def serve(repos: dict[str, Repo]) -> Iterator[Hub]:
+def serve(repos: dict[str, Repo], sign_in: int = 0) -> Iterator[Hub]:
     """Serve `repos` until the block ends."""
-    hub = Hub(repos)
+    hub = Hub(repos, sign_in)
 
     class Handler(_Handler):
         content = hub
@@ -87,6 +88,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        if self.content.sign_in:
+            page = {"Content-Type": "text/html; charset=utf-8"}
+            return self._send(self.content.sign_in, page, b"<html>Sign in to the network</html>")
         url = urlsplit(self.path)
         self.content.requests.append(f"{self.command} {url.path}")
         info = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", url.path)
