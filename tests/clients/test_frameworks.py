@@ -42,7 +42,7 @@ def within(client: str, code: str, *arguments: str | Path, **variables: str) -> 
 
 @pytest.fixture(scope="module")
 def server(demo_path: Path) -> Iterator[Running]:
-    with running_with_template(demo_path, HERMES) as (server, _):
+    with running_with_template(demo_path, HERMES) as server:
         yield server
 
 

@@ -41,11 +41,11 @@ def vector_server(vector_model: Model) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Model]]:
+def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Serve a model that ranks by yes and no."""
     path = write(tmp_path_factory.mktemp("ranks") / "ranks.gguf", CLASSIFIERS["qwen3, yes and no"])
     with Model(path, device="cpu") as model, running(model) as server:
-        yield server, model
+        yield server
 
 
 @pytest.fixture(scope="module")

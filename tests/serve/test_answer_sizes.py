@@ -74,45 +74,43 @@ def test_a_number_and_a_byte_of_text_have_a_longest_form_in_json() -> None:
 
 
 @pytest.fixture(scope="module")
-def token_vectors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Model]]:
+def token_vectors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     path: Path = tmp_path_factory.mktemp("tokens") / "tokens.gguf"
     write(path, replace(EMBEDDERS["qwen3, last"], pooling="none"))
     with Model(path, device="cpu") as model, running(model) as server:
-        yield server, model
+        yield server
 
 
 def test_too_many_numbers_are_refused_before_anything_is_computed(
-    token_vectors: tuple[Running, Model], monkeypatch: pytest.MonkeyPatch
+    token_vectors: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, model = token_vectors
     texts = ["a text", "a longer text"]
-    whole = model.embed(texts)
+    whole = token_vectors.model.embed(texts)
     count = sum(map(len, whole))
     for dimensions, width in ((None, whole[0].shape[1]), (8, 8)):
         body: dict[str, Any] = {"input": texts, "dimensions": dimensions}
         monkeypatch.setattr(_vectors, "MOST_NUMBERS", count * width)
-        assert server.post("/v1/embeddings", body).status_code == 200
+        assert token_vectors.post("/v1/embeddings", body).status_code == 200
         monkeypatch.setattr(_vectors, "MOST_NUMBERS", count * width - 1)
         with monkeypatch.context() as patched:
             patched.setattr(_vectors, "_compute", None)
-            refused = server.refused("/v1/embeddings", body)
+            refused = token_vectors.refused("/v1/embeddings", body)
         message = f"input: {count} vectors of {width} numbers; an answer may have {count * width - 1} numbers"
         assert refused["message"] == message
 
 
 @pytest.mark.parametrize("piece", [1, 3000, 1 << 30])
 def test_vectors_are_sent_in_pieces(
-    token_vectors: tuple[Running, Model], monkeypatch: pytest.MonkeyPatch, piece: int
+    token_vectors: Running, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    server, model = token_vectors
     monkeypatch.setattr(_endpoint, "_PIECE", piece)
     texts = ["a text", "a longer text"]
-    answer = server.post("/v1/embeddings", {"input": texts})
+    answer = token_vectors.post("/v1/embeddings", {"input": texts})
     assert ("content-length" in answer.headers) == (piece == 1 << 30)
     found = answer.json()
     assert [item["index"] for item in found["data"]] == [0, 1]
-    assert found["usage"]["prompt_tokens"] == sum(map(len, model.embed(texts)))
-    for item, expected in zip(found["data"], model.embed(texts), strict=True):
+    assert found["usage"]["prompt_tokens"] == sum(map(len, token_vectors.model.embed(texts)))
+    for item, expected in zip(found["data"], token_vectors.model.embed(texts), strict=True):
         np.testing.assert_array_equal(np.array(item["embedding"], np.float32), expected)
 
 

@@ -27,7 +27,7 @@ CALL = r'<tool_call>\{"name": "weather", "arguments": \{"city": "a"\}\}</tool_ca
 
 
 @pytest.fixture(scope="module")
-def iterating(demo_path: Path) -> Iterator[tuple[Running, Model]]:
+def iterating(demo_path: Path) -> Iterator[Running]:
     with running_with_template(demo_path, ITERATES) as served:
         yield served
 
@@ -56,15 +56,14 @@ def tool(number: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", [{"regex": CALL}, {"tool_choice": "required", "max_tokens": 60}])
 def test_a_call_is_accepted_by_a_template_that_restricts_its_id(
-    iterating: tuple[Running, Model], how: dict[str, Any]
+    iterating: Running, how: dict[str, Any]
 ) -> None:
-    server, _ = iterating
-    answer = post(server, tools=[WEATHER], **{"max_tokens": 90, **how})
+    answer = post(iterating, tools=[WEATHER], **{"max_tokens": 90, **how})
     message = answer.json()["choices"][0]["message"]
     (call,) = message["tool_calls"]
     assert re.fullmatch(r"[a-zA-Z0-9]{9}", call["id"])
     result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
-    answer = post(server, messages=[*ASKED, message, result], tools=[WEATHER])
+    answer = post(iterating, messages=[*ASKED, message, result], tools=[WEATHER])
     assert answer.status_code == 200, answer.text
 
 
@@ -86,35 +85,34 @@ def tokens_of(server: Running, *messages: dict[str, Any]) -> Any:
     ],
 )
 def test_arguments_of_a_history_may_be_empty_or_cut(
-    iterating: tuple[Running, Model], arguments: Any, read: dict[str, Any]
+    iterating: Running, arguments: Any, read: dict[str, Any]
 ) -> None:
-    server, _ = iterating
-    assert tokens_of(server, *history(arguments)) == tokens_of(server, *history(read))
+    assert tokens_of(iterating, *history(arguments)) == tokens_of(iterating, *history(read))
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "text", '{"a": 1}}', "{'a': 1}", 5, ["a"]])
-def test_other_arguments_are_named(iterating: tuple[Running, Model], arguments: Any) -> None:
-    error = refused(iterating[0], messages=history(arguments))
+def test_other_arguments_are_named(iterating: Running, arguments: Any) -> None:
+    error = refused(iterating, messages=history(arguments))
     assert error["param"] == "messages[1].tool_calls[0].function.arguments"
     assert error["message"].startswith(f"{error['param']} must be a JSON object, got ")
 
 
-def test_an_empty_list_of_calls_is_none(iterating: tuple[Running, Model]) -> None:
+def test_an_empty_list_of_calls_is_none(iterating: Running) -> None:
     message = {"role": "assistant", "content": "a"}
     ways: list[dict[str, Any]] = [{}, {"tool_calls": None}, {"tool_calls": []}]
-    plain, *others = (tokens_of(iterating[0], {**message, **calls}) for calls in ways)
+    plain, *others = (tokens_of(iterating, {**message, **calls}) for calls in ways)
     assert others == [plain, plain]
 
 
-def test_fields_of_messages_reach_the_template_or_are_refused(iterating: tuple[Running, Model]) -> None:
-    server, model = iterating
+def test_fields_of_messages_reach_the_template_or_are_refused(iterating: Running) -> None:
     message = {"role": "assistant", "content": "a"}
-    plain, thought = (tokens_of(server, {**message, **more}) for more in ({}, {"thinking": "b"}))
-    assert model.tokenizer.decode(thought) == model.tokenizer.decode(plain).replace(": a", ": a(b)", 1)
-    error = refused(server, messages=[*ASKED, {"role": "user", "contnet": "b"}])
+    plain, thought = (tokens_of(iterating, {**message, **more}) for more in ({}, {"thinking": "b"}))
+    decode = iterating.model.tokenizer.decode
+    assert decode(thought) == decode(plain).replace(": a", ": a(b)", 1)
+    error = refused(iterating, messages=[*ASKED, {"role": "user", "contnet": "b"}])
     assert (error["param"], error["code"]) == ("messages[1].contnet", "unknown_parameter")
     nulls = dict.fromkeys(("audio", "function_call", "refusal", "parsed", "tool_calls"))
-    assert post(server, messages=[*ASKED, {**message, **nulls, "annotations": []}]).status_code == 200
+    assert post(iterating, messages=[*ASKED, {**message, **nulls, "annotations": []}]).status_code == 200
 
 
 def test_a_system_message_that_a_template_rejects_begins_the_question(demo_path: Path) -> None:
@@ -124,8 +122,10 @@ def test_a_system_message_that_a_template_rejects_begins_the_question(demo_path:
         "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
     system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}
-    with running_with_template(demo_path, template) as (server, model):
-        assert model.tokenizer.decode(tokens_of(server, system, question)) == "user: Be brief.\n\nWho?\n"
+    with running_with_template(demo_path, template) as server:
+        assert (
+            server.model.tokenizer.decode(tokens_of(server, system, question)) == "user: Be brief.\n\nWho?\n"
+        )
         assert post(server, messages=[system, question]).status_code == 200
         for messages, message in (
             ([system, question, question], "System role not supported"),
@@ -137,20 +137,20 @@ def test_a_system_message_that_a_template_rejects_begins_the_question(demo_path:
             assert message in error["message"]
 
 
-def test_null_is_the_same_as_no_field(iterating: tuple[Running, Model]) -> None:
+def test_null_is_the_same_as_no_field(iterating: Running) -> None:
     fields = set(completion_create_params.CompletionCreateParamsBase.__annotations__) - {
         "messages",
         "max_tokens",
     }
     assert len(fields) > 30
-    answer = post(iterating[0], **dict.fromkeys([*fields, "stream", "not_yet_known"]))
+    answer = post(iterating, **dict.fromkeys([*fields, "stream", "not_yet_known"]))
     assert answer.status_code == 200, answer.text
-    assert refused(iterating[0], not_yet_known=1)["param"] == "not_yet_known"
+    assert refused(iterating, not_yet_known=1)["param"] == "not_yet_known"
     nested = {"stream_options": {"new": None}, "response_format": {"type": "text", "new": None}}
     with_nulls = {"tools": [{**WEATHER, "new": None}], "chat_template_kwargs": {"new": None}, **nested}
-    assert post(iterating[0], **with_nulls).status_code == 200
-    assert iterating[0].post("/v1/responses", {"input": "a", "text": {"new": None}}).status_code == 200
-    assert refused(iterating[0], stream_options={"new": 1}, new=None)["param"] == "stream_options.new"
+    assert post(iterating, **with_nulls).status_code == 200
+    assert iterating.post("/v1/responses", {"input": "a", "text": {"new": None}}).status_code == 200
+    assert refused(iterating, stream_options={"new": 1}, new=None)["param"] == "stream_options.new"
 
 
 @pytest.mark.parametrize(
@@ -187,9 +187,9 @@ def test_null_is_the_same_as_no_field(iterating: tuple[Running, Model]) -> None:
     ],
 )
 def test_an_error_has_the_path_of_its_field(
-    iterating: tuple[Running, Model], body: dict[str, Any], param: str | None
+    iterating: Running, body: dict[str, Any], param: str | None
 ) -> None:
-    assert refused(iterating[0], **body)["param"] == param
+    assert refused(iterating, **body)["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -206,10 +206,10 @@ def test_an_error_has_the_path_of_its_field(
 def test_the_effort_of_reasoning_reaches_the_template(
     demo_path: Path, template: str, none: str, high: str
 ) -> None:
-    with running_with_template(demo_path, template) as (server, model):
+    with running_with_template(demo_path, template) as server:
         for effort, expected in (("none", none), ("high", high)):
             count = post(server, reasoning_effort=effort).json()["usage"]["prompt_tokens"]
-            assert count == len(model.tokenizer.encode(expected, add_bos=False))
+            assert count == len(server.model.tokenizer.encode(expected, add_bos=False))
         if "effort" in template:
             body = {"messages": ASKED, "output_config": {"effort": "high"}}
             assert server.post("/v1/messages/count_tokens", body).json()["input_tokens"] == count
@@ -217,12 +217,12 @@ def test_the_effort_of_reasoning_reaches_the_template(
 
 def test_variables_of_a_template_may_be_of_any_type_and_are_plain_text(demo_path: Path) -> None:
     template = "{{ a }}{{ b | join(',') }}{{ c is none }}{{ d.e }}"
-    with running_with_template(demo_path, template) as (server, model):
-        control = next(iter(model.tokenizer._spelled.special))
+    with running_with_template(demo_path, template) as server:
+        control = next(iter(server.model.tokenizer._spelled.special))
         variables = {"a": control, "b": ["x", "y"], "c": None, "d": {"e": 2.5}}
         count = post(server, chat_template_kwargs=variables).json()["usage"]["prompt_tokens"]
-        assert count == len(model.tokenizer.encode(f"{control}x,yTrue2.5", add_bos=False))
-        assert count > len(model.tokenizer.encode(control, add_bos=False, parse_special=True))
+        assert count == len(server.model.tokenizer.encode(f"{control}x,yTrue2.5", add_bos=False))
+        assert count > len(server.model.tokenizer.encode(control, add_bos=False, parse_special=True))
 
 
 def test_prompts_may_spell_control_tokens(server: Running, cpu_model: Model) -> None:
@@ -245,8 +245,7 @@ def test_prompts_may_spell_control_tokens(server: Running, cpu_model: Model) -> 
         assert answer["choices"][0]["text"].startswith(text)
 
 
-def test_tokens_of_a_conversation_are_those_of_its_prompt(iterating: tuple[Running, Model]) -> None:
-    server, model = iterating
+def test_tokens_of_a_conversation_are_those_of_its_prompt(iterating: Running) -> None:
     last = {"role": "assistant", "content": "It is"}
     for body in (
         {"messages": ASKED},
@@ -254,15 +253,15 @@ def test_tokens_of_a_conversation_are_those_of_its_prompt(iterating: tuple[Runni
         {"messages": ASKED, "chat_template_kwargs": {"tools": None}},
         {"messages": [*ASKED, last], "continue_final_message": True},
     ):
-        found, answer = server.post("/tokenize", body).json(), post(server, **body)
+        found, answer = iterating.post("/tokenize", body).json(), post(iterating, **body)
         if answer.status_code == 400:
             assert found == answer.json()
         else:
             assert found["count"] == answer.json()["usage"]["prompt_tokens"]
     long = [{"role": "user", "content": "a b " * 5000}]
-    assert server.post("/tokenize", {"messages": long}).json()["count"] > model.max_context
-    counted = server.post("/v1/messages/count_tokens", {"messages": long}).json()
-    assert counted["input_tokens"] > model.max_context
+    assert iterating.post("/tokenize", {"messages": long}).json()["count"] > iterating.model.max_context
+    counted = iterating.post("/v1/messages/count_tokens", {"messages": long}).json()
+    assert counted["input_tokens"] > iterating.model.max_context
 
 
 def test_a_suffix_is_filled_in(cpu_model: Model) -> None:
@@ -281,7 +280,7 @@ def test_a_suffix_is_filled_in(cpu_model: Model) -> None:
 
 
 @pytest.fixture(scope="module")
-def reasoning(demo_path: Path) -> Iterator[tuple[Running, Model]]:
+def reasoning(demo_path: Path) -> Iterator[Running]:
     with running_with_template(demo_path, "{{ messages[0].content }}{# </think> #}") as served:
         yield served
 
@@ -291,19 +290,18 @@ def reasoning(demo_path: Path) -> Iterator[tuple[Running, Model]]:
     ("stop", "content"), [(None, ";bc;d"), (";a", ";bc;d"), ("a", ";bc;d"), ("c", ";b"), (";b", "")]
 )
 def test_reasoning_ends_at_a_control_token_and_has_no_stop_strings(
-    reasoning: tuple[Running, Model], stream: bool, stop: str | None, content: str
+    reasoning: Running, stream: bool, stop: str | None, content: str
 ) -> None:
-    server, model = reasoning
-    tokenizer = model.tokenizer
+    tokenizer = reasoning.model.tokenizer
     begin, end = (tokenizer.encode(letter, add_bos=False)[0] for letter in "QZ")
     tags = {begin: Piece(b"<think>", True), end: Piece(b"</think>", True)}
     options = {"regex": "Q;a;Z;bc;d", "stop": stop, "stream": stream, "max_tokens": 30}
-    post(server, **options)  # the constraint knows both tokens by their bytes
+    post(reasoning, **options)  # the constraint knows both tokens by their bytes
     with (
         patch.dict(tokenizer._bytes._pieces, tags),
         patch.dict(tokenizer._spelled.special, {"<think>": begin, "</think>": end}),
     ):
-        answer = post(server, **options)
+        answer = post(reasoning, **options)
     if stream:
         deltas = [event["choices"][0]["delta"] for event in events(answer)]
         found = {key: "".join(d.get(key, "") for d in deltas) for key in ("content", "reasoning_content")}

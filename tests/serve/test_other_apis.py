@@ -30,13 +30,13 @@ COUNTING = {
 
 @pytest.fixture(scope="module")
 def served(demo_path: Path) -> Iterator[Running]:
-    with running_with_template(demo_path, HERMES) as (server, _):
+    with running_with_template(demo_path, HERMES) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def thinking(demo_path: Path) -> Iterator[Running]:
-    with running_with_template(demo_path, THINKS) as (server, _):
+    with running_with_template(demo_path, THINKS) as server:
         yield server
 
 

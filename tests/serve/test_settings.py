@@ -28,9 +28,7 @@ def ask(server: Running, url: str, port: int, body: Any, add: str = "") -> None:
     assert answer.status_code == 200, answer.text
 
 
-def test_open_webui_chats_embeds_and_ranks(
-    server: Running, vector_server: Running, ranker: tuple[Running, Model]
-) -> None:
+def test_open_webui_chats_embeds_and_ranks(server: Running, vector_server: Running, ranker: Running) -> None:
     variables = settings("Open WebUI")["services"]["open-webui"]["environment"]
     body = {"model": "demo", "messages": [{"role": "user", "content": "Who art thou?"}]}
     # The answer, and its title.
@@ -38,11 +36,11 @@ def test_open_webui_chats_embeds_and_ranks(
         ask(server, variables["OPENAI_API_BASE_URL"], 8080, {**body, **more}, "/chat/completions")
     vectors = {"input": DOCUMENTS, "model": "vectors"}
     ask(vector_server, variables["RAG_OPENAI_API_BASE_URL"], 8081, vectors, "/embeddings")
-    ask(ranker[0], variables["RAG_EXTERNAL_RERANKER_URL"], 8082, {**RANKED, "top_n": len(DOCUMENTS)})
+    ask(ranker, variables["RAG_EXTERNAL_RERANKER_URL"], 8082, {**RANKED, "top_n": len(DOCUMENTS)})
 
 
 def test_continue_chats_completes_embeds_and_ranks(
-    server: Running, vector_server: Running, ranker: tuple[Running, Model]
+    server: Running, vector_server: Running, ranker: Running
 ) -> None:
     models = {role: model for model in settings("Continue")["models"] for role in model["roles"]}
     options = {"max_tokens": 9, "temperature": 0, "stop": ["<|endoftext|>", "/src/", "```"], "stream": True}
@@ -57,7 +55,7 @@ def test_continue_chats_completes_embeds_and_ranks(
     vectors = {"input": DOCUMENTS, "model": "vectors", "encoding_format": "base64"}
     ask(vector_server, models["embed"]["apiBase"], 8081, vectors, "/embeddings")
     assert models["rerank"]["provider"] == "cohere"
-    ask(ranker[0], models["rerank"]["apiBase"], 8082, RANKED, "/rerank")
+    ask(ranker, models["rerank"]["apiBase"], 8082, RANKED, "/rerank")
 
 
 def test_a_container_reaches_the_server_if_its_name_is_allowed(cpu_model: Model) -> None:

@@ -12,7 +12,6 @@ from support.running_server import Running, running_with_template
 from support.scheduled_texts import alone
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
-from metal_prefill import Model
 from metal_prefill.text._vocabulary import Piece
 
 # Forced output of the bundled model, which was not trained on tools.
@@ -21,7 +20,7 @@ TWICE = r'(<tool_call>\{"name": "weather", "arguments": \{"city": "a"\}\}</tool_
 
 
 @pytest.fixture(scope="module")
-def with_tools(demo_path: Path) -> Iterator[tuple[Running, Model]]:
+def with_tools(demo_path: Path) -> Iterator[Running]:
     with running_with_template(demo_path, HERMES) as served:
         yield served
 
@@ -38,33 +37,29 @@ def ask_with_tools(server: Running, regex: str | None = None, **options: Any) ->
 
 
 @pytest.mark.parametrize("options", [{}, {"tool_choice": None}, {"tool_choice": "auto"}])
-def test_a_call_is_separated_from_the_answer(
-    with_tools: tuple[Running, Model], options: dict[str, Any]
-) -> None:
-    server, model = with_tools
-    answer = ask_with_tools(server, CALLING, **options)
+def test_a_call_is_separated_from_the_answer(with_tools: Running, options: dict[str, Any]) -> None:
+    answer = ask_with_tools(with_tools, CALLING, **options)
     choice = answer.choices[0]
     assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
     (call,) = choice.message.tool_calls
     assert (call.type, call.function.name) == ("function", "weather")
     assert set(json.loads(call.function.arguments)) == {"city"}
-    prompt = model.tokenizer.apply_chat_template(ASKED, tools=[WEATHER])
+    prompt = with_tools.model.tokenizer.apply_chat_template(ASKED, tools=[WEATHER])
     assert answer.usage.prompt_tokens == len(prompt)
 
 
-def test_control_tokens_may_mark_a_call(with_tools: tuple[Running, Model]) -> None:
-    server, model = with_tools
-    tokenizer, options = model.tokenizer, {"max_tokens": 60}
+def test_control_tokens_may_mark_a_call(with_tools: Running) -> None:
+    tokenizer, options = with_tools.model.tokenizer, {"max_tokens": 60}
     begin, middle = (tokenizer.encode(letter, add_bos=False)[0] for letter in "QZ")
     marks = {begin: Piece(b"[TOOL_CALLS]", True), middle: Piece(b"[ARGS]", True)}
     regex = r"so, itQweatherZ\{;city;: ;a;\}".replace(";", '"')
-    ask_with_tools(server, regex, **options)  # the constraint knows both tokens by their bytes
+    ask_with_tools(with_tools, regex, **options)  # the constraint knows both tokens by their bytes
     with (
         patch.dict(tokenizer._bytes._pieces, marks),
         patch.dict(tokenizer._spelled.special, {"[TOOL_CALLS]": begin, "[ARGS]": middle}),
     ):
-        message = ask_with_tools(server, regex, **options).choices[0].message
-        plain = ask_with_tools(server, regex, **options, tools=None).choices[0].message
+        message = ask_with_tools(with_tools, regex, **options).choices[0].message
+        plain = ask_with_tools(with_tools, regex, **options, tools=None).choices[0].message
     (call,) = message.tool_calls
     assert (message.content, call.function.name, call.function.arguments) == (
         "so, it",
@@ -74,11 +69,10 @@ def test_control_tokens_may_mark_a_call(with_tools: tuple[Running, Model]) -> No
     assert plain.content == 'so, itweather{"city": "a"}'
 
 
-def test_streamed_calls_are_numbered(with_tools: tuple[Running, Model]) -> None:
-    server, _ = with_tools
+def test_streamed_calls_are_numbered(with_tools: Running) -> None:
     calls: list[Any] = []
     reasons = []
-    for chunk in ask_with_tools(server, TWICE, stream=True):
+    for chunk in ask_with_tools(with_tools, TWICE, stream=True):
         choice = chunk.choices[0]
         calls += choice.delta.tool_calls or []
         reasons.append(choice.finish_reason)
@@ -92,9 +86,9 @@ def test_streamed_calls_are_numbered(with_tools: tuple[Running, Model]) -> None:
     ("choice", "names"),
     [("required", {"weather", "clock"}), ({"type": "function", "function": {"name": "clock"}}, {"clock"})],
 )
-def test_a_call_can_be_required(with_tools: tuple[Running, Model], choice: Any, names: set[str]) -> None:
+def test_a_call_can_be_required(with_tools: Running, choice: Any, names: set[str]) -> None:
     answer = ask_with_tools(
-        with_tools[0], tools=[WEATHER, {"type": "function", "function": CLOCK}], tool_choice=choice
+        with_tools, tools=[WEATHER, {"type": "function", "function": CLOCK}], tool_choice=choice
     )
     message = answer.choices[0].message
     assert message.content is None
@@ -102,12 +96,12 @@ def test_a_call_can_be_required(with_tools: tuple[Running, Model], choice: Any, 
     assert isinstance(json.loads(message.tool_calls[0].function.arguments), dict)
 
 
-def test_a_required_call_follows_the_tags_of_the_template(with_tools: tuple[Running, Model]) -> None:
+def test_a_required_call_follows_the_tags_of_the_template(with_tools: Running) -> None:
     """The next turn, in which the template writes them, continues from the cache of all of it."""
-    server, model = with_tools
+    model = with_tools.model
     choice = {"type": "function", "function": {"name": "weather"}}
     question = [{"role": "user", "content": "How is it in Verona, and how will it be in Padua?"}]
-    answer = ask_with_tools(server, messages=question, tool_choice=choice)
+    answer = ask_with_tools(with_tools, messages=question, tool_choice=choice)
     message = answer.choices[0].message
     (call,) = message.tool_calls
     text = model.tokenizer.decode(model.tokenizer.apply_chat_template(question, tools=[WEATHER]))
@@ -115,20 +109,20 @@ def test_a_required_call_follows_the_tags_of_the_template(with_tools: tuple[Runn
     assert answer.usage.prompt_tokens == len(begun)
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
     called = message.model_dump(exclude_none=True)
-    after = ask_with_tools(server, messages=[*question, called, result], max_tokens=1)
+    after = ask_with_tools(with_tools, messages=[*question, called, result], max_tokens=1)
     assert after.usage.prompt_tokens_details.cached_tokens >= len(begun)
 
     several = ask_with_tools(
-        server, messages=question, tool_choice="required", parallel_tool_calls=True, max_tokens=1
+        with_tools, messages=question, tool_choice="required", parallel_tool_calls=True, max_tokens=1
     )
     assert several.usage.prompt_tokens == len(model.tokenizer.encode(text, add_bos=False))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_calls_can_be_required(with_tools: tuple[Running, Model], stream: bool) -> None:
+def test_several_calls_can_be_required(with_tools: Running, stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("noon", "dusk")]
     options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": True}
-    answer = ask_with_tools(with_tools[0], **options, max_tokens=900, stream=stream, seed=1, temperature=1.0)
+    answer = ask_with_tools(with_tools, **options, max_tokens=900, stream=stream, seed=1, temperature=1.0)
     if stream:
         calls: dict[int, str] = {}
         for chunk in answer:
@@ -171,11 +165,9 @@ NAMED = {"type": "function", "function": {"name": "route"}}
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 16, 24])
-def test_a_truncated_required_call_is_a_partial_call(
-    with_tools: tuple[Running, Model], max_tokens: int
-) -> None:
+def test_a_truncated_required_call_is_a_partial_call(with_tools: Running, max_tokens: int) -> None:
     options = {"tools": [ROUTE, WEATHER], "tool_choice": NAMED, "max_tokens": max_tokens}
-    choice = ask_with_tools(with_tools[0], **options).choices[0]
+    choice = ask_with_tools(with_tools, **options).choices[0]
     (call,) = choice.message.tool_calls
     assert (choice.finish_reason, choice.message.content) == ("length", None)
     assert call.function.name == "route"
@@ -184,7 +176,7 @@ def test_a_truncated_required_call_is_a_partial_call(
     with pytest.raises(json.JSONDecodeError):
         json.loads(call.function.arguments)
 
-    chunks = [chunk.choices[0] for chunk in ask_with_tools(with_tools[0], **options, stream=True)]
+    chunks = [chunk.choices[0] for chunk in ask_with_tools(with_tools, **options, stream=True)]
     streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
     assert {part.index for part in streamed} == {0}
     assert [part.function.name for part in streamed] == ["route", *[None] * (len(streamed) - 1)]
@@ -193,36 +185,35 @@ def test_a_truncated_required_call_is_a_partial_call(
     assert chunks[-1].finish_reason == "length"
 
 
-def test_a_call_truncated_within_its_name_is_text(with_tools: tuple[Running, Model]) -> None:
+def test_a_call_truncated_within_its_name_is_text(with_tools: Running) -> None:
     options = {"tools": [ROUTE, WEATHER], "tool_choice": "required", "max_tokens": 1}
-    choice = ask_with_tools(with_tools[0], **options).choices[0]
+    choice = ask_with_tools(with_tools, **options).choices[0]
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
     assert '{"name": "'.startswith(choice.message.content)
 
 
-def test_a_call_cut_by_a_stop_string_is_partial(with_tools: tuple[Running, Model]) -> None:
-    choice = ask_with_tools(with_tools[0], tools=[ROUTE], tool_choice=NAMED, stop="}").choices[0]
+def test_a_call_cut_by_a_stop_string_is_partial(with_tools: Running) -> None:
+    choice = ask_with_tools(with_tools, tools=[ROUTE], tool_choice=NAMED, stop="}").choices[0]
     assert choice.finish_reason == "stop"
     assert choice.message.tool_calls[0].function.arguments.count("{") == 2
 
 
-def test_calls_can_be_disabled(with_tools: tuple[Running, Model]) -> None:
-    server, model = with_tools
-    answer = ask_with_tools(server, CALLING, tool_choice="none")
+def test_calls_can_be_disabled(with_tools: Running) -> None:
+    answer = ask_with_tools(with_tools, CALLING, tool_choice="none")
     assert answer.choices[0].message.tool_calls is None
     assert "<tool_call>" in answer.choices[0].message.content
-    assert answer.usage.prompt_tokens == len(model.tokenizer.apply_chat_template(ASKED))
+    assert answer.usage.prompt_tokens == len(with_tools.model.tokenizer.apply_chat_template(ASKED))
 
 
-def test_tool_results_reach_the_template(with_tools: tuple[Running, Model]) -> None:
-    server, model = with_tools
-    call = ask_with_tools(server, CALLING).choices[0].message
+def test_tool_results_reach_the_template(with_tools: Running) -> None:
+    model = with_tools.model
+    call = ask_with_tools(with_tools, CALLING).choices[0].message
     messages = [
         *ASKED,
         call.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "Rain."},
     ]
-    answer = server.client().chat.completions.create(
+    answer = with_tools.client().chat.completions.create(
         model="demo", messages=messages, tools=[WEATHER], max_tokens=4, temperature=0
     )
     ids = model.tokenizer.apply_chat_template(messages, tools=[WEATHER])
@@ -232,9 +223,9 @@ def test_tool_results_reach_the_template(with_tools: tuple[Running, Model]) -> N
     assert answer.choices[0].message.content == alone(model, ids, 4)
 
 
-def test_invalid_tools_are_reported(with_tools: tuple[Running, Model], server: Running) -> None:
+def test_invalid_tools_are_reported(with_tools: Running, server: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="asks for the tool 'sun'; the tools are: weather"):
-        ask_with_tools(with_tools[0], tool_choice={"type": "function", "function": {"name": "sun"}})
+        ask_with_tools(with_tools, tool_choice={"type": "function", "function": {"name": "sun"}})
     with pytest.raises(openai.BadRequestError, match="the chat template does not support tools") as found:
         ask_with_tools(server)
     assert found.value.param == "tools"
@@ -254,17 +245,17 @@ THINKING_CALL = (
 
 
 @pytest.fixture(scope="module")
-def thinking(demo_path: Path) -> Iterator[tuple[Running, Model]]:
+def thinking(demo_path: Path) -> Iterator[Running]:
     with running_with_template(demo_path, TEMPLATE) as served:
         yield served
 
 
-def test_reasoning_is_separated_from_the_answer(thinking: tuple[Running, Model]) -> None:
-    message = ask(thinking[0], THINKING).choices[0].message
+def test_reasoning_is_separated_from_the_answer(thinking: Running) -> None:
+    message = ask(thinking, THINKING).choices[0].message
     assert message.reasoning_content == "a <b"
     assert message.content in ("c d", "c e")
     reasoning = answer = ""
-    for chunk in ask(thinking[0], THINKING, stream=True):
+    for chunk in ask(thinking, THINKING, stream=True):
         delta = chunk.choices[0].delta
         part = getattr(delta, "reasoning_content", None)
         assert not (part and answer)
@@ -273,37 +264,36 @@ def test_reasoning_is_separated_from_the_answer(thinking: tuple[Running, Model])
     assert (reasoning, answer) == (message.reasoning_content, message.content)
 
 
-def test_tokens_of_the_reasoning_are_counted(thinking: tuple[Running, Model]) -> None:
-    answer = ask(thinking[0], THINKING, logprobs=True)
+def test_tokens_of_the_reasoning_are_counted(thinking: Running) -> None:
+    answer = ask(thinking, THINKING, logprobs=True)
     tokens = [made.token for made in answer.choices[0].logprobs.content]
     count = next(n for n in range(len(tokens)) if "</think>" in "".join(tokens[:n]))
     assert answer.usage.completion_tokens_details.reasoning_tokens == count < len(tokens)
-    *_, last = ask(thinking[0], THINKING, stream=True, stream_options={"include_usage": True})
+    *_, last = ask(thinking, THINKING, stream=True, stream_options={"include_usage": True})
     assert last.usage.completion_tokens_details.reasoning_tokens == count
-    plain = ask(thinking[0], "[a-b]")
+    plain = ask(thinking, "[a-b]")
     assert plain.usage.completion_tokens_details.reasoning_tokens == 0
 
 
-def test_calls_follow_the_reasoning(thinking: tuple[Running, Model]) -> None:
-    choice = ask(thinking[0], THINKING_CALL, tools=[WEATHER]).choices[0]
+def test_calls_follow_the_reasoning(thinking: Running) -> None:
+    choice = ask(thinking, THINKING_CALL, tools=[WEATHER]).choices[0]
     assert choice.message.reasoning_content == "a"
     assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "b"}
 
 
-def test_the_prompt_may_begin_the_reasoning(thinking: tuple[Running, Model]) -> None:
-    server, _ = thinking
+def test_the_prompt_may_begin_the_reasoning(thinking: Running) -> None:
     options: dict[str, Any] = {"max_tokens": 6, "extra": {"chat_template_kwargs": {"enable_thinking": True}}}
-    message = ask(server, **options).choices[0].message
+    message = ask(thinking, **options).choices[0].message
     assert message.content == ""
-    whole = ask(server, **{**options, "extra": {**options["extra"], "reasoning_format": "none"}})
+    whole = ask(thinking, **{**options, "extra": {**options["extra"], "reasoning_format": "none"}})
     assert message.reasoning_content == whole.choices[0].message.content.strip()
     assert not hasattr(whole.choices[0].message, "reasoning_content")
 
 
-def test_an_answer_of_a_given_form_is_not_reasoning(thinking: tuple[Running, Model]) -> None:
+def test_an_answer_of_a_given_form_is_not_reasoning(thinking: Running) -> None:
     kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
-    message = ask(thinking[0], "[a-b]", extra=kwargs).choices[0].message
+    message = ask(thinking, "[a-b]", extra=kwargs).choices[0].message
     assert message.content in ("a", "b")
     assert not hasattr(message, "reasoning_content")
 
@@ -313,10 +303,10 @@ def test_answers_stay_whole_without_a_template_that_knows_reasoning(server: Runn
     assert message.content == "<think>\na <b\n</think>"  # an empty line ends answers of the plain template
 
 
-def test_documents_are_part_of_the_prompt(thinking: tuple[Running, Model]) -> None:
-    server, model = thinking
+def test_documents_are_part_of_the_prompt(thinking: Running) -> None:
+    model = thinking.model
     documents = [{"title": "a", "text": "The king <|endoftext|> is dead."}]
-    answer = ask(server, max_tokens=1, extra={"documents": documents})
+    answer = ask(thinking, max_tokens=1, extra={"documents": documents})
     ids = model.tokenizer.apply_chat_template(ASKED, documents=documents)
     assert answer.usage.prompt_tokens == len(ids)
     assert "[a: The king <|endoftext|> is dead.]" in model.tokenizer.decode(ids)

@@ -120,37 +120,35 @@ QUERY = "what is a page?"
 DOCUMENTS = ["a leaf of a book", "64 positions of K and V", "a young attendant"]
 
 
-def test_vectors_of_a_ranker_are_an_error_that_names_no_option(ranker: tuple[Running, Model]) -> None:
-    server, _ = ranker
-    error = server.refused("/v1/embeddings", {"model": "ranks", "input": "a"})
+def test_vectors_of_a_ranker_are_an_error_that_names_no_option(ranker: Running) -> None:
+    error = ranker.refused("/v1/embeddings", {"model": "ranks", "input": "a"})
     assert error["message"].endswith("use rerank, or classify")
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_requests_of_jina_and_cohere_are_supported(ranker: tuple[Running, Model], version: str) -> None:
-    server, model = ranker
+def test_requests_of_jina_and_cohere_are_supported(ranker: Running, version: str) -> None:
     # As https://api.jina.ai/v1/rerank takes it: documents are texts or objects with one. Cohere's ClientV2
     # reads `id`, `results` and `meta`.
     documents = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
     body = {"model": "ranks", "query": QUERY, "documents": documents, "top_n": 2, "return_documents": True}
-    answer = server.post(f"/{version}/rerank", body).json()
-    expected = model.rerank(QUERY, DOCUMENTS, top_n=2)
+    answer = ranker.post(f"/{version}/rerank", body).json()
+    expected = ranker.model.rerank(QUERY, DOCUMENTS, top_n=2)
     assert [(r["index"], r["relevance_score"]) for r in answer["results"]] == of(expected)
     assert [r["document"]["text"] for r in answer["results"]] == [item.document for item in expected]
     assert answer["usage"]["total_tokens"] > 0
     assert {"id", "meta"} <= answer.keys()
-    error = server.refused(f"/{version}/rerank", {**body, "documents": ["a", {"title": "b"}]})
+    error = ranker.refused(f"/{version}/rerank", {**body, "documents": ["a", {"title": "b"}]})
     assert error["param"] == "documents[1]"
 
 
-def test_fields_of_cohere_requests_have_their_effect(ranker: tuple[Running, Model]) -> None:
-    server, model = ranker
+def test_fields_of_cohere_requests_have_their_effect(ranker: Running) -> None:
+    model = ranker.model
     long = [f"{document}, {'and so on ' * 20}" for document in DOCUMENTS]
     # As langchain-cohere and Cohere's first client send them.
     unset = {"max_tokens_per_doc": None, "max_chunks_per_doc": None, "rank_fields": None, "priority": 0}
 
     def ranked(documents: Any, **fields: Any) -> list[tuple[int, float]]:
-        return ranks(server, "/rerank", query=QUERY, documents=documents, **{**unset, **fields})
+        return ranks(ranker, "/rerank", query=QUERY, documents=documents, **{**unset, **fields})
 
     def expected(documents: list[str]) -> list[tuple[int, float]]:
         return of(model.rerank(QUERY, documents))
@@ -164,20 +162,19 @@ def test_fields_of_cohere_requests_have_their_effect(ranker: tuple[Running, Mode
     lines = [f"body: {text[::-1]}\ntitle: {text}" for text in DOCUMENTS]
     assert ranked(rows, rank_fields=["body", "title", "other"]) == expected(lines)
     for fields in ({"rank_fields": ["year"]}, {"rank_fields": ["other"]}, {}):
-        error = server.refused("/rerank", {"query": QUERY, "documents": rows, **fields})
+        error = ranker.refused("/rerank", {"query": QUERY, "documents": rows, **fields})
         assert error["param"] == "documents[0]"
-    error = server.refused("/rerank", {"query": QUERY, "documents": DOCUMENTS, "max_chunks_per_doc": 3})
+    error = ranker.refused("/rerank", {"query": QUERY, "documents": DOCUMENTS, "max_chunks_per_doc": 3})
     assert error["param"] == "max_chunks_per_doc"
 
 
-def test_truncated_documents_are_counted(ranker: tuple[Running, Model]) -> None:
-    server, model = ranker
+def test_truncated_documents_are_counted(ranker: Running) -> None:
     documents = ["a", "a b " * 2000]
     body: dict[str, Any] = {"query": QUERY, "documents": documents, "truncate": "end", "unicode": "NFC"}
     with pytest.warns(UserWarning, match="1 of 2 documents"):
-        assert ranks(server, **body) == of(model.rerank(QUERY, documents, truncate="end"))
-    assert server.post("/v1/rerank", body).json()["usage"]["truncated_texts"] == 1
-    assert server.post("/v1/rerank", {**body, "truncate": None}).status_code == 400
+        assert ranks(ranker, **body) == of(ranker.model.rerank(QUERY, documents, truncate="end"))
+    assert ranker.post("/v1/rerank", body).json()["usage"]["truncated_texts"] == 1
+    assert ranker.post("/v1/rerank", {**body, "truncate": None}).status_code == 400
 
 
 def test_a_model_that_cannot_rerank_is_an_error(server: Running) -> None:
@@ -186,12 +183,12 @@ def test_a_model_that_cannot_rerank_is_an_error(server: Running) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair_ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Model]]:
+def pair_ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Serve a cross-encoder."""
     folder = tmp_path_factory.mktemp("pairs")
     path = convert(task_folders.RANKERS["bert"](folder / "folder").write(), folder / "pairs.gguf")
     with Model(path, device="cpu") as model, running(model) as server:
-        yield server, model
+        yield server
 
 
 def test_a_server_has_the_name_of_its_folder(tmp_path: Path) -> None:
@@ -211,14 +208,15 @@ def test_a_server_has_the_name_of_its_folder(tmp_path: Path) -> None:
             assert server.post("/v1/embeddings", body).json()["data"] == before
 
 
-def test_a_cross_encoder_ranks(pair_ranker: tuple[Running, Model]) -> None:
-    server, model = pair_ranker
-    assert ranks(server, query=QUERY, documents=DOCUMENTS) == of(model.rerank(QUERY, DOCUMENTS))
+def test_a_cross_encoder_ranks(pair_ranker: Running) -> None:
+    assert ranks(pair_ranker, query=QUERY, documents=DOCUMENTS) == of(
+        pair_ranker.model.rerank(QUERY, DOCUMENTS)
+    )
     for extra, message in (
         ({"how": "late"}, "has a classification head"),
         ({"instruction": "a"}, "instruction is not supported"),
     ):
-        error = server.refused("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, **extra})
+        error = pair_ranker.refused("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, **extra})
         assert message in error["message"]
 
 
@@ -233,16 +231,15 @@ def test_ids_of_another_tokenizer_are_noted_once(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_text_embeddings_inference_ranks_texts(pair_ranker: tuple[Running, Model], raw: bool) -> None:
-    server, model = pair_ranker
-    logits = model.classify([(QUERY, document) for document in DOCUMENTS]).log_likelihoods[:, 0]
+def test_text_embeddings_inference_ranks_texts(pair_ranker: Running, raw: bool) -> None:
+    logits = pair_ranker.model.classify([(QUERY, document) for document in DOCUMENTS]).log_likelihoods[:, 0]
     expected = logits if raw else 1 / (1 + np.exp(-logits))
     body = {"query": QUERY, "texts": DOCUMENTS, "raw_scores": raw, "return_text": raw, "truncate": True}
-    found = server.post("/rerank", body).json()
+    found = pair_ranker.post("/rerank", body).json()
     assert [item["index"] for item in found] == np.argsort(-logits).tolist()
     np.testing.assert_allclose([item["score"] for item in found], np.sort(expected)[::-1], rtol=1e-6)
     assert [item.get("text") for item in found] == [DOCUMENTS[i["index"]] if raw else None for i in found]
-    error = server.refused("/rerank", {"query": QUERY})
+    error = pair_ranker.refused("/rerank", {"query": QUERY})
     assert (error["param"], error["message"]) == ("documents", "you must provide documents")
 
 
@@ -268,19 +265,18 @@ def test_text_embeddings_inference_predicts_classes(tmp_path: Path) -> None:
         assert error["message"] == "inputs[0] has 3 texts, must have one or two"
 
 
-def test_text_requests_to_an_encoder_name_its_endpoints(pair_ranker: tuple[Running, Model]) -> None:
-    server, _ = pair_ranker
+def test_text_requests_to_an_encoder_name_its_endpoints(pair_ranker: Running) -> None:
     for path, body in (
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/completions", {"prompt": [5, 6], "echo": True, "logprobs": 1, "max_tokens": 0}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
     ):
-        error = server.refused(path, body)
+        error = pair_ranker.refused(path, body)
         assert error["code"] == "unsupported"
         assert "pairs does not generate text" in error["message"]
         assert "use rerank or classify" in error["message"]
-    assert server.get("/v1/models").json()["data"][0]["id"] == "pairs"
+    assert pair_ranker.get("/v1/models").json()["data"][0]["id"] == "pairs"
 
 
 def test_late_interaction_is_served(tmp_path: Path) -> None:

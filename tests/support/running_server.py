@@ -42,6 +42,7 @@ class Running:
 
     def __init__(self, app: Starlette, port: int, server: uvicorn.Server) -> None:
         self.service: Service = app.state.service
+        self.model: Model = self.service.model
         self.bodies: Bodies = app.state.bodies
         self.port = port
         self._server = server
@@ -120,7 +121,7 @@ def running(
 
 
 @contextmanager
-def running_with_template(path: Path, template: str) -> Iterator[tuple[Running, Model]]:
+def running_with_template(path: Path, template: str) -> Iterator[Running]:
     """Serve a file as `demo`, with another chat template, until the block ends."""
     source = {"tokenizer.chat_template": template}.get
     with (
@@ -128,7 +129,7 @@ def running_with_template(path: Path, template: str) -> Iterator[tuple[Running, 
         patch.object(model.tokenizer, "_template_source", source),
         running(model, names=["demo"]) as server,
     ):
-        yield server, model
+        yield server
 
 
 class Gate:
