@@ -129,17 +129,6 @@ def test_instructions_are_placed_as_in_the_model_card(
         np.testing.assert_array_equal(opened.embed([text], instruction=instruction), expected)
 
 
-def test_every_length_up_to_the_context(embedder: Path) -> None:
-    with Model(embedder, device="cpu", max_context=40) as model:
-        piece = "a b"
-        while len(tokens_of(model, piece)) < 40:
-            piece += "!" if len(tokens_of(model, piece + " b")) > 40 else " b"
-        assert len(tokens_of(model, piece)) == 40
-        assert model.embed([piece, ""]).shape == (2, 64)
-        with pytest.raises(ContextOverflowError, match=r"text 1: 4[1-9] tokens exceed the context of 40"):
-            model.embed(["a", piece + "? !", "b"])
-
-
 @pytest.mark.parametrize("pooling", ["mean", "none"])
 def test_repeated_texts_have_the_vectors_of_the_first(model: Model, pooling: Any) -> None:
     texts = ["a", "a", "b", "c", "b", "d"]
@@ -213,15 +202,6 @@ def test_texts_are_encoded_together_as_each_alone(tmp_path: Path, preset: str, f
         assert together.empty == [i for i, text in enumerate(alone) if not len(text.ids)]
         assert len(together.cut) > 1
         assert len(together.empty) == (3 if (preset, form) == ("tiny", "{text}") else 0)
-
-
-def test_texts_are_normalized_to_nfc_on_request(embedder: Path) -> None:
-    composed, decomposed = "caf\u00e9", "cafe\u0301"
-    with Model(embedder, device="cpu") as model:
-        plain = model.embed([composed, decomposed])
-        assert not np.array_equal(plain[0], plain[1])
-        found = model.embed([composed, decomposed], unicode="NFC")
-        np.testing.assert_array_equal(found, plain[[0, 0]])
 
 
 def test_texts_of_a_bidirectional_model_are_not_split(device: str, tmp_path: Path) -> None:

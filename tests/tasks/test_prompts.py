@@ -17,8 +17,7 @@ SEARCH = "Represent this sentence for searching relevant passages: "
 
 
 def opened(folder: Folder, name: str = "m") -> Model:
-    folder.pool()
-    path = convert(folder.write(), folder.path / "m.gguf", name=name)
+    path = convert(folder.pool().write(), folder.path / "m.gguf", name=name)
     return Model(path, device="cpu")
 
 

@@ -1,6 +1,6 @@
 """Reranking and classification: heads, answers and likelihoods against the float64 reference."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,14 +131,6 @@ def test_documents_beyond_the_context_are_truncated_on_request(reranker: Path) -
             short.rerank(QUERY, ["x"], template=TEMPLATE, truncate="start")
 
 
-def test_queries_and_documents_are_normalized_to_nfc_on_request(model: Model) -> None:
-    composed, decomposed = "caf\u00e9", "cafe\u0301"
-    (expected,) = model.rerank(composed, [composed], template=TEMPLATE)
-    (plain,) = model.rerank(decomposed, [decomposed], template=TEMPLATE)
-    (found,) = model.rerank(decomposed, [decomposed], template=TEMPLATE, unicode="NFC")
-    assert found.score == expected.score != plain.score
-
-
 # Classes.
 
 
@@ -165,8 +157,6 @@ def test_texts_beyond_the_context_of_a_head_are_truncated(tmp_path: Path) -> Non
             found = short.classify([long, "x"], truncate="end")
         kept = model.tokenizer.decode(model.tokenizer.encode(long)[:19])  # and the token that ends texts
         np.testing.assert_array_equal(found.log_likelihoods, model.classify([kept, "x"]).log_likelihoods)
-        nfc = model.classify(["cafe\u0301"], unicode="NFC").log_likelihoods
-        np.testing.assert_array_equal(nfc, model.classify(["caf\u00e9"]).log_likelihoods)
 
 
 def test_a_text_without_tokens_has_no_class_of_a_head(tmp_path: Path) -> None:
@@ -244,11 +234,23 @@ def test_texts_with_labels_beyond_the_context_are_truncated(demo_path: Path) -> 
         np.testing.assert_array_equal(found.log_likelihoods, expected.log_likelihoods)
 
 
-def test_texts_and_labels_are_normalized_to_nfc_on_request(cpu: Model) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, text, **options: model.embed([text], pooling="mean", **options)[0].tolist(),
+        lambda model, text, **options: model.rerank(text, ["x"], template=TEMPLATE, **options)[0].score,
+        lambda model, text, **options: model.rerank("x", [text], template=TEMPLATE, **options)[0].score,
+        lambda model, text, **options: model.classify([text], **options).log_likelihoods.tolist(),
+        lambda model, text, **options: model.classify([text], ["x", "y"], **options).log_likelihoods.tolist(),
+        lambda model, text, **options: model.classify(["x"], [text, "y"], **options).log_likelihoods.tolist(),
+    ],
+    ids=["texts", "queries", "documents", "classes", "texts with labels", "labels"],
+)
+def test_texts_are_normalized_to_nfc_on_request(model: Model, call: Callable[..., Any]) -> None:
     composed, decomposed = "caf\u00e9", "cafe\u0301"
-    expected = cpu.classify([composed], [composed, "x"])
-    plain = cpu.classify([decomposed], [decomposed, "x"])
-    found = cpu.classify([decomposed], [decomposed, "x"], unicode="NFC")
-    np.testing.assert_array_equal(found.log_likelihoods, expected.log_likelihoods)
-    assert not np.array_equal(found.log_likelihoods, plain.log_likelihoods)
-    assert found.labels == (decomposed, "x")  # as they were given
+    expected = call(model, composed)
+    assert call(model, decomposed, unicode="NFC") == expected != call(model, decomposed)
+
+
+def test_labels_are_named_as_they_are_given(cpu: Model) -> None:
+    assert cpu.classify(["x"], ["cafe\u0301", "x"], unicode="NFC").labels == ("cafe\u0301", "x")

@@ -25,8 +25,7 @@ SHORT = SENTENCES[:9]  # which fit the context of the made folders
 def made(tmp_path_factory: pytest.TempPathFactory) -> Paths:
     """Folders without the real model."""
     path = tmp_path_factory.mktemp("folders")
-    vectors = model_folders.bert(path / "vectors", model_type="bert")
-    vectors.pool("mean_tokens", normalize=False)
+    vectors = model_folders.bert(path / "vectors", model_type="bert").pool(normalize=False)
     return Paths(
         str(vectors.write()),
         str(task_folders.RANKERS["bert"](path / "pairs").write()),
@@ -112,8 +111,7 @@ def test_texts_are_cut_in_silence(model: st.SentenceTransformer, recwarn: pytest
 
 
 def test_prompts_of_a_folder_and_of_the_caller(tmp_path: Path) -> None:
-    folder = model_folders.bert(tmp_path / "m", model_type="bert")
-    folder.pool()
+    folder = model_folders.bert(tmp_path / "m", model_type="bert").pool()
     settings = {"prompts": {"query": "find: ", "passage": "text: "}, "default_prompt_name": "passage"}
     stated = {"similarity_fn_name": "dot", "truncate_dim": 5}
     folder.json("config_sentence_transformers.json", {**settings, **stated})

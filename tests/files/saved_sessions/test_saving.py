@@ -89,12 +89,12 @@ def device() -> str:
     return "cpu"
 
 
-def test_a_file_truncated_anywhere_is_rejected(demo: Model, saved: Path) -> None:
+def test_a_file_of_another_length_is_rejected(demo: Model, saved: Path) -> None:
     content = saved.read_bytes()
     header = 8 + struct.unpack("<Q", content[:8])[0]
     lengths = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(content) - 1, *range(0, len(content), 4099)}
-    for length in sorted(lengths):
-        saved.write_bytes(content[:length])
+    for damaged in (content + b"\0", *(content[:length] for length in sorted(lengths))):
+        saved.write_bytes(damaged)
         with pytest.raises(StateError, match="damaged"):
             demo.load_session(saved)
 
@@ -109,12 +109,6 @@ def test_states_of_a_number_of_tokens_beyond_the_prompt_are_rejected(tmp_path: P
         rewrite(path, arrays={"computed": np.array([computed], np.int32)})
         with pytest.raises(StateError, match=f"states of {computed} tokens, and 70"):
             model.load_session(path)
-
-
-def test_trailing_bytes_are_rejected(demo: Model, saved: Path) -> None:
-    saved.write_bytes(saved.read_bytes() + b"\0")
-    with pytest.raises(StateError, match="damaged"):
-        demo.load_session(saved)
 
 
 def test_a_flipped_bit_anywhere_is_rejected(demo: Model, saved: Path) -> None:
@@ -159,14 +153,11 @@ def test_other_safetensors_files_are_rejected(demo: Model, tmp_path: Path) -> No
 def test_a_complete_file_with_wrong_contents_is_rejected(
     demo: Model, saved: Path, change: dict[str, Any], message: str
 ) -> None:
+    rewrite(saved)
+    assert demo.load_session(saved).tokens == PROMPT
     rewrite(saved, **change)
     with pytest.raises(StateError, match=message):
         demo.load_session(saved)
-
-
-def test_rewriting_without_a_change_is_accepted(demo: Model, saved: Path) -> None:
-    rewrite(saved)
-    assert demo.load_session(saved).tokens == PROMPT
 
 
 def test_missing_files_and_directories_are_os_errors(demo: Model, tmp_path: Path) -> None:

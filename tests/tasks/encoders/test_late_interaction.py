@@ -147,8 +147,7 @@ def test_stored_vectors_are_compared() -> None:
 
 
 def test_late_interaction_works_without_a_projection(tmp_path: Path) -> None:
-    folder = model_folders.bert(tmp_path / "m")
-    folder.pool()
+    folder = model_folders.bert(tmp_path / "m").pool()
     with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
         query, *documents = model.embed([QUERY, *DOCUMENTS], pooling="none")
         expected = [(query @ rows.T).max(axis=1).sum() for rows in documents]

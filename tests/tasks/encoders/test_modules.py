@@ -68,9 +68,7 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def pooled(path: Path, dense: int = 0) -> Folder:
-    folder = model_folders.bert(path)
-    folder.pool(dense=dense, normalize=False)
-    return folder
+    return model_folders.bert(path).pool(dense=dense, normalize=False)
 
 
 def vectors(folder: Folder, name: str = "m") -> Any:
@@ -206,8 +204,7 @@ def test_texts_of_wrong_lengths_are_refused(
 
 
 def test_values_beyond_16_bits_are_an_error_that_names_the_option(tmp_path: Path) -> None:
-    folder = model_folders.bert(tmp_path / "m")
-    folder.pool()
+    folder = model_folders.bert(tmp_path / "m").pool()
     folder.tensors["encoder.layer.0.attention.self.value.weight"] *= 1e6
     path = convert(folder.write(), tmp_path / "m.gguf")
     with (
