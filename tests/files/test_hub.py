@@ -254,47 +254,53 @@ def test_a_local_file_takes_precedence_over_the_hub(tmp_path: Path, monkeypatch:
     assert hub.resolve_model("tiny/model:a.gguf").read_bytes() == b"local"
 
 
-ODD_LISTINGS = {
-    "HTML": b"<!DOCTYPE html><html><body>Log in to the hotel's network</body></html>",
-    "nothing": b"",
-    "a list": b"[]",
-    "null": b"null",
-    "no files": b'{"id": "tiny/odd", "siblings": null}',
-    "files without names": b'{"id": "tiny/odd", "siblings": [{}]}',
-    "names that are no text": b'{"id": "tiny/odd", "siblings": [{"rfilename": ["a.gguf"]}]}',
-    "names elsewhere": b'{"id": "tiny/odd", "siblings": [{"rfilename": "../../a.gguf"}]}',
-    "absolute names": b'{"id": "tiny/odd", "siblings": [{"rfilename": "/a.gguf"}]}',
-    "deep nesting": b"[" * 100_000,
-    "not UTF-8": b'{"siblings": "\xff"}',
-}
+UNREACHABLE_HUB = "{} is not in the cache, and the Hub is unreachable: its "
+NO_NAME = "cannot download a.gguf from {}: its "
+# Answers of a hub, and errors about repositories whose files are not in the cache.
+INVALID_ANSWERS: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"listing": listing}, UNREACHABLE_HUB)
+        for listing in (
+            b"<!DOCTYPE html><html><body>Log in to the hotel's network</body></html>",
+            *(b"", b"[]", b"null", b"[" * 100_000, b'{"siblings": "\xff"}'),
+            *(
+                b'{"id": "tiny/odd", "siblings": %s}' % files
+                for files in (
+                    *(b"null", b"[{}]", b'[{"rfilename": ["a.gguf"]}]'),
+                    *(b'[{"rfilename": "../../a.gguf"}]', b'[{"rfilename": "/a.gguf"}]'),
+                )
+            ),
+        )
+    ),
+    ({"status": 500}, UNREACHABLE_HUB),
+    *(
+        ({"headers": {name: value}}, NO_NAME)
+        for name, value in (
+            *(("ETag", None), ("ETag", '""'), ("ETag", '".."'), ("ETag", '"../../outside"')),
+            *(("ETag", 'W/"../../outside"'), ("ETag", '"/tmp/outside"'), ("ETag", '"..\\\\..\\\\outside"')),
+            *(("ETag", '"' + "a" * 300 + '"'), ("X-Linked-ETag", '"../../outside"')),
+            *(("X-Repo-Commit", None), ("X-Repo-Commit", "../../../../outside")),
+        )
+    ),
+]
 
 
-def test_a_hub_with_invalid_answers_counts_as_unreachable(client: Client, server: Hub) -> None:
-    for i, listing in enumerate(ODD_LISTINGS.values()):
-        server.repos[f"tiny/odd{i}"] = Repo({"a.gguf": b"a"}, listing=listing)
-    server.repos["tiny/odd99"] = Repo({"a.gguf": b"a"}, status=500)
-    numbers = [*range(len(ODD_LISTINGS)), 99]
-    answers = client.ask(*(f"tiny/odd{i}:*.gguf" for i in numbers))
-    for i, answer in zip(numbers, answers, strict=True):
-        assert f"tiny/odd{i} is not in the cache, and the Hub is unreachable: its " in answer
-
-
-INVALID_HEADERS = (("ETag", None), ("X-Repo-Commit", None), ("ETag", '"../../x"'))
-
-
-def test_a_cached_file_is_used_if_the_hub_answers_are_invalid(client: Client, server: Hub) -> None:
-    odd: list[dict[str, Any]] = [
-        *({"listing": ODD_LISTINGS[name]} for name in ("HTML", "a list", "names elsewhere")),
-        *({"headers": {name: value}} for name, value in INVALID_HEADERS),
-    ]
-    names = [f"tiny/odd{i}" for i in range(len(odd))]
-    server.repos.update((name, Repo({"a.gguf": b"content"})) for name in names)
-    first = client.ask(*(f"{name}:*.gguf" for name in names))
-    assert [path.read_bytes() for path in first] == [b"content"] * len(odd)
-    server.repos.update(
-        (name, Repo({"a.gguf": b"content"}, **answers)) for name, answers in zip(names, odd, strict=True)
-    )
-    assert client.ask(*(f"{name}:*.gguf" for name in names)) == first
+def test_invalid_answers_are_errors_unless_the_file_is_cached(client: Client, server: Hub) -> None:
+    cached, others = ([f"tiny/{kind}{i}" for i in range(len(INVALID_ANSWERS))] for kind in ("known", "new"))
+    server.repos.update((name, Repo({"a.gguf": b"content"})) for name in cached)
+    first = client.ask(*(f"{name}:*.gguf" for name in cached))
+    assert [path.read_bytes() for path in first] == [b"content"] * len(cached)
+    kept = contents(client.home)
+    for names in (cached, others):
+        for name, (answers, _) in zip(names, INVALID_ANSWERS, strict=True):
+            server.repos[name] = Repo({"a.gguf": b"content"}, **answers)
+    server.requests.clear()
+    assert client.ask(*(f"{name}:*.gguf" for name in cached)) == first
+    found = client.ask(*(f"{name}:*.gguf" for name in others))
+    for name, answer, (answers, message) in zip(others, found, INVALID_ANSWERS, strict=True):
+        assert message.format(name) in str(answer), answers
+    assert contents(client.home) == kept
+    assert not any(request.startswith("GET") and "/resolve/" in request for request in server.requests)
 
 
 def test_an_endless_listing_is_limited(client: Client, server: Hub) -> None:
@@ -320,34 +326,6 @@ def test_a_call_that_takes_too_long_is_abandoned() -> None:
     assert within(60, lambda: 7) == 7
     with pytest.raises(KeyError):
         within(60, lambda: os.environ["NO_SUCH_VARIABLE"])
-
-
-HOSTILE_HEADERS: list[dict[str, str | None]] = [
-    {"ETag": None},
-    {"ETag": '""'},
-    {"ETag": '".."'},
-    {"ETag": '"../../outside"'},
-    {"ETag": 'W/"../../outside"'},
-    {"ETag": '"/tmp/outside"'},
-    {"ETag": '"..\\\\..\\\\outside"'},
-    {"X-Linked-ETag": '"../../outside"'},
-    {"X-Repo-Commit": None},
-    {"X-Repo-Commit": "../../../../outside"},
-    {"ETag": '"' + "a" * 300 + '"'},
-]
-
-
-def test_headers_with_invalid_file_names_are_rejected(client: Client, server: Hub) -> None:
-    """Each in a separate repository; one process requests all of them."""
-    names = [f"tiny/hostile-{n}" for n in range(len(HOSTILE_HEADERS))]
-    for name, headers in zip(names, HOSTILE_HEADERS, strict=True):
-        server.repos[name] = Repo({"a.gguf": b"a"}, headers=headers)
-    answers = client.ask(*(f"{name}:*.gguf" for name in names))
-    for name, headers, answer in zip(names, HOSTILE_HEADERS, answers, strict=True):
-        assert f"cannot download a.gguf from {name}: its " in str(answer), headers
-        assert f"GET /{name}/resolve/main/a.gguf" not in server.requests, headers
-    kept = [p for p in client.home.rglob("*") if p.is_file() and p.name != "CACHEDIR.TAG"]
-    assert kept == []
 
 
 def test_headers_that_change_between_requests_are_rejected(server: Hub, tmp_path: Path) -> None:
