@@ -447,9 +447,13 @@ def modules(*kinds: str) -> Change:
     return lambda folder: folder.modules(places)
 
 
+def listed(*modules: tuple[str, str]) -> Change:
+    """List modules by their kinds and places."""
+    return file("modules.json", [{"type": f"{ST}.{kind}", "path": path} for kind, path in modules])
+
+
 def pooled_at(path: str) -> Change:
-    places = (("Transformer", ""), ("Pooling", path))
-    return file("modules.json", [{"type": f"{ST}.{kind}", "path": place} for kind, place in places])
+    return listed(("Transformer", ""), ("Pooling", path))
 
 
 def bert(path: Path) -> Folder:
@@ -489,10 +493,6 @@ PICKLES = [
 
 def calibration(biases: Any) -> Change:
     return file("viterbi_calibration.json", operating_points={"default": {"biases": biases}})
-
-
-def only(kind: str, path: str) -> Change:
-    return file("modules.json", [{"idx": 0, "name": "0", "path": path, "type": f"{ST}.{kind}"}])
 
 
 def expanded(strategy: str) -> Change:
@@ -560,7 +560,7 @@ MODULES: list[Case] = [
     (bert, pooled_at("../x"), BAD, r"path is '../x', must be a folder in this one"),
     (bert, pooled_at("x\0"), BAD, r"path is 'x\\x00', must be a folder in this one"),
     *((bert, pooled_at(path), BAD, "must be a folder in") for path in ("x" * 256, "x/" * 3000, "..", "/")),
-    (bert, file("modules.json", [{"type": f"{ST}.CNN", "path": "x"}]), NOT, r"\[0\].type .*CNN is not sup"),
+    (bert, listed(("CNN", "x")), NOT, r"\[0\].type .*CNN is not sup"),
     (bert, file("modules.json", [{"type": "custom.Pooling", "path": "x"}]), NOT, "custom.Pooling is not sup"),
     (
         bert, file("1_Pooling/config.json", pooling_mode_max_tokens=True, pooling_mode_cls_token=True),
@@ -586,9 +586,9 @@ MODULES: list[Case] = [
     (partial(stanford, dim="16"), settings(), BAD, "dim is str, expected an integer"),
     (partial(stanford, query_token_id="[Q]"), settings(), BAD, r"is '\[Q\]', which the vocabulary does not"),
     (stanford, settings(model_type="electra"), NOT, "model_type is 'electra'; supported: 'bert'"),
-    (bert, unwritten(only("bow.BoW", "")), NOT, "type is BoW; supported first are a Transformer and"),
+    (bert, unwritten(listed(("bow.BoW", ""))), NOT, "type is BoW; supported first are a Transformer and"),
     *(
-        (bert, unwritten(only("StaticEmbedding", path)), BAD, r"has neither model\.safetensors nor")
+        (bert, unwritten(listed(("StaticEmbedding", path))), BAD, r"has neither model\.safetensors nor")
         for path in ("", "0_StaticEmbedding")
     ),
     (bert, unwritten(file("modules.json", [])), BAD, r"has no config\.json"),
@@ -600,7 +600,7 @@ MODULES: list[Case] = [
             (None, r"has an adapter \(adapter_config.json\); to apply it, open its base model and name"),
         )
     ),
-    (bert, only("Transformer", "../other"), BAD, r"path is '../other', must be a folder in this one"),
+    (bert, listed(("Transformer", "../other")), BAD, r"path is '../other', must be a folder in this one"),
     (bert, merged("2_Dense/config.json", bias=True), BAD, r"bias requires linear\.bias, linear\.weight"),
     *((bert, file(CLASS, truncate_dim=n), BAD, f"truncate_dim is {n}") for n in (0, DIM + 1)),
     (late, expanded("fixed"), BAD, r"are expanded, but the vocabulary has no token '\[EXPAND\]'"),
@@ -663,11 +663,7 @@ for makers, cases in (
 CASES += MODULES
 
 
-def check(folder: Folder, error: Error, message: str, **options: Any) -> None:
-    check_path(folder.write(), error, message, **options)
-
-
-def check_path(path: Path, error: Error, message: str, **options: Any) -> None:
+def check(path: Path, error: Error, message: str, **options: Any) -> None:
     file = path.parent / "m.gguf"
     with pytest.raises(error, match=message) as caught:
         convert(path, file, **options)
@@ -681,7 +677,7 @@ def test_a_folder_that_does_not_open_is_refused_by_name(
 ) -> None:
     folder = make(tmp_path / "m")
     written = change(folder)
-    check_path(written if isinstance(written, Path) else folder.write(), error, message)
+    check(written if isinstance(written, Path) else folder.write(), error, message)
 
 
 def weights_of(**tensors: Any) -> Callable[[Path], Any]:
@@ -716,7 +712,7 @@ def test_other_adapters_are_refused_by_name(
 ) -> None:
     added = adapter(tmp_path / "adapter", {QUERY: (DIM, DIM)}, **config)
     change(added)
-    check(bert(tmp_path / "m"), error, message, adapter=added)
+    check(bert(tmp_path / "m").write(), error, message, adapter=added)
 
 
 def test_arguments_that_are_not_valid_are_named(tmp_path: Path) -> None:

@@ -64,22 +64,14 @@ def test_the_parts_open_as_one_model(whole: Path, split: Path) -> None:
             )
 
 
-def test_another_part_names_the_first(split: Path) -> None:
-    part = split.with_name("model-00002-of-00003.gguf")
-    with pytest.raises(GGUFError, match=r"is a part of a split model .*; open .*model-00001-of-00003\.gguf"):
-        GGUFFile(part)
-
-
-def test_a_part_that_is_missing_is_named(split: Path, tmp_path: Path) -> None:
-    shutil.copy(split, tmp_path)
-    with pytest.raises(GGUFError, match=r"part 2 of 3 is missing: model-00002-of-00003\.gguf"):
-        GGUFFile(tmp_path / split.name)
-
-
-def test_a_part_with_another_name_is_refused(split: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copy(split, tmp_path / "model.gguf"))
-    with pytest.raises(GGUFError, match="its name must end in -00001-of-<count>"):
-        GGUFFile(path)
+def test_a_part_that_does_not_open_alone_is_named(split: Path, tmp_path: Path) -> None:
+    for path, message in (
+        (split.with_name("model-00002-of-00003.gguf"), r"is a part of .*; open .*model-00001-of-00003\.gguf"),
+        (shutil.copy(split, tmp_path), r"part 2 of 3 is missing: model-00002-of-00003\.gguf"),
+        (shutil.copy(split, tmp_path / "model.gguf"), "its name must end in -00001-of-<count>"),
+    ):
+        with pytest.raises(GGUFError, match=message):
+            GGUFFile(path)
 
 
 def part(number: int, count: int, *names: str) -> bytes:

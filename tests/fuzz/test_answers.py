@@ -19,28 +19,16 @@ TOOLS: list[dict[str, Any]] = [
 ]
 CALL = '{"name": "clock", "arguments": {}}'
 PARTS = (
-    *'<>{}[]",:\\ \n\u00e9\u2003',
-    '\\"',
-    "<tool_call>",
-    "</tool_call>",
-    '{"name": "clock"',
-    '{"name": "weather", "parameters": ',
-    '"arguments": ',
-    '"arguments": "{\\"a\\": 1}"',
-    '"function": ',
-    '[{"name',
-    "1e999",
-    "NaN",
-    '"\\ud800"',
-    CALL,
-    *(f"<tool_call>{CALL}</tool_call>", "<function=clock>", "<function=weather>", "<parameter=a>"),
-    *("<parameter=b>\n", "\n</parameter>", "</function>", "<function=clock></function>"),
-    *("<|tool_call_start|>", "<|tool_call_end|>", "[clock(", "[clock()]", "weather(a=", "'it's'"),
-    *("[TOOL_CALLS]", "clock", "[ARGS]", "{}", "```json", "```", "```tool_code", "print(", "a="),
-    *("<tool_calls>", "</tool_calls>", "<function_calls>", "</function_calls>", "<arg_key>", "</arg_key>"),
-    *("<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>", "call:", '<|"|>', "<escape>", "a:"),
-    "\\ud800",
-    *"()=',",
+    *"<>{}[]\",:\\ \n\u00e9\u2003()=',",
+    *('\\"', "\\ud800", '"\\ud800"', "1e999", "NaN", CALL, f"<tool_call>{CALL}</tool_call>"),
+    *("<tool_call>", "</tool_call>", '{"name": "clock"', '{"name": "weather", "parameters": ', '[{"name'),
+    *('"arguments": ', '"arguments": "{\\"a\\": 1}"', '"function": '),
+    *("<function=clock>", "<function=weather>", "<parameter=a>", "<parameter=b>\n", "\n</parameter>"),
+    *("</function>", "<function=clock></function>", "<|tool_call_start|>", "<|tool_call_end|>"),
+    *("[clock(", "[clock()]", "weather(a=", "'it's'", "[TOOL_CALLS]", "clock", "[ARGS]", "{}"),
+    *("```json", "```", "```tool_code", "print(", "a=", "<tool_calls>", "</tool_calls>"),
+    *("<function_calls>", "</function_calls>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<|tool_call>", "<tool_call|>", "call:", '<|"|>', "<escape>", "a:"),
 )
 
 

@@ -73,34 +73,23 @@ def test_flags_of_the_file_select_case_and_accents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "frame"),
+    ("base", "changes", "frame"),
     [
-        ({}, TokenFrame((2,), (3,), (3,), 1)),
-        ({"add_eos_token": TRUE, "add_sep_token": FALSE}, TokenFrame((2,), (3,), (3,), 1)),
-        ({"cls_token_id": None, "seperator_token_id": None}, TokenFrame((2,), (3,), (3,), 0)),
-        ({"add_bos_token": FALSE, "add_sep_token": FALSE}, TokenFrame((), (), (), 1)),
-        ({"token_type_count": integer(1)}, TokenFrame((2,), (3,), (3,), 0)),
+        (BERT, {}, TokenFrame((2,), (3,), (3,), 1)),
+        (BERT, {"add_eos_token": TRUE, "add_sep_token": FALSE}, TokenFrame((2,), (3,), (3,), 1)),
+        (BERT, {"cls_token_id": None, "seperator_token_id": None}, TokenFrame((2,), (3,), (3,), 0)),
+        (BERT, {"add_bos_token": FALSE, "add_sep_token": FALSE}, TokenFrame((), (), (), 1)),
+        (BERT, {"token_type_count": integer(1)}, TokenFrame((2,), (3,), (3,), 0)),
+        (XLM_R, {}, TokenFrame((0,), (2, 2), (2,), 0)),
+        (XLM_R, {"add_sep_token": FALSE}, TokenFrame((0,), (2,), (2,), 0)),
+        (XLM_R, {"add_bos_token": None, "add_eos_token": FALSE}, TokenFrame((), (2,), (), 0)),
+        (XLM_R, {"token_type_count": integer(2)}, TokenFrame((0,), (2, 2), (2,), 0)),
     ],
 )
-def test_word_piece_texts_have_the_tokens_of_the_file(
-    tmp_path: Path, changes: dict[str, Any], frame: TokenFrame
+def test_texts_have_the_tokens_of_the_file(
+    tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], frame: TokenFrame
 ) -> None:
-    assert open_vocabulary(tmp_path, BERT, **changes).frame == frame
-
-
-@pytest.mark.parametrize(
-    ("changes", "frame"),
-    [
-        ({}, TokenFrame((0,), (2, 2), (2,), 0)),
-        ({"add_sep_token": FALSE}, TokenFrame((0,), (2,), (2,), 0)),
-        ({"add_bos_token": None, "add_eos_token": FALSE}, TokenFrame((), (2,), (), 0)),
-        ({"token_type_count": integer(2)}, TokenFrame((0,), (2, 2), (2,), 0)),
-    ],
-)
-def test_unigram_texts_have_the_tokens_of_the_file(
-    tmp_path: Path, changes: dict[str, Any], frame: TokenFrame
-) -> None:
-    assert open_vocabulary(tmp_path, XLM_R, **changes).frame == frame
+    assert open_vocabulary(tmp_path, base, **changes).frame == frame
 
 
 def test_control_tokens_are_not_pieces_of_text(tmp_path: Path) -> None:
