@@ -86,10 +86,6 @@ def flip(entry: Path, at: int) -> None:
     entry.write_bytes(content)
 
 
-def lengthen(entry: Path) -> None:
-    entry.write_bytes(entry.read_bytes() + b"\0")
-
-
 # Ways to damage an entry, and whether the file keeps its times, as on a failing disk.
 DAMAGES: dict[str, tuple[Callable[[Path], object], bool]] = {
     "hash": (partial(flip, at=40), True),
@@ -98,7 +94,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], bool]] = {
     "half": (lambda entry: os.truncate(entry, entry.stat().st_size // 2), True),
     "part of the header": (lambda entry: os.truncate(entry, 1000), True),
     "empty": (lambda entry: os.truncate(entry, 0), True),
-    "longer": (lengthen, True),
+    "longer": (lambda entry: entry.write_bytes(entry.read_bytes() + b"\0"), True),
     "written later": (partial(flip, at=UNSAMPLED), False),
     "nonsense": (lambda entry: entry.write_text("{}"), False),
 }

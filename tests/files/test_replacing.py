@@ -52,10 +52,6 @@ WRITERS = {
 }
 
 
-def make_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
@@ -63,7 +59,7 @@ def make_socket(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("write", "make", "kind"),
-    [*((write, make_fifo, "FIFO") for write in WRITERS.values()), (save, make_socket, "socket")],
+    [*((write, os.mkfifo, "FIFO") for write in WRITERS.values()), (save, make_socket, "socket")],
 )
 def test_special_files_are_rejected_and_kept(
     tmp_path: Path, write: Callable[[Path], None], make: Callable[[Path], None], kind: str

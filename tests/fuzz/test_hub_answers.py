@@ -39,18 +39,6 @@ def odd_listing(random: Random) -> bytes:
     return bytes(raw) if random.random() > 0.02 else b"[" * 100_000
 
 
-def odd_repo(listing: bytes, random: Random) -> Repo:
-    """Make a repository with odd headers, and often an odd listing."""
-    headers = {name: random.choice(HEADERS) for name in NAMES if random.random() < 0.3}
-    status = random.choice((0, 0, 0, 0, 0, 204, 301, 400, 403, 404, 418))
-    return Repo(
-        {"a.gguf": b"four bits"},
-        listing=listing if random.random() < 0.8 else None,
-        headers=headers,
-        status=status,
-    )
-
-
 def test_answers_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home"
     home.mkdir()
@@ -61,7 +49,12 @@ def test_answers_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         def ask(listing: Path, random: Random) -> None:
             n = next(numbers)
             cache, name = home / f"cache-{n}", f"tiny/m{n}"
-            server.repos[name] = odd_repo(listing.read_bytes(), random)
+            server.repos[name] = Repo(
+                {"a.gguf": b"four bits"},
+                listing=listing.read_bytes() if random.random() < 0.8 else None,
+                headers={header: random.choice(HEADERS) for header in NAMES if random.random() < 0.3},
+                status=random.choice((0, 0, 0, 0, 0, 204, 301, 400, 403, 404, 418)),
+            )
             try:
                 path = _download.fetch(name, random.choice(("*.gguf", "a.gguf", "b*")), cache_dir=cache)
             except HubError:

@@ -56,10 +56,3 @@ def evaluate(lm: Any, folder: Path) -> dict[str, Any]:
     ]
     scores = {name: found["results"]["four_choices"][f"{name},none"] for name in ("acc", "acc_norm")}
     return {"scores": scores, "requests": requests}
-
-
-def transformers_model(path: Path) -> Any:
-    """Return lm-eval's backend ``hf`` on a GGUF file, which transformers dequantizes."""
-    from lm_eval.models.huggingface import HFLM
-
-    return HFLM(str(path.parent), gguf_file=path.name, device="cpu", dtype="float32", batch_size=4)

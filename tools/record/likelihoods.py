@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from record import Records
 from support import choice_task
 
@@ -15,7 +16,8 @@ def records() -> Records:
     """Yield the answers of the backend ``hf`` to a task with four choices, and its scores of whole texts."""
     with tempfile.TemporaryDirectory() as folder:
         path = choice_task.model(Path(folder))
-        backend = choice_task.transformers_model(path)
+        # Transformers dequantizes the file.
+        backend = HFLM(str(path.parent), gguf_file=path.name, device="cpu", dtype="float32", batch_size=4)
         texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in choice_task.TEXTS]
         answers = choice_task.evaluate(backend, Path(folder))
         yield choice_task.FILE, {**answers, "rolling": backend.loglikelihood_rolling(texts)}
