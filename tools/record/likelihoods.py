@@ -13,11 +13,13 @@ from support import choice_task
 
 
 def records() -> Records:
-    """Yield the answers of the backend ``hf`` to a task with four choices, and its scores of whole texts."""
+    """Yield the answers of the backend ``hf``: likelihoods of choices, and of whole texts."""
     with tempfile.TemporaryDirectory() as folder:
         path = choice_task.model(Path(folder))
         # Transformers dequantizes the file.
         backend = HFLM(str(path.parent), gguf_file=path.name, device="cpu", dtype="float32", batch_size=4)
+        choices = [Instance("loglikelihood", {}, pair, 0) for pair in choice_task.CHOICES]
         texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in choice_task.TEXTS]
-        answers = choice_task.evaluate(backend, Path(folder))
-        yield choice_task.FILE, {**answers, "rolling": backend.loglikelihood_rolling(texts)}
+        answers = zip(choice_task.CHOICES, backend.loglikelihood(choices), strict=True)
+        requests = [[*pair, *answer] for pair, answer in answers]
+        yield choice_task.FILE, {"requests": requests, "rolling": backend.loglikelihood_rolling(texts)}
