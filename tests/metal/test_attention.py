@@ -7,7 +7,7 @@ import metal_kernels
 import numpy as np
 import pytest
 from support.attention_case import PREFILL_SIZES, Case
-from support.kernel_harness import Array, Run, ceil_div, close, near
+from support.kernel_harness import Array, Doubles, Run, ceil_div
 from support.paged import PAGE
 
 SHAPES: list[dict[str, Any]] = [
@@ -32,20 +32,20 @@ def test_attention_decode(run: Run, shape: dict[str, Any], cache: type) -> None:
     for sequences in [[(1, 0)], [(1, 70)], [(3, 41)], [(1, 64), (2, 127), (1, 5)]]:
         case = Case(*sequences, cache=cache, **shape)
         for threads in (32, 256):
-            close(case.decode(run, threads=threads), case.expected())
+            case.decode(run, threads=threads)
 
 
 def test_attention_decode_over_several_threadgroups(run: Run) -> None:
     for splits in [2, 5]:
         for sequence in [(1, 300), (2, 3)]:
             case = Case(sequence)
-            close(case.decode(run, splits), case.expected())
+            case.decode(run, splits)
 
 
 def test_attention_decode_in_a_window(run: Run) -> None:
     for splits in [1, 4]:
         case = Case((2, 200), (1, 60), (1, 10), window=50)  # the first splits see no key at all
-        close(case.decode(run, splits), case.expected())
+        case.decode(run, splits)
 
 
 @pytest.mark.parametrize("dims", PREFILL_SIZES)
@@ -53,8 +53,8 @@ def test_attention_decode_in_a_window(run: Run) -> None:
 def test_limited_scores(run: Run, dims: int, cache: type) -> None:
     """Most of the scores are beyond the limit."""
     case = Case((9, 120), (1, 70), dims=(dims, dims), cache=cache, spread=3.0, score_cap=1.5)
-    close(case.decode(run, 2), case.expected())
-    near(case.prefill(run), case.expected())
+    case.decode(run, 2)
+    case.prefill(run)
 
 
 def test_a_row_of_attention_decode_is_bit_identical_to_that_row_alone(run: Run) -> None:
@@ -73,7 +73,7 @@ def test_a_row_of_attention_decode_is_bit_identical_to_that_row_alone(run: Run) 
 def test_attention_prefill(run: Run, shape: dict[str, Any], cache: type) -> None:
     for sequences in [[(1, 0)], [(9, 0)], [(33, 0)], [(17, 45)], [(9, 120), (40, 0), (1, 70)]]:
         case = Case(*sequences, cache=cache, **shape)
-        near(case.prefill(run), case.expected())
+        case.prefill(run)
 
 
 @pytest.mark.emulator
@@ -86,27 +86,27 @@ def test_attention_prefill_finds_the_elements_of_a_lane(run: Run, dims: int) -> 
     options.matrix_layout = emulator.MatrixLayout.CONSECUTIVE
     emulator.set_options(options)
     case = Case((33, 40), (1, 70), heads=(4, 2), dims=(dims, dims))
-    near(case.prefill(run), case.expected())
+    case.prefill(run)
 
 
 @pytest.mark.parametrize("simdgroups", [1, 4])
 def test_attention_prefill_at_tile_boundaries(run: Run, simdgroups: int) -> None:
     for tokens in [2, 7, 8, 31, 32, 129]:
         case = Case((tokens, 0))
-        near(case.prefill(run, simdgroups), case.expected())
+        case.prefill(run, simdgroups)
 
 
 def test_attention_prefill_after_other_chunks(run: Run) -> None:
     for position in [31, 32, 33, PAGE - 12, PAGE - 1, PAGE, PAGE + 1, 512]:
         case = Case((12, position))
-        near(case.prefill(run), case.expected())
+        case.prefill(run)
 
 
 def test_attention_at_any_position_within_a_page(run: Run) -> None:
     decode = Case(*((1, p) for p in range(2 * PAGE)), heads=(3, 1), dims=(32, 32))
-    close(decode.decode(run), decode.expected())
+    decode.decode(run)
     prefill = Case(*((2, p) for p in range(2 * PAGE)), heads=(3, 1), dims=(32, 32))
-    near(prefill.prefill(run), prefill.expected())
+    prefill.prefill(run)
 
 
 _RELATIVE: dict[str, Any] = {"heads": (3, 3), "both_ways": True, "relative_rows": 40}
@@ -116,48 +116,45 @@ _RELATIVE: dict[str, Any] = {"heads": (3, 3), "both_ways": True, "relative_rows"
 @pytest.mark.parametrize("dims", [16, 64])
 def test_relative_scores(run: Run, dims: int, cache: type) -> None:
     case = Case((50, 0), (3, 0), (130, 0), dims=(dims, dims), cache=cache, **_RELATIVE)
-    found = iter(case.added(run, 16))
-    for sequence in range(len(case.sequences)):
-        for expected, row in zip(case.relative_scores(sequence).swapaxes(0, 1), found, strict=False):
-            close(row[:, : expected.shape[1]], expected / np.log(2))
+    case.added(run, 16)
 
 
 # Prompts, in 8x8 matrices and on the matrix units of newer GPUs.
 prompts = pytest.mark.parametrize("prefill", [Case.prefill, Case.prefill_on_tensors])
-Prefill = Callable[[Case, Run], Array]
+Prefill = Callable[..., Array]
 
 
 @prompts
 def test_prompts_in_a_window(run: Run, prefill: Prefill) -> None:
     for window in [1, 8, 40]:
         case = Case((50, 60), (20, 10), window=window)
-        near(prefill(case, run), case.expected())
+        prefill(case, run)
 
 
 @prompts
 def test_bidirectional_prompts(run: Run, prefill: Prefill) -> None:
     for window in [0, 1, 16, 41]:
         case = Case((50, 0), (3, 0), (70, 0), window=window, both_ways=True)
-        near(prefill(case, run), case.expected())
+        prefill(case, run)
 
 
 @prompts
 def test_prompts_with_alibi(run: Run, prefill: Prefill) -> None:
     for heads in [(8, 8), (12, 12), (6, 2), (1, 1)]:
         case = Case((50, 0), (3, 0), (100, 0), heads=heads, both_ways=True, max_alibi_bias=8.0)
-        near(prefill(case, run), case.expected())
+        prefill(case, run)
 
 
 @prompts
 def test_prompts_with_a_position_bias(run: Run, prefill: Prefill) -> None:
     case = Case((50, 0), (3, 0), (140, 0), heads=(3, 3), both_ways=True, position_bias=True)
-    near(prefill(case, run), case.expected())
+    prefill(case, run)
 
 
 @prompts
 def test_prompts_with_relative_positions(run: Run, prefill: Prefill) -> None:
     case = Case((50, 0), (3, 0), (140, 0), **_RELATIVE)
-    near(prefill(case, run), case.expected())
+    prefill(case, run)
 
 
 @pytest.mark.parametrize(
@@ -169,18 +166,20 @@ def test_prompts_with_relative_positions(run: Run, prefill: Prefill) -> None:
 def test_prompts_with_sinks(run: Run, prefill: Prefill, shape: dict[str, Any], sinks: float) -> None:
     """Errors are relative to each head, whose values are smaller the larger its sink is."""
     case = Case((50, 0), (3, 0), (170, 0), **shape, window=65, both_ways=True, sinks=sinks)
-    found, expected = prefill(case, run), case.expected()
-    for head in range(case.n_heads):
-        size = np.abs(expected[:, head]).max()
-        assert np.abs(found[:, head] - expected[:, head]).max() <= 2e-3 * size + 1e-7  # a subnormal half
+
+    def compare(found: Array, expected: Doubles) -> None:
+        for one, wanted in zip(*(x.reshape(case.n_heads, -1) for x in (found, expected)), strict=True):
+            assert np.abs(one - wanted).max() <= 2e-3 * np.abs(wanted).max() + 1e-7  # a subnormal half
+
+    prefill(case, run, compare=compare)
 
 
 @pytest.mark.parametrize("position", [0, 100])
 def test_attention_with_scores_far_apart(run: Run, position: int) -> None:
     case = Case((20, position), spread=60.0)
-    close(case.decode(run), case.expected(), 5e-4)  # float32 scores of about 200
+    case.decode(run, within=5e-4)  # float32 scores of about 200
     case = Case((20, position), spread=60.0, cache=np.float32)
-    near(case.prefill(run), case.expected())
+    case.prefill(run)
 
 
 HEADS = [((9, 3), 64), ((4, 4), 64), ((8, 1), 64), ((5, 1), 128), ((4, 2), 128)]
@@ -195,7 +194,7 @@ def test_attention_tensor(
     run: Run, heads: tuple[int, int], dims: int, sequences: list[tuple[int, int]]
 ) -> None:
     case = Case(*sequences, heads=heads, dims=(dims, dims))
-    near(case.prefill_on_tensors(run), case.expected())
+    case.prefill_on_tensors(run)
 
 
 def test_attention_tensor_at_every_end_of_a_page(run: Run) -> None:
@@ -203,17 +202,23 @@ def test_attention_tensor_at_every_end_of_a_page(run: Run) -> None:
     for position in [0, 1, 30, 31, 32, PAGE - 12, PAGE - 1, PAGE, 2 * PAGE - 20]:
         for tokens in (2, 12, 33):
             case = Case((tokens, position))
-            near(case.prefill_on_tensors(run), case.expected())
+            case.prefill_on_tensors(run)
 
 
 @pytest.mark.parametrize("dims", [64, 128])
 def test_attention_tensor_with_limited_scores(run: Run, dims: int) -> None:
     case = Case((50, 60), (20, 10), dims=(dims, dims), spread=3.0, score_cap=1.5)
-    near(case.prefill_on_tensors(run), case.expected())
+    case.prefill_on_tensors(run)
 
 
 def test_attention_tensor_with_scores_far_apart(run: Run) -> None:
     """The maximum of a row rises so much that the weights of earlier keys vanish."""
     case = Case((40, 100), spread=30.0)
-    found, expected = case.prefill_on_tensors(run), case.expected()
-    assert np.abs(found - expected).max() <= np.abs(case.prefill(run) - expected).max() + 2e-3
+    errors: list[float] = []
+
+    def note(found: Array, expected: Doubles) -> None:
+        errors.append(float(np.abs(found - expected).max()))
+
+    for prefill in (case.prefill, case.prefill_on_tensors):
+        prefill(run, compare=note)
+    assert max(errors[40:]) <= max(errors[:40]) + 2e-3

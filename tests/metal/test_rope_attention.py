@@ -177,8 +177,8 @@ def test_keys_and_values_that_an_earlier_layer_stored(run: Run, case: str, cache
     rows = Case(*positions, cache=cache, **ROPE_CASES[case])
     pages = rows.pages()
     for i, position in enumerate(positions):
-        for values, own in ((False, rows.given.k), (True, rows.given.v)):
-            pages.rows(i, values)[position][...] = own[i]
+        for values in (False, True):
+            pages.rows(i, values)[position][...] = 0.5
     before = pages.copies()
     rows.given.qkv[:, rows.n_heads * rows.key_dim :] = np.nan
     fused, separate = (

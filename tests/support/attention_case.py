@@ -1,14 +1,12 @@
-"""Queries over a cache in pages, the attention kernels on them, and a float64 softmax."""
+"""Queries over a cache in pages, and the attention kernels on them, compared with a float64 softmax."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from metal_prefill import _core
-from support.float64 import alibi_slope, attention, position_bucket, visible
-from support.kernel_harness import CONSTANTS, STRUCTS, Array, Doubles, Output, Run, ceil_div, make_args
+from support.kernel_harness import CONSTANTS, STRUCTS, Array, Output, Run, ceil_div, check, make_args
 from support.paged import Pages
 
 # Heads of the variants of kernels.
@@ -63,8 +61,6 @@ class Case:
         self.q_stride = self.n_heads * self.key_dim + 24  # queries are the first columns of longer rows
         self.q = np.full((len(self.rows), self.q_stride), np.nan, np.float32)
         self.pages = Pages([sum(s) for s in sequences], self.n_kv, dims, cache)
-        self.k: list[Array] = []
-        self.v: list[Array] = []
         row = 0
         for i, (tokens, position) in enumerate(sequences):
             # Contents depend on the shape of the sequence only, so a sequence alone has the same.
@@ -72,45 +68,8 @@ class Case:
             shape = (tokens, self.n_heads * self.key_dim)
             self.q[row : row + tokens, : shape[1]] = spread * rng.standard_normal(shape)
             row += tokens
-            keys = tokens + position
-            self.k.append(rng.standard_normal((keys, self.n_kv, self.key_dim)).astype(cache))
-            self.v.append(rng.standard_normal((keys, self.n_kv, self.value_dim)).astype(cache))
-            self.pages.put(i, self.k[-1], self.v[-1])
-
-    def expected(self) -> Doubles:
-        return np.concatenate([self._expected(sequence) for sequence in range(len(self.sequences))])
-
-    def _expected(self, sequence: int) -> Doubles:
-        q, k, distance = self._wide(sequence)
-        seen = visible(distance, self.window, causal=not self.both_ways)
-        added = np.tile(np.where(seen, 0.0, -np.inf), (self.n_heads, 1, 1))
-        if self.max_alibi_bias:
-            slopes = [alibi_slope(h, self.n_heads, self.max_alibi_bias) for h in range(self.n_heads)]
-            added -= np.reshape(slopes, (-1, 1, 1)) * np.abs(distance)
-        if len(self.position_bias):
-            added += self.position_bias[np.vectorize(position_bucket)(-distance)].transpose(2, 0, 1)
-        if self.longest:
-            added += self.relative_scores(sequence)
-        sinks = self.sinks if self.has_sinks else None
-        v = self.v[sequence].astype(np.float64)
-        return attention(q, k, v, self.scale, added, cap=self.score_cap, sinks=sinks)
-
-    def _wide(self, sequence: int) -> tuple[Doubles, Doubles, NDArray[np.int64]]:
-        """Return queries and keys of a sequence, and the distances of the keys before each query."""
-        first, (tokens, position) = sum(n for n, _ in self.sequences[:sequence]), self.sequences[sequence]
-        q = self.q[first : first + tokens, : self.n_heads * self.key_dim].astype(np.float64)
-        distance = np.arange(position, position + tokens)[:, None] - np.arange(position + tokens)
-        return q.reshape(tokens, self.n_heads, -1), self.k[sequence].astype(np.float64), distance
-
-    def relative_scores(self, sequence: int) -> Doubles:
-        """Return what relative positions add to the scores, ``[head, token, key]``."""
-        q, k, distance = self._wide(sequence)
-        rows = self.row_of[self.longest + distance].astype(int)
-        shape = (-1, self.n_heads, self.key_dim)
-        keys, queries = (x.reshape(shape)[rows] for x in (self.relative_keys, self.relative_queries))
-        added = np.einsum("nhd,nkhd->hnk", q, keys) + np.einsum("khd,nkhd->hnk", k, queries)
-        scaled: Doubles = added * self.scale
-        return scaled
+            k, v = (rng.standard_normal((tokens + position, self.n_kv, dim)) for dim in dims)
+            self.pages.put(i, k, v)
 
     @property
     def alibi_heads(self) -> int:
@@ -137,7 +96,9 @@ class Case:
             **fields,
         )
 
-    def decode(self, run: Run, splits: int | Sequence[int] = 1, threads: int = 256) -> Array:
+    def decode(
+        self, run: Run, splits: int | Sequence[int] = 1, threads: int = 256, within: float = 1e-4
+    ) -> Array:
         """Run attention_decode with so many splits, of every row or of each."""
         each = [splits] * len(self.rows) if isinstance(splits, int) else splits
         most = max(each)
@@ -148,22 +109,19 @@ class Case:
         out = Output([len(self.rows), self.n_heads, self.value_dim])
         partial = Output([len(self.rows), self.n_heads, most, self.value_dim + 2])
         rows, args = self.pages.row_table(self.rows, each), self.args(splits=most)
-        run(
+        check(
+            run,
             f"attention_decode_{self.name}_{size}",
-            self.q,
-            rows.view(np.uint8),
-            self.pages.pages,
-            self.pages.k.buffer,
-            self.pages.v.buffer,
-            (out if most == 1 else partial).buffer,
-            args,
+            *(self.q, rows.view(np.uint8), self.pages.pages, self.pages.k.buffer, self.pages.v.buffer),
+            *(out if most == 1 else partial.buffer, args),
+            within=within,
             groups=(most, blocks, len(self.rows)),
             threads=(threads,),
         )
         if most > 1:
             groups = (self.n_heads, len(self.rows))
-            buffers = (partial.buffer, rows.view(np.uint8), out.buffer, args)
-            run("attention_combine", *buffers, groups=groups, threads=(64,))
+            buffers = (partial.buffer, rows.view(np.uint8), out, args)
+            check(run, "attention_combine", *buffers, groups=groups, threads=(64,))
             partial.check()
         return out.check()
 
@@ -184,12 +142,12 @@ class Case:
             return self.added(run, 16)
         return self.position_bias if len(self.position_bias) else self.q  # any buffer, as it is not read
 
-    def prefill(self, run: Run, simdgroups: int = 4) -> Array:
+    def prefill(self, run: Run, simdgroups: int = 4, **options: Any) -> Array:
         """Run attention_prefill, with a tile for each simdgroup."""
         size = next(s for s in PREFILL_SIZES if s >= max(self.key_dim, self.value_dim))
         blocks = 2 if size == 64 or (size == 128 and self.name == "f16") else 1
         tiles = self.tiles(8 * blocks)
-        sizes = _core.attention_sizes(size, self.k[0].dtype.itemsize)
+        sizes = _core.attention_sizes(size, self.pages.k.array.itemsize)
         scratch = sizes["prefill_scratch_bytes"]
         simdgroups = min(simdgroups, (32 << 10) // scratch)
         return self._prefill(
@@ -199,9 +157,10 @@ class Case:
             groups=(ceil_div(len(tiles), simdgroups), self.n_kv * sizes["prefill_value_parts"]),
             threads=(32 * simdgroups,),
             threadgroup_bytes=simdgroups * scratch,
+            **options,
         )
 
-    def prefill_on_tensors(self, run: Run) -> Array:
+    def prefill_on_tensors(self, run: Run, **options: Any) -> Array:
         """Run attention_tensor, with a tile for each threadgroup."""
         tiles = self.tiles(CONSTANTS["ATTENTION_TENSOR_ROWS"])
         return self._prefill(
@@ -210,22 +169,18 @@ class Case:
             tiles,
             groups=(len(tiles), self.n_kv),
             threads=(CONSTANTS["MATMUL_THREADS"],),
+            **options,
         )
 
     def added(self, run: Run, tile_rows: int) -> Array:
         """Run relative_scores, with tiles of so many rows."""
         tiles = self.tiles(tile_rows)
         out = Output([len(self.rows), self.n_heads, self.longest])
-        run(
+        check(
+            run,
             f"relative_scores_{self.name}",
-            self.relative_keys,
-            self.relative_queries,
-            self.row_of,
-            self.q,
-            tiles.view(np.uint8),
-            self.pages.pages,
-            self.pages.k.buffer,
-            out.buffer,
+            *(self.relative_keys, self.relative_queries, self.row_of, self.q, tiles.view(np.uint8)),
+            *(self.pages.pages, self.pages.k.buffer, out.buffer),
             make_args(
                 "RelativeScoresArgs",
                 n_heads=self.n_heads,
@@ -244,17 +199,11 @@ class Case:
 
     def _prefill(self, run: Run, kernel: str, tiles: Array, **launch: Any) -> Array:
         out = Output([len(self.rows), self.n_heads, self.value_dim], np.float16)
-        run(
+        check(
+            run,
             kernel,
-            self.q,
-            tiles.view(np.uint8),
-            self.pages.pages,
-            self.pages.k.buffer,
-            self.pages.v.buffer,
-            self._additions(run),
-            self.sinks,
-            out.buffer,
-            self.args(tiles=len(tiles)),
+            *(self.q, tiles.view(np.uint8), self.pages.pages, self.pages.k.buffer, self.pages.v.buffer),
+            *(self._additions(run), self.sinks, out, self.args(tiles=len(tiles))),
             **launch,
         )
         return out.check()

@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from support.float64 import rms, rotate
 from support.kernel_harness import CONSTANTS
 
 
 class HeadRows:
-    """Random rows of q, k and v at positions, and what norms and rope make of them in float64.
+    """Random rows of q, k and v at positions.
 
     A row depends on its seed alone, which is its position if none is given.
     """
@@ -30,30 +29,14 @@ class HeadRows:
         value_norm: bool = False,
     ) -> None:
         (self.n_heads, self.n_kv), (self.key_dim, self.value_dim) = heads, dims
-        n, sizes = (
-            len(positions),
-            [count * dim for count, dim in zip((*heads, heads[1]), (dims[0], *dims), strict=True)],
-        )
+        columns = self.n_heads * self.key_dim + self.n_kv * (self.key_dim + self.value_dim)
         drawn = [np.random.default_rng(seed) for seed in seeds or positions]
-        self.qkv = np.stack([rng.standard_normal(sum(sizes), np.float32) for rng in drawn])
+        self.qkv = np.stack([rng.standard_normal(columns, np.float32) for rng in drawn])
         rng = np.random.default_rng(1)
-        self.bias = rng.standard_normal(sum(sizes)).astype(np.float32)
+        self.bias = rng.standard_normal(columns).astype(np.float32)
         self.norms = np.asarray(rng.uniform(0.5, 1.5, (2, self.key_dim)), dtype=np.float32)
         angles = rng.uniform(-np.pi, np.pi, size=(500, max(rope // 2, 1)))
         self.table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
-
-        wide = self.qkv.astype(np.float64) + (self.bias if bias else 0)
-        q, k, v = np.split(wide, np.cumsum(sizes)[:2], axis=1)
-        q, k = q.reshape(n, self.n_heads, self.key_dim), k.reshape(n, self.n_kv, self.key_dim)
-        if norms and not norm_after:
-            q, k = rms(q, 1e-6) * self.norms[0], rms(k, 1e-6) * self.norms[1]
-        if rope:
-            turns = self.table[list(positions)] @ np.array([1, 1j])
-            q, k = (rotate(x, turns, neox) for x in (q, k))
-        if norm_after:
-            q, k = rms(q, 1e-6) * self.norms[0], rms(k, 1e-6) * self.norms[1]
-        v = v.reshape(n, self.n_kv, self.value_dim)
-        self.q, self.k, self.v = q, k, rms(v, 1e-6) if value_norm else v
         self.args: dict[str, Any] = {
             "n_heads": self.n_heads, "n_kv_heads": self.n_kv, "key_dim": self.key_dim,
             "value_dim": self.value_dim, "rope_dim": rope,

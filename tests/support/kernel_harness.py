@@ -1,7 +1,10 @@
-"""Shared by the kernel tests: argument structs, random weights, guarded outputs and a dispatch function."""
+"""Shared by the kernel tests: argument structs, random weights, guarded outputs and a dispatch function.
+
+Their oracle is the package's float64 computation of single dispatches, with which `doctor` checks a GPU.
+"""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal_prefill import _core
+from metal_prefill.gpu._kernel_checks import results
+from metal_prefill.gpu._kernel_checks.captured import Captured
 from metal_prefill.synth._blocks import random_tensor
 from support.float64 import ACTIVATIONS
 from support.places import ROOT
@@ -52,7 +57,8 @@ def _dtype(name: str) -> np.dtype[Any]:
     formats = [scalars.get(kind) or _dtype(kind) for _, kind, _, _ in fields]
     shaped = [(f, (count,)) if count > 1 else f for f, (_, _, _, count) in zip(formats, fields, strict=True)]
     names, offsets = [field for field, _, _, _ in fields], [offset for _, _, offset, _ in fields]
-    return np.dtype({"names": names, "formats": shaped, "offsets": offsets, "itemsize": size})
+    described = {"names": names, "formats": shaped, "offsets": offsets, "itemsize": size}
+    return np.dtype(described, metadata={"struct": name})
 
 
 STRUCTS = {name: _dtype(name) for name in _core.args_structs}
@@ -80,8 +86,8 @@ def close(actual: Array, expected: Doubles, bound: float = 1e-4) -> None:
 
 def near(actual: Array, expected: Doubles, bound: float = 5e-6) -> None:
     """Require a normalized mean square error of at most `bound`: for operands in half precision."""
-    error = (_errors(actual, expected) ** 2).sum() / (expected**2).sum()
-    assert error <= bound, f"NMSE {error}"
+    error, size = (_errors(actual, expected) ** 2).sum(), (expected**2).sum()
+    assert error <= bound * size, f"squared error {error} of {size}"
 
 
 def _errors(actual: Array, expected: Doubles) -> Doubles:
@@ -94,7 +100,7 @@ class Output:
     """An output array full of NaN between sentinels."""
 
     def __init__(self, shape: Sequence[int], dtype: Any = np.float32, initial: Array | None = None) -> None:
-        self._dtype = np.dtype(dtype)
+        self._dtype = np.dtype({"f32": np.float32, "f16": np.float16}.get(dtype, dtype))
         self._bytes = int(np.prod(shape)) * self._dtype.itemsize
         self.buffer = np.full(self._bytes + SENTINELS, SENTINEL, np.uint8)
         self.array = self.buffer[: self._bytes].view(self._dtype).reshape(shape)
@@ -109,19 +115,51 @@ class Output:
         return array
 
 
-def check_both_types(
+class Recorded:
+    """A dispatch over arrays, in the form of those that an engine's trace records."""
+
+    def __init__(self, kernel: str, buffers: Sequence[Array], args: Array, groups: Sequence[int]) -> None:
+        self.kernel, self.args, self.grid = kernel, args.tobytes(), (*groups, 1, 1)[:3]
+        self.args_struct = (args.dtype.metadata or {})["struct"]
+        self._buffers, self._before = buffers, [buffer.copy() for buffer in buffers]
+
+    def before(self, binding: int) -> Array:
+        return self._before[binding].reshape(-1).view(np.uint8)
+
+    def after(self, binding: int) -> Array:
+        return self._buffers[binding].reshape(-1).view(np.uint8)
+
+
+def check(
     run: Run,
-    stem: str,
-    *buffers: Array,
-    expected: Doubles,
-    before: Array | None = None,
-    **grid: Sequence[int],
+    kernel: str,
+    *buffers: Array | Output,
+    within: float = 1e-4,
+    compare: Callable[[Array, Doubles], None] | None = None,
+    **launch: Any,
 ) -> None:
-    """Compare the kernels of a step whose outputs are float32 and half. The output precedes the arguments."""
-    for suffix, dtype, check in (("f32", np.float32, close), ("f16", np.float16, near)):
-        out = Output(expected.shape, dtype, initial=before)
-        run(f"{stem}_{suffix}", *buffers[:-1], out.buffer, buffers[-1], **grid)  # type: ignore[arg-type]
-        check(out.check(), expected)
+    """Dispatch a kernel, and compare all results with those computed in float64, each value of an output.
+
+    Unless it is stated how, results in half precision must be near, and others close within a bound.
+    """
+    *given, args = buffers
+    assert isinstance(args, np.ndarray)
+    outputs = [buffer for buffer in given if isinstance(buffer, Output)]
+    arrays = [buffer.buffer if isinstance(buffer, Output) else buffer for buffer in given]
+    dispatch: Any = Recorded(kernel, arrays, args, launch["groups"])
+    run(kernel, *arrays, args, **launch)
+    compared = 0
+    with np.errstate(over="ignore"):
+        expectations = list(results(Captured(dispatch, sampled=False)))
+    for got, expected in expectations:
+        if compare is not None:
+            compare(got, expected)
+        elif got.dtype == np.float16:
+            near(got, expected)
+        else:
+            close(got, expected, within)
+        compared += got.size
+    assert compared >= sum(output.check().size for output in outputs), "some results were not compared"
 
 
 class Weights:

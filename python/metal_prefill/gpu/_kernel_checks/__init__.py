@@ -71,20 +71,24 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
 }
 
 
-def difference(dispatch: _core.Dispatch) -> Difference | None:
-    """Return the first incorrect result of a dispatch, or None if all are correct.
+def results(dispatch: Captured) -> Expected:
+    """Yield results of a dispatch, each with the expected values.
 
     Raises
     ------
     KeyError
         If the kernel has no reference computation.
     """
-    captured = Captured(dispatch)
     step = next((step for start, step in _STEPS.items() if dispatch.kernel.startswith(start)), None)
     if step is None:
         raise KeyError(dispatch.kernel)
-    with np.errstate(invalid="ignore"):  # after a faulty kernel, inputs may be NaN
-        for got, expected in step(captured):
+    return step(dispatch)
+
+
+def difference(dispatch: _core.Dispatch) -> Difference | None:
+    """Return the first incorrect result of a dispatch, or None if all are correct."""
+    with np.errstate(invalid="ignore", over="ignore"):  # after a faulty kernel, inputs may be NaN
+        for got, expected in results(Captured(dispatch)):
             bound = _BOUND * max(float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0)), 1e-6)
             both_nan = np.isnan(got) & np.isnan(expected)
             wrong = ~(np.abs(got.astype(np.float64) - expected) <= bound) & (got != expected) & ~both_nan

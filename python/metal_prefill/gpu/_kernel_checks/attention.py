@@ -8,12 +8,10 @@ import numpy as np
 
 from metal_prefill import _core
 from metal_prefill.gpu._kernel_checks.captured import (
-    SAMPLED_TOKENS,
     Captured,
     Expected,
     Values,
     rms_normed,
-    some_of,
 )
 from metal_prefill.gpu._trace import layout_of
 
@@ -98,7 +96,7 @@ def _seen(position: int, end: int, window: int, both_ways: bool) -> range:
 def rope_append(d: Captured) -> Expected:
     a = d.args
     stride, first = a["row_stride"], a.get("qkv_column", 0)
-    for token in some_of(d.grid[1], SAMPLED_TOKENS):
+    for token in d.some(d.grid[1]):
         position, table = (int(d.before(5, _ROW)[name][token]) for name in ("position", "pages"))
         row = slice(token * stride + first, (token + 1) * stride + first)
         q, k, v = _rotated(d, a, d.before(4, np.float32)[row], position)
@@ -160,20 +158,20 @@ def relative_scores(d: Captured) -> Expected:
     a = d.args
     heads, dim = a["n_heads"], a["key_dim"]
     tiles = d.before(4, _TILE)[: d.grid[1]]
-    for tile in tiles[some_of(len(tiles), SAMPLED_TOKENS)]:
-        row, end = int(tile["row"] + tile["first"]), int(tile["end"])
-        first = row * a["q_stride"]
-        q = d.floats(3, slice(first, first + heads * dim)).reshape(heads, dim)
+    for tile in tiles[d.some(len(tiles))]:
+        first, end = int(tile["first"]), int(tile["end"])
         keys = _Cache(d, 6, 5, {**a, "n_kv_heads": heads}, dim, int(tile["pages"])).of(range(end))
-        position = int(tile["position"] + tile["first"])
-        rows = d.before(2, np.float32)[a["context"] + position - np.arange(end)].astype(int)
-        own_keys, queries = (
-            d.before(i, np.float32)[: (rows.max() + 1) * heads * dim].reshape(-1, heads, dim)[rows]
-            for i in (0, 1)
-        )
-        added = np.einsum("hd,phd->hp", q, own_keys) + np.einsum("phd,phd->hp", keys, queries)
-        got = d.after(7, np.float32)[row * heads * a["keys"] :][: heads * a["keys"]]
-        yield got.reshape(heads, -1)[:, :end].ravel(), (added * a["scale"] / math.log(2)).ravel()
+        for token in first + d.some(min(a["tile_rows"], int(tile["tokens"]) - first)):
+            row, position = int(tile["row"]) + int(token), int(tile["position"]) + int(token)
+            q = d.floats(3, slice(row * a["q_stride"], row * a["q_stride"] + heads * dim)).reshape(heads, dim)
+            rows = d.before(2, np.float32)[a["context"] + position - np.arange(end)].astype(int)
+            own_keys, queries = (
+                d.before(i, np.float32)[: (rows.max() + 1) * heads * dim].reshape(-1, heads, dim)[rows]
+                for i in (0, 1)
+            )
+            added = np.einsum("hd,phd->hp", q, own_keys) + np.einsum("phd,phd->hp", keys, queries)
+            got = d.after(7, np.float32)[row * heads * a["keys"] :][: heads * a["keys"]]
+            yield got.reshape(heads, -1)[:, :end].ravel(), (added * a["scale"] / math.log(2)).ravel()
 
 
 def _joined(partial: Values, splits: int) -> Values:
@@ -185,7 +183,7 @@ def _joined(partial: Values, splits: int) -> Values:
 
 
 def _rows_of_tiles(d: Captured, tiles: Values) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the first and last row of each run that the tiles contain completely, in `_attention` order."""
+    """Yield rows of each run that the tiles contain completely, as `attention` takes them."""
     size, element = int(d.kernel.rsplit("_", 1)[1]), 2 if "_f16" in d.kernel else 4
     stacked = 8 * _core.attention_sizes(size, element)["prefill_row_blocks"]
     heads = d.args["n_heads"] // d.args["n_kv_heads"]
@@ -195,8 +193,8 @@ def _rows_of_tiles(d: Captured, tiles: Values) -> Iterator[tuple[int, int, int, 
         firsts = tiles["first"][tiles["row"] == row]
         begin = -(-int(firsts.min()) // heads)
         whole = min(int(firsts.max()) + stacked, n * heads) // heads
-        for i in sorted({begin, whole - 1}) if begin < whole else ():
-            yield row + i, position + i, table, 1, end
+        for i in begin + d.some(max(whole - begin, 0)):
+            yield row + int(i), position + int(i), table, 1, end
 
 
 def attention(d: Captured) -> Expected:
@@ -212,7 +210,7 @@ def attention(d: Captured) -> Expected:
     else:
         rows = d.before(rows_binding, _ROW)
         wanted = []
-        for i in some_of(d.grid[2], SAMPLED_TOKENS):
+        for i in d.some(d.grid[2]):
             position, table, splits = (int(rows[name][i]) for name in ("position", "pages", "splits"))
             wanted.append((int(i), position, table, splits, position + 1))
     for token, position, table, splits, end in wanted:
@@ -244,7 +242,7 @@ def combine(d: Captured) -> Expected:
     a = d.args
     shape = (a["n_heads"], a["splits"], a["value_dim"] + 2)
     size, width = int(np.prod(shape)), a["n_heads"] * a["value_dim"]
-    for token in some_of(d.grid[1], SAMPLED_TOKENS):
+    for token in d.some(d.grid[1]):
         partial = d.before(0, np.float32)[token * size : (token + 1) * size].reshape(shape)
         joined = _joined(partial, int(d.before(1, _ROW)["splits"][token]))
         yield d.after(2, np.float32)[token * width : (token + 1) * width], joined.ravel()

@@ -16,14 +16,19 @@ SILU = _core.shader_constants["ACTIVATION_SILU"]
 _RELU = _core.shader_constants["ACTIVATION_RELU"]
 _GELU_ERF = _core.shader_constants["ACTIVATION_GELU_ERF"]
 _CLAMPED_SILU = _core.shader_constants["ACTIVATION_CLAMPED"]
-SAMPLED_ROWS = 24
-SAMPLED_TOKENS = 3
+_SAMPLED_ROWS = 24
+_SAMPLED_TOKENS = 3
 
 
 class Captured:
     """A dispatch with the contents of its buffers."""
 
-    def __init__(self, dispatch: _core.Dispatch) -> None:
+    def __init__(
+        self,
+        dispatch: _core.Dispatch,
+        sampled: bool = True,  # compare some tokens, and some rows of a matrix, instead of all
+    ) -> None:
+        self._sampled = sampled
         self.kernel = dispatch.kernel
         self.args = decode_args(dispatch.args_struct, dispatch.args)
         self.grid = dispatch.grid
@@ -52,23 +57,29 @@ class Captured:
         """Return the contents of a buffer, from its binding on, after the dispatch."""
         return _as(np.asarray(self._dispatch.after(binding)), dtype)
 
+    def some(self, n: int) -> npt.NDArray[np.int64]:
+        """Return which of n tokens are compared, including the first and the last."""
+        return self._some_of(n, _SAMPLED_TOKENS)
+
+    def some_rows(self, n: int) -> npt.NDArray[np.int64]:
+        """Return which of n rows of a matrix are compared, including the first and the last."""
+        return self._some_of(n, _SAMPLED_ROWS)
+
+    def _some_of(self, n: int, most: int) -> npt.NDArray[np.int64]:
+        most = min(n, most) if self._sampled else n
+        return np.unique(np.linspace(0, n - 1, most).astype(np.int64))
+
+    def places(self, n: int, width: int, stride: int | None = None) -> Iterator[slice]:
+        """Yield the places of the rows of `some` of n tokens."""
+        for token in self.some(n):
+            first = int(token) * (width if stride is None else stride)
+            yield slice(first, first + width)
+
 
 def _as(data: npt.NDArray[np.uint8], dtype: Any) -> Values:
     size = np.dtype(dtype).itemsize
     values: Values = data[: data.size // size * size].view(dtype)
     return values
-
-
-def some_of(n: int, most: int) -> npt.NDArray[np.int64]:
-    """Return at most `most` of n indices, including the first and the last."""
-    return np.unique(np.linspace(0, n - 1, min(n, most)).astype(np.int64))
-
-
-def rows_of(n: int, width: int, stride: int | None = None) -> Iterator[slice]:
-    """Yield the places of some of n rows, including the first and the last."""
-    for row in some_of(n, SAMPLED_TOKENS):
-        first = int(row) * (width if stride is None else stride)
-        yield slice(first, first + width)
 
 
 def activate(x: Values, activation: int) -> Values:

@@ -6,15 +6,12 @@ import numpy.typing as npt
 from metal_prefill import _core
 from metal_prefill.files._gguf_file import TENSOR_TYPES
 from metal_prefill.gpu._kernel_checks.captured import (
-    SAMPLED_ROWS,
-    SAMPLED_TOKENS,
     Captured,
     Expected,
     Values,
     activate,
     activate_gated,
     rms_normed,
-    some_of,
 )
 from metal_prefill.gpu._trace import layout_of
 
@@ -66,7 +63,7 @@ def _type_of(kernel: str) -> str:
 def embed(d: Captured) -> Expected:
     dim, row_bytes = d.args["dim"], d.args["row_bytes"]
     ids, table = d.before(1, np.int32)[:: d.args["id_stride"]], d.before(0, np.uint8)
-    for token in some_of(d.args["tokens"], SAMPLED_TOKENS):
+    for token in d.some(d.args["tokens"]):
         start = int(ids[token]) * row_bytes
         row = _core.dequantize(
             _TYPES[_type_of(d.kernel)], np.ascontiguousarray(table[start : start + row_bytes]), dim
@@ -86,12 +83,12 @@ def product(d: Captured) -> Expected:
     y_type = np.float16 if half and gated else np.float32
     adds = kernel.endswith("_accumulate") or bool(args.get("accumulate"))
     width, stride = args["in_dim"], args["out_stride"]
-    rows = some_of(args["out_dim"], SAMPLED_ROWS)
+    rows = d.some_rows(args["out_dim"])
     matrix = Matrix(d)
     weights = [matrix.rows(rows)]
     if gated:
         weights = [matrix.rows_of(np.full(len(rows), i), rows) for i in range(2)]
-    for token in some_of(args["tokens"], SAMPLED_TOKENS):
+    for token in d.some(args["tokens"]):
         vector = x[token * width : (token + 1) * width].astype(np.float64)
         if normed:
             vector = rms_normed(vector, d.floats(1, width), args["eps"])
@@ -115,7 +112,7 @@ def choose_experts(d: Captured) -> Expected:
         for binding, has in ((2, "has_bias"), (3, "has_offset"))
     )
     router = Matrix(d, columns=dim, rows=[experts], offsets=[0]).rows(np.arange(experts))
-    for token in some_of(d.grid[0], SAMPLED_TOKENS):
+    for token in d.some(d.grid[0]):
         x = d.floats(4, slice(token * dim, (token + 1) * dim))
         products = router @ (rms_normed(x, norm, args["eps"]) if args["has_norm"] else x) + offset
         if args["sigmoid"]:
@@ -153,7 +150,7 @@ def sort_routes(d: Captured) -> Expected:
 def add_experts(d: Captured) -> Expected:
     dim, used = d.args["dim"], d.args["used"]
     y = d.before(1, np.float32)
-    for token in some_of(d.grid[1], SAMPLED_TOKENS):
+    for token in d.some(d.grid[1]):
         where = slice(token * dim, (token + 1) * dim)
         expected = d.floats(2, where)
         for route in d.before(0, _ROUTE)[token * used : (token + 1) * used]:
@@ -177,8 +174,8 @@ def _of_experts(d: Captured, expert: int, x: Values, rows: Values) -> Values:
 
 def matvec_experts(d: Captured) -> Expected:
     width, out_dim = d.args["in_dim"], d.args["out_dim"]
-    rows, x = some_of(out_dim, SAMPLED_ROWS), d.before(2, np.float32)
-    for route in some_of(d.grid[1], SAMPLED_TOKENS):
+    rows, x = d.some_rows(out_dim), d.before(2, np.float32)
+    for route in d.some(d.grid[1]):
         token = int(route) // d.args["used"] if "swiglu" in d.kernel else int(route)
         expert = int(d.before(3, _ROUTE)["expert"][route])
         expected = _of_experts(d, expert, x[token * width : (token + 1) * width].astype(np.float64), rows)
@@ -187,12 +184,12 @@ def matvec_experts(d: Captured) -> Expected:
 
 def matmul_experts(d: Captured) -> Expected:
     width, out_dim, both = d.args["in_dim"], d.args["out_dim"], "swiglu" in d.kernel
-    rows, x = some_of(out_dim, SAMPLED_ROWS), d.before(2, np.float16)
+    rows, x = d.some_rows(out_dim), d.before(2, np.float16)
     tiles = d.before(4 if both else 3, _TILE)[: d.grid[1]]
     tiles = tiles[tiles["count"] > 0]
-    for i in some_of(len(tiles), SAMPLED_TOKENS):
+    for i in d.some(len(tiles)):
         tile = tiles[i]
-        for place in {int(tile["first"]), int(tile["first"] + tile["count"]) - 1}:
+        for place in int(tile["first"]) + d.some(int(tile["count"])):
             row = int(d.before(3, np.uint32)[place]) if both else place
             vector = x[row * width : (row + 1) * width].astype(np.float64)
             expected = _of_experts(d, int(tile["expert"]), vector, rows)

@@ -8,15 +8,12 @@ import numpy as np
 from metal_prefill import _core
 from metal_prefill.gpu._kernel_checks.attention import rope_append
 from metal_prefill.gpu._kernel_checks.captured import (
-    SAMPLED_TOKENS,
     SILU,
     Captured,
     Expected,
     Values,
     activate,
     rms_normed,
-    rows_of,
-    some_of,
 )
 from metal_prefill.gpu._trace import layout_of
 
@@ -61,12 +58,13 @@ def _convolved(d: Captured, given: Values, out: Values, *, filters: int, rows: i
                 found[i] = before[start : start + channels]
         return found
 
-    for token in some_of(a["tokens"] - a["first_out"], SAMPLED_TOKENS):
+    for token in d.some(a["tokens"] - a["first_out"]):
         row = token + a["first_out"]
         expected = (inputs(table[row]) * weights.T).sum(axis=0)
         expected = part(row, 1) * expected if a["gated"] else activate(expected + bias, SILU)
         yield out[token * channels : (token + 1) * channels], expected
-    for row in np.flatnonzero(table["after"][: a["tokens"]] != _STATE_NONE)[-SAMPLED_TOKENS:]:
+    kept = np.flatnonzero(table["after"][: a["tokens"]] != _STATE_NONE)
+    for row in kept[d.some(len(kept))]:
         start = int(table["after"][row]) * stride
         yield after[start : start + (taps - 1) * channels], inputs(table[row])[1:].reshape(-1)
 
@@ -119,8 +117,8 @@ def scan(d: Captured) -> Expected:
 def scan_norm(d: Captured) -> Expected:
     a = d.args
     inner, groups, first = a["inner"], a["groups"], a["first_out"] * a["row_stride"]
-    rows = rows_of(d.grid[0], inner)
-    for row, gate in zip(rows, rows_of(d.grid[0], inner, a["row_stride"]), strict=True):
+    rows = d.places(d.grid[0], inner)
+    for row, gate in zip(rows, d.places(d.grid[0], inner, a["row_stride"]), strict=True):
         gates = d.floats(1, slice(gate.start + first, gate.stop + first))
         gated = (activate(gates, SILU) * d.floats(2, row)).reshape(groups, -1)
         expected = rms_normed(gated, d.floats(0, inner).reshape(groups, -1), a["eps"])
@@ -136,7 +134,7 @@ def gated_delta(d: Captured) -> Expected:
     for first in table[total : total + d.grid[2]]:
         state = _state_before(first, held, a["slot_stride"], (heads, keys, width))
         rows = _rows_of(first)
-        sampled = [rows[token] for token in some_of(len(rows), SAMPLED_TOKENS)]
+        sampled = [rows[token] for token in d.some(len(rows))]
         for row in rows:
             qkv = given[row * a["in_stride"] :][: 2 * groups * keys + heads * width].astype(np.float64)
             q, k, v = np.split(qkv, [groups * keys, 2 * groups * keys])
@@ -157,7 +155,7 @@ def gated_delta(d: Captured) -> Expected:
 
 def gated_norm(d: Captured) -> Expected:
     heads, dim, tokens = d.args["heads"], d.args["dim"], d.grid[1]
-    gates = rows_of(tokens, heads * dim, d.args["gate_stride"])
-    for row, gate in zip(rows_of(tokens, heads * dim), gates, strict=True):
+    gates = d.places(tokens, heads * dim, d.args["gate_stride"])
+    for row, gate in zip(d.places(tokens, heads * dim), gates, strict=True):
         normed = rms_normed(d.floats(1, row).reshape(heads, dim), d.floats(0, dim), d.args["eps"])
         yield d.after(3, d.out)[row], normed.ravel() * activate(d.floats(2, gate), SILU)

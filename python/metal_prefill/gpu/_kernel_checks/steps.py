@@ -3,15 +3,12 @@
 import numpy as np
 
 from metal_prefill.gpu._kernel_checks.captured import (
-    SAMPLED_TOKENS,
     Captured,
     Expected,
     Values,
     activate,
     activate_gated,
     rms_normed,
-    rows_of,
-    some_of,
 )
 from metal_prefill.gpu._trace import layout_of
 
@@ -22,7 +19,7 @@ def rmsnorm(d: Captured) -> Expected:
     dim = d.args["dim"]
     y_binding = 1 if d.kernel == "rmsnorm_in_place" else 2
     weight = d.floats(0, dim)
-    for row in rows_of(d.grid[0], dim, d.args["stride"]):
+    for row in d.places(d.grid[0], dim, d.args["stride"]):
         x = d.floats(1, row)
         # Without a weight, it is a copy.
         expected = rms_normed(x, weight, d.args["eps"]) if d.args["has_weight"] else x
@@ -33,7 +30,7 @@ def rmsnorm_add(d: Captured) -> Expected:
     a, dim, has_next = d.args, d.args["dim"], d.kernel.startswith("rmsnorm_add_norm_")
     weight, second = d.floats(0, dim), d.floats(1, dim)
     scale = second[0] if a["has_scale"] else 1.0
-    for row in rows_of(d.grid[0], dim):
+    for row in d.places(d.grid[0], dim):
         y = (d.floats(3, row) + rms_normed(d.floats(2, row), weight, a["eps"])) * scale
         yield d.after(3, np.float32)[row], y
         if has_next:
@@ -53,7 +50,7 @@ def layernorm(d: Captured) -> Expected:
     weight, bias = d.floats(0, dim), d.floats(1, dim)
     addend = d.floats(2, dim) if in_place and d.args["has_addend"] else 0.0
     x_binding, y_binding = (3, 3) if in_place else (2, 3)
-    for row in rows_of(d.grid[0], dim, d.args["stride"]):
+    for row in d.places(d.grid[0], dim, d.args["stride"]):
         normed = _layer_normed(d.floats(x_binding, row) + addend, d.args["width"], weight, d.args["eps"])
         expected = normed + (bias if d.args["has_bias"] else 0.0)
         yield d.after(y_binding, d.out)[row], expected
@@ -64,7 +61,7 @@ def layernorm(d: Captured) -> Expected:
 def layernorm_twice(d: Captured) -> Expected:
     dim, width, eps = d.args["dim"], d.args["width"], d.args["eps"]
     weight, bias, addend, second_weight, second_bias = (d.floats(binding, dim) for binding in range(5))
-    for row in rows_of(d.grid[0], dim):
+    for row in d.places(d.grid[0], dim):
         x = d.floats(6, row)
         attended = x + d.floats(5, row) + (addend if d.args["has_addend"] else 0.0)
         stream = x + _layer_normed(attended, width, weight, eps) + (bias if d.args["has_bias"] else 0.0)
@@ -77,7 +74,7 @@ def layernorm_twice(d: Captured) -> Expected:
 
 def add_bias(d: Captured) -> Expected:
     dim = d.args["dim"]
-    for row in rows_of(d.grid[1], dim):
+    for row in d.places(d.grid[1], dim):
         yield d.after(1, np.float32)[row], d.floats(1, row) + d.floats(0, dim)
 
 
@@ -85,7 +82,7 @@ def swiglu(d: Captured) -> Expected:
     n, activation, gated = d.args["ffn_dim"], d.args["activation"], d.args["gated"]
     columns = 2 * n if gated else n
     bias = d.floats(0, columns) if d.args["has_bias"] else 0.0
-    places = zip(rows_of(d.args["tokens"], columns), rows_of(d.args["tokens"], n), strict=True)
+    places = zip(d.places(d.args["tokens"], columns), d.places(d.args["tokens"], n), strict=True)
     for row, out in places:
         x = d.floats(1, row) + bias
         expected = activate_gated(x[:n], x[n:], activation) if gated else activate(x, activation)
@@ -94,7 +91,7 @@ def swiglu(d: Captured) -> Expected:
 
 def layer_inputs(d: Captured) -> Expected:
     a, dim, layers = d.args, d.args["dim"], d.args["layers"]
-    for row in rows_of(d.grid[1], layers * dim):
+    for row in d.places(d.grid[1], layers * dim):
         added, x = (d.floats(binding, row).reshape(layers, dim) for binding in (1, 2))
         mean = (x * x).sum(1, keepdims=True) / (dim * a["filled"])
         expected = (x / np.sqrt(mean + a["eps"]) * d.floats(0, dim) + added) / np.sqrt(2.0)
@@ -103,7 +100,7 @@ def layer_inputs(d: Captured) -> Expected:
 
 def gate_input(d: Captured) -> Expected:
     dim, tokens = d.args["dim"], d.args["tokens"]
-    places = zip(rows_of(tokens, dim), rows_of(tokens, dim, d.args["input_stride"]), strict=True)
+    places = zip(d.places(tokens, dim), d.places(tokens, dim, d.args["input_stride"]), strict=True)
     for row, value in places:
         expected = activate_gated(d.floats(0, row), d.floats(1, value), d.args["activation"])
         yield d.after(2, d.out)[row], expected
@@ -112,8 +109,8 @@ def gate_input(d: Captured) -> Expected:
 def gate_heads(d: Captured) -> Expected:
     a = d.args
     heads, width, step = a["n_heads"], a["value_dim"], a["query_step"]
-    queries = rows_of(a["tokens"], heads * step, a["q_stride"])
-    for query, row in zip(queries, rows_of(a["tokens"], heads * width), strict=True):
+    queries = d.places(a["tokens"], heads * step, a["q_stride"])
+    for query, row in zip(queries, d.places(a["tokens"], heads * width), strict=True):
         gate = d.floats(0, query).reshape(heads, step)[:, step // 2 :][:, :width].ravel()
         yield d.after(1, d.out)[row], d.before(1, d.out)[row] / (1.0 + np.exp(-gate))
 
@@ -148,7 +145,7 @@ def argmax_stage2(d: Captured) -> Expected:
 
 def log_prob(d: Captured) -> Expected:
     n, targets = d.args["vocab_size"], d.before(1, np.int32)
-    for token in some_of(d.grid[0], SAMPLED_TOKENS):
+    for token in d.some(d.grid[0]):
         logits = d.floats(0, slice(token * n, (token + 1) * n))
         best = logits.max()
         log_prob = logits[targets[token]] - best - np.log(np.exp(logits - best).sum())
