@@ -4,7 +4,7 @@ Each uses a fresh engine, so that all allocations of a first call are included. 
 failure is the expectation for the calls after a failure.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -143,30 +143,40 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("device", "call"), CASES, indirect=["device"])
-def test_a_call_without_memory_raises_and_changes_nothing(inputs: Inputs, device: str, call: str) -> None:
-    sessions = Sessions(inputs, device)
-    before, expected = sessions.states(), CALLS[call](sessions)
+def each_failure(
+    make: Callable[[], Sessions], device: str, call: Callable[[Sessions], object], **options: Any
+) -> Iterator[tuple[Sessions, Any, str]]:
+    """Call it once for each of its allocations, which fails; yield the result or error, and which failed."""
     for nth in count(1):
-        if call != "open":  # which uses none of their memory
-            sessions.close()
-            sessions = Sessions(inputs, device)
-        raised = False
-        with failing_allocation(device, nth) as fault:
+        sessions = make()
+        with failing_allocation(device, nth, **options) as fault:
             try:
-                given = CALLS[call](sessions)
-            except OUT_OF_MEMORY:
-                raised = True
-        # A snapshot without memory is omitted, and the call succeeds.
-        assert raised == fault.came or (inputs.has_snapshots and fault.came), f"allocation {nth}"
-        if raised:
-            assert sessions.states() == before, f"allocation {nth}"
-            given = CALLS[call](sessions)
-        assert given == expected, f"allocation {nth}"
+                result = call(sessions)
+            except OUT_OF_MEMORY as error:
+                result = error.with_traceback(None)  # which would keep what the call had made
+        yield sessions, result, f"allocation {nth}" if fault.came else ""
+        sessions.close()
         if not fault.came:
             break
-    sessions.close()
     assert nth > 1, "nothing was allocated"
+
+
+@pytest.mark.parametrize(("device", "call"), CASES, indirect=["device"])
+def test_a_call_without_memory_raises_and_changes_nothing(inputs: Inputs, device: str, call: str) -> None:
+    def sessions() -> Sessions:
+        return Sessions(inputs, device)
+
+    plain = sessions()
+    before, expected = plain.states(), CALLS[call](plain)
+    plain.close()
+    for used, given, failed in each_failure(sessions, device, CALLS[call]):
+        raised = isinstance(given, OUT_OF_MEMORY)
+        # A snapshot without memory is omitted, and the call succeeds.
+        assert raised == bool(failed) or (inputs.has_snapshots and failed), failed
+        if raised:
+            assert used.states() == before, failed
+            given = CALLS[call](used)
+        assert given == expected, failed
 
 
 def test_a_batch_without_memory_fails_some_sequences_and_leaves_others_unaffected(
@@ -180,25 +190,17 @@ def test_a_batch_without_memory_fails_some_sequences_and_leaves_others_unaffecte
     before, expected = plain.states(), [logits.tobytes() for logits in call(plain)]
     after = plain.states()
     plain.close()
-    failed: set[int] = set()
-    for nth in count(1):
-        sessions = Sessions(inputs, device)
-        with failing_allocation(device, nth) as fault:
-            try:
-                results = call(sessions)
-            except OUT_OF_MEMORY as error:
-                results = [error] * 3
-        for i, (result, held) in enumerate(zip(results, sessions.states(), strict=True)):
+    errors: set[int] = set()
+    for sessions, results, failed in each_failure(lambda: Sessions(inputs, device), device, call):
+        each = [results] * 3 if isinstance(results, OUT_OF_MEMORY) else results
+        for i, (result, held) in enumerate(zip(each, sessions.states(), strict=True)):
             if isinstance(result, OUT_OF_MEMORY):
-                failed.add(i)
-                assert held == before[i], f"allocation {nth}, session {i}"
+                errors.add(i)
+                assert held == before[i], f"{failed}, session {i}"
             else:
-                assert held == after[i], f"allocation {nth}, session {i}"
-                assert result.tobytes() == expected[i], f"allocation {nth}, session {i}"
-        sessions.close()
-        if not fault.came:
-            break
-    assert failed == {0, 1, 2}
+                assert held == after[i], f"{failed}, session {i}"
+                assert result.tobytes() == expected[i], f"{failed}, session {i}"
+    assert errors == {0, 1, 2}
 
 
 def test_reuse_without_memory_never_keeps_wrong_rows(inputs: Inputs) -> None:
@@ -211,21 +213,16 @@ def test_reuse_without_memory_never_keeps_wrong_rows(inputs: Inputs) -> None:
             other.forward_prompt(prompt[:120], reuse=True)
         return sessions
 
+    def call(s: Sessions) -> int:
+        return s.used.forward_prompt(prompt, reuse=True)
+
     plain = sessions_with_the_prompt_known()
-    before = state(plain.used)
-    expected = plain.used.forward_prompt(prompt, reuse=True)
+    before, expected = state(plain.used), call(plain)
     ids, _ = state(plain.used)
     plain.close()
     lengths: set[int] = set()
-    for nth in count(1):
-        sessions = sessions_with_the_prompt_known()
-        raised = False
-        with failing_allocation("cpu", nth) as fault:
-            try:
-                token = sessions.used.forward_prompt(prompt, reuse=True)
-            except OUT_OF_MEMORY:
-                raised = True
-        if raised:
+    for sessions, token, _ in each_failure(sessions_with_the_prompt_known, "cpu", call):
+        if isinstance(token, OUT_OF_MEMORY):
             held, held_rows = state(sessions.used)
             if (held, held_rows) != before:
                 lengths.add(len(held))
@@ -233,22 +230,18 @@ def test_reuse_without_memory_never_keeps_wrong_rows(inputs: Inputs) -> None:
                 with sessions.model.session() as alone:
                     alone.forward_prompt(held)
                     assert held_rows == state(alone)[1]
-            token = sessions.used.forward_prompt(prompt, reuse=True)
+            token = call(sessions)
         assert token == expected
-        sessions.close()
-        if not fault.came:
-            break
     assert lengths == {120}
 
 
 def test_sessions_close_without_memory(inputs: Inputs) -> None:
     """Only their cached prefixes are lost."""
-    for nth in count(1):
+
+    def sessions_to_close() -> Sessions:
         sessions = Sessions(inputs, "cpu")
         sessions.used.forward_prompt(SECOND, reuse=True)
-        with failing_allocation("cpu", nth, with_gil=True) as fault:
-            sessions.used.close()
-        sessions.close()
-        if not fault.came:
-            break
-    assert nth > 1, "nothing was allocated"
+        return sessions
+
+    for _, error, _ in each_failure(sessions_to_close, "cpu", lambda s: s.used.close(), with_gil=True):
+        assert error is None

@@ -356,8 +356,9 @@ def test_nan_logits_are_an_error_and_change_nothing(device: str, tmp_path: Path)
     whole = write(tmp_path / "whole.gguf", MODELS["gqa 1"])
     path = with_tensor(tmp_path / "m.gguf", whole, "output_norm.weight", lambda values: values.fill(np.nan))
     with Model(path, device=device) as model:
-        with pytest.raises(NumericalError, match="every logit of the token at position 2 is NaN"):
-            model.forward_prompt([1, 2, 3])
+        for call in (model.forward_prompt, lambda ids: list(model.generate(ids, 5))):
+            with pytest.raises(NumericalError, match="every logit of the token at position 2 is NaN"):
+                call([1, 2, 3])
         with pytest.raises(NumericalError, match=r"logit \d+ of the token at position 2 is NaN"):
             list(model.generate([1, 2, 3], 2, temperature=1.0))
         assert model.position == 0

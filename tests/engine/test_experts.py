@@ -1,13 +1,15 @@
 """Feed-forwards with experts: routing, sums over experts, and their independence of other rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.closeness import hidden_states, lowest_cosine, random_ids
+from support.closeness import hidden_states, lowest_cosine, random_ids, states_of_texts
 from support.gguf_bytes import BOOL, F32, U32, scalar, u32
 from support.gguf_mutator import with_key
 from support.reference import ReferenceModel
@@ -18,10 +20,11 @@ from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.synth import ExpertShape
 
-Array = npt.NDArray[np.float64]
-
 IN_FLOAT32 = SmallModel(architecture="qwen3moe", types={"*": "F32"}, embedding="F32")
 LFM2 = replace(EXPERTS["lfm2moe"], types={"*": "F32"}, embedding="F32")
+PRIVACY_FILTER = replace(  # whose experts have biases, and activations with limits
+    ENCODERS["privacy-filter, all experts"], types={"*": "F32"}, embedding="F32", layers=3, context=1024
+)
 
 
 def all_states(
@@ -32,30 +35,44 @@ def all_states(
         return hidden_states(model, ids).astype(np.float64)
 
 
-def all_logits(path: Path, ids: npt.NDArray[np.int64], compute: str = "f32") -> npt.NDArray[np.float64]:
-    """Compute the logits after every token, up to their factor."""
-    tensors = ReferenceModel(path).tensors
-    head = tensors.get("output.weight", tensors["token_embd.weight"])
-    logits: Array = all_states(path, ids, compute) @ head.T
-    return logits
+def lowest_cosine_of(path: Path, ids: npt.NDArray[np.int64], device: str = "cpu") -> float:
+    """Return the smallest cosine of a hidden state with the reference.
+
+    On Metal, tokens of which scores nearly agree may have other experts.
+    """
+    reference = ReferenceModel(path)
+    states, expected = all_states(path, ids, device=device), reference.forward(ids).hidden
+    decided = reference.decided(0.02 if device == "metal" else 0)
+    assert decided.mean() > 0.5
+    return lowest_cosine(states[decided], expected[decided])
 
 
-def least_correlation(logits: Array, expected: Array) -> float:
-    """Return the smallest correlation of any position."""
-    pairs = zip(logits, expected, strict=True)
-    return min(float(np.corrcoef(row, other)[0, 1]) for row, other in pairs)
+# Number of experts, those of a token, their width, the window, and tokens.
+CASES = [
+    (3, 1, 64, 257, 1),
+    (5, 5, 40, 1, 30),
+    (8, 4, 72, 129, 300),
+    (33, 8, 48, 31, 100),
+    (64, 8, 32, 257, 400),
+]
+WITHOUT_BIASES = [(3, 1, 64, None, 40), (7, 2, 72, None, 100), (16, 5, 32, None, 100), (64, 8, 32, None, 700)]
 
 
 @pytest.mark.parametrize(
-    ("count", "used", "ffn", "n"),
-    [(3, 1, 64, 40), (3, 3, 40, 40), (7, 2, 72, 100), (16, 5, 32, 100), (33, 8, 48, 300), (64, 8, 32, 700)],
+    ("device", "shape", "case"),
+    [
+        *product(["cpu", "metal"], [PRIVACY_FILTER], CASES),
+        *product(["cpu"], [IN_FLOAT32], WITHOUT_BIASES),
+    ],
+    indirect=["device"],
+    ids=lambda value: getattr(value, "architecture", str(value)),
 )
 def test_any_number_of_experts_matches_the_reference(
-    tmp_path: Path, count: int, used: int, ffn: int, n: int
+    device: str, tmp_path: Path, shape: SmallModel, case: tuple[int, int, int, int | None, int]
 ) -> None:
-    path = write(tmp_path / "m.gguf", replace(IN_FLOAT32, experts=ExpertShape(count, used, ffn)))
-    ids = random_ids(n, seed=1)
-    assert least_correlation(all_logits(path, ids), ReferenceModel(path).forward(ids).logits) > 0.99999
+    count, used, ffn, window, n = case
+    shape = replace(shape, experts=ExpertShape(count, used, ffn), window=window, seed=count)
+    assert lowest_cosine_of(write(tmp_path / "m.gguf", shape), random_ids(n, seed=n), device) > 0.99999
 
 
 def chosen_by_bias(path: Path, plain: Path, bias: list[float]) -> Path:
@@ -73,14 +90,14 @@ def test_all_tokens_may_go_to_the_same_experts(tmp_path: Path) -> None:
     """Others have no rows. The bias decides the choice, but is no part of the factors."""
     plain = write(tmp_path / "plain.gguf", LFM2)
     path, ids = chosen_by_bias(tmp_path / "m.gguf", plain, [0, 9, 0, 0, 8, 0]), random_ids(100)
-    expected = ReferenceModel(path).forward(ids).logits
-    assert least_correlation(all_logits(path, ids), expected) > 0.99999
+    assert lowest_cosine_of(path, ids) > 0.99999
+    before = all_states(path, ids)
     weights = GGUFFile(path).tensors["blk.3.ffn_down_exps.weight"]
     content = bytearray(path.read_bytes())
     unused = weights.nbytes // 6
     content[weights.offset : weights.offset + unused] = b"\xff" * unused  # NaN in an expert without rows
     path.write_bytes(content)
-    np.testing.assert_array_equal(all_logits(path, ids).argmax(axis=1), expected.argmax(axis=1))
+    np.testing.assert_array_equal(all_states(path, ids), before)
 
 
 def test_ties_go_to_the_first_experts(tmp_path: Path) -> None:
@@ -91,8 +108,7 @@ def test_ties_go_to_the_first_experts(tmp_path: Path) -> None:
         values[:] = 0
 
     path = with_tensor(tmp_path / "m.gguf", plain, "blk.0.ffn_gate_inp.weight", change)
-    ids = random_ids(20)
-    assert least_correlation(all_logits(path, ids), ReferenceModel(path).forward(ids).logits) > 0.99999
+    assert lowest_cosine_of(path, random_ids(20)) > 0.99999
 
 
 @pytest.mark.parametrize("extreme", ["a score is NaN", "scores are 0 or 1"])
@@ -114,10 +130,10 @@ def test_extreme_scores_leave_states_finite(device: str, tmp_path: Path, extreme
 @pytest.mark.parametrize("name", ["granitemoe, mixed types", "olmoe", "lfm2moe"])
 def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callable[[str], Path]) -> None:
     path, ids = model_path(name), random_ids(33)
-    logits = all_logits(path, ids, "int8")
+    states, expected = all_states(path, ids, "int8"), ReferenceModel(path).forward(ids).hidden
     # A token that has other experts, because two scores nearly agree, differs more: so the median counts.
-    rows = zip(logits, ReferenceModel(path).forward(ids).logits, strict=True)
-    assert np.median([np.corrcoef(row, other)[0, 1] for row, other in rows]) > 0.995
+    rows = zip(states[:, None], expected[:, None], strict=True)
+    assert np.median([lowest_cosine(*row) for row in rows]) > 0.995
 
 
 @pytest.mark.parametrize(
@@ -158,40 +174,6 @@ def test_metadata_set_the_rules_of_the_router(tmp_path: Path, model_path: Callab
     assert (config.router_score, config.normalize_routes, config.route_scale) == ("sigmoid", False, 2.5)
 
 
-PRIVACY_FILTER = replace(
-    ENCODERS["privacy-filter, all experts"], types={"*": "F32"}, embedding="F32", layers=3, context=1024
-)
-
-
-def lowest_cosine_of(path: Path, ids: npt.NDArray[np.int64], device: str) -> float:
-    """Return the smallest cosine of a hidden state with the reference.
-
-    On Metal, tokens of which scores nearly agree may have other experts.
-    """
-    reference = ReferenceModel(path)
-    states, expected = all_states(path, ids, device=device), reference.forward(ids).hidden
-    decided = reference.decided(0.02 if device == "metal" else 0)
-    assert decided.mean() > 0.5
-    return lowest_cosine(states[decided], expected[decided])
-
-
-@pytest.mark.parametrize(
-    ("count", "used", "ffn", "window", "n"),
-    [
-        (3, 1, 64, 257, 1),
-        (5, 5, 40, 1, 30),
-        (8, 4, 72, 129, 300),
-        (33, 8, 48, 31, 100),
-        (64, 8, 32, 257, 400),
-    ],
-)
-def test_experts_with_biases_and_limits_match_the_reference(
-    device: str, tmp_path: Path, count: int, used: int, ffn: int, window: int, n: int
-) -> None:
-    shape = replace(PRIVACY_FILTER, experts=ExpertShape(count, used, ffn), window=window, seed=count)
-    assert lowest_cosine_of(write(tmp_path / "m.gguf", shape), random_ids(n, seed=n), device) > 0.99999
-
-
 def test_a_bias_of_the_router_decides_the_choice(device: str, tmp_path: Path) -> None:
     """All tokens go to expert 1, and none to expert 0, whose weights are NaN."""
 
@@ -211,6 +193,16 @@ def test_a_bias_of_the_router_decides_the_choice(device: str, tmp_path: Path) ->
     np.testing.assert_array_equal(all_states(path, ids, device=device), expected)
 
 
+def texts_together_and_alone(
+    path: Path, longest: int, **options: Any
+) -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+    """Yield the states of each text of a batch, and those of the text alone."""
+    texts = [random_ids(n, seed=n) for n in (1, 7, 40, 65, longest)]
+    with Model(path, **options) as model:
+        for text, states in zip(texts, states_of_texts(model, texts), strict=True):
+            yield states, hidden_states(model, text)
+
+
 @pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
 @pytest.mark.parametrize("compute", ["f32", "int8", "bf16"])
 def test_texts_of_an_encoder_with_experts_do_not_depend_on_others(
@@ -218,14 +210,9 @@ def test_texts_of_an_encoder_with_experts_do_not_depend_on_others(
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
     shape = replace(PRIVACY_FILTER, types={"*": "Q8_0"}, experts=ExpertShape(7, 2, 64), window=65)
-    texts = [random_ids(n, seed=n) for n in (1, 7, 40, 65, 600)]
-    with Model(write(tmp_path / "m.gguf", shape), device="cpu", compute=compute, threads=2) as model:
-        sessions = [model.session() for _ in texts]
-        together = model.forward_batch(sessions, texts, output="hidden", rows="all")
-        for text, states in zip(texts, together, strict=True):
-            with model.session() as session:
-                (alone,) = model.forward_batch([session], [text], output="hidden", rows="all")
-                np.testing.assert_array_equal(alone, states)
+    path = write(tmp_path / "m.gguf", shape)
+    for together, alone in texts_together_and_alone(path, 600, device="cpu", compute=compute, threads=2):
+        np.testing.assert_array_equal(alone, together)
 
 
 def test_texts_of_an_encoder_with_experts_are_near_those_of_a_batch_on_metal(
@@ -234,14 +221,8 @@ def test_texts_of_an_encoder_with_experts_are_near_those_of_a_batch_on_metal(
     """All tokens have the same experts: tiles depend on the number of rows, and with them the last bits."""
     shape = replace(PRIVACY_FILTER, types={"*": "Q8_0"}, experts=ExpertShape(5, 5, 64), window=65)
     path = write(tmp_path / "m.gguf", shape)
-    texts = [random_ids(n, seed=n) for n in (1, 7, 40, 65, 300)]
-    with Model(path, device="metal") as model:
-        sessions = [model.session() for _ in texts]
-        together = model.forward_batch(sessions, texts, output="hidden", rows="all")
-        for text, states in zip(texts, together, strict=True):
-            with model.session() as session:
-                (alone,) = model.forward_batch([session], [text], output="hidden", rows="all")
-            assert np.square(alone - states).sum() <= 1e-7 * np.square(states).sum()
+    for together, alone in texts_together_and_alone(path, 300, device="metal"):
+        assert np.square(alone - together).sum() <= 1e-7 * np.square(together).sum()
 
 
 def test_the_metal_engine_refuses_what_its_kernels_do_not_take(metal: None, tmp_path: Path) -> None:

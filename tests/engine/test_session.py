@@ -24,23 +24,15 @@ def continuation(session: Session, token: int, n: int) -> list[int]:
     return made
 
 
-def test_a_prompt_advances_the_position_and_decode_continues(demo: Model) -> None:
-    first = demo.forward_prompt(PROMPT)
-    assert demo.position == len(PROMPT)
-    second = demo.forward_token_greedy(first)
-    assert demo.position == len(PROMPT) + 1
-    demo.reset()
-    assert demo.position == 0
-    assert demo.forward_prompt([*PROMPT, first]) == second
-
-
 def test_greedy_token_is_the_argmax_of_the_logits(demo: Model) -> None:
     session = demo.session()
     token = session.forward_prompt(PROMPT)
-    session.reset()
-    assert token == int(np.argmax(session.forward_prompt_logits(PROMPT)))
+    assert session.position == len(PROMPT)
     following = session.forward_token_greedy(token)
-    session.rewind(len(PROMPT))
+    assert session.position == len(PROMPT) + 1
+    session.reset()
+    assert session.position == 0
+    assert token == int(np.argmax(session.forward_prompt_logits(PROMPT)))
     assert following == int(np.argmax(session.forward_token(token)))
 
 

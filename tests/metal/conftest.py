@@ -42,6 +42,12 @@ def own_device() -> Iterator[None]:
     assert gpu.take_violations() == []
 
 
+@pytest.fixture
+def checking(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the emulator as if it were an unknown GPU."""
+    monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a small model; some files of tests have another `path`."""

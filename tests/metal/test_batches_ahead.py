@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.emulated_gpu import require_emulator
+from support.emulated_gpu import command_buffers_of, require_emulator
 from support.native_requests import choose
 from support.small_models import SmallModel, write_with_nan
 
-from metal_prefill import DeviceError, Model, Scheduler, _core, synth
+from metal_prefill import DeviceError, Model, Scheduler, _core
 from metal_prefill.engine import RowCost
 from metal_prefill.generation import Stream
 from metal_prefill.generation._speculation import Acceptance, Best, LookupDrafter
@@ -26,8 +26,7 @@ GREEDY: Any = {"speculate": "off"}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    path = synth.synthesize(tmp_path_factory.mktemp("ahead") / "m.gguf", preset="tiny", layers=2, vocab=VOCAB)
+def model(path: Path) -> Iterator[Model]:
     with Model(path, device="metal", prefix_memory=0) as model:
         yield model
 
@@ -55,11 +54,8 @@ class Pass(NamedTuple):
 
 
 def passes_of(run: Callable[[], object]) -> list[Pass]:
-    gpu.set_history_depth(0)
-    gpu.set_history_depth(256)
-    run()
     passes = []
-    for buffer in gpu.history():  # "3 tokens of 3 sequences", "1 tokens at position 7"
+    for buffer in command_buffers_of(run):  # "3 tokens of 3 sequences", "1 tokens at position 7"
         words = buffer.label.split()
         several = words[2] == "of"
         passes.append(

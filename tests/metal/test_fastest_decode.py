@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def unknown_gpu(own_cache: Path, own_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
+def unknown_gpu(checking: None, own_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METAL_PREFILL_TUNE", "1")
     monkeypatch.setattr(_fastest_decode, "_TOKENS", 1)  # times on an emulated GPU show nothing
 
@@ -74,7 +72,11 @@ def used(path: Path, **options: Any) -> tuple[float, float]:
     ],
 )
 def test_the_fastest_is_used_and_kept(
-    path: Path, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], expected: tuple[int, int]
+    path: Path,
+    own_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: tuple[float, ...],
+    expected: tuple[int, int],
 ) -> None:
     """Times of separate norms, of fused ones, and of two and four rows with the faster of them."""
     clock = Clock(*seconds)
@@ -82,7 +84,7 @@ def test_the_fastest_is_used_and_kept(
     assert used(path) == expected
     assert used(path) == expected
     assert clock.measured == 4
-    (stored,) = json.loads((Path(os.environ["METAL_PREFILL_CACHE"]) / "decode.json").read_text()).values()
+    (stored,) = json.loads((own_cache / "decode.json").read_text()).values()
     assert stored == [str(n) for n in expected]
 
 

@@ -24,13 +24,8 @@ HOST_BUFFERS = {
 
 
 @pytest.fixture(autouse=True)
-def settled() -> Iterator[None]:
+def history(own_device: None) -> None:
     gpu.set_history_depth(4)
-    yield
-    gpu.clear_faults()
-    gpu.set_history_depth(0)
-    gpu.set_limits(gpu.Limits())
-    assert gpu.take_violations() == []
 
 
 @pytest.fixture(scope="module")

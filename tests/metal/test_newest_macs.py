@@ -142,10 +142,7 @@ def test_an_m5_attends_without_tensors_if_that_fails(
     assert stats["attention_tensor"] == 0
 
 
-def test_the_trial_runs_once_per_process_and_is_stored(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
+def test_the_trial_runs_once_per_process_and_is_stored(path: Path, own_cache: Path) -> None:
     sources = ("matmul_tensor.metal", "attention_tensor.metal")
 
     def compiled_by(*names: str) -> list[int]:
@@ -165,7 +162,7 @@ def test_the_trial_runs_once_per_process_and_is_stored(
     assert gpu.compiled_libraries() == []
     # Two libraries of the trial, and two of the model's types and heads.
     assert compiled_by("tried", "tried") == [4, 2]
-    (stored,) = tmp_path.rglob("*.trial")
+    (stored,) = own_cache.rglob("*.trial")
     for damaged in ("", "a\n", "x" * 10):
         stored.write_text(damaged)
     process = finished([sys.executable, "-c", OPENED_ELSEWHERE, str(path)], check=True)
@@ -237,12 +234,9 @@ def test_unrelated_kernel_failures_do_not_disable_tensors(path: Path) -> None:
 def test_the_self_test_finds_wrong_tensor_products(
     path: Path,
     plain: np.ndarray[Any, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    checking: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
-    monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
     be_m5(wrong_kernels={"matmul_tensor_q4_0_narrow"})
     for _ in range(2):  # the second time from the first result
         caplog.clear()

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.closeness import states_of_texts
 from support.emulated_gpu import open_with, require_emulator
 from support.engine_options import set_engine_options
-from support.small_models import ENCODERS, write
+from support.small_models import ENCODERS, MODELS, SmallModel, write
 
-from metal_prefill import DeviceError, synth
+from metal_prefill import DeviceError
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
@@ -60,58 +61,40 @@ def test_a_long_pass_is_split_by_its_work_and_is_bit_identical(
         assert session.stats()["command_buffers"] == len(steps()) > 4
 
 
-@pytest.mark.parametrize("model", ["heads", "window"])
-def test_attention_of_a_long_context_is_split_by_its_work_and_is_bit_identical(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
-    """Three heads to a head of K, so that the heads of a token may be in two dispatches."""
-    shapes: dict[str, dict[str, Any]] = {
-        "heads": {"heads": 9, "kv_heads": 3, "head_dim": 64},
-        "window": {"architecture": "gemma3", "window": 64},
-    }
-    file = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=3, vocab=320, **shapes[model])
-    tokens = [3 + i for i in range(240)]
-
-    def run() -> tuple[Any, list[int]]:
-        with open_with(file) as opened:
-            result = opened.session().forward_prompt_logits(tokens)
-        return result, [d.threads for d in dispatches() if d.kernel.startswith("attention_prefill")]
-
-    whole, threads = run()
-    set_engine_options(monkeypatch, metal_buffer_work=WORK / 2)
-    cut, cut_threads = run()
-    np.testing.assert_array_equal(cut, whole)
-    assert len(cut_threads) >= len(threads) + 2
-    assert max(cut_threads) < max(threads)
-
-
 @pytest.mark.parametrize(
-    ("encoder", "limits", "kernel"),
+    ("shape", "lengths", "work", "family"),
     [
-        ("jina-bert-v2", {}, "attention_prefill"),
-        ("nomic-bert", {"apple_family": 10}, "attention_tensor"),
+        # Three heads to a head of K, so that the heads of a token may be in two dispatches.
+        (SmallModel(dim=64, heads=9, kv_heads=3, head_dim=64), (240,), WORK / 2, 9),
+        (replace(MODELS["gemma3"], layers=3, window=64), (240,), WORK / 2, 9),
+        # Tiles of texts of unequal lengths, the longest first, with ALiBi, and on matrix units.
+        (ENCODERS["jina-bert-v2"], (200, 9, 77, 130), WORK / 4, 9),
+        (replace(ENCODERS["nomic-bert"], dim=192, head_dim=64), (200, 9, 77, 130), WORK / 4, 10),
     ],
+    ids=["heads", "window", "texts", "texts on matrix units"],
 )
-def test_attention_of_several_texts_is_split_by_its_work_and_is_bit_identical(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: str, limits: dict[str, int], kernel: str
+def test_attention_is_split_by_its_work_and_is_bit_identical(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: SmallModel,
+    lengths: tuple[int, ...],
+    work: float,
+    family: int,
 ) -> None:
-    """Tiles of texts of unequal lengths, the longest first, with ALiBi, and on matrix units."""
-    shape = replace(ENCODERS[encoder], dim=192, head_dim=64) if limits else ENCODERS[encoder]
-    file = write(tmp_path / "m.gguf", shape)
-    texts = [np.arange(5, 5 + n) for n in (200, 9, 77, 130)]
+    file, texts = write(tmp_path / "m.gguf", shape), [np.arange(5, 5 + n) for n in lengths]
 
     def run() -> tuple[list[Any], list[int]]:
-        with open_with(file, **limits) as opened:
-            sessions = [opened.session() for _ in texts]
-            states = opened.forward_batch(sessions, texts, output="hidden", rows="all")
+        with open_with(file, apple_family=family) as opened:
+            states = states_of_texts(opened, texts)
+        kernel = "attention_tensor" if family == 10 else "attention_prefill"
         return states, [d.threads for d in dispatches() if d.kernel.startswith(kernel)]
 
     whole, threads = run()
-    set_engine_options(monkeypatch, metal_buffer_work=WORK / 4)
+    set_engine_options(monkeypatch, metal_buffer_work=work)
     cut, cut_threads = run()
     for state, expected in zip(cut, whole, strict=True):
         np.testing.assert_array_equal(state, expected)
-    assert len(cut_threads) >= len(threads) + shape.layers > shape.layers
+    assert len(cut_threads) >= len(threads) + 2 > 2
     assert max(cut_threads) < max(threads)
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -23,7 +23,7 @@ from metal_prefill.gpu._cost_model import CHIPS, plan, shape_of, time_of, work_o
 from metal_prefill.gpu._cost_model.shapes import Shape
 from metal_prefill.gpu._trace import Dispatch, decode_args
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
 gpu = require_emulator()
 GPUS = ((7, "Apple M1"), (8, "Apple M2 Max"), (9, "Apple M4"), (10, "Apple M5"), (10, "Apple M5 Max"))
@@ -45,13 +45,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 OPTIONS: list[dict[str, Any]] = [{}, {"fused_norm": True}, {"kv_dtype": "f32", "chunk_tokens": 40}]
-
-
-@pytest.fixture(autouse=True)
-def settled() -> Iterator[None]:
-    yield
-    gpu.set_history_depth(0)
-    gpu.set_limits(gpu.Limits())
 
 
 def claim(family: int, name: str = "") -> None:

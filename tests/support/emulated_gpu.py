@@ -1,5 +1,6 @@
 """Models on an emulated GPU with fewer capabilities than the emulator's defaults."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,11 @@ def open_with(path: Path, kv_memory: int | None = None, **limits: Any) -> Model:
     gpu.set_history_depth(0)
     gpu.set_history_depth(64)
     return Model(path, device="metal", kv_memory=kv_memory)
+
+
+def command_buffers_of(run: Callable[[], object]) -> Any:
+    """Return the last command buffers of a call, at most 256."""
+    _core.emulator.set_history_depth(0)
+    _core.emulator.set_history_depth(256)
+    run()
+    return _core.emulator.history()
