@@ -453,7 +453,7 @@ def test_a_worker_releases_texts_that_are_cancelled_after_they_gave_way(
     kept = make_streams(model.engine, "A:", 2, 90, regex="[ab]{90}")
     scheduler.enter(kept)
     # One whose constraint has not answered does not give way.
-    while not all(stream.writing and stream.text.choosing.pending is None for stream in kept):
+    while not all(stream.writing and stream.text.pending is None for stream in kept):
         scheduler.step_pieces()
     scheduler.enter(make_streams(model.engine, "B:", 1, 90, min_tokens=90))
     while kept[1].core is not None:

@@ -18,7 +18,8 @@ from metal_prefill.engine import RowCost
 from metal_prefill.generation import _constraint, _constraint_worker, _scheduler
 from metal_prefill.generation._constraint import Constraint
 from metal_prefill.generation._constraint_worker import _prepare, _Spelling, _Texts
-from metal_prefill.generation._sampling import MOST_FORCED, REPEAT_WINDOW
+from metal_prefill.generation._guide import MOST_FORCED
+from metal_prefill.generation._sampling import REPEAT_WINDOW
 from metal_prefill.generation._speculation import MOST_DRAFTS
 
 pytest.importorskip("llguidance", reason="needs the extra guide")

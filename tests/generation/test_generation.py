@@ -193,7 +193,7 @@ def test_log_probabilities_of_a_pass_are_read_once(demo: Model) -> None:
 
     (stream,) = make_streams(demo.engine, [1, 2, 3, 4, 5], 1, 2, logprobs=1, prompt_logprobs=True)
     sampler: Any = Counted()
-    stream.text.choosing.sampler = sampler
+    stream.text.sampler = sampler
     pieces = list(stream.text.take([2, 3, 4]))
     assert [(piece.logprob, piece.top_logprobs) for piece in pieces] == [
         (-float(i), ((i, 0.0),)) for i in range(3)

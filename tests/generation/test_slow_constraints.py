@@ -147,12 +147,12 @@ def test_a_text_cancelled_while_its_constraint_computes_is_released(
     scheduler = Scheduler(model)
     streams = [scheduler.submit("A:", 20, **SLOW) for _ in range(2)]
     gate.open.set()
-    while not streams[0].text.choosing.sampler or streams[0]._made == []:
+    while not streams[0].text.sampler or streams[0]._made == []:
         scheduler.step()
     gate.open.clear()
     scheduler.step()
-    guide = streams[0].text.choosing.constraint
-    assert guide is not None
+    assert streams[0].text.guide is not None
+    guide = streams[0].text.guide.constraint
     assert guide.pending is not None
     pending, worker = guide.pending, guide.worker
     streams[0].cancel()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_prefill.generation._constraint import Step
-from metal_prefill.generation._sampling import MOST_FORCED, Choosing
+from metal_prefill.generation._guide import MOST_FORCED, Guide
 from metal_prefill.generation._text_generation import StopFilter, TextWriter
 
 STOP = 0
@@ -87,27 +87,27 @@ class Masks:
 def test_forced_tokens_are_taken_in_pieces_that_a_pass_may_have() -> None:
     constraint: Any = Forcing(list(range(1, MOST_FORCED + 3)))
     sampler: Any = Masks()
-    choosing = Choosing(sampler, constraint, frozenset({STOP}), forces=True)
-    assert choosing.allow([5, 6]) == 1  # the second draft is not allowed
+    guide = Guide(sampler, constraint, frozenset({STOP}), forces=True)
+    assert guide.allow([5, 6]) == 1  # the second draft is not allowed
     assert sampler.allowed == [[b"mask"], [b"mask", b"ahead"]]
-    choosing.advance([9], [9], 50)
-    assert choosing.take_forced() == constraint.forced[:MOST_FORCED]
-    choosing.advance([MOST_FORCED + 1], [MOST_FORCED + 1], 40)  # the next forced token
-    assert choosing.take_forced() == [MOST_FORCED + 2]
+    guide.advance([9], [9], 50)
+    assert guide.take_forced() == constraint.forced[:MOST_FORCED]
+    guide.advance([MOST_FORCED + 1], [MOST_FORCED + 1], 40)  # the next forced token
+    assert guide.take_forced() == [MOST_FORCED + 2]
     assert constraint.requests == [([9], MOST_FORCED, 50), ([MOST_FORCED + 1, MOST_FORCED + 2], 0, 40)]
-    assert not choosing.completes(MOST_FORCED + 1)
-    assert not choosing.unmet
+    assert not guide.completes(MOST_FORCED + 1)
+    assert guide.met
 
 
 def test_a_constraint_receives_no_tokens_after_the_end_of_a_text() -> None:
     constraint: Any = Forcing([])
     sampler: Any = Masks()
-    choosing = Choosing(sampler, constraint, frozenset({STOP}), forces=False)
-    choosing.advance([4, STOP], [4, STOP], 9)
-    choosing.advance([STOP], [STOP], 9)
-    choosing.advance([4], [], 9)  # given tokens
+    guide = Guide(sampler, constraint, frozenset({STOP}), forces=False)
+    guide.advance([4, STOP], [4, STOP], 9)
+    guide.advance([STOP], [STOP], 9)
+    guide.advance([4], [], 9)  # given tokens
     assert constraint.requests == [([4, STOP], 0, 1)]
-    assert choosing.unmet
+    assert not guide.met
 
 
 LETTERS = st.text("ab", max_size=12)

@@ -33,13 +33,7 @@ class UsageError(ValueError):
 
 
 def standard_input() -> TextIO:
-    """Return the standard input.
-
-    Raises
-    ------
-    UsageError
-        Standard input is closed, for example by ``<&-`` in a shell.
-    """
+    """Return the standard input; raises UsageError if it is closed, as by ``<&-`` in a shell."""
     # sys.stdin is None if file descriptor 0 is closed, which its declared type does not include.
     stream: TextIO | None = sys.stdin
     if stream is None:
@@ -232,13 +226,7 @@ def model_path(name: str | None, adapter: Path | None = None) -> Path | None:
 
 
 def open_model(arguments: argparse.Namespace, *, generates: bool = False) -> Model:
-    """Open the model with the given options; with `generates`, one that generates or scores text.
-
-    Raises
-    ------
-    ValueError
-        The model must generate text, but is an encoder.
-    """
+    """Open the model with the given options; with `generates`, raises ValueError for an encoder."""
     from metal_prefill import Model
 
     model = Model(

@@ -271,14 +271,8 @@ class Step:
 class Constraint:
     """The constraint of one text, token by token.
 
-    Raises
-    ------
-    ValueError
-        More than one of them is given.
-    ConstraintError
-        It cannot be read, takes too much time, memory or depth, or nothing satisfies it.
-    MissingExtraError
-        llguidance is not installed.
+    Raises ValueError if more than one is given, ConstraintError if it cannot be read, takes too much time,
+    memory or depth, or nothing satisfies it, MissingExtraError if llguidance is not installed.
     """
 
     def __init__(

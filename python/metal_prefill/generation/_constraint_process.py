@@ -114,10 +114,7 @@ class Worker:
         raise WorkerEnded(self._server.end(self.pid), hung)
 
     def _send(self, seconds: float, action: str | None, *arguments: Any) -> None:
-        released = []
-        while self._released:
-            released.append(self._released.popleft())
-        self._requests.send_bytes(pickle.dumps((seconds, released, action, *arguments)))
+        self._requests.send_bytes(pickle.dumps((seconds, _taken(self._released), action, *arguments)))
 
     def release(self, text: int) -> None:
         """Forget a text, now or with the next request; garbage collection may call this at any time."""
@@ -136,6 +133,14 @@ class Worker:
         self._lock = threading.Lock()
         self._finalizer.detach()
         self._requests.close()
+
+
+def _taken(numbers: deque[int]) -> list[int]:
+    """Remove all numbers, to which other threads may append."""
+    taken = []
+    while numbers:
+        taken.append(numbers.popleft())
+    return taken
 
 
 def _end_quietly(requests: Connection, ended: deque[int], pid: int) -> None:
@@ -171,11 +176,8 @@ class ForkServer:
         for _ in range(2):  # it may have been ended from outside
             if self._control is None:
                 self._start()
-            ended = []
-            while self.ended:
-                ended.append(self.ended.popleft())
             with suppress(EOFError, OSError):
-                return self._ask(ended, handle)
+                return self._ask(_taken(self.ended), handle)
         raise NoWorkerError("the process that checks constraints ended")
 
     def end(self, pid: int) -> int:

@@ -14,7 +14,7 @@ import pickle
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
@@ -173,11 +173,6 @@ class _Texts:
 
     def answer(self, requests: Connection) -> None:
         """Answer requests until there are no more."""
-        actions: dict[str, Callable[..., bytes]] = {
-            "compile": self.compile,
-            "advance": self.advance,
-            "ahead": self.ahead,
-        }
         while True:
             try:
                 seconds, released, action, *arguments = pickle.loads(requests.recv_bytes())
@@ -187,7 +182,7 @@ class _Texts:
                 self._texts.pop(text, None)
             if action is not None:
                 signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process in any state
-                answer = actions[action](*arguments)
+                answer: bytes = getattr(self, action)(*arguments)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 requests.send_bytes(answer)
 

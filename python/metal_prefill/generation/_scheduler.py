@@ -234,7 +234,7 @@ class Scheduler:
         given = sum(len(tokens.ids) for _, tokens in scored_rows)
         texts = self._next_tokens(writing, given + sum(share.wanted for share in shares))
         if not (texts or scored_rows or prompts or calls):
-            pending = (stream.text.choosing.pending for stream in self._active)
+            pending = (stream.text.pending for stream in self._active)
             waited_for = [answer for answer in pending if answer is not None]
             if waited_for and not self._made:
                 futures.wait(waited_for, BATCH_PATIENCE, futures.FIRST_COMPLETED)
@@ -294,7 +294,7 @@ class Scheduler:
                 stream.text.send(result)
         deadline = time.monotonic() + patience
         for stream in list(self._results):
-            stream.text.choosing.wait_until(deadline)
+            stream.text.wait_until(deadline)
             try:
                 self._made += self._take(stream, self._results[stream], alone)
             except ConstraintPending:
@@ -307,7 +307,7 @@ class Scheduler:
         rows, expected = prompt_rows + len(writing), float(len(writing))
         deadline = time.monotonic() + BATCH_PATIENCE
         for stream in writing:
-            stream.text.choosing.wait_until(deadline if stream.text.choosing.pending is None else 0.0)
+            stream.text.wait_until(deadline if stream.text.pending is None else 0.0)
             most = min(self._engine.exact_rows, self._core.pass_rows - rows + 1)
             try:
                 tokens = stream.text.next_tokens(most, rows, expected, sent=self._ahead.sent)
@@ -392,7 +392,7 @@ class Scheduler:
                     s
                     for s in self._active
                     if active[s.asked_by] >= active[chosen.asked_by] + 2
-                    and not (s in self._results or s.text.choosing.pending)
+                    and not (s in self._results or s.text.pending)
                 ]
                 if not others:
                     return
@@ -437,7 +437,7 @@ class Scheduler:
                 self._waiting.remove(stream)
             self._results.pop(stream, None)
             stream.release()
-            stream.text.choosing.close()
+            stream.text.close()
         self._calls = [call for call in self._calls if not call.results.cancelled()]
 
     def _note_end(self) -> None:

@@ -14,11 +14,15 @@ from metal_prefill import _core
 from metal_prefill._support.arguments import integer, token_id
 from metal_prefill.engine import Engine
 from metal_prefill.errors import ConstraintError
-from metal_prefill.generation._sampling import Choosing, TextOptions, core_sampler, sampling_of
+from metal_prefill.generation._guide import Guide
+from metal_prefill.generation._sampling import TextOptions, core_sampler, sampling_of
 from metal_prefill.generation._speculation import MOST_DRAFTS, Speculation, make_drafter
 from metal_prefill.text._reasoning import ReasoningGate
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from metal_prefill.generation._constraint import Constraint
     from metal_prefill.text._vocabulary import TokenDecoder
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
@@ -183,11 +187,11 @@ class TextWriter:
         self.made = 0  # number of tokens so far
         self.ended: FinishReason | None = None  # reason for the end of the text; None while it continues
 
-    def take(self, token: int, completes: Callable[[int], bool]) -> str:
+    def take(self, token: int, completes: Callable[[int], bool] | None) -> str:
         """Take the next token, and return the text that is complete with it.
 
-        `completes` returns whether nothing can follow a token; it is called once for each that is neither
-        given nor ends the text.
+        `completes` returns whether nothing can follow a token, if a constraint decides it; it is called once
+        for each that is neither given nor ends the text.
         """
         self.made += 1
         if self.made <= self._given:
@@ -195,7 +199,7 @@ class TextWriter:
             return ""
         if token in self._stop_ids:
             return self._end("stop")
-        complete = completes(token)
+        complete = completes is not None and completes(token)
         text, answer = self._divided(self._decoder.step(token))
         text += self._filter.step(answer) if self.made > self._least else answer
         if self._filter.found:
@@ -270,7 +274,7 @@ class Continuation:
         given = len(self._given)
         self._context, self._most = context, given + max_tokens
         ends = frozenset({*tokenizer.stop_ids, *stop_ids})
-        constraint, sampler = None, None
+        constraint: Constraint | None = None
         all_options: Mapping[str, Any] = options
         sources = {kind: all_options.get(kind) for kind in ("json_schema", "regex", "grammar")}
         if any(source is not None for source in sources.values()):
@@ -294,14 +298,16 @@ class Continuation:
             room=context - len(self.ids) + 1,
         )
         self._reports = logprobs is not None
+        self.sampler: _core.Sampler | None = None  # None if the engine's argmax chooses tokens
+        self.guide: Guide | None = None  # None without a constraint
         if not how.is_greedy or self._reports or least or constraint is not None:
-            sampler = core_sampler(how, seed, self.ids.tolist(), answer)
+            self.sampler = sampler = core_sampler(how, seed, self.ids.tolist(), answer)
             sampler.report(-1 if logprobs is None else logprobs)
             sampler.follow(self._given)
             if least:
                 sampler.forbid(sorted(ends), len(ids) + least)
-        # Chooses the tokens; its waits for a constraint are those of :meth:`take` and :meth:`next_tokens`.
-        self.choosing = Choosing(sampler, constraint, ends, forces=not self._reports)
+            if constraint is not None:
+                self.guide = Guide(sampler, constraint, ends, forces=not self._reports)
         speculate = options.get("speculate", "lookup")
         drafter = make_drafter(speculate, vocab_size, constraint is not None, prefix_namespace)
         may_draft = drafter is not None and max_tokens > 2
@@ -334,7 +340,7 @@ class Continuation:
             return NextTokens(np.array([*self._next, *known], np.int32), len(known), len(known))
         if self._speculation is None:
             return NextTokens(np.array(self._next, np.int32), 0, 0.0)
-        allow = None if self.choosing.constraint is None else self.choosing.allow
+        allow = None if self.guide is None else self.guide.allow
         drafts = self._speculation.drafts(
             min(most, MOST_DRAFTS), self._cost, rows + forced, tokens, allow, sent
         )
@@ -353,8 +359,8 @@ class Continuation:
         """Return the request for tokens; `continues`: the chosen token will be appended next."""
         rows = tokens.drafts + 1
         marks = self._last_turn_ends(tokens.ids) if reuse else []
-        if (sampler := self.choosing.sampler) is not None:
-            return _core.Request.sampled(session, tokens.ids, sampler, rows, claim, reuse, marks)
+        if self.sampler is not None:
+            return _core.Request.sampled(session, tokens.ids, self.sampler, rows, claim, reuse, marks)
         return _core.Request.greedy(
             session, tokens.ids, rows, drafts=True, continues=continues, claim=claim, reuse=reuse, marks=marks
         )
@@ -390,21 +396,21 @@ class Continuation:
         Raises ConstraintError if the context is full before the constraint is met, or following it exceeded a
         limit. `ConstraintPending` changes nothing.
         """
-        choosing, (free, room) = self.choosing, self._free(chosen)
-        sampler = choosing.sampler
-        choosing.advance(chosen, free, room)
+        guide, (free, room) = self.guide, self._free(chosen)
+        if guide is not None:
+            guide.advance(chosen, free, room)
         if self._speculation is not None and free:
             self._speculation.learn(free)
-        reports = sampler.reports if self._reports and sampler is not None else []  # copies all
+        reports = self.sampler.reports if self._reports and self.sampler is not None else []  # copies all
         for row, token in enumerate(chosen):
             yield self._take(token, reports[row] if reports else None)
             if self.ended is not None:
                 break
         self._next = [chosen[-1]]
-        if choosing.constraint is None or sampler is None:
+        if guide is None:
             return
-        for token in choosing.take_forced() if self.ended is None else ():
-            sampler.accept(token)
+        for token in guide.take_forced() if self.ended is None else ():
+            guide.sampler.accept(token)
             self._next.append(token)
             if self._speculation is not None:
                 self._speculation.follow(token)
@@ -412,18 +418,18 @@ class Continuation:
             if self.ended is not None:
                 break
         if self.ended is None:
-            choosing.allow()
-        elif self.ended == "context" and choosing.unmet:
+            guide.allow()
+        elif self.ended == "context" and not guide.met:
             raise ConstraintError(
                 f"the context of {self._context} tokens is full before the text meets its constraint"
             )
         if self.ended is not None:
-            choosing.close()
+            guide.constraint.close()
 
     def _take(self, token: int, report: tuple[float, list[tuple[int, float]]] | None = None) -> Piece:
         """Take one token; `report`: its log probability, and ids and those of the most probable tokens."""
         echo, self.echo = self.echo, ""
-        text = echo + self.writer.take(token, self.choosing.completes)
+        text = echo + self.writer.take(token, None if self.guide is None else self.guide.completes)
         if report is None:
             return Piece(token, text, finish_reason=self.ended)
         logprob, best = report
@@ -431,7 +437,23 @@ class Continuation:
 
     def send(self, chosen: Sequence[int]) -> None:
         """Send the tokens that a pass chose to the constraint; :meth:`take` waits for its answer."""
-        self.choosing.send(chosen, *self._free(chosen))
+        if self.guide is not None:
+            self.guide.send(chosen, *self._free(chosen))
+
+    def wait_until(self, deadline: float) -> None:
+        """Let :meth:`take` and :meth:`next_tokens` wait for the constraint until then, see `Constraint`."""
+        if self.guide is not None:
+            self.guide.constraint.deadline = deadline
+
+    @property
+    def pending(self) -> Future[Any] | None:
+        """The answer of the constraint that the text waits for."""
+        return None if self.guide is None else self.guide.constraint.pending
+
+    def close(self) -> None:
+        """Release the resources of the constraint in other processes."""
+        if self.guide is not None:
+            self.guide.constraint.close()
 
     @property
     def wanted(self) -> bool:
@@ -446,4 +468,4 @@ class Continuation:
         pass after it.
         """
         drafting = self._speculation is not None and self._speculation.has_drafts
-        return self.choosing.sampler is None and not drafting and self.writer.made + 1 < self._most
+        return self.sampler is None and not drafting and self.writer.made + 1 < self._most

@@ -254,7 +254,7 @@ def _reasoning_parser(form: ChatForm, tokenizer: Tokenizer, stream: Stream) -> R
     if form.reasoning_format == "none" or (tags := tokenizer.reasoning_tags) is None:
         return None
     # A constraint holds for the whole text, which therefore has no end of reasoning that it does not mention.
-    is_free = stream.text.choosing.constraint is None
+    is_free = stream.text.guide is None
     return ReasoningParser(begun=is_free and tokenizer.ends_in_reasoning(stream.prompt.tolist()), tags=tags)
 
 

@@ -175,20 +175,11 @@ class KernelTime(NamedTuple):
 
 
 def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int, *, waits: int = 0) -> Prediction:
-    """Predict the time of dispatches, of :func:`plan` or an engine, that run one after another.
+    """Predict the time of dispatches, of :func:`plan` or an engine, that process `tokens` one after another.
 
-    Parameters
-    ----------
-    tokens
-        Tokens that they process, for the tokens per second.
-    waits
-        How often the program waits for the GPU: once for a prompt, and not at all for tokens of
-        :meth:`metal_prefill.Model.generate`, whose passes run ahead.
-
-    Raises
-    ------
-    UnknownKernelError
-        A tensor type of a product has no counts.
+    `waits` is how often the program waits for the GPU: once for a prompt, and not at all for tokens of
+    :meth:`metal_prefill.Model.generate`, whose passes run ahead. Raises UnknownKernelError if a tensor type
+    of a product has no counts.
     """
     listed = list(dispatches)
     known: dict[str, Time] = {}  # layers repeat each other
