@@ -1,8 +1,9 @@
-"""The bundled model, for tests of constraints."""
+"""The bundled model, for tests of constraints, and texts with many drafts."""
 
 import pytest
 
 from metal_prefill import Model
+from metal_prefill.engine import RowCost
 from metal_prefill.generation import _constraint
 
 
@@ -14,3 +15,9 @@ def model(bundled: Model) -> Model:
     """
     _constraint._vocabulary(bundled.tokenizer)._known.clear()
     return bundled
+
+
+@pytest.fixture
+def most_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make as many drafts as allowed, whether they pay or not."""
+    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)

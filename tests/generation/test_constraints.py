@@ -111,17 +111,15 @@ def test_a_text_is_cancelled_between_its_forced_tokens(model: Model) -> None:
     assert stream.finish_reason == "cancelled"
 
 
+@pytest.mark.usefixtures("most_drafts")
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
-def test_speculation_does_not_change_constrained_text(
-    model: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_speculation_does_not_change_constrained_text(model: Model, options: dict[str, Any]) -> None:
     """Correct, wrong and forbidden drafts, alone, with probabilities, and in batches."""
     prompt = PROMPT + json.dumps({"name": "Lear", "kind": "king", "age": 80}) + "\nAnother person: "
     ids = model.tokenizer.encode(prompt)
     kwargs: dict[str, Any] = {"json_schema": PERSON, **options}
     expected = list(model.session().stream(ids, 200, speculate="off", **kwargs))
     tokens = [piece.token for piece in expected]
-    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many drafts as allowed
     kept: list[int] = []
 
     def planted(so_far: list[int]) -> list[int]:
@@ -138,8 +136,8 @@ def test_speculation_does_not_change_constrained_text(
     assert set(kept) == {0, 1, 2, 3}
 
 
+@pytest.mark.usefixtures("most_drafts")
 def test_speculation_saves_passes_under_a_constraint(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)
     ids, passes = model.tokenizer.encode(PROMPT), passes_of_texts(monkeypatch)
     tokens: list[int] = []
 
@@ -154,6 +152,7 @@ def test_speculation_saves_passes_under_a_constraint(model: Model, monkeypatch: 
     assert count == -(-(len(tokens) - 1) // (MOST_DRAFTS + 1))
 
 
+@pytest.mark.usefixtures("most_drafts")
 @pytest.mark.parametrize("many", [False, True])
 def test_forced_tokens_do_not_lower_the_estimated_cost_of_drafts(
     model: Model, monkeypatch: pytest.MonkeyPatch, many: bool
@@ -162,7 +161,6 @@ def test_forced_tokens_do_not_lower_the_estimated_cost_of_drafts(
     noted: list[int] = []
     passes = passes_of_texts(monkeypatch)
     monkeypatch.setattr(RowCost, "note", lambda self, rows, seconds: noted.append(rows))
-    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many drafts as allowed
     options: dict[str, Any] = {"json_schema": PERSON, "speculate": lambda so_far: [5] * 3}
     ids = model.tokenizer.encode(PROMPT)
     if many:
@@ -175,10 +173,10 @@ def test_forced_tokens_do_not_lower_the_estimated_cost_of_drafts(
     assert noted == [rows for rows, drafts in passes if rows == drafts + 1]
 
 
+@pytest.mark.usefixtures("most_drafts")
 def test_drafts_with_forced_tokens_stay_within_exact_rows(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)
     monkeypatch.setattr(model.engine, "exact_rows", 12)
     ids = model.tokenizer.encode(PROMPT)
     options: dict[str, Any] = {"json_schema": PERSON}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.forked import in_child
+from support.scheduled_texts import finish
 
 from metal_prefill import Model, Scheduler
 from metal_prefill._support import threads
@@ -35,12 +36,6 @@ class Gate:
         monkeypatch.setattr(_Compiled, "ask", ask)
 
 
-def finish(scheduler: Scheduler, texts: dict[Stream, str]) -> None:
-    while scheduler.busy:
-        for stream, text in scheduler.step():
-            texts[stream] += text
-
-
 def test_other_texts_continue_while_a_constraint_is_slow(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,8 +50,7 @@ def test_other_texts_continue_while_a_constraint_is_slow(
     assert texts == {slow: "", other: expected[1]}
     assert gate.arrived == 1
     gate.open.set()
-    finish(scheduler, texts)
-    assert list(texts.values()) == expected
+    assert list(finish(scheduler, texts).values()) == expected
 
 
 def test_a_pass_is_not_computed_while_every_text_waits(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +65,7 @@ def test_a_pass_is_not_computed_while_every_text_waits(model: Model, monkeypatch
     assert time.perf_counter() - begin >= 2 * _constraint.BATCH_PATIENCE  # the loop does not spin
     assert (scheduler.passes, scheduler.busy) == (passes, True)
     gate.open.set()
-    finish(scheduler, {stream: ""})
+    finish(scheduler)
     assert stream.finish_reason == "stop"
 
 
@@ -80,8 +74,7 @@ def test_a_text_that_waits_for_its_constraint_does_not_give_way(
 ) -> None:
     """The tokens that a pass chose for it would be lost."""
     scheduler = Scheduler(model)
-    expected = dict.fromkeys(scheduler.submit_answers("A:", 2, 20, **SLOW), "")
-    finish(scheduler, expected)
+    expected = finish(scheduler, scheduler.submit_answers("A:", 2, 20, **SLOW))
     gate = Gate(monkeypatch)
     scheduler = Scheduler(model, max_streams=2)
     slow = make_streams(model.engine, "A:", 2, 20, **SLOW)
@@ -93,8 +86,7 @@ def test_a_text_that_waits_for_its_constraint_does_not_give_way(
     assert scheduler.step() == []
     assert other.core is None
     gate.open.set()
-    texts = dict.fromkeys((*slow, other), "")
-    finish(scheduler, texts)
+    texts = finish(scheduler, (*slow, other))
     assert list(texts.values())[:2] == list(expected.values())
 
 
@@ -133,9 +125,8 @@ def test_late_masks_for_drafts_do_not_change_the_text(model: Model, monkeypatch:
     monkeypatch.setattr(_Compiled, "ask", late)
     monkeypatch.setattr("metal_prefill.generation._speculation.Speculation._best_count", lambda *_: 2)
     scheduler = Scheduler(model)
-    texts = {scheduler.submit("A:", 20, **SLOW, speculate=proposed): ""}
-    finish(scheduler, texts)
-    assert list(texts.values()) == [expected]
+    scheduler.submit("A:", 20, **SLOW, speculate=proposed)
+    assert list(finish(scheduler).values()) == [expected]
     assert aheads > 1
 
 
@@ -162,7 +153,7 @@ def test_a_text_cancelled_while_its_constraint_computes_is_released(
     pending.result(60)
     while guide.worker is not None:
         time.sleep(0.001)
-    finish(scheduler, dict.fromkeys(streams, ""))
+    finish(scheduler)
     assert streams[1].finish_reason == "stop"
     assert guide._compiled.refusal is None
     assert guide._compiled._worker is worker

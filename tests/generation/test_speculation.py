@@ -44,11 +44,6 @@ def texts_of(model: Model, prompts: list[Any], max_tokens: int = LENGTH, **optio
     return texts
 
 
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make as many drafts as allowed, whether they pay or not."""
-    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)
-
-
 def planted(truth: list[int], seed: int) -> Guess:
     """Drafts correctly for a while and then wrongly."""
     rng = random.Random(seed)
@@ -61,14 +56,12 @@ def planted(truth: list[int], seed: int) -> Guess:
     return guess
 
 
+@pytest.mark.usefixtures("most_drafts")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_many_texts_are_identical(
-    tiny: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_many_texts_are_identical(tiny: Model, options: dict[str, Any]) -> None:
     prompts = prompts_of(250, 5)
     expected = texts_of(tiny, prompts, speculate="off", **options)
-    always(monkeypatch)
     assert texts_of(tiny, prompts, **options) == expected
     guessed = [
         (prompt, {"speculate": planted([*prompt, *text], i)})
@@ -77,12 +70,10 @@ def test_many_texts_are_identical(
     assert texts_of(tiny, guessed, **options) == expected
 
 
+@pytest.mark.usefixtures("most_drafts")
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_session_ends_as_without_speculation(
-    tiny: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_a_session_ends_as_without_speculation(tiny: Model, options: dict[str, Any]) -> None:
     """For any end of the text: its length, a stop token, or the caller."""
-    always(monkeypatch)
 
     def state(prompt: list[int], n: int, take: int | None = None, **more: Any) -> tuple[Any, ...]:
         with tiny.session() as session:
@@ -103,10 +94,8 @@ def test_a_session_ends_as_without_speculation(
                 assert state(prompt, **end, speculate=speculate) == expected, end
 
 
-def test_pieces_have_the_same_text_probabilities_and_ends(
-    bundled: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    always(monkeypatch)
+@pytest.mark.usefixtures("most_drafts")
+def test_pieces_have_the_same_text_probabilities_and_ends(bundled: Model) -> None:
     prompt = "ROMEO:\nto be or not to be, to be or not to be, to be"
     for options in ({}, {"temperature": 0.5, "seed": 4}):
         for end in ({}, {"stop": [", "]}, {"min_tokens": 20, "stop": ["e"]}):
@@ -115,9 +104,9 @@ def test_pieces_have_the_same_text_probabilities_and_ends(
             assert list(bundled.session().stream(prompt, 40, **kwargs)) == expected
 
 
-def test_a_full_context_ends_the_same_text(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("most_drafts")
+def test_a_full_context_ends_the_same_text(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", threads=1, max_context=40) as model, model.session() as session:
-        always(monkeypatch)
         prompt = [5, 6, 7] * 10
         expected = [(p.token, p.finish_reason) for p in session.stream(prompt, 60, speculate="off")]
         assert expected[-1][1] == "context"
@@ -126,10 +115,8 @@ def test_a_full_context_ends_the_same_text(demo_path: Path, monkeypatch: pytest.
         assert texts_of(model, [prompt], 60) == [[token for token, _ in expected]]
 
 
-def test_every_engine_and_drafter_generates_the_same(
-    device: str, tiny: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    always(monkeypatch)
+@pytest.mark.usefixtures("most_drafts")
+def test_every_engine_and_drafter_generates_the_same(device: str, tiny: Model) -> None:
     # On the CPU, the first tokens leave the window of penalties.
     n, prompt = (5, [5, 6, 7, 8, 5, 6, 7]) if device == "metal" else (40, [5, 6, 7, 8] * 12)
     drafters: list[Any] = ["lookup", tiny, lambda tokens: [1, 2, 3], lambda tokens: []]
@@ -154,11 +141,9 @@ def test_drafts_of_the_same_model_are_all_accepted(
     assert text == "".join(bundled.generate("JULIET:\n", 60, speculate="off"))
 
 
-def test_a_session_that_another_call_changed_ends_the_text(
-    bundled: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("most_drafts")
+def test_a_session_that_another_call_changed_ends_the_text(bundled: Model) -> None:
     """Also among tokens of one pass."""
-    always(monkeypatch)
     prompt = [5, 6, 7] * 8
     truth = [*prompt, *(p.token for p in bundled.session().stream(prompt, 20, speculate="off"))]
     session = bundled.session()
@@ -172,6 +157,7 @@ def test_a_session_that_another_call_changed_ends_the_text(
     assert session.position == 4
 
 
+@pytest.mark.usefixtures("most_drafts")
 @pytest.mark.parametrize(
     ("speculate", "error", "message"),
     [
@@ -184,9 +170,8 @@ def test_a_session_that_another_call_changed_ends_the_text(
     ],
 )
 def test_invalid_drafts_fail_only_their_text(
-    bundled: Model, monkeypatch: pytest.MonkeyPatch, speculate: Any, error: type[Exception], message: str
+    bundled: Model, speculate: Any, error: type[Exception], message: str
 ) -> None:
-    always(monkeypatch)
     with pytest.raises(error, match=message):
         list(bundled.generate([1, 2], 9, speculate=speculate))
     results = dict(
@@ -224,19 +209,15 @@ def test_a_draft_model_requires_the_same_vocabulary(bundled: Model, tiny: Model)
         bundled.generate([1, 2], 9, speculate=tiny)
 
 
-def test_a_draft_model_with_a_shorter_context_drafts_within_it(
-    bundled: Model, demo_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    always(monkeypatch)
+@pytest.mark.usefixtures("most_drafts")
+def test_a_draft_model_with_a_shorter_context_drafts_within_it(bundled: Model, demo_path: Path) -> None:
     expected = "".join(bundled.generate("JULIET:", 60, speculate="off"))
     with Model(demo_path, device="cpu", threads=1, max_context=30) as other:
         assert "".join(bundled.generate("JULIET:", 60, speculate=other)) == expected
 
 
-def test_a_function_may_change_the_ids_that_it_receives(
-    bundled: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    always(monkeypatch)
+@pytest.mark.usefixtures("most_drafts")
+def test_a_function_may_change_the_ids_that_it_receives(bundled: Model) -> None:
     received: list[list[int]] = []
 
     def draft(tokens: list[int]) -> list[int]:

@@ -1,5 +1,7 @@
 """Texts of the scheduler, and the same texts alone."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from metal_prefill import Model, Scheduler
@@ -25,6 +27,15 @@ def texts_of(pieces: Any, n: int) -> list[str]:
     texts = [""] * n
     for index, piece in pieces:
         texts[index] += piece
+    return texts
+
+
+def finish(scheduler: Scheduler, begun: Mapping[Stream, str] | Iterable[Stream] = ()) -> dict[Stream, str]:
+    """Compute passes until nothing is left; return the texts of streams, which may have begun."""
+    texts = defaultdict(str, begun if isinstance(begun, Mapping) else dict.fromkeys(begun, ""))
+    while scheduler.busy:
+        for stream, text in scheduler.step():
+            texts[stream] += text
     return texts
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.recurrent import ARCHITECTURES
-from support.scheduled_texts import passes_until_it_ends
+from support.scheduled_texts import finish, passes_until_it_ends
 from support.small_models import write
 from support.tiny_models import TINY_RECURRENT
 
@@ -242,8 +242,7 @@ def test_giving_way_does_not_change_how_many_tokens_were_cached(cpu: Model) -> N
     scheduler.enter([other])
     scheduler.step()
     assert [stream.core is None for stream in many] == [False, True]
-    while scheduler.streams:
-        scheduler.step()
+    finish(scheduler)
     assert other.finish_reason == "length"
     assert [stream.cached_tokens for stream in many] == before
     assert before == [70, 99]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.scheduled_texts import TEXTS, alone, texts_of
+from support.scheduled_texts import TEXTS, alone, finish, texts_of
 from support.threads import at_once
 
 from metal_prefill import ClosedError, ContextOverflowError, Model, Piece, Scheduler, SessionBusyError
@@ -35,8 +35,7 @@ def test_each_text_has_its_finish_reason(demo_path: Path) -> None:
         stopped = scheduler.submit([1, 2, 3], 20, stop=alone(model, [1, 2, 3], 20)[5])
         cancelled = scheduler.submit([4], 100)
         cancelled.cancel()
-        while scheduler.streams:
-            scheduler.step()
+        finish(scheduler)
         reasons = [s.finish_reason for s in (length, context, stopped, cancelled)]
         assert reasons == ["length", "context", "stop", "cancelled"]
         assert model.stats()["kv_pool_bytes"] == model.stats()["prefix_bytes"]
@@ -136,11 +135,7 @@ def test_a_draft_function_cannot_start_a_pass(cpu: Model) -> None:
         return []
 
     streams = [scheduler.submit(TEXTS[0], 20, speculate=draft), scheduler.submit(TEXTS[1], 20)]
-    made = {stream: "" for stream in streams}
-    while scheduler.streams:
-        for stream, text in scheduler.step():
-            made[stream] += text
-    assert list(made.values()) == [alone(cpu, text, 20) for text in TEXTS[:2]]
+    assert list(finish(scheduler, streams).values()) == [alone(cpu, text, 20) for text in TEXTS[:2]]
     assert errors
 
 
@@ -191,6 +186,5 @@ def test_an_error_names_the_prompt_of_an_answer(cpu: Model) -> None:
 def test_answers_continue_if_the_first_ends_immediately(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     streams = scheduler.submit_answers([1, 2, 3], 3, 1, temperature=1.0, seed=1)
-    while scheduler.streams:
-        scheduler.step()
+    finish(scheduler)
     assert [s.finish_reason for s in streams] == ["length"] * 3

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.recurrent import LARGE, page_bytes, state_bytes
-from support.scheduled_texts import alone, texts_of
+from support.scheduled_texts import alone, finish, texts_of
 from support.small_models import write
 
 from metal_prefill import KVMemoryError, Model, Scheduler
-from metal_prefill.engine import RowCost
 from metal_prefill.generation import Stream
 
 
@@ -62,10 +61,7 @@ def result_alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> 
 
 
 def results_together(scheduler: Scheduler, streams: list[Stream]) -> list[tuple[str, type | None]]:
-    texts = dict.fromkeys(streams, "")
-    while scheduler.streams:
-        for stream, piece in scheduler.step():
-            texts[stream] += piece
+    texts = finish(scheduler, streams)
     return [(texts[s], None if s.error is None else type(s.error)) for s in streams]
 
 
@@ -193,11 +189,9 @@ def test_a_completely_cached_prompt_fits_like_a_new_one(demo_path: Path) -> None
         assert result_alone(model, ids, 5) == (expected, None)
 
 
+@pytest.mark.usefixtures("most_drafts")
 @pytest.mark.parametrize("sampled", [False, True])
-def test_drafts_that_do_not_fit_in_memory_are_dropped(
-    demo_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool
-) -> None:
-    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many drafts as allowed
+def test_drafts_that_do_not_fit_in_memory_are_dropped(demo_path: Path, sampled: bool) -> None:
     ids = np.random.default_rng(0).integers(1, 900, 60)
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3} if sampled else {}
     with Model(demo_path, device="cpu", kv_memory=1) as model:  # one page

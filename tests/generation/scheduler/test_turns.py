@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.scheduled_texts import TEXTS, alone, passes_until_it_ends
+from support.scheduled_texts import TEXTS, alone, finish, passes_until_it_ends
 
 from metal_prefill import Model, Scheduler, Session, _core
 from metal_prefill.generation import Stream
@@ -107,8 +107,7 @@ def test_a_call_returns_the_greedy_tokens_of_all_its_rows(cpu: Model) -> None:
     request = _core.Request.greedy(cpu.session().native, np.array(ids, np.int32), len(ids))
     pending = PendingCall([request])
     scheduler.call(pending)
-    while scheduler.busy:
-        scheduler.step()
+    finish(scheduler)
     assert writing.finish_reason == "length"
     assert pending.results.result() == [expected.tolist()]
 
