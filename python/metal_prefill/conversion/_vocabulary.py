@@ -1,8 +1,11 @@
 """The tokenizer of a model folder, and the metadata that describe it in a GGUF file."""
 
 from collections.abc import Collection, Sequence
+from json import loads
 from pathlib import Path
 from typing import Any
+
+from tokenizers import BertWordPieceTokenizer
 
 from metal_prefill._support.messages import shortened
 from metal_prefill.conversion._folder import Fields, read_text
@@ -82,45 +85,18 @@ def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:
     """Return what ``tokenizer.json`` would contain for the vocabulary of a BERT model."""
     lines = read_text(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
     vocabulary = {line: i for i, line in enumerate(lines)}
-    names = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "unk": "[UNK]", "mask": "[MASK]"}
     mapped = Fields.read_if_present(path.parent / "special_tokens_map.json")
+
     special = [
-        settings.string(f"{name}_token", default=mapped.string(f"{name}_token", default=text))
-        for name, text in names.items()
+        settings.string(key, default=mapped.string(key, default=f"[{key[:-6].upper()}]"))
+        for key in ("unk_token", "sep_token", "cls_token", "pad_token", "mask_token")
     ]
     for text in special[:4]:
         if text not in vocabulary:
             raise GGUFError(shortened(f"{path}: lacks the token {text}"))
-    frame = {name: [text, vocabulary[text]] for name, text in zip(names, special[:2], strict=False)}
-    return Fields(
-        path,
-        {
-            "model": {
-                "type": "WordPiece",
-                "vocab": vocabulary,
-                "unk_token": special[3],
-                "continuing_subword_prefix": "##",
-                "max_input_chars_per_word": MAX_WORD_CHARACTERS,
-            },
-            "normalizer": {
-                "type": "BertNormalizer",
-                "clean_text": True,
-                "handle_chinese_chars": settings.boolean("tokenize_chinese_chars", default=True),
-                "strip_accents": settings.values.get("strip_accents"),
-                "lowercase": settings.boolean("do_lower_case", default=True),
-            },
-            "pre_tokenizer": {"type": "BertPreTokenizer"},
-            "added_tokens": [
-                *(
-                    {"id": vocabulary[text], "content": text, "special": True}
-                    for text in special
-                    if text in vocabulary
-                ),
-                *_added_to_lines(path, settings, special),
-            ],
-            "post_processor": {"type": "BertProcessing", **frame},
-        },
-    )
+    values = loads(BertWordPieceTokenizer(vocabulary, *special).to_str())  # options are those of `settings`
+    values["added_tokens"] += _added_to_lines(path, settings, special)
+    return Fields(path, values)
 
 
 def _added_to_lines(path: Path, settings: Fields, special: list[str]) -> list[dict[str, Any]]:
