@@ -15,7 +15,6 @@ from support.tools import CHATML
 from metal_prefill import ChatTemplateError, GGUFError, MetalPrefillError, Model
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._gguf_writer import GGUFWriter
-from metal_prefill.synth._file import add_vocabulary
 from metal_prefill.synth._tokenizer import CONTROL, VOCABULARIES
 from metal_prefill.text import ChatTemplate, Tokenizer
 
@@ -36,7 +35,7 @@ def tokenizer_with(tmp_path: Path) -> GGUFMaker:
     def make(template: Any, vocabulary: Any = None, add_bos: bool = False) -> Tokenizer:
         path = tmp_path / f"{next(number)}.gguf"
         writer = GGUFWriter(path, "llama")
-        add_vocabulary(writer, vocabulary or VOCABULARIES["gpt2"](400))
+        writer.add_vocabulary(vocabulary or VOCABULARIES["gpt2"](400))
         writer.add_add_bos_token(add_bos)
         writer.add_key_value("tokenizer.chat_template", template, GGUFValueType.get_type(template))
         writer.write_header_to_file()

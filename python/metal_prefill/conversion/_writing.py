@@ -50,7 +50,6 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_writer import GGUFWriter, check_header
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, LABEL_ENCODER, LENGTH_KEYS, MAX_INT
 from metal_prefill.files._task_config import HEAD_TENSORS
-from metal_prefill.text._vocabulary import ID_KEYS
 
 SOURCES = ENCODERS | DECODERS  # a row for each family of model classes
 AUTO = "auto"
@@ -147,13 +146,8 @@ def convert(
     model = _Model(folder, texts or _encoder(folder), adapter)
     tensors = model.planned(tensor_type)
     writer = GGUFWriter(None, model.source.architecture)
-    writer.add_name(os.fsencode(name or folder.resolve().name).decode("utf-8", "replace"))
-    chosen = _type_of(model.weights) if tensor_type == AUTO else tensor_type
-    kinds = gguf.LlamaFileType.__members__
-    writer.add_file_type(
-        int(kinds.get(f"ALL_{chosen}", kinds.get(f"MOSTLY_{chosen}", gguf.LlamaFileType.GUESSED)))
-    )
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    whole_name = os.fsencode(name or folder.resolve().name).decode("utf-8", "replace")
+    writer.add_model(whole_name, _type_of(model.weights) if tensor_type == AUTO else tensor_type)
     model.add_metadata(writer, model.modules.own | model.settings())
     if labels is not None:
         inner = _Model(folder, labels)
@@ -332,14 +326,10 @@ def _planned(source: Source, config: Fields, name: str, weight: Weight, chosen: 
 def _write(
     path: Path, folder: Path, writer: GGUFWriter, tensors: list[_Tensor], progress: Progress | None
 ) -> None:
-    for tensor in tensors:
-        writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.kind
-        )
     total, done = sum(tensor.nbytes for tensor in tensors), 0
     with replacing(path) as part:
         try:
-            writer.write_header(part, [tensor.nbytes for tensor in tensors])
+            writer.write_header(part, [(t.name, t.shape, t.kind, t.nbytes) for t in tensors])
             try:
                 check_header(part)
             except (GGUFError, UnsupportedModelError) as error:
@@ -381,8 +371,6 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: FolderVocabulary, config: Fie
         writer.add_precompiled_charsmap(vocabulary.charsmap)
     if config.has("type_vocab_size"):
         writer.add_token_type_count(config.integer("type_vocab_size", least=0))
-    for name, i in vocabulary.ids.items():
-        writer.add_uint32(f"tokenizer.ggml.{ID_KEYS[name]}_token_id", i)
     for name, value in vocabulary.flags.items():
         _add(writer, config.path.parent, f"tokenizer.ggml.{name}", value)
     if vocabulary.chat_template is not None:

@@ -4,24 +4,40 @@ import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import gguf
+import numpy as np
 
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
-from metal_prefill.files._metadata_keys import LABEL_ENCODER
+from metal_prefill.files._metadata_keys import ID_KEYS, LABEL_ENCODER
 from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.files._task_config import read_head
 
 _FORMATS = {int: "i", float: "f"}
+# Name, shape, type and size in bytes.
+OutlinedTensor: TypeAlias = tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]
 
 
 class GGUFWriter(gguf.GGUFWriter):  # type: ignore[misc]
     """Writes what the gguf package writes, which packs the items of a list one by one."""
 
-    def write_header(self, path: str | os.PathLike[str], sizes: Iterable[int]) -> None:
-        """Write all but the values of tensors of these sizes, for which the file has room."""
+    def add_model(self, name: str, tensor_type: str) -> None:
+        """Add the name of a model, and the type of most of its tensors."""
+        self.add_name(name)
+        known = gguf.LlamaFileType.__members__
+        forms = ("ALL_{}", "MOSTLY_{}", "MOSTLY_{}_S", "MOSTLY_{}_MOE")
+        names = [form.format(tensor_type) for form in forms]
+        self.add_file_type(int(next((known[n] for n in names if n in known), gguf.LlamaFileType.GUESSED)))
+        self.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+    def write_header(self, path: str | os.PathLike[str], tensors: Iterable[OutlinedTensor]) -> None:
+        """Write all but the values of tensors, for which the file has room."""
+        sizes = []
+        for name, shape, kind, nbytes in tensors:
+            self.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
+            sizes.append(nbytes)
         self.write_header_to_file(Path(path))
         self.write_kv_data_to_file()
         self.write_ti_data_to_file()
@@ -40,7 +56,7 @@ class GGUFWriter(gguf.GGUFWriter):  # type: ignore[misc]
             self.add_key_value(key, value, kind)
 
     def add_vocabulary(self, vocabulary: Any) -> None:
-        """Add the tokens of a vocabulary, and what they are made by."""
+        """Add the tokens of a vocabulary, what they are made by, and the ids of special ones."""
         self.add_tokenizer_model(vocabulary.model)
         self.add_tokenizer_pre(vocabulary.pre)
         self.add_token_list(vocabulary.tokens)
@@ -49,6 +65,8 @@ class GGUFWriter(gguf.GGUFWriter):  # type: ignore[misc]
             self.add_token_scores(vocabulary.scores)
         if vocabulary.merges:
             self.add_token_merges(vocabulary.merges)
+        for name, i in vocabulary.ids.items():
+            self.add_uint32(f"tokenizer.ggml.{ID_KEYS[name]}_token_id", i)
 
     def _pack_val(self, val: Any, vtype: gguf.GGUFValueType, add_vtype: bool, **more: Any) -> bytes:
         if vtype is gguf.GGUFValueType.ARRAY and set(more.values()) <= {None} and (packed := _packed(val)):

@@ -11,6 +11,10 @@ from metal_prefill.files._gguf_file import GGUFFile
 
 MAX_INT = 2**31 - 1  # the engines count in 32 bits
 
+# Special tokens, and their keys under tokenizer.ggml, without _token_id.
+ID_KEYS = {name: name for name in ("bos", "eos", "eot", "eom", "cls", "mask")}
+ID_KEYS |= {"pad": "padding", "unk": "unknown", "sep": "seperator"}
+
 # Keys of this project, which the conversion of folders of sentence-transformers writes. Each prompt has a key
 # that ends with its name; its text precedes the text to embed.
 PROMPT_KEYS = "metal_prefill.prompts."

@@ -153,9 +153,9 @@ def write_preset_outline(path: Path, preset: str) -> Path:
     """
     shape = PRESETS[preset]
     listed = stacked(tensors(shape, "Q4_0", "Q8_0"), shape)
-    writer = writer_of("outline", shape, "Q4_0", listed)
+    writer = writer_of("outline", shape, "Q4_0")
     try:
-        writer.write_header(path, [tensor.size for tensor in listed])
+        writer.write_header(path, [tensor.outline for tensor in listed])
     finally:
         writer.close()
     return path

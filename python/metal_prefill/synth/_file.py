@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 from numpy.typing import NDArray
 
 from metal_prefill._support.atomic_write import replacing
@@ -18,15 +16,7 @@ from metal_prefill.files._model_config import has_attention
 from metal_prefill.files._task_config import NUMBERED_POOLINGS
 from metal_prefill.synth._shape import ModelShape
 from metal_prefill.synth._tensors import TOKEN_TYPES, Tensor
-from metal_prefill.synth._tokenizer import VOCABULARIES, Vocabulary
-
-_FILE_TYPES = {  # the rest: MOSTLY_<type>
-    "F32": "ALL_F32",
-    "Q3_K": "MOSTLY_Q3_K_S",
-    "Q4_K": "MOSTLY_Q4_K_S",
-    "Q5_K": "MOSTLY_Q5_K_S",
-    "MXFP4": "MOSTLY_MXFP4_MOE",
-}
+from metal_prefill.synth._tokenizer import VOCABULARIES
 
 
 def _metadata(shape: ModelShape) -> dict[str, Any]:
@@ -130,17 +120,6 @@ def _layers_with_attention(shape: ModelShape) -> dict[str, Any]:
     return {"attention.recurrent_layers": [not has for has in attends]}
 
 
-def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
-    writer.add_vocabulary(vocabulary)
-    writer.add_bos_token_id(vocabulary.bos)
-    writer.add_eos_token_id(vocabulary.eos)
-    if vocabulary.model == "bert":
-        writer.add_unk_token_id(vocabulary.tokens.index("[UNK]"))
-        writer.add_sep_token_id(vocabulary.eos)
-        writer.add_pad_token_id(vocabulary.tokens.index("[PAD]"))
-        writer.add_mask_token_id(vocabulary.tokens.index("[MASK]"))
-
-
 def write(
     path: str | os.PathLike[str],  # path of the file; an existing file is replaced
     name: str,  # display name of the model
@@ -156,15 +135,15 @@ def write(
 ) -> None:
     """Write a model atomically."""
     vocabulary = VOCABULARIES[shape.tokenizer](shape.vocab)
-    writer = writer_of(name, shape, tensor_type, tensors)
-    add_vocabulary(writer, vocabulary)
+    writer = writer_of(name, shape, tensor_type)
+    writer.add_vocabulary(vocabulary)
     writer.add_add_bos_token(vocabulary.model != "gpt2")
     if shape.pooling is not None:
         writer.add_add_eos_token(True)
     writer.add_add_space_prefix(vocabulary.model == "llama")
     with replacing(path) as part:
         try:
-            writer.write_header(part, [tensor.size for tensor in tensors])
+            writer.write_header(part, [tensor.outline for tensor in tensors])
             try:
                 check(part)
             except (GGUFError, UnsupportedModelError) as error:
@@ -176,17 +155,12 @@ def write(
             writer.close()
 
 
-def writer_of(name: str, shape: ModelShape, tensor_type: str, tensors: Sequence[Tensor]) -> GGUFWriter:
-    """Return a writer with the metadata and the tensors of a model, without vocabulary and values."""
+def writer_of(name: str, shape: ModelShape, tensor_type: str) -> GGUFWriter:
+    """Return a writer with the metadata of a model, without vocabulary."""
     writer = GGUFWriter(None, shape.architecture)
-    writer.add_name(name)
-    writer.add_file_type(LlamaFileType[_FILE_TYPES.get(tensor_type, f"MOSTLY_{tensor_type}")])
-    writer.add_quantization_version(GGML_QUANT_VERSION)
+    writer.add_model(name, tensor_type)
     for suffix, value in _metadata(shape).items():
         writer.add_value(f"{shape.architecture}.{suffix}", value)
     if shape.traits.token_types != "absent":
         writer.add_token_type_count(TOKEN_TYPES)
-    for tensor in tensors:
-        kind = GGMLQuantizationType[tensor.kind]
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)
     return writer

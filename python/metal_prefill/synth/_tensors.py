@@ -7,9 +7,11 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 import numpy as np
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from metal_prefill import _core
+from metal_prefill.files._gguf_writer import OutlinedTensor
 from metal_prefill.files._hyperparameters import leading_dense
 from metal_prefill.files._model_tensors import presence_of, tensor_name
 from metal_prefill.synth._blocks import TENSOR_TYPES, block_size
@@ -66,6 +68,10 @@ class Tensor:
     def size(self) -> int:
         weights, size = block_size(self.kind)
         return self.count // weights * size
+
+    @property
+    def outline(self) -> OutlinedTensor:
+        return self.name, self.shape, GGMLQuantizationType[self.kind], self.size
 
 
 def tensors(

@@ -30,9 +30,7 @@ class Vocabulary:
     # Text and GGUF token type of each id.
     tokens: list[str]
     types: list[int]
-    # Ids of the tokens that begin and end a text.
-    bos: int
-    eos: int
+    ids: dict[str, int]  # special tokens by the names in `ID_KEYS`
     pre: str = "default"  # rule by which texts are divided before they are tokenized
     # Pairs "left right" in order of rank; empty except for "gpt2".
     merges: list[str] = field(default_factory=list)
@@ -69,8 +67,7 @@ def gpt2_vocabulary(size: int) -> Vocabulary:
         types=types,
         pre="smollm",
         merges=[f"{left} {right}" for left, right in merges],
-        bos=0,
-        eos=0,
+        ids={"bos": 0, "eos": 0},
     )
 
 
@@ -91,8 +88,7 @@ def llama_vocabulary(size: int) -> Vocabulary:
         tokens=fixed + letters + pieces,
         types=[UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * (size - len(fixed)),
         scores=scores + [-float(rank) for rank in range(len(pieces))],
-        bos=1,
-        eos=2,
+        ids={"bos": 1, "eos": 2},
     )
 
 
@@ -113,8 +109,7 @@ def bert_vocabulary(size: int) -> Vocabulary:
         model="bert",
         tokens=fixed + pieces,
         types=[CONTROL] * len(_BERT_SPECIALS) + [NORMAL] * (size - len(_BERT_SPECIALS)),
-        bos=_BERT_SPECIALS.index("[CLS]"),
-        eos=_BERT_SPECIALS.index("[SEP]"),
+        ids={"bos": 2, "eos": 3, "unk": 1, "sep": 3, "pad": 0, "mask": 4},
     )
 
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from metal_prefill._support.arguments import token_id as check_token_id
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._metadata_keys import MAX_INT
+from metal_prefill.files._metadata_keys import ID_KEYS, MAX_INT
 
 _log = logging.getLogger("metal_prefill")
 
@@ -219,9 +219,6 @@ def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
 
 # Key under tokenizer.ggml of files of folders: whether second texts of pairs have type 1, in Unigram files.
 TYPES_KEY = "types_pairs"
-# Special tokens, and their keys under tokenizer.ggml, without _token_id.
-ID_KEYS = {name: name for name in ("bos", "eos", "eot", "eom", "cls", "mask")}
-ID_KEYS |= {"pad": "padding", "unk": "unknown", "sep": "seperator"}
 
 
 class TokenPair(NamedTuple):
