@@ -97,158 +97,140 @@ _NOTHING: dict[str, str] = {}
 _VIEWS = (type(_NOTHING.keys()), type(_NOTHING.values()), type(_NOTHING.items()))
 budget_of_call: ContextVar[Budget] = ContextVar("budget")
 
-Guard: TypeAlias = Callable[..., None]
-
-
-# Guards: each takes the arguments of a filter or method, and charges costs beyond the argument sizes.
+# A guard takes the arguments of a filter or method, and returns the number of characters that it may produce,
+# as far as its input does not bound them. It raises an error for arguments that are too large.
+Guard: TypeAlias = Callable[..., int]
 
 
 def size_of(value: object) -> int:
     return budget_of_call.get().measure(value)[0]
 
 
-def _guard_size(unit: int) -> Guard:
-    """Return the guard of a function whose second argument is the size of its result, in such units."""
-
-    def guard(value: object, size: object = 0, *_: object, **named: object) -> None:
-        for number in (size, *named.values()):
-            if isinstance(number, int):
-                budget_of_call.get().room_for(unit * number)
-
-    return guard
+def _units(size: int) -> Guard:
+    """Return the guard of a function whose second argument counts parts of its result, of such a size."""
+    return lambda value, count=0, *_, **named: sum(
+        size * max(n, 0) for n in (count, *named.values()) if isinstance(n, int)
+    )
 
 
-_guard_width, _guard_groups = _guard_size(1), _guard_size(NODE)
+def _replaced(value: object, old: object = "", new: object = "", *_: object, **__: object) -> int:
+    return (len(str(value)) // max(len(str(old)), 1) + 1) * len(str(new))
 
 
-def _guard_replace(value: object, old: object = "", new: object = "", *_: object, **named: object) -> None:
-    old, new = named.get("old", old), named.get("new", new)
-    found = len(str(value)) // max(len(str(old)), 1) + 1
-    budget_of_call.get().room_for(found * len(str(new)))
-
-
-def _guard_join(value: object, separator: object = "", *_: object, **named: object) -> None:
-    separator = named.get("d", separator)
+def _joined(value: object, d: object = "", *_: object, **__: object) -> int:
     count = len(value) if isinstance(value, Sized) else budget_of_call.get().max_value // NODE
-    budget_of_call.get().room_for(count * len(str(separator)) + (size_of(value) if count else 0))
+    return count * len(str(d)) + (size_of(value) if count else 0)
 
 
-def _guard_indent(value: object, width: object = 4, *_: object, **named: object) -> None:
-    width = named.get("width", width)
-    lines = str(value).count("\n") + 1
-    budget_of_call.get().room_for(lines * (len(width) if isinstance(width, str) else int(str(width))))
+def _width(stated: object) -> int:
+    return len(stated) if isinstance(stated, str) else int(str(stated))
 
 
-def _guard_number(value: object, *_: object, **__: object) -> None:
+def _indented(value: object, width: object = 4, *_: object, **__: object) -> int:
+    return (str(value).count("\n") + 1) * _width(width)
+
+
+def _json(
+    value: object, ensure_ascii: object = False, indent: object = None, *_: object, **__: object
+) -> int:
+    if indent is None:
+        return 0
+    size, depth = budget_of_call.get().measure(value)
+    return size // NODE * depth * _width(indent)
+
+
+def _number(value: object, *_: object, **__: object) -> int:
     if isinstance(value, str) and len(value) > MAX_DIGITS:
         raise TemplateLimitError(f"a number has {len(value)} digits, more than {MAX_DIGITS}")
+    return 0
 
 
-def _guard_round(value: object, precision: object = 0, *_: object, **named: object) -> None:
-    precision = named.get("precision", precision)
+def _rounded(value: object, precision: object = 0, *_: object, **__: object) -> int:
     if isinstance(precision, int) and abs(precision) > 300:
         raise TemplateLimitError(f"rounding to {precision} digits, more than 300")
+    return 0
 
 
-def _guard_sum(value: object, attribute: object = None, start: object = 0) -> None:
+def _summed(value: object, attribute: object = None, start: object = 0) -> int:
     if not isinstance(start, (int, float)):
         raise TemplateLimitError("sum supports only numbers")
+    return 0
 
 
-def _guard_json(
-    value: object, ensure_ascii: object = False, indent: object = None, *_: object, **__: object
-) -> None:
-    if indent is None:
-        return
-    budget = budget_of_call.get()
-    size, depth = budget.measure(value)
-    budget.room_for(size // NODE * depth * (len(indent) if isinstance(indent, str) else int(str(indent))))
-
-
-def guard_percent(value: object, *arguments: object, **named: object) -> None:
-    if not isinstance(value, str):
-        return
-    if "*" in value or re.search(r"\d{4}", value):
+def _formatted(fields: int, wide: object, arguments: object) -> int:
+    if wide:
         raise TemplateLimitError("a width in a format has more than 3 digits")
-    budget_of_call.get().room_for(value.count("%") * (1000 + size_of([arguments, named])))
+    return fields * (1000 + size_of(arguments))
 
 
-def guard_format(value: object, *arguments: object, **named: object) -> None:
-    fields = list(Formatter().parse(str(value)))
-    for _, _, spec, _ in fields:
-        if spec and ("{" in spec or re.search(r"\d{4}", spec)):
-            raise TemplateLimitError("a width in a format has more than 3 digits")
-    budget_of_call.get().room_for(len(fields) * (1000 + size_of([arguments, named])))
+def _percent(value: object, *arguments: object, **named: object) -> int:
+    if not isinstance(value, str):
+        return 0
+    return _formatted(value.count("%"), re.search(r"\*|\d{4}", value), [arguments, named])
 
 
-def _guard_search(value: object, sought: object = "", *_: object, **__: object) -> None:
+def _format(value: object, *arguments: object, **named: object) -> int:
+    specs = [spec or "" for _, _, spec, _ in Formatter().parse(str(value))]
+    wide = any(re.search(r"\{|\d{4}", spec) for spec in specs)
+    return _formatted(len(specs), wide, [arguments, named])
+
+
+def _searched(value: object, sought: object = "", *_: object, **__: object) -> int:
     # Searching from the right, and stripping, can compare every pair of characters.
     if isinstance(sought, str):
         budget_of_call.get().charge(len(str(value)) * len(sought) // 16)
+    return 0
 
 
-def no_guard(*_: object, **__: object) -> None:
-    pass
+def no_guard(*_: object, **__: object) -> int:
+    return 0
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
+def _guarded(guard: Guard, names: str) -> dict[str, Guard]:
+    return dict.fromkeys(names.split(), guard)
 
 
 # The available filters and methods. Those without a guard produce no more than their input.
-FILTERS: dict[str, Guard] = dict.fromkeys(
-    _words(
+FILTERS = {
+    **_guarded(
+        no_guard,
         """
         abs attr capitalize count d default dictsort e escape filesizeformat first forceescape groupby
         items last length list lower map max min reject rejectattr reverse safe select selectattr sort
         string title truncate unique upper urlencode wordcount
-        """
+        """,
     ),
-    no_guard,
-) | {
-    "batch": _guard_groups,
-    "center": _guard_width,
-    "float": _guard_number,
-    "format": guard_percent,
-    "indent": _guard_indent,
-    "int": _guard_number,
-    "join": _guard_join,
-    "replace": _guard_replace,
-    "round": _guard_round,
-    "slice": _guard_groups,
-    "sum": _guard_sum,
-    "tojson": _guard_json,
-    "trim": _guard_search,
+    **_guarded(_number, "float int"),
+    **_guarded(_units(NODE), "batch slice"),
+    "center": _units(1),
+    "format": _percent,
+    "indent": _indented,
+    "join": _joined,
+    "replace": _replaced,
+    "round": _rounded,
+    "sum": _summed,
+    "tojson": _json,
+    "trim": _searched,
 }
-STR_METHODS: dict[str, Guard] = dict.fromkeys(
-    _words(
+STR_METHODS = {
+    **_guarded(
+        no_guard,
         """
         capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit
         isidentifier islower isnumeric isprintable isspace istitle isupper lower partition removeprefix
         removesuffix split splitlines startswith swapcase title upper
-        """
+        """,
     ),
-    no_guard,
-) | {
-    "center": _guard_width,
-    "format": guard_format,
-    "join": lambda separator, values=(): _guard_join(values, separator),
-    "ljust": _guard_width,
-    "lstrip": _guard_search,
-    "replace": _guard_replace,
-    "rfind": _guard_search,
-    "rindex": _guard_search,
-    "rjust": _guard_width,
-    "rpartition": _guard_search,
-    "rsplit": _guard_search,
-    "rstrip": _guard_search,
-    "strip": _guard_search,
-    "zfill": _guard_width,
+    **_guarded(_units(1), "center ljust rjust zfill"),
+    **_guarded(_searched, "lstrip rfind rindex rpartition rsplit rstrip strip"),
+    "format": _format,
+    "join": lambda separator, values=(): _joined(values, separator),
+    "replace": _replaced,
 }
 _METHODS: tuple[tuple[type | tuple[type, ...], dict[str, Guard]], ...] = (
     (str, STR_METHODS),
-    (Mapping, dict.fromkeys(("get", "items", "keys", "values"), no_guard)),
-    ((list, tuple, range), dict.fromkeys(("count", "index"), no_guard)),
+    (Mapping, _guarded(no_guard, "get items keys values")),
+    ((list, tuple, range), _guarded(no_guard, "count index")),
     ((int, float, bytes, *_VIEWS), {}),
 )
 
@@ -278,7 +260,7 @@ def _metered(function: _Function, guard: Guard) -> _Function:
     def call(context: Context, *arguments: Any, **named: Any) -> Any:
         budget = budget_of_call.get()
         budget.charge(_CALL + size_of([arguments, named]))
-        guard(*arguments, **named)
+        budget.room_for(guard(*arguments, **named))
         if passes is None:
             result = function(*arguments, **named)
         else:
@@ -411,7 +393,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             return inner and self._refuse_format_map
 
         def call(*arguments: Any, **named: Any) -> str:
-            guard_format(value.__self__, *arguments, **named)
+            budget_of_call.get().room_for(_format(value.__self__, *arguments, **named))
             return inner(*arguments, **named)
 
         return update_wrapper(call, value)
@@ -424,11 +406,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Charge a call for its input, the guard of its method and its output."""
         budget = budget_of_call.get()
         owner = getattr(__obj, "__self__", None)
-        known = methods_of(owner) if isinstance(owner, _OWNERS) else None
+        known = methods_of(owner)
         measured = kwargs if "_loop_vars" not in kwargs else {k: v for k, v in kwargs.items() if k[0] != "_"}
         budget.charge(_CALL + budget.measure([owner if known else None, args, measured])[0])
         if known is not None:
-            known.get(getattr(__obj, "__name__", ""), no_guard)(owner, *args, **measured)
+            guard = known.get(getattr(__obj, "__name__", ""), no_guard)
+            budget.room_for(guard(owner, *args, **measured))
         result = super().call(__context, __obj, *args, **kwargs)
         return _counted(result) if isinstance(result, Iterator) else budget.checked(result)
 
@@ -443,11 +426,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 if isinstance(times, int):
                     budget.room_for((budget.measure(many)[0] - NODE) * max(times, 0))
         elif operator == "%":
-            guard_percent(left, right)
+            budget.room_for(_percent(left, right))
         return budget.checked(super().call_binop(context, operator, left, right))
-
-
-_OWNERS = (str, Mapping, list, tuple, range)
 
 
 def _check_integers(operator: str, left: int, right: int) -> None:
