@@ -73,12 +73,12 @@ def default_model_path() -> Path:
     return next((Path(__file__).parents[1] / "data").glob("*.gguf"))
 
 
-def packaged_model(name: str | os.PathLike[str]) -> Path | None:
+def packaged_model(name: str) -> Path | None:
     """Return the model file or folder for a short name, or None for any other name.
 
     A file of the same name in the working directory takes precedence. The package is not imported.
     """
-    model = PACKAGED.get(os.fspath(name))
+    model = PACKAGED.get(name)
     if model is None or Path(name).exists():
         return None
     from importlib import metadata
@@ -119,16 +119,7 @@ def resolve_model(spec: str | os.PathLike[str]) -> Path:
     HubError
         :func:`fetch` or :func:`fetch_folder` fails.
     """
-    packaged = packaged_model(spec)
-    if packaged is not None:
-        return packaged
-    path = Path(spec)
-    remote = _SPEC.fullmatch(os.fspath(spec))
-    if REPOSITORY.fullmatch(os.fspath(spec)) and path.suffix != ".gguf" and not path.parent.exists():
-        return fetch_folder(os.fspath(spec))
-    if remote is None or path.exists():
-        return path
-    return fetch(remote["repo"], remote["file"])
+    return model_folder(spec)[0]
 
 
 def local_file(
@@ -158,12 +149,13 @@ def local_file(
 
 def model_folder(spec: str | os.PathLike[str]) -> tuple[Path, str]:
     """Return the path of a file or folder for what `spec` names, and the name of the model."""
-    path = resolve_model(spec)
-    given = os.fspath(spec)
-    if given in PACKAGED and path != Path(given):
-        return path, PACKAGED[given].title
-    if path.is_dir() and REPOSITORY.fullmatch(given) and not Path(given).exists():
-        return path, given.partition("/")[2]
+    given, path = os.fspath(spec), Path(spec)
+    if (packaged := packaged_model(given)) is not None:
+        return packaged, PACKAGED[given].title
+    if REPOSITORY.fullmatch(given) and path.suffix != ".gguf" and not path.parent.exists():
+        return fetch_folder(given), path.name
+    if (remote := _SPEC.fullmatch(given)) is not None and not path.exists():
+        path = fetch(remote["repo"], remote["file"])
     whole = path.resolve()
     match whole.parts[-3:]:
         case (repository, "snapshots", _) if repository.startswith("models--"):  # of the Hub's cache
