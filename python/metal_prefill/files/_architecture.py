@@ -168,6 +168,7 @@ _GEMMA3 = replace(
 )
 
 _QKV = {"attn_qkv.weight": ("wq", "wk", "wv"), "attn_qkv.bias": ("bq", "bk", "bv")}
+_GATE_UP = {"ffn_up.weight": ("w_gate", "w_up")}
 # Names in the configurations of transformers.
 _GELUS: dict[str, Activation] = {
     "gelu": "gelu_erf",
@@ -240,18 +241,24 @@ _LFM2 = Architecture(
     names={"output_norm": "token_embd_norm.weight"},
 )
 _T5_NAMES = {
-    "attn_norm": "attn_norm",
-    "wq": "attn_q",
-    "wk": "attn_k",
-    "wv": "attn_v",
-    "wo": "attn_o",
-    "ffn_norm": "ffn_norm",
-    "w_gate": "ffn_gate",
-    "w_up": "ffn_up",
-    "w_down": "ffn_down",
+    **{f"w{name}": f"attn_{name}" for name in "qkvo"},
+    **{f"w_{name}": f"ffn_{name}" for name in ("gate", "up", "down")},
+    **{name: name for name in ("attn_norm", "ffn_norm")},
 }
 _LLAMA = Architecture(
     qkv_bias="optional", output_bias="optional", gate_bias="optional", up_bias="optional", window="optional"
+)
+_GRANITE = Architecture(qkv_bias="optional", scales="optional", rope_switch=True)
+_OLMO2 = Architecture(
+    rope_style="neox",
+    qk_norm="required",
+    qk_norm_place="rows",
+    attn_norm="absent",
+    ffn_norm="absent",
+    post_norms="required",
+    window="optional",
+    window_period=4,
+    window_rope="unscaled",
 )
 # Steps that every model of an unsupported architecture needs, and no supported one has.
 MISSING_STEPS = {
@@ -266,39 +273,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope_style="neox", qk_norm="required", experts="required", normalize_routes=True
     ),
     "smollm3": Architecture(rope_free_every=4),
-    "granite": Architecture(qkv_bias="optional", scales="optional", rope_switch=True),
-    "granitemoe": Architecture(
-        qkv_bias="optional", scales="optional", rope_switch=True, experts="required", normalize_routes=True
-    ),
+    "granite": _GRANITE,
+    "granitemoe": replace(_GRANITE, experts="required", normalize_routes=True),
     "hunyuan-dense": Architecture(rope_style="neox", qk_norm="required", qk_norm_place="rotated_heads"),
-    "olmo2": Architecture(
-        rope_style="neox",
-        qk_norm="required",
-        qk_norm_place="rows",
-        attn_norm="absent",
-        ffn_norm="absent",
-        post_norms="required",
-        window="optional",
-        window_period=4,
-        window_rope="unscaled",
-    ),
+    "olmo2": _OLMO2,
     "olmoe": Architecture(rope_style="neox", qk_norm="required", qk_norm_place="rows", experts="required"),
-    "exaone4": Architecture(
-        rope_style="neox",
-        qk_norm="required",
-        attn_norm="absent",
-        ffn_norm="absent",
-        post_norms="required",
-        window="optional",
-        window_period=4,
-        window_rope="only",
-    ),
+    "exaone4": replace(_OLMO2, qk_norm_place="heads", window_rope="only"),
     "ernie4_5": Architecture(qkv_bias="optional"),
     "phi3": Architecture(
         rope_style="neox",
         long_rope="optional",
         window="optional",
-        fused={"attn_qkv.weight": ("wq", "wk", "wv"), "ffn_up.weight": ("w_gate", "w_up")},
+        fused=_QKV | _GATE_UP,
     ),
     "minicpm": Architecture(scales="required", long_rope="optional"),
     "mistral3": Architecture(),
@@ -324,14 +310,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2moe": replace(
         _LFM2, experts="required", router_bias="required", router_score="sigmoid", normalize_routes=True
     ),
-    "granitehybrid": Architecture(
-        recurrent="state_space",
-        qkv_bias="optional",
-        ssm_norm="required",
-        scales="optional",
-        rope_switch=True,
-        experts="optional",
-        normalize_routes=True,
+    "granitehybrid": replace(
+        _GRANITE, recurrent="state_space", ssm_norm="required", experts="optional", normalize_routes=True
     ),
     "mamba2": Architecture(recurrent="state_space", ssm_norm="required", ffn="absent", ffn_norm="absent"),
     "falcon-h1": Architecture(
@@ -396,7 +376,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         qk_norm_bias="optional",
         qk_norm_place="rows",
         second_residual_norm="optional",
-        fused={"ffn_up.weight": ("w_gate", "w_up")},
+        fused=_GATE_UP,
         reversed_with={"ffn_up.weight": "attn_norm_2.weight"},
     ),
     "modern-bert": Architecture(
@@ -412,7 +392,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_free_first=True,
         window_rope="own",
         causal=False,
-        fused={"attn_qkv.weight": ("wq", "wk", "wv"), "ffn_up.weight": ("w_gate", "w_up")},
+        fused=_QKV | _GATE_UP,
     ),
     "t5encoder": Architecture(
         activation="gelu",

@@ -78,11 +78,11 @@ class Array(NamedTuple):
 class Cursor(Located):
     """Sequential reader of the header that checks every read against the end of the file."""
 
-    def __init__(self, path: Path, data: memoryview, pos: int = 0) -> None:
+    def __init__(self, path: Path, data: memoryview) -> None:
         self.path = path
         self.data = data
         self.size = len(data)
-        self.pos = pos
+        self.pos = 0
 
     def take(self, nbytes: int, what: str) -> int:
         """Advance by `nbytes` and return the position before."""

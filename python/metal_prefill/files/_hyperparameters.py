@@ -224,24 +224,23 @@ def _heads(
     if traits.recurrent and keys.number(f"{name}.attention.head_count", default=-1) == 0:
         return 0, 0, (traits.recurrent,) * n_layers
     n_heads = keys.count_each_layer("attention.head_count", n_layers, least=1)[0]
-    kinds: tuple[LayerKind, ...]
+    kinds: tuple[LayerKind, ...] = () if traits.mixer == "attention" else (traits.mixer,) * n_layers
     if traits.recurrent:
         counts = keys.count_each_layer("attention.head_count_kv", n_blocks)[:n_layers]
-        n_kv_heads = max(counts)
-        if n_kv_heads == 0:
+        if not any(counts):
             raise keys.unsupported(f"{name}.attention.head_count_kv is 0 in every layer: none has attention")
         attends = _layers_with_attention(keys, traits, counts, n_blocks)
         kinds = tuple(traits.mixer if has else traits.recurrent for has in attends)
     else:
         read = keys.list_each_layer if traits.layers_differ else keys.count_each_layer
-        n_kv_heads = max(read("attention.head_count_kv", n_layers, n_heads, least=1))
-        kinds = () if traits.mixer == "attention" else (traits.mixer,) * n_layers
-    if n_heads % n_kv_heads:
-        raise keys.error(
-            f"{name}.attention.head_count {n_heads} is not a multiple of "
-            f"{name}.attention.head_count_kv {n_kv_heads}"
-        )
-    return n_heads, n_kv_heads, kinds
+        counts = read("attention.head_count_kv", n_layers, n_heads, least=1)
+    for n_kv_heads in counts:
+        if n_kv_heads and n_heads % n_kv_heads:
+            raise keys.error(
+                f"{name}.attention.head_count {n_heads} is not a multiple of "
+                f"{name}.attention.head_count_kv {n_kv_heads}"
+            )
+    return n_heads, max(counts), kinds
 
 
 def _layers_with_attention(

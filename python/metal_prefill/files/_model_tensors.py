@@ -14,27 +14,18 @@ from metal_prefill.files._task_config import HEAD_TENSORS
 # Tensor types that are supported for matrices; vectors are F32.
 MATRIX_TYPES = tuple(_core.tensor_types())
 
-_ENUMS = {
-    "rope_style": _core.RopeStyle,
-    "rope_scaling": _core.RopeScaling,
-    "activation": _core.Activation,
-    "qk_norm_place": _core.QkNormPlace,
-    "norm_kind": _core.NormKind,
-    "layer_kinds": _core.LayerKind,
-    "layer_feed_forwards": _core.FeedForwardKind,
-    "router_score": _core.RouterScore,
-}
+_OF_LAYERS = {"layer_kinds": _core.LayerKind, "layer_feed_forwards": _core.FeedForwardKind}
 
 
 def core_config(config: ModelConfig) -> _core.Config:
     """Convert a configuration to the engines' representation."""
     core = _core.Config()
     for name in (item.name for item in fields(config)):
-        value = getattr(config, name)
-        if isinstance(value, tuple):
-            value = [_ENUMS[name][item.upper()] if name in _ENUMS else item for item in value]
-        elif name in _ENUMS:
-            value = _ENUMS[name][value.upper()]
+        value, kind = getattr(config, name), type(getattr(core, name))
+        if name in _OF_LAYERS:
+            value = [_OF_LAYERS[name][item.upper()] for item in value]
+        elif isinstance(value, str) and kind is not str:
+            value = kind[value.upper()]  # of an enumeration
         setattr(core, name, value)
     return core
 

@@ -164,18 +164,9 @@ def with_layer_dimensions(config: ModelConfig, keys: Keys) -> ModelConfig:
             f"{name}.attention.value_length_swa is {value_dim}; supported is {head_dim}, the "
             "attention.key_length_swa"
         )
-    if rope_dim > head_dim or rope_dim % 2:
-        raise keys.error(
-            f"{name}.rope.dimension_count_swa is {rope_dim}, must be even and at most the head width "
-            f"{head_dim}"
-        )
+    if rope_dim % 2:
+        raise keys.error(f"{name}.rope.dimension_count_swa is {rope_dim}, must be even")
     kv_heads = keys.list_each_layer("attention.head_count_kv", n, config.n_heads)
-    for heads in kv_heads:
-        if config.n_heads % heads:
-            raise keys.error(
-                f"{name}.attention.head_count {config.n_heads} is not a multiple of "
-                f"{name}.attention.head_count_kv {heads}"
-            )
     return replace(
         config,
         layer_rope_freqs=tuple(not w for w in windowed) if any(windowed) else (),

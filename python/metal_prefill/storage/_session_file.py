@@ -243,7 +243,6 @@ def _key_rows(header: _Header) -> int:
 class _Header(NamedTuple):
     metadata: dict[str, str]
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape, in the order of their bytes
-    size: int  # size of the file in bytes
 
 
 def _read_header(path: str | os.PathLike[str], file: io.BufferedReader) -> _Header:
@@ -252,10 +251,11 @@ def _read_header(path: str | os.PathLike[str], file: io.BufferedReader) -> _Head
     if not stat.S_ISREG(status.st_mode):
         raise StateError(f"{path}: not a saved session: it is not a regular file")
     try:
-        length = int.from_bytes(_read_exactly(file, 8), "little")
-        if length > _MAX_HEADER_BYTES:
-            raise ValueError(f"the header has {length} bytes, more than {_MAX_HEADER_BYTES}")
-        header = json.loads(_read_exactly(file, length).decode(), object_pairs_hook=_without_duplicates)
+        length = int.from_bytes(file.read(8), "little")
+        most = min(_MAX_HEADER_BYTES, status.st_size - 8)
+        if length > most:
+            raise ValueError(f"the header has {length} bytes, more than {most}")
+        header = json.loads(file.read(length).decode(), object_pairs_hook=_without_duplicates)
         metadata = header.pop("__metadata__", {})
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("metadata is not text")
@@ -270,8 +270,7 @@ def _read_header(path: str | os.PathLike[str], file: io.BufferedReader) -> _Head
             if offsets != [begin, end]:
                 raise ValueError(f"tensor {name!r} is at {offsets}, not at [{begin}, {end}]")
             tensors[name] = (dtype, tuple(shape))
-        size = 8 + length + end
-        if size != status.st_size:
+        if (size := 8 + length + end) != status.st_size:
             raise ValueError(f"the file has {status.st_size} bytes, its header requires {size}")
     # A malformed header can cause any of these; deep nesting causes RecursionError.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -282,36 +281,21 @@ def _read_header(path: str | os.PathLike[str], file: io.BufferedReader) -> _Head
         raise StateError(
             f"{path}: format version {metadata.get('version')} is not supported, must be {VERSION}"
         )
-    return _Header(metadata, tensors, size)
+    return _Header(metadata, tensors)
 
 
 def _read_arrays(path: str | os.PathLike[str], file: io.BufferedReader, header: _Header) -> dict[str, Bytes]:
     """Read the bytes of the tensors after the header, and verify the checksum."""
     arrays: dict[str, Bytes] = {}
-    try:
-        for name, (dtype, shape) in header.tensors.items():
-            array = np.empty(math.prod(shape) * _NUMPY_DTYPES[dtype].itemsize, np.uint8)
-            _fill(file, memoryview(array.data))
-            arrays[name] = array
-    except ValueError as error:
-        raise StateError(f"{path}: damaged: {error}") from None
+    for name, (dtype, shape) in header.tensors.items():
+        array = np.empty(math.prod(shape) * _NUMPY_DTYPES[dtype].itemsize, np.uint8)
+        if file.readinto(array.data) < array.size:
+            raise StateError(f"{path}: damaged: the file ends at {file.tell()} bytes")
+        arrays[name] = array
     stated, actual = header.metadata.get(CHECKSUM), _checksum(arrays, header.metadata)
     if stated != actual:
         raise StateError(f"{path}: damaged: its checksum is {actual}, expected {stated}")
     return arrays
-
-
-def _fill(file: io.BufferedReader, buffer: memoryview) -> None:
-    if file.readinto(buffer) < len(buffer):
-        raise ValueError(f"the file ends at {file.tell()} bytes")
-
-
-def _read_exactly(file: io.BufferedReader, n: int) -> bytes:
-    if n > os.fstat(file.fileno()).st_size - file.tell():
-        raise ValueError(f"the file ends before byte {file.tell() + n}")
-    buffer = bytearray(n)
-    _fill(file, memoryview(buffer))
-    return bytes(buffer)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

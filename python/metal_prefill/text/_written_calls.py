@@ -1,25 +1,8 @@
 """Calls that are not JSON: elements, as Qwen3.5 and GLM write them, Python, as LFM2 does, and Gemma 4's form.
 
-These forms are::
-
-    <function=weather>
-    <parameter=city>
-    Verona
-    </parameter>
-    </function>
-
-    weather
-    <arg_key>city</arg_key>
-    <arg_value>Verona</arg_value>
-    </tool_call>
-
-    [weather(city="Verona", days=3), clock()]
-
-    weather{city:<|"|>Verona<|"|>,days:3}
-
-Other models write one call in Python after another, without brackets. A scanner finds where such calls end,
-in a single pass over the pieces of an answer. The text of the calls is then parsed once, and nothing in text
-that is rejected is examined again.
+`_tool_calls` shows these forms. Other models write one call in Python after another, without brackets. A
+scanner finds where such calls end, in a single pass over the pieces of an answer. The text of the calls is
+then parsed once, and nothing in text that is rejected is examined again.
 """
 
 import json
