@@ -1,4 +1,9 @@
-"""The comparison of kernels with float64 at first contact, on models of every kind."""
+"""Dispatches of models of every kind: compared with float64 as at first contact, and their bindings.
+
+No dispatch accesses the same bytes through two bindings, through one of them to write: Metal's compiler
+assumes that the buffers of a kernel do not overlap. In checked mode, the emulator ends a pass with an error
+if they do.
+"""
 
 import warnings
 from dataclasses import replace
@@ -8,14 +13,20 @@ import pytest
 from support.emulated_gpu import open_metal, require_emulator
 from support.small_models import ENCODERS, MODELS, TYPES, write
 
-from metal_prefill import _core
+from metal_prefill import Model, _core
 from metal_prefill.gpu import _self_test
 from metal_prefill.gpu._kernel_checks.captured import Captured
 from metal_prefill.gpu._self_test import QUICK, kernel_differences
 
-pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_cache", "own_device")]
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_cache")]
 
-require_emulator()
+gpu = require_emulator()
+
+
+@pytest.fixture(autouse=True)
+def checked(own_device: None) -> None:
+    """Use the checked mode, which only the CPU executor has, and builds with a sanitizer have not."""
+    gpu.set_options(gpu.Options(checked=not gpu.sanitizer and "(CPU)" in _core.metal_device()["name"]))
 
 
 # Models whose dispatches have the kernels, the set arguments and the checks of others, with other values.
@@ -63,3 +74,16 @@ def test_each_kind_of_layer_is_compared(tmp_path: Path, monkeypatch: pytest.Monk
         kernel_differences(session.native, model.config, (9,))
     windows = [d.args["window"] for d in compared if d.kernel.startswith("attention_prefill")]
     assert sorted(windows) == [0, 16]
+
+
+@pytest.mark.parametrize("name", ["long context", "mixed types", "lfm2moe", "qwen35", "gemma4"])
+def test_bindings_of_batches_and_scores_do_not_overlap(tmp_path: Path, name: str) -> None:
+    """After a prompt of 300 tokens, attention of a token is divided."""
+    path = write(tmp_path / "m.gguf", MODELS[name])
+    with Model(path, device="metal") as model:
+        sessions = [model.session() for _ in range(3)]
+        for session, tokens in zip(sessions, (300 if name == "long context" else 17, 9, 2), strict=True):
+            session.forward_prompt(range(tokens))
+        for tokens in ([5], [5, 6, 7]):
+            model.forward_batch(sessions, [tokens] * 3)
+        model.score(range(10))
