@@ -6,7 +6,6 @@ On a Mac these tests are skipped.
 import logging
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
 gpu = require_emulator()
 M5 = 10  # its family
-PROMPT = [5 + 7 * i for i in range(30)]
+PROMPT = [5 + i % 300 for i in range(130)]  # which has tall tiles
+Floats = np.ndarray[Any, Any]
 
 
 @pytest.fixture(scope="module")
@@ -37,109 +37,60 @@ def be_m5(**limits: Any) -> None:
     gpu.set_limits(gpu.Limits(apple_family=M5, name=f"M5 {limits}", **limits))
 
 
-def logits_of(
-    path: Path, prompt: Sequence[int] = PROMPT, **options: Any
-) -> tuple[np.ndarray[Any, Any], set[str], dict[str, float]]:
-    """Return the logits after a prompt, the kernels that ran, and stats()."""
-    with open_metal(path, **options) as model:
+def logits_of(path: Path) -> tuple[Floats, tuple[int, int, int]]:
+    """Return the logits after the prompt, and whether matmuls, tall ones and attention ran on tensors."""
+    with open_metal(path, kv_memory=1 << 20, max_context=256) as model:
         gpu.set_history_depth(0)
         gpu.set_history_depth(16)  # from here on
-        logits = model.session().forward_prompt_logits(prompt)
-        kernels = {d.kernel for buffer in gpu.history() for d in buffer.dispatches}
-        return logits, kernels, model.stats()
+        logits = model.session().forward_prompt_logits(PROMPT)
+        kernels = [d.kernel for buffer in gpu.history() for d in buffer.dispatches]
+        stats = model.stats()
+    used = (
+        int(any(kernel.startswith("matmul_tensor") for kernel in kernels)),
+        int(any(kernel.endswith("tall") for kernel in kernels)),
+        int(any(kernel.startswith("attention_tensor") for kernel in kernels)),
+    )
+    assert used == tuple(stats[name] for name in ("matmul_tensor", "matmul_tall", "attention_tensor"))
+    return logits, used
 
 
 @pytest.fixture(scope="module")
-def plain(path: Path) -> np.ndarray[Any, Any]:
+def plain(path: Path) -> Floats:
     """Return the logits without tensors."""
     gpu.set_limits(gpu.Limits(apple_family=9))
-    logits, kernels, stats = logits_of(path)
-    assert stats["matmul_tensor"] == 0
-    assert not any("tensor" in kernel for kernel in kernels)
+    logits, used = logits_of(path)
+    assert used == (0, 0, 0)
     assert _core.metal_device()["matmul_tensor"] == "not for this GPU"
     return logits
 
 
-@pytest.fixture(scope="module")
-def on_tensors(path: Path) -> tuple[np.ndarray[Any, Any], set[str]]:
-    """Return the logits with tensors, and the kernels that ran."""
+def test_an_m5_uses_tensors(path: Path, plain: Floats) -> None:
     be_m5()
-    logits, kernels, stats = logits_of(path)
-    assert stats["matmul_tensor"] == 1
-    return logits, kernels
-
-
-def test_an_m5_uses_tensor_products(
-    plain: np.ndarray[Any, Any], on_tensors: tuple[np.ndarray[Any, Any], set[str]]
-) -> None:
-    logits, kernels = on_tensors
-    be_m5()
+    logits, used = logits_of(path)
+    assert used == (1, 1, 1)
     assert _core.metal_device()["matmul_tensor"] == "where it passes a trial"
-    products = {kernel for kernel in kernels if kernel.startswith("matmul")}
-    # The attention output and the down projection have so few tiles that other kernels are faster.
-    tensors = {"matmul_tensor_q4_0_narrow", "matmul_tensor_swiglu_q4_0_narrow"}
-    assert products == tensors | {"matmul_q4_0_split"}
     # Both multiply halves and add in float32, in another order.
     assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
 
 
-# A prompt that has tall tiles.
-LONG: dict[str, Any] = {"prompt": [5 + i % 300 for i in range(130)], "kv_memory": 1 << 20, "max_context": 256}
-
-
-@pytest.fixture(scope="module")
-def with_tall_tiles(path: Path) -> tuple[np.ndarray[Any, Any], set[str]]:
-    """Return the logits after a long prompt, and the kernels that ran, where all kernels pass."""
-    be_m5()
-    logits, kernels, stats = logits_of(path, **LONG)
-    assert (stats["matmul_tensor"], stats["matmul_tall"]) == (1, 1)
-    return logits, kernels
-
-
 @pytest.mark.parametrize(
-    "limits",
-    [{"wrong_kernels": {"matmul_tensor_f16_tall"}}, {"broken_kernels": {"matmul_tensor_f16_tall"}}],
-    ids=["wrong", "broken"],
-)
-def test_an_m5_avoids_tall_tiles_that_fail(
-    path: Path, with_tall_tiles: tuple[np.ndarray[Any, Any], set[str]], limits: dict[str, Any]
-) -> None:
-    """Prompts of 128 tokens and more have them, and the other kernels are used where the trial fails."""
-    expected, kernels = with_tall_tiles
-    assert any(kernel.endswith("tall") for kernel in kernels)
-    be_m5(**limits)
-    logits, kernels, stats = logits_of(path, **LONG)
-    assert (stats["matmul_tensor"], stats["matmul_tall"]) == (1, 0)
-    assert not any(kernel.endswith("tall") for kernel in kernels)
-    assert np.abs(logits - expected).max() <= 1e-3 * np.abs(expected).max()
-
-
-@pytest.mark.parametrize(
-    "limits",
+    ("limits", "expected"),
     [
-        {"wrong_kernels": {"attention_tensor_f16_64"}},
-        {"wrong_kernels": {"attention_tensor_f16_128"}},
-        {"broken_kernels": {"attention_tensor_f16_64"}},
+        ({"wrong_kernels": {"matmul_tensor_f16_tall"}}, (1, 0, 1)),
+        ({"broken_kernels": {"matmul_tensor_f16_tall"}}, (1, 0, 1)),
+        ({"wrong_kernels": {"attention_tensor_f16_64"}}, (1, 1, 0)),
+        ({"wrong_kernels": {"attention_tensor_f16_128"}}, (1, 1, 0)),
+        ({"broken_kernels": {"attention_tensor_f16_64"}}, (1, 1, 0)),
     ],
-    ids=["wrong", "wrong heads of 128", "broken"],
+    ids=str,
 )
-def test_an_m5_attends_without_tensors_if_that_fails(
-    path: Path,
-    plain: np.ndarray[Any, Any],
-    on_tensors: tuple[np.ndarray[Any, Any], set[str]],
-    limits: dict[str, Any],
+def test_an_m5_avoids_tall_tiles_or_attention_on_tensors_if_that_fails(
+    path: Path, plain: Floats, limits: dict[str, Any], expected: tuple[int, int, int]
 ) -> None:
-    logits, kernels = on_tensors
-    assert "attention_tensor_f16_64" in kernels
-    assert not any(kernel.startswith("attention_prefill") for kernel in kernels)
-    assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
     be_m5(**limits)
-    logits, kernels, stats = logits_of(path)
-    assert stats["matmul_tensor"] == 1
-    assert "attention_prefill_f16_64" in kernels
-    assert not any(kernel.startswith("attention_tensor") for kernel in kernels)
+    logits, used = logits_of(path)
+    assert used == expected
     assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
-    assert stats["attention_tensor"] == 0
 
 
 def test_the_trial_runs_once_per_process_and_is_stored(path: Path, own_cache: Path) -> None:
@@ -210,12 +161,11 @@ def test_tensor_kernels_agree_with_float64(path: Path) -> None:
     ids=["no header", "wrong narrow", "wrong wide", "broken trial", "broken type", "few threads"],
 )
 def test_an_m5_avoids_kernels_that_fail(
-    path: Path, plain: np.ndarray[Any, Any], limits: dict[str, Any], reason: str
+    path: Path, plain: Floats, limits: dict[str, Any], reason: str
 ) -> None:
     be_m5(**limits)
-    logits, kernels, stats = logits_of(path)
-    assert stats["matmul_tensor"] == 0
-    assert not any("tensor" in kernel for kernel in kernels)
+    logits, used = logits_of(path)
+    assert used == (0, 0, 0)
     np.testing.assert_array_equal(logits, plain)
     with open_metal(path) as model, model.session() as session:
         native: Any = session.native
@@ -233,7 +183,6 @@ def test_unrelated_kernel_failures_do_not_disable_tensors(path: Path) -> None:
 
 def test_the_self_test_finds_wrong_tensor_products(
     path: Path,
-    plain: np.ndarray[Any, Any],
     checking: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -245,18 +194,17 @@ def test_the_self_test_finds_wrong_tensor_products(
             open_metal(path, kv_memory=1 << 19) as model,
         ):
             assert model.stats()["matmul_tensor"] == 0
-            np.testing.assert_array_equal(model.session().forward_prompt_logits(PROMPT), plain)
         assert "matrix units are disabled" in caplog.text
         assert "matmul_tensor_q4_0_narrow: value 0 is 195.26" in caplog.text
 
 
 def test_the_environment_disables_tensor_kernels(
-    path: Path, plain: np.ndarray[Any, Any], monkeypatch: pytest.MonkeyPatch
+    path: Path, plain: Floats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_MATMUL_TENSOR", "0")
     be_m5()
-    logits, _, stats = logits_of(path)
-    assert stats["matmul_tensor"] == 0
+    logits, used = logits_of(path)
+    assert used == (0, 0, 0)
     np.testing.assert_array_equal(logits, plain)
     with open_metal(path) as model:
         report = doctor_report.check_kernels(model, quick=True)
