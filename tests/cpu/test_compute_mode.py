@@ -17,12 +17,6 @@ from metal_prefill.files._hyperparameters import read_config
 IDS = np.random.default_rng(0).integers(5, 300, 90)
 SETS = _core.cpu.kernel_sets()
 QUANTIZED = ("bert", "modern-bert", "eurobert")
-FLOATS = {
-    "float weights": ENCODERS["bert, float32"],
-    "16-bit floats": ENCODERS["bert, 16-bit floats"],
-    "an embedding model in float32": EMBEDDERS["gemma-embedding"],
-}
-GENERATORS = {"quantized": MODELS["type Q8_0"], "float weights": MODELS["type F32"]}
 
 
 @pytest.mark.parametrize("isa", SETS)
@@ -38,40 +32,34 @@ def test_quantized_encoders_use_pairs_on_amx_alone(
         np.testing.assert_array_equal(hidden_states(model, IDS), hidden_states(stated, IDS))
 
 
-def test_the_kernel_set_decides_even_where_it_cannot_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = {}
-    with GGUFFile(write(tmp_path / "model.gguf", ENCODERS["bert"])) as gguf:
-        for isa in ("amx", "avx512bf16", "avx2", "neon_i8mm"):
-            monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
-            chosen[isa] = chosen_mode(gguf, read_config(gguf))
-    assert chosen == {"amx": "bf16", "avx512bf16": "int8", "avx2": "int8", "neon_i8mm": "int8"}
+PAIRS_OR_16_BITS = {
+    **dict.fromkeys(("amx", "avx512bf16"), "bf16"),
+    **dict.fromkeys(("avx512vnni", "avxvnni", "avx2"), "int16"),
+    **dict.fromkeys(("neon_i8mm", "scalar"), "int8"),
+}
+CHOSEN = {
+    "a quantized encoder": (
+        ENCODERS["bert"],
+        {"amx": "bf16", "avx512bf16": "int8", "avx2": "int8", "neon_i8mm": "int8"},
+    ),
+    # The fastest products near float32.
+    "an encoder in float32": (ENCODERS["bert, float32"], PAIRS_OR_16_BITS),
+    "an encoder in 16-bit floats": (ENCODERS["bert, 16-bit floats"], PAIRS_OR_16_BITS),
+    "an embedding model in float32": (EMBEDDERS["gemma-embedding"], PAIRS_OR_16_BITS),
+    "a quantized model that generates": (MODELS["type Q8_0"], {"amx": "int8"}),
+    "a model in float32 that generates": (MODELS["type F32"], {"amx": "int8"}),
+}
 
 
-@pytest.mark.parametrize("name", FLOATS)
-def test_encoders_without_quantized_weights_use_the_fastest_products_near_float32(
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_model_and_the_kernel_set_decide_even_where_it_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    chosen = {}
-    with GGUFFile(write(tmp_path / "model.gguf", FLOATS[name])) as gguf:
-        for isa in ("amx", "avx512bf16", "avx512vnni", "avxvnni", "avx2", "neon_i8mm", "scalar"):
+    shape, expected = CHOSEN[name]
+    with GGUFFile(write(tmp_path / "model.gguf", shape)) as gguf:
+        for isa, mode in expected.items():
             monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
-            chosen[isa] = chosen_mode(gguf, read_config(gguf))
-    assert chosen == {
-        **dict.fromkeys(("amx", "avx512bf16"), "bf16"),
-        **dict.fromkeys(("avx512vnni", "avxvnni", "avx2"), "int16"),
-        **dict.fromkeys(("neon_i8mm", "scalar"), "int8"),
-    }
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-def test_models_that_generate_use_8_bits_at_most_for_quantized_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "amx")
-    with GGUFFile(write(tmp_path / "model.gguf", GENERATORS[name])) as gguf:
-        assert chosen_mode(gguf, read_config(gguf)) == "int8"
+            assert chosen_mode(gguf, read_config(gguf)) == mode, isa
 
 
 @pytest.mark.parametrize("compute", CHOICES[1:])
