@@ -113,23 +113,24 @@ def test_every_engine_gets_the_same_tokens() -> None:
     assert (token_ids(30, 50) == ids[:30]).all()
 
 
-def test_clean_samples_come_first_and_degraded_ones_are_counted() -> None:
-    good, slow = Sample(10, calibration_ns=100), Sample(10, calibration_ns=200)
-    selection = select([slow, good, slow, good, good], 3, calibration_limit_ns=125)
-    assert selection.kept == [good, good, good]
-    assert (selection.n_dropped, selection.n_degraded) == (2, 0)
+GOOD, SLOW, SLOWER = (Sample(10, calibration_ns=ns) for ns in (100, 200, 300))
 
 
-def test_the_least_degraded_samples_follow_in_order() -> None:
-    good, slow, slower = Sample(1, 100), Sample(2, 200), Sample(3, 300)
-    selection = select([slow, slower, good], 2, calibration_limit_ns=125)
-    assert selection.kept == [slow, good]
-    assert (selection.n_dropped, selection.n_degraded) == (1, 1)
-
-
-def test_samples_are_selected_regardless_of_their_duration() -> None:
-    chosen = [select([Sample(ns, 100), Sample(5, 100), Sample(6, 500)], 2, 125).kept for ns in (1, 10**9)]
-    assert [[sample.calibration_ns for sample in kept] for kept in chosen] == [[100, 100], [100, 100]]
+@pytest.mark.parametrize(
+    ("samples", "kept", "dropped", "degraded"),
+    [
+        ([SLOW, GOOD, SLOW, GOOD, GOOD], [GOOD] * 3, 2, 0),
+        ([SLOW, SLOWER, GOOD], [SLOW, GOOD], 1, 1),  # in their order
+        # Their duration does not matter.
+        *(([Sample(ns, 100), GOOD, SLOW], [Sample(ns, 100), GOOD], 1, 0) for ns in (1, 10**9)),
+    ],
+)
+def test_the_least_degraded_samples_are_selected_and_others_counted(
+    samples: list[Sample], kept: list[Sample], dropped: int, degraded: int
+) -> None:
+    selection = select(samples, len(kept), calibration_limit_ns=125)
+    assert selection.kept == kept
+    assert (selection.n_dropped, selection.n_degraded) == (dropped, degraded)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ class Made(NamedTuple):
 
 
 MADE = {
-    "conversion/_source.py: f(.+?)({|.join(_TASKS)})": Made("(.+?)(ForCausalLM|Model)"),
     "conversion/_source.py: pattern": Made(r"cls\.(predictions|seq_relationship)\..*"),
     "conversion/_source.py: self.made": Made(r"attn_rel_row\.weight|blk\.\d+\.attn_rel_[kq]\.weight"),
     "conversion/_writing.py: f{pattern}.bias": Made(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
@@ -53,6 +52,7 @@ MADE = {
     "text/_chat_template.py: ( + |.join(map(re.escape, self._special)) + )": Made(r"(<\|end\|>|<\|a\|>)"),
     "text/_chat_template.py: f({words})|[{re.escape(.join(sorted(firsts)))}]": Made("(</think>|<a>)|[<]"),
     "text/_segmentation.py: |.join(filter(None, places))": Made(r"[a]|[<b](?=[|b])"),
+    "text/_written_calls.py: f|{quote}": Made(r'\\|"'),
 }
 
 
@@ -66,7 +66,7 @@ class Use(NamedTuple):
 
 
 def uses() -> Iterator[Use]:
-    """Yield the patterns of the package's sources."""
+    """Yield the patterns of the package's sources, with the values of names that their modules define."""
     trees = {
         path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text())
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -74,45 +74,34 @@ def uses() -> Iterator[Use]:
     }
     applied = {place: _applied(tree) for place, tree in trees.items()}
     for place, tree in trees.items():
-        named: set[ast.AST] = set()
-        scopes: list[Any] = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
-        for scope in scopes:
-            for statement in scope.body:
-                calls = {call for call in ast.walk(statement) if _is_call(call)}
-                if not isinstance(statement, ast.Assign) or not calls:
-                    continue
-                named |= calls
-                name = statement.targets[0].id  # type: ignore[attr-defined]
-                owner: Any = importlib.import_module("metal_prefill." + place[:-3].replace("/", "."))
-                value = getattr(
-                    getattr(owner, scope.name) if isinstance(scope, ast.ClassDef) else owner, name
-                )
-                for called, pattern in _named_patterns(name, value):
-                    methods = applied[place].get(called) or set().union(
-                        *(a.get(called, ()) for a in applied.values())
-                    )
-                    yield Use(f"{place}: {name}", pattern, frozenset(methods or {"findall"}))
-        other_calls: list[Any] = [node for node in ast.walk(tree) if _is_call(node) and node not in named]
-        for node in other_calls:
-            argument = node.args[0]
-            name = f"{place}: {_unquoted(ast.unparse(argument))}"
-            made = Made(argument.value) if isinstance(argument, ast.Constant) else MADE.get(name)  # type: ignore[arg-type]
-            assert made is not None, f"line {node.lineno}: add an example of the pattern {name!r} to MADE"
-            method = node.func.attr
-            methods = {"search", "findall"} if method == "compile" else {method}
-            yield Use(name, re.compile(made.example), frozenset(methods), made.longest)
+        names = _assigned(tree)
+        calls: list[Any] = [node for node in ast.walk(tree) if _is_call(node)]
+        for node in calls:
+            name = f"{place}: {_unquoted(ast.unparse(node.args[0]))}"
+            method, longest = node.func.attr, LENGTHS[-1]
+            module = importlib.import_module("metal_prefill." + place[:-3].replace("/", "."))
+            given = node.args if method == "compile" else node.args[:1]
+            try:
+                pattern = re.compile(*(eval(ast.unparse(value), vars(module)) for value in given))
+            except NameError:
+                assert name in MADE, f"line {node.lineno}: add an example of the pattern {name!r} to MADE"
+                pattern, longest = re.compile(MADE[name].example), MADE[name].longest
+            methods = {method}
+            if method == "compile":
+                variable = names.get(node, "")
+                found = (methods.get(variable) for methods in (applied[place], *applied.values()))
+                methods = next(filter(None, found), {"search", "findall"})
+            yield Use(name, pattern, frozenset(methods), longest)
 
 
-def _named_patterns(name: str, value: Any) -> Iterator[tuple[str, re.Pattern[Any]]]:
-    """Yield the patterns of a variable, with the name by which a module applies them."""
-    match value:
-        case dict():
-            yield from ((name, pattern) for pattern in value.values())
-        case tuple():
-            fields = cast(Any, value)._asdict().items()
-            yield from ((field, pattern) for field, pattern in fields if isinstance(pattern, re.Pattern))
-        case _:
-            yield name, value
+def _assigned(tree: ast.AST) -> dict[ast.AST, str]:
+    """Return the variable or attribute that each compiled pattern is assigned to."""
+    found: dict[ast.AST, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            name = getattr(node.targets[0], "id", getattr(node.targets[0], "attr", ""))
+            found |= {call: name for call in ast.walk(node.value) if _is_call(call)}
+    return found
 
 
 def _unquoted(source: str) -> str:

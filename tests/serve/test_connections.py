@@ -205,13 +205,6 @@ def test_a_client_that_half_closes_gets_its_answer(cpu_model: Model, stream: boo
     assert answer.count(b"[DONE]") == stream
 
 
-def test_a_client_that_half_closes_after_two_requests_gets_both_answers(patient: Running) -> None:
-    with patient.connect() as connection:
-        connection.sendall(request_bytes(BODY) * 2)
-        connection.shutdown(socket.SHUT_WR)
-        assert read_all(connection).count(b"HTTP/1.1 200 ") == 2
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_that_exceed_the_shutdown_time_end_with_an_error(
     cpu_model: Model, stream: bool, caplog: pytest.LogCaptureFixture
