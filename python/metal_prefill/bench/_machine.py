@@ -10,14 +10,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from metal_prefill.storage._kernel_set import processor_facts
-
-Rows = npt.NDArray[np.floating[Any]]
 
 TOLERANCE = 1.25  # a calibration that takes this many times the best one marks a degraded machine
 REFERENCE_RUNS = 40
@@ -31,12 +27,6 @@ def available_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _divide_many_times(values: Rows) -> None:
-    # Division keeps a core's vector unit busy without touching memory. During this one call NumPy leaves the
-    # GIL to the other threads.
-    np.divide.reduce(values, axis=0)
 
 
 class Calibrator:
@@ -61,7 +51,9 @@ class Calibrator:
     def measure(self) -> int:
         """Run the computation once; return nanoseconds. The best time so far is the reference."""
         begin = time.perf_counter_ns()
-        for done in [thread.submit(_divide_many_times, self._rows) for thread in self._threads]:
+        # Division keeps a core's vector unit busy without touching memory. During this one call NumPy leaves
+        # the GIL to the other threads.
+        for done in [thread.submit(np.divide.reduce, self._rows) for thread in self._threads]:
             done.result()
         elapsed = time.perf_counter_ns() - begin
         self.reference_ns = min(self.reference_ns, elapsed)

@@ -205,8 +205,8 @@ class SentenceTransformer(VectorEncoder):
     def _vectors(self, encoded: EncodedTexts) -> Any:
         head, config, normalize = self.engine.head, self.engine.config, self._normalizes()
         pooling = head.pooling or ("last" if config.causal else "mean")
-        options = {"normalize": normalize, "pooling": pooling, "dimensions": head.width}
-        return embed_encoded(TextPasses(self.engine), encoded, **options)
+        passes = TextPasses(self.engine)
+        return embed_encoded(passes, encoded, normalize=normalize, pooling=pooling, dimensions=head.width)
 
     def _states(self, encoded: EncodedTexts) -> Any:
         return embed_encoded(TextPasses(self.engine), encoded, normalize=False, pooling="none")

@@ -78,15 +78,8 @@ class SparseEncoder(VectorEncoder):
         order = np.argsort(-matrix, kind="stable")[: np.count_nonzero(matrix > 0)][:top_k]
         return [(_sparse.spelled(self.engine, int(i)), float(matrix[i])) for i in order]
 
-    @staticmethod
-    def sparsity(embeddings: Any) -> dict[str, float]:
-        """Return the mean number of values that are not 0 in vectors, and the share of those that are 0."""
-        return _sparse.sparsity(embeddings)
-
-    @staticmethod
-    def intersection(embeddings_1: Any, embeddings_2: Any) -> Any:
-        """Return the products of a vector with one or several others: the tokens that they share."""
-        return _sparse.intersection(embeddings_1, embeddings_2)
+    sparsity = staticmethod(_sparse.sparsity)
+    intersection = staticmethod(_sparse.intersection)
 
     def get_embedding_dimension(self) -> int:
         """Return the size of the vocabulary."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
@@ -269,7 +270,9 @@ class Endpoint(Generic[_Form]):
         try:
             with anyio.move_on_after(seconds) as scope:
                 async with self.bodies.turn(len(body)) as reply.end_turn:
-                    form = await self._decoded(body)
+                    large = len(body) > LARGE
+                    work = partial(decode, body, self.form)
+                    form = await self.service.prepare(work) if large else work()
                     reply.begin = time.perf_counter()
                     reply.namespace = prefix_namespace(key, form.prompt_cache_key)
                     reply.model = self.service.check_model(form.model)
@@ -286,11 +289,6 @@ class Endpoint(Generic[_Form]):
             log.info("a client stopped reading its answer")
         except Exception as error:
             await reply.error(error)
-
-    async def _decoded(self, body: bytes) -> _Form:
-        if len(body) > LARGE:
-            return await self.service.prepare(lambda: decode(body, self.form))
-        return decode(body, self.form)
 
 
 async def _cancel_after_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:

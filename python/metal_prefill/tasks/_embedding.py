@@ -83,7 +83,7 @@ class EncodedTexts(NamedTuple):
     def part(self, indices: Iterable[int]) -> EncodedTexts:
         """Return some of the texts, without notes about them."""
         chosen = list(indices)
-        prompts, expansions = ([items[i] for i in chosen] for items in (self.prompts, self.expansions))
+        prompts, expansions = [self.prompts[i] for i in chosen], [self.expansions[i] for i in chosen]
         return EncodedTexts(prompts, expansions, [], [], self.unpooled, self.skipped)
 
     def notes(self, limit: int) -> list[str]:
@@ -307,8 +307,14 @@ def embed(
     encoded = encode_texts(engine, texts, form, rules, role)
     for note in encoded.notes(role.limit):
         warnings.warn(note, stacklevel=2)
-    options = {"normalize": normalize, "dimensions": dimensions, "pooling": pooling, "progress": progress}
-    return embed_encoded(TextPasses(engine), encoded, **options)
+    return embed_encoded(
+        TextPasses(engine),
+        encoded,
+        normalize=normalize,
+        dimensions=dimensions,
+        pooling=pooling,
+        progress=progress,
+    )
 
 
 def embed_encoded(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -329,16 +329,11 @@ def query_expansion(engine: Engine) -> QueryExpansion | None:
 class TextRole(NamedTuple):
     """Limits of texts."""
 
-    kind: Literal["text", "query", "document"]
+    plural: str  # name of such texts in messages
     limit: int  # most tokens, with those that begin and end every text
     expansion: QueryExpansion | None = None  # how texts are expanded
     skipped: tuple[int, ...] = ()  # ids of tokens without vectors in late interaction
     framed: bool = True  # whether texts have the tokens that the file adds at their ends
-
-    @property
-    def plural(self) -> str:
-        """Name of such texts in messages."""
-        return "queries" if self.kind == "query" else f"{self.kind}s"
 
 
 def role_of(engine: Engine, pooling: Pooling, instruction: str | None) -> TextRole:
@@ -351,21 +346,21 @@ def role_of(engine: Engine, pooling: Pooling, instruction: str | None) -> TextRo
 
 def text_role(engine: Engine) -> TextRole:
     """Return the role of texts that are neither queries nor documents."""
-    return TextRole("text", _limit(engine, engine.lengths.text))
+    return TextRole("texts", _limit(engine, engine.lengths.text))
 
 
 def query_role(engine: Engine, *, expanded: bool = True) -> TextRole:
     """Return the role of queries, expanded as in late interaction or not."""
     expansion = query_expansion(engine) if expanded else None
     if expansion is not None and expansion.fixed:
-        return TextRole("query", _limit(engine, expansion.length), expansion)
-    return TextRole("query", _limit(engine, engine.lengths.query, engine.lengths.text), expansion)
+        return TextRole("queries", _limit(engine, expansion.length), expansion)
+    return TextRole("queries", _limit(engine, engine.lengths.query, engine.lengths.text), expansion)
 
 
 def document_role(engine: Engine) -> TextRole:
     limit = _limit(engine, engine.lengths.document, engine.lengths.text)
     skipped = engine.gguf.metadata.typed(SKIPPED_KEY, "array[integer]", default=())
-    return TextRole("document", limit, skipped=tuple(map(int, skipped)))
+    return TextRole("documents", limit, skipped=tuple(map(int, skipped)))
 
 
 def _limit(engine: Engine, *lengths: int | None) -> int:
