@@ -79,6 +79,8 @@ def test_a_client_that_never_reads_its_stream_loses_pages_and_connection(
         body = {**BODY, "max_tokens": 900, "temperature": 1, "seed": 1, "stream": True, "n": 4}
         connection.sendall(request_bytes(body))
         wait_until(lambda: patient.service._texts > 0)
+        other = patient.post("/v1/completions", BODY).json()
+        assert other["choices"][0]["text"] == alone(cpu_model, "ROMEO:\n", 2)
         wait_until(lambda: patient.service._texts == 0 and not patient.service.loop._running)
         wait_until(lambda: patient.connections == 0)
     stats = cpu_model.stats()
