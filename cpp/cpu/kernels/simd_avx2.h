@@ -4,16 +4,21 @@
 #include <immintrin.h>
 
 #include <cstdint>
-#include <cstring>
 
 #include "../weights/packing.h"
+#include "simd_ops.h"
 
 namespace metal_prefill::cpu {
 namespace {
 
-struct Simd {
+struct Vectors {
+  using F = __m256;
+  using I = __m256i;
+  static I set_int(std::int32_t x) { return _mm256_set1_epi32(x); }
+};
+
+struct Simd : SimdOps<Vectors> {
   static constexpr const char* kName = "avx2";
-  static constexpr int kLanes = 8;
   // 16 registers. Products of bytes, few tokens: an integer and a float sum for each token, codes, a nibble
   // mask and temporaries. A second row vector would halve the tokens that share the unpacking of a nibble.
   static constexpr int kInt8Rows = 1, kInt8RowsOfOne = 4;
@@ -34,16 +39,9 @@ struct Simd {
   static constexpr int kAttentionRows = 3, kAttentionVectors = 4, kLaneSteps = 4;
   static constexpr int kNarrowVectors = 4;
 
-  using F = __m256;
-  using I = __m256i;
-
   static F load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, F a) { _mm256_storeu_ps(p, a); }
   static F set(float x) { return _mm256_set1_ps(x); }
-  static F add(F a, F b) { return _mm256_add_ps(a, b); }
-  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
-  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
-  static F div(F a, F b) { return _mm256_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }  // b if either is NaN
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
@@ -59,10 +57,6 @@ struct Simd {
   }
   static I round(F a) { return _mm256_cvtps_epi32(a); }  // to nearest even
   static F to_float(I a) { return _mm256_cvtepi32_ps(a); }
-  // a * 2^n for normal results.
-  static F scale_by_power(F a, I n) {
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(n, 23)));
-  }
   // Exchanges lanes whose indices differ in exactly these bits: 1, 2, 3, or four times that.
   template <int kBits>
   static F swap(F a) {
@@ -72,10 +66,6 @@ struct Simd {
   }
   // a if x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) { return _mm256_and_ps(a, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ)); }
-  // The bits of |a|: ordered as the magnitudes are, with NaN above all.
-  static I magnitude_bits(F a) {
-    return _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7fffffff));
-  }
   static I max_int(I a, I b) { return _mm256_max_epi32(a, b); }
   static std::int32_t reduce_max(I a) {
     __m128i x = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
@@ -155,7 +145,6 @@ struct Simd {
   }
 
   // Products of 8-bit integers: four bytes to a lane.
-  static I set_int(std::int32_t x) { return _mm256_set1_epi32(x); }
   // Keeps a vector in a register. GCC would add sums of a block in a tree, and reload codes for each product.
   static I in_register(I a) {
     asm("" : "+x"(a));
@@ -164,17 +153,11 @@ struct Simd {
   static I load_codes(const std::uint8_t* p) {
     return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
   }
-  static I low_nibbles(I a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
-  static I high_nibbles(I a) { return _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(15)); }
   static void store_codes(std::uint8_t* p, I a) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), a); }
-  // Moves kWidth bits of each byte from bit kFrom to bit kTo; other bits are zero.
-  template <int kWidth, int kFrom, int kTo>
-  static I field(I a) {
-    if constexpr (kFrom > kTo) a = _mm256_srli_epi16(a, kFrom - kTo);
-    if constexpr (kFrom < kTo) a = _mm256_slli_epi16(a, kTo - kFrom);
-    return _mm256_and_si256(a, _mm256_set1_epi8(char(((1 << kWidth) - 1) << kTo)));
+  template <int kBits>
+  static I shift_left(I a) {  // GCC would shift integers before they are broadcast
+    return _mm256_slli_epi32(a, kBits);
   }
-  static I or_int(I a, I b) { return _mm256_or_si256(a, b); }
   static I load_table(const std::uint8_t* p) {  // of 16 bytes
     return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
@@ -184,22 +167,6 @@ struct Simd {
   }
   static I load_uint8(const std::uint8_t* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  }
-  static I broadcast4(const std::int8_t* p) {
-    std::int32_t x;
-    std::memcpy(&x, p, 4);
-    return _mm256_set1_epi32(x);
-  }
-  static I sub_int(I a, I b) { return _mm256_sub_epi32(a, b); }
-  static I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
-  template <int kBits>
-  static I shift_left(I a) {
-    return _mm256_slli_epi32(a, kBits);
-  }
-  template <int kByte>
-  static I byte_of(I a) {  // byte kByte of each lane, counted from the lowest
-    if constexpr (kByte == 3) return _mm256_srli_epi32(a, 24);
-    return _mm256_and_si256(_mm256_srli_epi32(a, 8 * kByte), _mm256_set1_epi32(255));
   }
 
 #ifdef __AVXVNNI__

@@ -4,16 +4,21 @@
 #include <immintrin.h>
 
 #include <cstdint>
-#include <cstring>
 
 #include "../weights/packing.h"
+#include "simd_ops.h"
 
 namespace metal_prefill::cpu {
 namespace {
 
-struct Simd {
+struct Vectors {
+  using F = __m512;
+  using I = __m512i;
+  static I set_int(std::int32_t x) { return _mm512_set1_epi32(x); }
+};
+
+struct Simd : SimdOps<Vectors> {
   static constexpr const char* kName = "avx512vnni";
-  static constexpr int kLanes = 16;
   // 32 registers. 2 panels by 6 tokens: 12 integer and 12 float sums, 4 of codes, the nibble mask;
   // activations come as broadcast operands. Seven tokens spill.
   static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 6;
@@ -24,16 +29,9 @@ struct Simd {
   static constexpr int kNarrowVectors = 2;
   static constexpr bool kOneDot = true;  // dot() is one instruction
 
-  using F = __m512;
-  using I = __m512i;
-
   static F load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
   static F set(float x) { return _mm512_set1_ps(x); }
-  static F add(F a, F b) { return _mm512_add_ps(a, b); }
-  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
-  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
-  static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   // a / b if b > 0, else 0.
   static F positive_quotient(F a, F b) {
@@ -77,10 +75,6 @@ struct Simd {
   }
   static I round(F a) { return _mm512_cvtps_epi32(a); }  // to nearest even
   static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
-  // a * 2^n for normal results.
-  static F scale_by_power(F a, I n) {
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(n, 23)));
-  }
   // Exchanges lanes whose indices differ in exactly these bits: 1, 2, 3, or four times that.
   template <int kBits>
   static F swap(F a) {
@@ -91,10 +85,6 @@ struct Simd {
   // a if x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), a);
-  }
-  // The bits of |a|: ordered as the magnitudes are, with NaN above all.
-  static I magnitude_bits(F a) {
-    return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff));
   }
   static I max_int(I a, I b) { return _mm512_max_epi32(a, b); }
   static std::int32_t reduce_max(I a) { return _mm512_reduce_max_epi32(a); }
@@ -171,19 +161,12 @@ struct Simd {
   }
 
   // Products of 8-bit integers: four bytes to a lane.
-  static I set_int(std::int32_t x) { return _mm512_set1_epi32(x); }
   static I load_codes(const std::uint8_t* p) { return _mm512_load_si512(p); }
-  static I low_nibbles(I a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
-  static I high_nibbles(I a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
   static void store_codes(std::uint8_t* p, I a) { _mm512_store_si512(p, a); }
-  // Moves kWidth bits of each byte from bit kFrom to bit kTo; other bits are zero.
-  template <int kWidth, int kFrom, int kTo>
-  static I field(I a) {
-    if constexpr (kFrom > kTo) a = _mm512_srli_epi16(a, kFrom - kTo);
-    if constexpr (kFrom < kTo) a = _mm512_slli_epi16(a, kTo - kFrom);
-    return _mm512_and_si512(a, _mm512_set1_epi8(char(((1 << kWidth) - 1) << kTo)));
+  template <int kBits>
+  static I shift_left(I a) {  // GCC would shift integers before they are broadcast
+    return _mm512_slli_epi32(a, kBits);
   }
-  static I or_int(I a, I b) { return _mm512_or_si512(a, b); }
   static I load_table(const std::uint8_t* p) {  // of 16 bytes
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
@@ -193,21 +176,6 @@ struct Simd {
   }
   static I load_uint8(const std::uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  }
-  static I broadcast4(const std::int8_t* p) {
-    std::int32_t x;
-    std::memcpy(&x, p, 4);
-    return _mm512_set1_epi32(x);
-  }
-  static I sub_int(I a, I b) { return _mm512_sub_epi32(a, b); }
-  static I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
-  template <int kBits>
-  static I shift_left(I a) {
-    return _mm512_slli_epi32(a, kBits);
-  }
-  template <int kByte>
-  static I byte_of(I a) {  // byte kByte of each lane, counted from the lowest
-    return _mm512_and_si512(_mm512_srli_epi32(a, 8 * kByte), _mm512_set1_epi32(255));
   }
   template <int kZero>
   static constexpr bool kStartsFromSum = kZero != 0;

@@ -7,13 +7,19 @@
 #include <cstring>
 
 #include "../weights/packing.h"
+#include "simd_ops.h"
 
 namespace metal_prefill::cpu {
 namespace {
 
-struct Simd {
+struct Vectors {
+  using F = float32x4_t;
+  using I = int32x4_t;
+  static I set_int(std::int32_t x) { return vdupq_n_s32(x); }
+};
+
+struct Simd : SimdOps<Vectors> {
   static constexpr const char* kName = "neon";
-  static constexpr int kLanes = 4;
   // 32 registers. Products of bytes: 8 integer and 8 float sums, 2 of codes, and those of their widening.
   static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 4;
   // 24 sums hide a latency of 4 cycles on 4 pipes; 4 weights and an activation fit, too.
@@ -27,16 +33,9 @@ struct Simd {
   static constexpr bool kOneDot = false;
 #endif
 
-  using F = float32x4_t;
-  using I = int32x4_t;
-
   static F load(const float* p) { return vld1q_f32(p); }
   static void store(float* p, F a) { vst1q_f32(p, a); }
   static F set(float x) { return vdupq_n_f32(x); }
-  static F add(F a, F b) { return vaddq_f32(a, b); }
-  static F sub(F a, F b) { return vsubq_f32(a, b); }
-  static F mul(F a, F b) { return vmulq_f32(a, b); }
-  static F div(F a, F b) { return vdivq_f32(a, b); }
   static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
   static F max(F a, F b) { return vmaxq_f32(a, b); }  // NaN if either is
   static F min(F a, F b) { return vminq_f32(a, b); }  // likewise
@@ -47,10 +46,6 @@ struct Simd {
   static float reduce_max(F a) { return vmaxvq_f32(a); }
   static I round(F a) { return vcvtnq_s32_f32(a); }  // to nearest even
   static F to_float(I a) { return vcvtq_f32_s32(a); }
-  // a * 2^n for normal results.
-  static F scale_by_power(F a, I n) {
-    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a), vshlq_n_s32(n, 23)));
-  }
   // Exchanges lanes whose indices differ in exactly these bits: 1, 2, 3, or four times that.
   template <int kBits>
   static F swap(F a) {
@@ -61,8 +56,6 @@ struct Simd {
   static F zero_below(F a, F x, F limit) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a), vcltq_f32(x, limit)));
   }
-  // The bits of |a|: ordered as the magnitudes are, with NaN above all.
-  static I magnitude_bits(F a) { return vreinterpretq_s32_f32(vabsq_f32(a)); }
   static I max_int(I a, I b) { return vmaxq_s32(a, b); }
   static std::int32_t reduce_max(I a) { return vmaxvq_s32(a); }
 
@@ -92,21 +85,9 @@ struct Simd {
   static std::int32_t reduce_add(I a) { return vaddvq_s32(a); }
 
   // Products of 8-bit integers: four bytes to a lane.
-  static I set_int(std::int32_t x) { return vdupq_n_s32(x); }
   static I load_codes(const std::uint8_t* p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
-  static I low_nibbles(I a) {
-    return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(a), vdupq_n_u8(15)));
-  }
   static I high_nibbles(I a) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }
   static void store_codes(std::uint8_t* p, I a) { vst1q_u8(p, vreinterpretq_u8_s32(a)); }
-  // Moves kWidth bits of each byte from bit kFrom to bit kTo; other bits are zero.
-  template <int kWidth, int kFrom, int kTo>
-  static I field(I a) {
-    const uint8x16_t shifted =
-        vshlq_u8(vreinterpretq_u8_s32(a), vdupq_n_s8(kTo - kFrom));  // to the right if negative
-    return vreinterpretq_s32_u8(vandq_u8(shifted, vdupq_n_u8(((1 << kWidth) - 1) << kTo)));
-  }
-  static I or_int(I a, I b) { return vorrq_s32(a, b); }
   static I load_table(const std::uint8_t* p) { return load_codes(p); }  // of 16 bytes
   static I look_up(I table, I codes) {
     return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(codes)));
@@ -120,22 +101,6 @@ struct Simd {
     std::uint32_t bytes;
     std::memcpy(&bytes, p, sizeof bytes);
     return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(bytes))))));
-  }
-  static I broadcast4(const std::int8_t* p) {
-    std::int32_t x;
-    std::memcpy(&x, p, 4);
-    return vdupq_n_s32(x);
-  }
-  static I sub_int(I a, I b) { return vsubq_s32(a, b); }
-  static I add_int(I a, I b) { return vaddq_s32(a, b); }
-  template <int kBits>
-  static I shift_left(I a) {
-    return vshlq_n_s32(a, kBits);
-  }
-  template <int kByte>
-  static I byte_of(I a) {  // byte kByte of each lane, counted from the lowest
-    const uint32x4_t shifted = vshlq_u32(vreinterpretq_u32_s32(a), vdupq_n_s32(-8 * kByte));
-    return vreinterpretq_s32_u32(vandq_u32(shifted, vdupq_n_u32(255)));
   }
 
   // Codes up to 127 are signed bytes; those with a zero point of 128 become signed by flipping the highest
