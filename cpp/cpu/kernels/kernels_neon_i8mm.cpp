@@ -186,15 +186,11 @@ struct MatrixProduct {
   }
 };
 
-// Multiplies rotated rows: two quads by up to kPairs pairs of tokens, 16 sums over all columns. An odd token
+// Multiplies rotated rows: two quads by kPairs pairs of tokens, 16 sums over all columns. An odd token
 // is paired with itself.
 template <int kPairs>
 void multiply_rotated_pairs(const RotatedProduct<>& product, const PanelOperands& from, int quad, int token,
                             int count, const ProductOutput& out) {
-  if constexpr (kPairs > 1) {
-    if (count <= 2 * kPairs - 2)
-      return multiply_rotated_pairs<kPairs - 1>(product, from, quad, token, count, out);
-  }
   constexpr int kQuads = 2;
   const auto* block = static_cast<const RotatedBlock*>(from.blocks);
   const std::int8_t* x[kPairs][2];
@@ -240,9 +236,13 @@ void multiply_rotated_matrix(const PackedMatrix& weight, GroupRange groups, cons
   each_group(weight, groups, out, next, [&](int group, const ProductOutput& own, const PrefetchRange&) {
     const RotatedProduct<> product = {weight.scales(group), x.terms + first};
     const PanelOperands from = {weight.group(group), weight.blocks_per_row(), x.row(first), x.stride};
-    for (int token = 0; token < count; token += 2 * kPairs)
+    for (int token = 0; token < count; token += 2 * kPairs) {
+      const int tokens = std::min(count - token, 2 * kPairs);
       for (int quad = 0; quad < kGroupQuads; quad += 2)
-        multiply_rotated_pairs<kPairs>(product, from, quad, token, std::min(count - token, 2 * kPairs), own);
+        with_count<kPairs>(ceil_div(tokens, 2), [&](auto pairs) {
+          multiply_rotated_pairs<pairs>(product, from, quad, token, tokens, own);
+        });
+    }
     activate_products(own, count);
   });
 }

@@ -26,6 +26,14 @@ inline __attribute__((always_inline)) void unrolled(Body&& body) {
   }(std::make_integer_sequence<int, kCount>());
 }
 
+// Calls body with `count`, 1 to kMost, as a constant.
+template <int kMost, typename Body>
+inline __attribute__((always_inline)) void with_count(int count, Body&& body) {
+  if constexpr (kMost > 1)
+    if (count < kMost) return with_count<kMost - 1>(count, body);
+  body(std::integral_constant<int, kMost>());
+}
+
 // Calls add(i, j, row(i), column(j)) for each pair. The shorter side is loaded once and kept: 3 by 4 sums and
 // their factors take 16 registers. With one more, GCC keeps a sum in memory, and each addition waits for the
 // previous store.
@@ -92,16 +100,11 @@ inline F exp2(F x) {
 
 constexpr float kLog2E = 1.44269504f;
 
-void half_to_float_row(const std::uint16_t* in, float* out, int n) {
+template <F (*kLoad)(const std::uint16_t*), float (*kToFloat)(std::uint16_t)>
+void to_float_row(const std::uint16_t* in, float* out, int n) {
   int i = 0;
-  for (; i + Simd::kLanes <= n; i += Simd::kLanes) Simd::store(out + i, Simd::load_half(in + i));
-  for (; i < n; ++i) out[i] = half_to_float(in[i]);
-}
-
-void bfloat16_to_float_row(const std::uint16_t* in, float* out, int n) {
-  int i = 0;
-  for (; i + Simd::kLanes <= n; i += Simd::kLanes) Simd::store(out + i, Simd::load_bfloat16(in + i));
-  for (; i < n; ++i) out[i] = bfloat16_to_float(in[i]);
+  for (; i + Simd::kLanes <= n; i += Simd::kLanes) Simd::store(out + i, kLoad(in + i));
+  for (; i < n; ++i) out[i] = kToFloat(in[i]);
 }
 
 // Sums are unsigned since they may wrap: if a block has NaN or infinity, some sets round to the smallest
@@ -297,22 +300,6 @@ void soft_cap(float* x, float cap, int n) {
     const F power = exp2(Simd::mul(load_part(x + i, n - i), rate));
     store_part(x + i, Simd::sub(limit, Simd::div(twice, Simd::add(one, power))), n - i);
   }
-}
-
-// ALiBi: subtracts `slope` per position of distance from `n` scores of a span; `own` is the position of the
-// query in it.
-inline void subtract_distances(float* scores, float slope, int own, int n) {
-  for (int i = 0; i < n; ++i) scores[i] -= slope * std::fabs(float(i - own));
-}
-
-inline void add_scores(float* scores, const float* added, int n) {
-  for (int i = 0; i < n; ++i) scores[i] += added[i];
-}
-
-// Adds the relative position bias to `n` scores of a span; `distance` is that of the first key from the
-// query.
-inline void add_bias(float* scores, const float* bias, int distance, int n) {
-  add_scores(scores, bias + std::clamp(distance, -kBiasMargin, BIAS_REACH), n);
 }
 
 void relative_scores(const RelativeQuery& query, float* out) {

@@ -60,7 +60,7 @@ inline void amx_tile(const AttentionHead& head, int span, int row, int rows, con
   multiply_blocks<false>(head.key_stride / kAmxDepth, key_blocks, strip.q + row * head.key_stride,
                          head.key_stride, strip.keys, kKeyPairStep, 2 * kKeyBlock, scores[0], kKeySpan);
   const int stride = head.value_stride;
-  bf16_weights(strip, row, rows, span, n, stride, scores, p);
+  bf16_weights(head, strip, row, rows, span, n, scores, p);
   multiply_blocks<true>(ceil_div(n, kAmxDepth), stride / 16, p[0], kKeySpan, values, stride * 2, kAmxDepth,
                         strip.acc + row * stride, stride);
 }

@@ -37,11 +37,7 @@ struct alignas(64) AttentionStrip {
   float limit[kStripRows];                      // score above which the shift changes
   SplitSums<kStripRows> splits;                 // of earlier splits
   int begin[kStripRows], end[kStripRows];       // positions that the row sees
-  int own[kStripRows];                          // position of the row's query
-  float cap;                                    // of scores, in base-2 logarithms; 0: none
-  float slope[kStripRows];                      // of ALiBi, likewise
-  const float* bias[kStripRows];                // of relative positions, at distance 0; null: none
-  const float* added[kStripRows];               // to the score of each position; null: nothing
+  int first;                                    // row of the item
   const std::uint16_t *keys, *values;           // of the span
 };
 
@@ -166,17 +162,13 @@ inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, i
 }
 
 // Adds other terms to the scores, then calls bf16_softmax, without masks if all rows see the whole span.
-inline __attribute__((always_inline)) void bf16_weights(AttentionStrip& strip, int row, int rows, int span,
-                                                        int n, int stride, float (*scores)[kKeySpan],
+inline __attribute__((always_inline)) void bf16_weights(const AttentionHead& head, AttentionStrip& strip,
+                                                        int row, int rows, int span, int n,
+                                                        float (*scores)[kKeySpan],
                                                         std::uint16_t (*p)[kKeySpan]) {
-  const int first = span * kKeySpan;
-  for (int r = 0; r < rows; ++r) {
-    const int own = strip.own[row + r] - first;
-    if (strip.cap != 0) soft_cap(scores[r], strip.cap, kKeySpan);
-    if (strip.slope[row + r] != 0) subtract_distances(scores[r], strip.slope[row + r], own, kKeySpan);
-    if (strip.bias[row + r]) add_bias(scores[r], strip.bias[row + r], -own, kKeySpan);
-    if (strip.added[row + r]) add_scores(scores[r], strip.added[row + r] + first, kKeySpan);
-  }
+  const int first = span * kKeySpan, stride = head.value_stride;
+  for (int r = 0; has_score_terms(head) && r < rows; ++r)
+    add_score_terms(head, strip.first + row + r, span, kKeySpan, scores[r]);
   if (strip.begin[row + rows - 1] <= first && first + kKeySpan <= strip.end[row])
     bf16_softmax<true>(strip, row, rows, span, kKeySpan, stride, scores, p);
   else
@@ -232,7 +224,7 @@ void bf16_tile(const AttentionHead& head, int span, int row, AttentionStrip& str
     bf16_scores<kRows, 1>(strip, q, head.key_stride, scores);
   }
   const int stride = head.value_stride;
-  bf16_weights(strip, row, kRows, span, n, stride, scores, p);
+  bf16_weights(head, strip, row, kRows, span, n, scores, p);
   float* out = strip.acc + row * stride;
   int column = 0;
   for (; column + 64 <= stride; column += 64) bf16_values<kRows, 4>(strip, p, n, column, stride, out);
@@ -256,7 +248,7 @@ struct VectorTiles {
 // Computes query rows [row, row + rows) of the item; row = token * heads + head.
 template <class Tiles>
 void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& strip) {
-  strip.cap = head.cap * kLog2E;
+  strip.first = row;
   for (int r = 0; r < rows; ++r) {
     const auto [token, h] = token_and_head(head, row + r);
     const float* q = head.q + token * head.q_stride + h * head.q_step;
@@ -270,10 +262,6 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
     const VisibleRange visible = visible_range(head.position + int(token), head.window, head.length);
     strip.begin[r] = visible.begin;
     strip.end[r] = visible.end;
-    strip.own[r] = head.position + int(token);
-    strip.slope[r] = head.slopes ? head.slopes[h] * kLog2E : 0.0f;
-    strip.bias[r] = head.bias ? head.bias + h * kBiasRow : nullptr;
-    strip.added[r] = head.added ? head.added + std::size_t(row + r) * head.added_stride : nullptr;
   }
   const VisibleRange all = {strip.begin[0], strip.end[rows - 1]};
   const bool one = !head.sums && !head.sinks && all.begin < all.end &&

@@ -24,11 +24,6 @@ struct AttentionTile {
   float max[SplitSums<kRows>::kPadded], sum[SplitSums<kRows>::kPadded], rescale[kRows];
   SplitSums<kRows> splits;       // of earlier splits
   int begin[kRows], end[kRows];  // positions that the row sees
-  int own[kRows];                // position of the row's query
-  float cap;                     // of scores, in base-2 logarithms; 0: none
-  float slope[kRows];            // of ALiBi, likewise
-  const float* bias[kRows];      // of relative positions, at distance 0; null: none
-  const float* added[kRows];     // to the score of each position; null: nothing
 };
 
 // Calls body(v, count) for runs of `count` vectors from v on: of kAttentionVectors, then of two, then of one.
@@ -93,7 +88,7 @@ void score_span(const AttentionHead& head, const Element* keys, int n, Attention
 // Converts scores to weights; updates the running maximum and sum. `rescale` is the factor for earlier
 // results. `n` positions, in whole vectors, have scores; later ones are not seen.
 template <int kRows>
-void softmax_span(int span, AttentionTile<kRows>& tile, int n) {
+void softmax_span(const AttentionHead& head, int row, int span, AttentionTile<kRows>& tile, int n) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   float change[round_up(kRows, Simd::kLanes)] = {};  // of the maxima
   const auto begin = [&](int r) { return tile.begin[r] - span * kKeySpan; };
@@ -102,10 +97,7 @@ void softmax_span(int span, AttentionTile<kRows>& tile, int n) {
   for (int r = 0; r < kRows; ++r) {
     if (!sees(r)) continue;
     float* p = tile.p[r];
-    if (tile.cap != 0) soft_cap(p, tile.cap, n);
-    if (tile.slope[r] != 0) subtract_distances(p, tile.slope[r], tile.own[r] - span * kKeySpan, n);
-    if (tile.bias[r]) add_bias(p, tile.bias[r], span * kKeySpan - tile.own[r], n);
-    if (tile.added[r]) add_scores(p, tile.added[r] + span * kKeySpan, n);
+    if (has_score_terms(head)) add_score_terms(head, row + r, span, n, p);
     for (int i = 0; i < begin(r); ++i) p[i] = -kInfinity;
     for (int i = end(r); i < n; ++i) p[i] = -kInfinity;
     F largest = Simd::set(-kInfinity);
@@ -173,7 +165,6 @@ void value_span(const AttentionHead& head, const Element* values, int n, Attenti
 // Loads query rows [row, row + kRows) of the item; row = token * heads + head.
 template <int kRows>
 void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) {
-  tile.cap = head.cap * kLog2E;
   for (int r = 0; r < kRows; ++r) {
     const auto [token, h] = token_and_head(head, row + r);
     const float* q = head.q + token * head.q_stride + h * head.q_step;
@@ -181,10 +172,6 @@ void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) 
     const VisibleRange visible = visible_range(head.position + int(token), head.window, head.length);
     tile.begin[r] = visible.begin;
     tile.end[r] = visible.end;
-    tile.own[r] = head.position + int(token);
-    tile.slope[r] = head.slopes ? head.slopes[h] * kLog2E : 0.0f;
-    tile.bias[r] = head.bias ? head.bias + h * kBiasRow : nullptr;
-    tile.added[r] = head.added ? head.added + std::size_t(row + r) * head.added_stride : nullptr;
   }
   begin_rows(head, row, kRows, tile.splits);
 }
@@ -216,7 +203,7 @@ struct StoredSpan {
 // otherwise deliver too late: floats line by line between their products, as many requests at once gained
 // nothing, bytes at once.
 template <int kRows, typename Span, typename Tile>
-void attention_span(const AttentionHead& head, int span, bool more, Span& elements, Tile& tile) {
+void attention_span(const AttentionHead& head, int row, int span, bool more, Span& elements, Tile& tile) {
   const auto next = [&](const void* at, int stride) {
     return NextLines({static_cast<const std::byte*>(at), span_bytes(head.layout, stride)}, 1);
   };
@@ -225,7 +212,7 @@ void attention_span(const AttentionHead& head, int span, bool more, Span& elemen
   const int seen = std::min(tile.end[kRows - 1] - span * kKeySpan, kKeySpan);  // positions
   const int n = Span::kWhole ? kKeySpan : round_up(seen, Simd::kLanes);
   score_span(head, elements.keys(head, span, seen), n, tile, next_keys);
-  softmax_span<kRows>(span, tile, n);
+  softmax_span<kRows>(head, row, span, tile, n);
   value_span(head, elements.values(head, span, seen), seen, tile, next_values);
 }
 
@@ -238,7 +225,7 @@ void attention_tile(const AttentionHead& head, int row) {
   each_split(head, visible, [&](VisibleRange split, bool last) {
     begin_split<kRows>(head, tile);
     for (int span = split.begin / kKeySpan; span * kKeySpan < split.end; ++span)
-      attention_span<kRows>(head, span, (span + 1) * kKeySpan < visible.end, elements, tile);
+      attention_span<kRows>(head, row, span, (span + 1) * kKeySpan < visible.end, elements, tile);
     add_split(head, row, kRows, tile.max, tile.sum, tile.acc[0], kMaxHeadDim, last, tile.splits);
   });
 }

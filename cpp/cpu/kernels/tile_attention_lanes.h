@@ -161,20 +161,13 @@ void lane_values(const AttentionHead& head, const float* values, int n, LaneTile
   }
 }
 
-// Adds other terms to the scores of a vector of tokens, row by row.
+// add_score_terms() for a vector of tokens, row by row.
 inline void add_score_terms(const AttentionHead& head, int span, int n, int t, LaneTile& tile) {
   alignas(64) float rows[Simd::kLanes][kKeySpan];
-  const int columns = round_up(n, 4), h = tile.head;
+  const int columns = round_up(n, 4);
   lanes_to_rows(tile.p[0] + t, columns, rows[0], kKeySpan);
-  for (int r = 0; r < std::min(Simd::kLanes, tile.count - t); ++r) {
-    const int token = tile.first + t + r, own = head.position + token - span * kKeySpan;
-    if (head.cap != 0) soft_cap(rows[r], head.cap * kLog2E, n);
-    if (head.slopes) subtract_distances(rows[r], head.slopes[h] * kLog2E, own, n);
-    if (head.bias) add_bias(rows[r], head.bias + h * kBiasRow, -own, n);
-    if (head.added)
-      add_scores(rows[r],
-                 head.added + std::size_t(token * head.heads + h) * head.added_stride + span * kKeySpan, n);
-  }
+  for (int r = 0; r < std::min(Simd::kLanes, tile.count - t); ++r)
+    add_score_terms(head, (tile.first + t + r) * head.heads + tile.head, span, n, rows[r]);
   rows_to_lanes(rows[0], kKeySpan, columns, tile.p[0] + t);
 }
 
@@ -232,7 +225,7 @@ inline void weigh_span(const AttentionHead& head, const float* keys, int span, i
     lane_scores<1>(head, keys, n, tile);
   const int begin = span * kKeySpan;
   for (int t = 0; t < tile.count; t += Simd::kLanes) {
-    if (head.cap != 0 || head.slopes || head.bias || head.added) add_score_terms(head, span, n, t, tile);
+    if (has_score_terms(head)) add_score_terms(head, span, n, t, tile);
     if (begin < tile.every.begin || begin + n > tile.every.end) mask_scores(span, n, t, tile);
     lane_softmax(n, t, tile);
   }

@@ -51,8 +51,8 @@ struct Operands {
 
 // Multiplies kRows weight rows from `row` on by kTokens tokens from `token` on.
 template <class Product, int kRows, int kTokens>
-inline void row_tile(const Operands<Product>& from, int row, int token, float* out, std::size_t stride,
-                     NextLines& next) {
+[[gnu::noinline]] void row_tile(const Operands<Product>& from, int row, int token, float* out,
+                                std::size_t stride, NextLines& next) {
   F acc[kTokens][kRows];
 #pragma GCC unroll 16
   for (int t = 0; t < kTokens; ++t)
@@ -79,13 +79,9 @@ inline void row_tile(const Operands<Product>& from, int row, int token, float* o
   for (int t = 0; t < kTokens; ++t) add_up<Simd>(acc[t], out + std::size_t(t) * stride + row);
 }
 
-// Multiplies a group by `count` tokens, 1 to kTokens, in tiles of kRows rows.
+// Multiplies a group by kTokens tokens, in tiles of kRows rows.
 template <class Product, int kRows, int kTokens>
-void row_tiles(int count, const Operands<Product>& from, int token, float* out, std::size_t stride,
-               NextLines& next) {
-  if constexpr (kTokens > 1) {
-    if (count < kTokens) return row_tiles<Product, kRows, kTokens - 1>(count, from, token, out, stride, next);
-  }
+void row_tiles(const Operands<Product>& from, int token, float* out, std::size_t stride, NextLines& next) {
   // Eight rows of a single token are enough independent sums to hide the latency of a multiply-add.
   constexpr int kTileRows = kTokens == 1 && kRows > 1 ? 8 : kRows;
   for (int row = 0; row < kGroupRows; row += kTileRows)
@@ -101,8 +97,9 @@ void multiply_rows(const Operands<Product>& from, int count, float* out, std::si
   NextLines lines(next, passes * (kGroupRows / kRows));
   for (int token = 0, share = 0; passes > 0; --passes, token += share) {
     share = ceil_div(count - token, passes);  // as even as possible: few tokens make poor use of a weight
-    row_tiles<Product, kRows, Product::kTokens>(share, from, token, out + std::size_t(token) * stride, stride,
-                                                lines);
+    with_count<Product::kTokens>(share, [&](auto tokens) {
+      row_tiles<Product, kRows, tokens>(from, token, out + std::size_t(token) * stride, stride, lines);
+    });
   }
 }
 

@@ -18,8 +18,8 @@ struct Fetch {
 // a tile. The integer sum of a block is exact in any order; the float sum over the blocks runs in the order
 // of the columns. `fetch` is the part of the next group that is prefetched meanwhile.
 template <class S, class Block, int kRows, int kTokens>
-inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationTile* x, int token, float* out,
-                      std::size_t stride, Fetch fetch) {
+[[gnu::noinline]] void int8_tile(const Block* block, int n_blocks, int v, const ActivationTile* x, int token,
+                                 float* out, std::size_t stride, Fetch fetch) {
   constexpr bool kHalves = kHasHalves<Block>;
   constexpr int kSums = kBlockSums<Block>;
   // A single token has too few sums to hide the latency of a product: each is taken in two parts.
@@ -196,15 +196,6 @@ void int8_tokens(const Block* block, int n_blocks, const ActivationTile* x, int 
                                            v == 0 ? fetch : Fetch{});
 }
 
-// int8_tokens with `count` tokens, 1 to kTokens.
-template <class Block, int kTokens>
-void int8_count(int count, const Block* block, int n_blocks, const ActivationTile* x, int token, float* out,
-                std::size_t stride, Fetch fetch) {
-  if (count == kTokens) return int8_tokens<Block, kTokens>(block, n_blocks, x, token, out, stride, fetch);
-  if constexpr (kTokens > 1)
-    int8_count<Block, kTokens - 1>(count, block, n_blocks, x, token, out, stride, fetch);
-}
-
 template <class Block>
 void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
                  std::size_t stride) {
@@ -239,8 +230,9 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
     for (int done = 0, left = passes_of(n); left > 0; --left, --passes) {
       const int share = ceil_div(n - done, left);  // as even as possible: few tokens use weights poorly
       const Fetch fetch = passes <= fetch_passes ? Fetch{fetch_passes - passes, fetch_passes} : Fetch{};
-      int8_count<Block, Simd::kInt8Tokens>(share, block, n_blocks, x.tile(first), token + done, out, stride,
-                                           fetch);
+      with_count<Simd::kInt8Tokens>(share, [&](auto tokens) {
+        int8_tokens<Block, tokens>(block, n_blocks, x.tile(first), token + done, out, stride, fetch);
+      });
       done += share;
       out += std::size_t(share) * stride;
     }

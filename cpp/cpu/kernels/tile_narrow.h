@@ -52,23 +52,33 @@ inline __attribute__((always_inline)) I narrow_codes(const std::uint8_t (&panel)
   return codes;
 }
 
-// Scales of the rows from `row` on, in float32.
+// Integer scales of half a span of the rows from `row` on, one per lane.
+template <class Block>
+inline I scale_codes(const Block& block, int span, int half, int row) {
+  if constexpr (requires { block.scale_and_min; }) {
+    return Simd::field<4, 0, 0>(Simd::load_uint8(block.scale_and_min[span][half] + row));
+  } else {
+    constexpr int kHalves = int(sizeof(block.scale_code[0]) / kGroupRows);
+    return Simd::load_int8(block.scale_code[span][kHalves == 2 ? half : 0] + row);
+  }
+}
+template <class Block>
+inline I min_codes(const Block& block, int span, int half, int row) {
+  if constexpr (requires { block.scale_and_min; })
+    return Simd::field<4, 4, 0>(Simd::load_uint8(block.scale_and_min[span][half] + row));
+  else
+    return Simd::load_int8(block.min_code[span] + row);
+}
+
 template <class Block>
 inline F narrow_scale(const Block& block, int span, int half, int row) {
-  if constexpr (requires { block.scale; }) {
+  if constexpr (requires { block.scale; })
     return load_floats(block.scale + row);
-  } else if constexpr (requires { block.half_scale; }) {
+  else if constexpr (requires { block.half_scale; })
     return load_floats(block.half_scale[half] + row);
-  } else {
-    const F unit = load_floats(block.scale_unit + row);
-    if constexpr (requires { block.scale_and_min; }) {
-      const I both = Simd::load_uint8(block.scale_and_min[span][half] + row);
-      return Simd::mul(unit, Simd::to_float(Simd::field<4, 0, 0>(both)));
-    } else {
-      constexpr int kHalves = int(sizeof(block.scale_code[0]) / kGroupRows);
-      return Simd::mul(unit, load_floats(block.scale_code[span][kHalves == 2 ? half : 0] + row));
-    }
-  }
+  else
+    return Simd::mul(load_floats(block.scale_unit + row),
+                     Simd::to_float(scale_codes(block, span, half, row)));
 }
 
 template <class Block>
@@ -76,12 +86,8 @@ inline F narrow_min(const Block& block, int span, int half, int row) {
   if constexpr (requires { block.min; }) {
     return load_floats(block.min + row);
   } else {
-    I code;
-    if constexpr (requires { block.scale_and_min; })
-      code = Simd::field<4, 4, 0>(Simd::load_uint8(block.scale_and_min[span][half] + row));
-    else
-      code = Simd::load_int8(block.min_code[span] + row);
-    return Simd::sub(Simd::set(0), Simd::mul(load_floats(block.min_unit + row), Simd::to_float(code)));
+    const F code = Simd::to_float(min_codes(block, span, half, row));
+    return Simd::sub(Simd::set(0), Simd::mul(load_floats(block.min_unit + row), code));
   }
 }
 

@@ -123,8 +123,8 @@ struct FloatTotals {
 // `first` is the initial sum of a token; `Weights` loads a vector of rows; `value` broadcasts four bytes;
 // `add` adds a step; `finish` converts a sum to a result. Float sums are totalled every kSumBlocks blocks.
 template <class Product, int kVectors, int kTokens>
-void panel_tile(const Product& product, const PanelOperands& from, int v, int token, const ProductOutput& out,
-                NextLines& next) {
+[[gnu::noinline]] void panel_tile(const Product& product, const PanelOperands& from, int v, int token,
+                                  const ProductOutput& out, NextLines& next) {
   constexpr int kOfPanel = kPanelRows / Simd::kLanes;
   constexpr int kTogether = kTokens > kFewPanelTokens ? kVectors : std::min(kVectors, kOfPanel);
   using Weights = typename Product::Weights;
@@ -199,17 +199,6 @@ constexpr int tile_vectors(int tokens) {
   return tokens == 1 ? kGroupRows / Simd::kLanes : Simd::kPanelVectors;
 }
 
-// Multiplies a group by `count` tokens, 1 to kTokens.
-template <class Product, int kTokens>
-void panel_tiles(int count, const Product& product, const PanelOperands& from, int token,
-                 const ProductOutput& out, NextLines& next) {
-  if constexpr (kTokens > 1)
-    if (count < kTokens) return panel_tiles<Product, kTokens - 1>(count, product, from, token, out, next);
-  constexpr int kVectors = tile_vectors(kTokens);
-  for (int v = 0; v < kGroupRows / Simd::kLanes; v += kVectors)
-    panel_tile<Product, kVectors, kTokens>(product, from, v, token, out, next);
-}
-
 template <class Product>
 void multiply_panels(const Product& product, const PanelOperands& from, int count, const ProductOutput& out,
                      const PrefetchRange& next) {
@@ -220,7 +209,11 @@ void multiply_panels(const Product& product, const PanelOperands& from, int coun
                   tiles * (kGroupRows / Simd::kLanes / tile_vectors(count)));
   for (int token = 0, share = 0; tiles > 0; --tiles, token += share) {
     share = ceil_div(count - token, tiles);  // as even as possible: few tokens make poor use of a weight
-    panel_tiles<Product, Product::Weights::kTokens>(share, product, from, token, out, lines);
+    with_count<Product::Weights::kTokens>(share, [&](auto tokens) {
+      constexpr int kVectors = tile_vectors(tokens);
+      for (int v = 0; v < kGroupRows / Simd::kLanes; v += kVectors)
+        panel_tile<Product, kVectors, tokens>(product, from, v, token, out, lines);
+    });
   }
   activate_products(out, count);
 }

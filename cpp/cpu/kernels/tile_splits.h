@@ -94,6 +94,27 @@ inline TokenAndHead token_and_head(const AttentionHead& of, int row) {
   return {std::size_t(row / of.heads), std::size_t(row % of.heads)};
 }
 
+// Whether the scores of an item are more than q.k.
+inline bool has_score_terms(const AttentionHead& head) {
+  return head.cap != 0 || head.slopes || head.bias || head.added;
+}
+
+// Caps the scores of a row of an item for `n` positions of a span, and adds the other terms.
+inline void add_score_terms(const AttentionHead& head, int row, int span, int n, float* scores) {
+  const auto [token, h] = token_and_head(head, row);
+  const int first = span * kKeySpan, own = head.position + int(token) - first;
+  const auto add = [&](const float* terms) {
+    for (int i = 0; i < n; ++i) scores[i] += terms[i];
+  };
+  if (head.cap != 0) soft_cap(scores, head.cap * kLog2E, n);
+  if (head.slopes) {
+    const float slope = head.slopes[h] * kLog2E;
+    for (int i = 0; i < n; ++i) scores[i] -= slope * std::fabs(float(i - own));
+  }
+  if (head.bias) add(head.bias + h * kBiasRow + std::clamp(-own, -kBiasMargin, BIAS_REACH));
+  if (head.added) add(head.added + std::size_t(row) * head.added_stride + first);
+}
+
 // Begins `rows` rows of an item, from `row` on.
 template <int kRows>
 void begin_rows(const AttentionHead& head, int row, int rows, SplitSums<kRows>& splits) {

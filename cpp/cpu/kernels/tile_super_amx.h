@@ -60,24 +60,6 @@ struct alignas(64) SuperPanel {
   float weight_sum[kPanelRows];
 };
 
-// Scales of half a span of 16 rows from `row` on, one per lane.
-template <class Block>
-inline I super_scales(const Block& block, int span, int half, int row) {
-  if constexpr (requires { block.scale_and_min; }) {
-    return Simd::field<4, 0, 0>(Simd::load_uint8(block.scale_and_min[span][half] + row));
-  } else {
-    constexpr int kHalves = int(sizeof(block.scale_code[0]) / kGroupRows);
-    return Simd::load_int8(block.scale_code[span][kHalves == 2 ? half : 0] + row);
-  }
-}
-template <class Block>
-inline I super_mins(const Block& block, int span, int half, int row) {
-  if constexpr (requires { block.scale_and_min; })
-    return Simd::field<4, 4, 0>(Simd::load_uint8(block.scale_and_min[span][half] + row));
-  else
-    return Simd::load_int8(block.min_code[span] + row);
-}
-
 template <class Block>
 inline F minus_min_units(const Block& block, int row) {
   if constexpr (kNarrowMin<Block>)
@@ -161,10 +143,10 @@ void unpack(const Block& block, int panel, I table, SuperPanel& out, Fetch&& fet
   for (int span = 0; span < kSuperSpans; ++span) {
     fetch(span);
     // Computed before the first store: if both halves are equal, compilers load and compute them once.
-    const I scales[2] = {super_scales(block, span, 0, row), super_scales(block, span, 1, row)};
+    const I scales[2] = {scale_codes(block, span, 0, row), scale_codes(block, span, 1, row)};
     const PlaneFactors<Block> factors[2] = {PlaneFactors<Block>(scales[0]), PlaneFactors<Block>(scales[1])};
     if constexpr (kNarrowMin<Block>) {
-      const I mins[2] = {super_mins(block, span, 0, row), super_mins(block, span, 1, row)};
+      const I mins[2] = {min_codes(block, span, 0, row), min_codes(block, span, 1, row)};
       weight_sum.add_mins(mins[0], mins[1]);
       for (int half = 0; half < 2; ++half) {
         const I bits = _mm512_castps_si512(Simd::to_float(mins[half]));
@@ -337,7 +319,7 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
                 sum[t][step / 4], codes, Simd::broadcast4(q[t] + span % 2 * kBlockCols + 4 * step));
           });
         });
-        const I scales[2] = {super_scales(*block, span, 0, row), super_scales(*block, span, 1, row)};
+        const I scales[2] = {scale_codes(*block, span, 0, row), scale_codes(*block, span, 1, row)};
         weight_sum[p].end_span(scales);
         unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
           if constexpr (kSums == 2) {
@@ -350,7 +332,7 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
         });
         if constexpr (kNarrowMin<Block>) {
           // Pairs of 16-bit integers: the minima of both halves, times their sums.
-          const I mins_of[2] = {super_mins(*block, span, 0, row), super_mins(*block, span, 1, row)};
+          const I mins_of[2] = {min_codes(*block, span, 0, row), min_codes(*block, span, 1, row)};
           weight_sum[p].add_mins(mins_of[0], mins_of[1]);
           const I pair = Simd::or_int(mins_of[0], Simd::shift_left<16>(mins_of[1]));
           unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
@@ -376,14 +358,6 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
   });
 }
 
-// super_tokens with `count` tokens, 1 to kTokens.
-template <class Block, int kTokens>
-void super_count(int count, const PackedMatrix& weight, int group, const SuperRows& x, int token, float* out,
-                 std::size_t stride) {
-  if (count == kTokens) return super_tokens<Block, kTokens>(weight, group, x, token, out, stride);
-  if constexpr (kTokens > 1) super_count<Block, kTokens - 1>(count, weight, group, x, token, out, stride);
-}
-
 void multiply_super(const PackedMatrix& weight, int group, const SuperRows& x, int first, int count,
                     float* out, std::size_t stride) {
   visit_narrow(weight.packing, [&]<class Block>(std::type_identity<Block>) {
@@ -395,7 +369,8 @@ void multiply_super(const PackedMatrix& weight, int group, const SuperRows& x, i
         if (few) {
           const int share = ceil_div(left, ceil_div(left, kSuperTokens));  // as even as possible
           n = std::min(share, kTileTokens - skipped);
-          super_count<Block, kSuperTokens>(n, weight, group, x, token, to, stride);
+          with_count<kSuperTokens>(
+              n, [&](auto tokens) { super_tokens<Block, tokens>(weight, group, x, token, to, stride); });
         } else {
           n = std::min(left, kSuperTokenBlock - skipped);
           super_tiles<Block>(weight, group, x, token, n, to, stride);

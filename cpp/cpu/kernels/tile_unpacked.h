@@ -167,14 +167,6 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
   }
 }
 
-// multiply_unpacked for `count` tokens, 1 to kTokens.
-template <class S, class Block, int kTokens>
-inline void multiply_count(int count, const UnpackedBlock<S, Block>& block, const ActivationTile& x,
-                           int token, float* out, std::size_t stride) {
-  if (count == kTokens) return multiply_unpacked<S, Block, kTokens>(block, x, token, out, stride);
-  if constexpr (kTokens > 1) multiply_count<S, Block, kTokens - 1>(count, block, x, token, out, stride);
-}
-
 // Computes out[t][r] for the 32 rows of a group and tokens [first, first + count), and prefetches the next
 // group.
 template <UnpacksBlocks S, class Block>
@@ -200,8 +192,10 @@ void unpacked_blocks(const Block* blocks, int n_blocks, const Int8Rows& x, int f
           const int left = n - done, share = left >= 2 * kTokens ? kTokens
                                              : left > kTokens    ? (left + 1) / 2
                                                                  : left;
-          multiply_count<S, Block, kTokens>(share, block, tile, token + done,
-                                            first_out + std::size_t(t + done) * stride, stride);
+          with_count<kTokens>(share, [&](auto tokens) {
+            multiply_unpacked<S, Block, tokens>(block, tile, token + done,
+                                                first_out + std::size_t(t + done) * stride, stride);
+          });
           done += share;
         }
         t += n;
