@@ -424,7 +424,7 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
   });
   // A block with columns of two items is rounded after both are complete.
   if (!whole_blocks)
-    c.worker.for_each(rows, [&](int row) { round_row(c, out, row, 0, config.n_heads * config.value_dim); });
+    c.worker.for_each(rows, [&](int row) { round_row(c, out, row, config.n_heads * config.value_dim); });
 }
 
 }  // namespace metal_prefill::cpu

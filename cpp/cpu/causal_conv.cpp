@@ -73,7 +73,7 @@ void causal_conv(const Context& c, const ConvStep& step, std::span<const Row> al
   c.worker.for_each(n_wanted + int(all.size()), [&](int i) {
     if (i >= n_wanted) return store_conv_state(step, all[std::size_t(i - n_wanted)]);
     convolve(c, step, wanted[std::size_t(i)], out.f32.row(i));
-    round_row(c, out, i, 0, step.channels);
+    round_row(c, out, i, step.channels);
   });
 }
 

@@ -197,7 +197,8 @@ void ForwardPass::feed_forward(const Context& c, int layer, const StreamRows& ro
     case FeedForwardKind::kNone:
       break;
     case FeedForwardKind::kDense:
-      gate_and_up(c, w, m, rows);
+      multiply_gated(c, {w.w_gate, w.w_up, floats(m.b_gate), floats(m.b_up), config_.activation},
+                     feed_forward_input(c, m, rows), rows.count, rows.ffn);
       add_residual(c, {w.w_down, m.b_down, m.post_ffn_norm, rows.ffn}, rows);
       break;
     case FeedForwardKind::kExperts:
@@ -257,11 +258,11 @@ ForwardPass::BlockOutput ForwardPass::attention(const Context& c, int layer, con
 ForwardPass::BlockOutput ForwardPass::short_convolution(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layer(layer);
-  const int n = all_.count(), n_wanted = wanted.count();
+  const int n = all_.count();
   const ConvStep step = conv_step(layer, work_.recurrent_in);
   multiply(c, {{w.conv_in, step.in}}, attention_input(c, m, n), n);
   causal_conv(c, step, all_.rows, wanted.rows, work_.conv);
-  if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
+  keep_rows(c, work_.x, config_.dim, wanted.rows);
   return {w.conv_out, kNoTensor, m.post_attn_norm, work_.conv};
 }
 
@@ -287,14 +288,14 @@ ForwardPass::BlockOutput ForwardPass::scan(const Context& c, int layer, const Ro
   causal_conv(c, conv, all_.rows, all_.rows, work_.convolved);
   cpu::scan(c, step, all_.rows, sequences_);
   gate_scan(c, step, wanted.rows, work_.scan);
-  if (!attends && n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
+  if (!attends) keep_rows(c, work_.x, config_.dim, wanted.rows);
   return {w.scan_out, kNoTensor, m.post_attn_norm, work_.scan};
 }
 
 ForwardPass::BlockOutput ForwardPass::delta_rule(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layer(layer);
-  const int n = all_.count(), n_wanted = wanted.count();
+  const int n = all_.count();
   const std::size_t first = states_.layout().first[std::size_t(layer)];
   const FloatRows gate = work_.recurrent_in, qkv = gate.from(config_.scan_dim()),
                   alpha = qkv.from(config_.scan_channels()), beta = alpha.from(config_.scan_heads);
@@ -310,7 +311,7 @@ ForwardPass::BlockOutput ForwardPass::delta_rule(const Context& c, int layer, co
   multiply(c, {{w.delta_gate, gate}, {w.delta_qkv, qkv}, {w.delta_alpha, alpha}, {w.delta_beta, beta}},
            attention_input(c, m, n), n);
   gated_delta(c, step, all_.rows, sequences_);
-  if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
+  keep_rows(c, work_.x, config_.dim, wanted.rows);
   const Norm of_heads = {m.delta_norm, kNoTensor, config_.scan_value_dim, config_.norm_eps, NormKind::kRms};
   gated_norm(c, of_heads, step.out, gate, wanted.rows, config_.scan_heads, work_.scan);
   return {w.scan_out, kNoTensor, m.post_attn_norm, work_.scan};
@@ -398,13 +399,6 @@ void ForwardPass::normalize_stream(const Context& c, const Tensor& weight, const
                                    const StreamRows& rows) {
   if (weight)
     normalize_in_place(c, norm(weight, bias, config_.stream_eps()), rows.count, rows.x, rows.normed);
-}
-
-// Computes the feed-forward block up to its down projection.
-void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m,
-                              const StreamRows& rows) {
-  multiply_gated(c, {w.w_gate, w.w_up, floats(m.b_gate), floats(m.b_up), config_.activation},
-                 feed_forward_input(c, m, rows), rows.count, rows.ffn);
 }
 
 NormedRows ForwardPass::feed_forward_input(const Context& c, const LayerWeights& m, const StreamRows& rows) {

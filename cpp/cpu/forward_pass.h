@@ -94,7 +94,6 @@ class ForwardPass {
   void normalize_attended(const Context& c, const LayerWeights& m, const StreamRows& rows);
   void normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias, const StreamRows& rows);
   void feed_forward(const Context& c, int layer, const StreamRows& rows);
-  void gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m, const StreamRows& rows);
   NormedRows feed_forward_input(const Context& c, const LayerWeights& m, const StreamRows& rows);
   void add_layer_input(const Context& c, int layer, const StreamRows& rows);
   void experts(const Context& c, const CpuLayer& w, const LayerWeights& m, const StreamRows& rows);

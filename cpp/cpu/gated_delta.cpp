@@ -96,7 +96,7 @@ void gated_norm(const Context& c, const Norm& norm, const FloatRows& x, const Fl
       apply(c.kernels, norm, x.row(index) + head, to + head);
     }
     c.kernels.gated(gate.row(index), to, Activation::kSilu, heads * norm.dim, to);
-    round_row(c, out, i, 0, heads * norm.dim);
+    round_row(c, out, i, heads * norm.dim);
   });
 }
 

@@ -113,7 +113,7 @@ FloatRows expand_group(const Context& c, const Linear& linear, int group) {
 }
 
 // Whether a group of 16-bit floats can be multiplied without a copy.
-bool lies_ready(const Tensor& tensor, int group) {
+bool needs_no_copy(const Tensor& tensor, int group) {
   return (tensor.type == TensorType::kF16 || tensor.type == TensorType::kBF16) && is_whole(tensor, group);
 }
 
@@ -180,7 +180,7 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
   } else if (linear.in_panels()) {
     multiply_panels(c, linear, {group, 1}, panels_of(c, linear, group), x, range, {to, stride},
                     next_group(linear.packed, group));
-  } else if (range.count <= kFewTokens && lies_ready(linear.tensor, group)) {
+  } else if (range.count <= kFewTokens && needs_no_copy(linear.tensor, group)) {
     c.kernels.multiply_half(reinterpret_cast<const std::uint16_t*>(linear.tensor.row(group * kGroupRows)),
                             linear.tensor.type == TensorType::kBF16, linear.tensor.cols, x.f32, range.first,
                             range.count, to, stride);
@@ -415,7 +415,7 @@ void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, i
                 blocks.range(in_panels ? item / runs : item % blocks.count), h);
   });
   // A block with columns of several groups is rounded once all of them are computed.
-  if (!rounds_groups(h)) c.worker.for_each(rows, [&](int row) { round_row(c, h, row, 0, w.up.packed.rows); });
+  if (!rounds_groups(h)) c.worker.for_each(rows, [&](int row) { round_row(c, h, row, w.up.packed.rows); });
 }
 
 void multiply_gated_experts(const Context& c, const GatedExperts& w, const Routes& routes,
@@ -439,7 +439,7 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
     });
   });
   if (!rounds_groups(h))
-    c.worker.for_each(routes.pairs(), [&](int pair) { round_row(c, h, routes.places[pair], 0, columns); });
+    c.worker.for_each(routes.pairs(), [&](int pair) { round_row(c, h, routes.places[pair], columns); });
 }
 
 void add_experts(const Context& c, const DownOfExperts& w, const Routes& routes, const Activations& h,

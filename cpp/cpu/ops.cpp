@@ -118,7 +118,7 @@ void activate_and_multiply(const Context& c, Activation activation, const FloatR
                            int rows, const Activations& x) {
   c.worker.for_each(rows, [&](int i) {
     c.kernels.gated(x.f32.row(i), factors.row(i), activation, columns, x.f32.row(i));
-    round_row(c, x, i, 0, columns);
+    round_row(c, x, i, columns);
   });
 }
 
@@ -175,9 +175,10 @@ void normalize_twice(const Context& c, const FloatRows& y, const Norm& first, co
 }
 
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept) {
+  if (kept.empty() || kept.back().index + 1 == int(kept.size())) return;  // all are in their places
   // Each item moves its columns of all rows, first rows first: none is overwritten before it is read.
   constexpr int kColumns = 64;
-  c.worker.for_each((columns + kColumns - 1) / kColumns, [&](int item) {
+  c.worker.for_each(ceil_div(columns, kColumns), [&](int item) {
     const int column = item * kColumns, n = std::min(kColumns, columns - column);
     for (std::size_t i = 0; i < kept.size(); ++i) {
       const float* from = x.row(kept[i].index) + column;

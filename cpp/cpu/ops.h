@@ -209,8 +209,8 @@ inline const float* row_of(const Tensor& table, int row) {
 
 // Converts columns [first, first + columns) of rows [row, row + rows) from float32 to the other formats.
 void round_rows(const Context& c, const Activations& a, int row, int rows, int first, int columns);
-inline void round_row(const Context& c, const Activations& a, int row, int first, int columns) {
-  round_rows(c, a, row, 1, first, columns);
+inline void round_row(const Context& c, const Activations& a, int row, int columns) {
+  round_rows(c, a, row, 1, 0, columns);
 }
 
 // Stores row `row` in the formats that `out` requests.

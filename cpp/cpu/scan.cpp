@@ -74,7 +74,7 @@ void gate_scan(const Context& c, const ScanStep& step, std::span<const Row> want
     c.kernels.gated(step.projected.row(row), step.out.row(row), Activation::kSilu, config.scan_dim(), to);
     for (int first = 0; norm && first < config.scan_dim(); first += size)
       c.kernels.rms_norm(to + first, floats(norm) + first, config.norm_eps, size, to + first);
-    round_row(c, out, i, 0, config.scan_dim());
+    round_row(c, out, i, config.scan_dim());
   });
 }
 
