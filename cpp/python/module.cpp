@@ -4,19 +4,19 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 
-#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
-#include <system_error>
 #include <utility>
 
 #include "../base/long_wait.h"
 #include "../engine/engine.h"
 #include "../engine/session_lock.h"
-#include "../model/file_mapping.h"
 #include "../model/quants.h"
 #include "arrays.h"
 #include "bindings.h"
@@ -44,6 +44,27 @@ void wait_without_gil(const std::function<void()>& wait) {
     wait();
 }
 
+nb::python_error os_error() {
+  PyErr_SetFromErrno(PyExc_OSError);
+  return nb::python_error();
+}
+
+// Python's mmap on macOS would flush the disk's write cache before it maps a file.
+nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>> map_file(int descriptor, std::size_t bytes) {
+  struct stat status;
+  if (fstat(descriptor, &status) != 0) throw os_error();
+  if (std::size_t(status.st_size) < bytes)
+    throw std::invalid_argument("the file has " + std::to_string(status.st_size) + " bytes, not " +
+                                std::to_string(bytes));
+  void* memory = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, descriptor, 0);
+  if (memory == MAP_FAILED) throw os_error();
+  const auto unmap = [bytes](void* p) { munmap(p, bytes); };
+  using Mapping = std::unique_ptr<void, decltype(unmap)>;
+  const nb::capsule owner(new Mapping(memory, unmap),
+                          [](void* p) noexcept { delete static_cast<Mapping*>(p); });
+  return {memory, {bytes}, owner};
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -67,14 +88,14 @@ NB_MODULE(_core, m) {
   bind_texts(m);
   bind_recordings(m);
   bind_sessions(m);
-  nb::module_ machine = m.def_submodule("cpu", "What the processor can do: its kernel sets.");
+  nb::module_ machine = m.def_submodule("cpu", "Capabilities of the processor: its kernel sets.");
   bind_machine(machine);
   m.attr("compiler") = __VERSION__;
   m.def("metal_device", &metal_device, nb::call_guard<nb::gil_scoped_release>(),
-        "Facts about the GPU; only `problem` where device 'metal' cannot be used.");
+        "Facts about the GPU; only `problem` if device 'metal' cannot be used.");
   nb::class_<CompiledSource>(m, "CompiledSource", "A source of the shaders, compiled from its text.")
       .def_ro("name", &CompiledSource::name)
-      .def_ro("problem", &CompiledSource::problem, "What the compiler says; empty: it compiles.")
+      .def_ro("problem", &CompiledSource::problem, "The compiler's message; empty if the source compiles.")
       .def_ro("seconds", &CompiledSource::seconds)
       .def_ro("needs_tensors", &CompiledSource::needs_tensors, "It may be too new for the system.");
   m.def("compile_shaders", &compile_shaders, nb::call_guard<GilRelease>(),
@@ -83,21 +104,7 @@ NB_MODULE(_core, m) {
       "metal_available", [] { return !metal_device().contains("problem"); },
       nb::call_guard<nb::gil_scoped_release>(),
       "Whether device 'metal' can be used: a Mac's GPU, or the emulator.");
-  m.def(
-      "map_file",
-      [](int descriptor, std::size_t bytes) -> nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>> {
-        FileMapping* mapping = nullptr;
-        try {
-          mapping = new FileMapping(descriptor, bytes);
-        } catch (const std::system_error& error) {
-          errno = error.code().value();
-          PyErr_SetFromErrno(PyExc_OSError);
-          throw nb::python_error();
-        }
-        const nb::capsule owner(mapping, [](void* p) noexcept { delete static_cast<FileMapping*>(p); });
-        return {reinterpret_cast<const std::uint8_t*>(mapping->data()), {bytes}, owner};
-      },
-      "descriptor"_a, "bytes"_a, "Map the first bytes of a file, read-only.");
+  m.def("map_file", &map_file, "descriptor"_a, "bytes"_a, "Map the first bytes of a file, read-only.");
   m.def(
       "skip_strings",
       [](const metal_prefill::python::ByteArray& data, std::size_t position, std::size_t count) {
@@ -111,7 +118,7 @@ NB_MODULE(_core, m) {
         return std::pair(index, position);
       },
       "data"_a, "position"_a, "count"_a,
-      "Step over strings of a GGUF file, as far as they are whole: how many are, and where the next begins.");
+      "Skip whole strings of a GGUF file: their number, and the position after them.");
 #ifdef METAL_PREFILL_EMULATOR
   m.attr("has_emulator") = true;
   nb::module_ emulator = m.def_submodule("emulator", "Introspection of the Metal emulator.");
