@@ -240,7 +240,7 @@ void bind_engines(nb::module_& m) {
       .def(
           "check_fits", [](Engine& engine, int positions) { engine.memory().pages().check_fits(positions); },
           "positions"_a,
-          "Raise KVMemoryError where a sequence of so many tokens would not fit in kv_memory alone.")
+          "Raise KVMemoryError if a sequence of so many tokens would not fit in kv_memory alone.")
       .def(
           "cached_tokens",
           [](Engine& engine, const std::string& prefix_namespace, TokenArray tokens) {
@@ -262,7 +262,7 @@ void bind_engines(nb::module_& m) {
             const std::span<const std::byte> packed = engine.packed_weights();
             return {reinterpret_cast<const std::uint8_t*>(packed.data()), {packed.size()}, nb::find(engine)};
           },
-          "The weights as the engine packed them itself, not a copy; none where it did not.")
+          "The weights as the engine packed them itself, not a copy; none if it did not.")
       .def("finish", &Engine::finish, nb::call_guard<GilRelease>(),
            "Wait for work that continues after calls, such as writing compiled shaders to disk.")
       .def("stats", &Engine::stats);

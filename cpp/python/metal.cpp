@@ -121,8 +121,7 @@ nb::object contents(nb::handle self, std::size_t binding) {
 }  // namespace
 
 void bind_recordings(nb::module_& m) {
-  nb::enum_<RowOutput>(m, "RowOutput",
-                       "What the dispatches of a prompt compute of rows after the last layer.")
+  nb::enum_<RowOutput>(m, "RowOutput", "Result of the dispatches of a prompt for rows after the last layer.")
       .value("NONE", RowOutput::kNone)
       .value("GREEDY", RowOutput::kGreedy)
       .value("LOGITS", RowOutput::kLogits)
@@ -152,12 +151,11 @@ void bind_recordings(nb::module_& m) {
             for (const auto& [position, rows] : self.runs) runs.emplace_back(position, rows);
             return runs;
           },
-          "(position, rows) of each run of consecutive rows of a sequence, where K and V are read or "
-          "written.")
+          "(position, rows) of each run of consecutive rows of a sequence; empty if the kernel reads or "
+          "writes no K and V.")
       .def("before", &contents<&Dispatch::before>, "binding"_a,
            "The bytes of a buffer from its binding on, before the dispatch. Those of weights are valid as "
-           "long "
-           "as the engine.")
+           "long as the engine.")
       .def("after", &contents<&Dispatch::after>, "binding"_a, "The same, after the dispatch.")
       .def_ro("start", &Dispatch::start, "Seconds of the GPU's clock.")
       .def_ro("end", &Dispatch::end);

@@ -91,7 +91,7 @@ void bind_sampling(nb::module_& m) {
           "tokens"_a, "forced"_a = false, locked)
       .def_prop_ro("matched", &Lookup::matched, locked, "How many of the last tokens occurred before.")
       .def_prop_ro("since_change", &Lookup::since_change, locked,
-                   "How many were the same since the last change, where a place was kept; else None.")
+                   "Number of equal tokens since the last change; None if no place is kept.")
       .def("after_match", &Lookup::after_match, "count"_a, locked, "The tokens that followed the match.")
       .def("after_change", &Lookup::after_change, "count"_a, locked,
            "The tokens that followed the place kept.");

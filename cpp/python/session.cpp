@@ -67,7 +67,7 @@ void import_state(Session& session, const TokenArray& tokens, std::size_t cached
 }  // namespace
 
 void bind_sessions(nb::module_& m) {
-  nb::class_<SessionInspector>(m, "SessionInspector", "Looks into the passes of a session.")
+  nb::class_<SessionInspector>(m, "SessionInspector", "Access to the passes of a session.")
       .def("plan", &SessionInspector::plan, "tokens"_a, nb::call_guard<GilRelease>())
       .def(
           "trace",
@@ -87,9 +87,8 @@ void bind_sessions(nb::module_& m) {
           },
           "tokens"_a, "progress"_a = nb::none(), "contents"_a = std::set<std::size_t>(),
           "Run a prompt, each dispatch alone; return the greedy next token and the dispatches. `contents` "
-          "are "
-          "the numbers of those whose buffers are kept. With any, which show the cause, results that are NaN "
-          "are no error, and the token is -1.")
+          "are the numbers of those whose buffers are kept. With any, which show the cause, results that are "
+          "NaN are no error, and the token is -1.")
       .def("pipelines", &SessionInspector::pipelines)
       .def_prop_ro("shaders_were_compiled", &SessionInspector::shaders_were_compiled,
                    "When the package was built; else when the model was opened.")
@@ -114,7 +113,7 @@ void bind_sessions(nb::module_& m) {
       .def("import_state", &import_state, "tokens"_a, "cached"_a, "parts"_a)
       .def("memory_bytes", &Session::memory_bytes)
       .def("inspector", &SessionInspector::of, nb::keep_alive<0, 1>(),
-           "What looks into the session's passes; None where the engine makes no dispatches.")
+           "An inspector of the session's passes; None if the engine makes no dispatches.")
       .def("stats", &Session::stats);
 }
 
