@@ -387,16 +387,12 @@ kernel void attention_combine(device const float* partial
   }
 }
 
-#define INSTANTIATE(T, type, dims)                                                                           \
-  IF_WANTED(attention_decode_##type##_##dims)(                                                               \
-      template                                                                                               \
-      [[host_name("attention_decode_" #type                                                                  \
-                  "_" #dims)]] kernel decltype(attention_decode<T, DECODE_CHUNKS(dims), DECODE_LANES(dims)>) \
-          attention_decode<T, DECODE_CHUNKS(dims), DECODE_LANES(dims)>;                                      \
-      template [[host_name(                                                                                  \
-          "rope_attention_decode_" #type                                                                     \
-          "_" #dims)]] kernel decltype(rope_attention_decode<T, DECODE_CHUNKS(dims), DECODE_LANES(dims)>)    \
-          rope_attention_decode<T, DECODE_CHUNKS(dims), DECODE_LANES(dims)>;)
+#define INSTANCES(T, type, dims)                                         \
+  INSTANCE("attention_decode_" #type "_" #dims,                          \
+           attention_decode<T, DECODE_CHUNKS(dims), DECODE_LANES(dims)>) \
+  INSTANCE("rope_attention_decode_" #type "_" #dims,                     \
+           rope_attention_decode<T, DECODE_CHUNKS(dims), DECODE_LANES(dims)>)
+#define INSTANTIATE(T, type, dims) IF_WANTED(attention_decode_##type##_##dims)(INSTANCES(T, type, dims))
 #define EACH_SIZE(T, type)  \
   INSTANTIATE(T, type, 32)  \
   INSTANTIATE(T, type, 64)  \

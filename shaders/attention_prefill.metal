@@ -274,11 +274,9 @@ kernel void attention_prefill(
                                              head_part, lane);
 }
 
-typedef decltype(attention_prefill<half, 8, 2>) attention_prefill_f16;
-typedef decltype(attention_prefill<float, 8, 2>) attention_prefill_f32;
-#define INSTANTIATE(name, T, dims)               \
-  IF_WANTED(name##_##dims)(template [[host_name( \
-      #name "_" #dims)]] kernel name attention_prefill<T, dims / 8, PREFILL_ROW_BLOCKS(dims, sizeof(T))>;)
+#define INSTANTIATE(name, T, dims) \
+  IF_WANTED(name##_##dims)         \
+  (INSTANCE(#name "_" #dims, attention_prefill<T, dims / 8, PREFILL_ROW_BLOCKS(dims, sizeof(T))>))
 #define EACH_SIZE(name, T)  \
   INSTANTIATE(name, T, 64)  \
   INSTANTIATE(name, T, 128) \

@@ -170,9 +170,6 @@ template <ushort kDims>
   }
 }
 
-typedef decltype(attention_tensor<64>) attention_tensor_f16;
-#define INSTANTIATE(name, dims) \
-  IF_WANTED(name##_##dims)(     \
-      template [[host_name(#name "_" #dims)]] kernel attention_tensor_f16 attention_tensor<dims>;)
+#define INSTANTIATE(name, dims) IF_WANTED(name##_##dims)(INSTANCE(#name "_" #dims, attention_tensor<dims>))
 INSTANTIATE(attention_tensor_f16, 64)
 INSTANTIATE(attention_tensor_f16, 128)

@@ -40,8 +40,7 @@ static inline void convolve(device const float* filter, device const float* bias
       if (args.biased) sum += bias[channel];
       value = activate(sum, ACTIVATION_SILU);
     }
-    out[ulong(token - args.first_out) * args.channels + channel] =
-        is_same<T, half>::value ? T(finite_half(value)) : T(value);
+    out[ulong(token - args.first_out) * args.channels + channel] = finite<T>(value);
   }
   if (row.after == STATE_NONE) return;
   device float* state = states + ulong(row.after) * args.slot_stride + channel;

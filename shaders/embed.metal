@@ -26,7 +26,5 @@ kernel void embed(device const uchar* table [[buffer(0)]],  // [vocab_size][dim]
   out[W::kSecond / 4] = second + args.scale * b;
 }
 
-typedef decltype(embed<F32>) embed_t;
-#define INSTANTIATE(name, W, number) \
-  IF_WANTED(name)(template [[host_name("embed_" #name)]] kernel embed_t embed<W>;)
+#define INSTANTIATE(name, W, number) IF_WANTED(name)(INSTANCE("embed_" #name, embed<W>))
 EACH_TENSOR_TYPE(INSTANTIATE)

@@ -207,11 +207,9 @@ kernel void matvec_experts_swiglu(device const uchar* w [[buffer(0)]],       // 
                                                             : activate(first, args.activation);
 }
 
-typedef decltype(choose_experts<F32>) choose_experts_t;
-typedef decltype(matvec_experts<F32>) matvec_experts_t;
-#define INSTANTIATE(name, W, number)                                                                      \
-  IF_WANTED(name)(                                                                                        \
-      template [[host_name("choose_experts_" #name)]] kernel choose_experts_t choose_experts<W>;          \
-      template [[host_name("matvec_experts_" #name)]] kernel matvec_experts_t matvec_experts<W>; template \
-      [[host_name("matvec_experts_swiglu_" #name)]] kernel matvec_experts_t matvec_experts_swiglu<W>;)
+#define INSTANCES(name, W)                             \
+  INSTANCE("choose_experts_" #name, choose_experts<W>) \
+  INSTANCE("matvec_experts_" #name, matvec_experts<W>) \
+  INSTANCE("matvec_experts_swiglu_" #name, matvec_experts_swiglu<W>)
+#define INSTANTIATE(name, W, number) IF_WANTED(name)(INSTANCES(name, W))
 EACH_TENSOR_TYPE(INSTANTIATE)

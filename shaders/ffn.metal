@@ -22,7 +22,7 @@ kernel void swiglu(device const float* bias [[buffer(0)]],     // [gate | up]
   const float first = row[i] + biases[0];
   const float value = args.gated ? activate_gated(first, row[up] + biases[1], args.activation)
                                  : activate(first, args.activation);
-  out[token * args.ffn_dim + i] = is_same<T, half>::value ? T(finite_half(value)) : T(value);
+  out[token * args.ffn_dim + i] = finite<T>(value);
 }
 
 INSTANTIATE_FOR_FLOATS(swiglu)
@@ -39,7 +39,7 @@ kernel void gate_input(device const float* gate [[buffer(0)]],   // [tokens][dim
   if (i >= args.dim || token >= args.tokens) return;
   const float value = activate_gated(gate[token * args.dim + i], input[ulong(token) * args.input_stride + i],
                                      args.activation);
-  out[token * args.dim + i] = is_same<T, half>::value ? T(finite_half(value)) : T(value);
+  out[token * args.dim + i] = finite<T>(value);
 }
 
 INSTANTIATE_FOR_FLOATS(gate_input)

@@ -117,7 +117,7 @@ kernel void gated_norm(device const float* weight [[buffer(0)]],  // [dim]
   const float scale = precise::rsqrt(simd_sum(sum) / float(args.dim) + args.eps);
   for (uint i = lane; i < args.dim; i += 32) {
     const float value = x[first + i] * scale * weight[i] * activate(gate[i], ACTIVATION_SILU);
-    y[first + i] = is_same<T, half>::value ? T(finite_half(value)) : T(value);
+    y[first + i] = finite<T>(value);
   }
 }
 

@@ -155,16 +155,12 @@ template <typename W, ushort kTokens, ushort kRows>
   store(sum, out, (threadgroup float*)stage.next, simdgroup, lane);
 }
 
-typedef decltype(matmul<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_t;
-typedef decltype(matmul_split<F32>) matmul_split_t;
-typedef decltype(matmul_swiglu<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_swiglu_t;
-#define INSTANTIATE_SIZE(name, W, size, tile)                                              \
-  template [[host_name("matmul_" #name "_" #size)]] kernel matmul_t matmul<W, tile, tile>; \
-  template                                                                                 \
-      [[host_name("matmul_swiglu_" #name "_" #size)]] kernel matmul_swiglu_t matmul_swiglu<W, tile, tile>;
-#define INSTANTIATE_SPLIT(name, W) \
-  template [[host_name("matmul_" #name "_split")]] kernel matmul_split_t matmul_split<W>;
-#define INSTANTIATE(name, W, number)                                    \
-  IF_WANTED(name)(INSTANTIATE_SIZE(name, W, narrow, MATMUL_NARROW_TILE) \
-                      INSTANTIATE_SIZE(name, W, wide, MATMUL_WIDE_TILE) INSTANTIATE_SPLIT(name, W))
+#define INSTANTIATE_SIZE(name, W, size, tile)                \
+  INSTANCE("matmul_" #name "_" #size, matmul<W, tile, tile>) \
+  INSTANCE("matmul_swiglu_" #name "_" #size, matmul_swiglu<W, tile, tile>)
+#define INSTANCES(name, W)                              \
+  INSTANTIATE_SIZE(name, W, narrow, MATMUL_NARROW_TILE) \
+  INSTANTIATE_SIZE(name, W, wide, MATMUL_WIDE_TILE)     \
+  INSTANCE("matmul_" #name "_split", matmul_split<W>)
+#define INSTANTIATE(name, W, number) IF_WANTED(name)(INSTANCES(name, W))
 EACH_TENSOR_TYPE(INSTANTIATE)

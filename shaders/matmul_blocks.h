@@ -95,7 +95,7 @@ struct GatedProducts {
       threadgroup const float* sums = strip + t * kColumns + r / 8 * 16 + r % 8;
       const float2 biases = bias ? float2(bias[r], bias[up_bias + r]) : float2(0.0f);
       y[(first + t) * stride + r] =
-          finite_half(activate_gated(sums[0] + biases[0], sums[8] + biases[1], activation));
+          finite<half>(activate_gated(sums[0] + biases[0], sums[8] + biases[1], activation));
     }
   }
 };
@@ -110,7 +110,7 @@ struct ActivatedProducts {
       const ushort t = first + e / kColumns, r = e % kColumns;
       if (t >= of.tokens || r >= of.rows) continue;
       const float sum = of.bias ? strip[e] + of.bias[r] : strip[e];
-      of.y[t * of.stride + r] = finite_half(activate(sum, of.activation));
+      of.y[t * of.stride + r] = finite<half>(activate(sum, of.activation));
     }
   }
 };

@@ -111,10 +111,8 @@ template <typename W>
     store(sum, ActivatedProducts{out}, (threadgroup float*)stage.next, simdgroup, lane);
 }
 
-typedef decltype(matmul_experts<F32>) matmul_experts_t;
-typedef decltype(matmul_experts_swiglu<F32>) matmul_experts_swiglu_t;
-#define INSTANTIATE(name, W, number)                                                                         \
-  IF_WANTED(name)(template [[host_name("matmul_experts_" #name)]] kernel matmul_experts_t matmul_experts<W>; \
-                  template [[host_name("matmul_experts_swiglu_" #name)]] kernel matmul_experts_swiglu_t      \
-                      matmul_experts_swiglu<W>;)
+#define INSTANCES(name, W)                             \
+  INSTANCE("matmul_experts_" #name, matmul_experts<W>) \
+  INSTANCE("matmul_experts_swiglu_" #name, matmul_experts_swiglu<W>)
+#define INSTANTIATE(name, W, number) IF_WANTED(name)(INSTANCES(name, W))
 EACH_TENSOR_TYPE(INSTANTIATE)

@@ -100,7 +100,7 @@ template <typename W, ushort kTokens, ushort kRows>
     const ushort t = e / kOutputs, r = e % kOutputs;
     if (token + t >= args.tokens || row + r >= args.out_dim) continue;
     threadgroup const float* gate = results + t * kRows + r / 8 * 16 + r % 8;
-    y[t * args.out_stride + r] = finite_half(activate_gated(gate[0], gate[8], args.activation));
+    y[t * args.out_stride + r] = finite<half>(activate_gated(gate[0], gate[8], args.activation));
   }
 }
 
@@ -220,25 +220,18 @@ template <typename W>
       const ushort r = e % kOutputs;
       if (t < group.y * Tile::kTokens || row + r >= args.out_dim) continue;
       threadgroup const float* gate = results + e / kOutputs * Tile::kRows + r / 8 * 16 + r % 8;
-      y[t * args.out_stride + row + r] = finite_half(activate_gated(gate[0], gate[8], args.activation));
+      y[t * args.out_stride + row + r] = finite<half>(activate_gated(gate[0], gate[8], args.activation));
     }
   }
 }
 
-typedef decltype(matmul_tensor_tall<F32>) matmul_tensor_tall_t;
-typedef decltype(matmul_tensor_swiglu_tall<F32>) matmul_tensor_swiglu_tall_t;
-#define INSTANTIATE_TALL(name, W)                                                                           \
-  template [[host_name("matmul_tensor_" #name "_tall")]] kernel matmul_tensor_tall_t matmul_tensor_tall<W>; \
-  template [[host_name("matmul_tensor_swiglu_" #name                                                        \
-                       "_tall")]] kernel matmul_tensor_swiglu_tall_t matmul_tensor_swiglu_tall<W>;
-typedef decltype(matmul_tensor<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_tensor_t;
-typedef decltype(matmul_tensor_swiglu<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_tensor_swiglu_t;
-#define INSTANTIATE_SIZE(name, W, size, tile)                                                              \
-  template                                                                                                 \
-      [[host_name("matmul_tensor_" #name "_" #size)]] kernel matmul_tensor_t matmul_tensor<W, tile, tile>; \
-  template [[host_name("matmul_tensor_swiglu_" #name                                                       \
-                       "_" #size)]] kernel matmul_tensor_swiglu_t matmul_tensor_swiglu<W, tile, tile>;
-#define INSTANTIATE(name, W, number)                                    \
-  IF_WANTED(name)(INSTANTIATE_SIZE(name, W, narrow, MATMUL_NARROW_TILE) \
-                      INSTANTIATE_SIZE(name, W, wide, MATMUL_WIDE_TILE) INSTANTIATE_TALL(name, W))
+#define INSTANTIATE_SIZE(name, W, size, tile)                              \
+  INSTANCE("matmul_tensor_" #name "_" #size, matmul_tensor<W, tile, tile>) \
+  INSTANCE("matmul_tensor_swiglu_" #name "_" #size, matmul_tensor_swiglu<W, tile, tile>)
+#define INSTANCES(name, W)                                        \
+  INSTANTIATE_SIZE(name, W, narrow, MATMUL_NARROW_TILE)           \
+  INSTANTIATE_SIZE(name, W, wide, MATMUL_WIDE_TILE)               \
+  INSTANCE("matmul_tensor_" #name "_tall", matmul_tensor_tall<W>) \
+  INSTANCE("matmul_tensor_swiglu_" #name "_tall", matmul_tensor_swiglu_tall<W>)
+#define INSTANTIATE(name, W, number) IF_WANTED(name)(INSTANCES(name, W))
 EACH_TENSOR_TYPE(INSTANTIATE)

@@ -181,21 +181,15 @@ kernel void multi_token_matvec(device const uchar* w [[buffer(0)]],  // stacked 
     rows_times_tokens<W, kGated, kAccumulate, FEW_TOKEN_ROWS, 2>(w, x, y, args, row, tokens, lane);
 }
 
-typedef decltype(matvec<F32, 1>) matvec_t;
-typedef decltype(rmsnorm_matvec<F32>) rmsnorm_matvec_t;
-typedef decltype(multi_token_matvec<F32, false, false>) multi_token_t;
-#define INSTANTIATE(name, W, number)                                                                       \
-  IF_WANTED(name)(                                                                                         \
-      template [[host_name("matvec_" #name)]] kernel matvec_t matvec<W, 1>;                                \
-      template [[host_name("matvec_" #name "_rows2")]] kernel matvec_t matvec<W, 2>;                       \
-      template [[host_name("matvec_" #name "_rows4")]] kernel matvec_t matvec<W, 4>;                       \
-      template [[host_name("matvec_swiglu_" #name)]] kernel matvec_t matvec_swiglu<W>;                     \
-      template [[host_name("rmsnorm_matvec_" #name)]] kernel rmsnorm_matvec_t rmsnorm_matvec<W>; template  \
-      [[host_name("rmsnorm_matvec_swiglu_" #name)]] kernel rmsnorm_matvec_t rmsnorm_matvec_swiglu<W>;      \
-      template                                                                                             \
-      [[host_name("multi_token_matvec_" #name)]] kernel multi_token_t multi_token_matvec<W, false, false>; \
-      template [[host_name("multi_token_matvec_" #name                                                     \
-                           "_accumulate")]] kernel multi_token_t multi_token_matvec<W, false, true>;       \
-      template [[host_name(                                                                                \
-          "multi_token_matvec_swiglu_" #name)]] kernel multi_token_t multi_token_matvec<W, true, false>;)
+#define INSTANCES(name, W)                                                                \
+  INSTANCE("matvec_" #name, matvec<W, 1>)                                                 \
+  INSTANCE("matvec_" #name "_rows2", matvec<W, 2>)                                        \
+  INSTANCE("matvec_" #name "_rows4", matvec<W, 4>)                                        \
+  INSTANCE("matvec_swiglu_" #name, matvec_swiglu<W>)                                      \
+  INSTANCE("rmsnorm_matvec_" #name, rmsnorm_matvec<W>)                                    \
+  INSTANCE("rmsnorm_matvec_swiglu_" #name, rmsnorm_matvec_swiglu<W>)                      \
+  INSTANCE("multi_token_matvec_" #name, multi_token_matvec<W, false, false>)              \
+  INSTANCE("multi_token_matvec_" #name "_accumulate", multi_token_matvec<W, false, true>) \
+  INSTANCE("multi_token_matvec_swiglu_" #name, multi_token_matvec<W, true, false>)
+#define INSTANTIATE(name, W, number) IF_WANTED(name)(INSTANCES(name, W))
 EACH_TENSOR_TYPE(INSTANTIATE)

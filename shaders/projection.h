@@ -38,9 +38,10 @@ static inline device const uchar* half_row(device const uchar* weights, constant
   return weights + stack.offset[which] + ulong(row) * stack.row_bytes;
 }
 
-// The nearest finite half; NaN stays NaN, although clamp() would turn it into a number.
-static inline half finite_half(float value) {
-  return half(isnan(value) ? value : clamp(value, -65504.0f, 65504.0f));
+// Converts to T; a half is finite. NaN stays NaN, although clamp() would turn it into a number.
+template <typename T>
+static inline T finite(float value) {
+  return T(!is_same<T, half>::value || isnan(value) ? value : clamp(value, -65504.0f, 65504.0f));
 }
 
 // x Phi(x). Abramowitz and Stegun 7.1.26: erf(z) = 1 - p(t) exp(-z^2) for z >= 0, t = 1 / (1 + 0.3275911 z),

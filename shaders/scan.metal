@@ -15,7 +15,7 @@ using namespace metal;
 template <typename T>
 static inline T result_of(float y, device const float* gate, uint gated) {
   if (gated) y *= activate(gate[0], ACTIVATION_SILU);
-  return is_same<T, half>::value ? T(finite_half(y)) : T(y);
+  return finite<T>(y);
 }
 
 // A simdgroup has SCAN_COLUMNS columns of the state of a head in registers, and processes the tokens of a
@@ -94,10 +94,10 @@ kernel void scan(device const float* a [[buffer(0)]],          // [heads]
   }
 }
 
-template [[host_name("scan_f32_128")]] kernel decltype(scan<float, 16>) scan<float, 16>;
-template [[host_name("scan_f32_256")]] kernel decltype(scan<float, 32>) scan<float, 32>;
-template [[host_name("scan_f16_128")]] kernel decltype(scan<half, 16>) scan<half, 16>;
-template [[host_name("scan_f16_256")]] kernel decltype(scan<half, 32>) scan<half, 32>;
+INSTANCE("scan_f32_128", scan<float, 16>)
+INSTANCE("scan_f32_256", scan<float, 32>)
+INSTANCE("scan_f16_128", scan<half, 16>)
+INSTANCE("scan_f16_256", scan<half, 32>)
 
 // RMSNorm of y * silu(gate) over each of `groups` parts of a row. Grid: rows from first_out on, and groups. T
 // is half if a matmul reads the result, float if a matvec does.
@@ -125,7 +125,7 @@ kernel void scan_norm(device const float* weight [[buffer(0)]],  // [inner]
   const float scale = precise::rsqrt(sum / float(columns) + args.eps);
   for (uint i = thread_index; i < columns; i += threads.x) {
     const float result = y[i] * activate(gates[i], ACTIVATION_SILU) * scale * weight[first + i];
-    out[i] = is_same<T, half>::value ? T(finite_half(result)) : T(result);
+    out[i] = finite<T>(result);
   }
 }
 

@@ -21,7 +21,9 @@
 #define IF_WANTED(variant) WANTED_KEEP
 #endif
 
+// Instantiates a kernel template; the host loads the instance by `name`.
+#define INSTANCE(name, ...) template [[host_name(name)]] kernel decltype(__VA_ARGS__) __VA_ARGS__;
 // Instantiates a kernel template for float and for half.
-#define INSTANTIATE_FOR_FLOATS(name)                                             \
-  template [[host_name(#name "_f32")]] kernel decltype(name<float>) name<float>; \
-  template [[host_name(#name "_f16")]] kernel decltype(name<half>) name<half>;
+#define INSTANTIATE_FOR_FLOATS(name)  \
+  INSTANCE(#name "_f32", name<float>) \
+  INSTANCE(#name "_f16", name<half>)
