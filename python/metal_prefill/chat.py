@@ -15,7 +15,6 @@ from metal_prefill.text._tool_calls import ToolCall, ToolCallParser
 if TYPE_CHECKING:
     from metal_prefill.generation._text_generation import FinishReason, Piece
     from metal_prefill.model import Model
-    from metal_prefill.session import Session
 
 # If a conversation exceeds the context, its oldest turns are dropped until it fills this fraction of it.
 # Dropping several at once leaves room for several turns, which can reuse the cache.
@@ -41,6 +40,8 @@ class Conversation:
     ----------
     messages : list of dict
         Role and content of each message, oldest first; an assistant's calls are in its ``tool_calls``.
+    session : Session
+        The session that holds the conversation's cache.
     forgotten : int
         Number of messages that were dropped from `messages` to make room for the last answer.
     finish_reason : str or None
@@ -71,15 +72,10 @@ class Conversation:
         self._tools = list(tools) if tools else None
         if self._tools:
             model.tokenizer.check_tools(self._tools)
-        self._session = model.session(max_context=max_context)
+        self.session = model.session(max_context=max_context)
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.forgotten = 0
         self.finish_reason: FinishReason | None = None
-
-    @property
-    def session(self) -> Session:
-        """The session that holds the conversation's cache."""
-        return self._session
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -177,7 +173,7 @@ class Conversation:
             stops = [stop] if isinstance(stop, (str, int)) else list(stop)
             stops = [*self._model.tokenizer.chat_stop, *stops]
             options = {**options, "stop": stops, "calls": parser is not None}
-            for piece in self._session.stream(tokens, max_tokens, **options):
+            for piece in self.session.stream(tokens, max_tokens, **options):
                 self.finish_reason = piece.finish_reason
                 if parser is not None:
                     parts = parser.step(piece.text) + (parser.flush() if piece.finish_reason else [])
@@ -200,7 +196,7 @@ class Conversation:
 
     def _fit(self, max_tokens: int) -> list[int]:
         """Return the tokens of the conversation; drop its oldest turns if it is too long."""
-        limit = self._session.max_context
+        limit = self.session.max_context
         self.forgotten = 0
         tokens = self._tokens()
         if len(tokens) + min(max_tokens, limit // 4) <= limit:
@@ -225,8 +221,8 @@ class Conversation:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the messages and the cache to a file. See :meth:`metal_prefill.Session.save`."""
-        self._session.notes = json.dumps(self.messages, ensure_ascii=False)
-        self._session.save(path)
+        self.session.notes = json.dumps(self.messages, ensure_ascii=False)
+        self.session.save(path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace this conversation with a saved one; it is unchanged if an error occurs.
@@ -236,18 +232,18 @@ class Conversation:
         StateError
             The file contains no conversation. See also :meth:`metal_prefill.Model.load_session`.
         """
-        session = self._model.load_session(path, max_context=self._session.max_context)
+        session = self._model.load_session(path, max_context=self.session.max_context)
         try:
             self.messages = [_loaded(message) for message in json.loads(session.notes)]
         except (ValueError, TypeError, KeyError, RecursionError):
             session.close()
             raise StateError(f"{path}: contains a session, but no conversation") from None
-        self._session.close()
-        self._session = session
+        self.session.close()
+        self.session = session
 
     def close(self) -> None:
         """Free the cache."""
-        self._session.close()
+        self.session.close()
 
 
 def _loaded(message: Any) -> dict[str, Any]:

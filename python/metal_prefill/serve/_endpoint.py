@@ -75,9 +75,15 @@ class Reply:
         """Send a complete JSON answer."""
         await self.encoded(msgspec.json.encode(content))
 
-    async def encoded(self, body: bytes) -> None:
+    async def encoded(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
         """Send a complete answer that is JSON already."""
-        await self._whole(200, body, {})
+        await self._begin(
+            status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+        )
+        with self._unreceived.holding(len(body)):
+            # A server keeps what its client has not received: it gets the next piece once it has sent most.
+            for end in range(_PIECE, len(body) + _PIECE, _PIECE):
+                await self._body(body[end - _PIECE : end], more=end < len(body))
 
     async def pieces(
         self, parts: Iterator[bytes], size: int, prepare: Callable[[Callable[[], bytes]], Awaitable[bytes]]
@@ -128,19 +134,10 @@ class Reply:
         """
         answer = api_error(error)
         if not self._begun:
-            await self._whole(answer.status, msgspec.json.encode(self._style.error(answer)), answer.headers)
+            await self.encoded(msgspec.json.encode(self._style.error(answer)), answer.status, answer.headers)
         elif self._events and not self._complete:
             await self.events(self._style.event_error(answer))
             await self.end_of_events()
-
-    async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        await self._begin(
-            status, {"content-type": "application/json", "content-length": str(len(body)), **headers}
-        )
-        with self._unreceived.holding(len(body)):
-            # A server keeps what its client has not received: it gets the next piece once it has sent most.
-            for end in range(_PIECE, len(body) + _PIECE, _PIECE):
-                await self._body(body[end - _PIECE : end], more=end < len(body))
 
     async def _begin(self, status: int, headers: dict[str, str]) -> None:
         self.status = status

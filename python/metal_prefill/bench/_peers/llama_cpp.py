@@ -293,5 +293,4 @@ class _LlamaCpp(Engine):
         return self._embedder(texts)
 
 
-def load(options: Options) -> Engine:
-    return _LlamaCpp(options)
+load = _LlamaCpp
