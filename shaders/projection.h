@@ -38,7 +38,7 @@ static inline device const uchar* half_row(device const uchar* weights, constant
   return weights + stack.offset[which] + ulong(row) * stack.row_bytes;
 }
 
-// Converts to T; a half is finite. NaN stays NaN, although clamp() would turn it into a number.
+// Rounds to T, within the finite range of half. Preserves NaN, which clamp() would turn into a number.
 template <typename T>
 static inline T finite(float value) {
   return T(!is_same<T, half>::value || isnan(value) ? value : clamp(value, -65504.0f, 65504.0f));

@@ -175,7 +175,7 @@ void normalize_twice(const Context& c, const FloatRows& y, const Norm& first, co
 }
 
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept) {
-  if (kept.empty() || kept.back().index + 1 == int(kept.size())) return;  // all are in their places
+  if (kept.empty() || kept.back().index + 1 == int(kept.size())) return;  // no row moves
   // Each item moves its columns of all rows, first rows first: none is overwritten before it is read.
   constexpr int kColumns = 64;
   c.worker.for_each(ceil_div(columns, kColumns), [&](int item) {

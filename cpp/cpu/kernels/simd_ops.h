@@ -8,13 +8,13 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Vectors has F, a vector of float; I, a vector of integers of the same size; and set_int().
+// `Vectors` provides F, a vector of float; I, a vector of integers of the same size; and set_int().
 template <class Vectors>
 struct SimdOps : Vectors {
   using F = typename Vectors::F;
   using I = typename Vectors::I;
   static constexpr int kLanes = int(sizeof(F) / sizeof(float));
-  // Lanes wrap around, as on processors: signed overflow is undefined.
+  // Unsigned, so that lanes wrap around: signed overflow is undefined.
   typedef std::uint32_t Words __attribute__((vector_size(sizeof(F))));
 
   static Words words(I a) { return reinterpret_cast<Words>(a); }
