@@ -57,8 +57,7 @@ _GPT_NEOX = Source(
     "gptneox",
     added_prefix="gpt_neox.",
     keys={
-        **SHAPE,
-        "attention.layer_norm_epsilon": stated("layer_norm_eps", default=1e-5),
+        **_ROTATED_WITH_LAYER_NORM,
         "rope.freq_base": stated("rotary_emb_base", "rope_theta", default=10000.0),
     },
     accepted={"attention_bias": (True,)},

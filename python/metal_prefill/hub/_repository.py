@@ -7,7 +7,6 @@ would write outside the cache. Listings are limited in size, and responses in ti
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 import time
@@ -41,15 +40,11 @@ class Repository(NamedTuple):
     repo_id: str
     revision: str | None
     token: str | bool | None
-    cache_dir: str | os.PathLike[str] | None
+    cache: str | None  # folder of the cache; None selects that of all Hugging Face libraries
 
     @property
     def name(self) -> str:
         return f"{self.repo_id}@{self.revision}" if self.revision else self.repo_id
-
-    @property
-    def cache(self) -> str | None:
-        return None if self.cache_dir is None else os.fspath(self.cache_dir)
 
     def files(self) -> tuple[list[str], str]:
         """Return the paths of all files, and the name of their place: the cache if the Hub is unreachable."""

@@ -6,7 +6,6 @@ have mean zero and the requested standard deviation.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,26 +142,17 @@ def _random_exponents(rng: np.random.Generator, count: int, rms: float) -> Bytes
     return np.where(chosen, lower + 129, lower + 128).astype(np.uint8)
 
 
-def _f32(rng: np.random.Generator, count: int, std: float) -> Bytes:
+def _floats(rng: np.random.Generator, kind: str, count: int, std: float) -> Bytes:
     edge = math.sqrt(3) * std  # uniform in [-a, a) has standard deviation a / sqrt(3)
-    return _random_floats(rng, count, -edge, edge).view(np.uint8)
+    values = _random_floats(rng, count, -edge, edge)
+    if kind == "F16":
+        return values.astype("<f2").view(np.uint8)
+    if kind == "BF16":
+        return np.ascontiguousarray(values.view("<u2")[1::2]).view(np.uint8)
+    return values.view(np.uint8)
 
 
-def _f16(rng: np.random.Generator, count: int, std: float) -> Bytes:
-    return _f32(rng, count, std).view("<f4").astype("<f2").view(np.uint8)
-
-
-def _bf16(rng: np.random.Generator, count: int, std: float) -> Bytes:
-    return np.ascontiguousarray(_f32(rng, count, std).view("<u2")[1::2]).view(np.uint8)
-
-
-_FLOAT_TYPES: dict[str, Callable[[np.random.Generator, int, float], Bytes]] = {
-    "F32": _f32,
-    "F16": _f16,
-    "BF16": _bf16,
-}
-
-TENSOR_TYPES = (*_FLOAT_TYPES, *BLOCK_FORMATS)
+TENSOR_TYPES = ("F32", "F16", "BF16", *BLOCK_FORMATS)
 """GGUF names of the supported tensor types."""
 
 
@@ -180,9 +170,7 @@ def random_tensor(
     std: float,
 ) -> Bytes:
     """Generate random weights of mean zero in file format, uint8."""
-    if kind in BLOCK_FORMATS:
-        return _quantized(rng, kind, count, std)
-    return _FLOAT_TYPES[kind](rng, count, std)
+    return (_quantized if kind in BLOCK_FORMATS else _floats)(rng, kind, count, std)
 
 
 def random_norm(rng: np.random.Generator, count: int, *, signed: bool = False) -> Bytes:
