@@ -172,7 +172,7 @@ class RequiredCalls:
                 self._begin = self._sent = begin
                 self._message = None
                 self._count += 1
-            end = self._brackets.end(self._begin)
+            end, _ = self._brackets.pairs.get(self._begin, (None, 0))
             self.whole = end is not None
             parts = self._parts(self._begin, len(self.text) if end is None else end, last)
             made += [{"index": self._count - 1, **part} for part in parts]

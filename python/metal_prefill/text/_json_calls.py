@@ -20,31 +20,15 @@ class Brackets:
     depend on where the JSON begins.
     """
 
-    def __init__(self) -> None:
-        self.scanned = 0  # position in the answer up to which pairs are known
-        self._forget()
-
-    def _forget(self) -> None:
+    def __init__(self, start: int = 0) -> None:
+        self.scanned = start  # position in the answer up to which pairs are known
+        # End and nesting depth of the value that begins at a bracket.
+        self.pairs: dict[int, tuple[int, int]] = {}
         self._quotes = 0  # modulo 2
         self._escape = ""  # a trailing backslash
         # For each open bracket, the entries that end with it: itself and brackets after a backslash, as
         # (position, 0), and (-1, depth) for each pair inside it. The first list belongs to no bracket.
         self._open: tuple[list[_Parts], list[_Parts]] = ([[]], [[]])
-        self._pairs: dict[int, tuple[int, int]] = {}  # end and depth of the value at a position
-
-    def begin(self, start: int) -> None:
-        """Register the bracket at which a value begins."""
-        if start >= self.scanned:
-            self.scanned = start
-            self._forget()
-
-    def end(self, start: int) -> int | None:
-        """Return the position after the value that begins at a bracket, or None if it is incomplete."""
-        return self._pairs[start][0] if start in self._pairs else None
-
-    def depth(self, start: int) -> int:
-        """Return the nesting depth of the value that begins at a bracket."""
-        return self._pairs[start][1]
 
     def scan(self, piece: str) -> None:
         """Scan the next characters of the answer, which begin at `scanned`."""
@@ -68,7 +52,7 @@ class Brackets:
                     if start < 0:
                         depth = max(depth, inner + 1)
                     else:
-                        self._pairs[start] = begin + after, depth
+                        self.pairs[start] = begin + after, depth
                 if opened:
                     opened[-1].append((-1, depth))
                 else:

@@ -67,14 +67,13 @@ _TAGS = {
 }
 _MARKED = "call:"  # before a call with marks around its strings
 _INNER_TAGS = {_MARKED: "", f"{_FENCE}python": _FENCE}  # after a tag
-_OPEN = tuple(_TAGS)
 _CLOSE = tuple(tag for tag in _TAGS.values() if tag not in ("", _FENCE))
 # Between the name of a call and its arguments.
 _ID, _ARGUMENTS, _JSON = "[CALL_ID]", "[ARGS]", f"{_FENCE}json"
 _ELEMENT_MARKS = ("<arg_key>", GLM.end)
 _AFTER_NAME = (_ID, _ARGUMENTS, _JSON, *_ELEMENT_MARKS)
 # Those that are control tokens in some vocabularies.
-MARKS = frozenset({*_OPEN, *_CLOSE, _ID, _ARGUMENTS, *STRING_MARKS})
+MARKS = frozenset({*_TAGS, *_CLOSE, _ID, _ARGUMENTS, *STRING_MARKS})
 _MOST_TAGS = 2  # one within another
 # Start of JSON that may be a call, ignoring white space.
 _KEYS = ("name", "arguments", "parameters", "function", "type", "id")
@@ -334,7 +333,8 @@ class ToolCallParser:
         """Scan the part of a value that has arrived."""
         first = value.start
         if value.scanner is None:
-            self._brackets.begin(first)
+            if first >= self._brackets.scanned:
+                self._brackets = Brackets(first)
             first = self._brackets.scanned
         self._scan(value, self._text[first - self._position :])
 
@@ -349,8 +349,8 @@ class ToolCallParser:
         """Return whether an incomplete value may still become a call."""
         if value.scanner is not None:
             return value.scanner.end is None and value.scanner.scanned < LONGEST_CALL
-        brackets = self._brackets
-        return brackets.end(value.start) is None and brackets.scanned - value.start <= LONGEST_CALL
+        scanned = self._brackets.scanned - value.start
+        return value.start not in self._brackets.pairs and scanned <= LONGEST_CALL
 
     def _after_space(self, at: int) -> int:
         """Return the index in `_text` of the first character at or after `at` that is not white space."""
@@ -466,10 +466,11 @@ class ToolCallParser:
         """Return the number of characters to take, and the calls in them; None if they are text."""
         if value.scanner is not None:
             return self._read_written(value, value.scanner)
-        end, limit = self._brackets.end(value.start), value.start + LONGEST_CALL
-        if (end is None or end > limit) and self._brackets.scanned > limit:
+        limit = value.start + LONGEST_CALL
+        end, depth = self._brackets.pairs.get(value.start, (limit + 1, 0))
+        if end > limit and self._brackets.scanned > limit:
             return limit - self._position - self._at, None
-        if end is None or self._brackets.depth(value.start) > MOST_DEPTH:
+        if end > limit or depth > MOST_DEPTH:
             return value.skipped, None
         try:
             found = read_json(self._text[value.start - self._position : end - self._position])
