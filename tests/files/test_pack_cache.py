@@ -14,6 +14,7 @@ from support.small_models import MODELS, write
 from metal_prefill import Model, cli
 from metal_prefill.engine import CHOICES
 from metal_prefill.storage import _pack_cache
+from metal_prefill.storage._cache_folder import stored_files
 from metal_prefill.storage._session_file import fingerprint
 
 IDS = np.random.default_rng(0).integers(0, 320, 37)
@@ -198,7 +199,7 @@ def test_the_least_recently_used_entry_is_evicted_first(
     monkeypatch.setenv("METAL_PREFILL_PACK_CACHE_BYTES", str(2 * size))
     for other in paths[1], paths[0], paths[2]:  # the first is used once more, so the second goes
         opened(other)
-    names = [entry.path.name.rpartition("-")[0] for entry in _pack_cache.entries()]
+    names = [entry.path.name.rpartition("-")[0] for entry in stored_files(_pack_cache.PATTERN)]
     assert names == ["2.gguf", "model.gguf"]
     monkeypatch.setenv("METAL_PREFILL_PACK_CACHE_BYTES", str(size - 1))
     opened(paths[1])

@@ -17,10 +17,12 @@ def execute(arguments: argparse.Namespace) -> None:
     from metal_prefill._support.tables import table
     from metal_prefill.hub import _local_file
     from metal_prefill.storage import _pack_cache
+    from metal_prefill.storage._cache_folder import stored_files
 
-    console, packed = common.console(), _pack_cache.entries()
+    console = common.console()
+    packed, converted = (stored_files(module.PATTERN) for module in (_pack_cache, _local_file))
     kept = 0 if arguments.clear else sum(entry.size for entry in packed)
-    for title, entries in (("packed weights", packed), ("converted models", _local_file.conversions())):
+    for title, entries in (("packed weights", packed), ("converted models", converted)):
         rows = []
         for used, nbytes, path in entries:
             if arguments.clear:

@@ -24,11 +24,9 @@ from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import GGUFError, MissingExtraError
 from metal_prefill.hub._download import CONFIGURATIONS, GLINER, fetch, fetch_folder
 from metal_prefill.storage._cache_folder import (
-    StoredFile,
     cache_folder,
     remove_oldest,
     sample_starts,
-    stored_files,
     version,
 )
 
@@ -39,7 +37,7 @@ LAYOUT = 13  # counts changes of what a conversion writes
 
 _KEY_DIGITS = 16
 _MOST_BYTES = 191  # of the name of a model in that of a file, which may have 255
-_PATTERN = "converted/*.gguf"
+PATTERN = "converted/*.gguf"  # of all conversions in the cache folder
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _WEIGHTS = ("*.safetensors", "*_linear.pt")
 _SMALL = (".json", ".txt", ".jinja", ".metadata", ".model")  # endings of files that are hashed in full
@@ -193,7 +191,7 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
             if _key(folder, adapter, encoders) != key:
                 raise GGUFError(f"{folder}: changed while it was converted; open it again")
         # Processes that have mapped a deleted file keep it.
-        remove_oldest(_PATTERN, LIMIT - path.stat().st_size, keep=path)
+        remove_oldest(PATTERN, LIMIT - path.stat().st_size, keep=path)
     with suppress(OSError):  # a read-only file system cannot record the time of use
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
     return path
@@ -216,11 +214,6 @@ def encoder_folders(folder: Path) -> dict[str, Path]:
         elif REPOSITORY.fullmatch(name):
             found[key] = fetch_folder(name, weights=False)
     return found
-
-
-def conversions() -> list[StoredFile]:
-    """Return the converted models, most recently used first."""
-    return stored_files(_PATTERN)
 
 
 def _cache() -> Path:

@@ -25,11 +25,9 @@ from metal_prefill import _core
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.storage._cache_folder import (
-    StoredFile,
     cache_folder,
     remove_oldest,
     sample_starts,
-    stored_files,
     version,
 )
 from metal_prefill.storage._kernel_set import kernel_set
@@ -42,7 +40,7 @@ LIMIT = 8 << 30  # bytes of all entries, unless METAL_PREFILL_PACK_CACHE_BYTES i
 _MAGIC = b"metal_prefill packed weights 2\n"
 _HEADER_BYTES = 16384  # a multiple of every system's page size, so that the weights are page-aligned
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-_PATTERN = "packed/*.packed"
+PATTERN = "packed/*.packed"  # of all entries in the cache folder
 _KEY_DIGITS = 32
 _NAME_BYTES = 128  # of the model's name in that of a file
 
@@ -108,7 +106,7 @@ def _store(path: Path, key: str, packed: Bytes) -> None:
         if size > most:
             raise OSError(f"{size} bytes exceed the cache limit of {most} bytes")
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_oldest(_PATTERN, most - size, keep=path)
+        remove_oldest(PATTERN, most - size, keep=path)
         # Some file systems store times with a resolution of two seconds.
         modified = int(time.time()) // 2 * 2 * 10**9
         with replacing(path) as part:
@@ -116,7 +114,7 @@ def _store(path: Path, key: str, packed: Bytes) -> None:
                 file.write(_header(key, modified, packed))
                 file.write(packed.data)
             os.utime(part, ns=(time.time_ns(), modified))
-        remove_oldest(_PATTERN, most - size, keep=path)  # other processes may have added entries meanwhile
+        remove_oldest(PATTERN, most - size, keep=path)  # other processes may have added entries meanwhile
     except OSError as error:
         _log.warning("cannot store packed weights in %s: %s", path, error)
 
@@ -127,11 +125,6 @@ def _header(key: str, modified: int, weights: Bytes) -> bytes:
     for start in sample_starts(weights.nbytes, _SAMPLES, _SAMPLE_BYTES):
         digest.update(weights[start : start + _SAMPLE_BYTES].data)
     return (_MAGIC + digest.digest()).ljust(_HEADER_BYTES, b"\0")
-
-
-def entries() -> list[StoredFile]:
-    """Return all entries, most recently used first."""
-    return stored_files(_PATTERN)
 
 
 def limit() -> int:
