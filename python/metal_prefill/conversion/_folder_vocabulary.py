@@ -69,8 +69,7 @@ def listed_tokens(
     ids: Mapping[str, int],  # ids of the model's tokens
     tokens: Sequence[str] | None = None,  # the model's tokens by id, if several have the same text
     *,
-    survives: Survives,
-    lists_added: bool = False,  # whether a file lists added tokens that are not the model's
+    survives: Survives = lambda text, options: False,
 ) -> FolderVocabulary:
     """Return a vocabulary with the tokens that are added to it."""
     by_id = dict(enumerate(tokens)) if tokens is not None else {i: text for text, i in ids.items()}
@@ -97,7 +96,7 @@ def listed_tokens(
     flags = {SPELLING_KEYS[name]: listed for name, listed in spelling.items() if listed}
     found = FolderVocabulary(kind, [], [], {}, flags)
     own = [i for i in special if not special[i] and by_id[i] not in ids]
-    if own and (lists_added or spelling["single_word"] or spelling["normalized"]):
+    if own and (kind in ENCODER_KINDS or spelling["single_word"] or spelling["normalized"]):
         found.flags[SPELLED_KEY] = own
     for i in range(max(by_id) + 1):
         text = by_id.get(i, f"[PAD{i}]")

@@ -42,7 +42,7 @@ def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
             case _:
                 raise model.error(f"{model.name('vocab')}[{i}] must be a token and its score, a number")
     tokens = [piece[0] for piece in pieces]
-    found = listed_tokens("t5", json, ids, tokens, survives=lambda text, options: False, lists_added=True)
+    found = listed_tokens("t5", json, ids, tokens)
     for added in json.objects("added_tokens"):
         if added.boolean("special", default=False) and added.string("content") in ids:
             # The model makes it where it is not recognized.

@@ -118,8 +118,7 @@ def _word_piece(json: Fields, model: Fields, settings: Fields) -> FolderVocabula
     normalizer = json.object("normalizer")
     normalizer.require("type", ("BertNormalizer",), None)
     json.object("pre_tokenizer").require("type", ("BertPreTokenizer",), None)
-    ids = _ids_of(model)
-    found = listed_tokens("bert", json, ids, survives=lambda text, options: False, lists_added=True)
+    found = listed_tokens("bert", json, _ids_of(model))
 
     def stored(text: str, kind: int) -> str:
         if kind == TokenType.CONTROL:
