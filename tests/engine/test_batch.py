@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.kinds import contents
+from support.closeness import ids_for
+from support.kinds import METAL_TOLERANCE, assert_same, contents
 from support.small_models import SmallModel, write, write_with_nan
 
 from metal_prefill import ContextOverflowError, KVMemoryError, Model, NumericalError, Session, _core
@@ -15,22 +16,7 @@ from metal_prefill import ContextOverflowError, KVMemoryError, Model, NumericalE
 PAGE = 64  # positions
 Ids = npt.NDArray[np.int32]
 
-# Relative to the largest logit: kernels for few and many tokens add in different orders (docs/kernels.md).
-METAL_TOLERANCE = 1e-3
 FEW = 8  # tokens of a sequence in a pass, up to which Metal is bit-identical to single tokens
-
-
-def ids_of(model: Model, n: int, seed: int = 0) -> Ids:
-    return np.random.default_rng(seed).integers(0, model.config.vocab_size, n).astype(np.int32)
-
-
-def assert_same(model: Model, actual: Any, expected: Any, few: bool = False) -> None:
-    """Bit for bit on the CPU, and on Metal where passes had but a few tokens; else within the tolerance."""
-    if model.backend == "cpu" or few:
-        np.testing.assert_array_equal(actual, expected)
-    else:
-        bound = METAL_TOLERANCE * float(np.abs(expected).max(initial=0))
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=bound)
 
 
 def assert_largest(model: Model, token: int, logits: Any, few: bool = False) -> None:
@@ -54,11 +40,11 @@ def alone(model: Model, *pieces: Ids) -> Session:
 
 def page_bytes(path: Path, device: Any) -> int:
     with Model(path, device=device) as model:
-        return int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
+        return int(alone(model, ids_for(model, 1)).stats()["kv_cache_bytes"])
 
 
 def test_forks_share_the_pages_of_their_common_prefix(tiny_demo: Model) -> None:
-    with alone(tiny_demo, ids_of(tiny_demo, 5 * PAGE)) as origin:
+    with alone(tiny_demo, ids_for(tiny_demo, 5 * PAGE)) as origin:
         one = tiny_demo.stats()["kv_pool_bytes"]
         forks = [origin.fork() for _ in range(20)]
         assert tiny_demo.stats()["kv_pool_bytes"] == one
@@ -75,19 +61,19 @@ def test_forks_share_the_pages_of_their_common_prefix(tiny_demo: Model) -> None:
 
 def test_a_failure_ends_one_sequence_and_leaves_others_unchanged(tiny_demo: Model) -> None:
     with tiny_demo.session(max_context=30) as short:
-        short.forward_prompt(ids_of(tiny_demo, 25))
+        short.forward_prompt(ids_for(tiny_demo, 25))
         others = [tiny_demo.session() for _ in range(3)]
-        tokens = [ids_of(tiny_demo, n, n) for n in (10, 20, 40)]
+        tokens = [ids_for(tiny_demo, n, n) for n in (10, 20, 40)]
         sessions = [others[0], short, *others[1:]]
         results = tiny_demo.forward_batch(
-            sessions, [tokens[0], ids_of(tiny_demo, 6), *tokens[1:]], output="logits", return_errors=True
+            sessions, [tokens[0], ids_for(tiny_demo, 6), *tokens[1:]], output="logits", return_errors=True
         )
         assert isinstance(results[1], ContextOverflowError)
-        assert short.tokens == ids_of(tiny_demo, 25).tolist()
+        assert short.tokens == ids_for(tiny_demo, 25).tolist()
         for i, n in ((0, 0), (2, 1), (3, 2)):
             assert_same(tiny_demo, results[i], tiny_demo.session().forward_prompt_logits(tokens[n]))
         with pytest.raises(ContextOverflowError, match="session 0: position 25"):
-            tiny_demo.forward_batch([short, others[0]], [ids_of(tiny_demo, 6), [1]])
+            tiny_demo.forward_batch([short, others[0]], [ids_for(tiny_demo, 6), [1]])
         assert others[0].position == 11  # the others are computed all the same
 
 
@@ -149,10 +135,10 @@ def test_a_native_request_has_no_more_rows_than_tokens(tiny_demo: Model) -> None
 def test_a_prompt_that_finds_no_memory_leaves_the_common_prefix(tiny_demo_path: Path) -> None:
     page = page_bytes(tiny_demo_path, "cpu")
     with Model(tiny_demo_path, device="cpu", kv_memory=3 * page) as model:
-        ids = ids_of(model, 30)
+        ids = ids_for(model, 30)
         other, session = alone(model, ids), alone(model, ids)
         with pytest.raises(KVMemoryError):
-            session.forward_prompt([*ids[:5], *ids_of(model, 2 * PAGE, seed=1)], reuse=True)
+            session.forward_prompt([*ids[:5], *ids_for(model, 2 * PAGE, seed=1)], reuse=True)
         assert session.tokens == list(ids[:5])
         other.close()
         expected = model.session().forward_prompt_logits([*ids[:5], 7])
@@ -162,18 +148,18 @@ def test_a_prompt_that_finds_no_memory_leaves_the_common_prefix(tiny_demo_path: 
 def test_the_memory_limit_is_named_and_nothing_changes(device: str, tiny_demo_path: Path) -> None:
     page = page_bytes(tiny_demo_path, device)
     with Model(tiny_demo_path, device=device, kv_memory=4 * page) as model:
-        first = alone(model, ids_of(model, 3 * PAGE))
+        first = alone(model, ids_for(model, 3 * PAGE))
         second = model.session()
         with pytest.raises(KVMemoryError, match=f"exceeds kv_memory of {4 * page} bytes"):
-            second.forward_prompt(ids_of(model, 2 * PAGE))
+            second.forward_prompt(ids_for(model, 2 * PAGE))
         assert (first.position, second.position) == (3 * PAGE, 0)
         results = model.forward_batch(
-            [first, second], [ids_of(model, 1), ids_of(model, 1)], return_errors=True
+            [first, second], [ids_for(model, 1), ids_for(model, 1)], return_errors=True
         )
         assert isinstance(results[0], int)
         assert isinstance(results[1], KVMemoryError)
         first.rewind(PAGE)
-        second.forward_prompt(ids_of(model, 2 * PAGE))
+        second.forward_prompt(ids_for(model, 2 * PAGE))
 
 
 @pytest.mark.parametrize("lengths", [(1, 1, 2, 17, 64, 90), (1, 1, 2, 5, FEW)], ids=["any", "few"])
@@ -210,7 +196,7 @@ def test_random_histories_match_sequential_execution(
             for session in (s for pair in pairs for s in pair if s.position > limit - 100):
                 session.rewind(70)
             chosen = rng.sample(pairs, rng.randint(1, len(pairs)))
-            tokens = [ids_of(model, rng.choice(lengths), step * 100 + i) for i in range(len(chosen))]
+            tokens = [ids_for(model, rng.choice(lengths), step * 100 + i) for i in range(len(chosen))]
             outputs: list[Any] = [rng.choice(["greedy", "logits", "none"]) for _ in chosen]
             results = model.forward_batch([a for a, _ in chosen], tokens, output=outputs)
             for (a, b), ids, output, result in zip(chosen, tokens, outputs, results, strict=True):
@@ -245,10 +231,10 @@ def cancel(session: Session) -> None:
 
 @pytest.mark.parametrize("shared", [20, 64, 100, 128])
 def test_an_open_session_shares_its_full_pages(tiny_demo: Model, shared: int) -> None:
-    start = ids_of(tiny_demo, shared)
+    start = ids_for(tiny_demo, shared)
     first, second = tiny_demo.session(), tiny_demo.session()
-    first.forward_prompt(np.concatenate([start, ids_of(tiny_demo, 40, 1)]), reuse=True)
-    prompt = np.concatenate([start, ids_of(tiny_demo, 30, 2)])
+    first.forward_prompt(np.concatenate([start, ids_for(tiny_demo, 40, 1)]), reuse=True)
+    prompt = np.concatenate([start, ids_for(tiny_demo, 30, 2)])
     logits = second.forward_prompt_logits(prompt, reuse=True)
     known = (shared + 40) // PAGE * PAGE  # tokens in full pages
     assert second.stats()["tokens_reused"] == min(known, shared)
@@ -259,9 +245,9 @@ def test_a_thousand_sessions_store_a_shared_prefix_once(tiny_demo_path: Path) ->
     shared, own, sessions = 4 * PAGE + 44, 20, 1000  # 300 tokens; the different ones are in one page
     page = page_bytes(tiny_demo_path, "cpu")
     with Model(tiny_demo_path, device="cpu") as model:
-        start = ids_of(model, shared)
+        start = ids_for(model, shared)
         each = [model.session() for _ in range(sessions)]
-        prompts = [np.concatenate([start, ids_of(model, own, i + 1)]) for i in range(sessions)]
+        prompts = [np.concatenate([start, ids_for(model, own, i + 1)]) for i in range(sessions)]
         model.forward_batch(each, prompts, output="none", reuse=True)
         assert model.stats()["kv_pool_bytes"] == page * (4 + sessions)
 
@@ -271,12 +257,12 @@ def test_the_prefix_cache_is_bounded_and_evicts_the_oldest(device: str, tiny_dem
     with Model(tiny_demo_path, device=device, prefix_memory=3 * page) as model:
         for seed in range(5):
             with model.session() as session:
-                session.forward_prompt(ids_of(model, PAGE + 1, seed), reuse=True)
+                session.forward_prompt(ids_for(model, PAGE + 1, seed), reuse=True)
             assert model.stats()["prefix_bytes"] <= 3 * page
         reused = []
         for seed in (4, 0):
             with model.session() as session:
-                session.forward_prompt(np.concatenate([ids_of(model, PAGE + 1, seed), [1]]), reuse=True)
+                session.forward_prompt(np.concatenate([ids_for(model, PAGE + 1, seed), [1]]), reuse=True)
                 reused.append(session.stats()["tokens_reused"])
         assert reused == [PAGE + 1, 0]
 
@@ -286,12 +272,12 @@ def test_cached_pages_are_evicted_for_prompts(device: str, tiny_demo_path: Path)
     with Model(tiny_demo_path, device=device, kv_memory=4 * page, prefix_memory=4 * page) as model:
         for seed in range(6):
             with model.session() as session:
-                session.forward_prompt(ids_of(model, 3 * PAGE, seed), reuse=True)
+                session.forward_prompt(ids_for(model, 3 * PAGE, seed), reuse=True)
 
 
 def test_a_fork_and_a_loaded_session_have_a_namespace(tiny_demo_path: Path, tmp_path: Path) -> None:
     with Model(tiny_demo_path, device="cpu") as model:
-        prompt = ids_of(model, 2 * PAGE)
+        prompt = ids_for(model, 2 * PAGE)
         with model.session(prefix_namespace="one") as session:
             session.forward_prompt(prompt, reuse=True)
             session.save(tmp_path / "saved")
@@ -310,7 +296,7 @@ def test_a_fork_and_a_loaded_session_have_a_namespace(tiny_demo_path: Path, tmp_
 
 
 def test_prompts_of_one_batch_share_nothing_with_other_namespaces(tiny_demo: Model) -> None:
-    prompt = ids_of(tiny_demo, 150)
+    prompt = ids_for(tiny_demo, 150)
     sessions = [tiny_demo.session(prefix_namespace=n) for n in ("one", "two", "one", "two")]
     results = tiny_demo.forward_batch(sessions, [prompt] * 4, output="logits", reuse=True)
     for logits in results:
@@ -324,7 +310,7 @@ def test_a_namespace_must_be_a_str(tiny_demo: Model) -> None:
 
 
 def test_forward_prompts_matches_forward_prompt(tiny_demo: Model) -> None:
-    prompts = [ids_of(tiny_demo, n, n % 5) for n in (1, 3, 40, 17, 40, 90)]
+    prompts = [ids_for(tiny_demo, n, n % 5) for n in (1, 3, 40, 17, 40, 90)]
     expected = [tiny_demo.session().forward_prompt_logits(p) for p in prompts]
     tokens = tiny_demo.forward_prompts(prompts)
     assert tokens.tolist() == [int(np.argmax(e)) for e in expected]
@@ -340,7 +326,7 @@ def test_forward_prompts_matches_forward_prompt(tiny_demo: Model) -> None:
 
 def test_pages_are_found_only_at_their_positions(tiny_demo: Model) -> None:
     """The page that followed a whole page is not used after a part of that page."""
-    first, second = ids_of(tiny_demo, PAGE, 1), ids_of(tiny_demo, PAGE, 2)
+    first, second = ids_for(tiny_demo, PAGE, 1), ids_for(tiny_demo, PAGE, 2)
     with tiny_demo.session() as session:
         session.forward_prompt(np.concatenate([first, second]), reuse=True)
     prompt = np.concatenate([first[:40], second, [5]])

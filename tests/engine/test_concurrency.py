@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from support.threads import HANGS, at_once
+from support.threads import HANGS, at_once, in_use
 
 from metal_prefill import Model, Session, SessionBusyError
 
@@ -162,25 +162,15 @@ def test_calls_of_other_threads_that_change_a_session_wait(model: Model) -> None
 @pytest.mark.parametrize("wait", [lambda s: s.rewind(0), lambda s: s.forward_prompt([1]), lambda s: s.fork()])
 def test_ctrl_c_interrupts_the_wait_for_a_session(model: Model, wait: Callable[[Session], object]) -> None:
     session = model.session()
-    inside, done = threading.Event(), threading.Event()
-
-    def hold(finished: int, total: int) -> None:
-        inside.set()
-        done.wait(HANGS)
-
-    thread = threading.Thread(target=lambda: session.forward_prompt(PROMPT, progress=hold))
-    thread.start()
-    inside.wait(HANGS)
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            wait(session)
-        assert session.position == CHUNK, "the wait ended with the prompt, not before"
-    finally:
-        interrupt.join()
-        done.set()
-        thread.join()
+    with in_use(session, PROMPT):
+        interrupt.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                wait(session)
+            assert session.position == CHUNK, "the wait ended with the prompt, not before"
+        finally:
+            interrupt.join()
     assert session.position == len(PROMPT)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support.forked import HANGS, in_child
 from support.programs import finished
-from support.threads import at_once
+from support.threads import at_once, in_use
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill import ForkError, Model
@@ -109,31 +109,19 @@ def test_a_fork_while_another_thread_computes_works_or_raises(model: Model) -> N
 def test_a_session_in_use_by_another_thread_is_lost_in_the_child(model: Model) -> None:
     """Its thread is in a callback, between two chunks: reads return the progress, other sessions work."""
     session, other = model.session(), model.session()
-    inside, done = threading.Event(), threading.Event()
-
-    def hold(finished: int, total: int) -> None:
-        inside.set()
-        done.wait(HANGS)
-
-    thread = threading.Thread(target=session.forward_prompt, args=(PROMPT,), kwargs={"progress": hold})
-    thread.start()
-    inside.wait(HANGS)
-    try:
-        expected = (
-            "ForkError: {}: this process was forked while another thread was in the session's forward_prompt"
-        )
-        calls: dict[str, Callable[[], object]] = {
-            "forward_token": lambda: session.forward_token(1),
-            "rewind": session.reset,
-            "fork": session.fork,
-        }
+    expected = (
+        "ForkError: {}: this process was forked while another thread was in the session's forward_prompt"
+    )
+    calls: dict[str, Callable[[], object]] = {
+        "forward_token": lambda: session.forward_token(1),
+        "rewind": session.reset,
+        "fork": session.fork,
+    }
+    with in_use(session, PROMPT):
         for name, call in calls.items():
             assert in_child(call).startswith(expected.format(name))
         assert in_child(lambda: str(session.position)) == "16"
         assert in_child(lambda: str(other.forward_prompt(PROMPT))) == str(model.forward_prompt(PROMPT))
-    finally:
-        done.set()
-        thread.join()
 
 
 def test_a_callback_may_fork_and_the_child_finishes_the_prompt(model: Model) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.closeness import assert_close, random_ids
-from support.kinds import contents
+from support.closeness import assert_close, ids_for, random_ids
+from support.kinds import assert_same, contents
 from support.native_requests import choose
 from support.reference import ReferenceModel
 from support.sampling_reference import log_softmax
@@ -19,10 +19,6 @@ from metal_prefill.generation import Options
 from metal_prefill.generation._sampling import core_sampler
 
 SAMPLED = Options(1.0, top_k=50, repeat_penalty=1.3, frequency_penalty=0.2)
-
-
-def ids_of(model: Model, n: int, seed: int = 0) -> npt.NDArray[np.int32]:
-    return np.random.default_rng(seed).integers(0, model.config.vocab_size, n).astype(np.int32)
 
 
 def sampler_of(model: Model, prompt: npt.NDArray[np.int32], sampled: bool) -> _core.Sampler | None:
@@ -40,7 +36,7 @@ def one_by_one(model: Model, prompt: npt.NDArray[np.int32], n: int, sampled: boo
 
 
 def test_the_largest_logit_is_found_after_each_token(tiny_demo: Model) -> None:
-    prompts = [ids_of(tiny_demo, n, n) for n in (7, 1, 40)]
+    prompts = [ids_for(tiny_demo, n, n) for n in (7, 1, 40)]
     sessions = [tiny_demo.session() for _ in prompts]
     each, last, long = tiny_demo.forward_batch(sessions, prompts, rows=["all", None, "all"])
     for found, prompt in ((each, prompts[0]), ([last], prompts[1]), (long, prompts[2])):
@@ -56,7 +52,7 @@ def test_the_largest_logit_is_found_after_each_token(tiny_demo: Model) -> None:
 
 @pytest.mark.parametrize("right", [0, 1, 4, 7])
 def test_drafts_of_a_sampler_count_up_to_the_first_wrong_one(tiny_demo: Model, right: int) -> None:
-    prompt, n = ids_of(tiny_demo, 20), 7
+    prompt, n = ids_for(tiny_demo, 20), 7
     expected = one_by_one(tiny_demo, prompt, n + 2, sampled=True)
     drafts = expected[: n + 1].copy()
     if right < n:
@@ -79,7 +75,7 @@ def test_every_output_follows_the_limit_of_logits(device: str, tmp_path: Path) -
     """A sampler that keeps half of the probability finds fewer tokens without the limit."""
     path = write(tmp_path / "model.gguf", MODELS["gemma2"])
     with Model(path, device=device, compute="auto" if device == "metal" else "f32", kv_dtype="f32") as model:
-        ids = ids_of(model, 40)
+        ids = ids_for(model, 40)
         expected = ReferenceModel(path).forward(ids)
         last = expected.logits[-1]
         assert np.abs(expected.logits).max() < 6.0  # the limit
@@ -102,7 +98,7 @@ def test_every_output_follows_the_limit_of_logits(device: str, tmp_path: Path) -
 def test_drafts_are_limited_by_a_full_pass(tiny_demo_path: Path) -> None:
     for sampled in (False, True):
         with Model(tiny_demo_path, device="cpu") as model:
-            prompt = ids_of(model, 9)
+            prompt = ids_for(model, 9)
             expected = one_by_one(model, prompt, 14, sampled)
         with Model(tiny_demo_path, device="cpu", chunk_tokens=4) as model, model.session() as session:
             for wrong in (2, 4, 5, 12):
@@ -117,7 +113,7 @@ def test_drafts_are_limited_by_a_full_pass(tiny_demo_path: Path) -> None:
 
 
 def test_reports_describe_each_choice(tiny_demo: Model) -> None:
-    prompt = ids_of(tiny_demo, 10)
+    prompt = ids_for(tiny_demo, 10)
     expected = one_by_one(tiny_demo, prompt, 6, sampled=True)
     with tiny_demo.session() as session:
         sampler = core_sampler(SAMPLED, 7, prompt.tolist())
@@ -159,7 +155,7 @@ def test_a_wrong_draft_with_nan_is_not_an_error(
 def test_an_error_in_a_draft_changes_nothing(tiny_demo_path: Path) -> None:
     with Model(tiny_demo_path, device="cpu") as model, model.session(max_context=12) as session:
         core = session.native
-        session.forward_prompt(ids_of(model, 8))
+        session.forward_prompt(ids_for(model, 8))
         with pytest.raises(ContextOverflowError):
             choose(core, range(5), 4)
         with pytest.raises(ValueError, match="token id 4096 at index 2 is outside the vocabulary"):
@@ -167,10 +163,6 @@ def test_an_error_in_a_draft_changes_nothing(tiny_demo_path: Path) -> None:
         with pytest.raises(ValueError, match="the prompt is empty"):
             _core.Request.none(core, np.empty(0, np.int32)).run()
         assert session.position == 8
-
-
-# Relative to the largest element: Metal's kernels for a few tokens and for many add in different orders.
-METAL_TOLERANCE = 1e-3
 
 
 def hidden(model: Model, ids: npt.NDArray[Any], output: Any = "hidden", rows: Any = "all") -> Any:
@@ -207,8 +199,7 @@ def test_every_output_is_the_same_alone_and_with_others(device: str, tmp_path: P
             if output in ("greedy", "none"):
                 assert result == alone
             else:
-                bound = 0.0 if device == "cpu" else METAL_TOLERANCE * float(np.abs(alone).max())
-                np.testing.assert_allclose(result, alone, rtol=0, atol=bound)
+                assert_same(model, result, alone)
 
 
 def test_invalid_requests_are_rejected(tiny_demo: Model) -> None:
@@ -237,8 +228,7 @@ def test_tokens_before_the_first_row_with_an_output_are_reused(tiny_demo: Model,
             for reuse in (False, True)
         )
         assert session.stats()["tokens_reused"] == 40 - rows
-    bound = 0.0 if tiny_demo.backend == "cpu" else METAL_TOLERANCE * float(np.abs(whole).max())
-    np.testing.assert_allclose(again, whole, rtol=0, atol=bound)
+    assert_same(tiny_demo, again, whole)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 39])
@@ -246,8 +236,7 @@ def test_log_probabilities_of_the_last_tokens_match_those_of_all(tiny_demo: Mode
     ids = random_ids(40)
     with tiny_demo.session() as session:
         last = tiny_demo.forward_batch([session], [ids], output="log_probs", rows=rows)[0]
-    bound = 0.0 if tiny_demo.backend == "cpu" else METAL_TOLERANCE * 20
-    np.testing.assert_allclose(last, tiny_demo.score(ids)[-rows:], rtol=0, atol=bound)
+    assert_same(tiny_demo, last, tiny_demo.score(ids)[-rows:])
 
 
 def test_a_nan_hidden_state_is_an_error(device: str, tmp_path: Path) -> None:

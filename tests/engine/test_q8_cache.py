@@ -13,7 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from safetensors.numpy import load_file
-from support.closeness import random_ids
+from support.closeness import nmse, random_ids
 from support.reference import ReferenceModel
 from support.small_models import MODELS, SmallModel, write
 
@@ -61,10 +61,7 @@ def test_logits_match_a_rounded_cache(name: str, model_path: Callable[[str], Pat
         outcomes = [session.forward_prompt_logits(ids[:63])]
         outcomes += [session.forward_token(int(token)) for token in ids[63:]]
 
-    def error(wanted: npt.NDArray[np.float64]) -> float:
-        return float(np.square(np.array(outcomes) - wanted[62:]).sum() / np.square(wanted[62:]).sum())
-
-    assert error(expected) <= 0.1 * error(unrounded) <= 1e-4
+    assert nmse(outcomes, expected[62:]) <= 0.1 * nmse(outcomes, unrounded[62:]) <= 1e-4
 
 
 @pytest.mark.parametrize("isa", sorted({"scalar", "avx2", "neon"} & set(_core.cpu.kernel_sets())))
@@ -79,8 +76,7 @@ def test_logits_are_exact_if_codes_are_widened_to_float32(
         for seed in range(8):
             ids = random_ids(70, seed=seed)
             expected = reference.forward(ids).logits[-1]
-            logits = model.session().forward_prompt_logits(ids)
-            errors.append(np.square(logits - expected).sum() / np.square(expected).sum())
+            errors.append(nmse(model.session().forward_prompt_logits(ids), expected))
     assert min(errors) <= NMSE_F32
     assert max(errors) <= NMSE_OTHER_CODE
 
@@ -115,7 +111,7 @@ def test_a_saved_session_follows_the_format(
     values = quants.dequantize(blocks, Type.Q8_0).reshape(n, 2, 64)
     reference = ReferenceModel(model_path("values wider than keys"), kv_dtype="q8_0")
     expected = reference.forward(random_ids(n)).kept[3]  # values of the second layer
-    assert np.square(values - expected).sum() <= 1e-4 * np.square(expected).sum()
+    assert nmse(values, expected) <= 1e-4
 
 
 def test_it_takes_17_bytes_instead_of_32(model_path: Callable[[str], Path]) -> None:

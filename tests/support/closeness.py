@@ -20,6 +20,10 @@ def random_ids(n: int, vocab: int = 320, seed: int = 0) -> npt.NDArray[np.int64]
     return np.random.default_rng(seed).integers(0, vocab, n)
 
 
+def ids_for(model: Model, n: int, seed: int = 0) -> npt.NDArray[np.int32]:
+    return random_ids(n, model.config.vocab_size, seed).astype(np.int32)
+
+
 def nmse(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
     """Return the squared error relative to the squared size of the expected values."""
     a, e = np.asarray(actual, dtype=np.float64), np.asarray(expected, dtype=np.float64)

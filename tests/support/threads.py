@@ -1,8 +1,11 @@
-"""Functions that several threads call at the same time."""
+"""Functions that several threads call at the same time, and a session that another thread uses."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
+
+from metal_prefill import Session
 
 HANGS = 120  # seconds after which a thread is taken to hang; the machine may be busy
 T = TypeVar("T")
@@ -30,3 +33,22 @@ def at_once(work: Callable[[int], T], threads: int = 4) -> list[T]:
     if errors:
         raise errors[0]
     return [results[number] for number in range(threads)]
+
+
+@contextmanager
+def in_use(session: Session, prompt: Sequence[int]) -> Iterator[None]:
+    """Hold another thread in the callback after the first chunk of a prompt."""
+    inside, done = threading.Event(), threading.Event()
+
+    def hold(finished: int, total: int) -> None:
+        inside.set()
+        done.wait(HANGS)
+
+    thread = threading.Thread(target=session.forward_prompt, args=(prompt,), kwargs={"progress": hold})
+    thread.start()
+    inside.wait(HANGS)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
