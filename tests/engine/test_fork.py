@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support.forked import HANGS, in_child
 from support.programs import finished
-from support.threads import at_once, in_use
+from support.threads import at_once, in_use, running_threads
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill import ForkError, Model
@@ -35,10 +35,6 @@ def model(demo_path: Path) -> Iterator[Model]:
         yield model
 
 
-def threads_of_this_process() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 def test_a_child_continues_a_session_bitwise(model: Model) -> None:
     session = model.session()
     session.forward_prompt(PROMPT)
@@ -51,9 +47,9 @@ def test_a_child_computes_on_all_threads(model: Model) -> None:
     model.forward_prompt(PROMPT)
 
     def work() -> str:
-        before = threads_of_this_process()
+        before = running_threads()
         model.forward_prompt(PROMPT)
-        return f"{threads_of_this_process() - before} more"
+        return f"{running_threads() - before} more"
 
     assert in_child(work) == "2 more"
 

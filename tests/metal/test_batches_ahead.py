@@ -69,26 +69,30 @@ def passes_of(run: Callable[[], object]) -> list[Pass]:
     return passes
 
 
-def finish(scheduler: Scheduler, streams: Sequence[Stream], texts: list[list[int]] | None = None) -> Any:
-    """Compute until all streams have ended, and return their tokens."""
-    texts = [[] for _ in streams] if texts is None else texts
-    while scheduler.busy:
-        step(scheduler, streams, texts)
-    return texts
+class Texts:
+    """A stream for each prompt, with separate options, and the tokens that they have so far."""
 
+    def __init__(self, model: Model, *options: dict[str, Any]) -> None:
+        self.scheduler = Scheduler(model)
+        self.streams: list[Stream] = []
+        self.made: list[list[int]] = []
+        for prompt, own in zip(PROMPTS, options or ({},) * len(PROMPTS), strict=True):
+            self.submit(prompt, **{**GREEDY, **own})
 
-def step(scheduler: Scheduler, streams: Sequence[Stream], texts: list[list[int]]) -> None:
-    for stream, piece in scheduler.step_pieces():
-        texts[streams.index(stream)].append(piece.token)
+    def submit(self, prompt: list[int], max_tokens: int = TOKENS, **options: Any) -> None:
+        self.streams.append(self.scheduler.submit(prompt, max_tokens, **options))
+        self.made.append([])
 
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for stream, piece in self.scheduler.step_pieces():
+                self.made[self.streams.index(stream)].append(piece.token)
 
-def submit(scheduler: Scheduler, *options: dict[str, Any], tokens: int = TOKENS) -> list[Stream]:
-    """Submit a stream for each prompt, with separate options."""
-    chosen = options or ({},) * len(PROMPTS)
-    return [
-        scheduler.submit(prompt, **{"max_tokens": tokens, **GREEDY, **own})
-        for prompt, own in zip(PROMPTS, chosen, strict=True)
-    ]
+    def finish(self) -> list[list[int]]:
+        """Compute until all streams have ended, and return their tokens."""
+        while self.scheduler.busy:
+            self.step()
+        return self.made
 
 
 def first_of(text: list[int], least: int) -> int:
@@ -99,28 +103,20 @@ def first_of(text: list[int], least: int) -> int:
 def test_batches_run_ahead_and_return_the_same_tokens_as_single_sequences(
     model: Model, wanted: list[list[int]]
 ) -> None:
-    scheduler, texts = Scheduler(model), None
-    streams = submit(scheduler)
-
-    def run() -> None:
-        nonlocal texts
-        texts = finish(scheduler, streams)
-
-    prompts = sum(map(len, PROMPTS))
-    before = gpu.counters()
-    assert passes_of(run) == [Pass(prompts, 3, -1, 0), Pass(3, 3, -1, 0), *[Pass(3, 3, -1, 1)] * (TOKENS - 2)]
+    texts, prompts, before = Texts(model), sum(map(len, PROMPTS)), gpu.counters()
+    passes = passes_of(texts.finish)
+    assert passes == [Pass(prompts, 3, -1, 0), Pass(3, 3, -1, 0), *[Pass(3, 3, -1, 1)] * (TOKENS - 2)]
     assert gpu.counters().waits - before.waits == TOKENS
-    assert texts == [text[:TOKENS] for text in wanted]
+    assert texts.made == [text[:TOKENS] for text in wanted]
 
 
 def test_a_stopped_text_keeps_the_work_sent_for_others(model: Model, wanted: list[list[int]]) -> None:
     """The next pass of the others is not ahead; the later ones are."""
     n = first_of(wanted[1], 3)
-    scheduler, texts = Scheduler(model), []
-    streams = submit(scheduler, {}, {"stop": wanted[1][n]}, {})
-    passes = passes_of(lambda: texts.extend(finish(scheduler, streams)))
-    assert texts == [wanted[0][:TOKENS], wanted[1][: n + 1], wanted[2][:TOKENS]]
-    assert streams[1].finish_reason == "stop"
+    texts = Texts(model, {}, {"stop": wanted[1][n]}, {})
+    passes = passes_of(texts.finish)
+    assert texts.made == [wanted[0][:TOKENS], wanted[1][: n + 1], wanted[2][:TOKENS]]
+    assert texts.streams[1].finish_reason == "stop"
     assert passes[1:] == [
         Pass(3, 3, -1, 0),
         *[Pass(3, 3, -1, 1)] * n,  # the last of them was in flight at the stop
@@ -132,17 +128,13 @@ def test_a_stopped_text_keeps_the_work_sent_for_others(model: Model, wanted: lis
 def test_a_cancelled_stream_releases_its_memory_and_others_continue(
     model: Model, wanted: list[list[int]]
 ) -> None:
-    scheduler = Scheduler(model)
-    texts: list[list[int]] = [[], [], []]
-    streams = submit(scheduler)
-    for _ in range(5):
-        step(scheduler, streams, texts)
+    texts = Texts(model)
+    texts.step(5)
     held = model.stats()["kv_pool_bytes"]
-    streams[2].cancel()
-    step(scheduler, streams, texts)
+    texts.streams[2].cancel()
+    texts.step()
     assert model.stats()["kv_pool_bytes"] < held
-    finish(scheduler, streams, texts)
-    assert texts == [wanted[0][:TOKENS], wanted[1][:TOKENS], wanted[2][:5]]
+    assert texts.finish() == [wanted[0][:TOKENS], wanted[1][:TOKENS], wanted[2][:5]]
 
 
 @pytest.mark.parametrize("late", [PROMPTS[1], PROMPTS[1][:5]], ids=["long", "short"])
@@ -154,46 +146,39 @@ def test_a_prompt_may_enter_while_others_are_in_flight(
         alone = [session.forward_prompt(late)]
         while len(alone) < TOKENS:
             alone.append(session.forward_token_greedy(alone[-1]))
-    scheduler = Scheduler(model)
-    texts: list[list[int]] = [[], [], [], []]
-    streams = submit(scheduler)
+    texts = Texts(model)
 
     def run() -> None:
-        for _ in range(4):
-            step(scheduler, streams, texts)
-        streams.append(scheduler.submit(late, TOKENS, **GREEDY))
-        step(scheduler, streams, texts)
+        texts.step(4)
+        texts.submit(late, **GREEDY)
+        texts.step()
 
     # A long prompt waits for them; a short one is sent immediately.
     assert passes_of(run)[-2:] == [Pass(3, 3, -1, 1), Pass(len(late), 1, 0, int(len(late) <= 8))]
-    finish(scheduler, streams, texts)
-    assert texts == [*(text[:TOKENS] for text in wanted), alone]
+    assert texts.finish() == [*(text[:TOKENS] for text in wanted), alone]
 
 
 def test_a_failure_affects_only_its_pass(model: Model, wanted: list[list[int]]) -> None:
-    scheduler = Scheduler(model)
-    texts: list[list[int]] = [[], [], []]
-    streams = submit(scheduler)
-    for _ in range(3):
-        step(scheduler, streams, texts)
+    texts = Texts(model)
+    texts.step(3)
     gpu.fail_command_buffer(1, message="the GPU had enough")  # the one after that is in flight
-    step(scheduler, streams, texts)
-    assert texts == [text[:4] for text in wanted]
-    step(scheduler, streams, texts)
-    for stream in streams:
+    texts.step()
+    assert texts.made == [text[:4] for text in wanted]
+    texts.step()
+    for stream in texts.streams:
         assert isinstance(stream.error, DeviceError)
         assert str(stream.error) == "the GPU failed in 3 tokens of 3 sequences: the GPU had enough"
-    assert finish(scheduler, again := submit(scheduler)) == [text[:TOKENS] for text in wanted]
-    assert all(stream.error is None for stream in again)
+    for prompt in PROMPTS:
+        texts.submit(prompt, **GREEDY)
+    assert texts.finish()[3:] == [text[:TOKENS] for text in wanted]
+    assert all(stream.error is None for stream in texts.streams[3:])
 
 
 def test_a_lack_of_memory_for_running_ahead_is_not_an_error(model: Model, wanted: list[list[int]]) -> None:
-    scheduler = Scheduler(model)
-    texts: list[list[int]] = [[], [], []]
-    streams = submit(scheduler)
-    step(scheduler, streams, texts)
+    texts = Texts(model)
+    texts.step()
     gpu.fail_allocation(30)
-    assert finish(scheduler, streams, texts) == [text[:TOKENS] for text in wanted]
+    assert texts.finish() == [text[:TOKENS] for text in wanted]
 
 
 def test_nan_logits_end_only_their_stream(tmp_path: Path) -> None:
@@ -203,11 +188,11 @@ def test_nan_logits_end_only_their_stream(tmp_path: Path) -> None:
     with Model(path, device="metal", prefix_memory=0) as model:
         expected = [piece.token for piece in model.session().stream([1, 2, 3], 6, **GREEDY)]
         assert bad not in expected
-        scheduler = Scheduler(model)
-        streams = [scheduler.submit(prompt, 6, **GREEDY) for prompt in ([1, 2, 3], [1, bad, 3])]
-        texts = finish(scheduler, streams)
-    assert texts == [expected, []]
-    assert "is NaN" in str(streams[1].error)
+        texts = Texts(model)
+        for prompt in ([1, 2, 3], [1, bad, 3]):
+            texts.submit(prompt, 6, **GREEDY)
+        assert texts.finish()[3:] == [expected, []]
+    assert "is NaN" in str(texts.streams[4].error)
 
 
 def greedy_tokens(
@@ -350,10 +335,8 @@ def test_drafts_change_no_text_and_discard_no_pass(model: Model, wanted: list[li
     assert positions == sorted(set(positions))  # none is computed twice
     assert any(p.tokens > 1 and p.ahead == 0 for p in passes[1:])
     assert any(p.ahead for p in passes)
-    scheduler = Scheduler(model)
-    assert finish(scheduler, [scheduler.submit(prompt, TOKENS) for prompt in PROMPTS]) == [
-        text[:TOKENS] for text in wanted
-    ]
+    drafted = {"speculate": "lookup"}
+    assert Texts(model, *[drafted] * 3).finish() == [text[:TOKENS] for text in wanted]
 
 
 def test_the_cost_of_a_pass_computed_early_is_its_gpu_time(
@@ -368,23 +351,21 @@ def test_the_cost_of_a_pass_computed_early_is_its_gpu_time(
                 assert noted[-1] >= session.stats()["gpu_seconds"] > 0
             gpu.live_objects()  # waits until nothing runs
     assert len(noted) == 5
-    scheduler = Scheduler(model)
-    streams = submit(scheduler)
+    texts = Texts(model)
     for _ in range(5):
-        scheduler.step_pieces()
+        texts.step()
         gpu.live_objects()
-    core = streams[0].core
+    core = texts.streams[0].core
     assert core is not None
     assert noted[-1] >= core.stats()["gpu_seconds"] > 0
-    for stream in streams:
+    for stream in texts.streams:
         stream.cancel()
-    finish(scheduler, streams)
+    texts.finish()
 
 
 def test_nothing_is_sent_after_a_known_last_token(model: Model, wanted: list[list[int]]) -> None:
-    scheduler, texts = Scheduler(model), []
-    streams = submit(scheduler, {}, {"max_tokens": 5}, {})
-    passes = passes_of(lambda: texts.extend(finish(scheduler, streams)))
-    assert texts == [wanted[0][:TOKENS], wanted[1][:5], wanted[2][:TOKENS]]
+    texts = Texts(model, {}, {"max_tokens": 5}, {})
+    passes = passes_of(texts.finish)
+    assert texts.made == [wanted[0][:TOKENS], wanted[1][:5], wanted[2][:TOKENS]]
     rows = [p.tokens for p in passes[1:]]
     assert rows == [3] * 4 + [2] * (TOKENS - 5)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.emulated_gpu import require_cpu_executor, require_emulator
 from support.engine_options import set_engine_options
+from support.threads import running_threads
 
 from metal_prefill import Model, synth
 from metal_prefill.files import GGUFFile
@@ -286,19 +287,16 @@ def test_memory_is_evicted_after_a_long_idle_time(path: Path, monkeypatch: pytes
 
 
 def test_the_residency_thread_ends_with_the_model(path: Path) -> None:
-    def threads() -> int:
-        return len(os.listdir("/proc/self/task"))
-
     with Model(path, device="metal") as model:  # the emulator starts its own
         model.forward_prompt(PROMPT)
-    before = threads()
+    before = running_threads()
     model = Model(path, device="metal")
-    assert threads() == before
+    assert running_threads() == before
     for _ in range(2):
         model.forward_prompt(PROMPT)
-        assert threads() == before + 1
+        assert running_threads() == before + 1
     model.close()
-    assert threads() == before
+    assert running_threads() == before
 
 
 @pytest.mark.parametrize("limits", [{"residency_sets": False}, {"working_set_bytes": 1 << 16}])

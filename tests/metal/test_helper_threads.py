@@ -3,13 +3,12 @@
 They check results, and are what ThreadSanitizer observes (``tools/check/sanitize.sh thread``).
 """
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.emulated_gpu import require_emulator
-from support.threads import at_once
+from support.threads import at_once, running_threads
 
 from metal_prefill import DeviceError, Model, synth
 
@@ -18,10 +17,6 @@ pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 gpu = require_emulator()
 PROMPT = [5 + 7 * i for i in range(12)]
 LENGTHS = (40, 70, 130, 190, 250)  # of contexts; each needs more pages, so that the cache grows
-
-
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 def test_caches_grow_while_residency_is_requested(path: Path) -> None:
@@ -68,10 +63,10 @@ def test_a_failed_open_ends_the_thread_that_reads_the_file(tmp_path: Path) -> No
     )
     with Model(path, device="metal") as model:  # the emulator starts its own threads
         model.forward_prompt(PROMPT)
-    before = threads()
+    before = running_threads()
     gpu.set_limits(gpu.Limits(broken_kernels={"argmax_stage2"}))
     for _ in range(5):
         with pytest.raises(DeviceError, match="argmax_stage2"):
             Model(path, device="metal")
-        assert threads() == before
+        assert running_threads() == before
     assert gpu.live_objects() == 0

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.emulated_gpu import require_emulator
+from support.small_models import SmallModel, write
 
 from metal_prefill import ContextOverflowError, DeviceError, KVMemoryError, Model, _core, synth
 
@@ -31,10 +32,8 @@ def history(own_device: None) -> None:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a model of as many layers as the bundled one, and a third of its width."""
-    return synth.synthesize(
-        tmp_path_factory.mktemp("engine") / "m.gguf", preset="tiny",
-        layers=5, dim=96, heads=3, kv_heads=1, head_dim=32, ffn=256, vocab=1024, context=512,
-    )  # fmt: skip
+    shape = SmallModel(layers=5, dim=96, heads=3, kv_heads=1, ffn=256, vocab=1024, context=512)
+    return write(tmp_path_factory.mktemp("engine") / "m.gguf", shape)
 
 
 @pytest.fixture
@@ -87,15 +86,8 @@ def test_layers_are_dispatched_in_order(demo_path: Path) -> None:
 
 
 def test_dependent_dispatches_are_separated_by_barriers(tmp_path: Path) -> None:
-    path = synth.synthesize(
-        tmp_path / "m.gguf",
-        preset="tiny",
-        dim=256,
-        head_dim=64,
-        ffn=256,
-        tensor_type="Q4_K",
-        overrides={"*attn_v*": "Q6_K"},
-    )
+    types = {"*": "Q4_K", "*attn_v*": "Q6_K"}
+    path = write(tmp_path / "m.gguf", SmallModel(dim=256, head_dim=64, ffn=256, types=types))
     with Model(path, device="metal") as model:
         model.forward_prompt([1, 2, 3])
     overlapping = [d.kernel for d in gpu.history()[-1].dispatches[1:] if not d.after_barrier]
@@ -208,16 +200,8 @@ def test_buffers_are_freed_with_the_last_session(path: Path) -> None:
 
 
 def test_hundreds_of_mixed_calls_leak_nothing(tmp_path: Path) -> None:
-    shape: dict[str, Any] = {
-        "layers": 1,
-        "dim": 32,
-        "heads": 1,
-        "kv_heads": 1,
-        "head_dim": 32,
-        "ffn": 32,
-        "vocab": 288,
-    }
-    model = Model(synth.synthesize(tmp_path / "m.gguf", preset="tiny", **shape), device="metal")
+    shape = SmallModel(layers=1, dim=32, heads=1, kv_heads=1, ffn=32)
+    model = Model(write(tmp_path / "m.gguf", shape), device="metal")
     session = model.session()
     too_long = prompt(model.config.context_length + 1)
 
@@ -298,22 +282,14 @@ def test_every_failed_allocation_is_an_error_and_the_next_call_works(tiny_path: 
             assert model.forward_prompt(prompt(70)) == expected
 
 
-LARGE_PAGES: dict[str, Any] = {  # of 2 MiB: the first four fill the initial pool
-    "preset": "tiny",
-    "layers": 4,
-    "dim": 64,
-    "heads": 8,
-    "kv_heads": 8,
-    "head_dim": 256,
-    "ffn": 64,
-    "vocab": 1024,
-    "context": 640,
-}
+LARGE_PAGES = SmallModel(  # of 2 MiB: the first four fill the initial pool
+    layers=4, heads=8, kv_heads=8, head_dim=256, ffn=64, vocab=1024, context=640
+)
 
 
 @pytest.fixture
 def large_pages(tmp_path: Path) -> Iterator[Model]:
-    path = synth.synthesize(tmp_path / "large.gguf", **LARGE_PAGES)
+    path = write(tmp_path / "large.gguf", LARGE_PAGES)
     with Model(path, device="metal", chunk_tokens=64) as opened:
         yield opened
 
@@ -350,7 +326,7 @@ def test_a_growing_cache_keeps_its_contents(large_pages: Model) -> None:
 
 
 def test_the_pool_is_no_larger_than_a_buffer(tmp_path: Path) -> None:
-    path = synth.synthesize(tmp_path / "large.gguf", **LARGE_PAGES)
+    path = write(tmp_path / "large.gguf", LARGE_PAGES)
     gpu.set_limits(gpu.Limits(max_buffer_length=5 << 20))
     with Model(path, device="metal") as model:
         model.forward_prompt(prompt(128))

@@ -1,5 +1,6 @@
 """Functions that several threads call at the same time, and a session that another thread uses."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,11 @@ from metal_prefill import Session
 
 HANGS = 120  # seconds after which a thread is taken to hang; the machine may be busy
 T = TypeVar("T")
+
+
+def running_threads() -> int:
+    """Return the number of threads of this process, on Linux."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def at_once(work: Callable[[int], T], threads: int = 4) -> list[T]:
