@@ -46,7 +46,7 @@ class Options:
 class Identity:
     build: str  # name and version
     device: str  # device that it runs on; an emulator is named as such
-    threads: int  # number of threads
+    n_threads: int
     settings: str  # settings that affect its speed, for the reader of a table
 
 

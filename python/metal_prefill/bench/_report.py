@@ -142,12 +142,8 @@ def make_row(
     return Row(
         engine=worker.name,
         test=case.name,
-        build=identity.build,
-        device=identity.device,
-        settings=identity.settings,
         cpu_info=cpu,
         **{name: getattr(facts, name) for name in _OF_MODEL},
-        n_threads=identity.threads,
         compute=options.compute,
         kv_dtype=options.kv_dtype,
         test_time=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -165,6 +161,7 @@ def make_row(
         load_ns=worker.load_ns,
         peak_rss=worker.peak_rss(),
         note="; ".join(notes),
+        **vars(identity),
         **vars(case),
     )
 

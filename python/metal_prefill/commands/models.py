@@ -39,9 +39,8 @@ def _models() -> Iterator[tuple[str, Path, int]]:
     from metal_prefill.hub._download import cached_models
     from metal_prefill.hub._local_file import PACKAGED, default_model_path, packaged_model
 
-    path: Path | None = default_model_path()
-    assert path is not None
-    yield "(without -m)", path, path.stat().st_size
+    bundled = default_model_path()
+    yield "(without -m)", bundled, bundled.stat().st_size
     for name in PACKAGED:
         with suppress(MissingExtraError):
             if (path := packaged_model(name)) is not None:

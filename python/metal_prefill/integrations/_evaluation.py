@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill.tasks._pairs import encode_continuation, score_continuations
+from metal_prefill.tasks._prompts import errors_of
 from metal_prefill.tasks._text_passes import TextPasses
 
 if TYPE_CHECKING:
@@ -31,10 +32,8 @@ def loglikelihood(
     encode = partial(encode_templated, model.tokenizer) if templated else model.tokenizer.encode
     encoded = []
     for i, (context, continuation) in enumerate(pairs):
-        try:
+        with errors_of(f"request {i}"):
             encoded.append(_cut(model, *encode_continuation(model.engine, context, continuation, encode)))
-        except ValueError as error:
-            raise ValueError(f"request {i}: {error}") from None
     names = [f"request {i}" for i in range(len(encoded))]
     scores = score_continuations(TextPasses(model.engine), encoded, names)
     greedy = _are_greedy(model, encoded, scores, names)

@@ -210,7 +210,7 @@ class _LlamaCpp(Engine):
         return Identity(
             build=f"llama.cpp (llama-cpp-python {llama.__version__})",
             device="GPU" if self._gpu else f"CPU ({cpu_name()}, {counted(self._threads, 'thread')})",
-            threads=self._threads,
+            n_threads=self._threads,
             settings=f"{_best_feature()}, flash attention, KV {self._options.kv_dtype}, one micro-batch",
         )
 

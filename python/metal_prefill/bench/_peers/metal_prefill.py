@@ -35,7 +35,7 @@ class _Ours(Engine):
         return Identity(
             build=f"metal_prefill {__version__}",
             device=self._model.device,
-            threads=int(self._model.stats().get("threads", available_threads())),
+            n_threads=int(self._model.stats().get("threads", available_threads())),
             settings=f"{self._model.backend}, compute {options.compute}, KV {options.kv_dtype}",
         )
 

@@ -106,7 +106,7 @@ class _OpenVino(Engine):
         return Identity(
             build=f"OpenVINO {ov.get_version().split('-')[0]}",
             device=f"{self._device} ({self._name.strip()}, {counted(self._threads, 'thread')})",
-            threads=self._threads,
+            n_threads=self._threads,
             settings=f"{precision} arithmetic, KV {cache}",
         )
 

@@ -174,7 +174,7 @@ class PaddedTexts(Engine):
         return Identity(
             build=self.build,
             device=f"CPU ({cpu_name()}, {counted(self.threads, 'thread')})",
-            threads=self.threads,
+            n_threads=self.threads,
             settings=f"{self.arithmetic}, texts sorted by length, batches of {self.batch}",
         )
 
