@@ -118,12 +118,12 @@ def test_ctrl_c_at_any_call_leaves_nothing(tmp_path: Path) -> None:
 def test_ctrl_c_that_native_code_makes_another_error_of_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(*arguments: Any) -> None:
+    def interrupted(*arguments: Any) -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         raise SystemError("returned a result with an exception set")
 
-    monkeypatch.setattr(_session_file, "write", write)
+    monkeypatch.setattr(_session_file, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path / "session")
 

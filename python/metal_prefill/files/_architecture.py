@@ -284,7 +284,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope_style="neox",
         long_rope="optional",
         window="optional",
-        fused=_QKV | _GATE_UP,
+        fused={**_QKV, **_GATE_UP},
     ),
     "minicpm": Architecture(scales="required", long_rope="optional"),
     "mistral3": Architecture(),
@@ -392,7 +392,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_free_first=True,
         window_rope="own",
         causal=False,
-        fused=_QKV | _GATE_UP,
+        fused={**_QKV, **_GATE_UP},
     ),
     "t5encoder": Architecture(
         activation="gelu",

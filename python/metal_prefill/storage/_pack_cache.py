@@ -51,7 +51,7 @@ def build(builder: _core.ModelBuilder, options: _core.EngineOptions, gguf: GGUFF
     """Build the CPU engine of a model from its cache entry, packing the weights if there is none."""
     key = identify(gguf, options.compute)
     name = os.fsencode(gguf.path.name)[:_NAME_BYTES].decode("utf-8", "ignore")
-    path = _folder() / f"{name}-{key[:_KEY_DIGITS]}.packed"
+    path = cache_folder() / f"packed/{name}-{key[:_KEY_DIGITS]}.packed"
     known = _load(path, key)
     if known is not None:
         builder.use_packed(known, known)
@@ -134,7 +134,3 @@ def limit() -> int:
     if not stated.isdecimal():
         raise ValueError(f"METAL_PREFILL_PACK_CACHE_BYTES must be a number of bytes, got {stated!r}")
     return int(stated)
-
-
-def _folder() -> Path:
-    return cache_folder() / "packed"

@@ -143,12 +143,13 @@ class State(NamedTuple):
     notes: str = ""  # text supplied by the user
 
 
-def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:
-    """Write a state; on failure, leave an existing file untouched.
+def save(session: _core.Session, path: str | os.PathLike[str], owner: Owner, notes: str = "") -> None:
+    """Write the state of a session; on failure, leave an existing file untouched.
 
     An existing file is replaced atomically, once the new one is on disk. Raises OutputError if `path` is a
     device, a FIFO or a socket, OSError if the file cannot be written.
     """
+    state = State(*session.export_state(), notes)
     arrays: dict[str, npt.NDArray[Any]] = {TOKENS: state.tokens}
     for (name, (dtype, shape)), raw in zip(owner.tensors(state.cached).items(), state.rows, strict=True):
         arrays[name] = raw.view(_NUMPY_DTYPES[dtype]).reshape(shape)
@@ -191,10 +192,6 @@ def read(path: str | os.PathLike[str], owner: Owner) -> State:
         cached = _key_rows(header)
     rows = [arrays[name] for name in owner.tensors(cached)]
     return State(tokens, cached, rows, header.metadata.get("notes", ""))
-
-
-def save(session: _core.Session, path: str | os.PathLike[str], owner: Owner, notes: str = "") -> None:
-    write(path, owner, State(*session.export_state(), notes))
 
 
 def load(session: _core.Session, path: str | os.PathLike[str], owner: Owner) -> State:

@@ -191,7 +191,7 @@ def _guarded(guard: Guard, names: str) -> dict[str, Guard]:
 
 
 # The available filters and methods. Those without a guard produce no more than their input.
-FILTERS = {
+FILTERS: dict[str, Guard] = {
     **_guarded(
         no_guard,
         """
@@ -212,7 +212,7 @@ FILTERS = {
     "tojson": _json,
     "trim": _searched,
 }
-STR_METHODS = {
+STR_METHODS: dict[str, Guard] = {
     **_guarded(
         no_guard,
         """
