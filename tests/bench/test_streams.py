@@ -17,18 +17,15 @@ from metal_prefill.bench._peers import metal_prefill
 VOCAB = 1024  # of the bundled model
 
 
-def test_each_stream_decodes_after_its_own_context() -> None:
-    case, engine = Case(0, 3, 5, 4), RecordingEngine()
-    _worker.timed_run(engine, case, VOCAB)
-    ids = stream_ids(case, VOCAB)
+def test_streams_have_their_own_contexts_which_are_empty_for_prompts() -> None:
+    writing, reading = Case(0, 3, 5, 4), Case(6, 0, 0, 3)
+    engine = RecordingEngine()
+    for case in (writing, reading):
+        _worker.timed_run(engine, case, VOCAB)
+    ids = stream_ids(writing, VOCAB)
     assert ids.shape == (4, 8)
-    assert engine.calls == [("open", 4, 8), ("prefill", ids[:, :5].tolist()), ("decode", ids[:, 5:].tolist())]
-
-
-def test_prompts_start_in_empty_contexts() -> None:
-    case, engine = Case(6, 0, 0, 3), RecordingEngine()
-    _worker.timed_run(engine, case, VOCAB)
-    assert engine.calls == [("open", 3, 6), ("prefill", stream_ids(case, VOCAB).tolist())]
+    decoding = [("open", 4, 8), ("prefill", ids[:, :5].tolist()), ("decode", ids[:, 5:].tolist())]
+    assert engine.calls == [*decoding, ("open", 3, 6), ("prefill", stream_ids(reading, VOCAB).tolist())]
 
 
 def test_our_streams_end_as_they_do_alone(demo_path: Path) -> None:

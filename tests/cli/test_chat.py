@@ -9,7 +9,8 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -286,50 +287,39 @@ class Terminal:
         os.close(self._master)
         return code
 
-    def kill(self) -> None:
+    def close(self) -> None:
         if self._child.poll() is None:
             self._child.kill()
             self._child.wait()
 
 
-@pytest.fixture
-def terminals() -> Iterator[list[Terminal]]:
-    """Terminals to be closed in any case."""
-    opened: list[Terminal] = []
-    yield opened
-    for terminal in opened:
-        terminal.kill()
-
-
-def test_a_conversation_works_in_a_terminal(terminals: list[Terminal], bundled: Model) -> None:
+def test_a_conversation_works_in_a_terminal(bundled: Model) -> None:
     expected = talk(Conversation(bundled), *QUESTIONS[:2])
-    terminal = Terminal("-n", "24")
-    terminals.append(terminal)
-    assert "/help lists the commands" in terminal.wait_for("> ")
-    for question, answer in zip(QUESTIONS, expected, strict=False):
-        terminal.type(question + "\n")
-        assert answer in terminal.wait_for("\n> ")
-    terminal.type("/nonsense\n")
-    terminal.wait_for("error: unknown command /nonsense.*\n> ")
-    terminal.interrupt("/quit or Ctrl-D ends the conversation\n> ")
-    terminal.type("\x04")
-    assert terminal.exit_code() == 0
+    with closing(Terminal("-n", "24")) as terminal:
+        assert "/help lists the commands" in terminal.wait_for("> ")
+        for question, answer in zip(QUESTIONS, expected, strict=False):
+            terminal.type(question + "\n")
+            assert answer in terminal.wait_for("\n> ")
+        terminal.type("/nonsense\n")
+        terminal.wait_for("error: unknown command /nonsense.*\n> ")
+        terminal.interrupt("/quit or Ctrl-D ends the conversation\n> ")
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(terminals: list[Terminal], tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
     """A random model with a long context talks until it is stopped."""
     synthesize(tmp_path / "endless.gguf", preset="tiny", context=200_000)
-    terminal = Terminal("-m", f"{tmp_path}/endless.gguf", "-n", "150000")
-    terminals.append(terminal)
-    terminal.wait_for("> ")
-    terminal.type("Hello\n")
-    terminal.wait_for(r"Hello\n.{40}")
-    terminal.type("\x03")
-    terminal.wait_for(r"\[stopped\]\n+> ")
-    terminal.type(f"/save {tmp_path}/talk.session\n")
-    terminal.wait_for("> ")
-    terminal.type("/quit\n")
-    assert terminal.exit_code() == 0
+    with closing(Terminal("-m", f"{tmp_path}/endless.gguf", "-n", "150000")) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("Hello\n")
+        terminal.wait_for(r"Hello\n.{40}")
+        terminal.type("\x03")
+        terminal.wait_for(r"\[stopped\]\n+> ")
+        terminal.type(f"/save {tmp_path}/talk.session\n")
+        terminal.wait_for("> ")
+        terminal.type("/quit\n")
+        assert terminal.exit_code() == 0
     with Model(tmp_path / "endless.gguf", device="cpu") as model:
         messages = json.loads(model.load_session(tmp_path / "talk.session").notes)
     assert [m["role"] for m in messages] == ["user", "assistant"]

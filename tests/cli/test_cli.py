@@ -220,6 +220,7 @@ def test_synth_writes_a_model_that_runs(tmp_path: Path, errors: Run) -> None:
 USAGE_ERRORS = (
     *("fly", "run", "run -p a -f b", "run -p a -n -1", "run -p a -n many", "run -p a -t 0"),
     *("run -p a --device cuda", "run -p a --temperature -1", "run -p a --top-p 2", "run -p a --stop ''"),
+    "run -p a --seed -1",
     *("run -p a --max-context 100000", "run -p a --answers 0", "synth", "bench -p 0", "perplexity"),
     *("bench -p 32,32 --demo", "bench -p 5000 --demo", "bench -p '' -n 0 --demo"),
     *("bench --demo -m model.gguf", "bench --demo --compare nobody"),

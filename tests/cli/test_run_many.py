@@ -154,6 +154,7 @@ INVALID = [
     ('{"prompt": "a", "max_tokens": true}', "'max_tokens' has the wrong type"),
     ('{"prompt": "a", "temperature": "hot"}', "'temperature' has the wrong type"),
     ('{"prompt": "a", "temperature": NaN}', "temperature must be finite"),
+    ('{"prompt": "a", "seed": -1}', "seed must not be negative, got -1"),
     ('{"prompt": "a", "stop": [""]}', "stop string is empty"),
     ('{"prompt": "a", "stop": [1]}', "'stop' has the wrong type"),
     ('{"prompt": "\\ud800"}', "surrogates"),
@@ -306,13 +307,6 @@ def test_results_with_other_options_are_rejected_and_kept(
     assert out.read_bytes() == content
     assert run(*same, *before) == 0
     assert len(read_lines(out)) == 2
-
-
-def test_an_invalid_seed_is_an_error_also_without_sampling(tmp_path: Path) -> None:
-    prompts, out = write_lines(tmp_path / "in.jsonl", {"prompt": "a", "seed": -1}), tmp_path / "out.jsonl"
-    assert run("--prompts", prompts, "-n", "4", "-o", out) == 1
-    assert read_lines(out)[0]["error"] == "seed must not be negative, got -1"
-    assert run("-p", "a", "-n", "4", "--seed", "-1") == 2
 
 
 def test_a_file_in_use_by_another_process_is_rejected(uneven: Path, tmp_path: Path, errors: Run) -> None:

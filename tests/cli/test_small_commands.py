@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import model_folders
-from support.programs import finished
+from support.programs import finished, serving
 from support.small_models import CLASSIFIERS, write
 
 from metal_prefill import cli
@@ -105,14 +105,10 @@ def test_the_example_of_a_command_works(
 def test_the_example_of_the_server_serves(tmp_path: Path) -> None:
     """The shell finds the command of this installation first."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    with subprocess.Popen(
+    with serving(
         ["sh", "-c", f"exec {example('serve').replace('8080', '0')}"],
         cwd=tmp_path,
         env={**os.environ, "PATH": path, "METAL_PREFILL_DEVICE": "cpu"},
-        text=True,
-        stderr=subprocess.PIPE,
-    ) as process:
-        assert process.stderr is not None
-        assert any("http://" in line for line in process.stderr)
+    ) as (process, _):
         process.send_signal(signal.SIGINT)
         assert process.wait(60) in (0, 130)

@@ -216,10 +216,7 @@ def test_langchain_classes_return_what_the_model_does(
     assert found["typed"] in ("aye", "nay")
     assert found["schema"] == {"word": found["typed"]}
     check_vectors(found, embedder)
-    with Model(reranker, device="cpu") as model:
-        ranked = model.rerank(PROMPTS[0], PROMPTS, 2)
-        assert [found["place"] for found in found["ranked"]] == [one.index for one in ranked]
-        assert [found["relevance_score"] for found in found["ranked"]] == [one.score for one in ranked]
+    check_ranks([[found["place"], found["relevance_score"]] for found in found["ranked"]], reranker)
 
 
 def test_llama_index_classes_return_what_the_model_does(
@@ -235,9 +232,12 @@ def test_llama_index_classes_return_what_the_model_does(
         assert [found["text"]] * 2 == found["completed"] == [text] * 2
         assert found["batch"] == [alone(model, prompt, 12) for prompt in PROMPTS]
     check_vectors(found, embedder)
-    with Model(reranker, device="cpu") as model:
-        ranked = model.rerank(PROMPTS[0], PROMPTS, 2)
-        assert found["ranked"] == [[str(one.index), one.score] for one in ranked]
+    check_ranks([[int(place), score] for place, score in found["ranked"]], reranker)
+
+
+def check_ranks(found: list[Any], path: Path) -> None:
+    with Model(path, device="cpu") as model:
+        assert found == [[one.index, one.score] for one in model.rerank(PROMPTS[0], PROMPTS, 2)]
 
 
 def check_vectors(found: dict[str, Any], path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -69,6 +68,17 @@ def refused(model: Model, **source: Any) -> str:
         Constraint(model.tokenizer, **source)
     assert Constraint(model.tokenizer, regex="[ab]").mask()
     return str(caught.value)
+
+
+def before_each_request(monkeypatch: pytest.MonkeyPatch, call: Callable[..., None]) -> None:
+    """Call a function with the worker, the limits, the action and its arguments."""
+    real = Worker.ask
+
+    def ask(self: Worker, limits: Any, encode: Any, *request: Any) -> Any:
+        call(self, limits, *request)
+        return real(self, limits, encode, *request)
+
+    monkeypatch.setattr(Worker, "ask", ask)
 
 
 @pytest.mark.parametrize("chain", CHAINS)
@@ -144,19 +154,12 @@ def test_a_limited_number_of_constraints_and_errors_is_known(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_constraint, "MOST_KEPT", 2)
-    asked, real = 0, Worker.ask
-
-    def counted(self: Worker, *arguments: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        return real(self, *arguments)
-
-    monkeypatch.setattr(Worker, "ask", counted)
-    found = []
+    asked, found = list[str](), list[int]()
+    before_each_request(monkeypatch, lambda worker, limits, action, *_: asked.append(action))
     for source in ("a", "(", "(", "a", "c", "a", "("):
         with suppress(ConstraintError):
             Constraint(model.tokenizer, regex=source).mask()
-        found.append(asked)
+        found.append(len(asked))
     assert found == [1, 2, 2, 2, 3, 3, 4]
 
 
@@ -376,13 +379,9 @@ def test_replaying_a_text_has_a_longer_time_limit(model: Model, monkeypatch: pyt
     a = model.tokenizer.encode("a", add_bos=False)
     text.advance(a)
     seconds: list[tuple[str, float]] = []
-    real = Worker.ask
-
-    def noted(self: Worker, limits: Any, encode: Any, action: str, *arguments: Any) -> Any:
-        seconds.append((action, limits.seconds))
-        return real(self, limits, encode, action, *arguments)
-
-    monkeypatch.setattr(Worker, "ask", noted)
+    before_each_request(
+        monkeypatch, lambda worker, limits, action, *_: seconds.append((action, limits.seconds))
+    )
     text.advance(a)
     os.kill(text._compiled._worker.pid, signal.SIGKILL)
     text.advance(a)
@@ -396,14 +395,12 @@ def test_a_worker_that_crashes_again_fails_only_the_text(
 ) -> None:
     text, other = (Constraint(model.tokenizer, regex="[ab]{9}") for _ in range(2))
     a = model.tokenizer.encode("a", add_bos=False)
-    real = Worker.ask
 
-    def crashing(self: Worker, limits: Any, encode: Any, action: str, *arguments: Any) -> Any:
+    def crash(worker: Worker, limits: Any, action: str, *arguments: Any) -> None:
         if action == "advance" and arguments[0] == text.number:
-            os.kill(self.pid, signal.SIGSEGV)
-        return real(self, limits, encode, action, *arguments)
+            os.kill(worker.pid, signal.SIGSEGV)
 
-    monkeypatch.setattr(Worker, "ask", crashing)
+    before_each_request(monkeypatch, crash)
     with pytest.raises(ConstraintError, match=r"matching it takes more than 256 MiB.*exit status -11"):
         text.advance(a)
     assert not other.advance(a).take()
@@ -464,20 +461,21 @@ def test_a_worker_releases_texts_that_are_cancelled_after_they_gave_way(
     assert len(released) == 1
 
 
-def test_a_worker_is_notified_of_finished_texts_immediately() -> None:
-    """Its memory is not kept until the next text."""
+def test_a_worker_drops_finished_texts_immediately() -> None:
+    """Their memory is not kept until the next text."""
     ours, theirs = Pipe()
-    server = ForkServer([], [], [])
-    worker = Worker(server, ours, 0)
+    worker = Worker(ForkServer([], [], []), ours, 0)
     worker._finalizer.detach()
-    worker.release(7)
+    worker.release(1)
     assert theirs.poll(0)
-    assert pickle.loads(theirs.recv_bytes()) == (0, [7], None)
     with worker._lock:  # a request is in flight: the next one tells it
-        worker.release(8)
-    assert not theirs.poll(0)
-    assert list(worker._released) == [8]
+        worker.release(2)
+    assert list(worker._released) == [2]
     ours.close()
+    texts = _Texts(None)
+    texts._texts = {1: (None, []), 2: (None, [])}
+    texts.answer(theirs)
+    assert list(texts._texts) == [2]
     theirs.close()
 
 
@@ -511,17 +509,6 @@ def test_the_depth_of_a_schema_is_found_in_linear_time(monkeypatch: pytest.Monke
     monkeypatch.setattr(_constraint_check, "_inner", counted)
     _constraint_check._definitions(schema)
     assert walked < 2.1 * 300 * 303
-
-
-def test_a_worker_drops_released_texts() -> None:
-    requests, answers = Pipe()
-    texts = _Texts(None)
-    texts._texts = {1: (None, []), 2: (None, [])}
-    requests.send_bytes(pickle.dumps((0, [1], None)))
-    requests.close()
-    texts.answer(answers)
-    assert list(texts._texts) == [2]
-    answers.close()
 
 
 def test_worker_processes_end_with_their_tokenizer(demo_path: Path) -> None:

@@ -187,15 +187,6 @@ def test_a_mask_excludes_tokens_beyond_its_end() -> None:
         assert sampler.choose(logits) == 32 * words - 1
 
 
-def test_a_given_token_outside_the_vocabulary_is_an_error() -> None:
-    for token in (-1, 3):
-        sampler = core_sampler(Options(), 1, [])
-        sampler.report(0)
-        sampler.follow([token])
-        with pytest.raises(ValueError, match=f"token id {token} is outside the vocabulary of 3"):
-            sampler.choose(np.zeros(3, np.float32))
-
-
 def test_a_top_p_just_below_one_ends_although_sums_are_rounded() -> None:
     """The sum of all probabilities may be below it, depending on the order of additions."""
     rng = np.random.default_rng(1)
@@ -283,10 +274,18 @@ def test_invalid_logits_are_rejected() -> None:
                 choose(logits, temperature=temperature)
 
 
-def test_recent_ids_outside_the_vocabulary_are_rejected() -> None:
+def test_ids_outside_the_vocabulary_are_rejected() -> None:
     for recent in [[-1], [3], [0, 10**12]]:
         with pytest.raises(ValueError, match="outside the vocabulary of 3"):
             choose([0.0, 1.0, 2.0], repeat_penalty=1.1, recent=recent)
+    with pytest.raises(ValueError, match="logit bias 3 is outside the vocabulary of 3"):
+        choose([0.0, 1.0, 2.0], logit_bias={3: 1.0})
+    for token in (-1, 3):
+        sampler = core_sampler(Options(), 1, [])
+        sampler.report(0)
+        sampler.follow([token])
+        with pytest.raises(ValueError, match=f"token id {token} is outside the vocabulary of 3"):
+            sampler.choose(np.zeros(3, np.float32))
 
 
 def test_options_out_of_range_are_rejected_by_name() -> None:
@@ -306,11 +305,6 @@ def test_options_out_of_range_are_rejected_by_name() -> None:
             Options(**{option: value})
     with pytest.raises(TypeError):
         Options(top_k=2.5)  # type: ignore[arg-type]
-
-
-def test_a_bias_outside_the_vocabulary_is_rejected() -> None:
-    with pytest.raises(ValueError, match="logit bias 3 is outside the vocabulary of 3"):
-        choose([0.0, 1.0, 2.0], logit_bias={3: 1.0})
 
 
 def test_greedy_sampling_has_no_penalty() -> None:

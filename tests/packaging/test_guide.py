@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pytest
 from support import encoder_folders
 from support.hub_server import Repo, serve
 from support.places import ROOT
-from support.programs import finished
+from support.programs import finished, serving
 
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "index.md", *sorted((DOCS / "tasks").glob("*.md"))]
@@ -139,11 +138,8 @@ def test_the_page_of_the_server_runs_with_a_server(tmp_path: Path, demo_path: Pa
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     argv = [sys.executable, "-m", "metal_prefill.cli", *shlex.split(command.code.replace("8080", port))[1:]]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stderr is not None
-            assert port in server.stderr.readline()
-            run(page, [replace(s, code=s.code.replace("8080", port)) for s in chosen], tmp_path, demo_path)
-        finally:
-            server.terminate()
+    with serving(argv) as (server, url):
+        assert url.endswith(f":{port}")
+        run(page, [replace(s, code=s.code.replace("8080", port)) for s in chosen], tmp_path, demo_path)
+        server.terminate()
         assert server.wait(30) == 0

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.places import ROOT
-from support.programs import finished, output
+from support.programs import finished, output, serving
 
 FOLDER = os.environ.get("METAL_PREFILL_WHEELS")
 # Their modules need no module for tests; together they use all of the extension.
@@ -82,6 +82,11 @@ class Environment:
         """Run a program of the environment; return its output."""
         return output([self.bin / command[0], *command[1:]], env=self.env, cwd=self.work)
 
+    def check_main_job(self) -> None:
+        shape, file = self.run("python", "-c", main_job()).rsplit(" ", 1)
+        assert shape == "(1024,)"
+        assert "/site-packages/" in file
+
 
 @pytest.fixture(
     scope="module",
@@ -100,9 +105,7 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 def test_the_main_job_runs(environment: Environment) -> None:
-    shape, file = environment.run("python", "-c", main_job()).rsplit(" ", 1)
-    assert shape == "(1024,)"
-    assert "/site-packages/" in file
+    environment.check_main_job()
     text = environment.run("metal-prefill", "run", "-p", "ROMEO:", "-n", "16")
     assert len(text) > 16
 
@@ -126,16 +129,12 @@ def test_the_wheel_runs_on_a_processor_without_avx(environment: Environment) -> 
 
 
 def test_the_server_extra_works(environment: Environment) -> None:
-    command: list[str | Path] = [environment.bin / "metal-prefill", "serve", "--port", "0"]
-    with subprocess.Popen(command, env=environment.env, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stderr is not None
-            url, *_ = re.findall(r"http://127\.0\.0\.1:\d+", server.stderr.readline())
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(f"{url}/health", timeout=60) as answer:
-                assert answer.status == 200
-        finally:
-            server.terminate()
+    command = [environment.bin / "metal-prefill", "serve", "--port", "0"]
+    with serving(command, env=environment.env) as (server, url):
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{url}/health", timeout=60) as answer:
+            assert answer.status == 200
+        server.terminate()
         assert server.wait(60) == 0
 
 
@@ -232,6 +231,4 @@ def test_the_source_distribution_builds(tmp_path: Path) -> None:
     made = Environment("3.12", tmp_path / "built")
     made.env["PATH"] += f":{os.environ['PATH']}"  # the compiler
     made.run("pip", "install", "--quiet", *found)
-    shape, file = made.run("python", "-c", main_job()).rsplit(" ", 1)
-    assert shape == "(1024,)"
-    assert "/site-packages/" in file
+    made.check_main_job()

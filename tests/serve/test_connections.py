@@ -19,6 +19,8 @@ from metal_prefill import Model, serve
 from metal_prefill.serve import _connections, _endpoint
 
 BODY: dict[str, Any] = {"prompt": "ROMEO:\n", "max_tokens": 2, "temperature": 0}
+LARGE = request_bytes({"prompt": "a" * 900, "max_tokens": 9, "temperature": 0})
+LARGEST = len(LARGE) - LARGE.index(b"{")  # bytes of its body
 BUFFER = 4096  # bytes that the system keeps of an answer, or a little more
 
 
@@ -132,31 +134,25 @@ def test_connections_beyond_the_limit_are_refused_until_one_is_closed(cpu_model:
 
 
 def test_concurrent_bodies_have_a_total_limit(cpu_model: Model) -> None:
-    body = {"prompt": "a" * 900, "max_tokens": 1}
-    whole = request_bytes(body)
-    limit = len(whole) - whole.index(b"{")
-    with running(cpu_model, max_body=limit) as server, ExitStack() as stack:
+    with running(cpu_model, max_body=LARGEST) as server, ExitStack() as stack:
         clients: list[socket.socket] = []
         for _ in range(_endpoint.HELD + 1):
             clients.append(stack.enter_context(server.connect()))
-            clients[-1].sendall(whole[:-2])
+            clients[-1].sendall(LARGE[:-2])
         (refused,) = select.select(clients, [], [], 60)[0]
         answer = read_all(refused)
         assert answer.startswith(b"HTTP/1.1 503 ")
-        assert f"exceed {32 * limit} bytes in total".encode() in answer
+        assert f"exceed {32 * LARGEST} bytes in total".encode() in answer
         patient = next(client for client in clients if client is not refused)
-        patient.sendall(whole[-2:])
+        patient.sendall(LARGE[-2:])
         assert patient.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
 def test_bodies_of_requests_being_answered_count_towards_the_limit(cpu_model: Model) -> None:
-    body = {"prompt": "a" * 900, "max_tokens": 9, "temperature": 0}
-    whole = request_bytes(body)
-    limit = len(whole) - whole.index(b"{")
-    with running(cpu_model, max_body=limit, max_streams=_endpoint.HELD) as server, ExitStack() as stack:
+    with running(cpu_model, max_body=LARGEST, max_streams=_endpoint.HELD) as server, ExitStack() as stack:
         gate = Gate(server.service)
         for i in range(_endpoint.HELD):
-            stack.enter_context(server.connect()).sendall(whole)
+            stack.enter_context(server.connect()).sendall(LARGE)
             wait_until(lambda count=i + 1: server.service._texts == count)
         assert server.post("/v1/completions", BODY).status_code == 503
         gate.open()

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from support.running_server import POST, Running, read_all
@@ -23,14 +23,17 @@ from metal_prefill.tasks._prompts import PromptRules
 from metal_prefill.text import ChatTemplate
 from metal_prefill.text._chat_template import _MARKERS
 
+T = TypeVar("T")
 BODY = {"prompt": "ROMEO:", "max_tokens": 2, "temperature": 0}
 MOST_S = 2.0  # of processor time; each of these took more than 5 s, which grew with the square of its size
 
 
-def seconds(call: Callable[[], Any]) -> float:
+def quick(call: Callable[[], T]) -> T:
+    """Return what a call returns, which must not take long."""
     begin = time.process_time()
-    call()
-    return time.process_time() - begin
+    result = call()
+    assert time.process_time() - begin < MOST_S
+    return result
 
 
 def refused(body: str) -> ApiError:
@@ -41,13 +44,7 @@ def refused(body: str) -> ApiError:
 
 def test_keys_with_equal_hashes_are_rejected_in_linear_time() -> None:
     keys = ", ".join(f'"{i * (2**61 - 1)}": 1' for i in range(1, 40_000))
-    error = None
-
-    def read() -> None:
-        nonlocal error
-        error = refused(f'{{"prompt": "a", "logit_bias": {{{keys}}}}}')
-
-    assert seconds(read) < MOST_S
+    error = quick(lambda: refused(f'{{"prompt": "a", "logit_bias": {{{keys}}}}}'))
     assert "2147483647" in str(error)
     assert "logit_bias" in str(error)
 
@@ -55,7 +52,7 @@ def test_keys_with_equal_hashes_are_rejected_in_linear_time() -> None:
 @pytest.mark.parametrize("name", ["` - at `$", "`", "` - at `$.a`", "Object contains unknown field `"])
 def test_unknown_fields_with_any_name_are_rejected_in_linear_time(name: str) -> None:
     body = json.dumps({"prompt": "a", name * 20_000 + "\n": 1})
-    assert seconds(lambda: refused(body)) < MOST_S
+    quick(lambda: refused(body))
 
 
 def test_errors_repeat_only_the_ends_of_long_values(server: Running) -> None:
@@ -86,20 +83,13 @@ def test_a_marker_is_found_in_linear_time_whatever_messages_contain() -> None:
     escaped = "".join(json.dumps(chr(c))[1:-1] for c in itertools.chain(range(0x2801, 0x2900), _MARKERS[1]))
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", ["<|im_end|>"])
     messages = [{"role": "user", "content": "\\ud840" * 150_000}, {"role": "user", "content": escaped}]
-    found = ""
-
-    def render() -> None:
-        nonlocal found
-        found = "".join(text for text, _ in template.render(messages, {}))
-
-    assert seconds(render) < MOST_S
-    assert escaped in found
+    assert escaped in quick(lambda: "".join(text for text, _ in template.render(messages, {})))
 
 
 def test_normalization_of_combining_marks_takes_linear_time() -> None:
     rules = PromptRules(unicode="NFC")
     text = "a" + "\u0301" * 40_000 + "\u0316" * 40_000
-    assert seconds(lambda: rules.normalized(text)) < MOST_S
+    quick(lambda: rules.normalized(text))
     assert rules.normalized("a\u0301\u0316") == "\u00e1\u0316"
 
 

@@ -165,21 +165,15 @@ def test_a_response_has_a_schema(served: Running) -> None:
     assert json.loads(found.output_text)["n"] in (1, 2), found.output_text
 
 
-def test_reasoning_is_an_item(thinking: Running) -> None:
+def test_reasoning_is_an_item_and_is_kept(thinking: Running) -> None:
     expected = chat(thinking, [USER]).message.reasoning_content
     found = response(thinking, input=[USER])
     (item,) = found.output
     assert (item.type, item.content[0].text) == ("reasoning", expected)
     assert found.usage.output_tokens_details.reasoning_tokens == found.usage.output_tokens == 12
-
-
-def test_a_kept_response_keeps_its_reasoning(thinking: Running) -> None:
-    first = response(thinking, input=[USER])
-    items = [item.model_dump() for item in first.output]
-    following = response(thinking, input="a", previous_response_id=first.id)
-    spelled_out = response(thinking, input=[USER, *items, {"role": "user", "content": "a"}])
-    assert following.usage.input_tokens == spelled_out.usage.input_tokens
-    assert following.usage.input_tokens >= first.usage.total_tokens
+    following = response(thinking, input="a", previous_response_id=found.id)
+    spelled_out = response(thinking, input=[USER, item.model_dump(), {"role": "user", "content": "a"}])
+    assert following.usage.input_tokens == spelled_out.usage.input_tokens >= found.usage.total_tokens
 
 
 @pytest.mark.parametrize(

@@ -2,44 +2,30 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from starlette.testclient import TestClient
+from support.programs import serving
 from support.running_server import LOCAL
 
 from metal_prefill import cli
 from metal_prefill.serve._connections import Server
 from metal_prefill.serve._endpoint import CLOSING_SECONDS
 
-
-@contextmanager
-def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run the command at a free port; return the process and its address."""
-    argv = [sys.executable, "-m", "metal_prefill.cli", "serve", "--port", "0", *arguments]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            line = process.stderr.readline()
-            found = re.search(r"at (http://\S+)/v1$", line)
-            assert found, line + process.stderr.read()
-            yield process, found[1]
-        finally:
-            process.kill()
+SERVE = [sys.executable, "-m", "metal_prefill.cli", "serve", "--port", "0"]
 
 
 def test_sigterm_lets_answers_in_flight_finish(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\ufefffirst key\n# second\nsecond-key\n", encoding="utf-8")
-    with command("--api-key-file", str(keys), "--alias", "bard") as (process, url):
+    with serving([*SERVE, "--api-key-file", keys, "--alias", "bard"]) as (process, url):
         assert "<title>metal_prefill</title>" in httpx.get(f"{url}/", **LOCAL).text
         for key, status in (("first key", 200), ("# second", 401)):
             headers = {"authorization": f"Bearer {key}"}
@@ -99,7 +85,7 @@ def test_options_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_second_interrupt_ends_answers_at_once() -> None:
-    with command("--shutdown-grace", "300") as (process, url):
+    with serving([*SERVE, "--shutdown-grace", "300"]) as (process, url):
         body = {"prompt": "ROMEO:", "max_tokens": 1000, "n": 100, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, **LOCAL, timeout=60) as answer:
             lines = answer.iter_lines()

@@ -1,7 +1,9 @@
 """Programs that tests run to their end."""
 
+import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,3 +20,17 @@ def output(command: Sequence[str | Path], **options: Any) -> str:
     done = finished(command, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+@contextmanager
+def serving(command: Sequence[str | Path], **options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run ``metal-prefill serve``, yield the process and its address, and kill it if it has not ended."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            found = re.search(r"at (http://\S+)/v1$", line)
+            assert found, line + process.stderr.read()
+            yield process, found[1]
+        finally:
+            process.kill()
