@@ -22,8 +22,6 @@ from metal_prefill.text._vocabulary import (
 
 @dataclass
 class FolderVocabulary:
-    """A vocabulary as a GGUF file describes it."""
-
     model: str  # value of ``tokenizer.ggml.model``
     # Text and type of each id.
     tokens: list[str]
@@ -285,7 +283,6 @@ def _problem(found: FolderVocabulary, end: list[int], between: list[int] | None)
 
 
 def _reads_types(settings: Fields) -> bool:
-    """Return whether the tokenizer gives a model the types of tokens."""
     if settings.has("model_input_names"):
         return "token_type_ids" in settings.sequence("model_input_names")
     return "Roberta" not in settings.string("tokenizer_class", default="")

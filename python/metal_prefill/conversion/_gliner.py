@@ -68,8 +68,6 @@ _MODES: dict[str, EntityMode] = {"markerV0": "spans", "token_level": "words"}
 
 @dataclass
 class Encoder:
-    """An encoder in a folder."""
-
     config: Fields
     place: Path  # folder with its tokenizer
     # In a folder of GLiNER, its own tensors, and the tensors and metadata of what follows it.

@@ -106,7 +106,6 @@ def _yarn(config: Fields, rope: Fields) -> dict[str, Any]:
 
 
 def _yarn_magnitude(rope: Fields) -> float:
-    """Return the factor of rotated values."""
     growth = 0.1 * math.log(max(rope.number("factor"), 1.0))
     scale = 1.0 + growth
     if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):  # 0 counts as absent

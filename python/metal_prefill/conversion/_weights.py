@@ -74,7 +74,6 @@ class Weight:
         return replace(self, name=name, shape=shape, start=start, end=start + size)
 
     def named(self, name: str) -> Computed:
-        """Return the same tensor with another name."""
         return self.computed(self.rows, name=name)
 
     def computed(

@@ -31,8 +31,6 @@ ENTITY_TENSORS = frozenset(
 
 @dataclass(frozen=True)
 class EntityHead:
-    """Validated settings of the head."""
-
     mode: EntityMode
     width: int  # number of values of a word
     most_words: int  # maximum number of words of a text

@@ -311,7 +311,6 @@ def _feed_forwards(keys: Keys, traits: Architecture, n_layers: int) -> tuple[Fee
 
 
 def _with_experts(config: ModelConfig, keys: Keys, traits: Architecture) -> ModelConfig:
-    """Read the shape of the layers with experts."""
     name = keys.architecture
     count, used = keys.positive("expert_count"), keys.positive("expert_used_count")
     if used > count:

@@ -72,7 +72,8 @@ def fetch(
         The repository, revision or file does not exist; several files match; access is denied; or the Hub is
         unreachable or returns an invalid response, and the file is not in the cache.
     """
-    repository = Repository(import_hub(), repo_id, revision, token, cache_dir and os.fspath(cache_dir))
+    cache = None if cache_dir is None else os.fspath(cache_dir)
+    repository = Repository(import_hub(), repo_id, revision, token, cache)
     name, path = pattern, repository.cached(pattern)
     if path is None:
         name = repository.only_match(pattern)
@@ -105,7 +106,8 @@ def fetch_folder(
         The repository does not exist, has no ``config.json`` and safetensors, or access is denied; or the Hub
         is unreachable or returns an invalid response, and the files are not in the cache.
     """
-    repository = Repository(import_hub(), repo_id, revision, token, cache_dir and os.fspath(cache_dir))
+    cache = None if cache_dir is None else os.fspath(cache_dir)
+    repository = Repository(import_hub(), repo_id, revision, token, cache)
     files, where = repository.files()
     wanted = [name for name in files if any(_matches(name, pattern) for pattern in _FOLDER_FILES)]
     about = next((name for name in CONFIGURATIONS if name in wanted), None)

@@ -6,7 +6,7 @@ magnitude through all layers, attention depends on the context, and the logits d
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from metal_prefill._support.arguments import Progress
 from metal_prefill.files._gguf_writer import check_header
 from metal_prefill.synth._blocks import TENSOR_TYPES, random_decay, random_norm, random_step, random_tensor
 from metal_prefill.synth._file import write, writer_of
@@ -43,8 +44,6 @@ __all__ = [
     "PRESETS", "ROPE_SCALINGS", "TENSOR_TYPES", "TIED", "TOKEN_TYPES", "ExpertShape", "LayerShape",
     "ModelShape", "ScanShape", "llama3_rope_factors", "synthesize",
 ]  # fmt: skip
-
-Progress = Callable[[int, int], None]  # called with the bytes of weights written so far, and their total
 
 _BERT: Mapping[str, Any] = {"architecture": "bert", "tokenizer": "bert", "norm_eps": 1e-12}
 
@@ -270,14 +269,6 @@ def synthesize(
         raise ValueError(f"seed {seed}: must not be negative")
     whole = stacked(tensors(shape, tensor_type, embedding_type), shape)
     listed = [with_types(tensor, overrides or {}) for tensor in whole]
-    total, done = sum(tensor.size for tensor in listed), 0
-
-    def written(tensor: Tensor) -> None:
-        nonlocal done
-        done += tensor.size
-        if progress:
-            progress(done, total)
-
     weights = _Weights(shape, listed, seed)
-    write(path, f"Synthetic {preset}", shape, tensor_type, listed, weights, written, check_header)
+    write(path, f"Synthetic {preset}", shape, tensor_type, listed, weights, progress, check_header)
     return Path(path)

@@ -8,6 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_writer import GGUFWriter
@@ -130,7 +131,7 @@ def write(
     # Function that returns the bytes of a tensor; called in file order, so that only one tensor is in memory
     # at a time.
     values: Callable[[Tensor], NDArray[Any]],
-    written: Callable[[Tensor], object] = lambda tensor: None,  # function called after each tensor
+    progress: Progress | None = None,  # function called after each tensor with the bytes so far and in total
     check: Callable[[Path], None] = lambda path: None,  # function called when the header is written
 ) -> None:
     """Write a model atomically."""
@@ -148,9 +149,12 @@ def write(
                 check(part)
             except (GGUFError, UnsupportedModelError) as error:
                 raise ValueError(str(error).removeprefix(f"{part}: ")) from None
+            done, total = 0, sum(tensor.size for tensor in tensors)
             for tensor in tensors:
                 writer.write_tensor_data(values(tensor))
-                written(tensor)
+                done += tensor.size
+                if progress is not None:
+                    progress(done, total)
         finally:
             writer.close()
 

@@ -52,8 +52,6 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor to write."""
-
     name: str  # name in the file
     shape: tuple[int, ...]  # number of rows and row length, or only the length of a vector
     kind: str  # one of `TENSOR_TYPES`

@@ -124,8 +124,6 @@ GLM = Elements(
 
 
 class ElementScanner(Scanner):
-    """Scanner of a call in elements."""
-
     def __init__(
         self,
         form: Elements,  # tags of the elements
