@@ -22,7 +22,7 @@ from support import (
     task_folders,
 )
 from support.adapter_folders import QUERY, adapter
-from support.model_folders import CONTEXT, DIM, Folder, read, types_of
+from support.model_folders import CONTEXT, DIM, Folder, linear, read, types_of
 
 from metal_prefill import GGUFError, Model
 from metal_prefill.cli import main
@@ -42,11 +42,8 @@ def bert(tmp_path: Path) -> Folder:
 
 def test_unnamed_labels_and_unused_tensors_are_omitted(tmp_path: Path) -> None:
     shapes = {
-        "classifier.weight": (2, DIM),
-        "bert.embeddings.position_ids": (1, CONTEXT),
-        "cls.predictions.bias": (7,),
-        "bert.pooler.dense.weight": (DIM, DIM),
-        "bert.pooler.dense.bias": (DIM,),
+        "classifier.weight": (2, DIM), "cls.predictions.bias": (7,),
+        "bert.embeddings.position_ids": (1, CONTEXT), **linear("bert.pooler.dense"),
     }
     labels = {"0": "LABEL_0", "1": "LABEL_1"}
     folder = model_folders.bert(tmp_path / "m", "BertForTokenClassification", id2label=labels)
@@ -63,9 +60,8 @@ def test_unnamed_labels_of_texts_count_the_outputs_for_llama_cpp(
     """It expects one output unless the file has labels."""
     labels = {str(i): f"LABEL_{i}" for i in range(count)}
     folder = model_folders.bert(tmp_path / "m", "BertForSequenceClassification", id2label=labels)
-    shapes = {"classifier.weight": (count, DIM), "classifier.bias": (count,)}
-    pooler = {"bert.pooler.dense.weight": (DIM, DIM), "bert.pooler.dense.bias": (DIM,)}
-    fields, _ = read(convert(folder.add(shapes | pooler).write(), tmp_path / "m.gguf"))
+    folder.add(linear("classifier", count) | linear("bert.pooler.dense"))
+    fields, _ = read(convert(folder.write(), tmp_path / "m.gguf"))
     assert fields.get("bert.classifier.output_labels") == written
 
 
@@ -104,19 +100,6 @@ def test_heads_routers_and_filters_stay_in_float32(
     types = types_of(path)
     assert {types[name] for name in heads} == {"F32"}
     assert "F16" in types.values()
-
-
-@pytest.mark.parametrize(
-    ("layer", "rows", "name"), [("self_attn.q_proj", 32, "attention_bias"), ("mlp.down_proj", 32, "mlp_bias")]
-)
-def test_announced_biases_are_written(tmp_path: Path, layer: str, rows: int, name: str) -> None:
-    folder = model_folders.llama(tmp_path / "m")
-    bias = np.arange(rows, dtype=np.float32)
-    folder.tensors[f"model.layers.0.{layer}.bias"] = bias
-    folder.config[name] = True
-    _, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
-    role = {"self_attn.q_proj": "attn_q", "mlp.down_proj": "ffn_down"}[layer]
-    np.testing.assert_array_equal(np.sort(tensors[f"blk.0.{role}.bias"]), bias)
 
 
 def test_matrices_of_several_types_keep_theirs(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Vectors of texts: pooling, ends, cuts and prompts as files and cards define them, alone or together."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from support.cpu_testing import cpu_testing
 from support.gguf_bytes import FALSE, integer
 from support.gguf_mutator import with_entries
 from support.reference import ReferenceModel
-from support.small_models import EMBEDDERS, SmallModel, write
+from support.small_models import EMBEDDERS, write
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError, _core, synth
 from metal_prefill.tasks._embedding import encode_texts, encode_tokens
@@ -55,10 +56,8 @@ def test_vectors_match_the_reference(device: str, tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("name", ["qwen3, last", "gemma-embedding"])
 def test_8_bit_activations_stay_near_the_reference(tmp_path: Path, name: str) -> None:
-    model = EMBEDDERS[name]
-    path = write(
-        tmp_path / "model.gguf", SmallModel(**{**vars(model), "types": {"*": "Q8_0"}, "embedding": "Q8_0"})
-    )
+    model = replace(EMBEDDERS[name], types={"*": "Q8_0"}, embedding="Q8_0")
+    path = write(tmp_path / "model.gguf", model)
     reference = ReferenceModel(path)
     with Model(path, device="cpu") as opened:
         for vector, text in zip(opened.embed(TEXTS), TEXTS, strict=True):

@@ -64,16 +64,9 @@ def test_a_conversation_is_encoded_as_its_template_renders_it(tokenizer_with: GG
     tokenizer = tokenizer_with(CHATML)
     start, end = (tokenizer.encode(t, parse_special=True)[0] for t in (START, END))
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, you"}]
-    expected = [
-        start,
-        *tokenizer.encode("system\nBe brief."),
-        end,
-        *tokenizer.encode("\n"),
-        start,
-        *tokenizer.encode("user\nHello, you"),
-        end,
-        *tokenizer.encode("\n"),
-    ]
+    expected: list[int] = []
+    for text in ("system\nBe brief.", "user\nHello, you"):
+        expected += [start, *tokenizer.encode(text), end, *tokenizer.encode("\n")]
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == expected
     assert tokenizer.apply_chat_template(messages) == [*expected, start, *tokenizer.encode("assistant\n")]
 
@@ -273,13 +266,7 @@ def test_control_tokens_of_calls_are_part_of_answers_and_those_of_results_end_th
 
     assert tokenizer.stop_ids >= ids("<turn|>", "<|tool_response>", "<start_function_response>")
     assert not tokenizer.stop_ids & ids("<|turn>", "<tool_call|>", "<end_function_call>")
-    marks = (
-        "<|tool_call>",
-        "<tool_call|>",
-        '<|"|>',
-        "<start_function_call>",
-        "<end_function_call>",
-        "<escape>",
+    assert tokenizer.shown_tokens(reasoning=False, calls=True) == ids(
+        *("<|tool_call>", "<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>")
     )
-    assert tokenizer.shown_tokens(reasoning=False, calls=True) == ids(*marks)
     assert tokenizer.shown_tokens(reasoning=True, calls=False) == ids("<|channel>", "<channel|>")
