@@ -42,8 +42,10 @@ def bert(tmp_path: Path) -> Folder:
 
 def test_unnamed_labels_and_unused_tensors_are_omitted(tmp_path: Path) -> None:
     shapes = {
-        "classifier.weight": (2, DIM), "cls.predictions.bias": (7,),
-        "bert.embeddings.position_ids": (1, CONTEXT), **linear("bert.pooler.dense"),
+        "classifier.weight": (2, DIM),
+        "cls.predictions.bias": (7,),
+        "bert.embeddings.position_ids": (1, CONTEXT),
+        **linear("bert.pooler.dense"),
     }
     labels = {"0": "LABEL_0", "1": "LABEL_1"}
     folder = model_folders.bert(tmp_path / "m", "BertForTokenClassification", id2label=labels)

@@ -13,6 +13,7 @@ from support.reference import ReferenceModel
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import ContextOverflowError, Model
+from metal_prefill.tasks._reranking import encode_template
 
 QUERY = "who is the king"
 DOCUMENTS = ["The king is dead.", "A rose by any other name", "Long live the king! " * 8, "x"]
@@ -105,14 +106,9 @@ def test_only_the_best_are_returned(model: Model) -> None:
 
 def test_texts_cannot_contain_control_tokens_or_placeholders(model: Model) -> None:
     template = "<|endoftext|>{query}|{document}"
-    special = model.tokenizer._spelled.special.get("<|endoftext|>")
-    from metal_prefill.tasks._reranking import encode_template
-
     ids = encode_template(model.engine, template, {"query": "{document}", "document": "<|endoftext|>"})
-    plain = model.tokenizer.encode("{document}|<|endoftext|>", add_bos=False)
-    assert ids.tolist() == ([] if special is None else [special]) + (
-        plain if special is not None else model.tokenizer.encode("<|endoftext|>{document}|<|endoftext|>")
-    )
+    (special,) = model.tokenizer.encode("<|endoftext|>", parse_special=True)
+    assert ids.tolist() == [special, *model.tokenizer.encode("{document}|<|endoftext|>", add_bos=False)]
 
 
 def test_documents_beyond_the_context_are_truncated_on_request(reranker: Path) -> None:
