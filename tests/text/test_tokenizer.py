@@ -146,13 +146,6 @@ def test_control_token_cannot_be_a_whole_word(open_variant: Open) -> None:
     assert tokenizer.encode("STOP", add_bos=False, parse_special=True) == [len(tokens) - 1]
 
 
-def test_longest_special_token_wins(open_variant: Open) -> None:
-    tokens = [*GPT2["tokens"], "<x>", "<x><y>"]
-    tokenizer = open_variant(TokenizerVariant("gpt2", "smollm"), tokens=tokens, types=[*GPT2["types"], 3, 3])
-    n = len(tokens)
-    assert tokenizer.encode("<x><y><x>", add_bos=False, parse_special=True) == [n - 1, n - 2]
-
-
 @pytest.mark.parametrize(("name", "strips"), [("Phi-3-mini", True), ("Phi 3.5 mini", True), ("Llama", False)])
 def test_control_tokens_of_phi_3_take_the_white_space_after_them(
     open_variant: Open, name: str, strips: bool
