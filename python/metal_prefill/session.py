@@ -458,7 +458,7 @@ logit_bias
         for piece in text.take(chosen):
             position += 1
             yield piece
-        while text.ended is None:
+        while text.writer.ended is None:
             following = text.next_tokens(self._engine.exact_rows, sent=ahead.sent)
             core, continues = self.native, ahead.begin(text.can_run_ahead)
             chosen = text.request(core, following, continues=continues, claim=claim).run(None, "generate")

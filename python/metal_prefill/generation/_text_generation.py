@@ -132,10 +132,6 @@ class StopFilter:
         self._pending: deque[str] = deque()  # characters
         self.stop: str | None = None  # the one that was found
 
-    @property
-    def found(self) -> bool:
-        return self.stop is not None
-
     def step(self, piece: str) -> str:
         """Add a piece; return the text that cannot belong to a stop string."""
         if not self._stops:
@@ -202,7 +198,7 @@ class TextWriter:
         complete = completes is not None and completes(token)
         text, answer = self._divided(self._decoder.step(token))
         text += self._filter.step(answer) if self.made > self._least else answer
-        if self._filter.found:
+        if self._filter.stop is not None:
             self.ended = "stop"
         elif complete:
             text += self._end("stop")
@@ -218,7 +214,8 @@ class TextWriter:
         text, answer = self._divided(self._decoder.flush())
         if self._gate is not None:
             answer += self._gate.flush()
-        return text + self._filter.step(answer) + ("" if self._filter.found else self._filter.flush())
+        text += self._filter.step(answer)
+        return text if self._filter.stop is not None else text + self._filter.flush()
 
     def _divided(self, text: str) -> tuple[str, str]:
         """Divide text into reasoning and answer."""
@@ -315,11 +312,6 @@ class Continuation:
         self._cost = engine.row_cost
         self._next: list[int] = []  # tokens of the text that are not computed
 
-    @property
-    def ended(self) -> FinishReason | None:
-        """Reason for the end of the text; None while it continues."""
-        return self.writer.ended
-
     def next_tokens(
         self,
         room: int,  # tokens that the pass may have of this text, if drafts are to be among them
@@ -396,7 +388,7 @@ class Continuation:
         Raises ConstraintError if the context is full before the constraint is met, or following it exceeded a
         limit. `ConstraintPending` changes nothing.
         """
-        guide, (free, room) = self.guide, self._free(chosen)
+        guide, writer, (free, room) = self.guide, self.writer, self._free(chosen)
         if guide is not None:
             guide.advance(chosen, free, room)
         if self._speculation is not None and free:
@@ -404,36 +396,34 @@ class Continuation:
         reports = self.sampler.reports if self._reports and self.sampler is not None else []  # copies all
         for row, token in enumerate(chosen):
             yield self._take(token, reports[row] if reports else None)
-            if self.ended is not None:
+            if writer.ended is not None:
                 break
         self._next = [chosen[-1]]
         if guide is None:
             return
-        for token in guide.take_forced() if self.ended is None else ():
+        for token in guide.take_forced() if writer.ended is None else ():
             guide.sampler.accept(token)
             self._next.append(token)
             if self._speculation is not None:
                 self._speculation.follow(token)
             yield self._take(token)
-            if self.ended is not None:
+            if writer.ended is not None:
                 break
-        if self.ended is None:
+        if writer.ended is None:
             guide.allow()
-        elif self.ended == "context" and not guide.met:
+        elif writer.ended == "context" and not guide.met:
             raise ConstraintError(
                 f"the context of {self._context} tokens is full before the text meets its constraint"
             )
-        if self.ended is not None:
+        else:
             guide.constraint.close()
 
     def _take(self, token: int, report: tuple[float, list[tuple[int, float]]] | None = None) -> Piece:
         """Take one token; `report`: its log probability, and ids and those of the most probable tokens."""
         echo, self.echo = self.echo, ""
         text = echo + self.writer.take(token, None if self.guide is None else self.guide.completes)
-        if report is None:
-            return Piece(token, text, finish_reason=self.ended)
-        logprob, best = report
-        return Piece(token, text, logprob, tuple(best), self.ended)
+        logprob, best = (None, ()) if report is None else report
+        return Piece(token, text, logprob, tuple(best), self.writer.ended)
 
     def send(self, chosen: Sequence[int]) -> None:
         """Send the tokens that a pass chose to the constraint; :meth:`take` waits for its answer."""
