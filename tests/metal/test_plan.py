@@ -568,17 +568,6 @@ def test_attention_on_matrix_units_takes_heads_of_64_and_128_in_half_precision()
         assert {kernel.startswith("attention_tensor") for kernel in found} == {used}
 
 
-def test_a_matmul_that_leaves_cores_idle_is_split() -> None:
-    shape = small(dim=576, n_heads=9, n_kv_heads=3, ffn_dim=1536, context_length=1024)
-    for gpu, tokens, split in (
-        ("Apple M4", 32, {576}),
-        ("Apple M4 Max", 64, {576, 960}),
-        ("Apple M4 Max", 65, set()),
-    ):
-        passed = plan(shape, tokens, gpu=gpu)
-        assert {d.args["out_dim"] for d in passed if d.kernel == "matmul_q4_0_split"} == split, (gpu, tokens)
-
-
 def test_larger_chips_have_more_threads_for_a_token() -> None:
     """As many loads in flight as their memory has bandwidth: 576 rows take all lanes from an M4 Pro on."""
     shape = small(dim=1024, n_heads=16, n_kv_heads=8, ffn_dim=3072)

@@ -61,16 +61,13 @@ def _type_of(kernel: str) -> str:
 
 
 def embed(d: Captured) -> Expected:
-    dim, row_bytes = d.args["dim"], d.args["row_bytes"]
-    ids, table = d.before(1, np.int32)[:: d.args["id_stride"]], d.before(0, np.uint8)
-    for token in d.some(d.args["tokens"]):
-        start = int(ids[token]) * row_bytes
-        row = _core.dequantize(
-            _TYPES[_type_of(d.kernel)], np.ascontiguousarray(table[start : start + row_bytes]), dim
-        )
+    dim, tokens = d.args["dim"], d.some(d.args["tokens"])
+    table = Matrix(d, columns=dim, rows=[d.args["vocab_size"]], offsets=[0])
+    ids = d.before(1, np.int32)[:: d.args["id_stride"]]
+    for token, row in zip(tokens, table.rows(ids[tokens].astype(np.int64)), strict=True):
         where = slice(token * dim, (token + 1) * dim)
         before = d.before(2, np.float32)[where] if d.args["accumulate"] else 0.0
-        yield d.after(2, np.float32)[where], row.astype(np.float64) * d.args["scale"] + before
+        yield d.after(2, np.float32)[where], row * d.args["scale"] + before
 
 
 def product(d: Captured) -> Expected:

@@ -1,6 +1,6 @@
 """Steps of recurrent layers."""
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -76,12 +76,28 @@ def _rows_of(first: Any) -> list[int]:
     return rows + [int(first["rest"]) + token for token in range(int(first["tokens"]) - before_split)]
 
 
-def _state_before(first: Any, held: Values, stride: int, shape: tuple[int, ...]) -> Values:
-    """Return the state before a sequence's tokens of a pass, from slots that are `stride` numbers apart."""
-    if first["before"] == _STATE_NONE:
-        return np.zeros(shape)
-    start = int(first["before"]) * stride
-    return held[start : start + math.prod(shape)].reshape(shape).astype(np.float64)
+def _recurrence(
+    d: Captured,
+    table: int,  # binding of the table of rows; that of the states follows
+    out: Values,  # outputs, from row `first_out` of the pass on
+    sequences: int,
+    shape: tuple[int, ...],  # of a state
+    step: Callable[[Values, int], tuple[Values, Values]],  # of a token: the next state, and the output
+) -> Expected:
+    """Compare the outputs of tokens, and the states that are kept after some."""
+    total, stride, skipped = d.args["tokens"], d.args["slot_stride"], d.args.get("first_out", 0)
+    rows = d.before(table, _STATE_ROW)
+    held, after = d.before(table + 1, np.float32), d.after(table + 1, np.float32)
+    for first in rows[total : total + sequences]:
+        state = np.zeros(shape)
+        if first["before"] != _STATE_NONE:
+            state = held[int(first["before"]) * stride :][: state.size].reshape(shape).astype(np.float64)
+        for row in _rows_of(first):
+            state, y = step(state, row)
+            if row >= skipped:
+                yield out[(row - skipped) * y.size :][: y.size], y
+            if rows["after"][row] != _STATE_NONE:
+                yield after[int(rows["after"][row]) * stride :][: state.size], state.reshape(-1)
 
 
 def scan(d: Captured) -> Expected:
@@ -91,27 +107,21 @@ def scan(d: Captured) -> Expected:
     rates, bias, skip = (d.floats(i, heads) for i in range(3))
     projected = d.before(3, np.float32)
     convolved = d.before(4, np.float32)[: total * (heads * dim + 2 * groups * rows)].reshape(total, -1)
-    table = d.before(5, _STATE_ROW)
-    held, after = d.before(6, np.float32), d.after(6, np.float32)
+
+    def step(state: Values, row: int) -> tuple[Values, Values]:
+        x, b, c = np.split(convolved[row].astype(np.float64), [heads * dim, heads * dim + groups * rows])
+        b, c = (np.repeat(part.reshape(groups, rows), heads // groups, axis=0) for part in (b, c))
+        x, gate = (
+            x.reshape(heads, dim),
+            projected[row * a["row_stride"] :][: a["row_stride"]].astype(np.float64),
+        )
+        delta = np.logaddexp(0.0, gate[a["dt_column"] :][:heads] + bias)
+        state = np.exp(delta * rates)[:, None, None] * state + (delta[:, None] * b)[:, :, None] * x[:, None]
+        y = ((c[:, :, None] * state).sum(axis=1) + skip[:, None] * x).reshape(-1)
+        return state, y * activate(gate[: heads * dim], SILU) if a["gated"] else y
+
     out = d.after(7, np.float16 if d.kernel.startswith("scan_f16") else np.float32)
-    for first in table[total : total + d.grid[1]]:
-        state = _state_before(first, held, a["slot_stride"], (heads, rows, dim))
-        for row in _rows_of(first):
-            x, b, c = np.split(convolved[row].astype(np.float64), [heads * dim, heads * dim + groups * rows])
-            b, c = (np.repeat(part.reshape(groups, rows), heads // groups, axis=0) for part in (b, c))
-            x, start = x.reshape(heads, dim), row * a["row_stride"] + a["dt_column"]
-            step = np.logaddexp(0.0, projected[start : start + heads].astype(np.float64) + bias)
-            state = np.exp(step * rates)[:, None, None] * state + (step[:, None] * b)[:, :, None] * x[:, None]
-            if row >= a["first_out"]:
-                y = ((c[:, :, None] * state).sum(axis=1) + skip[:, None] * x).reshape(-1)
-                if a["gated"]:
-                    gate = projected[row * a["row_stride"] :][: heads * dim].astype(np.float64)
-                    y = y * activate(gate, SILU)
-                start = (row - a["first_out"]) * heads * dim
-                yield out[start : start + heads * dim], y
-            if table["after"][row] != _STATE_NONE:
-                start = int(table["after"][row]) * a["slot_stride"]
-                yield after[start : start + state.size], state.reshape(-1)
+    yield from _recurrence(d, 5, out, d.grid[1], (heads, rows, dim), step)
 
 
 def scan_norm(d: Captured) -> Expected:
@@ -127,30 +137,23 @@ def scan_norm(d: Captured) -> Expected:
 
 def gated_delta(d: Captured) -> Expected:
     a = d.args
-    heads, groups, keys, width, total = a["heads"], a["groups"], a["key_dim"], a["value_dim"], a["tokens"]
+    heads, groups, keys, width = a["heads"], a["groups"], a["key_dim"], a["value_dim"]
     decay, bias = (d.floats(i, heads) for i in range(2))
-    given, rates, table = d.before(2, np.float32), d.before(3, np.float32), d.before(4, _STATE_ROW)
-    held, after, out = d.before(5, np.float32), d.after(5, np.float32), d.after(6, np.float32)
-    for first in table[total : total + d.grid[2]]:
-        state = _state_before(first, held, a["slot_stride"], (heads, keys, width))
-        rows = _rows_of(first)
-        sampled = [rows[token] for token in d.some(len(rows))]
-        for row in rows:
-            qkv = given[row * a["in_stride"] :][: 2 * groups * keys + heads * width].astype(np.float64)
-            q, k, v = np.split(qkv, [groups * keys, 2 * groups * keys])
-            q, k = (part.reshape(groups, keys) for part in (q, k))
-            q, k = (part / np.sqrt((part**2).sum(-1, keepdims=True) + 1e-6) for part in (q, k))
-            q, k = (np.tile(part, (heads // groups, 1)) for part in (q / np.sqrt(keys), k))
-            rate = rates[row * a["rate_stride"] :][: 2 * heads].astype(np.float64)
-            state = state * np.exp(decay * np.logaddexp(0.0, rate[:heads] + bias))[:, None, None]
-            error = v.reshape(heads, width) - np.einsum("hk,hkv->hv", k, state)
-            state = state + np.einsum("hk,hv->hkv", k, error / (1.0 + np.exp(-rate[heads:]))[:, None])
-            if row in sampled:
-                found = out[row * heads * width : (row + 1) * heads * width]
-                yield found, np.einsum("hk,hkv->hv", q, state).reshape(-1)
-            if table["after"][row] != _STATE_NONE:
-                start = int(table["after"][row]) * a["slot_stride"]
-                yield after[start : start + state.size], state.reshape(-1)
+    given, rates = d.before(2, np.float32), d.before(3, np.float32)
+
+    def step(state: Values, row: int) -> tuple[Values, Values]:
+        qkv = given[row * a["in_stride"] :][: 2 * groups * keys + heads * width].astype(np.float64)
+        q, k, v = np.split(qkv, [groups * keys, 2 * groups * keys])
+        q, k = (part.reshape(groups, keys) for part in (q, k))
+        q, k = (part / np.sqrt((part**2).sum(-1, keepdims=True) + 1e-6) for part in (q, k))
+        q, k = (np.tile(part, (heads // groups, 1)) for part in (q / np.sqrt(keys), k))
+        rate = rates[row * a["rate_stride"] :][: 2 * heads].astype(np.float64)
+        state = state * np.exp(decay * np.logaddexp(0.0, rate[:heads] + bias))[:, None, None]
+        error = v.reshape(heads, width) - np.einsum("hk,hkv->hv", k, state)
+        state = state + np.einsum("hk,hv->hkv", k, error / (1.0 + np.exp(-rate[heads:]))[:, None])
+        return state, np.einsum("hk,hkv->hv", q, state).reshape(-1)
+
+    yield from _recurrence(d, 4, d.after(6, np.float32), d.grid[2], (heads, keys, width), step)
 
 
 def gated_norm(d: Captured) -> Expected:
