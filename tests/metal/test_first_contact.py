@@ -188,23 +188,22 @@ def test_few_tokens_use_as_many_threads_as_pipelines_allow(path: Path) -> None:
     np.testing.assert_allclose(logits, wanted, atol=1e-3 * np.abs(wanted).max())
 
 
-def test_a_kernel_that_needs_more_threads_is_named(path: Path) -> None:
-    with pytest.raises(
-        DeviceError, match=r"'matmul_q4_0_narrow' needs threadgroups of 128 threads; .* at most 96"
-    ):
-        open_with(path, max_threads={"matmul_q4_0_narrow": 96})
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            {"max_threads": {"matmul_q4_0_narrow": 96}},
+            r"'matmul_q4_0_narrow' needs threadgroups of 128 threads; .* at most 96",
+        ),
+        ({"simd_width": 64}, r"the kernel '\w+' runs in simdgroups of 64 threads"),
+        ({"broken_kernels": {"argmax_stage2"}}, r"'argmax_stage2' cannot be built: .*compiler service"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_kernel_that_cannot_be_used_is_named(path: Path, limits: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        open_with(path, **limits)
     assert gpu.live_objects() == 0
-
-
-def test_another_simd_width_is_rejected_at_load(path: Path) -> None:
-    with pytest.raises(DeviceError, match=r"the kernel '\w+' runs in simdgroups of 64 threads"):
-        open_with(path, simd_width=64)
-    assert gpu.live_objects() == 0
-
-
-def test_a_kernel_that_does_not_compile_is_named(path: Path) -> None:
-    with pytest.raises(DeviceError, match=r"'argmax_stage2' cannot be built: .*compiler service"):
-        open_with(path, broken_kernels={"argmax_stage2"})
 
 
 def test_a_driver_that_ignores_barriers_fails_first_contact(
