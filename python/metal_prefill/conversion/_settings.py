@@ -110,14 +110,13 @@ def modern_bert(config: Fields) -> dict[str, Any]:
         base = rope.object(kind)
         base.require("rope_type", ("default",), "default")
         bases[suffix] = base.number("rope_theta", default=config.number(name, default=default))
-    activation = config.string("hidden_activation", default="gelu")
     return {
         **bases,
         "attention.sliding_window": config.integer("local_attention"),
         "attention.sliding_window_pattern": period,
         "rope.scaling.type": "none",
         "vocab_size": config.integer("vocab_size"),
-        "hidden_activation": activation,
+        "hidden_activation": config.string("hidden_activation", default="gelu"),
     }
 
 

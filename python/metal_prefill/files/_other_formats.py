@@ -4,12 +4,10 @@ import re
 
 RECOGNIZED_BYTES = 512
 
-_SIGNATURES = (
+_SIGNATURES: tuple[tuple[bytes | tuple[bytes, ...], str], ...] = (
     (b"PK\x03\x04", "a ZIP archive or a PyTorch checkpoint: unpack the archive, or download a GGUF file"),
     (b"\x1f\x8b", "compressed by gzip: decompress it with gunzip"),
-    (b"tjgg", "in a format older than GGUF: download a newer file of the model"),
-    (b"fmgg", "in a format older than GGUF: download a newer file of the model"),
-    (b"lmgg", "in a format older than GGUF: download a newer file of the model"),
+    ((b"tjgg", b"fmgg", b"lmgg"), "in a format older than GGUF: download a newer file of the model"),
 )
 
 

@@ -216,27 +216,23 @@ def _core_config(shape: ModelShape) -> _core.Config:
 
 def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
     layered, presence = shape.layered, presence_of(spec.presence, shape.traits)
-    # Whether a model has tensors with these roles or presences: always, and where they are optional.
-    own = {
-        "rope_freqs": shape.rope_scaling == "llama3" or layered is not None,
-        "per_layer_inputs": layered is not None and layered.inputs > 0,
-        "long_rope": shape.rope_scaling == "longrope",
-    }
+    if spec.presence == "per_layer_inputs" and (layered is None or layered.inputs == 0):
+        return False
+    if presence == "tied":
+        return shape.output_type != TIED
+    # Whether a model has optional tensors with these roles or presences.
     optional = {
+        "rope_freqs": shape.rope_scaling == "llama3" or layered is not None,
+        "long_rope": shape.rope_scaling == "longrope",
         "position_bias": shape.position_bias,
         "embedding_projection": shape.embedding_dim > 0,
         "scan_group_norm": shape.scan is not None and shape.scan.norm,
         "qkv_bias": shape.all_biases or shape.qkv_bias,
         **dict.fromkeys(_OPTIONAL_NORMS, shape.all_norms),
     }
-    found = own | (optional if presence == "optional" else {})
-    for key in (spec.role, spec.presence):
-        if key in found:
-            return found[key]
-    if presence == "tied":
-        return shape.output_type != TIED
-    is_bias = spec.presence.endswith("bias")
-    return presence == "required" or (presence == "optional" and (shape.all_biases or not is_bias))
+    usual = shape.all_biases or not spec.presence.endswith("bias")
+    has = optional.get(spec.role, optional.get(spec.presence, usual))
+    return presence == "required" or (presence == "optional" and has)
 
 
 def with_types(tensor: Tensor, overrides: Mapping[str, str]) -> Tensor:
