@@ -5,11 +5,11 @@ import json
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 from rich.console import Console
 from support.running_server import running
@@ -30,12 +30,6 @@ END_OF_TURN = 2  # <|im_end|>
 LAST_TURNS = 3
 # From the end of a turn to the first word in which the next one differs.
 MOST_HEADER = 20
-
-
-def common(one: list[int], other: list[int]) -> int:
-    n = min(len(one), len(other))
-    different = np.flatnonzero(np.array(one[:n]) != np.array(other[:n]))
-    return int(different[0]) if different.size else n
 
 
 @dataclass
@@ -78,7 +72,10 @@ def test_a_turn_computes_what_follows_the_nearest_snapshot(
     for i, request in enumerate(asked):
         new, length = request.computed, len(request.prompt)
         at_most = [a.last_turn if i == SHAPES[shape].restart else length - 1 for a in asked[:i]]
-        shared = [(min(common(request.prompt, a.prompt), n), a) for n, a in zip(at_most, asked, strict=False)]
+        shared = [
+            (min(len(commonprefix([request.prompt, a.prompt])), n), a)
+            for n, a in zip(at_most, asked, strict=False)
+        ]
         longest = max((n for n, _ in shared), default=0)
         known = max((at for n, a in shared for at in a.snapshots(INTERVALS[name]) if at <= n), default=0)
         assert length - longest <= new <= length - known, i

@@ -139,28 +139,17 @@ def test_several_calls_can_be_required(with_tools: Running, stream: bool) -> Non
     assert 1 < len(found) <= 16
 
 
-ROUTE = {  # as pydantic writes a model with a nested one
-    "type": "function",
-    "function": {
-        "name": "route",
-        "parameters": {
-            "$defs": {
-                "Place": {
-                    "properties": {"x": {"maximum": 9, "minimum": 0, "type": "integer"}},
-                    "required": ["x"],
-                    "title": "Place",
-                    "type": "object",
-                }
-            },
-            "properties": {"start": {"$ref": "#/$defs/Place"}, "end": {"$ref": "#/$defs/Place"}},
-            "required": ["start", "end"],
-            "title": "Route",
-            "type": "object",
-        },
-    },
+# As pydantic writes a model with a nested one.
+PLACE = {"properties": {"x": {"maximum": 9, "minimum": 0, "type": "integer"}}, "required": ["x"]}
+ENDS = {"start": {"$ref": "#/$defs/Place"}, "end": {"$ref": "#/$defs/Place"}}
+PARAMETERS = {
+    "$defs": {"Place": {**PLACE, "title": "Place", "type": "object"}},
+    "properties": ENDS,
+    "required": ["start", "end"],
+    "title": "Route",
+    "type": "object",
 }
-
-
+ROUTE = {"type": "function", "function": {"name": "route", "parameters": PARAMETERS}}
 NAMED = {"type": "function", "function": {"name": "route"}}
 
 

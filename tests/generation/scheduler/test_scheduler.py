@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.scheduled_texts import TEXTS, alone, finish, texts_of
+from support.scheduled_texts import TEXTS, alone, finish
 from support.threads import at_once
 
 from metal_prefill import ClosedError, ContextOverflowError, Model, Piece, Scheduler, SessionBusyError
@@ -139,32 +139,18 @@ def test_a_draft_function_cannot_start_a_pass(cpu: Model) -> None:
     assert errors
 
 
-class CountingEngine:
-    """An engine that counts the rows it is given."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.rows = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def forward_pass(self, shares: Any) -> None:
-        requests = [request for some, *_ in shares for request in some]
-        before = sum(request.computed for request in requests)
-        self._engine.forward_pass(shares)
-        self.rows += sum(request.computed for request in requests) - before
-
-
-def test_answers_to_a_prompt_share_one_prefill(demo: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_to_a_prompt_share_one_prefill(demo: Model) -> None:
     ids = np.random.default_rng(5).integers(1, 900, 24 if demo.backend == "metal" else 300)
-    engine: Any = CountingEngine(demo.engine.core)
-    monkeypatch.setattr(demo.engine, "_core", engine)
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "speculate": "off"}
-    position = demo.position
-    texts = texts_of(demo.generate_many([ids], 5, n=3, min_tokens=5, **options), 3)
-    assert engine.rows == len(ids) + 2 + 3 * 4  # the last token once more for each other answer
-    assert demo.position == position
+    scheduler = Scheduler(demo)
+    texts_by_stream = dict.fromkeys(scheduler.submit_answers(ids, 3, 5, min_tokens=5, **options), "")
+    rows = 0
+    while scheduler.streams:
+        for stream, text in scheduler.step():
+            texts_by_stream[stream] += text
+        rows += scheduler.last_pass.prompts + scheduler.last_pass.writing
+    assert rows == len(ids) + 2 + 3 * 4  # the last token once more for each other answer
+    texts = list(texts_by_stream.values())
     assert texts[0] == alone(demo, ids, 5, min_tokens=5, **options)
     assert len(set(texts)) == 3
     pieces = list(demo.stream_many([ids], 5, n=3, logprobs=1, min_tokens=5, **options))
