@@ -44,16 +44,26 @@ Case = tuple[Floats, Floats, Floats, npt.NDArray[np.float64]]
 
 @cache
 def attention_case(
-    kv_dtype: str, heads: int, key_dim: int, value_dim: int, window: int, both_ways: bool
+    kv_dtype: str,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    window: int = 0,
+    both_ways: bool = False,
+    positions: int = 203,
+    tokens: int = 37,
+    sinks: tuple[float, ...] | None = None,
 ) -> Case:
-    """Return queries of 37 tokens, keys and values of 203 positions, and attention in float64."""
+    """Return queries of the last tokens, keys and values of all positions, and attention in float64."""
     q, keys, values = (
-        normal(37, heads * key_dim),
-        normal(203, key_dim, seed=1),
-        normal(203, value_dim, seed=2),
+        normal(tokens, heads * key_dim),
+        normal(positions, key_dim, seed=1),
+        normal(positions, value_dim, seed=2),
     )
     k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
-    return q, keys, values, reference_attention(q, k, v, heads, window, key_dim**-0.5, both_ways)
+    of_heads = None if sinks is None else np.array(sinks, np.float32)
+    expected = reference_attention(q, k, v, heads, window, key_dim**-0.5, both_ways, of_heads)
+    return q, keys, values, expected
 
 
 ATTENTION_SHAPES = [  # heads of queries, dimensions of keys and values, window, both ways
@@ -113,14 +123,6 @@ def test_attention(isa: str) -> None:
             assert np.all(np.delete(out, np.s_[first : first + count], axis=0) == SENTINEL), shape
 
 
-@cache
-def with_sinks(kv_dtype: str, window: int, both_ways: bool, sinks: tuple[float, ...]) -> Case:
-    """Return queries, keys and values of `long_case`, and attention with sinks in float64."""
-    q, keys, values, _ = long_case(kv_dtype, window, both_ways, positions=528)
-    k, v, of_heads = as_cached(keys, kv_dtype), as_cached(values, kv_dtype), np.array(sinks, np.float32)
-    return q, keys, values, reference_attention(q, k, v, 3, window, 32**-0.5, both_ways, of_heads)
-
-
 SINKS = ((-30.0, 0.5, 4.0), (-3e38, 3e38, 60.0))
 
 
@@ -129,8 +131,9 @@ def test_sinks_take_part_in_the_softmax_without_a_value(isa: str) -> None:
     """Sinks are far below scores, among them, or above them; in one split of positions and in two."""
     cases = product(((0, False), (20, False), (1200, True)), KV_DTYPES, SINKS)
     for (window, both_ways), kv_dtype, sinks in share(isa, [*cases]):
-        without = long_case(kv_dtype, window, both_ways, positions=528)[-1]
-        q, keys, values, expected = with_sinks(kv_dtype, window, both_ways, sinks)
+        shape = (kv_dtype, 3, 32, 64, window, both_ways, 528)
+        *_, without = attention_case(*shape)
+        q, keys, values, expected = attention_case(*shape, sinks=sinks)
         of_heads = np.array(sinks, np.float32)
         inputs, options = (isa, q, keys, values, kv_dtype, window, 32**-0.5), {"both_ways": both_ways}
         bound = error_of(isa, kv_dtype) * np.abs(without).max()
@@ -140,49 +143,23 @@ def test_sinks_take_part_in_the_softmax_without_a_value(isa: str) -> None:
             cpu.attention(*inputs, first, count, out, sinks=of_heads, by_splits=by_splits, **options)
             assert_rows(out, first, count, single, expected, bound, f"{kv_dtype}, window {window}")
     for kv_dtype in KV_DTYPES:
-        q, keys, values, expected = wide_with_sinks(kv_dtype)
-        of_heads = np.array(WIDE_SINKS, np.float32)
+        sinks = (-1.0, 2.0, 5.0)
+        q, keys, values, expected = attention_case(kv_dtype, 3, 64, 64, both_ways=True, sinks=sinks)
+        of_heads = np.array(sinks, np.float32)
         out = np.full(expected.shape, np.nan, np.float32)
         cpu.attention(isa, q, keys, values, kv_dtype, 0, 0.125, 0, 32, out, sinks=of_heads, both_ways=True)
         assert np.abs(out - expected)[:32].max() <= error_of(isa, kv_dtype), kv_dtype
-
-
-WIDE_SINKS = (-1.0, 2.0, 5.0)
-
-
-@cache
-def wide_with_sinks(kv_dtype: str) -> Case:
-    """Return a bidirectional `attention_case` with heads of 64 dimensions, and with sinks."""
-    q, keys, values, _ = attention_case(kv_dtype, 3, 64, 64, 0, True)
-    k, v, of_heads = as_cached(keys, kv_dtype), as_cached(values, kv_dtype), np.array(WIDE_SINKS, np.float32)
-    return q, keys, values, reference_attention(q, k, v, 3, 0, 0.125, True, of_heads)
-
-
-@cache
-def last_position_case(kv_dtype: str, positions: int) -> Case:
-    """Return the query of a token, keys and values of some positions, and attention in float64."""
-    q, keys, values = normal(1, 96), normal(130, 32, seed=1)[:positions], normal(130, 32, seed=2)[:positions]
-    k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
-    return q, keys, values, reference_attention(q, k, v, 3, 0, 32**-0.5)
 
 
 @each_set
 def test_attention_at_any_last_position_within_a_page(isa: str) -> None:
     """It is followed only by NaN in memory."""
     for kv_dtype, n in product(KV_DTYPES, range(1, 131)):
-        q, keys, values, expected = last_position_case(kv_dtype, n)
+        q, keys, values, expected = attention_case(kv_dtype, 3, 32, 32, positions=n, tokens=1)
         out = np.full_like(q, np.nan)
         cpu.attention(isa, q, keys, values, kv_dtype, 0, 32**-0.5, 0, 1, out)
         largest = np.abs(values).max()
         assert np.abs(out - expected).max() <= error_of(isa, kv_dtype) * largest, (kv_dtype, n)
-
-
-@cache
-def long_case(kv_dtype: str, window: int, both_ways: bool, positions: int = 1040) -> Case:
-    """Return queries of the last 37 positions, keys, values and attention in float64."""
-    q, keys, values = normal(37, 96), normal(positions, 32, seed=1), normal(positions, 64, seed=2)
-    k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
-    return q, keys, values, reference_attention(q, k, v, 3, window, 32**-0.5, both_ways)
 
 
 @each_set
@@ -190,7 +167,7 @@ def test_attention_may_be_computed_split_by_split(isa: str) -> None:
     """The third split begins among the positions, and a window ends before some splits."""
     windows = ((0, False), (600, False), (20, False), (1200, True))
     for (window, both_ways), kv_dtype in share(isa, [*product(windows, KV_DTYPES)]):
-        q, keys, values, expected = long_case(kv_dtype, window, both_ways)
+        q, keys, values, expected = attention_case(kv_dtype, 3, 32, 64, window, both_ways, 1040)
         inputs = (isa, q, keys, values, kv_dtype, window, 32**-0.5)
         bound = error_of(isa, kv_dtype) * np.abs(expected).max()
         single = singles(expected, bound, *inputs, both_ways=both_ways)
