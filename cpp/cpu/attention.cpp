@@ -38,16 +38,11 @@ bool normed_together(const AttentionStep& step, const Norm& norm) {
   return norm.weight && step.config.qk_norm_place == QkNormPlace::kRows;
 }
 
-// Normalizes a head, or all heads of a row together, in place.
-void normalize_heads(const Context& c, const Norm& norm, float* heads) {
-  apply(c.kernels, norm, heads, heads);
-}
-
 // Normalizes and rotates a head of a row of the pass.
 void prepare_head(const Context& c, const AttentionStep& step, const Norm& norm, int row, float* head) {
   const std::size_t pairs = std::size_t(step.config.rope_dim) / 2;
   const auto norm_at = [&](QkNormPlace place) {
-    if (norm.weight && step.config.qk_norm_place == place) normalize_heads(c, norm, head);
+    if (norm.weight && step.config.qk_norm_place == place) apply(c.kernels, norm, head, head);
   };
   norm_at(QkNormPlace::kHeads);
   if (step.rotations)
@@ -223,29 +218,19 @@ bool CacheWriter::takes_columns(CachePart part) const {
 
 void CacheWriter::store_columns(const Context& c, CachePart part, int column, int columns, RowRange rows,
                                 const float* products) const {
-  constexpr std::size_t kValueStep = 2 * sizeof(std::uint16_t);
-  const bool keys = part == CachePart::kKeys;
-  const KvPages& cache = step_.cache;
-  const int dim = keys ? step_.config.key_dim : step_.config.value_dim, end = rows.first + rows.count;
+  const int dim = part == CachePart::kKeys ? step_.config.key_dim : step_.config.value_dim;
+  const int end = rows.first + rows.count;
   auto block = std::partition_point(blocks_.begin(), blocks_.end(),
                                     [&](RowRange b) { return b.first + b.count <= rows.first; });
   for (; block != blocks_.end() && block->first < end; ++block) {
     const int first = std::max(block->first, rows.first);
     const int count = std::min(block->first + block->count, end) - first;
     const Row& row = rows_[std::size_t(first)];
-    std::byte* page = page_of(row);
-    const int in_page = row.position % kPagePositions;
     const float* from = products + (first - rows.first) * kGroupRows;
     for (int at = column, n = 0; at < column + columns; at += n, from += n) {
       const int head = at / dim, d = at % dim;
       n = std::min(dim - d, column + columns - at);
-      if (keys)
-        c.kernels.store_keys(from, kGroupRows, count, n, cache.key_stride(step_.layer), cache.layout(),
-                             page + cache.keys(step_.layer, head) + std::size_t(d / 2) * kKeyLaneStep,
-                             in_page);
-      else
-        c.kernels.store_values(from, kGroupRows, count, n, cache.value_stride(step_.layer), cache.layout(),
-                               page + cache.values(step_.layer, head) + std::size_t(d) * kValueStep, in_page);
+      store_piece(c, part, row, count, head, d, n, from, kGroupRows);
     }
   }
 }
@@ -261,9 +246,10 @@ void CacheWriter::computed(const Context& c, CachePart part, int column, int col
     const int products = ceil_div((i + 1) * width, kGroupRows) - i * width / kGroupRows;
     if (!is_last(done_[(keys ? 0 : config.n_kv_heads) + i], products)) continue;
     if (together)
-      for (int row = 0; row < int(rows_.size()); ++row) normalize_heads(c, norm, step_.k.row(row));
+      for (int row = 0; row < int(rows_.size()); ++row)
+        apply(c.kernels, norm, step_.k.row(row), step_.k.row(row));
     for (int head = i * heads; head < (i + 1) * heads; ++head)
-      for (const RowRange& block : blocks_) keys ? store_keys(c, block, head) : store_values(c, block, head);
+      for (const RowRange& block : blocks_) store(c, part, block, head);
   }
 }
 
@@ -271,39 +257,45 @@ void CacheWriter::store_rest(const Context& c) const {
   const bool keys = !takes_columns(CachePart::kKeys), values = !takes_columns(CachePart::kValues);
   if (at_once() || !(keys || values)) return;
   if (const Norm norm = key_norm(step_); normed_together(step_, norm))
-    c.worker.for_each(int(rows_.size()), [&](int row) { normalize_heads(c, norm, step_.k.row(row)); });
+    c.worker.for_each(int(rows_.size()),
+                      [&](int row) { apply(c.kernels, norm, step_.k.row(row), step_.k.row(row)); });
   const int heads = step_.config.n_kv_heads;
   c.worker.for_each(int(blocks_.size()) * heads, [&](int item) {
     const RowRange& block = blocks_[std::size_t(item / heads)];
-    if (keys) store_keys(c, block, item % heads);
-    if (values) store_values(c, block, item % heads);
+    if (keys) store(c, CachePart::kKeys, block, item % heads);
+    if (values) store(c, CachePart::kValues, block, item % heads);
   });
 }
 
-void CacheWriter::store_keys(const Context& c, RowRange block, int head) const {
+void CacheWriter::store(const Context& c, CachePart part, RowRange block, int head) const {
   const Config& config = step_.config;
-  const Row& first = rows_[std::size_t(block.first)];
-  const std::size_t column = std::size_t(head) * std::size_t(config.key_dim);
-  for (int row = block.first; row < block.first + block.count; ++row)
-    prepare_head(c, step_, key_norm(step_), rows_[std::size_t(row)].index, step_.k.row(row) + column);
-  c.kernels.store_keys(step_.k.row(block.first) + column, step_.k.stride, block.count, config.key_dim,
-                       step_.cache.key_stride(step_.layer), step_.cache.layout(),
-                       page_of(first) + step_.cache.keys(step_.layer, head), first.position % kPagePositions);
+  const bool keys = part == CachePart::kKeys;
+  const FloatRows& x = keys ? step_.k : step_.v;
+  const int dim = keys ? config.key_dim : config.value_dim;
+  const std::size_t column = std::size_t(head) * std::size_t(dim);
+  for (int row = block.first; row < block.first + block.count; ++row) {
+    float* own = x.row(row) + column;
+    if (keys)
+      prepare_head(c, step_, key_norm(step_), rows_[std::size_t(row)].index, own);
+    else if (config.value_norm)
+      c.kernels.rms_norm(own, step_.ones, config.norm_eps, dim, own);
+  }
+  store_piece(c, part, rows_[std::size_t(block.first)], block.count, head, 0, dim,
+              x.row(block.first) + column, x.stride);
 }
 
-void CacheWriter::store_values(const Context& c, RowRange block, int head) const {
-  const Config& config = step_.config;
-  const Row& first = rows_[std::size_t(block.first)];
-  const std::size_t column = std::size_t(head) * std::size_t(config.value_dim);
-  for (int row = block.first; config.value_norm && row < block.first + block.count; ++row) {
-    float* value = step_.v.row(row) + column;
-    c.kernels.rms_norm(value, step_.ones, config.norm_eps, config.value_dim, value);
-  }
-  const float* values = step_.v.row(block.first) + column;
-  c.kernels.store_values(values, step_.v.stride, block.count, config.value_dim,
-                         step_.cache.value_stride(step_.layer), step_.cache.layout(),
-                         page_of(first) + step_.cache.values(step_.layer, head),
-                         first.position % kPagePositions);
+void CacheWriter::store_piece(const Context& c, CachePart part, const Row& row, int count, int head, int d,
+                              int n, const float* from, std::size_t stride) const {
+  constexpr std::size_t kValueStep = 2 * sizeof(std::uint16_t);
+  const KvPages& cache = step_.cache;
+  const int layer = step_.layer, position = row.position % kPagePositions;
+  std::byte* page = page_of(row);
+  if (part == CachePart::kKeys)
+    c.kernels.store_keys(from, stride, count, n, cache.key_stride(layer), cache.layout(),
+                         page + cache.keys(layer, head) + std::size_t(d / 2) * kKeyLaneStep, position);
+  else
+    c.kernels.store_values(from, stride, count, n, cache.value_stride(layer), cache.layout(),
+                           page + cache.values(layer, head) + std::size_t(d) * kValueStep, position);
 }
 
 int query_tile_rows(int total, int kv_heads, int threads) {
@@ -410,7 +402,7 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
   };
 
   if (const Norm norm = query_norm(step); normed_together(step, norm))
-    c.worker.for_each(rows, [&](int i) { normalize_heads(c, norm, step.q.row(i)); });
+    c.worker.for_each(rows, [&](int i) { apply(c.kernels, norm, step.q.row(i), step.q.row(i)); });
   c.for_each(items.count(), [&](int i) {
     // Data that was prefetched during the products may have been evicted.
     if (items.tiles().size() > 1 && i + 1 < items.count()) items.fetch(i + 1);

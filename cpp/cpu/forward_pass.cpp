@@ -124,13 +124,10 @@ void ForwardPass::embed(const Context& c) {
              NormedRows(work_.embedded), all_.count());
   }
   if (config_.per_layer_dim == 0) return;
-  multiply(c, {{weights_.per_layer_projection, work_.inputs}}, as_it_is(c, all_.count()), all_.count());
+  const NormedRows stream =
+      normalize(c, work_.x, stream_norm(kNoTensor, kNoTensor), 0, all_.count(), work_.normed);
+  multiply(c, {{weights_.per_layer_projection, work_.inputs}}, stream, all_.count());
   per_layer_inputs(c, model_, all_.rows, work_.inputs);
-}
-
-// The residual stream in the number formats that products read.
-NormedRows ForwardPass::as_it_is(const Context& c, int rows) {
-  return normalize(c, work_.x, stream_norm(kNoTensor, kNoTensor), 0, rows, work_.normed);
 }
 
 // The input of the first products of a layer.

@@ -75,7 +75,6 @@ class ForwardPass {
   void plan(std::span<Chunk> chunks);
   void run_layers(const Context& c);
   void embed(const Context& c);
-  NormedRows as_it_is(const Context& c, int rows);
   NormedRows attention_input(const Context& c, const LayerWeights& m, int rows);
   void run_layer(const Context& c, int layer, const Rows& all, const Rows& wanted);
   StreamRows stream(int layer, int first, int count, int first_ffn) const;

@@ -322,8 +322,10 @@ class CacheWriter {
  private:
   // Whether each item of a product has all rows, as computed() requires.
   bool at_once() const { return rows_.size() <= kTileTokens; }
-  void store_keys(const Context& c, RowRange block, int head) const;
-  void store_values(const Context& c, RowRange block, int head) const;
+  void store(const Context& c, CachePart part, RowRange block, int head) const;
+  // Stores columns [d, d + n) of a head for `count` positions from that of `row` on.
+  void store_piece(const Context& c, CachePart part, const Row& row, int count, int head, int d, int n,
+                   const float* from, std::size_t stride) const;
 
   const AttentionStep& step_;
   const std::span<const Row> rows_;
