@@ -238,12 +238,17 @@ def test_usage_errors_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
         assert "Traceback" not in printed, line
 
 
-def test_a_missing_file_exits_with_one(tmp_path: Path, errors: Run) -> None:
+def test_a_missing_file_exits_with_one_and_a_list_of_what_a_model_may_be(tmp_path: Path, errors: Run) -> None:
     path = tmp_path / "none.gguf"
-    for command in (["run", "-p", "a", "-m"], ["info", "-m"], ["bench", "-m"], ["run", "-f"]):
-        (line,) = errors(*command, path, code=1).splitlines()
-        hint = "" if command == ["run", "-f"] else "; a model is a GGUF file"
-        assert line.startswith(f"error: {path}: No such file or directory{hint}")
+    for command in ("run -p a -m", "info -m", "bench -m"):
+        (line,) = errors(*command.split(), path, code=1).splitlines()
+        assert line.startswith(
+            f"error: {path}: No such file or directory; a model is a GGUF file, a folder, "
+        )
+        assert "smollm2" in line
+    assert errors("run", "-f", path, code=1) == f"error: {path}: No such file or directory\n"
+    unset = errors("run", "-p", "a", "-m", "", code=1)  # such as a variable of the shell
+    assert unset.startswith("error: '': No such")
 
 
 def test_a_missing_folder_is_reported_before_any_work(

@@ -73,15 +73,6 @@ def test_an_old_compiler_is_reported_with_the_required_version(tmp_path: Path) -
     assert f"{compiler} is GNU 10.2.0, which is too old: install GCC 11 or clang 14" in message
 
 
-def test_a_missing_file_lists_what_a_model_may_be(run_error: Run) -> None:
-    line = run_error("smollm.gguf")
-    assert line.startswith(
-        "error: smollm.gguf: No such file or directory; a model is a GGUF file, a folder, "
-    )
-    assert "smollm2" in line
-    assert run_error("").startswith("error: '': No such")  # such as an unset variable of the shell
-
-
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 98123456\n"
 SAFETENSORS = (2).to_bytes(8, "little") + b"{}" + bytes(64)
 

@@ -25,14 +25,6 @@ def path(
     return write(tmp_path_factory.mktemp("large") / f"{request.param}.gguf", LARGE[request.param])
 
 
-def test_exhausted_memory_makes_streams_wait(bundled: Model, demo_path: Path) -> None:
-    page = page_bytes(bundled)
-    prompts = [np.random.default_rng(i).integers(1, 900, 100) for i in range(6)]
-    expected = [alone(bundled, p, 40) for p in prompts]
-    with Model(demo_path, device="cpu", kv_memory=5 * page, prefix_memory=0) as model:
-        assert texts_of(model.generate_many(prompts, 40), 6) == expected
-
-
 def test_a_prompt_that_never_fits_is_rejected_before_anything_is_computed(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", kv_memory=1, prefix_memory=0) as model:  # one page
         limit = r"65 tokens do not fit: .* exceeds kv_memory of \d+ bytes \(1 pages of 64 positions\)"
@@ -76,26 +68,28 @@ def check_together(
     return expected
 
 
-def test_streams_that_need_a_page_in_the_same_pass_both_get_their_text(
-    bundled: Model, demo_path: Path
+@pytest.mark.parametrize(
+    ("pages", "prefix_pages", "texts"),
+    [
+        (5, 0, [(100, 40, kind) for kind in range(6)]),  # which wait for each other
+        (2, 0, [(60, 20, 1), (60, 20, 2)]),  # both need a page in the same pass
+        # The second time, its second page is shared in part: that page is kept next to that of the session.
+        (4, 4, [(104, 90, 1)] * 2),
+        # Where only the prefix cache shares a page, no copy of it is needed before the text continues in it.
+        (1, 1, [(40, 5, 0)] * 2),
+    ],
+)
+def test_texts_fit_together_where_each_fits(
+    bundled: Model, demo_path: Path, pages: int, prefix_pages: int, texts: list[tuple[int, int, int]]
 ) -> None:
     page = page_bytes(bundled)
-    with Model(demo_path, device="cpu", kv_memory=2 * page, prefix_memory=0) as model:
-        prompts = [[1 + i] * 60 for i in range(2)]
-        options = {"max_tokens": 20, "min_tokens": 20, "speculate": "off"}
-        results = check_together(model, prompts, [options] * 2, max_streams=2)
-        assert [error for _, error in results] == [None, None]
-
-
-def test_a_text_has_room_after_it_was_computed_once(bundled: Model, demo_path: Path) -> None:
-    page = page_bytes(bundled)
-    with Model(demo_path, device="cpu", kv_memory=4 * page, prefix_memory=4 * page) as model:
-        # The second time, its second page is shared in part: that page is kept next to that of the session.
-        prompt = np.random.default_rng(1).integers(1, 900, 104)
-        options: dict[str, Any] = {"min_tokens": 90, "speculate": "off"}
-        first, second = (result_alone(model, prompt, 90, **options) for _ in range(2))
-        assert first == second
-        assert first[1] is None
+    memory = {"kv_memory": pages * page, "prefix_memory": prefix_pages * page}
+    with Model(demo_path, device="cpu", **memory) as model:
+        prompts = [np.random.default_rng(kind).integers(1, 900, length) for length, _, kind in texts]
+        options = [{"max_tokens": n, "min_tokens": n, "speculate": "off"} for _, n, _ in texts]
+        expected = [(alone(bundled, p, **o), None) for p, o in zip(prompts, options, strict=True)]
+        for _ in range(2):
+            assert check_together(model, prompts, options, max_streams=6) == expected
 
 
 @pytest.mark.parametrize(
@@ -176,17 +170,6 @@ def test_streams_enter_again_after_memory_ran_out(bundled: Model, demo_path: Pat
             together.append(scheduler.last_pass.writing)
         assert max(together) == 4
         assert scheduler.max_streams == 4
-
-
-def test_a_completely_cached_prompt_fits_like_a_new_one(demo_path: Path) -> None:
-    """Where only the prefix cache shares a page, no copy of it is needed before the text continues in it."""
-    ids = np.random.default_rng(0).integers(1, 900, 40)
-    with Model(demo_path, device="cpu", kv_memory=1) as model:  # one page
-        expected = alone(model, ids, 5)
-        scheduler = Scheduler(model)
-        for _ in range(2):
-            assert results_together(scheduler, [scheduler.submit(ids, 5)]) == [(expected, None)]
-        assert result_alone(model, ids, 5) == (expected, None)
 
 
 @pytest.mark.usefixtures("most_drafts")
