@@ -480,23 +480,22 @@ class ToolCallParser:
             found = {"name": value.name, "arguments": found, "id": value.id}
         calls = [_call(one, value.tagged) for one in (found if isinstance(found, list) else [found])]
         read = [call for call in calls if call is not None]
-        known = value.tagged or self._names is None or all(call.name in self._names for call in read)
-        if not read or len(read) < len(calls) or not known:
+        if not read or len(read) < len(calls) or not self._knows(value, read):
             return value.skipped, None
         return end - self._position - self._at, read
 
-    def _read_written(
-        self, value: _Value, scanner: Scanner | PythonScanner
-    ) -> tuple[int, list[ToolCall] | None]:
+    def _read_written(self, value: _Value, scanner: Scanner) -> tuple[int, list[ToolCall] | None]:
         begin, end = value.start - self._position, scanner.end
         if end is None:
             return begin + scanner.scanned - self._at, None
-        calls = scanner.calls(self._text[begin : begin + end])
-        names = self._names
-        allows_all = value.tagged or names is None  # without names, a list needs a tag to begin
-        if calls is None or not (allows_all or all(name in (names or ()) for name, _ in calls)):
-            return begin + end - self._at, None
-        return begin + end - self._at, [ToolCall(*call) for call in calls]
+        written = scanner.calls(self._text[begin : begin + end])
+        calls = None if written is None else [ToolCall(*call) for call in written]
+        is_known = calls is not None and self._knows(value, calls)
+        return begin + end - self._at, calls if is_known else None
+
+    def _knows(self, value: _Value, calls: list[ToolCall]) -> bool:
+        """Return whether calls may be these: without a tag, they must be of known tools, if any are known."""
+        return value.tagged or self._names is None or all(call.name in self._names for call in calls)
 
 
 def _joined(parts: list[str | ToolCall]) -> list[str | ToolCall]:
@@ -513,7 +512,7 @@ class _Value(NamedTuple):
     start: int  # position of its first character in the answer
     tagged: bool  # whether a tag precedes it
     closing: tuple[str, ...] = ()  # texts that end the call, in addition to tags
-    scanner: Scanner | PythonScanner | None = None  # finds the end; None for JSON, whose brackets do
+    scanner: Scanner | None = None  # finds the end; None for JSON, whose brackets do
     # Of JSON, the number of characters to treat as text if it is not a call; the search continues after them.
     skipped: int = 1
     # Those of a call whose arguments are the JSON.

@@ -205,7 +205,7 @@ _WITHIN = {quote: re.compile(rf"\\|{quote}") for quote in "\"'"}
 _AFTER_STRING = ",:)]}"
 
 
-class PythonScanner:
+class PythonScanner(Scanner):
     """Finds the end of a list of calls in Python's syntax, or of one call.
 
     Templates may write text between quotes as it is. A quote therefore ends a string only if a comma, a colon
@@ -213,8 +213,7 @@ class PythonScanner:
     """
 
     def __init__(self) -> None:
-        self.end: int | None = None  # number of characters of the list; None while it is open
-        self.scanned = 0  # number of characters taken
+        super().__init__(_OUTSIDE)
         self._depth = 0
         self._quote = ""  # of the string that is open
         self._begin = 0  # of that string, after its quote
@@ -237,7 +236,7 @@ class PythonScanner:
                     self._strings[self._begin] = self._last_quote
                     self._quote = ""
                 self._last_quote = None
-            elif (found := (_WITHIN[self._quote] if self._quote else _OUTSIDE).search(piece, at)) is None:
+            elif (found := (_WITHIN[self._quote] if self._quote else self._mark).search(piece, at)) is None:
                 return
             else:
                 at = found.end()
