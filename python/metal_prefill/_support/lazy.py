@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LateFunctions:
-    """Functions of a module as methods of a class, which import the module when one of them is first used."""
+    """Functions of a module as methods of the same names, which import the module when one is first used."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -24,15 +24,12 @@ class _LateFunction:
     def __init__(self, module: str, name: str) -> None:
         self._home = module, name
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
     def __get__(self, instance: object, owner: type) -> Any:
         import importlib
 
         module, name = self._home
-        setattr(owner, self._name, getattr(importlib.import_module(module), name))
-        return getattr(owner if instance is None else instance, self._name)
+        setattr(owner, name, getattr(importlib.import_module(module), name))
+        return getattr(owner if instance is None else instance, name)
 
 
 def lazy_names(package: str, **modules: str) -> Callable[[str], Any]:
