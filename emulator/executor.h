@@ -204,9 +204,6 @@ class Executor {
   // Null if out of memory. Zeroed if visible to the host, as by Metal; otherwise 0xff (NaN as a float).
   virtual std::shared_ptr<Allocation> allocate(std::size_t bytes, bool host_visible) = 0;
   virtual std::shared_ptr<Allocation> wrap(void* memory, std::size_t bytes) = 0;  // no-copy buffers
-  // Loads a compiled library from a file, for newLibraryWithURL. It lives as long as the process. Throws
-  // std::runtime_error.
-  virtual const ShaderLibrary* load(const std::string& path) = 0;
   // Throws std::runtime_error if the kernel cannot run.
   virtual std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel) = 0;
   // Runs the commands asynchronously, in order of submission. Calls `done` once, on any thread.

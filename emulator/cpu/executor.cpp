@@ -147,7 +147,6 @@ class CpuExecutor final : public Executor {
   std::shared_ptr<Allocation> wrap(void* memory, std::size_t bytes) override {
     return wrap_memory(memory, bytes, true);
   }
-  const ShaderLibrary* load(const std::string& path) override { return load_library(path); }
 
   std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel) override {
     auto pipeline = std::make_shared<Pipeline>();

@@ -1,9 +1,6 @@
 // Shader libraries for the Metal classes, built from the tables of compiled shaders.
 #pragma once
 
-#include <string>
-
-#include "../executor.h"
 #include "abi.h"
 
 namespace metal_emulator::cpu {
@@ -13,8 +10,5 @@ struct KernelEntry {
   const abi::Kernel* plain = nullptr;
   const abi::Kernel* checked = nullptr;  // null if the shaders were built without checks
 };
-
-// Loads a shared library of shaders; throws std::runtime_error.
-const ShaderLibrary* load_library(const std::string& path);
 
 }  // namespace metal_emulator::cpu

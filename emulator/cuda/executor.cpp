@@ -49,7 +49,6 @@ class CudaExecutor final : public Executor {
   std::shared_ptr<Allocation> wrap(void* memory, std::size_t bytes) override {
     return cuda::wrap(device_, memory, bytes);
   }
-  const ShaderLibrary* load(const std::string& path) override { return libraries_->load(path); }
 
   // The CPU executor describes the kernel from its source.
   std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel) override {

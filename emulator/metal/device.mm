@@ -5,8 +5,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
-#include <map>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -183,18 +181,8 @@ void check_length(NSUInteger length, const char* call) {
 }
 
 - (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError**)error {
-  const std::string path = to_string(url.path);
-  NSInteger code = MTLLibraryErrorFileNotFound;
-  std::string message = "no such library: '" + path + "'";
-  if (std::filesystem::is_regular_file(path)) {
-    try {
-      return [[EmulatorLibrary alloc] initWithLibrary:*State::get().executor().load(path) macros:{}];
-    } catch (const std::runtime_error& exception) {
-      code = MTLLibraryErrorInternal;
-      message = "library '" + path + "': " + exception.what();
-    }
-  }
-  return fail(error, MTLLibraryErrorDomain, code, message);
+  return fail(error, MTLLibraryErrorDomain, MTLLibraryErrorFileNotFound,
+              "the emulator compiles shaders ahead of time, and reads no library: '" + to_string(url.path) + "'");
 }
 
 - (id<MTLLibrary>)compile:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {

@@ -54,33 +54,9 @@ def test_most_orders_show_that_a_barrier_is_missing(
     assert wrong >= 10
 
 
-@pytest.mark.usefixtures("order")
-@pytest.mark.parametrize("shape", [(16, 16), (33, 70), (1, 50)])
-def test_transpose(library: KernelLibrary, rng: np.random.Generator, shape: tuple[int, int]) -> None:
-    x = rng.standard_normal(shape).astype(np.float32)
-    out = np.full(shape[::-1], np.nan, np.float32)
-    grid = (-(-shape[1] // 16), -(-shape[0] // 16))
-    size = np.array([shape[1], shape[0]], np.uint32)
-    library.dispatch("transpose", [x, out, size], groups=grid, threads=(16, 16), threadgroup=(16 * 17 * 4,))
-    np.testing.assert_array_equal(out, x.T)
-
-
-@pytest.mark.usefixtures("order")
-@pytest.mark.parametrize("dtype", ["float", "half"])
-def test_simdgroup_matmul(library: KernelLibrary, rng: np.random.Generator, dtype: str) -> None:
-    m, n, k = 48, 32, 64
-    numpy_type = {"float": np.float32, "half": np.float16}[dtype]
-    given = [rng.standard_normal(shape).astype(numpy_type) for shape in ((m, k), (k, n))]
-    a, b = (x.astype(np.float64) for x in given)
-    c = np.full((m, n), np.nan, np.float32)
-    sizes = np.array([m, n, k], np.uint32)
-    library.dispatch(f"matmul_simdgroup_{dtype}", [*given, c, sizes], groups=(n // 16, m // 16), threads=32)
-    np.testing.assert_allclose(c, a @ b, atol=1e-5 * k)
-
-
 def test_positions(library: KernelLibrary) -> None:
     vector = np.dtype([("xyz", np.uint32, 3), ("pad", np.uint32)])
-    names = ("in_grid", "in_group", "group", "group_size", "grid")
+    names = ("in_grid", "group", "group_size", "grid")
     scalars = ("index", "lane", "simdgroup", "simdgroups")
     dtype = np.dtype([*((n, vector) for n in names), *((n, np.uint32) for n in scalars)])
     groups, group = (3, 2, 2), (4, 5, 2)
@@ -90,7 +66,6 @@ def test_positions(library: KernelLibrary) -> None:
     z, y, x = np.indices(threads[::-1])
     position = np.stack([x, y, z], -1)
     np.testing.assert_array_equal(out["in_grid"]["xyz"], position)
-    np.testing.assert_array_equal(out["in_group"]["xyz"], position % group)
     np.testing.assert_array_equal(out["group"]["xyz"], position // group)
     np.testing.assert_array_equal(out["group_size"]["xyz"], np.broadcast_to(group, position.shape))
     np.testing.assert_array_equal(out["grid"]["xyz"], np.broadcast_to(threads, position.shape))

@@ -136,8 +136,8 @@ def test_a_text_that_does_not_compile_is_an_error(metal_testing: Any, device: An
         device.new_library("kernel void broken( {")
 
 
-def test_a_missing_library_file_is_an_error(metal_testing: Any, device: Any) -> None:
-    with pytest.raises(metal_testing.MetalError, match=r"no such library.*nowhere\.metallib"):
+def test_a_library_file_is_an_error(metal_testing: Any, device: Any) -> None:
+    with pytest.raises(metal_testing.MetalError, match=r"reads no library: '/nowhere\.metallib'"):
         device.load_library("/nowhere.metallib")
 
 

@@ -43,7 +43,7 @@ kernel void negate4(device const float4* x [[buffer(0)]],  //
 kernel void reverse(device const uint* x [[buffer(0)]],            //
                     device uint* y [[buffer(1)]],                  //
                     threadgroup uint* scratch [[threadgroup(0)]],  //
-                    uint i [[thread_position_in_threadgroup]],     //
+                    uint i [[thread_index_in_threadgroup]],        //
                     uint n [[threads_per_threadgroup]]) {
   scratch[i] = x[i];
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -52,7 +52,7 @@ kernel void reverse(device const uint* x [[buffer(0)]],            //
 
 kernel void static_scratch(device uint* y [[buffer(0)]],               //
                            threadgroup uint* more [[threadgroup(0)]],  //
-                           uint i [[thread_position_in_threadgroup]],  //
+                           uint i [[thread_index_in_threadgroup]],     //
                            uint out [[thread_position_in_grid]]) {
   threadgroup uint tile[1024];
   tile[i] = i;
