@@ -66,58 +66,6 @@ void bind_records(nb::module_& m) {
       .def_ro("dispatches", &CommandBufferRecord::dispatches);
 }
 
-// Counts the bytes that dispatches read and write between start() and stop().
-class DispatchCounter {
- public:
-  void start() {
-    before_ = options();
-    ExecutorOptions checked = before_;
-    checked.checked = true;
-    set_options(checked);
-  }
-  void stop() {
-    set_options(before_);
-    set_history_depth(0);
-  }
-  // Clears all counts, and records at most this many of the next command buffers.
-  void expect(std::size_t command_buffers) {
-    set_history_depth(0);
-    set_history_depth(command_buffers);
-  }
-  std::vector<DispatchRecord> counted() const {
-    std::vector<DispatchRecord> records;
-    for (const CommandBufferRecord& buffer : history()) {
-      records.insert(records.end(), buffer.dispatches.begin(), buffer.dispatches.end());
-    }
-    return records;
-  }
-
- private:
-  ExecutorOptions before_;
-};
-
-void bind_counter(nb::module_& m) {
-  nb::class_<DispatchCounter>(m, "DispatchCounter",
-                              "Counts, in its context, the bytes that dispatches read and write.")
-      .def(nb::init<>())
-      .def("__enter__",
-           [](nb::handle self) {
-             DispatchCounter& counter = nb::cast<DispatchCounter&>(self);
-             const nb::gil_scoped_release release;
-             counter.start();
-             return self;
-           })
-      .def("__exit__",
-           [](DispatchCounter& self, const nb::args&) {
-             const nb::gil_scoped_release release;
-             self.stop();
-           })
-      .def("expect", &DispatchCounter::expect, "command_buffers"_a, kWithoutGil,
-           "Forget all counts, and keep those of the next command buffers, this many at most.")
-      .def("counted", &DispatchCounter::counted, kWithoutGil,
-           "Return the dispatches of the command buffers that were completed since `expect`, in order.");
-}
-
 // The defaults, with the members that are given by name replaced.
 template <typename T>
 nb::object with_members(const nb::kwargs& members) {
@@ -180,7 +128,6 @@ void bind_emulator(nb::module_& m) {
   nb::exception<ValidationError>(m, "ValidationError", PyExc_RuntimeError);
   bind_records(m);
   bind_settings(m);
-  bind_counter(m);
   m.def("live_objects", &live_objects, kWithoutGil);
   m.def("live_objects_by_class", &live_objects_by_class, kWithoutGil);
   m.def("live_buffers", &live_buffers, kWithoutGil);

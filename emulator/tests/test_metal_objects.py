@@ -321,34 +321,6 @@ def test_lanes_hold_the_elements_that_those_of_apple_hold_by_default(emulator: A
     assert emulator.Options().matrix_layout == emulator.MatrixLayout.APPLE
 
 
-@pytest.mark.usefixtures("checked_mode")
-def test_a_counter_counts_dispatches_within_its_context(library: KernelLibrary, emulator: Any) -> None:
-    emulator.set_options(emulator.Options(workers=1, seed=3))
-    x, y = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
-    with emulator.DispatchCounter() as counter:
-        library.dispatch("add", [x, x, y], groups=1, threads=8)
-        counter.expect(2)
-        for _ in range(2):
-            library.dispatch("add", [x, x, y], groups=1, threads=8)
-        records = counter.counted()
-    assert [record.kernel for record in records] == ["add", "add"]
-    # Both inputs are separate buffers: 8 floats each, and 8 of the sum.
-    assert [[b.bytes_read for b in record.bindings] for record in records] == [[32, 32, 0]] * 2
-    assert [record.bindings[2].bytes_written for record in records] == [32, 32]
-    after = emulator.options()
-    assert (after.workers, after.seed, after.checked) == (1, 3, False)
-    library.dispatch("add", [x, x, y], groups=1, threads=8)
-    assert emulator.history() == []
-
-
-@pytest.mark.usefixtures("checked_mode")
-def test_a_failed_context_of_a_counter_restores_the_options(emulator: Any) -> None:
-    emulator.set_options(emulator.Options(seed=5))
-    with pytest.raises(KeyError), emulator.DispatchCounter():
-        raise KeyError
-    assert (emulator.options().seed, emulator.options().checked) == (5, False)
-
-
 def test_history_lists_dispatches(library: KernelLibrary, emulator: Any) -> None:
     emulator.set_history_depth(1)
     library.dispatch("add", [np.ones(100, np.float32)] * 3, groups=4, threads=25)

@@ -46,21 +46,27 @@ def counted(
     """Trace tokens, and pair each dispatch with what the emulator counts of its bindings, by name."""
     if not runs_on_host(model.device) or _core.emulator.sanitizer:
         pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
-    counter = _core.emulator.DispatchCounter()
+    gpu = _core.emulator
     found = []
-    with model.session() as session, counter:
-        tokens = list(range(1, prompt + 1))
-        for _ in range(1 + decode):
-            counter.expect(len(session.plan(len(tokens))))  # each command buffer has one dispatch
-            token, dispatches = session.trace(tokens)
-            records = counter.counted()
-            assert [record.kernel for record in records] == [d.kernel for d in dispatches]
-            assert all(record.threads > 0 for record in records)
-            for d, record in zip(dispatches, records, strict=True):
-                bindings = {b.name: {name: getattr(b, name) for name in BYTES} for b in record.bindings}
-                assert bindings.keys() > {"args"}
-                found.append((d, bindings))
-            tokens = [token]
+    gpu.set_options(gpu.Options(checked=True))
+    try:
+        with model.session() as session:
+            tokens = list(range(1, prompt + 1))
+            for _ in range(1 + decode):
+                gpu.set_history_depth(0)
+                gpu.set_history_depth(len(session.plan(len(tokens))))  # each command buffer has one dispatch
+                token, dispatches = session.trace(tokens)
+                records = [dispatch for buffer in gpu.history() for dispatch in buffer.dispatches]
+                assert [record.kernel for record in records] == [d.kernel for d in dispatches]
+                assert all(record.threads > 0 for record in records)
+                for d, record in zip(dispatches, records, strict=True):
+                    bindings = {b.name: {name: getattr(b, name) for name in BYTES} for b in record.bindings}
+                    assert bindings.keys() > {"args"}
+                    found.append((d, bindings))
+                tokens = [token]
+    finally:
+        gpu.set_options(gpu.Options())
+        gpu.set_history_depth(0)
     return found
 
 
