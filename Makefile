@@ -238,7 +238,8 @@ $(BIN)/clang-format --dry-run --Werror $(NATIVE)
 $(BIN)/hadolint packaging/Dockerfile
 . tools/build/setup_common.sh && $(BIN)/python tools/check/compilers.py $(BUILT) $$(oldest_compilers)
 $(BIN)/python tools/check/prose.py
-$(BIN)/python tools/check/commits.py
+git log --no-merges --format=%s '@{upstream}..HEAD' 2>/dev/null | awk 'length > 72 || /\.$$/ { found = 1; \
+  print "a subject of more than 72 characters, or with a final period: " $$0 } END { exit found }'
 endef
 
 # Linters, and the quick tests that need neither the Metal emulator nor an emulated Arm processor: about a minute.

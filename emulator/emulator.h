@@ -32,7 +32,6 @@ struct BufferInfo {
   bool no_copy = false;
 };
 std::vector<BufferInfo> live_buffers();  // in order of creation
-std::size_t allocated_bytes();           // of live buffers, without no-copy buffers
 std::size_t resident_bytes();            // of residency sets whose residency is requested
 
 struct Counters {  // since the process started

@@ -131,7 +131,6 @@ void bind_emulator(nb::module_& m) {
   m.def("live_objects", &live_objects, kWithoutGil);
   m.def("live_objects_by_class", &live_objects_by_class, kWithoutGil);
   m.def("live_buffers", &live_buffers, kWithoutGil);
-  m.def("allocated_bytes", &allocated_bytes, kWithoutGil);
   m.def("resident_bytes", &resident_bytes, kWithoutGil);
   m.def("counters", &counters);
   m.def("fail_allocation", &fail_allocation, "nth"_a = 1);

@@ -274,13 +274,6 @@ std::vector<BufferInfo> live_buffers() {
     return infos;
   });
 }
-std::size_t allocated_bytes() {
-  return settled([](State& state) {
-    std::size_t bytes = 0;
-    for (const auto& buffer : state.buffers_) bytes += buffer->info.no_copy ? 0 : buffer->info.length;
-    return bytes;
-  });
-}
 std::size_t resident_bytes() {
   return settled([](State& state) { return state.resident_bytes_; });
 }

@@ -107,14 +107,6 @@ def test_the_deallocator_runs_when_the_buffer_is_released(device: Any, emulator:
     assert alive() is None
 
 
-def test_allocated_bytes_count_live_buffers(device: Any, emulator: Any) -> None:
-    before = emulator.allocated_bytes()
-    buffer = device.new_buffer(1 << 20)
-    assert emulator.allocated_bytes() - before == 1 << 20
-    del buffer
-    assert emulator.allocated_bytes() == before
-
-
 def test_a_failed_allocation_returns_nil(device: Any, emulator: Any) -> None:
     emulator.fail_allocation(2)
     first = device.new_buffer(16)
