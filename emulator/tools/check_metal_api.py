@@ -5,10 +5,9 @@ Every selector, enum value, constant and function that the headers declare must 
 according to the metadata in PyPI's pyobjc wheels, with the same value or type encoding. The headers are
 compiled for a Mac, so type encodings are those of the real ABI.
 
-Usage: ``check_metal_api.py [--cache FOLDER] [--include FOLDER]``; exits with 1 and a list of differences.
+Usage: ``check_metal_api.py``; exits with 1 and a list of differences.
 """
 
-import argparse
 import json
 import re
 import shutil
@@ -272,16 +271,10 @@ def check(include: Path, apple: dict[str, Framework]) -> tuple[list[str], str]:
     return problems, summary
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; see the module docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--include", type=Path, default=INCLUDE, help="folder with Metal/Metal.h")
-    parser.add_argument("--cache", type=Path, help="folder that keeps the downloaded wheels")
-    options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as temporary:
-        problems, summary = check(options.include, read_apple(options.cache or Path(temporary)))
+def main() -> int:
+    """Run the program; see the module docstring."""
+    with tempfile.TemporaryDirectory() as folder:
+        problems, summary = check(INCLUDE, read_apple(Path(folder)))
     print("\n".join(problems) if problems else f"all as in Apple's frameworks: {summary}")
     return 1 if problems else 0
 

@@ -1,17 +1,11 @@
-#!/usr/bin/env python3
 """Find names in Objective-C++ sources that an older SDK of macOS does not have.
 
 The release of PyPI's pyobjc-framework-Metal made from an SDK lists the names of Metal in it. A name that the
 headers here declare, that a source uses and that the SDK lacks breaks the build with that SDK: a guard by
 ``@available`` does not help, since the compiler does not know the name.
-
-Usage: ``check_sdks.py [--cache FOLDER] SOURCE_FOLDER...``; exits with 1 and a list of uses.
 """
 
-import argparse
 import re
-import sys
-import tempfile
 from pathlib import Path
 
 from apple_metadata import WHEELS, Framework, download, read_framework
@@ -68,9 +62,9 @@ def uses(folder: Path, names: set[str], sdk: int) -> list[str]:
     return found
 
 
-def check(folders: list[Path], cache: Path, include: Path = INCLUDE) -> list[str]:
-    """Return the uses of names that an SDK lacks."""
-    declared = read_headers(include)
+def check(folders: list[Path], cache: Path) -> list[str]:
+    """Return the uses of names that an SDK lacks; the folder caches the bindings."""
+    declared = read_headers(INCLUDE)
     problems = []
     for sdk, version in SDKS.items():
         wheel = download(f"{WHEELS['Metal']}=={version}", cache / f"sdk-{sdk}")
@@ -78,21 +72,3 @@ def check(folders: list[Path], cache: Path, include: Path = INCLUDE) -> list[str
         for folder in folders:
             problems += [f"{use} is not in the SDK of macOS {sdk}" for use in uses(folder, names, int(sdk))]
     return problems
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; see the module docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folders", nargs="+", type=Path, help="folders with sources")
-    parser.add_argument("--cache", type=Path, help="folder that keeps the downloaded wheels")
-    options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as temporary:
-        problems = check(options.folders, options.cache or Path(temporary))
-    print("\n".join(problems) if problems else f"all known to the SDKs of macOS {', '.join(SDKS)}")
-    return 1 if problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
