@@ -36,7 +36,7 @@ struct Invocation {
   void* const* threadgroup;  // by index
   Vec3 thread_position_in_grid, threads_per_grid;
   Vec3 threadgroup_position_in_grid, threadgroups_per_grid;
-  Vec3 thread_position_in_threadgroup, threads_per_threadgroup;
+  Vec3 threads_per_threadgroup;
   u32 thread_index_in_threadgroup;
 };
 
@@ -196,6 +196,6 @@ struct Library {
 
 }  // namespace metal_emulator::abi
 
-// Called by compiled shaders before main, or when a shared library of shaders is loaded.
+// Called by compiled shaders before main.
 extern "C" __attribute__((visibility("hidden"))) void metal_emulator_register(
     const metal_emulator::abi::Library* library);

@@ -315,7 +315,6 @@ void ThreadgroupRunner::run_thread(abi::Fiber& fiber) {
   abi::Invocation& invocation = header_->invocation;  // the kernel reads it before its first statement
   const abi::Vec3 in_group = positions_[index];
   const Dim3 size = work_->group;
-  invocation.thread_position_in_threadgroup = in_group;
   invocation.thread_position_in_grid = {position_.x * size.x + in_group.x, position_.y * size.y + in_group.y,
                                         position_.z * size.z + in_group.z};
   invocation.thread_index_in_threadgroup = index;

@@ -42,7 +42,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Wno-si
 
 
 def diagnostics(lines: list[str]) -> list[str]:
-    """Return clang's errors and warnings; one inside the shim at the place in the source that led there."""
+    """Return clang's errors and warnings; one inside the shim has the place in the source that caused it."""
     found = []
     for index, line in enumerate(lines):
         match = re.match(r"(?P<file>.*):\d+:\d+: (?P<text>(?:fatal error|error|warning): .*)", line)
@@ -70,16 +70,16 @@ def precompile(folder: Path, metal_version: int) -> list[str]:
 
 
 def check(source: Path, metal_version: int, flags: list[str], compiler: list[str], folder: Path) -> list[str]:
-    """Return messages, each with file and line; empty for a source without fault.
+    """Return messages, each with file and line; empty for a valid source.
 
     Parameters
     ----------
     source, metal_version, flags
-        What to check, and how it is preprocessed.
+        Source, and options of its preprocessing.
     compiler
         Command that `precompile` returned.
     folder
-        Where files may be written.
+        Folder for files.
     """
     try:
         text, errors = translate_for_check(source, metal_version, flags)

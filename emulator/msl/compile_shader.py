@@ -4,7 +4,7 @@
 Examples
 --------
 ``compile_shader.py rope.metal -o rope.o`` makes an object with code for CPU threads, ``--ptx`` one with code
-for NVIDIA GPUs; what both are linked into finds them by the source's text. ``--ptx -o rope.ptx`` only
+for NVIDIA GPUs; a program that links both finds them by the source's text. ``--ptx -o rope.ptx`` only
 compiles.
 """
 
@@ -54,7 +54,7 @@ def sanitizer_flags(sanitizers: str) -> list[str]:
         return []
     names = sanitizers.split(",")
     # Optimized less, since large kernels take minutes otherwise, and without checks that shaders cannot fail
-    # or that AddressSanitizer makes better.
+    # or that AddressSanitizer performs better.
     omitted = "null,object-size,pointer-overflow,vptr,function" if "undefined" in names else ""
     return [f"-fsanitize={sanitizers}", f"-fno-sanitize={omitted}", "-O1", "-fno-omit-frame-pointer",
             f"-DMETAL_EMULATOR_ASAN={int('address' in names)}",
@@ -102,7 +102,7 @@ def embed_ptx(modules: dict[str, str], source: Path, output: Path) -> None:
 
 
 def without_unrolling(translated: str) -> str:
-    """Prevent unrolling of loops: instrumented kernels would be too large. The text that finds them stays."""
+    """Prevent unrolling of loops: instrumented kernels would be too large. The embedded source stays."""
     code, source, table = translated.partition("const char kSource[]")
     return re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+unroll[^\n]*$", "", code, flags=re.MULTILINE) + source + table
 
@@ -116,9 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, help=".cpp: only translate")
     parser.add_argument("--ptx", action="store_true", help="for NVIDIA GPUs; -o .ptx: only compile")
     add_options(parser)
-    parser.add_argument("--guard", help="macro by which a host leaves out what --select does not name")
+    parser.add_argument("--guard", help="macro that omits all kernels that no --select restores")
     parser.add_argument(
-        "--select", action="append", default=[], metavar="MACRO", help="one that brings kernels back"
+        "--select", action="append", default=[], metavar="MACRO", help="macro that restores kernels"
     )
     parser.add_argument("--depfile", help="write a Make rule with the files that are read")
     parser.add_argument("--checked", action="store_true", help="let every memory access call the executor")

@@ -1,4 +1,4 @@
-"""Attributes ``[[...]]`` and integer constant expressions."""
+"""Attributes ``[[...]]`` and their integers."""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Attribute:
 
 
 def attributes(tokens: TokenList, begin: int, end: int) -> list[Attribute]:
-    """Return all attributes between two indices that do not lie inside parentheses or braces."""
+    """Return all attributes between two indices that are not inside parentheses or braces."""
     found: list[Attribute] = []
     for index in tokens.outer(begin, end):
         if not tokens.is_attribute(index):
@@ -41,9 +41,8 @@ def attributes(tokens: TokenList, begin: int, end: int) -> list[Attribute]:
     return found
 
 
-def evaluate(text: str, constants: dict[str, int]) -> int | None:
-    """Return the value of an integer constant expression over known names; None where it is not one."""
-    text = re.sub(r"\b[A-Za-z_]\w*(?:::\w+)*", lambda m: str(constants.get(m[0], m[0])), text)
+def evaluate(text: str) -> int | None:
+    """Return the value of an expression of integer literals; None for anything else."""
     text = OCTAL.sub("0o", INTEGER_SUFFIX.sub("", text))
     if not INTEGER_EXPRESSION.fullmatch(text):
         return None
@@ -51,20 +50,3 @@ def evaluate(text: str, constants: dict[str, int]) -> int | None:
         return int(eval(text.replace("/", "//"), {"__builtins__": {}}))  # digits and operators only
     except (SyntaxError, ZeroDivisionError, TypeError):
         return None
-
-
-def integer_constants(tokens: TokenList) -> dict[str, int]:
-    """Return the named integers of a source: constexpr variables with a literal value."""
-    known: dict[str, int] = {}
-    for index, token in enumerate(tokens):
-        if token.text == "=" and tokens.kind(index - 1) == "name" and tokens.kind(index + 1) == "number":
-            if tokens.at(index + 2) != ";":
-                continue
-            begin = index
-            while begin > 0 and tokens.at(begin - 1) not in (";", "{", "}", ")"):
-                begin -= 1
-            words = {t.text for t in tokens[begin:index]}
-            value = evaluate(tokens.at(index + 1), {})
-            if value is not None and "constexpr" in words:
-                known[tokens.at(index - 1)] = value
-    return known

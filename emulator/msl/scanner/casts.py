@@ -16,42 +16,11 @@ from typing import NoReturn
 
 from .tokens import TokenList
 
-ELEMENTS = (
-    "float",
-    "half",
-    "char",
-    "uchar",
-    "short",
-    "ushort",
-    "int",
-    "uint",
-    "long",
-    "ulong",
-    "bool",
-)
+ELEMENTS = ("float", "half", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "bool")
 VECTORS = frozenset(f"{element}{width}" for element in ELEMENTS for width in (2, 3, 4))
-SCALARS = frozenset({*ELEMENTS, "unsigned", "signed", "void", "size_t", "ptrdiff_t", "auto", "double"})
-EXPRESSION_WORDS = (
-    "return",
-    "case",
-    "else",
-    "do",
-    "throw",
-    "co_return",
-)  # names that an expression may follow
-NOT_BEFORE_TYPE = (
-    ".",
-    "->",
-    "~",
-    "class",
-    "struct",
-    "union",
-    "enum",
-    "operator",
-    "typename",
-    "using",
-    "namespace",
-)
+EXPRESSION_WORDS = ("return", "case", "else", "do")  # names that an expression may follow
+NOT_BEFORE_TYPE = (".", "->", "~", "class", "struct", "enum", "operator", "typename", "using", "namespace")
+OPERANDS = ("(", "-", "!", "~", "*", "&", "::")  # punctuation with which an operand may begin
 
 
 class CastRewriter:
@@ -74,27 +43,14 @@ class CastRewriter:
         return frozenset(names)
 
     def _aliases(self) -> frozenset[str]:
-        """Return names made by using and typedef that do not plainly mean a scalar, pointer or function."""
+        """Return the names that using and typedef define; each may be a vector."""
         names = set()
         for index, token in enumerate(self.tokens):
-            if token.text not in ("using", "typedef"):
-                continue
-            end = index
-            while end < len(self.tokens) and self.tokens[end].text not in (";", "{"):
-                end += 1
-            words = [t.text for t in self.tokens[index + 1 : end]]
-            if not words or any(
-                word in words for word in ("*", "&", "(", "namespace", "struct", "[", "operator")
-            ):
-                continue
-            if token.text == "using" and len(words) > 2 and words[1] == "=":
-                name, target = words[0], words[2:]
+            if token.text == "using" and self.tokens.at(index + 2) == "=":
+                names.add(self.tokens.at(index + 1))
             elif token.text == "typedef":
-                name, target = words[-1], words[:-1]
-            else:
-                continue
-            if not set(target) <= SCALARS | {"const", "metal", "::"}:
-                names.add(name)
+                end = next(i for i in range(index, len(self.tokens)) if self.tokens[i].text == ";")
+                names.add(self.tokens.at(end - 1))
         return frozenset(names)
 
     def _closing_angles(self) -> frozenset[int]:
@@ -149,50 +105,24 @@ class CastRewriter:
     def _refuse_cast(self, index: int) -> None:
         """Refuse ``(T)`` before an operand."""
         tokens, closing = self.tokens, self.tokens.partner[index]
-        found = self._type(index + 1)
-        if found is None or found[0] != closing or not found[1]:
-            return
-        before, following = tokens.at(index - 1), tokens.at(closing + 1)
-        after_cast = before == ")" and self._is_cast(index - 1)
-        operand = tokens.kind(closing + 1) in ("name", "number") or following in (
-            "(",
-            "-",
-            "!",
-            "~",
-            "*",
-            "&",
-            "::",
-        )
-        parameters = following in ("const", "noexcept", "thread", "device", "constant", "threadgroup")
-        if (
-            before in ("]", "}")
-            or (before == ")" and not after_cast)
-            or not self._is_expression_context(index)
-        ):
-            return
-        if operand and not parameters:
+        operand = tokens.kind(closing + 1) in ("name", "number") or tokens.at(closing + 1) in OPERANDS
+        called = tokens.at(index - 1) in (")", "]", "}") or not self._is_expression_context(index)
+        if self._type(index + 1) == (closing, True) and operand and not called:
             self._refuse(index, index + 1, closing)
 
     def _refuse(self, index: int, begin: int, end: int) -> NoReturn:
         kind = self.tokens.text(begin, end)
         raise self.tokens[index].error(f"a cast to '{kind}', which is or may be a vector; write {kind}(...)")
 
-    def _is_cast(self, closing: int) -> bool:
-        """Whether this parenthesis ends ``(T)`` in front of an operand."""
-        opening = self.tokens.partner[closing]
-        found = self._type(opening + 1)
-        return found is not None and found[0] == closing and self._is_expression_context(opening)
-
     def _refuse_static_cast(self, index: int) -> None:
-        found = self._type(index + 2)
         closing = self.tokens.closing_angle(index + 1)
-        if found is not None and found[0] == closing and found[1]:
+        if closing is not None and self._type(index + 2) == (closing, True):
             self._refuse(index, index + 2, closing)
 
     def _rewrite_constructor(self, index: int, bodies: list[tuple[int, int]]) -> int:
         """Rewrite ``T(...)`` or ``T name(...)`` at index; return where to continue."""
         tokens = self.tokens
-        if tokens[index].text in ("const", "return") or tokens.at(index) in EXPRESSION_WORDS:
+        if tokens[index].text in ("const", *EXPRESSION_WORDS):
             return index + 1
         found = self._type(index)
         if found is None or not found[1]:

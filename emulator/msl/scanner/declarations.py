@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from .tokens import TokenList
 
-CLASS_KEYS = ("struct", "class", "union")
-NOT_SCOPES = (*CLASS_KEYS, "namespace", "inline", "alignas")
-NOT_PARAMETERS = ("alignas", "__attribute__", "decltype", "noexcept", "sizeof")  # their parentheses hold none
+KINDS = {"using": "alias", "typedef": "alias", "namespace": "namespace", "enum": "enum",
+         "struct": "class", "class": "class"}  # fmt: skip
+NOT_SCOPES = ("struct", "class", "namespace", "inline")
+NOT_PARAMETERS = ("decltype", "sizeof")  # their parentheses contain none
 
 
 @dataclass(slots=True)
@@ -18,8 +19,7 @@ class Declaration:
     begin: int
     end: int
     head: int  # index of the first token after template heads
-    # Index of the token that ends the head: ``{``, ``;``, ``=``, or the ``:`` of constructor initializers.
-    head_end: int
+    head_end: int  # index of the token that ends the head: ``{``, ``;`` or ``=``
     body: tuple[int, int] | None  # braces of a function, class, enum or namespace
     scope: tuple[str, ...]  # names of the enclosing namespaces and classes
     # ``<`` and ``>`` of each template head; empty for ``template`` without parameters.
@@ -39,7 +39,7 @@ def _declarations(tokens: TokenList, begin: int, end: int, scope: tuple[str, ...
         if tokens[index].text == ";":
             index += 1
             continue
-        if tokens[index].text in ("public", "private", "protected") and tokens.at(index + 1) == ":":
+        if tokens[index].text in ("public", "private") and tokens.at(index + 1) == ":":
             index += 2
             continue
         found = _declaration(tokens, index, end, scope)
@@ -77,21 +77,14 @@ def _declaration(tokens: TokenList, begin: int, end: int, scope: tuple[str, ...]
             index += 1
     head = index
     first = _first_word(tokens, head, end)
-    kind = {"using": "alias", "typedef": "alias", "namespace": "namespace", "enum": "enum"}.get(first, "")
-    if first == "extern" and tokens.kind(head + 1) == "string":
-        kind = "namespace"
-    elif first in CLASS_KEYS:
-        kind = "class"
+    kind = KINDS.get(first, "")
     head_end, parameters = _end_of_head(tokens, kind, head, end)
     if kind == "class" and parameters is not None:
         kind = ""  # a function that returns a struct by elaborated name
     if not kind:
         kind = "function" if parameters is not None else "variable"
     body = None
-    if kind == "function":
-        if (opening := _function_body(tokens, head_end, end)) is not None:
-            body = (opening, tokens.partner[opening])
-    elif kind in ("namespace", "class", "enum") and tokens.at(head_end) == "{":
+    if kind in ("function", "namespace", "class", "enum") and tokens.at(head_end) == "{":
         body = (head_end, tokens.partner[head_end])
     if body and kind in ("namespace", "function"):
         stop = body[1]
@@ -116,15 +109,8 @@ def _end_of_head(tokens: TokenList, kind: str, head: int, end: int) -> tuple[int
     while index < end:
         text = tokens[index].text
         if text == "operator":
-            index += 1 + (
-                tokens.at(index + 1) in ("(", "[")
-            )  # operator() and operator[] end with the bracket
-            if tokens.at(index) in (")", "]") or tokens.at(index + 1) in (")", "]"):
-                index += 1
-            while tokens.kind(index) == "punctuation" and tokens.at(index) not in ("(", ";"):
-                index += 1
-            continue
-        if (closing := tokens.closing_angle(index)) is not None and closing < end:
+            index = tokens.partner.get(index + 1, index + 1)  # the end of operator() and operator[]
+        elif (closing := tokens.closing_angle(index)) is not None and closing < end:
             index = closing
         elif text == "(":
             if parameters is None and tokens.at(index - 1) not in NOT_PARAMETERS and kind in ("", "class"):
@@ -132,23 +118,7 @@ def _end_of_head(tokens: TokenList, kind: str, head: int, end: int) -> tuple[int
             index = tokens.partner[index]
         elif text == "[":
             index = tokens.partner[index]
-        elif text in (";", "{", "=") or (text == ":" and parameters is not None):
+        elif text in (";", "{", "="):
             return index, parameters
-        elif text == ":" and kind in ("class", "enum"):  # bases or the underlying type
-            while index < end and tokens[index].text not in ("{", ";"):
-                index += 1
-            continue
         index += 1
     raise tokens[head].error(f"declaration without end: {tokens.text(head, min(head + 12, end))} ...")
-
-
-def _function_body(tokens: TokenList, index: int, end: int) -> int | None:
-    """Return the ``{`` of a function whose head ended at index; None for a declaration without body."""
-    for place in tokens.outer(index, end):
-        text = tokens[place].text
-        if text in (";", "="):
-            return None
-        # Other braces are those of constructor initializers.
-        if text == "{" and tokens.at(tokens.partner[place] + 1) not in (",", "{"):
-            return place
-    return None

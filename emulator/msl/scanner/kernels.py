@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from .attributes import Attribute, attributes, evaluate, integer_constants
+from .attributes import Attribute, attributes, evaluate
 from .declarations import Declaration
 from .tokens import SourceError, TokenList
 
@@ -13,7 +13,6 @@ BUILTINS = (
     "threads_per_grid",
     "threadgroup_position_in_grid",
     "threadgroups_per_grid",
-    "thread_position_in_threadgroup",
     "threads_per_threadgroup",
     "thread_index_in_threadgroup",
     "thread_index_in_simdgroup",
@@ -77,12 +76,11 @@ class Program:
 
 
 def analyze(tokens: TokenList, found: list[Declaration]) -> Program:
-    """Read kernels off the declarations of a source."""
+    """Return the kernels among the declarations of a source."""
     program = Program()
-    integers = integer_constants(tokens)
     for declaration in found:
         if is_kernel(tokens, declaration) and declaration.body:
-            program.kernels.append(_kernel(tokens, declaration, integers))
+            program.kernels.append(_kernel(tokens, declaration))
     by_name = {kernel.name: kernel for kernel in program.kernels}
     for kernel in program.kernels:
         if kernel.template_arguments is None:
@@ -126,7 +124,7 @@ def _host_name(found: list[Attribute]) -> str | None:
     return None
 
 
-def _kernel(tokens: TokenList, declaration: Declaration, integers: dict[str, int]) -> Kernel:
+def _kernel(tokens: TokenList, declaration: Declaration) -> Kernel:
     assert declaration.parameters is not None
     opening, closing = declaration.parameters
     name = tokens.at(opening - 1)
@@ -138,10 +136,9 @@ def _kernel(tokens: TokenList, declaration: Declaration, integers: dict[str, int
         if attribute.name not in KERNEL_ATTRIBUTES:
             raise tokens[attribute.begin].error(f"kernel '{name}': unknown attribute '{attribute.name}'")
         if attribute.name == "max_total_threads_per_threadgroup":
-            max_threads = evaluate(attribute.argument or "", integers) or 0
+            max_threads = evaluate(attribute.argument or "") or 0
     arguments = [
-        _argument(tokens, begin, end, name, integers)
-        for begin, end in split_list(tokens, opening + 1, closing)
+        _argument(tokens, begin, end, name) for begin, end in split_list(tokens, opening + 1, closing)
     ]
     _check_indices(tokens, declaration, name, arguments)
     templates = _template_arguments(tokens, declaration) if declaration.templates else None
@@ -171,23 +168,20 @@ def split_list(tokens: TokenList, begin: int, end: int) -> list[tuple[int, int]]
     return ranges
 
 
-def _argument(tokens: TokenList, begin: int, end: int, kernel: str, integers: dict[str, int]) -> Argument:
+def _argument(tokens: TokenList, begin: int, end: int, kernel: str) -> Argument:
     def error(message: str) -> SourceError:
         return tokens[begin].error(f"kernel '{kernel}': {message}")
 
     found = attributes(tokens, begin, end)
     stop = found[0].begin if found else end
     words = [token.text for token in tokens[begin:stop]]
-    name_at = stop - 1
-    while tokens.at(name_at) == "]":
-        name_at = tokens.partner[name_at] - 1
-    name, text = tokens.at(name_at), tokens.text(begin, stop)
+    name, text = tokens.at(stop - 1), tokens.text(begin, stop)
     space = next((word for word in words if word in SPACES), "")
-    pointer = "*" in words or "&" in words or tokens.at(stop - 1) == "]"
+    pointer = "*" in words or "&" in words
     kind, index = "", -1
     for attribute in found:
         if attribute.name in ("buffer", "threadgroup"):
-            value = evaluate(attribute.argument or "", integers)
+            value = evaluate(attribute.argument or "")
             if value is None:
                 raise error(f"index of '{name}' is not an integer constant: {attribute.argument}")
             if not 0 <= value < MAX_BUFFERS:

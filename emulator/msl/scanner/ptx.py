@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .tokens import SourceError
 
-# Where the executor may let a kernel wait for the one ahead of it.
+# The place at which the executor may let a kernel wait for the previous one.
 AWAIT = "// await"
 NAME = re.compile(r"[A-Za-z_$%][\w$]*")
 ENTRY = re.compile(r"\.entry\s+(\w+)")

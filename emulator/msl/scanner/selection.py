@@ -1,4 +1,4 @@
-"""Which kernels of a source remain where the host defines macros when it compiles it."""
+"""Kernels of a source that remain if the host defines macros when it compiles it."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +34,7 @@ def select(
     Raises
     ------
     SourceError
-        If a kernel is missing with all macros, or several restore it.
+        No macro restores a kernel, or several do.
     """
     guard = macros.guard
     if guard is None or guard not in path.read_text(encoding="utf-8"):

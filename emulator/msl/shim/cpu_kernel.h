@@ -19,8 +19,6 @@ MSL_INLINE T argument(const abi::Invocation& i) {
     return position<T>(i.threadgroup_position_in_grid);
   } else if constexpr (role == Role::threadgroups_per_grid) {
     return position<T>(i.threadgroups_per_grid);
-  } else if constexpr (role == Role::thread_position_in_threadgroup) {
-    return position<T>(i.thread_position_in_threadgroup);
   } else if constexpr (role == Role::threads_per_threadgroup) {
     return position<T>(i.threads_per_threadgroup);
   } else {

@@ -98,7 +98,7 @@ struct FragmentLayout {
   uint pending;
 };
 static_assert(__builtin_offsetof(FragmentLayout, pending) == 8,
-              "pending lies after eight bytes of elements");
+              "pending follows eight bytes of elements");
 
 template <class T>
 struct ElementType {

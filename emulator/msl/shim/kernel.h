@@ -10,7 +10,6 @@ enum class Role : int {
   threads_per_grid,
   threadgroup_position_in_grid,
   threadgroups_per_grid,
-  thread_position_in_threadgroup,
   threads_per_threadgroup,
   thread_index_in_threadgroup,
   thread_index_in_simdgroup,

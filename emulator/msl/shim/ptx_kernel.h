@@ -80,8 +80,6 @@ MSL_INLINE T argument(Given given, abi::Place place) {
     return position<T>(block);
   } else if constexpr (role == Role::threadgroups_per_grid) {
     return position<T>(grid);
-  } else if constexpr (role == Role::thread_position_in_threadgroup) {
-    return position<T>(thread);
   } else if constexpr (role == Role::threads_per_threadgroup) {
     return position<T>(size);
   } else {

@@ -1,6 +1,7 @@
 // simdgroup_matrix<T, 8, 8>.
 //
-// Products and sums are computed in float for every element type; a half result is rounded once, at the end. The backend's Fragment stores a lane's elements and multiplies them.
+// Products and sums are computed in float for every element type; a half result is rounded once, at the end. The
+// backend's Fragment stores a lane's elements and multiplies them.
 #pragma once
 
 namespace msl {
