@@ -63,9 +63,8 @@ struct alignas(64) MatrixProduct {
   int addend;                 // queued product that is added; -1: c
   u32 line;
   const char* file;
-  u32 lanes;       // lanes that have requested it
-  u8 differs;      // whether lanes requested different products
-  u8 result_type;  // 0 float, 1 half
+  u32 lanes;   // lanes that have requested it
+  u8 differs;  // whether lanes requested different products
 };
 struct MatrixQueue {
   static constexpr u32 kCapacity = 32;

@@ -105,32 +105,18 @@ def test_matrix_options(library: KernelLibrary, dtype: str) -> None:
     a, b = (
         rng.integers(-4, 4, (8, 8)).astype({"float": np.float32, "half": np.float16}[dtype]) for _ in range(2)
     )
-    out, copy = floats(384), np.zeros((8, 8), a.dtype)
+    out, copy = floats(320), np.zeros((8, 8), a.dtype)
     library.dispatch(f"matrix_options_{dtype}", [a, b, out, copy], groups=1, threads=32)
     x, y = a.astype(np.float64), b.astype(np.float64)
     p = x @ y
-    blocks = out.reshape(6, 8, 8)
+    blocks = out.reshape(5, 8, 8)
     np.testing.assert_array_equal(blocks[0], p)
     np.testing.assert_array_equal(blocks[1], x.T @ y)
-    np.testing.assert_array_equal(blocks[2], p.T)
-    np.testing.assert_array_equal(blocks[3], p + 3 * np.eye(8))
+    np.testing.assert_array_equal(blocks[2], 40 * p)
     extra = np.tile([100, 0], 32).reshape(8, 8)  # of each lane's two elements the first
+    np.testing.assert_array_equal(blocks[3], 4 * p + extra)
     np.testing.assert_array_equal(blocks[4], 4 * p + extra)
-    np.testing.assert_array_equal(blocks[5], 4 * p + extra)
     np.testing.assert_array_equal(copy, a)
-
-
-def test_matrix_results_round_to_their_type(library: KernelLibrary) -> None:
-    a = np.random.default_rng(4).standard_normal((8, 8)).astype(np.float16)
-    out, wide = np.zeros((8, 8), np.float16), np.zeros((8, 8), np.float32)
-    library.dispatch("matrix_rounding", [a, out, wide], groups=1, threads=32)
-    product = a.astype(np.float64) @ a.astype(np.float64)
-    rounded = np.zeros((8, 8), np.float16)
-    for _ in range(40):
-        rounded = (rounded.astype(np.float64) + product).astype(np.float16)
-    np.testing.assert_allclose(wide, 40 * product, rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(out, rounded, rtol=2e-3, atol=1e-2)
-    assert np.abs(out.astype(np.float64) - 40 * product).max() > 1e-3
 
 
 @pytest.mark.parametrize("n", [32, 20, 1])

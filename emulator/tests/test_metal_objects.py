@@ -117,8 +117,7 @@ def test_a_failed_allocation_returns_nil(device: Any, emulator: Any) -> None:
 
 def test_library_lists_its_functions(library: KernelLibrary) -> None:
     expected = (
-        "add scale negate4 reverse static_scratch store store_twice load limited exponentials "
-        "fast_functions matrix_places"
+        "add scale negate4 reverse static_scratch store store_twice load limited exponentials matrix_places"
     )
     assert sorted(library.library.function_names) == sorted([*expected.split(), "part_one", "part_two"])
 
@@ -255,12 +254,12 @@ def test_fast_exponentials_have_the_maximum_error_on_request(library: KernelLibr
     library.dispatch("exponentials", [x, y], groups=1, threads=len(x))
     exact = y.copy()
     np.testing.assert_array_equal(exact[:, 0], exact[:, 1])
-    np.testing.assert_array_equal(exact[:, 2], exact[:, 3])
+    np.testing.assert_allclose(exact[:, 2], np.exp2(x), rtol=1e-6)
     emulator.set_options(emulator.Options(fast_errors=True))
     library.dispatch("exponentials", [x, y], groups=1, threads=len(x))
-    np.testing.assert_array_equal(y[:, ::2], exact[:, ::2])  # precise::
+    np.testing.assert_array_equal(y[:, 0], exact[:, 0])  # precise::
     # Positive floats are in the order of their bits.
-    moved = y[:, 1::2].view(np.int32) - exact[:, 1::2].view(np.int32)
+    moved = y[:, 1:3].view(np.int32) - exact[:, 1:3].view(np.int32)
     units = np.where(x == 0, 0, 3 + np.floor(np.abs(2 * x)))
     np.testing.assert_array_equal(np.abs(moved), np.repeat(units[:, None], 2, axis=1))
     assert 0.3 < (moved > 0).mean() < 0.7
@@ -275,12 +274,10 @@ def test_fast_functions_of_an_infinity_are_nan(library: KernelLibrary) -> None:
     """Metal does not define their results, and leaves infinities to the other functions."""
     x = np.array([np.inf, -np.inf, -1e30, 3], np.float32)
     y = np.zeros((len(x), 4), np.float32)
-    library.dispatch("fast_functions", [x, y], groups=1, threads=len(x))
-    assert np.isnan(y[:2]).all()
-    np.testing.assert_array_equal(y[2, [0, 2, 3]], np.array([0, 0, -1e30], np.float32))
-    np.testing.assert_allclose(y[3], [8, np.exp(3), np.exp(3), 5], rtol=1e-3)
     library.dispatch("exponentials", [x, y], groups=1, threads=len(x))
-    np.testing.assert_array_equal(y[:2, ::2], [[np.inf, np.inf], [0, 0]])  # precise::
+    np.testing.assert_array_equal(y[:3, 0], [np.inf, 0, 0])  # precise::
+    assert np.isnan(y[:2, 1:]).all()
+    np.testing.assert_allclose(y[3], [np.exp(3), np.exp(3), 8, np.exp(3)], rtol=1e-3)
 
 
 # The lane of each pair of neighbours, in the order of the matrix: of rows, or of columns.
@@ -306,7 +303,7 @@ def test_lanes_hold_the_elements_of_a_matrix_that_the_layout_sets(
     pairs = (x.T if layout == "COLUMNS" else x).reshape(32, 2)
     np.testing.assert_array_equal(mine[LANES[layout]], pairs)
     np.testing.assert_array_equal(out[0], -x)
-    np.testing.assert_array_equal(out[1], x @ x.T + np.eye(8))
+    np.testing.assert_array_equal(out[1], x @ x.T + x)
 
 
 def test_lanes_hold_the_elements_that_those_of_apple_hold_by_default(emulator: Any) -> None:

@@ -56,7 +56,7 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "elements of a matrix as a pair": (
         "#include <metal_simdgroup_matrix>\nkernel void k(device float2* x [[buffer(0)]]) "
-        "{ simdgroup_float8x8 a(1.0f); x[0] = a.thread_elements(); }  // !",
+        "{ simdgroup_float8x8 a; x[0] = a.thread_elements(); }  // !",
         "incompatible type",
     ),
     "member function of an address space": (

@@ -100,23 +100,13 @@ struct FragmentLayout {
 static_assert(__builtin_offsetof(FragmentLayout, pending) == 8,
               "pending follows eight bytes of elements");
 
-template <class T>
-struct ElementType {
-  static constexpr abi::u8 value = Same<T, float>::value ? 0 : 1;
-};
-
 typedef float Row __attribute__((vector_size(32)));
 
-// Rounds a result to the element type of its matrix and writes it to the lanes that still wait for it.
-template <class T>
+// Writes a result to the lanes that still wait for it.
 MSL_INLINE void deliver(MatrixProduct& p) {
-  if constexpr (!Same<T, float>::value) {
-    for (float& element : p.c) element = static_cast<float>(static_cast<T>(element));
-  }
   for (int lane = 0; lane < 32; ++lane) {
     if (!p.targets[lane]) continue;
-    ::vec<T, 2> elements{static_cast<T>(p.c[fragment_place(lane, 0)]),
-                         static_cast<T>(p.c[fragment_place(lane, 1)])};
+    ::float2 elements{p.c[fragment_place(lane, 0)], p.c[fragment_place(lane, 1)]};
     FragmentLayout& target = *static_cast<FragmentLayout*>(p.targets[lane]);
     __builtin_memcpy(target.elements, &elements, sizeof elements);
     target.pending = 0;
@@ -136,11 +126,7 @@ MSL_EXECUTE run_products(MatrixQueue& queue) {
       for (int i = 0; i < 8; ++i) sums[i] += p.a[i * 8 + k] * b[k];
     }
     for (int i = 0; i < 8; ++i) result[i] = sums[i];
-    if (p.result_type == 0) {
-      deliver<float>(p);
-    } else {
-      deliver<half>(p);
-    }
+    deliver(p);
     p.lanes = 0;
   }
   for (auto& count : queue.count) count = 0;
@@ -153,9 +139,9 @@ MSL_INLINE void put_pair(float* matrix, int lane, ::vec<T, 2> elements) {
 }
 
 // d = a b + c.
-template <class D, class A, class B, class C>
-MSL_INLINE void multiply(Fragment<D>& d, const Fragment<A>& a, const Fragment<B>& b, const Fragment<C>& c,
-                         Place place) {
+template <class A, class B>
+MSL_INLINE void multiply(Fragment<float>& d, const Fragment<A>& a, const Fragment<B>& b,
+                         const Fragment<float>& c, Place place) {
   const abi::Fiber& fiber = abi::current_fiber();
   const int lane = static_cast<int>(fiber.lane);
   MatrixQueue& queue = *fiber.simdgroup->queue;
@@ -167,17 +153,15 @@ MSL_INLINE void multiply(Fragment<D>& d, const Fragment<A>& a, const Fragment<B>
   put_pair<A>(product.a, lane, left);
   put_pair<B>(product.b, lane, right);
   const int addend = static_cast<int>(c.pending()) - 1;
-  if (addend < 0) put_pair<C>(product.c, lane, c.get());
+  if (addend < 0) put_pair<float>(product.c, lane, c.get());
   const Lanes asked = shared(product.lanes);
   if (asked == 0) {
     share(product.addend, addend);
     share(product.line, place.line);
     share(product.file, place.file);
     share(product.differs, abi::u8{0});
-    share(product.result_type, ElementType<D>::value);
     share(queue.run, &run_products);
-  } else if (shared(product.line) != place.line || shared(product.addend) != addend ||
-             shared(product.result_type) != ElementType<D>::value) {
+  } else if (shared(product.line) != place.line || shared(product.addend) != addend) {
     share(product.differs, abi::u8{1});
   }
   share(product.lanes, asked | 1u << lane);

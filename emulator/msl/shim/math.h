@@ -1,8 +1,7 @@
-// The floating-point functions of shaders, for float, half and their vectors, in metal::, metal::precise and
-// metal::fast. Results are those of the host's float functions, or of ptx_math.h's, rounded to half if the argument is
-// half. The fast ones are the same, with three exceptions: exp on GPUs is less exact; exp and exp2 on CPUs have errors
-// on request; and on CPUs the result for an infinite argument is NaN, since Metal's fast functions may assume finite
-// arguments.
+// The floating-point functions of shaders, for float, half and their vectors. Results are those of the host's float
+// functions, or of ptx_math.h's, rounded to half if the argument is half. The fast ones are the same, with three
+// exceptions: exp on GPUs is less exact; on CPUs they have errors on request; and on CPUs the result for an infinite
+// argument is NaN, since Metal's fast functions may assume finite arguments.
 #pragma once
 
 namespace msl {
@@ -17,14 +16,13 @@ MSL_INLINE float f_exp2(float x) {
 MSL_INLINE float f_log(float x) {
   return __builtin_logf(x);
 }
-#endif
-
+MSL_INLINE float fast_result([[maybe_unused]] float x, float result) {
 #if MSL_CPU
-// Returns the result, with the largest error that the specification allows for fast functions if the executor requests
-// it: 3 + floor(|2x|) units of the last place. The argument's bits determine the sign, so that the errors of a sum
-// neither all add up nor all cancel. The result for 0 stays 1: kernels rely on it, although the specification does not
-// guarantee it.
-MSL_INLINE float with_fast_error(float x, float result) {
+  // Returns the result, with the largest error that the specification allows for fast functions if the executor
+  // requests it: 3 + floor(|2x|) units of the last place. The argument's bits determine the sign, so that the errors
+  // of a sum neither all add up nor all cancel. The result for 0 stays 1: kernels rely on it, although the
+  // specification does not guarantee it.
+  if (__builtin_fabsf(x) == __builtin_inff()) return __builtin_nanf("");
   const bool errs = ::metal_emulator::abi::current_worker().fast_errors && x != 0.0f;
   if (!errs || !(result < __builtin_inff())) return result;
   uint hash = __builtin_bit_cast(uint, x) * 0x9e3779b1u;
@@ -32,18 +30,17 @@ MSL_INLINE float with_fast_error(float x, float result) {
   // The bits of positive floats are ordered as their values.
   const int moved = __builtin_bit_cast(int, result) + (hash >> 31 ? units : -units);
   return __builtin_bit_cast(float, moved < 0 ? 0 : moved);
+#else
+  return result;
+#endif
 }
 MSL_INLINE float fast_exp(float x) {
-  return with_fast_error(x, f_exp(x));
+  return fast_result(x, f_exp(x));
 }
 MSL_INLINE float fast_exp2(float x) {
-  return with_fast_error(x, f_exp2(x));
+  return fast_result(x, f_exp2(x));
 }
 #endif
-
-MSL_INLINE bool infinite(float x) {
-  return __builtin_fabsf(x) == __builtin_inff();
-}
 
 }  // namespace msl
 
@@ -65,53 +62,35 @@ namespace metal {
 // clang-format off: it indents each macro of a list more than the previous one
 #define MSL_ON_FLOAT_VECTORS(EACH, name) \
   MSL_FOR_WIDTHS(EACH, name, ::float) MSL_FOR_WIDTHS(EACH, name, ::half)
-#define MSL_MATH1(name, expression)                                     \
-  MSL_INLINE float name(float x) {                                      \
-    return MSL_RESULT(msl::infinite(x), expression);                    \
-  }                                                                     \
-  MSL_INLINE half name(half value) {                                    \
-    float x = value;                                                    \
-    return static_cast<half>(MSL_RESULT(msl::infinite(x), expression)); \
-  }                                                                     \
+#define MSL_MATH1(name, expression)        \
+  MSL_INLINE float name(float x) {         \
+    return expression;                     \
+  }                                        \
+  MSL_INLINE half name(half value) {       \
+    float x = value;                       \
+    return static_cast<half>(expression);  \
+  }                                        \
   MSL_ON_FLOAT_VECTORS(MSL_EACH1, name)
-#define MSL_MATH3(name, expression)                                                                        \
-  MSL_INLINE float name(float x, float y, float z) {                                                       \
-    return MSL_RESULT(msl::infinite(x) || msl::infinite(y) || msl::infinite(z), expression);               \
-  }                                                                                                        \
-  MSL_INLINE half name(half first, half second, half third) {                                              \
-    float x = first, y = second, z = third;                                                                \
-    return static_cast<half>(                                                                              \
-        MSL_RESULT(msl::infinite(x) || msl::infinite(y) || msl::infinite(z), expression));                 \
-  }                                                                                                        \
+#define MSL_MATH3(name, expression)                           \
+  MSL_INLINE float name(float x, float y, float z) {          \
+    return expression;                                        \
+  }                                                           \
+  MSL_INLINE half name(half first, half second, half third) { \
+    float x = first, y = second, z = third;                   \
+    return static_cast<half>(expression);                     \
+  }                                                           \
   MSL_ON_FLOAT_VECTORS(MSL_EACH3, name)
 
-#define MSL_ALL_MATH                         \
-  MSL_MATH1(exp, MSL_EXP(x))                 \
-  MSL_MATH1(exp2, MSL_EXP2(x))               \
-  MSL_MATH1(log, msl::f_log(x))              \
-  MSL_MATH1(rsqrt, 1.0f / __builtin_sqrtf(x)) \
-  MSL_MATH3(fma, __builtin_fmaf(x, y, z))
-// clang-format on
-
-#define MSL_RESULT(infinite, expression) (expression)
-#define MSL_EXP(x) msl::f_exp(x)
-#define MSL_EXP2(x) msl::f_exp2(x)
-MSL_ALL_MATH
+MSL_MATH3(fma, __builtin_fmaf(x, y, z))
 namespace precise {
-MSL_ALL_MATH
+MSL_MATH1(exp, msl::f_exp(x))
+MSL_MATH1(log, msl::f_log(x))
+MSL_MATH1(rsqrt, 1.0f / __builtin_sqrtf(x))
 }
-#if MSL_PTX || MSL_CPU
-#undef MSL_EXP
-#define MSL_EXP(x) msl::fast_exp(x)
-#endif
-#if MSL_CPU
-#undef MSL_RESULT
-#define MSL_RESULT(infinite, expression) ((infinite) ? __builtin_nanf("") : (expression))
-#undef MSL_EXP2
-#define MSL_EXP2(x) msl::fast_exp2(x)
-#endif
 namespace fast {
-MSL_ALL_MATH
+MSL_MATH1(exp, msl::fast_exp(x))
+MSL_MATH1(exp2, msl::fast_exp2(x))
 }
+// clang-format on
 
 }  // namespace metal

@@ -26,7 +26,7 @@ MSL_INLINE float f_exp(float x) {
                        float_of(static_cast<uint>(127 + rest) << 23);
   return x > 89.0f ? __builtin_inff() : x < -105.0f ? 0.0f : result;
 }
-MSL_INLINE float f_exp2(float x) {
+MSL_INLINE float fast_exp2(float x) {
   return power_of_two(x);
 }
 

@@ -132,17 +132,14 @@ MSL_INLINE ::float2 float_product(::float2 a, ::float2 b, ::float2 c) {
 }
 
 // d = a b + c.
-template <class D, class A, class B, class C>
-MSL_INLINE void multiply(Fragment<D>& d, const Fragment<A>& a, const Fragment<B>& b, const Fragment<C>& c,
-                         int) {
-  const ::float2 addend = to_floats<C>(c.get());
-  ::float2 result;
+template <class A, class B>
+MSL_INLINE void multiply(Fragment<float>& d, const Fragment<A>& a, const Fragment<B>& b,
+                         const Fragment<float>& c, int) {
   if constexpr (Same<A, B>::value && sizeof(A) == 2) {
-    result = tensor_product(a.get(), b.get_transposed(), addend);
+    d.set(tensor_product(a.get(), b.get_transposed(), c.get()));
   } else {
-    result = float_product(to_floats<A>(a.get()), to_floats<B>(b.get_transposed()), addend);
+    d.set(float_product(to_floats<A>(a.get()), to_floats<B>(b.get_transposed()), c.get()));
   }
-  d.set(::vec<D, 2>{static_cast<D>(result[0]), static_cast<D>(result[1])});
 }
 
 }  // namespace msl

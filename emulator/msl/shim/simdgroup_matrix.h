@@ -1,7 +1,6 @@
 // simdgroup_matrix<T, 8, 8>.
 //
-// Products and sums are computed in float for every element type; a half result is rounded once, at the end. The
-// backend's Fragment stores a lane's elements and multiplies them.
+// Products are summed in float. The backend's Fragment stores a lane's elements and multiplies them.
 #pragma once
 
 namespace msl {
@@ -24,7 +23,6 @@ struct simdgroup_matrix {
   typedef ::vec<T, Rows * Columns> storage_type;  // a lane uses the first two elements
   storage_type elements;
   simdgroup_matrix();
-  explicit simdgroup_matrix(T diagonal);
   __private storage_type& thread_elements() __private;
   storage_type thread_elements() const __private;
 };
@@ -35,13 +33,12 @@ simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value);
   void simdgroup_load(__private simdgroup_matrix<T, 8, 8>& d, const SPACE T* source, ulong stride = 8, \
                       ::ulong2 origin = ::ulong2(0), bool transpose = false);                          \
   template <class T>                                                                                   \
-  void simdgroup_store(simdgroup_matrix<T, 8, 8> a, SPACE T* target, ulong stride = 8,                 \
-                       ::ulong2 origin = ::ulong2(0), bool transpose = false);
+  void simdgroup_store(simdgroup_matrix<T, 8, 8> a, SPACE T* target, ulong stride = 8);
 MSL_MATRIX_MEMORY(__global)
 MSL_MATRIX_MEMORY(__local)
-template <class D, class A, class B, class C>
-void simdgroup_multiply_accumulate(__private simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                   simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c);
+template <class A, class B>
+void simdgroup_multiply_accumulate(__private simdgroup_matrix<float, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
+                                   simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<float, 8, 8> c);
 
 #else
 
@@ -52,16 +49,6 @@ struct simdgroup_matrix {
   typedef ::vec<T, 2> storage_type;
   msl::Fragment<T> fragment;
 
-  simdgroup_matrix() = default;
-  MSL_INLINE explicit simdgroup_matrix(T diagonal) {
-    const int lane = msl::lane();
-    storage_type elements;
-    for (int i = 0; i < 2; ++i) {
-      const int place = msl::fragment_place(lane, i);
-      elements[i] = place / 8 == place % 8 ? diagonal : T(0);
-    }
-    fragment.set(elements);
-  }
   MSL_INLINE storage_type& thread_elements() { return fragment.reference(); }
   MSL_INLINE storage_type thread_elements() const { return fragment.get(); }
 };
@@ -94,22 +81,20 @@ MSL_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source, ul
 #endif
 }
 template <class T>
-MSL_INLINE void simdgroup_store(const simdgroup_matrix<T, 8, 8>& a, T* target, ulong stride = 8,
-                                ::ulong2 origin = ::ulong2(0), bool transpose = false) {
+MSL_INLINE void simdgroup_store(const simdgroup_matrix<T, 8, 8>& a, T* target, ulong stride = 8) {
   const int lane = msl::lane();
   const ::vec<T, 2> elements = a.fragment.get();
-  target += origin.y * stride + origin.x;
   for (int i = 0; i < 2; ++i) {
-    const ulong place = static_cast<ulong>(msl::fragment_place(lane, i)), row = place / 8, column = place % 8;
-    target[transpose ? column * stride + row : row * stride + column] = elements[i];
+    const ulong place = static_cast<ulong>(msl::fragment_place(lane, i));
+    target[place / 8 * stride + place % 8] = elements[i];
   }
 }
 
-template <class D, class A, class B, class C>
-MSL_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
+template <class A, class B>
+MSL_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<float, 8, 8>& d,
                                               const simdgroup_matrix<A, 8, 8>& a,
                                               const simdgroup_matrix<B, 8, 8>& b,
-                                              const simdgroup_matrix<C, 8, 8>& c, MSL_SITE) {
+                                              const simdgroup_matrix<float, 8, 8>& c, MSL_SITE) {
   msl::multiply(d.fragment, a.fragment, b.fragment, c.fragment, msl_site);
 }
 

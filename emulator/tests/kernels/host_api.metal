@@ -25,13 +25,7 @@ kernel void scale(device const float* x [[buffer(0)]],     //
 kernel void exponentials(device const float* x [[buffer(0)]],  //
                          device float4* y [[buffer(1)]],       //
                          uint i [[thread_position_in_grid]]) {
-  y[i] = float4(precise::exp(x[i]), fast::exp(x[i]), precise::exp2(x[i]), fast::exp2(x[i]));
-}
-
-kernel void fast_functions(device const float* x [[buffer(0)]],  //
-                           device float4* y [[buffer(1)]],       //
-                           uint i [[thread_position_in_grid]]) {
-  y[i] = float4(fast::exp2(x[i]), fast::exp(half(x[i])), fast::exp(x[i]), fast::fma(1.0f, x[i], 2.0f));
+  y[i] = float4(precise::exp(x[i]), fast::exp(x[i]), fast::exp2(x[i]), fast::exp(half(x[i])));
 }
 
 kernel void negate4(device const float4* x [[buffer(0)]],  //
@@ -100,20 +94,20 @@ kernel void part_two(device uint* y [[buffer(0)]], uint i [[thread_position_in_g
 }
 #endif
 
-// The elements of x that each lane has, x with these elements negated, and x times its transpose plus the
-// identity.
+// The elements of x that each lane has, x with these elements negated, and x times its transpose plus x.
 kernel void matrix_places(device const float* x [[buffer(0)]],  // [8][8]
                           device float* mine [[buffer(1)]],     // [32][2]
                           device float* out [[buffer(2)]],      // [2][8][8]
                           ushort lane [[thread_index_in_simdgroup]]) {
-  simdgroup_float8x8 rows, columns, negated, product(1.0f);
+  simdgroup_float8x8 rows, columns, negated, product;
   simdgroup_load(rows, x, 8);
   simdgroup_load(columns, x, 8, ulong2(0), true);
+  simdgroup_load(product, x, 8);
   for (ushort i = 0; i < 2; ++i) {
     mine[lane * 2 + i] = rows.thread_elements()[i];
-    negated.thread_elements()[i] = -columns.thread_elements()[i];
+    negated.thread_elements()[i] = -rows.thread_elements()[i];
   }
-  simdgroup_store(negated, out, 8, ulong2(0), true);
+  simdgroup_store(negated, out, 8);
   simdgroup_multiply_accumulate(product, rows, columns, product);
   simdgroup_store(product, out + 64, 8);
 }
