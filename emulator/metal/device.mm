@@ -181,8 +181,9 @@ void check_length(NSUInteger length, const char* call) {
 }
 
 - (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError**)error {
-  return fail(error, MTLLibraryErrorDomain, MTLLibraryErrorFileNotFound,
-              "the emulator compiles shaders ahead of time, and reads no library: '" + to_string(url.path) + "'");
+  return fail(
+      error, MTLLibraryErrorDomain, MTLLibraryErrorFileNotFound,
+      "the emulator compiles shaders ahead of time, and reads no library: '" + to_string(url.path) + "'");
 }
 
 - (id<MTLLibrary>)compile:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
