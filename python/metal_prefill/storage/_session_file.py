@@ -163,7 +163,8 @@ def save(session: _core.Session, path: str | os.PathLike[str], owner: Owner, not
         "kv_dtype": owner.kv_dtype,
         "notes": state.notes,
     }
-    metadata[CHECKSUM] = _checksum({name: _bytes(a) for name, a in arrays.items()}, metadata)
+    raw_bytes = {name: array.reshape(-1).view(np.uint8) for name, array in arrays.items()}
+    metadata[CHECKSUM] = _checksum(raw_bytes, metadata)
     with replacing(path) as temporary:
         try:
             save_file(arrays, temporary, metadata)
@@ -300,10 +301,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(entries) != len(pairs):
         raise ValueError("the header contains a duplicate name")
     return entries
-
-
-def _bytes(array: npt.NDArray[Any]) -> Bytes:
-    return array.reshape(-1).view(np.uint8)
 
 
 def _checksum(arrays: Mapping[str, Bytes], metadata: Mapping[str, str]) -> str:
