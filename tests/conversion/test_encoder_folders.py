@@ -199,14 +199,6 @@ def test_vectors_of_pplx_embed_are_rounded_tangents(device: str, file_of: FileOf
         np.testing.assert_array_equal(model.encode(bidirectional_folders.TEXTS), found)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3, projected", INTEGERS])
-def test_a_text_without_causality_has_the_same_bits_in_any_batch(file_of: FileOf, name: str) -> None:
-    with Model(file_of(bidirectional_folders.RECORDED[name], "Q8_0"), device="cpu") as model:
-        together = model.embed(bidirectional_folders.TEXTS)
-        for text, vector in zip(bidirectional_folders.TEXTS, together, strict=True):
-            np.testing.assert_array_equal(model.embed([text])[0], vector)
-
-
 def test_the_pooling_may_be_that_of_the_configuration(tmp_path: Path) -> None:
     folder = bidirectional_folders.RECORDED["llama"](tmp_path / "m")
     whole = vectors(convert(folder.write(), tmp_path / "m.gguf"))

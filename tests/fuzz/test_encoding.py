@@ -26,7 +26,7 @@ RANGES = (
     *((0x300, 0x36F), (0x2000, 0x206F), (0x2070, 0x209C), (0x2150, 0x2188)),  # marks, spaces, numbers
     *((0x2200, 0x22FF), (0x1D400, 0x1D4FF), (0x1F300, 0x1F64F), (0xFE00, 0xFE0F)),  # symbols
 )
-WHITE_SPACE = (*" \n\t\x0b\u00a0\u2028\u3000", "  ", "   ", "\n\n", "\r\n", " \n", "\n ")
+WHITE_SPACE: tuple[str, ...] = (*" \n\t\x0b\u00a0\u2028\u3000", "  ", "   ", "\n\n", "\r\n", " \n", "\n ")
 CONTRACTIONS = ("'s", "'T", "'re", "'VE", "'m", "'ll", "'D", "\u2019s", "''")
 SPELLINGS = (
     *comparison.BYTE_LEVEL_SPECIALS,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import entity_folders, task_folders
+from support import bidirectional_folders, entity_folders, task_folders
 from support.bert_relatives import distilbert_masked
 from support.encoder_folders import private_parts
 from support.encoder_tasks import FileOf, scores_of
@@ -64,6 +64,10 @@ CASES: dict[str, tuple[Callable[[Path], Folder], str, Callable[..., Any], list[s
     "over the vocabulary": (distilbert_masked, "f32", sparse, TEXTS),
     "three kinds": (task_folders.hybrid, "int8", three_kinds, TEXTS),
     **{f"vectors, {name}": (MODULES[name], "f32", vectors, TEXTS) for name in MODULES},
+    **{
+        f"without causality, {name}": (bidirectional_folders.RECORDED[name], "int8", vectors, TEXTS)
+        for name in ("llama", "qwen3, projected", "qwen3, integers")
+    },
     **{f"queries in {mode}": (LATE["unseen"], mode, queries, QUERIES) for mode in ("f32", "int8", "bf16")},
     "fixed queries": (LATE["seen, fixed"], "int8", queries, QUERIES),
     "queries of PyLate": (LATE["PyLate"], "bf16", queries, QUERIES),
