@@ -283,10 +283,8 @@ def test_tensors_need_pytorch(model: st.SentenceTransformer, monkeypatch: pytest
 
 def test_results_are_tensors_where_tensors_are_given(made: Paths, model: st.SentenceTransformer) -> None:
     torch = pytest.importorskip("torch")
-    whole, listed = (
-        model.encode(SENTENCES, convert_to_tensor=True),
-        model.encode(SENTENCES, convert_to_numpy=False),
-    )
+    whole = model.encode(SENTENCES, convert_to_tensor=True)
+    listed = model.encode(SENTENCES, convert_to_numpy=False)
     assert isinstance(whole, torch.Tensor)
     assert isinstance(listed, list)
     assert isinstance(listed[0], torch.Tensor)

@@ -1,7 +1,6 @@
 """Chat templates: rendered as their authors intended, with control tokens only from the template."""
 
 import itertools
-import re
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -45,11 +44,6 @@ def tokenizer_with(tmp_path: Path) -> GGUFMaker:
         return Tokenizer(GGUFFile(path))
 
     return make
-
-
-def spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Text of the tokens, with control tokens as names in brackets, which do not occur in the texts here."""
-    return "".join(f"⟦{tokenizer.token(i)}⟧" if tokenizer.is_special(i) else "·" for i in ids)
 
 
 def text(pieces: list[tuple[str, bool]]) -> str:
@@ -98,11 +92,12 @@ def test_a_message_never_writes_a_control_token(tokenizer_with: GGUFMaker, conte
     tokenizer = tokenizer_with(template)
     harmless = [{"role": "user", "content": "x", "name": "y"}, {"role": "assistant", "content": "z"}]
     hostile = [{**harmless[0], field: content}, {**harmless[1], field: content}]
-    counted = [
-        re.findall("⟦.*?⟧", spelled(tokenizer, tokenizer.apply_chat_template(m))) for m in (harmless, hostile)
+    written = [
+        [tokenizer.token(i) for i in tokenizer.apply_chat_template(messages) if tokenizer.is_special(i)]
+        for messages in (harmless, hostile)
     ]
-    assert counted[0] == counted[1]
-    assert counted[0].count(f"⟦{END}⟧") == 2
+    assert written[0] == written[1]
+    assert written[0].count(END) == 2
 
 
 def test_the_text_of_a_message_is_unchanged(tokenizer_with: GGUFMaker) -> None:

@@ -160,13 +160,12 @@ def certain(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_documents_with_scores_near_1_are_ordered_and_printed_apart(
     certain: Path, tmp_path: Path, output: Run
 ) -> None:
+    file = tmp_path / "documents.jsonl"
+    file.write_text("\n".join(json.dumps(d or "nothing") for d in DOCUMENTS))
     with opened(certain) as model:
         logits = model.classify([(QUERY, document) for document in DOCUMENTS]).log_likelihoods[:, 0]
-    (tmp_path / "documents.jsonl").write_text("\n".join(json.dumps(d or "nothing") for d in DOCUMENTS))
-    with opened(certain) as model:
         ranked = model.rerank(QUERY, DOCUMENTS)
-        assert [item.index for item in ranked] == np.argsort(-logits, kind="stable").tolist()
-    file = tmp_path / "documents.jsonl"
+    assert [item.index for item in ranked] == np.argsort(-logits, kind="stable").tolist()
     lines = output("rerank", "-m", certain, "-q", QUERY, "-f", file, "--compute", "f32").splitlines()
     printed = [line.split("  ")[0] for line in lines]
     assert len(set(printed)) == len({item.score for item in ranked})

@@ -141,12 +141,7 @@ def test_three_kinds_of_vectors_match_float64(hybrid: Folder, tmp_path: Path, de
     with opened(convert(hybrid.path, tmp_path / "m.gguf"), device) as model:
         found = model.embed_hybrid(SOME)
         states = model.embed(SOME, pooling="none", normalize=False)
-        special = {
-            model.tokenizer.bos_id,
-            model.tokenizer.eos_id,
-            model.tokenizer.unk_id,
-            model.tokenizer.pad_id,
-        }
+        special = {getattr(model.tokenizer, f"{name}_id") for name in ("bos", "eos", "unk", "pad")}
         for i, (text, rows) in enumerate(zip(SOME, states, strict=True)):
             x = rows.astype(np.float64)
             np.testing.assert_allclose(found.dense[i], unit(x[0]), atol=NEAR[device])

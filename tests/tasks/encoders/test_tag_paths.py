@@ -19,6 +19,7 @@ from support.task_folders import STRATEGIES, TAGGERS, TEXTS
 from metal_prefill.conversion import convert
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._task_config import TransitionBiases, read_head
+from metal_prefill.tasks import Entity
 from metal_prefill.tasks._token_labels import best_path, stray_tag, transitions_of
 
 Logits = npt.NDArray[np.float64]
@@ -110,7 +111,7 @@ def test_entities_are_the_parts_of_the_best_sequence(file_of: FileOf, biases: di
         tags = [PRIVACY_TAGS[i] for i in chosen]
         assert score_of(tags, {}) == 0.0  # valid
         parts = parts_of(text, spans, tags)
-        assert [(e.label, e.start, e.end) for e in entities] == parts
+        assert places(entities) == parts
         assert all(text[e.start : e.end] == e.text for e in entities)
         assert all(0 < e.score <= 1 for e in entities)
         counts.append(len(parts))
@@ -138,6 +139,10 @@ def test_the_default_strategy_follows_the_tags(file_of: FileOf) -> None:
     assert stray_tag(PRIVACY_TAGS) is None
 
 
+def places(entities: Sequence[Entity]) -> list[tuple[str, int, int]]:
+    return [(entity.label, entity.start, entity.end) for entity in entities]
+
+
 def test_parts_on_metal_are_those_of_the_cpu(metal: None, file_of: FileOf) -> None:
     path = file_of(private_parts)
     with opened(path) as cpu, opened(path, "metal") as model:
@@ -146,12 +151,9 @@ def test_parts_on_metal_are_those_of_the_cpu(metal: None, file_of: FileOf) -> No
             expected = cpu.label_tokens(TEXTS, transitions=biases)
             found = model.label_tokens(TEXTS, transitions=biases)
             for entities, others in zip(found, expected, strict=True):
-                assert [(e.label, e.start, e.end) for e in entities] == [
-                    (e.label, e.start, e.end) for e in others
-                ]
-                assert [e.score for e in entities] == pytest.approx(
-                    [e.score for e in others], abs=NEAR["metal"]
-                )
+                assert places(entities) == places(others)
+                scores = [e.score for e in others]
+                assert [e.score for e in entities] == pytest.approx(scores, abs=NEAR["metal"])
 
 
 def test_biases_are_those_of_the_folder(tmp_path: Path) -> None:
@@ -183,9 +185,8 @@ def test_entities_match_transformers(
         found = model.label_tokens(TEXTS, strategy=strategy)
         assert len(found) == len(TEXTS)
         for text, entities, expected in zip(TEXTS, found, record["labels"][name][strategy], strict=True):
-            places = [(entity.label, entity.start, entity.end) for entity in entities]
             wanted = [trimmed(text, entity) for entity in expected]
-            assert places == [place for place in wanted if place[1] < place[2]]
+            assert places(entities) == [place for place in wanted if place[1] < place[2]]
             scores = [e["score"] for e, place in zip(expected, wanted, strict=True) if place[1] < place[2]]
             np.testing.assert_allclose(
                 [entity.score for entity in entities], scores, rtol=0, atol=NEAR["cpu"]
