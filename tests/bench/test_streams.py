@@ -94,23 +94,33 @@ def test_a_row_summarizes_its_samples(demo_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_engines_without_batches_are_skipped_with_a_reason(demo_path: Path) -> None:
+def test_engines_without_batches_or_choices_are_skipped_with_a_reason(demo_path: Path) -> None:
     workers = fakes(ours=10, llama=40, openvino=20)
-    results = compare(workers, demo_path, prompts=[8], n_gen=4, streams=[2, 3])
-    tests = ["pp8", "tg4", "tg4x2", "tg4x3", "pp16x64"]
-    assert results.tests == tests
+    options: dict[str, Any] = {"streams": [2, 3], "sampled": True, "speculate": True}
+    results = compare(workers, demo_path, prompts=[8], n_gen=4, **options)
+    choices = {"greedy4": "argmax", "sampled4": "sampled", "copy4": "greedy", "lookup4": "lookup"}
+    streams = ["tg4x2", "tg4x3", "pp16x64"]
+    assert results.tests == ["pp8", "tg4", *choices, *streams]
     assert len(workers["openvino"].log) == 2 * (3 + 1)  # pp8 and tg4, each warmed up
-    assert len(workers["llama.cpp"].log) == 5 * (3 + 1)
-    for name in tests[2:]:
+    assert len(workers["llama.cpp"].log) == 9 * (3 + 1)
+    for name in (*choices, *streams):
         ours, llama, openvino = (results.row(engine, name) for engine in results.engines)
         assert ours.measured
         assert llama.ratio is not None
         assert llama.ratio.median == pytest.approx(4.0)
         assert not openvino.measured
         assert (openvino.samples_ns, openvino.median_ts, openvino.ratio) == ([], 0.0, None)
-        assert openvino.note.startswith("not measured: its graph holds one sequence")
+        reason = "computes logits but chooses no tokens" if name in choices else "holds one sequence"
+        assert openvino.note.startswith(f"not measured: its graph {reason}")
+    for name, choice in choices.items():
+        row = results.row(_engines.OURS, name)
+        assert (row.choice, row.n_gen, row.samples_ns) == (choice, 4, [40] * 3)
+        assert row.median_ts == pytest.approx(1e8)
     assert any("tg4x2, tg4x3, pp16x64: not measured" in note for note in results.notes())
-    assert "x64: 64 sequences in each pass" in results._repr_html_()
+    html = results._repr_html_()
+    assert "x64: 64 sequences in each pass" in html
+    assert "sampled4: tokens sampled by the engine, temperature 0.8, top_k 40" in html
+    assert "lookup4: the same with drafts" in html
 
 
 def test_streams_and_choices_are_measured_in_a_real_process(demo_path: Path) -> None:
@@ -174,30 +184,6 @@ def test_llama_cpp_chooses_the_same_with_and_without_drafts(demo_path: Path) -> 
     ours: Any = metal_prefill.load(options_for(demo_path))
     ours.prefill(ids[:-1])
     assert ours.choose(ids, 8, "greedy") == texts["greedy"][:8]
-
-
-@pytest.mark.usefixtures("_quiet_machine")
-def test_rows_of_choices_summarize_their_samples(demo_path: Path) -> None:
-    workers = fakes(ours=10, llama=40, openvino=20)
-    results = compare(workers, demo_path, prompts=[8], n_gen=4, sampled=True, speculate=True)
-    assert results.tests == ["pp8", "tg4", "greedy4", "sampled4", "copy4", "lookup4"]
-    for name, choice in (
-        ("greedy4", "argmax"),
-        ("sampled4", "sampled"),
-        ("copy4", "greedy"),
-        ("lookup4", "lookup"),
-    ):
-        ours, llama, openvino = (results.row(engine, name) for engine in results.engines)
-        assert (ours.choice, ours.n_gen) == (choice, 4)
-        assert ours.samples_ns == [40] * 3
-        assert ours.median_ts == pytest.approx(1e8)
-        assert llama.ratio is not None
-        assert llama.ratio.median == pytest.approx(4.0)
-        assert not openvino.measured
-        assert openvino.note == "not measured: its graph computes logits but chooses no tokens"
-    html = results._repr_html_()
-    assert "sampled4: tokens sampled by the engine, temperature 0.8, top_k 40" in html
-    assert "lookup4: the same with drafts" in html
 
 
 @pytest.mark.usefixtures("_quiet_machine")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_prefill.generation._constraint import Step
-from metal_prefill.generation._guide import MOST_FORCED, Guide
+from metal_prefill.generation._guide import Guide
 from metal_prefill.generation._text_generation import StopFilter, TextWriter
 
 STOP = 0
@@ -57,11 +57,11 @@ def test_a_text_ends_for_one_reason(
     assert ("".join(parts), writer.ended, writer.made) == (text, reason, len(tokens))
 
 
-class Forcing:
-    """A constraint that forces tokens after the first one, and records its requests."""
+class Requests:
+    """A constraint that allows the first draft, and records its requests."""
 
-    def __init__(self, forced: list[int]) -> None:
-        self.forced, self.requests = forced, list[Any]()
+    def __init__(self) -> None:
+        self.requests = list[Any]()
 
     def ahead(self, drafts: list[int]) -> list[bytes]:
         return [b"ahead"] * min(len(drafts), 1)
@@ -71,7 +71,7 @@ class Forcing:
 
     def advance(self, tokens: list[int], *, most_forced: int, room: int) -> Step:
         self.requests.append((tokens, most_forced, room))
-        return Step(len(tokens), False, self.forced if most_forced else [], "", True)
+        return Step(len(tokens), False, [], "", True)
 
 
 class Masks:
@@ -84,25 +84,12 @@ class Masks:
         self.allowed.append(masks)
 
 
-def test_forced_tokens_are_taken_in_pieces_that_a_pass_may_have() -> None:
-    constraint: Any = Forcing(list(range(1, MOST_FORCED + 3)))
-    sampler: Any = Masks()
-    guide = Guide(sampler, constraint, frozenset({STOP}), forces=True)
-    assert guide.allow([5, 6]) == 1  # the second draft is not allowed
-    assert sampler.allowed == [[b"mask"], [b"mask", b"ahead"]]
-    guide.advance([9], [9], 50)
-    assert guide.take_forced() == constraint.forced[:MOST_FORCED]
-    guide.advance([MOST_FORCED + 1], [MOST_FORCED + 1], 40)  # the next forced token
-    assert guide.take_forced() == [MOST_FORCED + 2]
-    assert constraint.requests == [([9], MOST_FORCED, 50), ([MOST_FORCED + 1, MOST_FORCED + 2], 0, 40)]
-    assert not guide.completes(MOST_FORCED + 1)
-    assert guide.met
-
-
-def test_a_constraint_receives_no_tokens_after_the_end_of_a_text() -> None:
-    constraint: Any = Forcing([])
+def test_a_constraint_limits_drafts_and_receives_no_tokens_after_the_end_of_a_text() -> None:
+    constraint: Any = Requests()
     sampler: Any = Masks()
     guide = Guide(sampler, constraint, frozenset({STOP}), forces=False)
+    assert guide.allow([5, 6]) == 1
+    assert sampler.allowed == [[b"mask"], [b"mask", b"ahead"]]
     guide.advance([4, STOP], [4, STOP], 9)
     guide.advance([STOP], [STOP], 9)
     guide.advance([4], [], 9)  # given tokens

@@ -129,7 +129,7 @@ def test_the_wheel_runs_on_a_processor_without_avx(environment: Environment) -> 
 
 
 def test_the_server_extra_works(environment: Environment) -> None:
-    command = [environment.bin / "metal-prefill", "serve", "--port", "0"]
+    command: list[str | Path] = [environment.bin / "metal-prefill", "serve", "--port", "0"]
     with serving(command, env=environment.env) as (server, url):
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{url}/health", timeout=60) as answer:

@@ -83,10 +83,11 @@ def test_texts_fit_together_where_each_fits(
     bundled: Model, demo_path: Path, pages: int, prefix_pages: int, texts: list[tuple[int, int, int]]
 ) -> None:
     page = page_bytes(bundled)
-    memory = {"kv_memory": pages * page, "prefix_memory": prefix_pages * page}
-    with Model(demo_path, device="cpu", **memory) as model:
+    with Model(demo_path, device="cpu", kv_memory=pages * page, prefix_memory=prefix_pages * page) as model:
         prompts = [np.random.default_rng(kind).integers(1, 900, length) for length, _, kind in texts]
-        options = [{"max_tokens": n, "min_tokens": n, "speculate": "off"} for _, n, _ in texts]
+        options: list[dict[str, Any]] = [
+            {"max_tokens": n, "min_tokens": n, "speculate": "off"} for _, n, _ in texts
+        ]
         expected = [(alone(bundled, p, **o), None) for p, o in zip(prompts, options, strict=True)]
         for _ in range(2):
             assert check_together(model, prompts, options, max_streams=6) == expected
