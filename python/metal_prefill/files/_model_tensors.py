@@ -66,13 +66,12 @@ def ignored_tensors(gguf: GGUFFile, config: ModelConfig) -> dict[str, str]:
     return found
 
 
-def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, int, str]]:
+def expected_tensors(config: ModelConfig, core: _core.Config) -> Iterator[tuple[_core.TensorSpec, int, str]]:
     """Yield every tensor that a model can have: its table row, its layer and its presence.
 
     The presence is ``"required"``, ``"optional"``, or ``"tied"`` if the embedding can replace the tensor.
     """
     traits = ARCHITECTURES[config.architecture]
-    core = core_config(config)
     specs = _core.tensors(core)
     # Whether the tensors of a role have other shapes in some layers.
     differ = config.layer_kv_heads or config.layer_head_dim or config.layer_ffn_dim
@@ -103,13 +102,14 @@ def tensor_name(traits: Architecture, spec: _core.TensorSpec, layer: int) -> str
 
 
 def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, int, TensorInfo]]:
-    specs = _core.tensors(core_config(config))
+    core = core_config(config)
+    specs = _core.tensors(core)
     embedding = next(s.name for s in specs if s.role == "token_embedding")
     shapes = {spec.role: spec.shape for spec in specs}
     names = {spec.role: spec.name for spec in specs}
     traits = ARCHITECTURES[config.architecture]
     parts = {role: (name, roles) for name, roles in traits.fused.items() for role in roles}
-    for spec, layer, presence in expected_tensors(config):
+    for spec, layer, presence in expected_tensors(config, core):
         if spec.role in parts:
             whole, roles = parts[spec.role]
             if f"blk.{layer}.{traits.reversed_with.get(whole)}" in gguf.tensors:
