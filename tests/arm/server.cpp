@@ -179,29 +179,20 @@ Mapping map_file(const std::string& path) {
   return {static_cast<const std::byte*>(p), bytes, {p, [bytes](void* q) { munmap(q, bytes); }}};
 }
 
-// A line for each field: its name and value.
+// A line for each field that is a number: its name and value.
 Config read_config(const std::string& text) {
   Config config;
   std::istringstream in(text);
   std::string name;
   double value = 0;
+  const auto set = [&value](auto& field) {
+    using Field = std::remove_reference_t<decltype(field)>;
+    if constexpr (std::is_arithmetic_v<Field>) field = Field(value);
+  };
   while (in >> name >> value) {
-    static const std::map<std::string, int Config::*> kIntegers = {
-        {"n_layers", &Config::n_layers}, {"dim", &Config::dim},
-        {"n_heads", &Config::n_heads},   {"n_kv_heads", &Config::n_kv_heads},
-        {"key_dim", &Config::key_dim},   {"value_dim", &Config::value_dim},
-        {"ffn_dim", &Config::ffn_dim},   {"vocab_size", &Config::vocab_size},
-        {"rope_dim", &Config::rope_dim}, {"context_length", &Config::context_length},
-    };
-    static const std::map<std::string, float Config::*> kNumbers = {
-        {"norm_eps", &Config::norm_eps},
-        {"rope_base", &Config::rope_base},
-    };
-    if (const auto field = kIntegers.find(name); field != kIntegers.end()) {
-      config.*field->second = int(value);
-    } else {
-      config.*kNumbers.at(name) = float(value);
-    }
+#define CONFIG(type, field, ...) \
+  if (name == #field) set(config.field);
+#include "model/config.inc"
   }
   return config;
 }
