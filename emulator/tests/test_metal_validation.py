@@ -23,18 +23,21 @@ class Setup:
         for index, buffer in enumerate(self.buffers):
             self.encoder.set_buffer(index, buffer)
 
-    def use(self, kernel: str, **limits: int) -> None:
+    def use(self, kernel: str, **limits: int) -> "Setup":
         """Set the pipeline."""
         function = self.library.library.new_function(kernel)
         self.encoder.set_pipeline(self.library.device.new_pipeline(function, **limits))
+        return self
 
-    def bind(self, index: int, buffer: int, offset: int = 0) -> None:
+    def bind(self, index: int, buffer: int, offset: int = 0) -> "Setup":
         """Set a buffer by its number."""
         self.encoder.set_buffer(index, self.buffers[buffer], offset)
+        return self
 
-    def dispatch(self, groups: int = 2, threads: int = 32) -> None:
+    def dispatch(self, groups: int = 2, threads: int = 32) -> "Setup":
         """Run 64 threads."""
         self.encoder.dispatch_threadgroups((groups, 1, 1), (threads, 1, 1))
+        return self
 
     def finish(self) -> Any:
         """Commit and wait."""
@@ -79,15 +82,15 @@ REFUSED: dict[str, tuple[Callable[[Setup], object], str]] = {
         r"buffer\(2\) 'args': holds 4 bytes from offset 0, the argument needs 8",
     ),
     "misaligned float": (
-        lambda c: (c.bind(0, 0, 2), c.dispatch()),
+        lambda c: c.bind(0, 0, 2).dispatch(),
         r"kernel 'add', .*buffer\(0\).*offset 2 is not a multiple of 4",
     ),
     "misaligned vector": (
-        lambda c: (c.use("negate4"), c.bind(1, 1, 8), c.dispatch()),
+        lambda c: c.use("negate4").bind(1, 1, 8).dispatch(),
         r"kernel 'negate4', .*buffer\(1\).*offset 8 is not a multiple of 16",
     ),
     "misaligned constant": (
-        lambda c: (c.use("scale"), c.bind(2, 2, 128), c.dispatch()),
+        lambda c: c.use("scale").bind(2, 2, 128).dispatch(),
         r"kernel 'scale', .*buffer\(2\).*offset 128 is not a multiple of 256",
     ),
     "offset outside the buffer": (
@@ -95,7 +98,7 @@ REFUSED: dict[str, tuple[Callable[[Setup], object], str]] = {
         "setBuffer: offset 256 at index 0 lies outside the buffer of 256 bytes",
     ),
     "a buffer that is written and bound twice": (
-        lambda c: (c.bind(1, 2), c.dispatch()),
+        lambda c: c.bind(1, 2).dispatch(),
         r"kernel 'add', dispatch 0, buffer\(2\) 'sum': is written, and overlaps buffer\(1\) 'b'",
     ),
     "more than 31 buffers": (lambda c: c.bind(31, 0), "setBuffer: index 31 is not below 31"),
@@ -116,15 +119,15 @@ REFUSED: dict[str, tuple[Callable[[Setup], object], str]] = {
         "the threadgroup 32x33x1 exceeds the pipeline's limit of 1024 threads",
     ),
     "more threads than the kernel allows": (
-        lambda c: (c.use("limited"), c.dispatch(threads=65)),
+        lambda c: c.use("limited").dispatch(threads=65),
         "kernel 'limited', dispatch 0: the threadgroup 65x1x1 exceeds the pipeline's limit of 64",
     ),
     "more threads than the pipeline allows": (
-        lambda c: (c.use("add", max_threads=16), c.dispatch(threads=17)),
+        lambda c: c.use("add", max_threads=16).dispatch(threads=17),
         "exceeds the pipeline's maxTotalThreadsPerThreadgroup of 16",
     ),
     "no threadgroup memory": (
-        lambda c: (c.use("reverse"), c.dispatch()),
+        lambda c: c.use("reverse").dispatch(),
         r"kernel 'reverse', dispatch 0, threadgroup\(0\) 'scratch': has 0 bytes",
     ),
     "odd threadgroup memory": (
@@ -235,14 +238,15 @@ def test_buffers(device: Any, emulator: Any, refuses: Any) -> None:
     emulator.set_limits(emulator.Limits(max_buffer_length=4 * PAGE))
     assert device.max_buffer_length == 4 * PAGE
     memory = np.frombuffer(mmap.mmap(-1, 2 * PAGE), np.uint8)
-    for message, call in {
+    refused: dict[str, Callable[[], object]] = {
         "newBufferWithLength: length is 0": lambda: device.new_buffer(0),
         "newBufferWithLength: .* exceeds maxBufferLength": lambda: device.new_buffer(4 * PAGE + 1),
         "newBufferWithLength: .* options 16 is neither": lambda: device.new_buffer(16, storage="managed"),
         "contents: .* MTLStorageModePrivate": lambda: device.new_buffer(64, storage="private").contents,
         "NoCopy: pointer is .* not a multiple": lambda: device.new_buffer_no_copy(memory, 64, PAGE),
         "NoCopy: length .* not a multiple": lambda: device.new_buffer_no_copy(memory, length=PAGE + 4),
-    }.items():
+    }
+    for message, call in refused.items():
         with refuses(message):
             call()
 

@@ -89,7 +89,7 @@ def line_of(mistake: str) -> str:
 def ends(mistakes: list[Mistake], planted: bool) -> list[Any]:
     """Return the exit status and the messages of a process for each kernel."""
     runs = json.dumps([(mistake.kernel, mistake.seed, planted) for mistake in mistakes])
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path}\n{DISPATCH}", PLANTED, runs]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path}\n{DISPATCH}", str(PLANTED), runs]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: list[Any] = json.loads(done.stdout)
     return found
