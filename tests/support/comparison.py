@@ -182,7 +182,8 @@ _ALIKE = {
     *("16-bit floats", "gqa 1", "gqa 8", *(f"head_dim {n}" for n in (16, 32, 64, 80, 128))),
     *("narrower than its heads", "separate output", "vocabulary of 301", "vocabulary of 1021, separate"),
     *("sentencepiece", "long context", "smollm shape", "wide feed-forward"),
-    *("gpt2, heads of 26", "phi2, heads of 26"),
+    *("gpt2, heads of 26", "phi2, heads of 26", "qwen35, attention first and last"),
+    *("gemma4, windows alone", "gemma4, gate and up of two types"),
 }
 
 

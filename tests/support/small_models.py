@@ -284,6 +284,16 @@ _OTHERS = _named(
             output_type="Q8_0",
             scan=ScanShape(inner=64, state=32, heads=2, layers=(0, 1, 2)),
         ),
+        # No interval describes these layers.
+        "qwen35, attention first and last": SmallModel(
+            layers=4,
+            dim=96,
+            head_dim=64,
+            rope_dims=16,
+            rope_base=1e7,
+            output_type="Q8_0",
+            scan=ScanShape(inner=64, state=32, heads=2, layers=(1, 2)),
+        ),
         "qwen35, recurrence last": SmallModel(
             layers=3,
             heads=2,
@@ -325,6 +335,12 @@ _OTHERS = _named(
             scales=(),
             layered=LayerShape(3, 32, 4, inputs=64, shared=1, shared_ffn=96),
         ),
+        # Heads then differ from those of the model, not from one another.
+        "gemma4, windows alone": replace(
+            _GEMMA4, layers=2, layered=LayerShape(3, 32, 1, inputs=32, shared_ffn=192)
+        ),
+        # The activation is then a dispatch of its own, with the width of the layer.
+        "gemma4, gate and up of two types": replace(_GEMMA4, types={"*": "Q4_0", "*.ffn_up.*": "Q8_0"}),
         "gemma4, without inputs": replace(_GEMMA4, layers=3, layered=LayerShape(3, 32, 2)),
         "gemma4, wide heads": replace(
             _GEMMA4,

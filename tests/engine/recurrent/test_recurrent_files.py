@@ -5,7 +5,6 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from support.gguf_mutator import take_apart, with_key
 from support.kinds import Array, ids_of
 from support.recurrent import PAGEWISE
 from support.reference import ReferenceModel
-from support.small_models import MODELS, write
 
 from metal_prefill import GGUFError, MetalPrefillError, Model, UnsupportedModelError, cli
 from metal_prefill.files import GGUFFile
@@ -124,22 +122,6 @@ def test_a_filter_of_another_type_is_rejected(
     (tmp_path / "m.gguf").write_bytes(parts.assemble())
     with pytest.raises(MetalPrefillError, match=re.escape(tensor)):
         Model(tmp_path / "m.gguf", device="cpu")
-
-
-def test_layers_with_attention_may_be_listed(tmp_path: Path) -> None:
-    """Attention is in the first and the last layer, which no interval describes."""
-    qwen = MODELS["qwen35"]
-    assert qwen.scan is not None
-    shape = replace(qwen, scan=replace(qwen.scan, layers=(1, 2)))
-    path = write(tmp_path / "m.gguf", shape)
-    ids = ids_of(70)
-    with Model(path, device="cpu", compute="f32", kv_dtype="f32") as model:
-        kinds = ("attention", "gated_delta", "gated_delta", "attention")
-        assert model.config.layer_kinds == kinds
-        expected = ReferenceModel(path).forward(ids).logits[-1]
-        np.testing.assert_allclose(
-            model.session().forward_prompt_logits(ids), expected, atol=1e-5 * np.abs(expected).max()
-        )
 
 
 @pytest.mark.parametrize(
