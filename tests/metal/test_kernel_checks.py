@@ -82,8 +82,8 @@ def test_bindings_of_batches_and_scores_do_not_overlap(tmp_path: Path, name: str
     path = write(tmp_path / "m.gguf", MODELS[name])
     with Model(path, device="metal") as model:
         sessions = [model.session() for _ in range(3)]
-        for session, tokens in zip(sessions, (300 if name == "long context" else 17, 9, 2), strict=True):
-            session.forward_prompt(range(tokens))
+        for session, n in zip(sessions, (300 if name == "long context" else 17, 9, 2), strict=True):
+            session.forward_prompt(range(n))
         for tokens in ([5], [5, 6, 7]):
             model.forward_batch(sessions, [tokens] * 3)
         model.score(range(10))

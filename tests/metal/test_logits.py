@@ -100,5 +100,5 @@ def test_log_prob(run: Run) -> None:
         rng = np.random.default_rng(vocab)
         logits = (20 * rng.standard_normal((4, vocab)) + 300).astype(np.float32)
         targets = np.array([0, vocab - 1, -1, vocab // 2], np.int32)
-        args, grid = make_args("LogProbArgs", vocab_size=vocab), {"groups": (4,), "threads": (256,)}
-        check(run, "log_prob", logits, targets, Output([4]), args, within=1e-5, **grid)
+        buffers = (logits, targets, Output([4]), make_args("LogProbArgs", vocab_size=vocab))
+        check(run, "log_prob", *buffers, within=1e-5, groups=(4,), threads=(256,))

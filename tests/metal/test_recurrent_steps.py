@@ -1,6 +1,7 @@
 """Kernels of layers with a recurrence: convolutions, state-space scans, delta rules, and gates of heads."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def test_gated_delta(run: Run, heads: int, groups: int, keys: int, width: int) -
         tokens=TOKENS,
     )
     buffers = (decay, bias, given, rates, state_rows(), states.held.buffer, out, args)
-    grid = {"groups": (ceil_div(width, 16), heads, len(LENGTHS)), "threads": (128,)}
+    grid: dict[str, Any] = {"groups": (ceil_div(width, 16), heads, len(LENGTHS)), "threads": (128,)}
     check(run, "gated_delta", *buffers, within=1e-5, **grid)
     states.assert_others_unchanged()
 

@@ -57,8 +57,9 @@ def _dtype(name: str) -> np.dtype[Any]:
     formats = [scalars.get(kind) or _dtype(kind) for _, kind, _, _ in fields]
     shaped = [(f, (count,)) if count > 1 else f for f, (_, _, _, count) in zip(formats, fields, strict=True)]
     names, offsets = [field for field, _, _, _ in fields], [offset for _, _, offset, _ in fields]
-    described = {"names": names, "formats": shaped, "offsets": offsets, "itemsize": size}
-    return np.dtype(described, metadata={"struct": name})
+    described: Any = {"names": names, "formats": shaped, "offsets": offsets, "itemsize": size}
+    found: np.dtype[Any] = np.dtype(described, metadata={"struct": name})
+    return found
 
 
 STRUCTS = {name: _dtype(name) for name in _core.args_structs}
@@ -120,20 +121,22 @@ class Recorded:
 
     def __init__(self, kernel: str, buffers: Sequence[Array], args: Array, groups: Sequence[int]) -> None:
         self.kernel, self.args, self.grid = kernel, args.tobytes(), (*groups, 1, 1)[:3]
-        self.args_struct = (args.dtype.metadata or {})["struct"]
-        self._buffers, self._before = buffers, [buffer.copy() for buffer in buffers]
+        metadata: Any = args.dtype.metadata
+        self.args_struct = metadata["struct"]
+        self._after: list[Array] = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
+        self._before: list[Array] = [contents.copy() for contents in self._after]
 
     def before(self, binding: int) -> Array:
-        return self._before[binding].reshape(-1).view(np.uint8)
+        return self._before[binding]
 
     def after(self, binding: int) -> Array:
-        return self._buffers[binding].reshape(-1).view(np.uint8)
+        return self._after[binding]
 
 
 def check(
     run: Run,
     kernel: str,
-    *buffers: Array | Output,
+    *buffers: Any,  # arrays and outputs, and the arguments
     within: float = 1e-4,
     compare: Callable[[Array, Doubles], None] | None = None,
     **launch: Any,
@@ -143,7 +146,6 @@ def check(
     Unless it is stated how, results in half precision must be near, and others close within a bound.
     """
     *given, args = buffers
-    assert isinstance(args, np.ndarray)
     outputs = [buffer for buffer in given if isinstance(buffer, Output)]
     arrays = [buffer.buffer if isinstance(buffer, Output) else buffer for buffer in given]
     dispatch: Any = Recorded(kernel, arrays, args, launch["groups"])
