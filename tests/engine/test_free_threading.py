@@ -70,38 +70,36 @@ def test_drafts_are_looked_up_in_one_text_by_several_threads() -> None:
     assert lookup.matched == THREADS * appended - 1
 
 
-def test_calls_of_threads_on_one_session_run_one_after_another(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu", threads=1) as model:
-        session, alone = model.session(), model.session()
-        calls = 12
+def test_calls_of_threads_on_one_session_run_one_after_another(bundled: Model) -> None:
+    session, alone = bundled.session(), bundled.session()
+    calls = 12
 
-        def append(number: int) -> None:
-            for _ in range(calls):
-                before = session.position
-                session.forward_token_greedy(5)
-                assert before < session.position <= THREADS * calls
-                assert set(session.tokens) == {5}
+    def append(number: int) -> None:
+        for _ in range(calls):
+            before = session.position
+            session.forward_token_greedy(5)
+            assert before < session.position <= THREADS * calls
+            assert set(session.tokens) == {5}
 
-        at_once(append)
-        assert session.tokens == [5] * (THREADS * calls)
-        alone.forward_prompt(session.tokens)
-        assert session.forward_token(6).tobytes() == alone.forward_token(6).tobytes()
+    at_once(append)
+    assert session.tokens == [5] * (THREADS * calls)
+    alone.forward_prompt(session.tokens)
+    assert session.forward_token(6).tobytes() == alone.forward_token(6).tobytes()
 
 
-def test_a_request_of_several_threads_is_computed_once(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu", threads=1) as model:
-        engine = model.engine
-        for _ in range(ROUNDS):
-            request = _core.Request.greedy(engine.session(), np.array(PROMPT[:3], np.int32))
+def test_a_request_of_several_threads_is_computed_once(bundled: Model) -> None:
+    engine = bundled.engine
+    for _ in range(ROUNDS):
+        request = _core.Request.greedy(engine.session(), np.array(PROMPT[:3], np.int32))
 
-            def compute(number: int, request: _core.Request = request) -> bool:
-                try:
-                    engine.core.forward_batch([request])
-                except ValueError:  # of all but the first
-                    return False
-                return True
+        def compute(number: int, request: _core.Request = request) -> bool:
+            try:
+                engine.core.forward_batch([request])
+            except ValueError:  # of all but the first
+                return False
+            return True
 
-            assert sum(at_once(compute)) == 1
+        assert sum(at_once(compute)) == 1
 
 
 def test_closing_a_model_lets_other_threads_finish_or_raise(demo_path: Path) -> None:
@@ -145,27 +143,24 @@ def test_closing_a_file_lets_other_threads_read_or_raise(demo_path: Path) -> Non
         at_once(read)
 
 
-def test_texts_of_threads_begin_one_constraint_together(demo_path: Path) -> None:
+def test_texts_of_threads_begin_one_constraint_together(bundled: Model) -> None:
     pytest.importorskip("llguidance")
-    with Model(demo_path, device="cpu", threads=1) as model:
-        texts = at_once(
-            lambda number: "".join(
-                model.session().generate("A:", 12, regex="[0-9]{4}", seed=number, temperature=1)
-            ),
-            4,
-        )
-        assert all(len(text) == 4 and text.isdigit() for text in texts)
+    texts = at_once(
+        lambda number: "".join(
+            bundled.session().generate("A:", 12, regex="[0-9]{4}", seed=number, temperature=1)
+        ),
+        4,
+    )
+    assert all(len(text) == 4 and text.isdigit() for text in texts)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_threads_of_a_forked_process_share_its_first_engine_loop(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu", threads=1) as model:
+def test_threads_of_a_forked_process_share_its_first_engine_loop(bundled: Model) -> None:
+    async def text(number: int) -> str:
+        return "".join([piece async for piece in bundled.generate_async([number + 1], 3)])
 
-        async def text(number: int) -> str:
-            return "".join([piece async for piece in model.generate_async([number + 1], 3)])
+    def texts() -> list[str]:
+        return at_once(lambda number: asyncio.run(text(number)))
 
-        def texts() -> list[str]:
-            return at_once(lambda number: asyncio.run(text(number)))
-
-        expected = str(texts())
-        assert [in_child(texts) for _ in range(5)] == [expected] * 5
+    expected = str(texts())
+    assert [in_child(texts) for _ in range(5)] == [expected] * 5
