@@ -30,7 +30,8 @@ def test_vectors_of_lines_match_the_library(embedder: Path, tmp_path: Path, erro
     texts = ["The king", "is  dead.", "Long live"]
     (tmp_path / "t.txt").write_text("The king\nis  dead.\n\nLong live\n")
     files = ("-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy")
-    for options in ({}, {"dimensions": 8, "instruction": "query"}):
+    cases: list[dict[str, Any]] = [{}, {"dimensions": 8, "instruction": "query"}]
+    for options in cases:
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
         assert "3 texts in" in errors(*EMBED, embedder, *files, *words, code=0)
         with Model(embedder, device="cpu") as model:

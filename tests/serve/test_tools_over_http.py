@@ -121,7 +121,7 @@ def test_a_required_call_follows_the_tags_of_the_template(with_tools: Running) -
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_calls_can_be_required(with_tools: Running, stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("noon", "dusk")]
-    options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": True}
+    options: dict[str, Any] = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": True}
     answer = ask_with_tools(with_tools, **options, max_tokens=900, stream=stream, seed=1, temperature=1.0)
     if stream:
         calls: dict[int, str] = {}
@@ -155,7 +155,7 @@ NAMED = {"type": "function", "function": {"name": "route"}}
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 16, 24])
 def test_a_truncated_required_call_is_a_partial_call(with_tools: Running, max_tokens: int) -> None:
-    options = {"tools": [ROUTE, WEATHER], "tool_choice": NAMED, "max_tokens": max_tokens}
+    options: dict[str, Any] = {"tools": [ROUTE, WEATHER], "tool_choice": NAMED, "max_tokens": max_tokens}
     choice = ask_with_tools(with_tools, **options).choices[0]
     (call,) = choice.message.tool_calls
     assert (choice.finish_reason, choice.message.content) == ("length", None)
@@ -175,7 +175,7 @@ def test_a_truncated_required_call_is_a_partial_call(with_tools: Running, max_to
 
 
 def test_a_call_truncated_within_its_name_is_text(with_tools: Running) -> None:
-    options = {"tools": [ROUTE, WEATHER], "tool_choice": "required", "max_tokens": 1}
+    options: dict[str, Any] = {"tools": [ROUTE, WEATHER], "tool_choice": "required", "max_tokens": 1}
     choice = ask_with_tools(with_tools, **options).choices[0]
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
     assert '{"name": "'.startswith(choice.message.content)
