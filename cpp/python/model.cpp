@@ -1,13 +1,19 @@
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -192,11 +198,12 @@ void bind_model(nb::module_& m) {
   m.def(
       "tensor_types",
       [] {
-        std::vector<std::string> names;
-        for (const TypeInfo& info : tensor_types()) names.emplace_back(info.name);
-        return names;
+        std::map<std::uint32_t, std::tuple<std::string_view, std::size_t, std::size_t>> types;
+        for (const auto& [type, name, values, bytes] : tensor_types())
+          types[std::uint32_t(type)] = {name, values, bytes};
+        return types;
       },
-      "The tensor types that a matrix can have.");
+      "The tensor types that a matrix can have by number: name, and values and bytes of a block.");
   m.def("tensors", &tensor_specs, "config"_a, "The rows of the table of tensors.");
 
   nb::class_<MetalOptions>(m, "MetalOptions", "Options of the Metal engine alone.")

@@ -6,13 +6,13 @@ from fnmatch import fnmatchcase
 
 from metal_prefill import _core
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
-from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
+from metal_prefill.files._gguf_file import SUPPORTED_TYPES, GGUFFile, TensorInfo
 from metal_prefill.files._metadata_keys import LABEL_ENCODER, Keys
 from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.files._task_config import HEAD_TENSORS
 
 # Tensor types that are supported for matrices; vectors are F32.
-MATRIX_TYPES = tuple(_core.tensor_types())
+MATRIX_TYPES = tuple(kind.name for kind in SUPPORTED_TYPES.values())
 
 _OF_LAYERS = {"layer_kinds": _core.LayerKind, "layer_feed_forwards": _core.FeedForwardKind}
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
-from metal_prefill import _core
 from metal_prefill.files._entity_head import ENTITY_TENSORS, EntityHead, read_entity_head
-from metal_prefill.files._gguf_file import FloatArray, GGUFFile, dequantized
+from metal_prefill.files._gguf_file import SUPPORTED_TYPES, FloatArray, GGUFFile, dequantized
 from metal_prefill.files._metadata_keys import (
     DEFAULT_PROMPT_KEY,
     ENTITY_KEYS,
@@ -359,7 +358,7 @@ def _read_labels(keys: Keys, dim: int) -> tuple[str, ...]:
 
 def _matrix_shape(keys: Keys, name: str) -> tuple[int, int]:
     tensor = keys.gguf.tensors[name]
-    if tensor.type_name not in _core.tensor_types():
+    if tensor.type not in SUPPORTED_TYPES:
         raise keys.unsupported(f"tensor {name} has type {tensor.type_name}")
     if len(tensor.shape) == 1:  # a head with one output
         return 1, tensor.shape[0]

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill.files._gguf_file import TENSOR_TYPES
+from metal_prefill.files._gguf_file import SUPPORTED_TYPES
 from metal_prefill.gpu._kernel_checks.captured import (
     Captured,
     Expected,
@@ -17,8 +17,7 @@ from metal_prefill.gpu._trace import layout_of
 
 _ROUTE, _TILE = layout_of("Route"), layout_of("ExpertTile")
 _TILE_PLACES = _core.shader_constants["MATMUL_NARROW_TILE"]
-_NAMES = _core.tensor_types()
-_TYPES = {t.name.lower(): number for number, t in TENSOR_TYPES.items() if t.name in _NAMES}
+_TYPES = {kind.name.lower(): number for number, kind in SUPPORTED_TYPES.items()}
 
 
 class Matrix:
