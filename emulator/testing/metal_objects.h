@@ -79,5 +79,6 @@ nb::class_<Object<T>> bind_object(nb::module_& m, const char* name) {
 
 void bind_device(nb::module_& m);
 void bind_commands(nb::module_& m);
+void bind_objc_checks(nb::module_& m);
 
 }  // namespace metal_testing
