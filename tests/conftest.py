@@ -20,7 +20,7 @@ from metal_prefill.hub import resolve_model
 
 if TYPE_CHECKING:
     from support.encoder_tasks import FileOf
-    from support.model_folders import Folder
+    from support.folders.model_folders import Folder
 
 METAL_MISSING = (
     "there is neither Metal nor its emulator: install clang 19 (Debian: apt-get install clang-19 lld-19 "

@@ -1,5 +1,5 @@
 // Answers calls that come over standard input: the CPU engine's kernels, and the engine itself, for tests
-// that run it on an emulated processor. tests/support/arm_machine.py is the other end.
+// that run it on an emulated processor. tests/support/kernels/arm_machine.py is the other end.
 //
 // A message is a list of values, each a tag and its contents: i (int64), f (double), s (string), a (array:
 // size of an element, two dimensions, bytes). Integers are 32 bits wide where nothing else is said. A request

@@ -2,7 +2,7 @@
 
 import bench_kernels as kernels
 import pytest
-from support.cpu_testing import cpu_testing
+from support.kernels.cpu_testing import cpu_testing
 
 from metal_prefill.bench._runner import Spread
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.programs import Run
-from support.stand_in_server import stand_in
+from support.servers.stand_in_server import stand_in
 
 from metal_prefill import MissingExtraError, Model, bench
 from metal_prefill.bench import ServingResults

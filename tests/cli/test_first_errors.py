@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import hub_server, model_folders
+from support.files import hub_server
+from support.folders import model_folders
 from support.places import ROOT
 from support.programs import Run, finished
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import model_folders
+from support.folders import model_folders
 from support.programs import finished, serving
 from support.small_models import CLASSIFIERS, write
 

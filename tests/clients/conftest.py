@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.task_folders import RANKERS
+from support.folders.task_folders import RANKERS
 
 from metal_prefill.conversion import convert
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders
+from support.folders import model_folders
+from support.folders.task_folders import DOCUMENTS, TEXTS
 from support.places import ROOT
 from support.programs import output
-from support.running_server import Running, running, running_with_template
 from support.scheduled_texts import alone, answer_alone
-from support.task_folders import DOCUMENTS, TEXTS
+from support.servers.running_server import Running, running, running_with_template
 from support.tools import HERMES
 
 import metal_prefill

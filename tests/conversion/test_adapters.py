@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import adapter_folders, model_folders
-from support.adapter_folders import RANK, TASKS, WORDS, adapter
-from support.bert_relatives import gte
-from support.encoder_folders import RECORDED
-from support.model_folders import DIM, Folder, assert_same_tensors, read, values
+from support.folders import adapter_folders, model_folders
+from support.folders.adapter_folders import RANK, TASKS, WORDS, adapter
+from support.folders.bert_relatives import gte
+from support.folders.encoder_folders import RECORDED
+from support.folders.model_folders import DIM, Folder, assert_same_tensors, read, values
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.cli import main

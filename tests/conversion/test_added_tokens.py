@@ -7,8 +7,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from support import tokenizer_folders
-from support.tokenizer_folders import DECODERS, TOKENIZERS, Json
+from support.folders import tokenizer_folders
+from support.folders.tokenizer_folders import DECODERS, TOKENIZERS, Json
 from tokenizers import Tokenizer as HubTokenizer
 
 from metal_prefill import UnsupportedModelError

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-from support import (
+from support.folders import (
     bert_relatives,
     decoder_folders,
     entity_folders,
@@ -21,8 +21,8 @@ from support import (
     recurrent_folders,
     task_folders,
 )
-from support.adapter_folders import QUERY, adapter
-from support.model_folders import CONTEXT, DIM, Folder, linear, read, types_of
+from support.folders.adapter_folders import QUERY, adapter
+from support.folders.model_folders import CONTEXT, DIM, Folder, linear, read, types_of
 
 from metal_prefill import GGUFError, Model
 from metal_prefill.cli import main

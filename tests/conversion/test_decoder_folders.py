@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import decoder_folders, recurrent_folders
-from support.decoder_folders import (
+from support.files.gguf_mutator import take_apart
+from support.folders import decoder_folders, recurrent_folders
+from support.folders.decoder_folders import (
     FULL_HEAD,
     HEAD,
     IDS,
@@ -21,8 +22,7 @@ from support.decoder_folders import (
     gemma4,
     long_rope,
 )
-from support.gguf_mutator import take_apart
-from support.model_folders import CONTEXT, DIM, FFN, LAYERS, read, save_bfloat16, types_of
+from support.folders.model_folders import CONTEXT, DIM, FFN, LAYERS, read, save_bfloat16, types_of
 
 from metal_prefill import Model
 from metal_prefill.conversion import convert

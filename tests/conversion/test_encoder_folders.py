@@ -8,10 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFValueType
-from support import bidirectional_folders
-from support.bert_relatives import DISTILBERT, GTE, JINA_CODE, MPNET, distilbert, gte, jina_code, mpnet
 from support.closeness import assert_close, hidden_states, lowest_cosine, states_of_texts
-from support.encoder_folders import (
+from support.encoder_tasks import FileOf, opened
+from support.files.gguf_mutator import with_key
+from support.folders import bidirectional_folders
+from support.folders.bert_relatives import (
+    DISTILBERT,
+    GTE,
+    JINA_CODE,
+    MPNET,
+    distilbert,
+    gte,
+    jina_code,
+    mpnet,
+)
+from support.folders.encoder_folders import (
     CONTEXT,
     NOMIC_MOE,
     PRIVACY_FILTERS,
@@ -22,11 +33,9 @@ from support.encoder_folders import (
     rows_of,
     texts,
 )
-from support.encoder_tasks import FileOf, opened
-from support.float64 import softmax
-from support.folder_reference import FolderTensors, nomic_moe_states, states
-from support.gguf_mutator import with_key
-from support.model_folders import Folder, llama
+from support.folders.folder_reference import FolderTensors, nomic_moe_states, states
+from support.folders.model_folders import Folder, llama
+from support.kernels.float64 import softmax
 from support.small_models import with_tensor
 
 from metal_prefill import GGUFError, Model

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders, task_folders
 from support.encoder_tasks import opened
-from support.model_folders import CONTEXT, Folder
-from support.running_server import running
+from support.folders import model_folders, task_folders
+from support.folders.model_folders import CONTEXT, Folder
+from support.servers.running_server import running
 
 from metal_prefill import Model
 from metal_prefill._support.messages import as_fields, as_options

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import model_folders, task_folders
 from support.encoder_tasks import scores_of
+from support.folders import model_folders, task_folders
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from support.entity_folders import RECORDED
-from support.gguf_mutator import with_entries
+from support.files.gguf_mutator import with_entries
+from support.folders.entity_folders import RECORDED
 
 from metal_prefill import GGUFError, Model
 from metal_prefill.conversion import convert

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import encoder_folders, model_folders
-from support.bert_relatives import jina_code
-from support.model_folders import LAYERS, Folder, assert_same_tensors, linear, read, values
-from support.task_folders import TEXTS
+from support.folders import encoder_folders, model_folders
+from support.folders.bert_relatives import jina_code
+from support.folders.model_folders import LAYERS, Folder, assert_same_tensors, linear, read, values
+from support.folders.task_folders import TEXTS
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from support.closeness import hidden_states, states_of_texts
 from support.encoder_tasks import opened
-from support.gguf_mutator import take_apart
-from support.llama_cpp_folders import FOLDERS, RECORD, texts, written
+from support.files.gguf_mutator import take_apart
+from support.folders.llama_cpp_folders import FOLDERS, RECORD, texts, written
 from support.small_models import with_tensor
 
 # Of the largest value: llama.cpp looks up GELU in half precision, and the Metal engine multiplies in it.

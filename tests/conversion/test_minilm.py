@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import encoder_tokenizers
 from support.closeness import lowest_cosine
+from support.folders import encoder_tokenizers
 from support.hostile_texts import hostile_texts
 from support.minilm_texts import TEXTS, VECTORS
 from tokenizers import Tokenizer as HubTokenizer

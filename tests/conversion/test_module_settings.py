@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders, task_folders
 from support.encoder_tasks import opened
-from support.float64 import sigmoid, softmax
-from support.model_folders import CONTEXT, IDENTITY, Folder, read
-from support.task_folders import DOCUMENTS, QUERY
+from support.folders import model_folders, task_folders
+from support.folders.model_folders import CONTEXT, IDENTITY, Folder, read
+from support.folders.task_folders import DOCUMENTS, QUERY
+from support.kernels.float64 import sigmoid, softmax
 
 from metal_prefill import ContextOverflowError
 from metal_prefill.conversion import convert

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support import (
+from support.folders import (
     bert_relatives,
     decoder_folders,
     encoder_folders,
@@ -19,12 +19,12 @@ from support import (
     model_folders,
     task_folders,
 )
-from support.adapter_folders import QUERY, adapter
-from support.decoder_folders import FULL_HEAD, HEAD, WIDTH, long_rope
-from support.entity_folders import BODY, LABELS_BODY
-from support.model_folders import DIM, FFN, IDENTITY, Folder, llama, values
-from support.task_folders import COLBERT, SPARSE
-from support.torch_files import ORDERED, pickled, write_torch_file
+from support.folders.adapter_folders import QUERY, adapter
+from support.folders.decoder_folders import FULL_HEAD, HEAD, WIDTH, long_rope
+from support.folders.entity_folders import BODY, LABELS_BODY
+from support.folders.model_folders import DIM, FFN, IDENTITY, Folder, llama, values
+from support.folders.task_folders import COLBERT, SPARSE
+from support.folders.torch_files import ORDERED, pickled, write_torch_file
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill._support.messages import MOST_CHARACTERS

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import decoder_folders, encoder_folders
-from support.model_folders import Folder
+from support.folders import decoder_folders, encoder_folders
+from support.folders.model_folders import Folder
 
 from metal_prefill.conversion import _weights, convert
 

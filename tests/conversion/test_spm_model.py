@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.encoder_tokenizers import open_folder
+from support.folders.encoder_tokenizers import open_folder
 from support.places import DATA
 
 from metal_prefill import GGUFError, UnsupportedModelError

@@ -13,11 +13,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from support import encoder_tokenizers, tokenizer_folders
-from support.gguf_bytes import F32, numbers, string, strings
-from support.gguf_mutator import with_entries
+from support.files.gguf_bytes import F32, numbers, string, strings
+from support.files.gguf_mutator import with_entries
+from support.folders import encoder_tokenizers, tokenizer_folders
+from support.folders.tokenizer_folders import DECODERS, TOKENIZERS, Json
 from support.hostile_texts import hostile_texts
-from support.tokenizer_folders import DECODERS, TOKENIZERS, Json
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import processors
 from tokenizers.normalizers import BertNormalizer

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import decoder_folders, model_folders, recurrent_folders
 from support.closeness import lowest_cosine
+from support.folders import decoder_folders, model_folders, recurrent_folders
+from support.folders.model_folders import Folder
 from support.minilm_texts import TEXTS, VECTORS
-from support.model_folders import Folder
 
 from metal_prefill import Model
 from metal_prefill.bench._engines import Options

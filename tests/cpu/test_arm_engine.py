@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.arm_machine import PROCESSORS, SETS, ArmMachine, machine_of
+from support.kernels.arm_machine import PROCESSORS, SETS, ArmMachine, machine_of
 from support.reference import ReferenceModel
 from support.small_models import MODELS, write
 

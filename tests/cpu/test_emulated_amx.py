@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from support.cpu_testing import EMULATE_AMX, native_sets
+from support.kernels.cpu_testing import EMULATE_AMX, native_sets
 from support.places import TESTS
 from support.programs import finished
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.closeness import LOWEST_COSINE, assert_close, hidden_states, lowest_cosine
-from support.gguf_bytes import STRING
-from support.gguf_mutator import take_apart
+from support.files.gguf_bytes import STRING
+from support.files.gguf_mutator import take_apart
 from support.reference import ReferenceModel
 from support.small_models import ENCODERS, SmallModel, with_tensor, write
 

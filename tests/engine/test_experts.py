@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.closeness import hidden_states, lowest_cosine, random_ids, states_of_texts
-from support.gguf_bytes import BOOL, F32, U32, scalar, u32
-from support.gguf_mutator import with_key
+from support.files.gguf_bytes import BOOL, F32, U32, scalar, u32
+from support.files.gguf_mutator import with_key
 from support.reference import ReferenceModel
 from support.small_models import ENCODERS, EXPERTS, SmallModel, with_tensor, write
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.closeness import LOWEST_COSINE, assert_close, lowest_cosine
-from support.gguf_bytes import U32, u32
-from support.gguf_mutator import with_key
+from support.files.gguf_bytes import U32, u32
+from support.files.gguf_mutator import with_key
 from support.reference import ReferenceModel
 from support.small_models import ENCODERS, MODELS, write
 

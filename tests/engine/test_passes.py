@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import model_folders
+from support.folders import model_folders
 
 from metal_prefill import KVMemoryError, Model, SessionBusyError, _core
 from metal_prefill.conversion import convert

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from support.cpu_testing import cpu_testing
+from support.kernels.cpu_testing import cpu_testing
 
 PAGE = 64
 Node = tuple[Any, ...]  # a namespace, and the token of each page

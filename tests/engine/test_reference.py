@@ -5,8 +5,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from support import comparison, decoder_folders, llama_cpp_folders, small_models
-from support.float64 import softmax
+from support import comparison, small_models
+from support.folders import decoder_folders, llama_cpp_folders
+from support.kernels.float64 import softmax
 from support.reference import ReferenceModel
 from support.small_models import SmallModel
 

@@ -11,7 +11,7 @@ from typing import Any
 import gguf as reference
 import numpy as np
 import pytest
-from support.gguf_bytes import (
+from support.files.gguf_bytes import (
     ARRAY,
     BOOL,
     F32,

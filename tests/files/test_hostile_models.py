@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.files.gguf_bytes import integer
+from support.files.gguf_mutator import with_entries
 from support.forked import in_child
-from support.gguf_bytes import integer
-from support.gguf_mutator import with_entries
 from support.small_models import MODELS, with_tensor, write
 
 from metal_prefill import GGUFError, Model, NumericalError, _core

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import model_folders
-from support.entity_folders import RECORDED
-from support.hub_server import Hub, Repo, serve, use_hub
+from support.files.hub_server import Hub, Repo, serve, use_hub
+from support.folders import model_folders
+from support.folders.entity_folders import RECORDED
 
 from metal_prefill import HubError, Model, hub
 from metal_prefill.hub import _download

@@ -8,7 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from support.gguf_bytes import (
+from support.files.gguf_bytes import (
     ARRAY,
     BOOL,
     SCALAR_FORMATS,

@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf as reference
 import numpy as np
 import pytest
-from support.gguf_bytes import U16, entry, gguf, scalar, tensor
+from support.files.gguf_bytes import U16, entry, gguf, scalar, tensor
 from support.places import ROOT
 from support.small_models import MODELS, write
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gguf_reader import GGUFReader
-from support.model_folders import read, types_of
+from support.files.gguf_reader import GGUFReader
+from support.folders.model_folders import read, types_of
+from support.folders.tokenizer_folders import of_file
 from support.small_models import TYPES
-from support.tokenizer_folders import of_file
 from tokenizers import pre_tokenizers
 
 from metal_prefill import Model, cli, synth

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.files.json_mutator import changed
 from support.fuzzing import fuzz
-from support.json_mutator import changed
 from support.random_schemas import random_schema
 
 from metal_prefill import ConstraintError, Model

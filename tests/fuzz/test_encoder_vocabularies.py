@@ -10,9 +10,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from support.encoder_tokenizers import VARIANTS, open_recorded
+from support.files.gguf_mutator import Parts, mutate, take_apart
+from support.folders.encoder_tokenizers import VARIANTS, open_recorded
 from support.fuzzing import fuzz
-from support.gguf_mutator import Parts, mutate, take_apart
 from support.hostile_texts import hostile_text
 
 from metal_prefill import MetalPrefillError

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import decoder_folders, entity_folders, model_folders
-from support.encoder_folders import RECORDED, private_parts
+from support.files.json_mutator import changed
+from support.folders import decoder_folders, entity_folders, model_folders
+from support.folders.encoder_folders import RECORDED, private_parts
+from support.folders.model_folders import Folder
+from support.folders.task_folders import LATE, QUERY, stanford
 from support.fuzzing import fuzz
-from support.json_mutator import changed
-from support.model_folders import Folder
-from support.task_folders import LATE, QUERY, stanford
 
 from metal_prefill import MetalPrefillError, Model
 from metal_prefill.conversion import convert

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.files.gguf_mutator import mutate, take_apart
+from support.files.state_mutator import mutate_state
 from support.fuzzing import SECONDS, fuzz
-from support.gguf_mutator import mutate, take_apart
 from support.small_models import write
-from support.state_mutator import mutate_state
 from support.tiny_models import TINY_ENCODERS, TINY_EXPERTS, TINY_MODELS
 
 from metal_prefill import ChatTemplateError, MetalPrefillError, Model

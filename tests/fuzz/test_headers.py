@@ -12,11 +12,11 @@ from random import Random
 
 import numpy as np
 import pytest
-from support import task_folders
+from support.files.gguf_mutator import INTEGERS, Parts, mutate, take_apart
+from support.files.state_mutator import mutate_state
+from support.folders import task_folders
 from support.fuzzing import fuzz
-from support.gguf_mutator import INTEGERS, Parts, mutate, take_apart
 from support.small_models import write
-from support.state_mutator import mutate_state
 from support.tiny_models import TINY_EXPERTS, TINY_MODELS
 
 from metal_prefill import MetalPrefillError, Model

@@ -10,9 +10,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.files.hub_server import Repo, serve, use_hub
+from support.files.json_mutator import changed
 from support.fuzzing import fuzz
-from support.hub_server import Repo, serve, use_hub
-from support.json_mutator import changed
 
 from metal_prefill import HubError
 from metal_prefill.hub import _download

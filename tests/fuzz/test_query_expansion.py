@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.files.gguf_bytes import BOOL, F32, I32, STRING, U32, U64, text
+from support.files.gguf_mutator import INTEGERS, Parts, random_scalar, take_apart
+from support.folders.model_folders import CONTEXT
+from support.folders.task_folders import LATE
 from support.fuzzing import fuzz
-from support.gguf_bytes import BOOL, F32, I32, STRING, U32, U64, text
-from support.gguf_mutator import INTEGERS, Parts, random_scalar, take_apart
 from support.hostile_texts import hostile_text
-from support.model_folders import CONTEXT
-from support.task_folders import LATE
 
 from metal_prefill import MetalPrefillError, Model
 from metal_prefill.conversion import convert

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.forked import in_child
 from support.programs import finished
-from support.running_server import wait_until
+from support.servers.running_server import wait_until
 from support.threads import at_once
 
 from metal_prefill import ConstraintError, Model, Scheduler

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from metal_kernels import KernelLibrary, testing_module
-from support.kernel_harness import SHADERS, Array, Run, flat_source
+from support.kernels.kernel_harness import SHADERS, Array, Run, flat_source
 from support.missing import REQUIRE_METAL, fail_or_skip, skip_where_the_cpu_is_selected
 
 from metal_prefill import _core, synth

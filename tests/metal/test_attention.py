@@ -6,8 +6,8 @@ from typing import Any
 import metal_kernels
 import numpy as np
 import pytest
-from support.attention_case import PREFILL_SIZES, Case
-from support.kernel_harness import Array, Doubles, Run, ceil_div
+from support.kernels.attention_case import PREFILL_SIZES, Case
+from support.kernels.kernel_harness import Array, Doubles, Run, ceil_div
 from support.paged import PAGE
 
 SHAPES: list[dict[str, Any]] = [

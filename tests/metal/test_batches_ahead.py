@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.emulated_gpu import command_buffers_of, require_emulator
+from support.kernels.emulated_gpu import command_buffers_of, require_emulator
 from support.native_requests import choose
 from support.small_models import SmallModel, write_with_nan
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cost_tables import SMOLLM, smollm_shape, with_table
+from support.kernels.cost_tables import SMOLLM, smollm_shape, with_table
 from support.places import ROOT
 from support.uniform_shape import uniform_shape
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.emulated_gpu import open_metal, require_emulator, set_matrix_layout
+from support.kernels.emulated_gpu import open_metal, require_emulator, set_matrix_layout
 from support.small_models import ENCODERS, MODELS, write
 
 from metal_prefill import DeviceError, Model, _core, cli, synth

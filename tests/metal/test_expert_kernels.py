@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.kernel_harness import (
+from support.kernels.kernel_harness import (
     CONSTANTS,
     STRUCTS,
     Array,

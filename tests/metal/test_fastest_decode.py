@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.emulated_gpu import open_metal, require_emulator
 from support.engine_options import set_engine_options
+from support.kernels.emulated_gpu import open_metal, require_emulator
 
 from metal_prefill import _core, synth
 from metal_prefill.gpu import _fastest_decode, _self_test

@@ -14,7 +14,7 @@ from typing import Any
 import metal_kernels
 import numpy as np
 import pytest
-from support.emulated_gpu import open_with, require_emulator, set_matrix_layout
+from support.kernels.emulated_gpu import open_with, require_emulator, set_matrix_layout
 
 from metal_prefill import DeviceError, KVMemoryError, Model, _core, synth
 

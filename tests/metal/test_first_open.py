@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.emulated_gpu import require_cpu_executor, require_emulator
 from support.engine_options import set_engine_options
+from support.kernels.emulated_gpu import require_cpu_executor, require_emulator
 from support.threads import running_threads
 
 from metal_prefill import Model, synth

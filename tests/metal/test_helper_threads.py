@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.emulated_gpu import require_emulator
+from support.kernels.emulated_gpu import require_emulator
 from support.threads import at_once, running_threads
 
 from metal_prefill import DeviceError, Model, synth

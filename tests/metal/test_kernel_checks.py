@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.emulated_gpu import open_metal, require_emulator
+from support.kernels.emulated_gpu import open_metal, require_emulator
 from support.small_models import ENCODERS, MODELS, TYPES, write
 
 from metal_prefill import Model, _core

@@ -1,7 +1,7 @@
 """Kernels at the end of the model: argmax and log probability."""
 
 import numpy as np
-from support.kernel_harness import CANDIDATE, CONSTANTS, Array, Floats, Output, Run, check, make_args
+from support.kernels.kernel_harness import CANDIDATE, CONSTANTS, Array, Floats, Output, Run, check, make_args
 
 INF, NAN = np.float32(np.inf), np.float32(np.nan)
 NONE = CONSTANTS["ARGMAX_NONE"]

@@ -9,8 +9,8 @@ from itertools import product
 import numpy as np
 import pytest
 from metal_kernels import KernelLibrary
-from support.float64 import ACTIVATIONS
-from support.kernel_harness import (
+from support.kernels.float64 import ACTIVATIONS
+from support.kernels.kernel_harness import (
     ACTIVATION_CODES,
     CONSTANTS,
     SILU,

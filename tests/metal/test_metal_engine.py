@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.emulated_gpu import require_emulator
+from support.kernels.emulated_gpu import require_emulator
 from support.small_models import SmallModel, write
 
 from metal_prefill import ContextOverflowError, DeviceError, KVMemoryError, Model, _core, synth

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.emulated_gpu import open_metal, require_emulator
+from support.kernels.emulated_gpu import open_metal, require_emulator
 from support.programs import finished
 
 from metal_prefill import DeviceError, _core, synth

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.closeness import states_of_texts
-from support.emulated_gpu import open_with, require_emulator
 from support.engine_options import set_engine_options
+from support.kernels.emulated_gpu import open_with, require_emulator
 from support.small_models import ENCODERS, MODELS, SmallModel, write
 
 from metal_prefill import DeviceError

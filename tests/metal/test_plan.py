@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from metal_kernels import KernelLibrary
-from support import encoder_folders, small_models
-from support.cost_tables import SMOLLM, with_cores
-from support.emulated_gpu import require_emulator
+from support import small_models
+from support.folders import encoder_folders
+from support.kernels.cost_tables import SMOLLM, with_cores
+from support.kernels.emulated_gpu import require_emulator
 from support.small_models import TYPES
 from support.uniform_shape import uniform_shape
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.float64 import ACTIVATIONS
-from support.kernel_harness import (
+from support.kernels.float64 import ACTIVATIONS
+from support.kernels.kernel_harness import (
     ACTIVATION_CODES,
     CONSTANTS,
     SILU,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.kernel_harness import CONSTANTS, STRUCTS, Array, Output, Run, ceil_div, check, make_args
+from support.kernels.kernel_harness import CONSTANTS, STRUCTS, Array, Output, Run, ceil_div, check, make_args
 
 # A pass of three sequences.
 NONE = CONSTANTS["STATE_NONE"]

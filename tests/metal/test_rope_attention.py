@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.attention_case import DECODE_SIZES, attention_args
-from support.head_cases import ROPE_CASES, HeadRows
-from support.kernel_harness import STRUCTS, Array, Output, Run, ceil_div, make_args
+from support.kernels.attention_case import DECODE_SIZES, attention_args
+from support.kernels.head_cases import ROPE_CASES, HeadRows
+from support.kernels.kernel_harness import STRUCTS, Array, Output, Run, ceil_div, make_args
 from support.paged import PAGE, Pages
 
 from metal_prefill import _core

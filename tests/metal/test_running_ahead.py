@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.emulated_gpu import command_buffers_of, require_emulator
 from support.forked import in_child
+from support.kernels.emulated_gpu import command_buffers_of, require_emulator
 from support.small_models import MODELS, write
 
 from metal_prefill import DeviceError, Model, Session, SessionBusyError

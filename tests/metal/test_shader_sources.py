@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scanner.preprocess import find_clang
 from scanner.tokens import SourceError
-from support.kernel_harness import SHADERS, flat_source
+from support.kernels.kernel_harness import SHADERS, flat_source
 from support.missing import fail_or_skip
 from support.programs import finished
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.extreme_floats import EXTREME, extreme_activations
-from support.float64 import ACTIVATIONS, clamped_silu
-from support.head_cases import ROPE_CASES, HeadRows
-from support.kernel_harness import (
+from support.kernels.extreme_floats import EXTREME, extreme_activations
+from support.kernels.float64 import ACTIVATIONS, clamped_silu
+from support.kernels.head_cases import ROPE_CASES, HeadRows
+from support.kernels.kernel_harness import (
     ACTIVATION_CODES,
     CONSTANTS,
     SILU,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.emulated_gpu import require_emulator
+from support.kernels.emulated_gpu import require_emulator
 from support.programs import finished
 
 pytestmark = pytest.mark.emulator

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import encoder_folders
-from support.hub_server import Repo, serve
+from support.files.hub_server import Repo, serve
+from support.folders import encoder_folders
 from support.places import ROOT
 from support.programs import finished, serving
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.page import Pages, browser_path
-from support.running_server import Running, running
+from support.servers.page import Pages, browser_path
+from support.servers.running_server import Running, running
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import Model

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.running_server import Gate, Running, events, running, wait_until
+from support.servers.running_server import Gate, Running, events, running, wait_until
 
 from metal_prefill import Model
 from metal_prefill.generation import Scheduler

@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 import pytest
 from rich.console import Console
-from support.running_server import running
+from support.servers.running_server import running
+from support.servers.stand_in_server import PROGRAM, stand_in
 from support.small_models import MODELS, write
-from support.stand_in_server import PROGRAM, stand_in
 from support.tools import CHATML
 
 from metal_prefill import MissingExtraError, Model, bench

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support.running_server import Running, events, running
+from support.servers.running_server import Running, events, running
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import Model, serve

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from support.running_server import POST, Gate, Running, read_all, request_bytes, running, wait_until
+from support.servers.running_server import POST, Gate, Running, read_all, request_bytes, running, wait_until
 
 from metal_prefill import Model
 

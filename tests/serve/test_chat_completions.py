@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 import jsonschema
-from support.running_server import Running
 from support.scheduled_texts import answer_alone, texts_of
+from support.servers.running_server import Running
 
 from metal_prefill import Model
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 from openai.types.chat import completion_create_params
-from support.running_server import Running, events, running, running_with_template
+from support.servers.running_server import Running, events, running, running_with_template
 from support.tools import ASKED, WEATHER
 
 from metal_prefill import Model

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import server_requests
-from support.running_server import Gate, Running, events, running, wait_until
 from support.scheduled_texts import alone, texts_of
+from support.servers import server_requests
+from support.servers.running_server import Gate, Running, events, running, wait_until
 
 from metal_prefill import Model
 

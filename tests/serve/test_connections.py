@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from support.running_server import Gate, Running, events, read_all, request_bytes, running, wait_until
 from support.scheduled_texts import alone
+from support.servers.running_server import Gate, Running, events, read_all, request_bytes, running, wait_until
 
 from metal_prefill import Model, serve
 from metal_prefill.serve import _connections, _endpoint

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
-from support.running_server import POST, Running, read_all
+from support.servers.running_server import POST, Running, read_all
 
 from metal_prefill import Model
 from metal_prefill._support.messages import MOST_CHARACTERS

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from support.hostile_constraints import PLAIN, hostile_requests
-from support.running_server import running
+from support.servers.running_server import running
 
 from metal_prefill import Model
 from metal_prefill.generation import _constraint

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.running_server import LOCAL, POST, Running, read_all, request_bytes, running, wait_until
+from support.servers.running_server import LOCAL, POST, Running, read_all, request_bytes, running, wait_until
 
 from metal_prefill import Model
 from metal_prefill.serve._connections import MAX_HEADERS

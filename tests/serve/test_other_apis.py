@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running_server import Running, running, running_with_template
+from support.servers.running_server import Running, running, running_with_template
 from support.tools import HERMES
 
 from metal_prefill import Model

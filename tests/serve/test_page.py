@@ -8,7 +8,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
-from support.running_server import Running, running
+from support.servers.running_server import Running, running
 
 from metal_prefill import Model, serve
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.page import CONTRASTS, NAMELESS, NARROW, WIDE, Pages, ask, choose, facts, send
 from support.places import ROOT
-from support.running_server import Running, running, wait_until
 from support.scheduled_texts import alone
+from support.servers.page import CONTRASTS, NAMELESS, NARROW, WIDE, Pages, ask, choose, facts, send
+from support.servers.running_server import Running, running, wait_until
 
 from metal_prefill import Model
 

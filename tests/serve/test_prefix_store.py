@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from starlette.datastructures import Headers
 from support.recurrent import LARGE
-from support.running_server import Running, running
 from support.scheduled_texts import answer_alone
+from support.servers.running_server import Running, running
 from support.small_models import write
 from support.tools import CHATML
 

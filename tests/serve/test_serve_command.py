@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 from support.programs import serving
-from support.running_server import LOCAL
+from support.servers.running_server import LOCAL
 
 from metal_prefill import cli
 from metal_prefill.serve._connections import Server

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.running_server import Gate, events, running, wait_until
+from support.servers.running_server import Gate, events, running, wait_until
 from support.small_models import EMBEDDERS, write
 
 from metal_prefill import ChatTemplateError, DeviceError, Model, serve

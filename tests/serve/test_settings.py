@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 from support.places import ROOT
-from support.running_server import Running, running
+from support.servers.running_server import Running, running
 
 from metal_prefill import Model
 

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import openai
 import pytest
-from support.running_server import Running, running_with_template
 from support.scheduled_texts import alone
+from support.servers.running_server import Running, running_with_template
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
 from metal_prefill.text._vocabulary import Piece

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders, task_folders
-from support.running_server import Running, running
+from support.folders import model_folders, task_folders
+from support.servers.running_server import Running, running
 
 from metal_prefill import Model
 from metal_prefill.conversion import convert

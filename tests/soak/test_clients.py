@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.servers.soak_clients import KINDS, run_round
 from support.small_models import EMBEDDERS, write
 from support.soak import rounds
-from support.soak_clients import KINDS, run_round
 
 SEED = int(os.environ.get("SOAK_SEED", "1")) % 100_000
 SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))

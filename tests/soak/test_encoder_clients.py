@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders, task_folders
+from support.folders import model_folders, task_folders
+from support.folders.task_folders import CLASSIFIERS, LATE, RANKERS, TAGGERS
 from support.hostile_texts import hostile_texts
 from support.soak import rounds
-from support.task_folders import CLASSIFIERS, LATE, RANKERS, TAGGERS
 
 from metal_prefill import Model
 from metal_prefill.conversion import convert

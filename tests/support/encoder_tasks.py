@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import Model
-from support.model_folders import Folder
-from support.task_folders import DOCUMENTS, QUERY
+from support.folders.model_folders import Folder
+from support.folders.task_folders import DOCUMENTS, QUERY
 
 # Probabilities and products of vectors: sums in float32, and products of half precision on Metal.
 NEAR = {"cpu": 1e-5, "metal": 5e-3}

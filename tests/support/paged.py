@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from support.kernel_harness import CONSTANTS, STRUCTS, Array, Output, ceil_div
+from support.kernels.kernel_harness import CONSTANTS, STRUCTS, Array, Output, ceil_div
 
 PAGE = CONSTANTS["PAGE_POSITIONS"]
 

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
 
-from support.float64 import (
+from support.files.gguf_reader import GGUFReader
+from support.kernels.float64 import (
     Array,
     alibi_slope,
     attention,
@@ -32,7 +33,6 @@ from support.float64 import (
     softmax,
     visible,
 )
-from support.gguf_reader import GGUFReader
 
 GEMMA = ("gemma2", "gemma3", "gemma-embedding", "gemma4")
 BERT = ("bert", "deberta-v2", "nomic-bert", "jina-bert-v2")

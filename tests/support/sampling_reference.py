@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.generation import Options
-from support.float64 import softmax
+from support.kernels.float64 import softmax
 
 Ids: TypeAlias = npt.NDArray[np.intp]
 Scores: TypeAlias = npt.NDArray[np.float64]

@@ -25,8 +25,8 @@ from metal_prefill.synth._blocks import (
     random_tensor,
 )
 from metal_prefill.synth._tensors import Role, Tensor
-from support.gguf_mutator import take_apart
-from support.gguf_reader import GGUFReader
+from support.files.gguf_mutator import take_apart
+from support.files.gguf_reader import GGUFReader
 
 TYPES = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.computed_tokens import ComputedTokens
-from support.cpu_testing import cpu_testing
-from support.gguf_bytes import FALSE, integer
-from support.gguf_mutator import with_entries
+from support.files.gguf_bytes import FALSE, integer
+from support.files.gguf_mutator import with_entries
+from support.kernels.cpu_testing import cpu_testing
 from support.reference import ReferenceModel
 from support.small_models import EMBEDDERS, write
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders
-from support.model_folders import Folder
+from support.folders import model_folders
+from support.folders.model_folders import Folder
 
 from metal_prefill import Model
 from metal_prefill.conversion import convert

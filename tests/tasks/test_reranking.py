@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.computed_tokens import ComputedTokens
-from support.float64 import softmax
+from support.kernels.float64 import softmax
 from support.reference import ReferenceModel
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 

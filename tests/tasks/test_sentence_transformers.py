@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders, task_folders
 from support.documented_uses import DATA, DOCUMENTS, PAIRS, QUERY, SENTENCES, USES, Paths, plain
+from support.folders import model_folders, task_folders
 
 import metal_prefill.sentence_transformers as st
 from metal_prefill import MissingExtraError, Model

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from support.chat_families import CONVERSATIONS, FAMILIES, TOKENS, Family, cases, recorded
+from support.servers.chat_families import CONVERSATIONS, FAMILIES, TOKENS, Family, cases, recorded
 
 from metal_prefill import ChatTemplateError
 from metal_prefill.text import ChatTemplate

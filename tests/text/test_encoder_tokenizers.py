@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from support.encoder_tokenizers import PAIRS, VARIANTS, open_recorded, recorded, unpacked
+from support.folders.encoder_tokenizers import PAIRS, VARIANTS, open_recorded, recorded, unpacked
 from support.hostile_texts import hostile_texts
 
 each_variant = pytest.mark.parametrize("name", VARIANTS)

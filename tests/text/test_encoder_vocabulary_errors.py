@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.encoder_tokenizers import VOCABULARY_KEYS as KEY
-from support.encoder_tokenizers import open_recorded, open_vocabulary
-from support.gguf_bytes import (
+from support.files.gguf_bytes import (
     ARRAY,
     F32,
     FALSE,
@@ -21,6 +19,8 @@ from support.gguf_bytes import (
     strings,
     u32,
 )
+from support.folders.encoder_tokenizers import VOCABULARY_KEYS as KEY
+from support.folders.encoder_tokenizers import open_recorded, open_vocabulary
 
 from metal_prefill import GGUFError
 from metal_prefill.files import GGUFFile

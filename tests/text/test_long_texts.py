@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import comparison, encoder_tokenizers
+from support import comparison
+from support.folders import encoder_tokenizers
 from support.hostile_texts import hostile_texts
 
 from metal_prefill.text import Tokenizer, _segmentation, _tokenizer

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import comparison, tokenizer_folders
+from support import comparison
 from support.comparison import TokenizerVariant
-from support.encoder_tokenizers import VOCABULARY_KEYS as KEY
-from support.encoder_tokenizers import open_vocabulary
-from support.gguf_bytes import F32, I32, TRUE, U32, integer, numbers, scalar, string, strings
+from support.files.gguf_bytes import F32, I32, TRUE, U32, integer, numbers, scalar, string, strings
+from support.folders import tokenizer_folders
+from support.folders.encoder_tokenizers import VOCABULARY_KEYS as KEY
+from support.folders.encoder_tokenizers import open_vocabulary
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.files import GGUFFile

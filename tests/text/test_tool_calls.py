@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from support.chat_families import FAMILIES
+from support.servers.chat_families import FAMILIES
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
 from metal_prefill import ChatTemplateError, Conversation, Model, StateError

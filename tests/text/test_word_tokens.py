@@ -5,7 +5,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from support.encoder_tokenizers import open_recorded
+from support.folders.encoder_tokenizers import open_recorded
 from support.hostile_texts import hostile_texts
 from tokenizers import Tokenizer as Segmenter
 from tokenizers import models, pre_tokenizers

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.cost_tables import with_table  # noqa: E402
+from support.kernels.cost_tables import with_table  # noqa: E402
 
 page = ROOT / "docs" / "cost_model.md"
 page.write_text(with_table(page.read_text()))

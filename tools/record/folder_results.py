@@ -16,14 +16,8 @@ import torch
 import transformers
 from record import Records, written
 from safetensors.torch import load_file
-from support import (
-    adapter_folders,
-    bidirectional_folders,
-    comparison,
-    decoder_folders,
-    encoder_folders,
-    small_models,
-)
+from support import comparison, small_models
+from support.folders import adapter_folders, bidirectional_folders, decoder_folders, encoder_folders
 from tokenizers import Tokenizer
 
 from metal_prefill.bench._peers.padded_texts import load_encoder

@@ -1,13 +1,14 @@
 """Record entities that the library gliner finds with folders of random weights.
 
-Run it when a folder or a text of `tests/support/entity_folders.py` changes; it needs ``pip install gliner``.
+Run it when a folder or a text of `tests/support/folders/entity_folders.py` changes. It needs
+``pip install gliner``.
 """
 
 from typing import Any
 
 import gliner
 from record import Records, written
-from support.entity_folders import LABELS, RECORD, RECORDED, TEXTS, calls_of
+from support.folders.entity_folders import LABELS, RECORD, RECORDED, TEXTS, calls_of
 
 
 def records() -> Records:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import sentencepiece
 from gguf import GGUFReader
 from record import Records
-from support import comparison, llama_cpp_folders, small_models
+from support import comparison, small_models
+from support.folders import llama_cpp_folders
 from support.places import ROOT
 from support.small_models import SmallModel
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers

@@ -35,7 +35,7 @@ def written(folders: Mapping[str, Callable[[Path], Any]]) -> Iterator[tuple[str,
 
 def main(name: str) -> None:
     """Write the records of a module."""
-    from support.recorded_json import dumps
+    from support.files.recorded_json import dumps
 
     for path, record in importlib.import_module(name).records():
         if path.suffix == ".npz":

@@ -1,13 +1,13 @@
 """Record the texts that Hugging Face transformers renders with chat templates.
 
-Run it when a template or a conversation of ``tests/support/chat_families.py`` changes.
+Run it when a template or a conversation of ``tests/support/servers/chat_families.py`` changes.
 """
 
 import json
 
 from jinja2 import TemplateError
 from record import Records
-from support.chat_families import FAMILIES, RECORD, cases
+from support.servers.chat_families import FAMILIES, RECORD, cases
 from transformers.utils.chat_template_utils import render_jinja_template
 
 

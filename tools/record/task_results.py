@@ -18,9 +18,10 @@ import transformers
 from record import Records, written
 from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
-from support import bert_relatives, documented_uses, minilm_texts, task_folders
-from support.model_folders import CONTEXT
-from support.task_folders import (
+from support import documented_uses, minilm_texts
+from support.folders import bert_relatives, task_folders
+from support.folders.model_folders import CONTEXT
+from support.folders.task_folders import (
     CLASSIFIERS,
     DOCUMENTS,
     LATE,

@@ -1,6 +1,6 @@
 """Record token ids of Hugging Face transformers for small vocabularies of encoders.
 
-Run it when a text or a variant of ``tests/support/encoder_tokenizers.py`` changes.
+Run it when a text or a variant of ``tests/support/folders/encoder_tokenizers.py`` changes.
 """
 
 import tempfile
@@ -13,8 +13,8 @@ import sentencepiece
 import transformers
 from record import Records
 from sentencepiece import sentencepiece_model_pb2
-from support import encoder_tokenizers as recorded
-from support.encoder_tokenizers import VARIANTS, Variant
+from support.folders import encoder_tokenizers as recorded
+from support.folders.encoder_tokenizers import VARIANTS, Variant
 from support.hostile_texts import hostile_texts
 from support.places import ROOT
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers

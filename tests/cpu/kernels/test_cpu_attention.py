@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
-from support.float64 import attention, visible
-from support.kernel_cases import SENTINEL, SETS, Floats, cpu, each_set, normal, share
+from support.kernels.float64 import attention, visible
+from support.kernels.kernel_cases import SENTINEL, SETS, Floats, cpu, each_set, normal, share
 
 
 def reference_attention(

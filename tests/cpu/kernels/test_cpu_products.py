@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 from gguf import GGML_QUANT_SIZES, quants
 from gguf import GGMLQuantizationType as Type
-from support.cpu_testing import cpu_testing
-from support.kernel_cases import (
+from support.kernels.cpu_testing import cpu_testing
+from support.kernels.kernel_cases import (
     BATCHES,
     COMMON,
     NATIVE_SETS,

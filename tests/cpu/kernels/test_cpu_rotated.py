@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType as Type
-from support.kernel_cases import (
+from support.kernels.kernel_cases import (
     BATCHES,
     NATIVE_SETS,
     QUANTIZED,

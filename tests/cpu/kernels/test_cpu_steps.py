@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.extreme_floats import EXTREME, extreme_activations
-from support.float64 import (
+from support.kernels.extreme_floats import EXTREME, extreme_activations
+from support.kernels.float64 import (
     ACTIVATIONS,
     clamped_silu,
     delta_step,
@@ -19,7 +19,7 @@ from support.float64 import (
     scan_step,
     sigmoid,
 )
-from support.kernel_cases import SENTINEL, Floats, cpu, each_set, guarded, inside, normal
+from support.kernels.kernel_cases import SENTINEL, Floats, cpu, each_set, guarded, inside, normal
 
 
 def check_vector(

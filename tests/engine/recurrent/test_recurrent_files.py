@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.gguf_bytes import ARRAY, BOOL, F32, I32, U32, array, scalar, u32
-from support.gguf_mutator import take_apart, with_key
+from support.files.gguf_bytes import ARRAY, BOOL, F32, I32, U32, array, scalar, u32
+from support.files.gguf_mutator import take_apart, with_key
 from support.kinds import Array, ids_of
 from support.recurrent import PAGEWISE
 from support.reference import ReferenceModel

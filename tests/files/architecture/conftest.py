@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.llama_file import Open, model_file
+from support.files.llama_file import Open, model_file
 
 from metal_prefill.files import GGUFFile
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support import small_models
-from support.gguf_bytes import (
+from support.files.gguf_bytes import (
     F32,
     F64,
     FALSE,
@@ -22,7 +22,7 @@ from support.gguf_bytes import (
     string,
     strings,
 )
-from support.llama_file import DIM, HEADS, PLAIN, Open
+from support.files.llama_file import DIM, HEADS, PLAIN, Open
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError, _core
 from metal_prefill.files import ModelConfig

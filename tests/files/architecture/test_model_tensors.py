@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.gguf_bytes import integer
-from support.llama_file import DIM, FFN, HEAD, VOCAB, Open, base_tensors
+from support.files.gguf_bytes import integer
+from support.files.llama_file import DIM, FFN, HEAD, VOCAB, Open, base_tensors
 
 from metal_prefill import GGUFError, UnsupportedModelError, _core
 from metal_prefill.files import GGUFFile

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gguf_bytes import (
+from support.files.gguf_bytes import (
     BOOL,
     F64,
     FALSE,
@@ -24,7 +24,7 @@ from support.gguf_bytes import (
     scalar,
     string,
 )
-from support.llama_file import HEADS, LAYERS, VOCAB, Open
+from support.files.llama_file import HEADS, LAYERS, VOCAB, Open
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.files import GGUFFile, ModelConfig

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.saved_sessions import PROMPT
+from support.files.saved_sessions import PROMPT
 
 from metal_prefill import Model
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from support.files.saved_sessions import PROMPT, rewrite
 from support.places import DATA
-from support.saved_sessions import PROMPT, rewrite
 from support.small_models import MODELS, write
 
 from metal_prefill import ContextOverflowError, Model, StateError, _core

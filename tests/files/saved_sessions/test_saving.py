@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.saved_sessions import PROMPT, rewrite
+from support.files.saved_sessions import PROMPT, rewrite
 from support.small_models import MODELS, write
 
 from metal_prefill import ClosedError, Model, StateError

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from support import task_folders
+from support.folders import task_folders
 
 
 @pytest.fixture(scope="session")

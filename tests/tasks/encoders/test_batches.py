@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import bidirectional_folders, entity_folders, task_folders
-from support.bert_relatives import distilbert_masked
-from support.encoder_folders import private_parts
 from support.encoder_tasks import FileOf, scores_of
-from support.model_folders import Folder
-from support.task_folders import DOCUMENTS, LATE, MODULES, QUERY, RANKERS, TAGGERS, TEXTS
+from support.folders import bidirectional_folders, entity_folders, task_folders
+from support.folders.bert_relatives import distilbert_masked
+from support.folders.encoder_folders import private_parts
+from support.folders.model_folders import Folder
+from support.folders.task_folders import DOCUMENTS, LATE, MODULES, QUERY, RANKERS, TAGGERS, TEXTS
 
 from metal_prefill import Model
 

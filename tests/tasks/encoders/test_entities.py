@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.encoder_tasks import NEAR, FileOf, opened
-from support.entity_folders import LABELS, RECORD, RECORDED, TEXTS, calls_of, pickled
+from support.folders.entity_folders import LABELS, RECORD, RECORDED, TEXTS, calls_of, pickled
 from support.programs import Run
 
 from metal_prefill import ClosedError, ContextOverflowError, Model

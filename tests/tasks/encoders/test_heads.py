@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.encoder_tasks import INT8, NEAR, FileOf, opened, scores_of
-from support.float64 import gelu, sigmoid
-from support.gguf_bytes import Value, integer, string
-from support.gguf_mutator import with_entries
-from support.model_folders import read
+from support.files.gguf_bytes import Value, integer, string
+from support.files.gguf_mutator import with_entries
+from support.folders.model_folders import read
+from support.folders.task_folders import CLASSIFIERS, DOCUMENTS, PAIRS, QUERY, RANKERS, TEXTS
+from support.kernels.float64 import gelu, sigmoid
 from support.programs import Run
-from support.task_folders import CLASSIFIERS, DOCUMENTS, PAIRS, QUERY, RANKERS, TEXTS
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import encoder_tokenizers, model_folders, task_folders, tokenizer_folders
 from support.encoder_tasks import NEAR, FileOf, opened, scores_of
-from support.gguf_bytes import Value, integer, string
-from support.gguf_mutator import with_entries
-from support.model_folders import read
+from support.files.gguf_bytes import Value, integer, string
+from support.files.gguf_mutator import with_entries
+from support.folders import encoder_tokenizers, model_folders, task_folders, tokenizer_folders
+from support.folders.model_folders import read
+from support.folders.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS
 from support.programs import Run
-from support.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS
 from tokenizers import Tokenizer
 
 from metal_prefill import ContextOverflowError, GGUFError, Model

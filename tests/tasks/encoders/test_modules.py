@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support import encoder_folders, model_folders, task_folders
-from support.encoder_folders import Size
 from support.encoder_tasks import NEAR, FileOf, opened
-from support.float64 import gelu, sigmoid, silu
-from support.model_folders import DIM, Folder, values
+from support.folders import encoder_folders, model_folders, task_folders
+from support.folders.encoder_folders import Size
+from support.folders.model_folders import DIM, Folder, values
+from support.folders.task_folders import MODULES, TEXTS, recorded, static
+from support.kernels.float64 import gelu, sigmoid, silu
 from support.small_models import with_tensor
-from support.task_folders import MODULES, TEXTS, recorded, static
 
 from metal_prefill import Model, NumericalError, _core
 from metal_prefill.conversion import convert

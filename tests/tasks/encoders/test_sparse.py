@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import task_folders
-from support.bert_relatives import distilbert_masked, gte_masked, routed, vocabulary_vector
 from support.encoder_tasks import NEAR, opened
-from support.float64 import Array
-from support.folder_reference import FolderTensors
-from support.model_folders import Folder
-from support.task_folders import ACTIVE, COLBERT, SPARSE, recorded
-from support.task_folders import TEXTS as SOME
-from support.torch_files import pickled, write_torch_file
+from support.folders import task_folders
+from support.folders.bert_relatives import distilbert_masked, gte_masked, routed, vocabulary_vector
+from support.folders.folder_reference import FolderTensors
+from support.folders.model_folders import Folder
+from support.folders.task_folders import ACTIVE, COLBERT, SPARSE, recorded
+from support.folders.task_folders import TEXTS as SOME
+from support.folders.torch_files import pickled, write_torch_file
+from support.kernels.float64 import Array
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert

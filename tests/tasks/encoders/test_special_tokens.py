@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.encoder_tasks import FileOf, opened
-from support.model_folders import Folder, values
-from support.task_folders import CLASSIFIERS, RANKERS, TAGGERS
+from support.folders.model_folders import Folder, values
+from support.folders.task_folders import CLASSIFIERS, RANKERS, TAGGERS
 from tokenizers import Tokenizer
 
 from metal_prefill import ContextOverflowError, Model

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.encoder_folders import PRIVACY_TAGS, private_parts
 from support.encoder_tasks import NEAR, FileOf, opened
-from support.entity_folders import LABELS, RECORDED
-from support.float64 import softmax
+from support.folders.encoder_folders import PRIVACY_TAGS, private_parts
+from support.folders.entity_folders import LABELS, RECORDED
+from support.folders.task_folders import STRATEGIES, TAGGERS, TEXTS
+from support.kernels.float64 import softmax
 from support.programs import Run
-from support.task_folders import STRATEGIES, TAGGERS, TEXTS
 
 from metal_prefill.conversion import convert
 from metal_prefill.files import GGUFFile

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders, task_folders
-from support.encoder_folders import private_parts
 from support.encoder_tasks import FileOf, opened
-from support.entity_folders import RECORDED
-from support.gguf_bytes import string
-from support.gguf_mutator import with_entries
-from support.model_folders import Folder
+from support.files.gguf_bytes import string
+from support.files.gguf_mutator import with_entries
+from support.folders import model_folders, task_folders
+from support.folders.encoder_folders import private_parts
+from support.folders.entity_folders import RECORDED
+from support.folders.model_folders import Folder
+from support.folders.task_folders import CLASSIFIERS, DOCUMENTS, QUERY, RANKERS, TAGGERS, TEXTS
 from support.programs import Run
 from support.small_models import CLASSIFIERS as SMALL_CLASSIFIERS
 from support.small_models import EMBEDDERS, SmallModel, with_tensor, write
-from support.task_folders import CLASSIFIERS, DOCUMENTS, QUERY, RANKERS, TAGGERS, TEXTS
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, NumericalError
 from metal_prefill.conversion import convert

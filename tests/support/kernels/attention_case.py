@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from metal_prefill import _core
-from support.kernel_harness import CONSTANTS, STRUCTS, Array, Output, Run, ceil_div, check, make_args
+from support.kernels.kernel_harness import CONSTANTS, STRUCTS, Array, Output, Run, ceil_div, check, make_args
 from support.paged import Pages
 
 # Heads of the variants of kernels.

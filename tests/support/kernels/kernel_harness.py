@@ -16,7 +16,7 @@ from metal_prefill import _core
 from metal_prefill.gpu._kernel_checks import results
 from metal_prefill.gpu._kernel_checks.captured import Captured
 from metal_prefill.synth._blocks import random_tensor
-from support.float64 import ACTIVATIONS
+from support.kernels.float64 import ACTIVATIONS
 from support.places import ROOT
 from support.reference import dequantized
 

@@ -20,8 +20,8 @@ import httpx
 
 from metal_prefill import Model
 from support.hostile_constraints import hostile_requests
-from support.running_server import Running, read_all, request_bytes, running
-from support.server_requests import alone, answers, request
+from support.servers.running_server import Running, read_all, request_bytes, running
+from support.servers.server_requests import alone, answers, request
 from support.soak import MOST_STREAMS
 
 Request = tuple[str, dict[str, Any]]

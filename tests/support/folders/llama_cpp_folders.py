@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.conversion import convert
-from support import bidirectional_folders, encoder_folders
-from support.gguf_mutator import take_apart
-from support.model_folders import Folder
+from support.files.gguf_mutator import take_apart
+from support.folders import bidirectional_folders, encoder_folders
+from support.folders.model_folders import Folder
 from support.places import DATA
 
 RECORD = DATA / "llama_cpp_folders.npz"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from metal_prefill.storage import _session_file
-from support.json_mutator import changed
+from support.files.json_mutator import changed
 
 
 def mutate_state(plain: bytes, random: Random) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.running_server import Running
+from support.servers.running_server import Running
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 360, "height": 720}

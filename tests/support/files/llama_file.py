@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from metal_prefill.files import GGUFFile, ModelConfig
-from support.gguf_bytes import entry, gguf, integer, number, string, strings, tensor
+from support.files.gguf_bytes import entry, gguf, integer, number, string, strings, tensor
 
 LAYERS, DIM, HEADS, KV_HEADS, FFN, VOCAB, CONTEXT = 2, 16, 4, 2, 24, 10, 64
 HEAD = DIM // HEADS

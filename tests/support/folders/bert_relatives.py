@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from support import model_folders
-from support.float64 import Array, gelu
-from support.folder_reference import BIAS, LAYER, FolderTensors, states
-from support.model_folders import (
+from support.folders import model_folders
+from support.folders.folder_reference import BIAS, LAYER, FolderTensors, states
+from support.folders.model_folders import (
     DIM,
     FFN,
     HEADS,
@@ -24,6 +23,7 @@ from support.model_folders import (
     repeated,
     values,
 )
+from support.kernels.float64 import Array, gelu
 
 CONTEXT = 330  # distances beyond 128 have the same bias
 # Names of BERT's modules in each class.

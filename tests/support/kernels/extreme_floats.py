@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from support.float64 import ACTIVATIONS, clamped_silu
+from support.kernels.float64 import ACTIVATIONS, clamped_silu
 
 _LARGEST = float(np.finfo(np.float32).max)
 _ENDS: list[float] = [np.inf, _LARGEST, 1e38, 1e32, 200, 1e-37, 1e-40, 1e-45, 0]

@@ -9,9 +9,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from metal_prefill import text
 from metal_prefill.text._vocabulary import PRE_TOKENIZERS
-from support import encoder_tokenizers
 from support.comparison import VERSE
-from support.gguf_reader import GGUFReader
+from support.files.gguf_reader import GGUFReader
+from support.folders import encoder_tokenizers
 
 Json = dict[str, Any]
 

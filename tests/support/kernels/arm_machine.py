@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from metal_prefill import _core
-from support.cpu_testing import cpu_testing
+from support.kernels.cpu_testing import cpu_testing
 from support.missing import fail_or_skip
 from support.places import ROOT
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from support.model_folders import (
+from support.folders.model_folders import (
     DIM,
     FFN,
     GATED,

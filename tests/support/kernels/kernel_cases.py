@@ -11,9 +11,9 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
 from metal_prefill.synth._blocks import BLOCK_FORMATS
-from support.arm_machine import SETS as ARM_SETS
-from support.arm_machine import Kernels
-from support.cpu_testing import native_sets
+from support.kernels.arm_machine import SETS as ARM_SETS
+from support.kernels.arm_machine import Kernels
+from support.kernels.cpu_testing import native_sets
 from support.reference import dequantized
 from support.small_models import COMMON_TYPES, TYPES, half_fields
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from random import Random
 
 from metal_prefill.files import GGUFFile
-from support.gguf_bytes import ARRAY, SCALAR_FORMATS, STRING, Value, gguf, scalar, tensor, text
-from support.gguf_reader import GGUFReader
+from support.files.gguf_bytes import ARRAY, SCALAR_FORMATS, STRING, Value, gguf, scalar, tensor, text
+from support.files.gguf_reader import GGUFReader
 
 INTEGERS = [
     *(0, 1, 2, 7, 8, 31, 32, 33, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1),

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from support import model_folders
-from support.bert_relatives import splade_modules
-from support.model_folders import Folder, Shapes, norm, repeated
+from support.folders import model_folders
+from support.folders.bert_relatives import splade_modules
+from support.folders.model_folders import Folder, Shapes, norm, repeated
+from support.folders.tokenizer_folders import GPT_4O_PATTERN
 from support.places import DATA
-from support.tokenizer_folders import GPT_4O_PATTERN
 
 RECORD = DATA / "transformers_encoder_folders.npz"
 CONTEXT = 330

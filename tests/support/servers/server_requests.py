@@ -9,7 +9,7 @@ import numpy as np
 
 from metal_prefill import Model
 from support import scheduled_texts
-from support.running_server import LOCAL, Running
+from support.servers.running_server import LOCAL, Running
 
 
 def request(i: int) -> tuple[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from support.kernel_harness import CONSTANTS
+from support.kernels.kernel_harness import CONSTANTS
 
 
 class HeadRows:

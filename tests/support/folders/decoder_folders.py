@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from support import recurrent_folders
-from support.model_folders import (
+from support.folders import recurrent_folders
+from support.folders.model_folders import (
     CONTEXT,
     DIM,
     FFN,
@@ -29,8 +29,8 @@ from support.model_folders import (
     tokenized,
     weights,
 )
+from support.folders.recurrent_folders import GRANITE
 from support.places import DATA
-from support.recurrent_folders import GRANITE
 
 RECORD = DATA / "transformers_folders.npz"
 IDS = np.random.default_rng(7).integers(2, 300, 37).astype(np.int32)  # a prompt

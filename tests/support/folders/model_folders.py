@@ -14,10 +14,10 @@ from gguf import quants
 from safetensors.numpy import save_file
 from tokenizers import processors
 
-from support import encoder_tokenizers
 from support.comparison import VERSE
-from support.gguf_reader import GGUFReader
-from support.tokenizer_folders import trained_byte_level
+from support.files.gguf_reader import GGUFReader
+from support.folders import encoder_tokenizers
+from support.folders.tokenizer_folders import trained_byte_level
 
 Values = npt.NDArray[np.float32]
 IDENTITY = "torch.nn.modules.linear.Identity"

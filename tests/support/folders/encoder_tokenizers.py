@@ -19,7 +19,7 @@ from metal_prefill.conversion._writing import add_vocabulary
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._gguf_writer import GGUFWriter
 from metal_prefill.text import Tokenizer
-from support.gguf_bytes import Value, entry, gguf
+from support.files.gguf_bytes import Value, entry, gguf
 from support.places import DATA
 
 RECORD = DATA / "transformers_tokenizers.npz"

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from support.float64 import (
+from support.folders.model_folders import LAYERS, Folder
+from support.kernels.float64 import (
     Array,
     alibi_slope,
     attention,
@@ -17,7 +18,6 @@ from support.float64 import (
     rotate,
     softmax,
 )
-from support.model_folders import LAYERS, Folder
 
 LAYER = "encoder.layer.{}."
 BIAS = "encoder.relative_attention_bias.weight"

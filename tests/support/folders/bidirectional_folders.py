@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.decoder_folders import gemma3, ministral3, qwen2, sized
-from support.decoder_folders import qwen3 as qwen3_decoder
-from support.model_folders import DIM, Folder, llama
+from support.folders.decoder_folders import gemma3, ministral3, qwen2, sized
+from support.folders.decoder_folders import qwen3 as qwen3_decoder
+from support.folders.model_folders import DIM, Folder, llama
 from support.places import DATA
 
 RECORD = DATA / "transformers_bidirectional.npz"

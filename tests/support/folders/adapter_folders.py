@@ -7,8 +7,8 @@ from typing import Any
 
 from safetensors.numpy import save_file
 
-from support.decoder_folders import qwen3, sized
-from support.model_folders import Folder, Values, llama, values
+from support.folders.decoder_folders import qwen3, sized
+from support.folders.model_folders import Folder, Values, llama, values
 from support.places import DATA
 
 RECORD = DATA / "peft_vectors.npz"

@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from metal_prefill.synth._tokenizer import gpt2_vocabulary
-from support import encoder_folders
-from support.bert_relatives import gte
-from support.model_folders import (
+from support.folders import encoder_folders
+from support.folders.bert_relatives import gte
+from support.folders.model_folders import (
     CONTEXT,
     DIM,
     FFN,
@@ -31,8 +31,8 @@ from support.model_folders import (
     values,
     weights,
 )
+from support.folders.torch_files import write_torch_file
 from support.places import DATA
-from support.torch_files import write_torch_file
 
 RECORD = DATA / "transformers_tasks.json"
 

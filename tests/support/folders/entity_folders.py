@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from support import encoder_folders, encoder_tokenizers, task_folders
-from support.encoder_folders import Size, linear_of
-from support.model_folders import Folder, Shapes, Values
+from support.folders import encoder_folders, encoder_tokenizers, task_folders
+from support.folders.encoder_folders import Size, linear_of
+from support.folders.model_folders import Folder, Shapes, Values
+from support.folders.torch_files import write_torch_file
 from support.places import DATA
-from support.torch_files import write_torch_file
 
 RECORD = DATA / "gliner_entities.json"
 BODY, LABELS_BODY = (f"token_rep_layer.{name}.model." for name in ("bert_layer", "labels_encoder"))

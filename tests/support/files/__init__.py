@@ -1,0 +1,1 @@
+"""Files that tests write, change and read."""

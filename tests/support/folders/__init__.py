@@ -1,0 +1,1 @@
+"""Model folders of the Hub that tests write."""

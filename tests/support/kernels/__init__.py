@@ -1,0 +1,1 @@
+"""Arrays, references and devices of tests of kernels."""
