@@ -4,6 +4,7 @@ The sources are searched for patterns. Each is applied, as in its module, to rep
 """
 
 import ast
+import gc
 import importlib
 import itertools
 import re
@@ -33,6 +34,14 @@ METHODS: dict[str, Callable[[re.Pattern[Any], Any], object]] = {
 LENGTHS = (24, 32, 512, 4096)  # a fast machine tries 24 in time, whose cost grows by 1.6 for each character
 SECONDS = 0.005
 MOST_PARTS = 7
+
+
+@pytest.fixture(autouse=True)
+def without_collections() -> Iterator[None]:
+    """Collect no garbage meanwhile: it would count towards the time of a pattern that finds many parts."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class Made(NamedTuple):
