@@ -13,6 +13,7 @@ from support.servers.running_server import running
 from metal_prefill import Model
 from metal_prefill._support.messages import as_fields, as_options
 from metal_prefill.cli import main
+from metal_prefill.errors import GGUFError
 
 TEXTS = ["The king is dead.", "x", "long " * 30]
 LIMIT = 12
@@ -54,6 +55,16 @@ def test_errors_name_the_options_of_the_interface(
 )
 def test_arguments_in_messages_are_options_or_fields(message: str, option: str, field: str) -> None:
     assert (as_options(message), as_fields(message)) == (option, field)
+
+
+@pytest.mark.parametrize("place", ["../x", "x" * 5000, "x/" * 3000])
+def test_a_module_that_is_not_in_the_folder_is_refused_by_name(folder: Folder, place: str) -> None:
+    folder.write()
+    modules = folder.loaded("modules.json")
+    modules[1]["path"] = place
+    folder.json("modules.json", modules)
+    with pytest.raises(GGUFError, match=r"modules\[1\]\.path is "):
+        Model(folder.path, device="cpu")
 
 
 def test_a_transformer_in_a_folder_of_its_own_is_found(folder: Folder) -> None:

@@ -274,3 +274,11 @@ def place_of(module: Fields) -> Path:
     if place.is_absolute() or ".." in place.parts or "\0" in name or len(name.encode()) > MAX_FILE_NAME:
         raise module.error(f"{module.name('path')} is {name!r}, must be a folder in this one")
     return place
+
+
+def module_folders(folder: Path) -> list[Path]:
+    """Return the folders of the modules that a folder lists; none if its list is missing or damaged."""
+    try:
+        return [folder / place_of(module) for module in (*modules_of(folder), *query_modules(folder))]
+    except (FileNotFoundError, GGUFError):
+        return []

@@ -19,12 +19,11 @@ from metal_prefill.hub._repository import Repository, cached_repositories, listi
 if TYPE_CHECKING:
     from types import ModuleType
 
-GLINER = "gliner_config.json"
-CONFIGURATIONS = ("config.json", "modules.json", GLINER)  # of which a model folder has one
+_CONFIGURATIONS = ("config.json", "modules.json", "gliner_config.json")  # of which a model folder has one
 # Files of a model folder: configuration and tokenizer, weights, and the modules of sentence-transformers.
 _FOLDER_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
-    *(GLINER, "labels_tokenizer/*.json", "labels_tokenizer/vocab.txt"),
+    *("gliner_config.json", "labels_tokenizer/*.json", "labels_tokenizer/vocab.txt"),
     "labels_tokenizer/spm.model",
     *("model-*-of-*.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.txt", "spm.model", "chat_template.jinja", "modules.json"),
@@ -110,8 +109,8 @@ def fetch_folder(
     repository = Repository(import_hub(), repo_id, revision, token, cache)
     files, where = repository.files()
     wanted = [name for name in files if any(_matches(name, pattern) for pattern in _FOLDER_FILES)]
-    about = next((name for name in CONFIGURATIONS if name in wanted), None)
-    if GLINER in wanted and "model.safetensors" not in wanted:
+    about = next((name for name in _CONFIGURATIONS if name in wanted), None)
+    if "gliner_config.json" in wanted and "model.safetensors" not in wanted:
         wanted += [name for name in files if name == "pytorch_model.bin"]
     found = [name for name in wanted if name.endswith((".safetensors", ".bin"))]
     if about is None or (weights and not found):

@@ -8,12 +8,11 @@ sizes, and modification times, which reveal changes that the samples miss.
 
 import errno
 import hashlib
-import json
 import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import NamedTuple
 from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import GGUFError, MissingExtraError
-from metal_prefill.hub._download import CONFIGURATIONS, GLINER, fetch, fetch_folder
+from metal_prefill.hub._download import fetch, fetch_folder
 from metal_prefill.storage._cache_folder import (
     cache_folder,
     remove_oldest,
@@ -173,10 +172,6 @@ def model_name(path: Path) -> str:
 
 def converted(folder: Path, name: str, adapter: Path | None = None, progress: Progress | None = None) -> Path:
     """Return the path of a folder's conversion in the cache, writing it if it is not there."""
-    if not any((folder / name).is_file() for name in CONFIGURATIONS):  # it may have many files to hash
-        from metal_prefill.conversion._folder import body_folder
-
-        body_folder(folder)  # raises an error that says what the folder lacks
     encoders = encoder_folders(folder)
     key = _key(folder, adapter, encoders)
     beginning = os.fsencode(name)[:_MOST_BYTES].decode("utf-8", "ignore")
@@ -203,6 +198,8 @@ def encoder_folders(folder: Path) -> dict[str, Path]:
     They are `encoders` of :func:`metal_prefill.conversion.convert`, without those that lack nothing, or that
     are neither a folder nor in a repository. Raises HubError as :func:`metal_prefill.hub.fetch_folder`.
     """
+    from metal_prefill.conversion._folder import GLINER
+
     found: dict[str, Path] = {}
     if not (folder / GLINER).is_file():
         return found
@@ -222,10 +219,15 @@ def _cache() -> Path:
 
 def _key(folder: Path, adapter: Path | None, encoders: Mapping[str, Path]) -> str:
     """Return a hash of the inputs of a conversion."""
+    # Imported here, as files need no conversion.
+    from metal_prefill.conversion import _folder
+
+    own = _folder.adapter_folder(folder, adapter)
+    _folder.body_folder(folder)  # raises an error for other folders, which may have many files
     digest = hashlib.sha256(f"{version()} {LAYOUT} {adapter and os.fsencode(adapter.name)!r}\n".encode())
-    places = [folder, *_module_folders(folder), folder / "labels_tokenizer", *encoders.values()]
-    places += [] if adapter is None else [folder / "adapters" / adapter, adapter]  # a folder, or its name
-    kinds = (*_WEIGHTS, *(("pytorch_model.bin",) if (folder / GLINER).is_file() else ()))
+    places = [folder, *_folder.module_folders(folder), folder / _folder.LABELS_TOKENIZER, *encoders.values()]
+    places += [] if own is None else [own]
+    kinds = (*_WEIGHTS, *(("pytorch_model.bin",) if (folder / _folder.GLINER).is_file() else ()))
     for path in dict.fromkeys(path for place in places for path in sorted(place.glob("*"))):
         is_weights = any(fnmatchcase(path.name, kind) for kind in kinds)
         if not (is_weights or path.suffix in _SMALL) or not path.is_file():
@@ -243,16 +245,3 @@ def _key(folder: Path, adapter: Path | None, encoders: Mapping[str, Path]) -> st
                     file.seek(start)
                     digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _module_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders of modules of sentence-transformers, and of those of a Router.
-
-    A conversion refuses damaged lists, and folders outside this one.
-    """
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        for module in json.loads((folder / "modules.json").read_bytes()):
-            yield (place := folder / module.get("path", ""))
-            if module["type"].endswith(".Router"):
-                routes = json.loads((place / "router_config.json").read_bytes())["structure"]
-                yield from (place / name for names in routes.values() for name in names)
