@@ -250,7 +250,7 @@ def _read_header(path: str | os.PathLike[str], file: io.BufferedReader) -> _Head
         raise StateError(f"{path}: not a saved session: it is not a regular file")
     try:
         length = int.from_bytes(file.read(8), "little")
-        most = min(_MAX_HEADER_BYTES, status.st_size - 8)
+        most = min(_MAX_HEADER_BYTES, max(status.st_size - 8, 0))
         if length > most:
             raise ValueError(f"the header has {length} bytes, more than {most}")
         header = json.loads(file.read(length).decode(), object_pairs_hook=_without_duplicates)
