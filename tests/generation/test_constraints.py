@@ -200,7 +200,7 @@ def test_an_error_in_a_draft_does_not_affect_the_text(model: Model, monkeypatch:
     monkeypatch.setattr(
         _Spelling, "__call__", lambda self, text: tokenizer.encode(text.decode(), add_bos=False)
     )
-    texts.compile("regex", "abc", 0, most_depth=128, trial=False)
+    texts.compile("regex", "abc", 0, trial=False)
     expected = texts.advance(0, [], [a], 0, 9)
     assert expected.startswith(b'[1, false, [], "", false]\n')
 

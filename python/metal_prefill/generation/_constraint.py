@@ -29,14 +29,12 @@ from metal_prefill.generation._constraint_process import (
     Worker,
     WorkerEnded,
 )
+from metal_prefill.generation._constraint_worker import STACK
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
 
 MOST_CHARACTERS = 1 << 20  # of a source
-# Rules or definitions in a chain, each naming the next. Compiling takes up to 9 KB of stack for each, so that
-# 400 of them fit in the 4 MiB of a worker.
-MOST_DEPTH = 128
 MOST_KEPT = 16  # compiled constraints of a vocabulary, each with a worker
 MOST_COMPILING = 2  # at a time
 COMPILE_SECONDS = 5.0  # of processor time for a source; large published schemas take less than one
@@ -151,7 +149,7 @@ class _Compiled:
 
     def _compile(self, limits: Limits, *, trial: bool) -> tuple[Worker, bytes]:
         worker = self._server.fork()
-        arguments = (self.kind, self._source, MEMORY, MOST_DEPTH, trial)
+        arguments = (self.kind, self._source, MEMORY, trial)
         try:
             (error,), mask = worker.ask(limits, self._encode, "compile", *arguments)
         except WorkerEnded as ended:
@@ -170,8 +168,8 @@ class _Compiled:
                 f"{self.kind}: {task} it takes more than {limits.seconds:g} s of processor time"
             )
         return ConstraintError(
-            f"{self.kind}: {task} it takes more than {MEMORY >> 20} MiB of memory, or recurses too deeply "
-            f"(exit status {ended.status})"
+            f"{self.kind}: {task} it takes more than {MEMORY >> 20} MiB of memory, or {STACK >> 20} MiB of "
+            f"stack (exit status {ended.status})"
         )
 
     def message(self, error: str) -> str:

@@ -4,8 +4,8 @@ llguidance recurses over rules, references and regular expressions, so a hostile
 stack, and some grammars take exponential time to match despite llguidance's limits. The fork server prepares
 a vocabulary once. Each constraint gets a fork of it, which compiles the constraint and holds the matchers of
 its texts. Each request has a limit on processor time, after which a signal ends the process. This module is
-imported there without its packages, and imports only the check of sources: NumPy and the engine would delay
-its start.
+imported there without its packages, and imports only the rewriting of schemas: NumPy and the engine would
+delay its start.
 """
 
 import json
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from metal_prefill.generation._constraint_check import check_source, rewrite_schema
+from metal_prefill.generation._schema_rewriting import rewrite_schema
 
 STACK = 4 << 20  # bytes
 STEPS = 16  # tokens that are tried after compiling
@@ -105,11 +105,10 @@ class _Texts:
         self._compiled: Any = None
         self._texts: dict[int, tuple[Any, list[int]]] = {}  # matchers, and the tokens that they have taken
 
-    def compile(self, kind: str, source: str, memory: int, most_depth: int, trial: bool) -> bytes:
+    def compile(self, kind: str, source: str, memory: int, trial: bool) -> bytes:
         """Compile the constraint; answer with its error, if any, and the mask of the first token."""
         _limit_memory(memory)
         try:
-            check_source(kind, source, most_depth)
             self._compiled = _compile_source(self._vocabulary, kind, source)
         except (TypeError, ValueError) as error:
             return _answer([str(error)[:MOST_SHOWN]])

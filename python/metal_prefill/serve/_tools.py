@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from metal_prefill.generation._constraint_check import NAMED, VALUES
+from metal_prefill.generation._schema_rewriting import NAMED, VALUES
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm, ToolChoice
 from metal_prefill.text._json_calls import Brackets
