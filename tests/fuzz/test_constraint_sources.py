@@ -1,6 +1,7 @@
 """Random constraints: each compiles or is a ConstraintError, and a text follows it to its end or an error."""
 
 import json
+import time
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -134,17 +135,6 @@ def _schema(random: Random) -> str:
     return json.dumps(schema).replace("anyOf", random.choice(_KEYWORDS))
 
 
-def answered(constraint: Any, method: str, *arguments: Any, **named: Any) -> Any:
-    """Call a method until it has an answer, as batches do, which wait for a moment only."""
-    from metal_prefill.generation._constraint import ConstraintPending
-
-    while True:
-        try:
-            return getattr(constraint, method)(*arguments, **named)
-        except ConstraintPending:
-            constraint.pending.exception(60)
-
-
 def follow(model: Model, kind: str, source: str, random: Random) -> bool:
     """Choose random tokens among those that a constraint allows, after drafts some of which are wrong.
 
@@ -160,7 +150,7 @@ def follow(model: Model, kind: str, source: str, random: Random) -> bool:
     except ConstraintError:
         return False
     with suppress(ConstraintError):
-        constraint.deadline = random.choice([None, 0.0])
+        deadline = random.choice([None, 0.0, time.monotonic() + 60])  # batches wait for a moment only
         for _ in range(STEPS):
             bits = np.unpackbits(np.frombuffer(constraint.mask(), np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits[: model.config.vocab_size])
@@ -168,13 +158,15 @@ def follow(model: Model, kind: str, source: str, random: Random) -> bool:
             token = int(random.choice(allowed))
             if blank.intersection(allowed) and random.random() < spaces:
                 token = blank.intersection(allowed).pop()
-            masks = answered(constraint, "ahead", [token, random.randrange(model.config.vocab_size)])
+            masks = constraint.ahead([token, random.randrange(model.config.vocab_size)], deadline)
             if token in model.tokenizer.stop_ids:
                 break
-            if answered(constraint, "advance", [token]).take():
+            if deadline is not None:
+                constraint.send([token], 0, 2)
+            if constraint.advance([token]).take():
                 break
             assert not masks or masks[0] == constraint.mask()
-            step = answered(constraint, "advance", [], most_forced=STEPS)
+            step = constraint.advance([], most_forced=STEPS)
             if any([step.take() for _ in step.forced[:STEPS]]):
                 break
     return True

@@ -90,7 +90,7 @@ def test_the_time_and_memory_of_a_source_are_limited(
 
 @pytest.mark.parametrize("chain", [rules, definitions])
 def test_a_stack_overflow_ends_only_a_worker(model: Model, chain: Callable[[int], Source]) -> None:
-    """llguidance recurses over rules and definitions that each name the next."""
+    """The compiler recurses over rules and definitions that each name the next."""
     assert Constraint(model.tokenizer, **chain(300)).mask()
     message = refused(model, **chain(8000))
     assert "compiling it takes more than 256 MiB of memory, or 4 MiB of stack" in message

@@ -10,7 +10,7 @@ from support.scheduled_texts import finish
 
 from metal_prefill import Model, Scheduler
 from metal_prefill._support import threads
-from metal_prefill.generation import Stream, _constraint
+from metal_prefill.generation import Stream, _constraint, _scheduler
 from metal_prefill.generation._constraint import Constraint, _Compiled
 from metal_prefill.generation._stream import make_streams
 
@@ -91,20 +91,22 @@ def test_a_text_that_waits_for_its_constraint_does_not_give_way(
 
 
 def test_a_source_with_a_late_answer_is_not_awaited(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = Constraint(model.tokenizer, regex="[ab]{9}")
-    a = model.tokenizer.encode("a", add_bos=False)
+    monkeypatch.setattr(_scheduler, "BATCH_PATIENCE", 60.0)
+    scheduler = Scheduler(model)
+    slow, other = scheduler.submit("A:", 20, **SLOW), scheduler.submit("ROMEO:\n", 20)
+    assert slow.text.guide is not None
+    constraint = slow.text.guide.constraint
+    constraint._compiled.slow = True
     gate = Gate(monkeypatch)
-    text._compiled.slow = True
-    text.deadline = time.monotonic() + 60
-    with pytest.raises(_constraint.ConstraintPending):
-        text.advance(a)
-    assert time.monotonic() < text.deadline
+    begin = time.monotonic()
+    while other.finish_reason is None:
+        scheduler.step()
+    assert constraint.ahead([1], time.monotonic() + 60) == []
+    assert time.monotonic() < begin + 60
     gate.open.set()
-    assert text.pending is not None
-    text.pending.result(60)
-    assert not text.advance(a).take()
-    assert not text._compiled.slow
-    assert text.taken == a
+    finish(scheduler)
+    assert slow.finish_reason == "stop"
+    assert not constraint.slow
 
 
 def test_late_masks_for_drafts_do_not_change_the_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +210,8 @@ def test_a_forked_process_starts_its_own_threads_and_repeats_requests(model: Mod
     threads.in_thread(int).result(60)
     text = Constraint(model.tokenizer, regex="[ab]{9}")
     a = model.tokenizer.encode("a", add_bos=False)
-    text.deadline = time.monotonic() + 60
     gate = threading.Event()
-    text.send_advance(a)
+    text.send(a, 0, 2)
     text.pending = threads.in_thread(gate.wait, 60)  # never in the child, which does not have its thread
 
     def work() -> bool:

@@ -63,13 +63,13 @@ class Requests:
     def __init__(self) -> None:
         self.requests = list[Any]()
 
-    def ahead(self, drafts: list[int]) -> list[bytes]:
+    def ahead(self, drafts: list[int], deadline: float | None) -> list[bytes]:
         return [b"ahead"] * min(len(drafts), 1)
 
     def mask(self) -> bytes:
         return b"mask"
 
-    def advance(self, tokens: list[int], *, most_forced: int, room: int) -> Step:
+    def advance(self, tokens: list[int], most_forced: int, room: int) -> Step:
         self.requests.append((tokens, most_forced, room))
         return Step(len(tokens), False, [], "", True)
 

@@ -23,6 +23,7 @@ from metal_prefill._support.threads import in_thread
 from metal_prefill.errors import ConstraintError, MissingExtraError
 from metal_prefill.generation._constraint_process import (
     PATIENCE,
+    Answer,
     ForkServer,
     Limits,
     NoWorkerError,
@@ -52,10 +53,6 @@ MEMORY = 256 << 20
 # in another worker, since a text differs from them in its tokens; after the second one they fail.
 MOST_STRIKES = 2
 _SHOWN = 200  # characters of a message
-
-
-class ConstraintPending(Exception):
-    """A request has no answer yet. The same call continues to wait for it; nothing has changed."""
 
 
 class NotCompiledError(Exception):
@@ -179,7 +176,7 @@ class _Compiled:
             error = "no text satisfies it"
         return f"{self.kind}: {error[:_SHOWN]}"
 
-    def ask(self, text: Constraint, action: str, *arguments: Any) -> tuple[list[Any], bytes]:
+    def ask(self, text: Constraint, action: str, *arguments: Any) -> Answer:
         """Send a request for a text, again if its worker was ended from outside.
 
         Raises ConstraintError if the request exceeded a limit.
@@ -297,19 +294,16 @@ class Constraint:
         self.number = next(_numbers)
         self.taken: list[int] = []
         self.worker: Worker | None = None
-        # Until when requests wait for an answer, on the clock of :func:`time.monotonic`; after that they
-        # raise `ConstraintPending`. None waits as long as the limits on time allow.
-        self.deadline: float | None = None
-        self._forget_request()
-        renew_in_child(self, Constraint._forget_request)  # it has no thread that answers
+        self.begin()
+        renew_in_child(self, Constraint.begin)
         self._release: Any = None
         self._step: Step | None = None  # the latest one
         self._mask = self._compiled.mask  # of the next token; empty where there is none, or an error
 
-    def _forget_request(self) -> None:
-        # An action of the worker and its arguments, whose answer is pending.
-        self._request: tuple[Any, ...] | None = None
-        self.pending: futures.Future[tuple[list[Any], bytes]] | None = None
+    def begin(self) -> None:
+        """Have no request in a thread, also in a forked process, which does not have the thread."""
+        self.pending: futures.Future[Answer] | None = None  # of :meth:`send`, until `advance` takes it
+        self._latest: futures.Future[Answer] | None = None  # of the latest request
 
     def be_in(self, worker: Worker) -> None:
         """Record the worker that has the matcher of the text."""
@@ -321,10 +315,9 @@ class Constraint:
 
     def close(self) -> None:
         """Let the worker forget the text. If the text continues, it is replayed."""
-        if self.pending is not None:  # the worker still needs it
-            answer = self.pending
-            self._forget_request()
-            answer.add_done_callback(lambda _: self._forget())
+        if self._latest is not None:  # the worker may still need it
+            self._latest.add_done_callback(lambda _: self._forget())
+            self.begin()
         else:
             self._forget()
 
@@ -334,41 +327,63 @@ class Constraint:
             release()
         self.worker = None
 
-    def send_advance(self, tokens: Sequence[int], *, most_forced: int = 0, room: int | None = None) -> None:
-        """Send the request of :meth:`advance`, which takes its answer."""
+    @property
+    def slow(self) -> bool:
+        """Whether the latest answer for its source took longer than a batch waits."""
+        return self._compiled.slow
+
+    def send(self, tokens: Sequence[int], most_forced: int, room: int) -> None:
+        """Send the request of :meth:`advance` in a thread, unless it was sent before."""
         if self.pending is None:
-            self._send(_advance_request(tokens, most_forced, room))
+            self.pending = self._in_thread("advance", list(map(int, tokens)), most_forced, room)
 
     def advance(
         self,
         tokens: Sequence[int],  # tokens of the text; none of them ends texts
-        *,
         most_forced: int = 0,  # maximum number of forced tokens to take; 0 does not compute them
         room: int | None = None,  # number of tokens that the text may still have
     ) -> Step:
         """Advance by tokens, as far as the mask allows them, and by forced tokens.
 
-        Raises ConstraintError if the request took too much time, memory or depth, ConstraintPending if there
-        is no answer yet.
+        Takes the answer to :meth:`send`, which had the same arguments, if that was called before. Raises
+        ConstraintError if the request took too much time, memory or depth.
         """
-        request = _advance_request(tokens, most_forced, room)
-        self._drop_other(request)
-        (taken, complete, forced, error, met), self._mask = self._ask(request)
-        self.taken += [*request[1], *forced][:taken]
+        given = list(map(int, tokens))
+        if self.pending is None:
+            room = len(given) + most_forced + 1 if room is None else room
+            answer = self._compiled.ask(self, "advance", given, most_forced, room)
+        else:
+            futures.wait([self.pending])
+            sent, self.pending = self.pending, None
+            answer = sent.result()
+        (taken, complete, forced, error, met), self._mask = answer
+        self.taken += [*given, *forced][:taken]
         message = self._compiled.message(error) if error else ""
         self._step = Step(taken, complete, forced, message, met)
         return self._step
 
-    def ahead(self, drafts: Sequence[int]) -> list[bytes]:
-        """Return the mask after each draft, up to one that is not allowed or ends the text."""
+    def ahead(self, drafts: Sequence[int], deadline: float | None = None) -> list[bytes]:
+        """Return the mask after each draft, up to one that is not allowed or ends the text.
+
+        If the answer is not there at `deadline`, on the clock of :func:`time.monotonic`, there are no masks.
+        """
+        if not drafts or (deadline is not None and self.slow):
+            return []
         request = ("ahead", list(map(int, drafts)))
-        if self._drop_other(request):
-            return []
-        if not drafts:
-            return []
-        (count,), masks = self._ask(request)
+        if deadline is None:
+            (count,), masks = self._compiled.ask(self, *request)
+        else:
+            try:
+                (count,), masks = self._in_thread(*request).result(max(deadline - time.monotonic(), 0.0))
+            except futures.TimeoutError:
+                return []
         size = len(masks) // count if count else 0
         return [masks[i * size : (i + 1) * size] for i in range(count)]
+
+    def _in_thread(self, *request: Any) -> futures.Future[Answer]:
+        """Send a request in a thread, after the answer to the one before."""
+        self._latest = in_thread(_ask_after, self._latest, self._compiled, self, request)
+        return self._latest
 
     def mask(self) -> bytes:
         """Return the allowed tokens, one bit each, in words of 32 bits from the lowest bit."""
@@ -376,41 +391,10 @@ class Constraint:
             self._step.check()
         return self._mask
 
-    def _drop_other(self, request: tuple[Any, ...]) -> bool:
-        """Discard the answer to an earlier request, such as about drafts that are no longer proposed."""
-        if self._request is None or self._request == request:
-            return False
-        self._take_answer()
-        return True
 
-    def _ask(self, request: tuple[Any, ...]) -> tuple[list[Any], bytes]:
-        """Send a request, unless it was sent before, and return its answer."""
-        if self.deadline is None and self.pending is None:
-            return self._compiled.ask(self, *request)
-        if self.pending is None:
-            self._send(request)
-        return self._take_answer()
-
-    def _send(self, request: tuple[Any, ...]) -> None:
-        self._request = request
-        self.pending = in_thread(self._compiled.ask, self, *request)
-
-    def _take_answer(self) -> tuple[list[Any], bytes]:
-        assert self.pending is not None
-        wait = None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
-        try:
-            answer = self.pending.result(0.0 if wait is not None and self._compiled.slow else wait)
-        except futures.TimeoutError:
-            raise ConstraintPending from None
-        except Exception:
-            self._forget_request()
-            raise
-        self._forget_request()
-        return answer
-
-
-def _advance_request(
-    tokens: Sequence[int], most_forced: int, room: int | None
-) -> tuple[str, list[int], int, int]:
-    room = len(tokens) + most_forced + 1 if room is None else room
-    return "advance", list(map(int, tokens)), most_forced, room
+def _ask_after(
+    earlier: futures.Future[Answer] | None, compiled: _Compiled, text: Constraint, request: tuple[Any, ...]
+) -> Answer:
+    if earlier is not None:
+        futures.wait([earlier])
+    return compiled.ask(text, *request)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import finalize
 
 from metal_prefill._support.forks import renew_in_child
@@ -27,18 +27,15 @@ from metal_prefill.generation._constraint_worker import READY, SPELL
 PATIENCE = 120.0
 FORK_PATIENCE = 5.0
 
-# Imports the worker without running its packages.
 _PROGRAM = """
-import sys, types
+import sys
 sys.path[:] = {path!r}
-for name, folder in {packages!r}.items():
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [folder]
 from metal_prefill.generation._constraint_worker import main
 main()
 """
 
-Encode = Callable[[bytes], list[int]]
+Encode: TypeAlias = Callable[[bytes], list[int]]
+Answer: TypeAlias = tuple[list[Any], bytes]  # of a worker
 
 
 class Limits(NamedTuple):
@@ -80,7 +77,7 @@ class Worker:
         # A method of the worker.
         action: str,
         *arguments: Any,
-    ) -> tuple[list[Any], bytes]:
+    ) -> Answer:
         """Send a request and return its answer.
 
         Raises WorkerEnded if the worker crashed, exceeded a limit or had ended before. It accepts no further
@@ -203,16 +200,14 @@ class ForkServer:
             raise
 
     def _start(self) -> None:
-        path = [entry for entry in sys.path if isinstance(entry, str)]
-        folder = Path(__file__).parent
-        packages = {"metal_prefill": str(folder.parent), "metal_prefill.generation": str(folder)}
-        program = _PROGRAM.format(path=path, packages=packages)
+        folder = Path(__file__).parents[2]  # of the package, which editable installs do not have in the path
+        path = [*(entry for entry in sys.path if isinstance(entry, str)), str(folder)]
         ours, theirs = socket.socketpair()
         with theirs:
             self._control = Connection(ours.detach())
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", program],
+                    [sys.executable, "-I", "-S", "-c", _PROGRAM.format(path=path)],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

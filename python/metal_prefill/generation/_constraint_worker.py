@@ -3,9 +3,8 @@
 llguidance recurses over rules, references and regular expressions, so a hostile source can overflow the
 stack, and some grammars take exponential time to match despite llguidance's limits. The fork server prepares
 a vocabulary once. Each constraint gets a fork of it, which compiles the constraint and holds the matchers of
-its texts. Each request has a limit on processor time, after which a signal ends the process. This module is
-imported there without its packages, and imports only the rewriting of schemas: NumPy and the engine would
-delay its start.
+its texts. Each request has a limit on processor time, after which a signal ends the process. This module
+imports neither NumPy nor the engine, which would delay its start.
 """
 
 import json

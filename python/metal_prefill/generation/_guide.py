@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from metal_prefill import _core
 from metal_prefill.generation._speculation import MOST_DRAFTS
@@ -33,16 +33,19 @@ class Guide:
         self._step: Step | None = None  # the constraint's answer to those of the latest pass
         self.allow()
 
-    def allow(self, drafts: Sequence[int] = ()) -> int:
-        """Let the sampler choose what the constraint allows; return how many of the drafts that includes."""
-        ahead = self.constraint.ahead(drafts)
+    def allow(self, drafts: Sequence[int] = (), deadline: float | None = None) -> int:
+        """Let the sampler choose what the constraint allows; return how many of the drafts that includes.
+
+        None of them, if it does not answer before the deadline; see :meth:`Constraint.ahead`.
+        """
+        ahead = self.constraint.ahead(drafts, deadline)
         self.sampler.allow([self.constraint.mask(), *ahead])
         return len(ahead)
 
     def send(self, chosen: Sequence[int], free: Sequence[int], room: int) -> None:
         """Send what :meth:`advance` waits for."""
         if (request := self._request(chosen, free, room)) is not None:
-            self.constraint.send_advance(**request)
+            self.constraint.send(*request)
 
     def advance(
         self,
@@ -51,14 +54,16 @@ class Guide:
         free: Sequence[int],
         room: int,  # number of tokens that the text may still have
     ) -> None:
-        """Advance the constraint by the tokens of a pass; `ConstraintPending` changes nothing."""
+        """Advance the constraint by the tokens of a pass."""
         request = self._request(chosen, free, room)
-        step = None if request is None else self.constraint.advance(**request)
+        step = None if request is None else self.constraint.advance(*request)
         if free:
             self._forced = self._forced_after(chosen) or (step.forced if step is not None else [])
         self._step = step
 
-    def _request(self, chosen: Sequence[int], free: Sequence[int], room: int) -> dict[str, Any] | None:
+    def _request(
+        self, chosen: Sequence[int], free: Sequence[int], room: int
+    ) -> tuple[list[int], int, int] | None:
         """Return arguments of :meth:`Constraint.advance`: new tokens of a pass, and forced ones.
 
         New forced tokens are computed once the text has taken the earlier ones.
@@ -68,11 +73,7 @@ class Guide:
         if not free or room <= 0:
             return None
         forced = self._forced_after(chosen)
-        return {
-            "tokens": [*free, *forced[:MOST_FORCED]],
-            "most_forced": MOST_FORCED if self._forces and not forced else 0,
-            "room": room,
-        }
+        return [*free, *forced[:MOST_FORCED]], MOST_FORCED if self._forces and not forced else 0, room
 
     def _forced_after(self, chosen: Sequence[int]) -> list[int]:
         """Return the forced tokens that are left after those of a pass."""

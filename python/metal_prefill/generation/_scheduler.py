@@ -18,7 +18,7 @@ from metal_prefill import _core
 from metal_prefill._support.arguments import TokenIds, integer
 from metal_prefill.engine import EngineOwner
 from metal_prefill.errors import ConstraintError, KVMemoryError, SessionBusyError
-from metal_prefill.generation._constraint import BATCH_PATIENCE, ConstraintPending
+from metal_prefill.generation._constraint import BATCH_PATIENCE
 from metal_prefill.generation._sampling import TextOptions
 from metal_prefill.generation._speculation import RunAhead
 from metal_prefill.generation._stream import PendingCall, Stream, make_streams
@@ -234,10 +234,8 @@ class Scheduler:
         given = sum(len(tokens.ids) for _, tokens in scored_rows)
         texts = self._next_tokens(writing, given + sum(share.wanted for share in shares))
         if not (texts or scored_rows or prompts or calls):
-            pending = (stream.text.pending for stream in self._active)
-            waited_for = [answer for answer in pending if answer is not None]
-            if waited_for and not self._made:
-                futures.wait(waited_for, BATCH_PATIENCE, futures.FIRST_COMPLETED)
+            if (answers := self._pending_answers()) and not self._made:
+                futures.wait(answers, BATCH_PATIENCE, futures.FIRST_COMPLETED)
             return self._delivered()
         begin = time.perf_counter()
         continues = self._ahead.begin(
@@ -292,14 +290,17 @@ class Scheduler:
         for stream, result in self._results.items():
             if isinstance(result, list):
                 stream.text.send(result)
-        deadline = time.monotonic() + patience
+        if answers := self._pending_answers(slow=False):
+            futures.wait(answers, patience)
         for stream in list(self._results):
-            stream.text.wait_until(deadline)
-            try:
+            if stream.text.pending is None or stream.text.pending.done():
                 self._made += self._take(stream, self._results[stream], alone)
-            except ConstraintPending:
-                continue
-            self._results.pop(stream, None)
+                self._results.pop(stream, None)
+
+    def _pending_answers(self, *, slow: bool = True) -> list[futures.Future[Any]]:
+        """Return the answers of constraints that streams wait for, or only those of constraints in time."""
+        texts = [stream.text for stream in self._results]
+        return [t.pending for t in texts if t.pending is not None and (slow or not t.is_slow)]
 
     def _next_tokens(self, writing: list[Stream], prompt_rows: int) -> list[tuple[Stream, NextTokens]]:
         """Choose the next tokens of each stream, and drafts while the pass has room."""
@@ -307,12 +308,11 @@ class Scheduler:
         rows, expected = prompt_rows + len(writing), float(len(writing))
         deadline = time.monotonic() + BATCH_PATIENCE
         for stream in writing:
-            stream.text.wait_until(deadline if stream.text.pending is None else 0.0)
             most = min(self._engine.exact_rows, self._core.pass_rows - rows + 1)
             try:
-                tokens = stream.text.next_tokens(most, rows, expected, sent=self._ahead.sent)
-            except ConstraintPending:  # about the drafts; the stream is left out of the pass
-                continue
+                tokens = stream.text.next_tokens(
+                    most, rows, expected, sent=self._ahead.sent, deadline=deadline
+                )
             except Exception as error:  # of the user's function
                 stream.fail(error)
                 continue
@@ -391,8 +391,7 @@ class Scheduler:
                 others = [
                     s
                     for s in self._active
-                    if active[s.asked_by] >= active[chosen.asked_by] + 2
-                    and not (s in self._results or s.text.pending)
+                    if active[s.asked_by] >= active[chosen.asked_by] + 2 and s not in self._results
                 ]
                 if not others:
                     return

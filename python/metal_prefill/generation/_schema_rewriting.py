@@ -1,7 +1,4 @@
-"""Rewriting of JSON schemas for llguidance.
-
-Imports no packages: NumPy and the engine would delay the start of the process that compiles constraints.
-"""
+"""Rewriting of JSON schemas for llguidance, in the process that compiles them."""
 
 import functools
 import itertools

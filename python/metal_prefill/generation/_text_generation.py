@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -323,6 +324,7 @@ class Continuation:
         # The engine was told that this token follows (`can_run_ahead`), and may have submitted its pass,
         # which then has no drafts. Drafting starts a token later, and no pass is discarded.
         sent: bool = False,
+        deadline: float | None = None,  # until when to wait for a constraint that checks drafts
     ) -> NextTokens:
         """Return the tokens to compute next, with drafts of those after them."""
         made, forced = self.writer.made, max(len(self._next) - 1, 0)
@@ -332,7 +334,7 @@ class Continuation:
             return NextTokens(np.array([*self._next, *known], np.int32), len(known), len(known))
         if self._speculation is None:
             return NextTokens(np.array(self._next, np.int32), 0, 0.0)
-        allow = None if self.guide is None else self.guide.allow
+        allow = None if self.guide is None else partial(self.guide.allow, deadline=deadline)
         drafts = self._speculation.drafts(
             min(most, MOST_DRAFTS), self._cost, rows + forced, tokens, allow, sent
         )
@@ -386,7 +388,7 @@ class Continuation:
         """Take the tokens that a pass chose, and forced ones, up to the end of the text.
 
         Raises ConstraintError if the context is full before the constraint is met, or following it exceeded a
-        limit. `ConstraintPending` changes nothing.
+        limit.
         """
         guide, writer, (free, room) = self.guide, self.writer, self._free(chosen)
         if guide is not None:
@@ -426,19 +428,19 @@ class Continuation:
         return Piece(token, text, logprob, tuple(best), self.writer.ended)
 
     def send(self, chosen: Sequence[int]) -> None:
-        """Send the tokens that a pass chose to the constraint; :meth:`take` waits for its answer."""
+        """Send the tokens that a pass chose to the constraint; :meth:`take` takes its answer."""
         if self.guide is not None:
             self.guide.send(chosen, *self._free(chosen))
 
-    def wait_until(self, deadline: float) -> None:
-        """Let :meth:`take` and :meth:`next_tokens` wait for the constraint until then, see `Constraint`."""
-        if self.guide is not None:
-            self.guide.constraint.deadline = deadline
-
     @property
     def pending(self) -> Future[Any] | None:
-        """The answer of the constraint that the text waits for."""
+        """The constraint's answer to the tokens that were sent, for which :meth:`take` would wait."""
         return None if self.guide is None else self.guide.constraint.pending
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the constraint's latest answer was late, so that passes do not wait for the next one."""
+        return self.guide is not None and self.guide.constraint.slow
 
     def close(self) -> None:
         """Release the resources of the constraint in other processes."""
