@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 from metal_prefill._support.interruptions import interruptions
@@ -113,6 +114,11 @@ def report(error: BaseException) -> int:
     return code
 
 
+def show_warning(message: Warning | str, *_: object) -> None:
+    """Print a warning as a message for users."""
+    print(f"warning: {as_options(str(message))}", file=sys.stderr)
+
+
 def drop_unwritable_output() -> None:
     """Discard unwritable output, for which Python would report another error when flushing at exit."""
     try:
@@ -135,7 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: standard output is closed", file=sys.stderr)
         return EXIT_FAILED
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with interruptions() as interrupted:
+    with interruptions() as interrupted, warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = show_warning
         return _execute(arguments, interrupted)
 
 

@@ -196,9 +196,9 @@ def test_texts_are_encoded_together_as_each_alone(tmp_path: Path, preset: str, f
             encode_tokens(engine, ids, text, "text", prompts, rules)
             for ids, text in zip(made, texts, strict=True)
         ]
-        assert [ids.tolist() for ids in together.prompts] == [text.ids.tolist() for text in alone]
+        assert [ids.tolist() for ids in together.prompts] == [text.ids for text in alone]
         assert together.cut == [i for i, text in enumerate(alone) if text.cut]
-        assert together.empty == [i for i, text in enumerate(alone) if not len(text.ids)]
+        assert together.empty == [i for i, text in enumerate(alone) if not text.ids]
         assert len(together.cut) > 1
         assert len(together.empty) == (3 if (preset, form) == ("tiny", "{text}") else 0)
 

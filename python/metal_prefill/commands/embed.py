@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,60 +59,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Compute the vectors missing from an earlier run, and write the file once all are available."""
-    from metal_prefill.tasks._embedding import check_pooling, embed_encoded, encode_texts
-    from metal_prefill.tasks._prompts import prompt_form
+    from metal_prefill.tasks._embedding import check_pooling, embed_encoded, encode_instructed, vector_width
+    from metal_prefill.tasks._prompts import PromptRules
 
     kind = _kind(arguments.output, arguments.json)
     texts = text_files.given_texts(arguments)
-    options: dict[str, Any] = {
-        "dimensions": arguments.dimensions,
-        "pooling": arguments.pooling,
-    }
     with common.open_model(arguments) as model:
         # Encode all texts first, so that errors are raised early and number the texts as in the file.
-        if check_pooling(model.engine, arguments.pooling) == "none":
+        pooling = check_pooling(model.engine, arguments.pooling)
+        if pooling == "none":
             raise common.UsageError(
                 f"{model.engine.name} has a vector for each token, not for each text: set --pooling"
             )
-        form = prompt_form(model.engine, arguments.instruction)
-        rules = text_files.prompt_rules(arguments)
-        encoded = encode_texts(model.engine, texts, form, rules)
-        text_files.warn(*encoded.notes(model.max_context))
+        rules = PromptRules(**text_files.prompt_options(arguments))
+        encoded = encode_instructed(model.engine, texts, pooling, arguments.instruction, rules)
+        for note in encoded.notes():
+            warnings.warn(note, stacklevel=1)
+        width = vector_width(model.engine, pooling, arguments.dimensions)
         passes = TextPasses(model.engine)
 
         def vectors_of(first: int) -> Any:
-            block = range(first, min(first + BLOCK, len(texts)))
-            return embed_encoded(passes, encoded.part(block), **options)
+            block = encoded.part(range(first, min(first + BLOCK, len(texts))))
+            return embed_encoded(passes, block, dimensions=width, pooling=pooling)
 
         if arguments.output is None:
             for first in range(0, len(texts), BLOCK):
                 _print(texts[first : first + BLOCK], vectors_of(first), arguments.json)
             return
         identity = {
-            **options,
+            "dimensions": width,
+            "pooling": pooling,
             "instruction": arguments.instruction,
             "truncate": [arguments.truncate, model.max_context],
             "rules": rules[1:],
             "compute": model.compute,
         }
-        width = arguments.dimensions or model.engine.head.width
         part = _Part(arguments.output, _identity(model, texts, identity), len(texts), width)
-        before = len(part)
+        before = part.rows
         begin = time.perf_counter()
         with common.progress_bar("texts", "texts", len(texts) > BLOCK) as progress:
             for first in range(before, len(texts), BLOCK):
                 part.append(vectors_of(first))
                 if progress is not None:
-                    progress(len(part), len(texts))
+                    progress(part.rows, len(texts))
         seconds = time.perf_counter() - begin
         tokens = sum(map(len, encoded.prompts[before:]))
-    vectors = part.vectors()
-    if kind == ".npy":
-        with replacing(arguments.output) as path, open(path, "wb") as file:
-            np.save(file, vectors)
-    else:
-        _write_parquet(arguments.output, arguments.column or text_files.DEFAULT_COLUMN, texts, vectors)
-    part.remove()
+    with replacing(arguments.output) as path:
+        if kind == ".npy":
+            os.replace(part.path, path)
+        else:
+            _write_parquet(path, arguments.column or text_files.DEFAULT_COLUMN, texts, np.load(part.path))
+            part.path.unlink()
     print(summary(len(texts) - before, before, tokens, seconds), file=sys.stderr)
 
 
@@ -156,43 +155,32 @@ def _identity(model: Model, texts: list[str], options: dict[str, Any]) -> str:
 
 
 class _Part:
-    """Vectors of the first texts, in a file next to the output that is named by their identity."""
+    """An .npy file next to the output, named by an identity, to which an interrupted run has written rows."""
 
     def __init__(self, output: Path, identity: str, texts: int, width: int) -> None:
         self._output = output
-        self._path = output.with_name(f".{output.name}.{identity[:16]}.part")
-        self._texts = texts
-        self._width = width
-        self._header = width.to_bytes(4, "little")
-        size = 0
-        if self._path.exists():
-            with open(self._path, "rb") as file:
-                if file.read(4) == self._header:  # otherwise the file is damaged
-                    size = self._path.stat().st_size
-        rows = max(size - 4, 0) // (4 * width)  # the last write may be incomplete
-        self._rows = rows if rows <= texts else 0
-        if size:
-            os.truncate(self._path, 4 + 4 * width * self._rows)
-
-    def __len__(self) -> int:
-        return self._rows
+        self.path = output.with_name(f".{output.name}.{identity[:16]}.part")
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(
+            header, {"descr": "<f4", "fortran_order": False, "shape": (texts, width)}
+        )
+        start, row = len(header.getvalue()), 4 * width
+        with named(output), open(self.path, "a+b") as file:
+            file.seek(0)
+            whole = file.read(start) == header.getvalue()
+            # The last write may be incomplete; a longer file is damaged.
+            rows = (self.path.stat().st_size - start) // row if whole else 0
+            self.rows = rows if rows <= texts else 0
+            file.truncate(start + self.rows * row if whole else 0)
+            if not whole:
+                file.write(header.getvalue())
 
     def append(self, vectors: Any) -> None:
-        with named(self._output), open(self._path, "ab" if self._rows else "wb") as file:
-            if not self._rows:
-                file.write(self._header)
+        with named(self._output), open(self.path, "ab") as file:
             file.write(vectors.tobytes())
             file.flush()
             os.fsync(file.fileno())
-        self._rows += len(vectors)
-
-    def vectors(self) -> Any:
-        if not self._rows:
-            return np.empty((0, self._width), np.float32)
-        return np.frombuffer(self._path.read_bytes(), np.float32, offset=4).reshape(self._texts, self._width)
-
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+        self.rows += len(vectors)
 
 
 def _pyarrow() -> Any:
@@ -206,5 +194,4 @@ def _pyarrow() -> Any:
 def _write_parquet(path: Path, column: str, texts: list[str], vectors: Any) -> None:
     arrow = _pyarrow()
     table = arrow.table({column: texts, "embedding": list(vectors)})
-    with replacing(path) as temporary:
-        arrow.parquet.write_table(table, temporary)
+    arrow.parquet.write_table(table, path)

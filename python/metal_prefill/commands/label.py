@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from metal_prefill.commands import common, text_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from metal_prefill import Model
     from metal_prefill.tasks import Entity
 
@@ -71,17 +69,12 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def _find_parts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
-    from metal_prefill.tasks._entities import Choice, cut_note, encode_entities, found_entities
-    from metal_prefill.tasks._text_passes import TextPasses
-
     _check_positions(arguments)
     if arguments.labels is None or arguments.template is not None:
         raise common.UsageError("a model of GLiNER requires --labels, and has no --template")
-    choice = Choice() if arguments.threshold is None else Choice(arguments.threshold).checked()
-    encoded = encode_entities(model.engine, texts, arguments.labels, text_files.prompt_rules(arguments))
-    if encoded.cut:
-        text_files.warn(cut_note(model.engine, encoded))
-    _print_parts(found_entities(TextPasses(model.engine), encoded, choice), arguments)
+    options = {} if arguments.threshold is None else {"threshold": arguments.threshold}
+    found = model.find_entities(texts, arguments.labels, truncate=arguments.truncate, **options)
+    _print_parts(found, arguments)
 
 
 def _check_positions(arguments: argparse.Namespace) -> None:
@@ -90,19 +83,12 @@ def _check_positions(arguments: argparse.Namespace) -> None:
 
 
 def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
-    from metal_prefill.tasks._prompts import cut_message
-    from metal_prefill.tasks._text_passes import TextPasses
-    from metal_prefill.tasks._token_labels import decoding_of, encode_spans, entities_of
-
     _check_positions(arguments)
-    decoding = decoding_of(model.engine, arguments.strategy)
-    spanned, cut = encode_spans(model.engine, texts, text_files.prompt_rules(arguments))
-    if cut:
-        text_files.warn(cut_message(cut, len(texts), model.max_context, "text"))
-    _print_parts(entities_of(TextPasses(model.engine), spanned, decoding), arguments)
+    found = model.label_tokens(texts, strategy=arguments.strategy, truncate=arguments.truncate)
+    _print_parts(found, arguments)
 
 
-def _print_parts(found: Iterable[list[Entity]], arguments: argparse.Namespace) -> None:
+def _print_parts(found: list[list[Entity]], arguments: argparse.Namespace) -> None:
     for i, entities in enumerate(found):
         if arguments.json:
             print(json.dumps({"index": i, "entities": [asdict(entity) for entity in entities]}))
@@ -112,8 +98,8 @@ def _print_parts(found: Iterable[list[Entity]], arguments: argparse.Namespace) -
 
 
 def _label_texts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
-    rules = text_files.prompt_rules(arguments)._asdict()
-    found = model.classify(texts, arguments.labels, arguments.template, **rules)
+    options = text_files.prompt_options(arguments)
+    found = model.classify(texts, arguments.labels, arguments.template, **options)
     for i, (label, values) in enumerate(zip(found.best, found.probabilities, strict=True)):
         if arguments.json:
             scores = dict(zip(found.labels, values.tolist(), strict=True))

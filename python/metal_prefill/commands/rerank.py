@@ -33,16 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print documents with their scores, best first."""
-    from metal_prefill.tasks._reranking import Options, encode_documents
-    from metal_prefill.tasks._text_passes import TextPasses
-
     documents = text_files.given_texts(arguments)
+    options = {name: getattr(arguments, name) for name in ("instruction", "template", "how", "label")}
     with common.open_model(arguments) as model:
-        rules, how = text_files.prompt_rules(arguments), arguments.how
-        options = Options(arguments.instruction, arguments.template, how, rules, arguments.label)
-        ranking = encode_documents(model.engine, arguments.query, documents, options)
-        text_files.warn(*ranking.notes())
-        ranked = ranking.ranked(TextPasses(model.engine), arguments.top_n)
+        ranked = model.rerank(
+            arguments.query, documents, arguments.top_n, **options, **text_files.prompt_options(arguments)
+        )
     short = [f"{item.score:.4f}" for item in ranked]
     separates = len(set(short)) == len({item.score for item in ranked})
     for item, score in zip(ranked, short, strict=True):

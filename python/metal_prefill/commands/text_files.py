@@ -6,15 +6,11 @@ import argparse
 import csv
 import io
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import Any, TextIO
 
 from metal_prefill.commands.common import UsageError, add_option, read_input, standard_input
-
-if TYPE_CHECKING:
-    from metal_prefill.tasks._prompts import PromptRules
 
 DEFAULT_COLUMN = "text"
 _LONGEST_FIELD = 2**31 - 1  # of csv, in which a long is 32 bits on some systems
@@ -37,24 +33,16 @@ def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the options of how texts become prompts, which `prompt_rules` reads."""
+    """Add the options of how texts become prompts, which `prompt_options` returns."""
     cut = f"{what} longer than the context: refuse them, or cut off their ends and print how many"
     add_option(parser, "--truncate", cut, "error", choices=("error", "end"))
     normalized = "normalize texts first, as transformers does for qwen2 and qwen3 (default: do not)"
     parser.add_argument("--unicode", choices=("NFC",), help=normalized)
 
 
-def prompt_rules(arguments: argparse.Namespace) -> PromptRules:
-    """Return the rules that the options of `add_prompt_arguments` set."""
-    from metal_prefill.tasks._prompts import PromptRules  # imports tokenizers
-
-    return PromptRules(arguments.truncate, arguments.unicode)
-
-
-def warn(*notes: str) -> None:
-    """Print notes about texts on stderr."""
-    for note in notes:
-        print(f"warning: {note}", file=sys.stderr)
+def prompt_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the options of `add_prompt_arguments`."""
+    return {"truncate": arguments.truncate, "unicode": arguments.unicode}
 
 
 def given_texts(arguments: argparse.Namespace) -> list[str]:

@@ -27,16 +27,15 @@ from metal_prefill.serve._generation import MOST_ANSWER, MOST_ESCAPED
 from metal_prefill.serve._service import Service
 from metal_prefill.tasks._classification import encode_for_head, head_logits
 from metal_prefill.tasks._embedding import (
-    EncodedText,
     EncodedTexts,
     check_length,
     check_pooling,
     embed_encoded,
-    encode_texts,
+    encode_instructed,
     vector_width,
 )
 from metal_prefill.tasks._pooled_head import probabilities_of
-from metal_prefill.tasks._prompts import PromptRules, prompt_form, role_of
+from metal_prefill.tasks._prompts import PromptRules
 from metal_prefill.tasks._reranking import Options, check_ranks, encode_documents
 from metal_prefill.tasks._text_passes import TextPasses
 
@@ -56,8 +55,8 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply) -> None:
     """Answer an embedding request, for texts or token ids."""
     vectors, encoded = await _embedded(service, form, reply)
     usage = _usage(sum(map(len, encoded.prompts)), form.truncate, len(encoded.cut))
-    if encoded.empty:
-        usage["empty_texts"] = len(encoded.empty)
+    if empty := encoded.empty:
+        usage["empty_texts"] = len(empty)
     packed = form.encoding_format == "base64"
     answer = _answer(vectors, packed, {"model": reply.model, "usage": usage})
     await reply.pieces(answer, sum(vector.nbytes for vector in vectors), service.prepare)
@@ -141,8 +140,6 @@ async def _embedded(
         except ValueError as error:
             raise ApiError(str(error), param="dimensions") from None
         service.check_text(form.instruction or "", "instruction")
-        role = role_of(engine, pooling, form.instruction)
-        prompt = prompt_form(engine, form.instruction)
         rules = PromptRules(form.truncate or "error", form.unicode, form.split_special_tokens)
         texts = [text for text in inputs if isinstance(text, str)]
         tokens = [ids for ids in inputs if not isinstance(ids, str)]
@@ -150,17 +147,19 @@ async def _embedded(
             raise ApiError("input must be texts or token ids, not some of both", param="input")
         for i, text in enumerate(texts):
             service.check_text(text, f"text {i}")
-        encoded = encode_texts(engine, texts, prompt, rules, role)
+        encoded = encode_instructed(engine, texts, pooling, form.instruction, rules)
         for i, given in enumerate(tokens):
             try:
                 ids = token_array(given, engine.config.vocab_size)
             except ValueError as error:
                 raise ApiError(f"text {i}: {error}", param="input") from None
-            cut = form.truncate == "end" and len(ids) > engine.max_context
-            ids = ids[: engine.max_context] if cut else ids
+            if form.truncate == "end" and len(ids) > engine.max_context:
+                ids = ids[: engine.max_context]
+                encoded.cut.append(i)
             check_length(engine, len(ids), f"text {i}")
             service.note_foreign_ids(ids.tolist())
-            encoded.add(EncodedText(ids, cut))
+            encoded.prompts.append(ids)
+            encoded.expansions.append(0)
         count = sum(map(len, encoded.prompts)) if pooling == "none" else len(inputs)
         if count * width > MOST_NUMBERS:
             raise ApiError(

@@ -195,7 +195,8 @@ def encode_for_head(
         with errors_of(name):
             tokens = [next(made) for _ in part]
         if len(part) == 1:
-            ids, is_cut, _ = encode_tokens(engine, tokens[0], part[0], name, rules=rules)
+            listed, is_cut, _ = encode_tokens(engine, tokens[0], part[0], name, rules=rules)
+            ids = np.array(listed, np.int32)
         else:
             pair = encode_pair(engine, tokens[0], tokens[1], name, rules)
             ids, is_cut = pair.ids, pair.cut

@@ -30,7 +30,7 @@ from metal_prefill.tasks._prompts import (
     text_role,
     unpooled_tokens,
 )
-from metal_prefill.tasks._text_passes import Block, TextPasses, finite, pooled_blocks
+from metal_prefill.tasks._text_passes import Block, Ids, TextPasses, finite, pooled_blocks
 
 Vectors = npt.NDArray[np.float32]
 DEFAULT_RULES = PromptRules()
@@ -48,53 +48,46 @@ def checked_texts(texts: Iterable[str], noun: str = "text") -> list[str]:
 
 
 class EncodedText(NamedTuple):
-    ids: npt.NDArray[np.int32]  # token ids
+    ids: list[int]  # token ids
     cut: bool = False  # whether the text lost its end
     expansion: int = 0  # number of last tokens that expand a query
 
 
 class EncodedTexts(NamedTuple):
-    prompts: list[npt.NDArray[np.int32]]  # token ids of each text
+    role: TextRole
+    prompts: list[Ids]  # token ids of each text
+    cut: list[int]  # indices of texts that lost their ends
     expansions: list[int]  # number of last tokens of each text that expand a query
-    # Indices of texts that lost their ends, and of those without tokens.
-    cut: list[int]
-    empty: list[int]
     unpooled: int = 0  # number of first tokens of each text that pooling leaves out
-    skipped: tuple[int, ...] = ()  # ids of tokens without vectors
 
-    def add(self, text: EncodedText) -> None:
-        if text.cut:
-            self.cut.append(len(self.prompts))
-        if not len(text.ids):
-            self.empty.append(len(self.prompts))
-        self.prompts.append(text.ids)
-        self.expansions.append(text.expansion)
-
-    def add_whole(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Append prompts of texts that keep their ends and are not expanded; they share an array."""
-        lengths = list(map(len, prompts))
-        ends = list(accumulate(lengths))
-        tokens = np.fromiter(chain.from_iterable(prompts), np.int32, sum(lengths))
-        first = len(self.prompts)
-        self.prompts.extend(tokens[end - n : end] for end, n in zip(ends, lengths, strict=True))
-        self.expansions.extend([0] * len(lengths))
-        self.empty.extend(first + i for i, n in enumerate(lengths) if n == 0)
+    @property
+    def empty(self) -> list[int]:
+        """Indices of texts without tokens."""
+        return [i for i, ids in enumerate(self.prompts) if not len(ids)]
 
     def part(self, indices: Iterable[int]) -> EncodedTexts:
         """Return some of the texts, without notes about them."""
         chosen = list(indices)
         prompts, expansions = [self.prompts[i] for i in chosen], [self.expansions[i] for i in chosen]
-        return EncodedTexts(prompts, expansions, [], [], self.unpooled, self.skipped)
+        return EncodedTexts(self.role, prompts, [], expansions, self.unpooled)
 
-    def notes(self, limit: int) -> list[str]:
-        """Return a message for each of `cut` and `empty` that names texts; `limit` is that of tokens."""
-        notes = [cut_message(self.cut, len(self.prompts), limit, "text")] if self.cut else []
-        if self.empty:
+    def notes(self) -> list[str]:
+        """Return a message for each of `cut` and `empty` that names texts."""
+        notes = [cut_message(self.cut, len(self.prompts), self.role.limit, "text")] if self.cut else []
+        if empty := self.empty:
             notes.append(
-                f"{len(self.empty)} of {len(self.prompts)} texts have no tokens, and vectors of zeros: "
-                f"{named(self.empty, 'text')}"
+                f"{len(empty)} of {len(self.prompts)} texts have no tokens, and vectors of zeros: "
+                f"{named(empty, 'text')}"
             )
         return notes
+
+
+def encode_instructed(
+    engine: Engine, texts: Iterable[str], pooling: Pooling, instruction: str | None, rules: PromptRules
+) -> EncodedTexts:
+    """Turn texts into tokens, with the prompt that an instruction selects and within its limits."""
+    form, role = prompt_form(engine, instruction), role_of(engine, pooling, instruction)
+    return encode_texts(engine, texts, form, rules, role)
 
 
 def encode_texts(
@@ -114,18 +107,23 @@ def encode_texts(
     frame = engine.tokenizer.frame
     begin, end = (frame.begin, frame.end) if role.framed else ((), ())
     room = _most_tokens(engine, role) - len(begin) - len(end)
-    encoded = EncodedTexts([], [], [], [], unpooled_tokens(engine, form), role.skipped)
-    framed: list[tuple[int, ...]] = []
+    encoded: list[Sequence[int]] = []
+    cut, expansions = list[int](), list[int]()
     made = numbered(form.tokens_of_all(engine.tokenizer, checked, rules), noun)
     for i, (text, ids) in enumerate(zip(checked, made, strict=True)):
         if len(ids) <= room:
-            framed.append((*begin, *ids, *end))
+            encoded.append((*begin, *ids, *end))
+            expansions.append(0)
             continue
-        encoded.add_whole(framed)
-        framed.clear()
-        encoded.add(encode_tokens(engine, ids, text, f"{noun} {i}", form, rules, role))
-    encoded.add_whole(framed)
-    return encoded
+        found = encode_tokens(engine, ids, text, f"{noun} {i}", form, rules, role)
+        encoded.append(found.ids)
+        expansions.append(found.expansion)
+        cut += [i] if found.cut else []
+    # They share an array, which is faster than one for each.
+    ends = list(accumulate(map(len, encoded)))
+    tokens = np.fromiter(chain.from_iterable(encoded), np.int32, ends[-1] if ends else 0)
+    prompts = [tokens[end - len(ids) : end] for ids, end in zip(encoded, ends, strict=True)]
+    return EncodedTexts(role, prompts, cut, expansions, unpooled_tokens(engine, form))
 
 
 def _most_tokens(engine: Engine, role: TextRole) -> int:
@@ -165,7 +163,7 @@ def encode_tokens(
         ids = encode(shortened(tokenizer, text, lambda kept: len(encode(kept)) - room))
     elif cut:
         ids = ids[: max(room, 0)]
-    prompt = np.array([*begin, *ids, *end], np.int32)
+    prompt = [*begin, *ids, *end]
     if role.limit < engine.max_context and len(prompt) > role.limit:
         raise ContextOverflowError(
             f"{name}: {len(prompt)} tokens exceed the {role.limit} of this model's {role.plural}; "
@@ -174,7 +172,7 @@ def encode_tokens(
     added = 0 if role.expansion is None else role.expansion.added(len(prompt))
     check_length(engine, len(prompt) + added, name)  # before a file's length takes memory
     if role.expansion is not None:
-        prompt = role.expansion.expand(prompt)
+        prompt += added * [role.expansion.token]
     return EncodedText(prompt, cut, added)
 
 
@@ -300,12 +298,9 @@ def embed(
     NumericalError, DeviceError, KVMemoryError
         Computing a text failed; the message has its index.
     """
-    engine = model.engine
-    role = role_of(engine, check_pooling(engine, pooling), instruction)
-    form = prompt_form(engine, instruction)
-    rules = PromptRules(truncate, unicode, split_special_tokens).checked()
-    encoded = encode_texts(engine, texts, form, rules, role)
-    for note in encoded.notes(role.limit):
+    engine, rules = model.engine, PromptRules(truncate, unicode, split_special_tokens).checked()
+    encoded = encode_instructed(engine, texts, check_pooling(engine, pooling), instruction, rules)
+    for note in encoded.notes():
         warnings.warn(note, stacklevel=2)
     return embed_encoded(
         TextPasses(engine),
@@ -327,7 +322,7 @@ def embed_encoded(
     progress: Progress | None = None,
 ) -> Any:
     """Turn texts that `encode_texts` made into vectors; those of no tokens are zeros."""
-    prompts, skipped = encoded.prompts, encoded.skipped
+    prompts, skipped = encoded.prompts, encoded.role.skipped
     kind = check_pooling(passes.engine, pooling)
     width = dimensions = vector_width(passes.engine, kind, dimensions)
 
@@ -372,7 +367,7 @@ def embed_encoded(
 def vector_blocks(
     passes: TextPasses,
     pooling: Pooling,
-    prompts: Sequence[npt.NDArray[np.int32]],
+    prompts: Sequence[Ids],
     names: Sequence[str],
     expansions: Sequence[int] = (),
     *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +33,8 @@ from metal_prefill.tasks._token_labels import Entity
 _WORD = re.compile(r"\w+(?:[-_]\w+)*|\S")
 _KEPT_LABELS = 4096  # maximum number whose vectors are kept for later calls
 Scores = npt.NDArray[np.float32]
+_Places = npt.NDArray[np.int64]  # ``[parts, 3]``
+_Probabilities = npt.NDArray[np.float64]  # ``[parts]``
 
 
 class _Words(NamedTuple):
@@ -44,7 +46,7 @@ class _Words(NamedTuple):
     tokens: list[int]  # index in `ids` of the first token of each word
 
 
-class EntityTexts(NamedTuple):
+class _EntityTexts(NamedTuple):
     """Texts in words, after labels."""
 
     labels: list[str]  # without repetitions
@@ -57,24 +59,6 @@ class EntityTexts(NamedTuple):
     def with_labels(self) -> str:
         """Words for messages about the length of a text, which labels add to if it follows them."""
         return " with the labels" if self.places else ""
-
-
-class Choice(NamedTuple):
-    """Which parts of a text are entities; see :meth:`metal_prefill.Model.find_entities`."""
-
-    threshold: float = 0.5
-    flat_ner: bool = True
-    multi_label: bool = False
-
-    def checked(self) -> Choice:
-        """Return the options; raises TypeError or ValueError for an invalid one."""
-        threshold = number("threshold", self.threshold)
-        if not 0 <= threshold <= 1:
-            raise ValueError(f"threshold must be between 0 and 1, got {threshold}")
-        for name in ("flat_ner", "multi_label"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
-        return self._replace(threshold=threshold)
 
 
 def find_entities(
@@ -127,20 +111,25 @@ def find_entities(
     [[Entity(label='person', ..., text='Ada Lovelace'), Entity(label='city', ..., text='London')]]
     """
     engine = model.engine
-    choice = Choice(threshold, flat_ner, multi_label).checked()
-    encoded = encode_entities(engine, texts, labels, PromptRules(truncate).checked())
+    threshold = number("threshold", threshold)
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold must be between 0 and 1, got {threshold}")
+    for name, value in (("flat_ner", flat_ner), ("multi_label", multi_label)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    encoded = _encoded(engine, texts, labels, PromptRules(truncate).checked())
     if encoded.cut:
-        warnings.warn(cut_note(engine, encoded), stacklevel=2)
-    return list(found_entities(TextPasses(engine), encoded, choice, progress))
-
-
-def cut_note(engine: Engine, encoded: EntityTexts) -> str:
-    """Return a message that counts and names the texts that lost their ends."""
-    words = _head_of(engine).most_words
-    return (
-        f"{len(encoded.cut)} of {len(encoded.texts)} texts exceeded {words} words, or{encoded.with_labels} "
-        f"the context of {engine.max_context} tokens, and lost their ends: {named(encoded.cut, 'text')}"
-    )
+        warnings.warn(
+            f"{len(encoded.cut)} of {len(encoded.texts)} texts exceeded {_head_of(engine).most_words} words, "
+            f"or{encoded.with_labels} the context of {engine.max_context} tokens, and lost their ends: "
+            f"{named(encoded.cut, 'text')}",
+            stacklevel=2,
+        )
+    passes, count = TextPasses(engine), len(encoded.texts)
+    found = []
+    for item, places, probabilities in reported(_candidates(passes, encoded, threshold), count, progress):
+        found.append(_entities(encoded.labels, item, places, probabilities, flat_ner, multi_label))
+    return found
 
 
 def _head_of(engine: Engine) -> EntityHead:
@@ -153,9 +142,7 @@ def _head_of(engine: Engine) -> EntityHead:
     return engine.head.entities
 
 
-def encode_entities(
-    engine: Engine, texts: Iterable[str], labels: Iterable[str], rules: PromptRules
-) -> EntityTexts:
+def _encoded(engine: Engine, texts: Iterable[str], labels: Iterable[str], rules: PromptRules) -> _EntityTexts:
     """Return texts in tokens, after those of the labels; errors are those of `find_entities`."""
     head, tokenizer = _head_of(engine), engine.tokenizer
     names = list(dict.fromkeys(checked_texts(labels, "label")))
@@ -168,7 +155,7 @@ def encode_entities(
             raise ValueError(f"label {name!r} has no tokens")
     reader = engine.label_encoder
     read_labels = None if reader is None else encode_texts(reader, names, noun="label")
-    encoded = EntityTexts(names, [], read_labels, [], [])
+    encoded = _EntityTexts(names, [], read_labels, [], [])
     if head.label_tokens is not None:
         before, separator = head.label_tokens
         for ids in ids_of_labels:
@@ -206,29 +193,30 @@ def encode_entities(
     return encoded
 
 
-def found_entities(
-    passes: TextPasses, encoded: EntityTexts, choice: Choice, progress: Progress | None = None
-) -> Iterator[list[Entity]]:
+def _candidates(
+    passes: TextPasses, encoded: _EntityTexts, threshold: float
+) -> Iterator[tuple[_Words, _Places, _Probabilities]]:
+    """Yield each text with first word, last word and label of each part that may be an entity."""
     filled = [i for i, item in enumerate(encoded.texts) if item.places]
     prompts = [encoded.texts[i].ids for i in filled]
     states = pooled_states(passes, "none", prompts, [f"text {i}" for i in filled])
     pooled, head = passes.engine.head, _head_of(passes.engine)
     separate = _label_vectors(passes.engine, encoded)
-    for item in reported(encoded.texts, len(encoded.texts), progress):
-        found: list[Entity] = []
-        if item.places:
-            made = next(states)[[*encoded.places, *item.tokens]]
-            made = affine(pooled, PROJECTION, made) if head.projected else made
-            labels, words = np.split(made, [len(encoded.places)])
-            labels = labels if separate is None else separate
-            score = span_scores if head.mode == "spans" else word_scores
-            scores = score(pooled, head, words, labels)
-            candidates = _spans if head.mode == "spans" else _runs
-            found = _entities(encoded, item, *candidates(scores, choice.threshold), choice)
-        yield found
+    for item in encoded.texts:
+        if not item.places:
+            yield item, np.empty((0, 3), np.int64), np.empty(0)
+            continue
+        made = next(states)[[*encoded.places, *item.tokens]]
+        made = affine(pooled, PROJECTION, made) if head.projected else made
+        labels, words = np.split(made, [len(encoded.places)])
+        labels = labels if separate is None else separate
+        if head.mode == "spans":
+            yield item, *_spans(span_scores(pooled, head, words, labels), threshold)
+        else:
+            yield item, *_runs(word_scores(pooled, head, words, labels), threshold)
 
 
-def _label_vectors(engine: Engine, encoded: EntityTexts) -> Vectors | None:
+def _label_vectors(engine: Engine, encoded: _EntityTexts) -> Vectors | None:
     """Return the vectors of labels by an encoder of their own; None if the file has no such encoder."""
     encoder, labels = engine.label_encoder, encoded.read_labels
     if encoder is None or labels is None:
@@ -241,10 +229,7 @@ def _label_vectors(engine: Engine, encoded: EntityTexts) -> Vectors | None:
     return np.stack([vectors[label] for label in encoded.labels])
 
 
-Candidates = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]  # first word, last word and label; score
-
-
-def _spans(scores: Scores, threshold: float) -> Candidates:
+def _spans(scores: Scores, threshold: float) -> tuple[_Places, _Probabilities]:
     """Return the parts of a text whose probability exceeds the threshold."""
     probabilities = sigmoid(scores.astype(np.float64))
     places = np.argwhere((probabilities > threshold) & (scores > -np.inf))
@@ -253,7 +238,7 @@ def _spans(scores: Scores, threshold: float) -> Candidates:
     return places, chosen
 
 
-def _runs(scores: Scores, threshold: float) -> Candidates:
+def _runs(scores: Scores, threshold: float) -> tuple[_Places, _Probabilities]:
     """Return parts whose first, last and other words have probabilities of at least the threshold.
 
     The probability of a part is the least of these.
@@ -269,11 +254,12 @@ def _runs(scores: Scores, threshold: float) -> Candidates:
 
 
 def _entities(
-    encoded: EntityTexts,
+    labels: Sequence[str],
     item: _Words,
-    places: npt.NDArray[np.int64],
-    probabilities: npt.NDArray[np.float64],
-    choice: Choice,
+    places: _Places,
+    probabilities: _Probabilities,
+    flat_ner: bool,
+    multi_label: bool,
 ) -> list[Entity]:
     """Choose entities by their probability, without those that overlap earlier ones."""
     verdicts: dict[tuple[int, int], bool] = {}
@@ -285,7 +271,7 @@ def _entities(
         known = verdicts.get((first, last))
         if known is None:
             free = not taken[first : last + 1].any()
-            if not (free or choice.flat_ner):  # inside another one, or around some
+            if not (free or flat_ner):  # inside another one, or around some
                 disjoint = (ends[:, 0] > last) | (ends[:, 1] < first)
                 inside = (ends[:, 0] <= first) & (ends[:, 1] >= last)
                 around = (ends[:, 0] >= first) & (ends[:, 1] <= last)
@@ -294,11 +280,11 @@ def _entities(
             if free:
                 taken[first : last + 1] = True
                 ends = np.append(ends, [[first, last]], axis=0)
-        elif not choice.multi_label:
+        elif not multi_label:
             continue
         if known:
             start, end = item.places[first][0], item.places[last][1]
-            name, score = encoded.labels[label], float(probabilities[i])
+            name, score = labels[label], float(probabilities[i])
             chosen.append((first, Entity(name, score, start, end, item.text[start:end])))
     return [entity for _, entity in sorted(chosen, key=lambda pair: pair[0])]
 

@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from tokenizers import normalizers
 
 from metal_prefill._support.arguments import one_of
@@ -302,10 +300,6 @@ class QueryExpansion(NamedTuple):
 
     def added(self, tokens: int) -> int:
         return max(self.length - tokens, 0) if tokens else 0
-
-    def expand(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        added = self.added(len(ids))
-        return np.append(ids, np.full(added, self.token, np.int32)) if added else ids
 
 
 def query_expansion(engine: Engine) -> QueryExpansion | None:

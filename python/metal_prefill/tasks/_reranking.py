@@ -330,7 +330,8 @@ def _late_scores(passes: TextPasses, query: EncodedText, documents: Sequence[Ids
     skipped = document_role(passes.engine).skipped
     names = ["the query", *(f"document {i}" for i in range(len(documents)))]
     expansions = [query.expansion, *(0 for _ in documents)]
-    blocks = vector_blocks(passes, "none", [query.ids, *documents], names, expansions)
+    prompts = [np.array(query.ids, np.int32), *documents]
+    blocks = vector_blocks(passes, "none", prompts, names, expansions)
     vectors = chain.from_iterable(blocks)
     asked = next(vectors)
     kept = (tokens[~np.isin(ids, skipped)] for ids, tokens in zip(documents, vectors, strict=True))

@@ -49,7 +49,7 @@ class Entity:
     text: str
 
 
-class SpannedText(NamedTuple):
+class _SpannedText(NamedTuple):
     text: str
     ids: Ids  # token ids, int32 ``[n]``, including the special tokens at both ends
     spans: list[TokenSpan]  # tokens of the text alone
@@ -120,15 +120,20 @@ def label_tokens(
     engine = model.engine
     if strategy is not None:
         one_of("strategy", strategy, dict.fromkeys(STRATEGIES))
-    check_labels(engine)
-    decoding = decoding_of(engine, strategy, transitions)
+    _check_labels(engine)
+    decoding = _decoding_of(engine, strategy, transitions)
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
-    spanned, cut = encode_spans(engine, texts, rules)
+    spanned, cut = _encoded(engine, texts, rules)
     warn_of_cut(cut, len(spanned), engine.max_context, "text")
-    return list(entities_of(TextPasses(engine), spanned, decoding, ignore, progress))
+    found = _found(engine, spanned, decoding)
+    # A token of white space alone is not an entity.
+    return [
+        [entity for entity in entities if entity.text and entity.label not in ignore]
+        for entities in reported(found, len(spanned), progress)
+    ]
 
 
-def check_labels(engine: Engine) -> None:
+def _check_labels(engine: Engine) -> None:
     """Raise ValueError if a file has no labels for tokens."""
     head = engine.head
     if head.entities is not None:
@@ -141,16 +146,14 @@ def check_labels(engine: Engine) -> None:
         raise ValueError(f"{engine.name} has labels for whole texts: use classify")
 
 
-class Decoding(NamedTuple):
+class _Decoding(NamedTuple):
     """How the tags of tokens become entities."""
 
     strategy: str
     transitions: TransitionBiases  # biases of the strategy ``"viterbi"``
 
 
-def decoding_of(
-    engine: Engine, strategy: str | None = None, transitions: Mapping[str, float] | None = None
-) -> Decoding:
+def _decoding_of(engine: Engine, strategy: str | None, transitions: Mapping[str, float] | None) -> _Decoding:
     """Return the strategy, by default the one for the tags of a file, and its biases."""
     head = engine.head
     stray = stray_tag(head.labels)
@@ -160,7 +163,7 @@ def decoding_of(
         found = f"the label {stray!r}" if stray else "no label O, or none with E- or S-"
         raise ValueError(f"strategy 'viterbi' needs BIOES tags: {engine.name} has {found}")
     if transitions is None:
-        return Decoding(strategy, head.transitions)
+        return _Decoding(strategy, head.transitions)
     if strategy != "viterbi":
         raise ValueError(f"transitions need the strategy 'viterbi', got {strategy!r}")
     for name, value in transitions.items():
@@ -169,14 +172,13 @@ def decoding_of(
             raise TypeError(f"transitions[{name!r}] must be a number, got {type(value).__name__}")
         if not math.isfinite(value):
             raise ValueError(f"transitions[{name!r}] is {value}, must be finite")
-    return Decoding(strategy, TransitionBiases(**transitions))
+    return _Decoding(strategy, TransitionBiases(**transitions))
 
 
-def encode_spans(
+def _encoded(
     engine: Engine, texts: Iterable[str], rules: PromptRules
-) -> tuple[list[SpannedText], list[int]]:
+) -> tuple[list[_SpannedText], list[int]]:
     """Return texts in tokens, and the indices of those that lost their ends."""
-    check_labels(engine)
     parses = rules.parses(engine.tokenizer)
     frame = engine.tokenizer.frame
     room = max(engine.max_context - len(frame.begin) - len(frame.end), 0)
@@ -189,40 +191,34 @@ def encode_spans(
             cut.append(i)
         ids = np.array(frame.text([span.id for span in spans]), np.int32)
         check_length(engine, len(ids), f"text {i}")
-        spanned.append(SpannedText(text, ids, spans))
+        spanned.append(_SpannedText(text, ids, spans))
     return spanned, cut
 
 
-def entities_of(
-    passes: TextPasses,
-    spanned: Sequence[SpannedText],
-    decoding: Decoding,
-    ignore: Sequence[str] = ("O",),
-    progress: Progress | None = None,
-) -> Iterator[list[Entity]]:
-    engine, head = passes.engine, passes.engine.head
-    begin = len(engine.tokenizer.frame.begin)
+def _found(engine: Engine, spanned: Sequence[_SpannedText], decoding: _Decoding) -> Iterator[list[Entity]]:
+    """Yield the entities of each text."""
+    head, begin = engine.head, len(engine.tokenizer.frame.begin)
     filled = [i for i, item in enumerate(spanned) if item.spans]
-    states = pooled_states(passes, "none", [spanned[i].ids for i in filled], [f"text {i}" for i in filled])
-    for item in reported(spanned, len(spanned), progress):
-        found: list[Entity] = []
-        if item.spans:
-            logits = logits_of(head, next(states)[begin : begin + len(item.spans)])
-            pieces = [
-                _Piece(span.start, span.end, values)
-                for span, values in zip(item.spans, probabilities_of(head, logits), strict=True)
-            ]
-            found = _entities(engine, item, pieces, logits, decoding)
-        # A token of white space alone is not an entity.
-        yield [entity for entity in found if entity.text and entity.label not in ignore]
+    names, prompts = [f"text {i}" for i in filled], [spanned[i].ids for i in filled]
+    states = pooled_states(TextPasses(engine), "none", prompts, names)
+    for item in spanned:
+        if not item.spans:
+            yield []
+            continue
+        logits = logits_of(head, next(states)[begin : begin + len(item.spans)])
+        pieces = [
+            _Piece(span.start, span.end, values)
+            for span, values in zip(item.spans, probabilities_of(head, logits), strict=True)
+        ]
+        yield _entities(engine, item, pieces, logits, decoding)
 
 
 def _entities(
     engine: Engine,
-    item: SpannedText,
+    item: _SpannedText,
     pieces: list[_Piece],
     logits: npt.NDArray[np.floating[Any]],
-    decoding: Decoding,
+    decoding: _Decoding,
 ) -> list[Entity]:
     strategy, labels = decoding.strategy, engine.head.labels
     if strategy == "viterbi":
@@ -259,7 +255,7 @@ def _entity(text: str, label: str, scored: Sequence[tuple[_Piece, float]]) -> En
     return Entity(label, score, start, start + len(inside), inside)
 
 
-def _words(engine: Engine, item: SpannedText, pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+def _words(engine: Engine, item: _SpannedText, pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     words: list[list[_Piece]] = []
     for span, piece in zip(item.spans, pieces, strict=True):
         if words and engine.tokenizer.continues_word(span, item.text):
