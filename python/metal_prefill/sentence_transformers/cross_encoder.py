@@ -148,7 +148,7 @@ class CrossEncoder(Encoder):
             return head_logits(TextPasses(engine), prompts, doubles)
         options = Options(task, rules=CUT)
         prompts = [encode_documents(engine, query, [text], options).prompts[0] for query, text in pairs]
-        return np.array([[logit] for _, logit in scores_of(TextPasses(engine), prompts)])
+        return scores_of(TextPasses(engine), prompts)[1][:, None]
 
     def _activated(self, logits: Array, activation: Activation | None) -> Array:
         if activation is None:

@@ -243,8 +243,17 @@ async def rank(service: Service, form: RerankForm, reply: Reply) -> None:
     _check_ranks(service, options)
 
     def answer(passes: SharedPasses) -> Any:
-        if form.texts is not None:
-            return _ranks(documents, ranking.scores(passes), form)
+        if form.texts is not None:  # as text-embeddings-inference
+            scores, logits = ranking.scores(passes)
+            shown = logits if form.raw_scores else scores
+            return [
+                {
+                    "index": i,
+                    "score": float(shown[i]),
+                    **({"text": documents[i]} if form.return_text else {}),
+                }
+                for i in np.argsort(-logits, kind="stable")[: form.top_n].tolist()
+            ]
         results = [
             {
                 "index": item.index,
@@ -267,21 +276,6 @@ async def rank(service: Service, form: RerankForm, reply: Reply) -> None:
         reply.end_turn()
         answered = await _compute(service, answer)
     await reply.json(answered)
-
-
-def _ranks(
-    texts: Sequence[str], scores: Sequence[tuple[float, float]], form: RerankForm
-) -> list[dict[str, Any]]:
-    """Return the ranks of texts as text-embeddings-inference does."""
-    order = sorted(range(len(texts)), key=lambda i: -scores[i][1])[: form.top_n]
-    return [
-        {
-            "index": i,
-            "score": scores[i][bool(form.raw_scores)],
-            **({"text": texts[i]} if form.return_text else {}),
-        }
-        for i in order
-    ]
 
 
 def _document(document: str | dict[str, Any], i: int, fields: Sequence[str] | None) -> str:

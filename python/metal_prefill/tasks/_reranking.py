@@ -2,8 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from metal_prefill.tasks._embedding import (
     encode_tokens,
     vector_blocks,
 )
-from metal_prefill.tasks._pairs import encode_pair
+from metal_prefill.tasks._pairs import EncodedPair, encode_pair
 from metal_prefill.tasks._pooled_head import logits_of, sigmoid
 from metal_prefill.tasks._prompts import (
     PromptRules,
@@ -48,6 +48,7 @@ TEMPLATES = {
 }
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 ANSWERS = ("yes", "no")
+Scores = npt.NDArray[np.float64]
 AFFIRMATIVE = (ANSWERS[0], "true", "positive")
 CUT_QUERY = "the query is longer than those of its model and lost its end"
 CUT_WITH_DOCUMENT = "the query lost its end, as it does not fit the context together with each document"
@@ -83,52 +84,30 @@ class Options(NamedTuple):
     most_tokens: int | None = None  # of a document, whose further ones are left out
 
 
-@dataclass
-class Ranking:
+class Ranking(NamedTuple):
     """Documents to rank, in tokens."""
 
     documents: Sequence[str]
-    limit: int  # maximum number of tokens of a prompt
-    label: str | None = None  # class whose probability is the score
-    query: EncodedText | None = None  # the query, for late interaction
-    query_cut: bool = False  # whether the query lost its end in any prompt
-    # Prompt of each document, int32 ``[n]``: with the query, or for late interaction alone.
-    prompts: list[Ids] = field(default_factory=list)
-    cut: list[int] = field(default_factory=list)  # indices of documents that lost their ends
-
-    def add(self, ids: Ids, cut: bool) -> None:
-        """Add the prompt of the next document, which may have lost its end."""
-        i = len(self.prompts)
-        if not len(ids):
-            raise ValueError(f"document {i}: its prompt has no tokens")
-        if cut:
-            self.cut.append(i)
-        self.prompts.append(ids)
-
-    @property
-    def cut_texts(self) -> int:
-        """Number of texts that lost their ends."""
-        return len(self.cut) + self.query_cut
-
-    def notes(self) -> list[str]:
-        notes = [CUT_QUERY if self.query is not None else CUT_WITH_DOCUMENT] if self.query_cut else []
-        if self.cut:
-            notes.append(cut_message(self.cut, len(self.prompts), self.limit, "document"))
-        return notes
+    prompts: list[Ids]  # of each document: with the query, or for late interaction alone
+    cut_texts: int  # number of texts that lost their ends
+    notes: list[str]  # messages about these
+    label: str | None  # class whose probability is the score
+    query: EncodedText | None  # the query, for late interaction
 
     def ranked(self, passes: TextPasses, top_n: int | None) -> list[Ranked]:
-        if not self.prompts:
-            return []
-        scores, logits = zip(*self.scores(passes), strict=True)
+        scores, logits = self.scores(passes)
         # Stable: of equal logits, the earlier document is first.
-        order = sorted(range(len(scores)), key=lambda i: -logits[i])[:top_n]
-        return [Ranked(i, scores[i], self.documents[i]) for i in order]
+        order = np.argsort(-logits, kind="stable")[:top_n].tolist()
+        return [Ranked(i, float(scores[i]), self.documents[i]) for i in order]
 
-    def scores(self, passes: TextPasses) -> list[tuple[float, float]]:
-        """Return the score of each document, and the logit by which it is ordered."""
-        if self.query is not None:
-            return [(score, score) for score in _late_scores(passes, self.query, self.prompts)]
-        return scores_of(passes, self.prompts, self.label)
+    def scores(self, passes: TextPasses) -> tuple[Scores, Scores]:
+        """Return the score of each document, and the logits by which they are ordered."""
+        if not self.prompts:
+            return np.empty(0), np.empty(0)
+        if self.query is None:
+            return scores_of(passes, self.prompts, self.label)
+        found = _late_scores(passes, self.query, self.prompts)
+        return found, found
 
 
 def rerank(
@@ -200,7 +179,7 @@ def rerank(
         integer("top_n", top_n, 1)
     engine, rules = model.engine, PromptRules(truncate, unicode, split_special_tokens).checked()
     ranking = encode_documents(engine, query, documents, Options(instruction, template, how, rules, label))
-    for note in ranking.notes():
+    for note in ranking.notes:
         warnings.warn(note, stacklevel=2)
     return ranking.ranked(TextPasses(engine), top_n)
 
@@ -213,7 +192,6 @@ def encode_documents(engine: Engine, query: str, documents: Sequence[str], optio
     if not isinstance(query, str):
         raise TypeError(f"query must be a string, got {type(query).__name__}")
     documents = checked_texts(documents, "document")
-    encode = {"late": _encode_late, "pair": _encode_pairs, "template": _encode_templates}
     kind = kind_of(engine, options)
     texts = documents
     if (count := options.most_tokens) is not None:
@@ -222,9 +200,20 @@ def encode_documents(engine: Engine, query: str, documents: Sequence[str], optio
             text if len(tokens) <= count else text[: tokens[count].start]
             for text, tokens in zip(documents, spans, strict=True)
         ]
-    ranking = encode[kind](engine, query, texts, options)
-    ranking.documents = documents
-    return ranking
+    limit, asked = engine.max_context, None
+    if kind == "late":
+        limit, asked = document_role(engine).limit, _late_query(engine, query, options)
+    encode = {"late": _late_documents, "pair": _pairs, "template": _filled_templates}[kind]
+    prompts, cut, query_cut = list[Ids](), list[int](), asked is not None and asked.cut
+    for i, pair in enumerate(encode(engine, query, texts, options)):
+        if not len(pair.ids):
+            raise ValueError(f"document {i}: its prompt has no tokens")
+        prompts.append(pair.ids)
+        cut += [i] if pair.second_cut else []
+        query_cut |= pair.first_cut
+    notes = [CUT_WITH_DOCUMENT if asked is None else CUT_QUERY] if query_cut else []
+    notes += [cut_message(cut, len(prompts), limit, "document")] if cut else []
+    return Ranking(documents, prompts, len(cut) + query_cut, notes, options.label, asked)
 
 
 def kind_of(engine: Engine, options: Options) -> str:
@@ -264,43 +253,47 @@ def check_ranks(engine: Engine, options: Options) -> None:
         template_of(engine)
 
 
-def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
-    known = bool(engine.prompts.by_name or card_of(engine))  # whether there are prompts of both kinds
-    asked = options.instruction if options.instruction is not None else "query" if known else None
+def _has_prompts(engine: Engine) -> bool:
+    """Return whether there are prompts of queries and of documents."""
+    return bool(engine.prompts.by_name or card_of(engine))
+
+
+def _late_query(engine: Engine, query: str, options: Options) -> EncodedText:
+    default = "query" if _has_prompts(engine) else None
     role = query_role(engine)
     has_limit = role.expansion is not None or engine.lengths.query is not None
     rules = options.rules if has_limit else options.rules._replace(truncate="error")
-    form = prompt_form(engine, asked)
+    form = prompt_form(engine, default if options.instruction is None else options.instruction)
     with errors_of("the query"):
         tokens = form.tokens(engine.tokenizer, query, rules)
     encoded = encode_tokens(engine, tokens, query, "the query", form, rules, role)
-    if not len(encoded.ids):
+    if not encoded.ids:
         raise ValueError("the query has no tokens")
-    form = prompt_form(engine, "document" if known else None)
-    role = document_role(engine)
-    ranking = Ranking(documents, role.limit, None, encoded, encoded.cut)
-    texts = encode_texts(engine, documents, form, options.rules, role, "document")
+    return encoded
+
+
+def _late_documents(
+    engine: Engine, query: str, documents: Sequence[str], options: Options
+) -> Iterator[EncodedPair]:
+    form = prompt_form(engine, "document" if _has_prompts(engine) else None)
+    texts = encode_texts(engine, documents, form, options.rules, document_role(engine), "document")
     cut = frozenset(texts.cut)
-    for i, ids in enumerate(texts.prompts):
-        ranking.add(ids, i in cut)
-    return ranking
+    return (EncodedPair(ids, False, i in cut) for i, ids in enumerate(texts.prompts))
 
 
-def _encode_pairs(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
+def _pairs(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Iterator[EncodedPair]:
     rules = options.rules
     tokenizer, parses = engine.tokenizer, rules.parses(engine.tokenizer)
     with errors_of("the query"):
         first = tokenizer.encode(rules.normalized(query), add_bos=False, parse_special=parses)
     parts = tokenizer.encode_all(map(rules.normalized, documents), parse_special=parses)
-    ranking = Ranking(documents, engine.max_context, options.label)
     for i, second in enumerate(numbered(parts, "document")):
-        pair = encode_pair(engine, first, second, f"document {i}", rules)
-        ranking.query_cut |= pair.first_cut
-        ranking.add(pair.ids, pair.second_cut)
-    return ranking
+        yield encode_pair(engine, first, second, f"document {i}", rules)
 
 
-def _encode_templates(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
+def _filled_templates(
+    engine: Engine, query: str, documents: Sequence[str], options: Options
+) -> Iterator[EncodedPair]:
     form = options.template if options.template is not None else template_of(engine)
     if "{query}" not in form or "{document}" not in form:
         raise ValueError(f"a template for reranking has {{query}} and {{document}}, got {form[:60]!r}")
@@ -310,7 +303,6 @@ def _encode_templates(engine: Engine, query: str, documents: Sequence[str], opti
     def encode(document: str) -> Ids:
         return encode_template(engine, form, {**values, "document": document}, options.rules)
 
-    ranking = Ranking(documents, engine.max_context, options.label)
     for i, document in enumerate(documents):
         with errors_of(f"document {i}"):
             ids = encode(document)
@@ -321,27 +313,22 @@ def _encode_templates(engine: Engine, query: str, documents: Sequence[str], opti
         check_length(engine, len(ids), f"document {i}")
         if i == 0:
             _scorer(engine, options.label)  # raises an error before further documents are encoded
-        ranking.add(ids, cut)
-    return ranking
+        yield EncodedPair(ids, False, cut)
 
 
-def _late_scores(passes: TextPasses, query: EncodedText, documents: Sequence[Ids]) -> list[float]:
+def _late_scores(passes: TextPasses, query: EncodedText, documents: Sequence[Ids]) -> Scores:
     """Return the MaxSim score of each document, without the tokens that the model skips."""
     skipped = document_role(passes.engine).skipped
     names = ["the query", *(f"document {i}" for i in range(len(documents)))]
     expansions = [query.expansion, *(0 for _ in documents)]
     prompts = [np.array(query.ids, np.int32), *documents]
-    blocks = vector_blocks(passes, "none", prompts, names, expansions)
-    vectors = chain.from_iterable(blocks)
+    vectors = chain.from_iterable(vector_blocks(passes, "none", prompts, names, expansions))
     asked = next(vectors)
-    kept = (tokens[~np.isin(ids, skipped)] for ids, tokens in zip(documents, vectors, strict=True))
-    return [float(score) for score in maxsim(asked, kept)]
+    return maxsim(asked, (v[~np.isin(ids, skipped)] for ids, v in zip(documents, vectors, strict=True)))
 
 
-def scores_of(
-    passes: TextPasses, prompts: Sequence[Ids], label: str | None = None
-) -> list[tuple[float, float]]:
-    """Return the score of each prompt, and the logit by which it is ordered.
+def scores_of(passes: TextPasses, prompts: Sequence[Ids], label: str | None = None) -> tuple[Scores, Scores]:
+    """Return the score of each prompt, and the logits by which they are ordered.
 
     A shared prefix is computed once. The sigmoid of different logits above 37 is 1.
     """
@@ -349,8 +336,8 @@ def scores_of(
     names = [f"document {i}" for i in range(len(prompts))]
     pairs = range(0 if passes.engine.config.has_head else len(prompts))
     states = pooled_states(passes, passes.engine.head.state, prompts, names, pairs)
-    logits = [logit(state) for state in states]
-    return [(float(sigmoid(np.array(x))) if has_sigmoid else x, x) for x in logits]
+    logits = np.array([logit(state) for state in states])
+    return sigmoid(logits) if has_sigmoid else logits, logits
 
 
 def template_of(engine: Engine) -> str:
