@@ -56,6 +56,7 @@ class FakeWorker:
     times: Iterator[int] | None = None  # nanoseconds of each sample, instead of `ns_per_token`
     log: list[str] = field(default_factory=list)
     load_ns: int = 5_000_000
+    peak_rss: int = 100 << 20
     closed: bool = False
 
     @property
@@ -68,9 +69,6 @@ class FakeWorker:
         if self.times is not None:
             return next(self.times), switches
         return case.timed_tokens * self.ns_per_token, switches
-
-    def peak_rss(self) -> int:
-        return 100 << 20
 
     def close(self) -> None:
         self.closed = True

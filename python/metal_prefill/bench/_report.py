@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from statistics import median
 from typing import Any
@@ -16,8 +16,8 @@ from rich.text import Text
 
 from metal_prefill._support.messages import counted
 from metal_prefill._support.tables import table
-from metal_prefill.bench._cases import COMPARED, LONGEST_TEXT, SAMPLING, SHORTEST_TEXT, Case, Choice
-from metal_prefill.bench._engines import OURS, Options
+from metal_prefill.bench._cases import COMPARED, LONGEST_TEXT, SAMPLING, SHORTEST_TEXT, Case
+from metal_prefill.bench._engines import OURS, Identity, Options
 from metal_prefill.bench._model_file import ModelFacts
 from metal_prefill.bench._runner import Selection, Spread, ratios, spread, stddev
 from metal_prefill.bench._worker import WorkerProcess
@@ -27,8 +27,8 @@ _OF_MODEL = ("model_filename", "model_type", "model_size", "model_n_params")
 EMULATOR_NOTE = "runs on an emulator: says nothing about the speed of Metal"
 
 
-@dataclass
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class Row(Case, Identity):
     """Result of one test of one engine. Names shared with llama-bench have the same meaning.
 
     Attributes
@@ -37,17 +37,8 @@ class Row:
         ``metal_prefill`` or a peer; ``pp512`` or ``tg64``, ``tg64x8`` for 8 streams together.
     build, device : str
         Name and version of the engine; where it ran.
-    n_prompt, n_gen, n_depth : int
-        Timed prompt tokens, timed decoded tokens, tokens in the context before; of each stream.
-    n_streams : int
-        Sequences that go through the model together; 0 where there is one, by the calls for one.
-    n_texts : int
-        Texts to embed; 0 in other tests.
-    text_tokens : int
-        Tokens of each text to embed; 0 in other tests, and where lengths differ.
-    choice : str
-        How the engine chose the tokens that were timed: ``"argmax"``, ``"sampled"``, ``"greedy"``,
-        ``"lookup"``, see `metal_prefill.bench._cases`; empty where they were given.
+    n_prompt, n_gen, n_depth, n_streams, n_texts, choice, text_tokens
+        The test, see `metal_prefill.bench._cases.Case`.
     avg_ns, stddev_ns, median_ns : float
         Of `samples_ns`, the durations in nanoseconds; 0 if there are none, for the reason in `note`.
     avg_ts, stddev_ts, median_ts : float
@@ -68,20 +59,13 @@ class Row:
 
     engine: str
     test: str
-    build: str
-    device: str
-    settings: str
     cpu_info: str
     model_filename: str
     model_type: str
     model_size: int
     model_n_params: int
-    n_threads: int
     compute: str
     kv_dtype: str
-    n_prompt: int
-    n_gen: int
-    n_depth: int
     test_time: str
     avg_ns: float
     stddev_ns: float
@@ -98,10 +82,6 @@ class Row:
     peak_rss: int
     note: str = ""
     ratio: Spread | None = None
-    n_streams: int = 0
-    choice: Choice = ""
-    n_texts: int = 0
-    text_tokens: int = 0
     of_compared: Spread | None = None
 
     @property
@@ -159,7 +139,7 @@ def make_row(
         n_degraded=selection.n_degraded,
         calibration_ns=calibration_ns,
         load_ns=worker.load_ns,
-        peak_rss=worker.peak_rss(),
+        peak_rss=worker.peak_rss,
         note="; ".join(notes),
         **vars(identity),
         **vars(case),
@@ -284,15 +264,19 @@ class BenchResults:
     rows: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        ours = {row.test: row for row in self.rows if row.engine == OURS}
-        for row in self.rows:
-            if row.engine != OURS and row.test in ours and row.measured and ours[row.test].measured:
-                row.ratio = ratios(ours[row.test].samples_ts, row.samples_ts)
-        by_choice = {(row.engine, row.choice): row for row in self.rows}
-        for row in self.rows:
-            other = by_choice.get((row.engine, COMPARED.get(row.choice, "")))
-            if row.choice in COMPARED and other is not None and row.measured and other.measured:
-                row.of_compared = ratios(row.samples_ts, other.samples_ts)
+        measured = {(row.engine, row.test): row for row in self.rows if row.measured}
+        by_choice = {(row.engine, row.choice): row for row in measured.values()}
+
+        def compared(row: Row) -> Row:
+            ours = None if row.engine == OURS else measured.get((OURS, row.test))
+            other = by_choice.get((row.engine, COMPARED[row.choice])) if row.choice in COMPARED else None
+            return replace(
+                row,
+                ratio=None if ours is None else ratios(ours.samples_ts, row.samples_ts),
+                of_compared=None if other is None else ratios(row.samples_ts, other.samples_ts),
+            )
+
+        self.rows = [compared(row) if row.measured else row for row in self.rows]
 
     @property
     def engines(self) -> list[str]:

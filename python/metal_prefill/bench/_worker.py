@@ -1,22 +1,20 @@
 """Worker process of one engine, so that memory and threads of engines are separate, and its parent's side.
 
-The worker loads the engine and answers requests: one JSON object in each line. It waits for the next request
-in a blocking read and leaves the cores to the others meanwhile.
+The worker loads the engine and runs tests. It waits for the next one in a blocking read and leaves the cores
+to the others meanwhile.
 """
 
-import contextlib
 import gc
-import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from contextlib import suppress
 from functools import cache
-from typing import IO, Any
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NamedTuple
 
 from metal_prefill.bench import _engines, _machine
 from metal_prefill.bench._cases import Case, stream_ids, text_ids, token_ids
@@ -29,10 +27,22 @@ REST_STEP_S = 0.02
 TAIL_LINES = 5  # last lines of a process's log in an error message
 
 
-def timed_run(
-    engine: Engine, case: Case, vocab_size: int, task: Callable[[], Ids] | None = None
-) -> dict[str, int]:
-    """Run a test once; return its nanoseconds and the involuntary context switches meanwhile.
+class Loaded(NamedTuple):
+    load_ns: int
+    identity: Identity
+    peak_rss: int  # bytes
+
+
+class Taken(NamedTuple):
+    """A run of a test."""
+
+    ns: int
+    switches: int  # involuntary context switches meanwhile
+    peak_rss: int = 0  # bytes
+
+
+def timed_run(engine: Engine, case: Case, vocab_size: int, task: Callable[[], Ids] | None = None) -> Taken:
+    """Run a test once.
 
     `task` returns the ids of `cases.TASK`, which tests of copying need.
     """
@@ -63,12 +73,12 @@ def timed_run(
     return _timed(lambda: call(timed))
 
 
-def _timed(work: Callable[[], object]) -> dict[str, int]:
+def _timed(work: Callable[[], object]) -> Taken:
     switches = _machine.involuntary_switches()
     begin = time.perf_counter_ns()
     work()
     elapsed = time.perf_counter_ns() - begin
-    return {"ns": elapsed, "switches": _machine.involuntary_switches() - switches}
+    return Taken(elapsed, _machine.involuntary_switches() - switches)
 
 
 def _rest() -> None:
@@ -82,40 +92,26 @@ def _rest() -> None:
             return
 
 
-def serve(name: str, options: dict[str, Any], requests: IO[str], replies: IO[str]) -> None:
-    """Load the engine, report its identity, and answer requests until `requests` ends."""
-
-    def reply(**fields: Any) -> None:
-        print(json.dumps(fields), file=replies, flush=True)
-
+def main() -> None:
+    """Run as a process: load the engine that the first message names, and run a test for each further one."""
+    parent = Connection(int(sys.argv[1]))
     try:
-        vocab_size = options.pop("vocab_size")
+        name, options, vocab_size = parent.recv()
         begin = time.perf_counter_ns()
-        engine = _engines.load(name, _engines.Options(**options))
-        task = cache(lambda: task_ids(options["path"]))
+        engine = _engines.load(name, options)
+        task = cache(lambda: task_ids(options.path))
         loaded = time.perf_counter_ns()
-        reply(load_ns=loaded - begin, **asdict(engine.identity()))
+        parent.send(Loaded(loaded - begin, engine.identity(), _machine.peak_rss_bytes()))
         gc.disable()
-        for line in requests:
-            request = json.loads(line)
-            if request["do"] == "sample":
-                taken = timed_run(engine, Case(**request["case"]), vocab_size, task)
+        with suppress(EOFError):  # the parent has closed its end
+            while True:
+                taken = timed_run(engine, parent.recv(), vocab_size, task)
                 gc.collect()
                 _rest()
-                reply(**taken)
-            else:
-                reply(peak_rss=_machine.peak_rss_bytes())
+                parent.send(taken._replace(peak_rss=_machine.peak_rss_bytes()))
     except Exception as error:
-        reply(error=f"{type(error).__name__}: {error}")
+        parent.send(f"{type(error).__name__}: {error}")
         raise
-
-
-def main() -> None:
-    """Run as a process: requests on stdin, replies on stdout."""
-    # Libraries print to stdout too. The pipe is kept for replies; what they print goes to stderr.
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(sys.argv[1], json.loads(sys.argv[2]), sys.stdin, replies)
 
 
 class LoggedProcess:
@@ -162,50 +158,36 @@ class WorkerProcess(LoggedProcess):
 
     def __init__(self, name: str, options: Options, vocab_size: int) -> None:
         self.name = name
-        arguments = json.dumps(asdict(options) | {"vocab_size": vocab_size})
-        command = (sys.executable, "-c", f"from {__name__} import main; main()", name, arguments)
-        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._connection, theirs = Pipe()
+        command = (sys.executable, "-c", f"from {__name__} import main; main()", str(theirs.fileno()))
+        with theirs:
+            super().__init__(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         try:
-            hello = self._receive("loading the model")
+            self.load_ns, self.identity, self.peak_rss = self._ask(
+                (name, options, vocab_size), "loading the model"
+            )
         except BaseException:
             self.close()
             raise
-        self.load_ns: int = hello.pop("load_ns")
-        self.identity = Identity(**hello)
-
-    def _ask(self, request: dict[str, Any], doing: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process died; _receive raises the error
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        return self._receive(doing)
 
     def sample(self, case: Case) -> tuple[int, int]:
         """Run a test once; return nanoseconds and involuntary context switches."""
-        reply = self._ask({"do": "sample", "case": asdict(case)}, case.name)
-        return reply["ns"], reply["switches"]
-
-    def peak_rss(self) -> int:
-        """Largest resident memory so far, in bytes."""
-        peak: int = self._ask({"do": "memory"}, "reading its memory")["peak_rss"]
-        return peak
+        ns, switches, self.peak_rss = self._ask(case, case.name)
+        return ns, switches
 
     def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        self._connection.close()
         self.end(5)  # it ends by itself when its requests end
 
-    def _receive(self, doing: str) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
+    def _ask(self, request: object, doing: str) -> Any:
+        try:
+            self._connection.send(request)
+            reply = self._connection.recv()
+        except (EOFError, ConnectionError):
             how, tail = describe_exit(self.name, self._process.wait()), self.last_words()
             raise BenchError(
                 f"{self.name}: its process died ({how}) while {doing}" + (f": {tail}" if tail else "")
-            )
-        reply: dict[str, Any] = json.loads(line)
-        if "error" in reply:
-            raise BenchError(f"{self.name}: {reply['error']} (while {doing})")
+            ) from None
+        if isinstance(reply, str):
+            raise BenchError(f"{self.name}: {reply} (while {doing})")
         return reply
