@@ -24,45 +24,19 @@ try:
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
     from pydantic import BaseModel
 
-    from metal_prefill.integrations._shared import Reranker, Writer
-    from metal_prefill.model import Model
+    from metal_prefill.integrations._shared import Embedder, Reranker, Writer
 except ImportError as error:
     raise MissingExtraError(f"classes for LangChain need: pip install langchain-core ({error})") from error
 
 
-class LangChainEmbeddings(Embeddings):  # type: ignore[misc,unused-ignore]
-    """Vectors of documents and queries.
+class LangChainEmbeddings(Embedder, Embeddings):  # type: ignore[misc,unused-ignore]
+    """Vectors of documents and queries."""
 
-    Parameters
-    ----------
-    model
-        Model, as for :class:`metal_prefill.Model`. It must pool the states of a text into one vector.
-    query, document
-        Instruction for queries and for documents, see :meth:`metal_prefill.Model.embed`; ``"query"`` and
-        ``"document"`` select the prompts of the model.
-    model_options
-        Options of :class:`metal_prefill.Model`, such as ``{"threads": 2}``.
-    options
-        Options of :meth:`metal_prefill.Model.embed`, such as ``dimensions``.
-    """
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return self._documents(texts)
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        query: str | None = None,
-        document: str | None = None,
-        model_options: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        self._model = Model(model, **(model_options or {}))
-        self._query, self._document, self._options = query, document, options
-
-    def embed_documents(self, texts: list[str]) -> Any:
-        return self._model.embed(texts, instruction=self._document, **self._options).tolist()
-
-    def embed_query(self, text: str) -> Any:
-        return self._model.embed([text], instruction=self._query, **self._options)[0].tolist()
+    def embed_query(self, text: str) -> list[float]:
+        return self._query(text)
 
 
 class LangChainChat(Writer, BaseChatModel):  # type: ignore[misc,unused-ignore]

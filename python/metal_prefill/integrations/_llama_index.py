@@ -18,31 +18,26 @@ from metal_prefill.errors import MissingExtraError
 try:
     from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LLMMetadata
-    from llama_index.core.bridge.pydantic import Field
     from llama_index.core.llms import CustomLLM
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
-    from metal_prefill.integrations._shared import Opened, Reranker, Writer
+    from metal_prefill.integrations._shared import Embedder, Reranker, Writer
 except ImportError as error:
     raise MissingExtraError(f"classes for LlamaIndex need: pip install llama-index-core ({error})") from error
 
 
-class LlamaIndexEmbeddings(Opened, BaseEmbedding):  # type: ignore[misc,unused-ignore]
+class LlamaIndexEmbeddings(Embedder, BaseEmbedding):  # type: ignore[misc,unused-ignore]
     """Vectors of documents and queries."""
 
-    query: str | None = Field(default=None, description="instruction for queries")
-    document: str | None = Field(default=None, description="instruction for documents")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model.embed")
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._query(query)
 
-    def _get_query_embedding(self, query: str) -> Any:
-        return self._model.embed([query], instruction=self.query, **self.options)[0].tolist()
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return self._documents([text])[0]
 
-    def _get_text_embedding(self, text: str) -> Any:
-        return self._get_text_embeddings([text])[0]
-
-    def _get_text_embeddings(self, texts: list[str]) -> Any:
-        return self._model.embed(texts, instruction=self.document, **self.options).tolist()
+    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return self._documents(texts)
 
     async def _aget_query_embedding(self, query: str) -> Any:
         return await asyncio.to_thread(self._get_query_embedding, query)

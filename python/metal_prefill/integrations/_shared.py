@@ -60,6 +60,24 @@ class Writer(Opened):
         return tokenizer.apply_chat_template(prompt), {**options, "stop": stop}
 
 
+class Embedder(Opened):
+    """A model that embeds texts, and its options; it must pool the states of a text into one vector."""
+
+    query: str | None = Field(default=None, description="instruction for queries, as for Model.embed")
+    document: str | None = Field(default=None, description="instruction for documents")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model.embed")
+
+    def _documents(self, texts: list[str]) -> list[list[float]]:
+        return self._vectors(texts, self.document)
+
+    def _query(self, text: str) -> list[float]:
+        return self._vectors([text], self.query)[0]
+
+    def _vectors(self, texts: list[str], instruction: str | None) -> list[list[float]]:
+        vectors: list[list[float]] = self._model.embed(texts, instruction=instruction, **self.options).tolist()
+        return vectors
+
+
 class Reranker(Opened):
     """A model that ranks documents, and its options."""
 

@@ -35,7 +35,8 @@ async def asynchronous() -> dict[str, object]:
     }
 
 
-vectors = LangChainEmbeddings(embedding, query="query", dimensions=8, model_options={"device": "cpu"})
+cpu = {"device": "cpu"}
+vectors = LangChainEmbeddings(model=embedding, query="query", options={"dimensions": 8}, model_options=cpu)
 ranks = LangChainReranker(model=reranker, top_n=2, model_options={"device": "cpu"})
 documents = [Document(text, metadata={"place": i}) for i, text in enumerate(texts)]
 print(
