@@ -34,9 +34,8 @@ def loglikelihood(
     for i, (context, continuation) in enumerate(pairs):
         with errors_of(f"request {i}"):
             encoded.append(_cut(model, *encode_continuation(model.engine, context, continuation, encode)))
-    names = [f"request {i}" for i in range(len(encoded))]
-    scores = score_continuations(TextPasses(model.engine), encoded, names)
-    greedy = _are_greedy(model, encoded, scores, names)
+    scores = score_continuations(TextPasses(model.engine), encoded, "request {}".format)
+    greedy = _are_greedy(model, encoded, scores)
     return [
         (float(score.sum(dtype=np.float64)), is_greedy)
         for score, is_greedy in zip(scores, greedy, strict=True)
@@ -55,10 +54,7 @@ def encode_templated(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _are_greedy(
-    model: Model,
-    pairs: Sequence[tuple[Ids, Ids]],
-    scores: Sequence[npt.NDArray[np.float32]],
-    names: Sequence[str],
+    model: Model, pairs: Sequence[tuple[Ids, Ids]], scores: Sequence[npt.NDArray[np.float32]]
 ) -> list[bool]:
     """Whether each token of a continuation has the largest logit, for each pair.
 
@@ -85,7 +81,7 @@ def _are_greedy(
         _core.Request.greedy(scratch, np.concatenate([context, continuation[:-1]]), rows=len(continuation))
         for context, continuation in (pairs[i] for i in unsure)
     ]
-    for i, chosen in zip(unsure, passes.compute(requests, [names[i] for i in unsure]), strict=True):
+    for i, chosen in zip(unsure, passes.compute(requests, lambda i: f"request {unsure[i]}"), strict=True):
         greedy[i] = chosen == pairs[i][1].tolist()
     return greedy
 
@@ -109,7 +105,7 @@ def loglikelihood_rolling(model: Model, texts: Sequence[str]) -> list[float]:
             pairs.append(pair)
             owners.append(i)
     sums = [0.0] * len(texts)
-    scores = score_continuations(TextPasses(model.engine), pairs, [f"text {i}" for i in owners])
+    scores = score_continuations(TextPasses(model.engine), pairs, lambda i: f"text {owners[i]}")
     for i, score in zip(owners, scores, strict=True):
         sums[i] += float(score.sum(dtype=np.float64))
     return sums

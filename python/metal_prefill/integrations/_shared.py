@@ -74,8 +74,7 @@ class Embedder(Opened):
         return self._vectors([text], self.query)[0]
 
     def _vectors(self, texts: list[str], instruction: str | None) -> list[list[float]]:
-        vectors: list[list[float]] = self._model.embed(texts, instruction=instruction, **self.options).tolist()
-        return vectors
+        return list(self._model.embed(texts, instruction=instruction, **self.options).tolist())
 
 
 class Reranker(Opened):

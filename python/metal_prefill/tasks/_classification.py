@@ -135,23 +135,23 @@ def classify(
     def excess_of(i: int, text: str) -> int:
         return _excess(engine, pairs_of(i, text))
 
-    pairs, names, cut = [], [], []
+    def name_of(i: int) -> str:
+        return f"text {i // len(labels)}, label {labels[i % len(labels)]!r}"
+
+    pairs, cut = list[tuple[Ids, Ids]](), list[int]()
     for i, text in enumerate(all_texts):
         made = pairs_of(i, text)
         if rules.truncate == "end" and _excess(engine, made) > 0:
             kept = shortened(engine.tokenizer, text, partial(excess_of, i))
             made = pairs_of(i, kept)
             cut.append(i)
-        for label, (context, label_ids) in zip(labels, made, strict=True):
-            names.append(f"text {i}, label {label!r}")
-            check_length(engine, len(context) + len(label_ids) - 1, names[-1])
-        pairs += made
+        for context, label_ids in made:
+            check_length(engine, len(context) + len(label_ids) - 1, name_of(len(pairs)))
+            pairs.append((context, label_ids))
     warn_of_cut([i for i in cut if i < len(given)], len(given), engine.max_context, "text")
     shape = (len(all_texts), len(labels))
-    sums = np.array(
-        [scores.sum(dtype=np.float64) for scores in score_continuations(TextPasses(engine), pairs, names)]
-    )
-    likelihoods = sums.reshape(shape)
+    log_probs = score_continuations(TextPasses(engine), pairs, name_of)
+    likelihoods = np.array([of_label.sum(dtype=np.float64) for of_label in log_probs]).reshape(shape)
     lengths = np.array([len(label_ids) for _, label_ids in pairs], np.int64).reshape(shape)
     scores = likelihoods / lengths if normalize_length else likelihoods
     n = len(given)
@@ -168,8 +168,8 @@ def _excess(engine: Engine, pairs: Iterable[tuple[Ids, Ids]]) -> int:
 
 def head_logits(passes: TextPasses, prompts: Sequence[Ids], pairs: Sequence[int]) -> npt.NDArray[np.float64]:
     """Return the outputs of the classification head, ``[texts, labels]``; see `encode_for_head`."""
-    head, names = passes.engine.head, [f"text {i}" for i in range(len(prompts))]
-    states = pooled_states(passes, head.state, prompts, names, pairs)
+    head = passes.engine.head
+    states = pooled_states(passes, head.state, prompts, pairs)
     scores = np.array([logits_of(head, state) for state in states], np.float64)
     return scores.reshape(len(prompts), len(head.labels))
 

@@ -30,7 +30,7 @@ from metal_prefill.tasks._prompts import (
     text_role,
     unpooled_tokens,
 )
-from metal_prefill.tasks._text_passes import Block, Ids, TextPasses, finite, pooled_blocks
+from metal_prefill.tasks._text_passes import TEXT, Block, Ids, NameOf, TextPasses, finite, pooled_blocks
 
 Vectors = npt.NDArray[np.float32]
 DEFAULT_RULES = PromptRules()
@@ -338,11 +338,11 @@ def embed_encoded(
         passes,
         kind,
         [prompts[i] for i in distinct],
-        [f"text {i}" for i in distinct],
         [encoded.expansions[i] for i in distinct],
         normalize=normalize,
         dimensions=dimensions,
         unpooled=encoded.unpooled,
+        name_of=lambda i: f"text {distinct[i]}",
     )
     # Where a text has no tokens, the row after those of the others is left.
     vectors = np.zeros((0 if kind == "none" else len(prompts), width), np.float32)
@@ -368,19 +368,19 @@ def vector_blocks(
     passes: TextPasses,
     pooling: Pooling,
     prompts: Sequence[Ids],
-    names: Sequence[str],
     expansions: Sequence[int] = (),
     *,
     normalize: bool = True,
     dimensions: int | None = None,
     unpooled: int = 0,
+    name_of: NameOf = TEXT,
 ) -> Iterator[Block]:
     """Yield the vectors of the prompts of each pass, or with pooling "none" those of all tokens of each.
 
-    `names` are those of the prompts in errors. For `expansions` and `unpooled` see `pooled_blocks`.
+    For `expansions`, `unpooled` and `name_of` see `pooled_blocks`.
     """
     head = passes.engine.head
-    for block in pooled_blocks(passes, pooling, prompts, names, expansions, unpooled=unpooled):
+    for block in pooled_blocks(passes, pooling, prompts, expansions, unpooled=unpooled, name_of=name_of):
         if head.steps and (pooling != "none" or head.per_token):
             block = [embedding_of(head, states) for states in block]
         if pooling != "none":

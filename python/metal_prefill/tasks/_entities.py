@@ -199,7 +199,7 @@ def _candidates(
     """Yield each text with first word, last word and label of each part that may be an entity."""
     filled = [i for i, item in enumerate(encoded.texts) if item.places]
     prompts = [encoded.texts[i].ids for i in filled]
-    states = pooled_states(passes, "none", prompts, [f"text {i}" for i in filled])
+    states = pooled_states(passes, "none", prompts, name_of=lambda i: f"text {filled[i]}")
     pooled, head = passes.engine.head, _head_of(passes.engine)
     separate = _label_vectors(passes.engine, encoded)
     for item in encoded.texts:

@@ -11,7 +11,7 @@ from metal_prefill.engine import Engine
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.tasks._embedding import check_length
 from metal_prefill.tasks._prompts import PromptRules
-from metal_prefill.tasks._text_passes import Ids, TextPasses
+from metal_prefill.tasks._text_passes import Ids, NameOf, TextPasses
 
 
 class EncodedPair(NamedTuple):
@@ -88,7 +88,7 @@ def encode_continuation(
 
 
 def score_continuations(
-    passes: TextPasses, pairs: Sequence[tuple[Ids, Ids]], names: Sequence[str]
+    passes: TextPasses, pairs: Sequence[tuple[Ids, Ids]], name_of: NameOf
 ) -> list[npt.NDArray[np.float32]]:
     """Return the log probability of each token of each continuation, given its context.
 
@@ -97,4 +97,4 @@ def score_continuations(
     """
     scratch = passes.scratch()
     requests = [_core.Request.log_probs(scratch, np.concatenate(pair), rows=len(pair[1])) for pair in pairs]
-    return passes.compute(requests, names)
+    return passes.compute(requests, name_of)

@@ -319,10 +319,14 @@ def _filled_templates(
 def _late_scores(passes: TextPasses, query: EncodedText, documents: Sequence[Ids]) -> Scores:
     """Return the MaxSim score of each document, without the tokens that the model skips."""
     skipped = document_role(passes.engine).skipped
-    names = ["the query", *(f"document {i}" for i in range(len(documents)))]
     expansions = [query.expansion, *(0 for _ in documents)]
     prompts = [np.array(query.ids, np.int32), *documents]
-    vectors = chain.from_iterable(vector_blocks(passes, "none", prompts, names, expansions))
+
+    def name_of(i: int) -> str:
+        return f"document {i - 1}" if i else "the query"
+
+    blocks = vector_blocks(passes, "none", prompts, expansions, name_of=name_of)
+    vectors = chain.from_iterable(blocks)
     asked = next(vectors)
     return maxsim(asked, (v[~np.isin(ids, skipped)] for ids, v in zip(documents, vectors, strict=True)))
 
@@ -333,9 +337,8 @@ def scores_of(passes: TextPasses, prompts: Sequence[Ids], label: str | None = No
     A shared prefix is computed once. The sigmoid of different logits above 37 is 1.
     """
     logit, has_sigmoid = _scorer(passes.engine, label)
-    names = [f"document {i}" for i in range(len(prompts))]
     pairs = range(0 if passes.engine.config.has_head else len(prompts))
-    states = pooled_states(passes, passes.engine.head.state, prompts, names, pairs)
+    states = pooled_states(passes, passes.engine.head.state, prompts, pairs, "document {}".format)
     logits = np.array([logit(state) for state in states])
     return sigmoid(logits) if has_sigmoid else logits, logits
 

@@ -26,6 +26,8 @@ from metal_prefill.tasks._text_passes import Ids, TextPasses
 BatchOutput: TypeAlias = Literal["none", "greedy", "logits", "log_probs", "hidden", "residual"]
 OutputRows: TypeAlias = int | Literal["all"] | None
 
+PROMPT = "prompt {}".format
+
 _OUTPUTS: dict[str, BatchOutput] = {name: name for name in get_args(BatchOutput)}
 
 
@@ -138,11 +140,7 @@ def score_many(
     passes = TextPasses(engine)
     scratch = passes.scratch()
     requests = [_core.Request.log_probs(scratch, ids, len(ids) - 1) for ids in checked]
-    return passes.compute(requests, _names(requests), progress)
-
-
-def _names(requests: Sequence[object]) -> list[str]:
-    return [f"prompt {i}" for i in range(len(requests))]
+    return passes.compute(requests, PROMPT, progress)
 
 
 def score(model: EngineOwner, tokens: TokenIds, *, progress: Progress | None = None) -> Logits:
@@ -192,7 +190,7 @@ def forward_prompts(
     passes = TextPasses(engine)
     scratch, make = passes.scratch(), _core.Request.logits if return_logits else _core.Request.greedy
     requests = [make(scratch, ids) for ids in checked]
-    results = passes.compute(requests, _names(requests), progress)
+    results = passes.compute(requests, PROMPT, progress)
     if return_logits:
         return np.array(results, np.float32).reshape(len(checked), vocab_size)
     return np.array(results, np.int64).reshape(len(checked))

@@ -127,8 +127,7 @@ def sparse_vectors(
         for ids in map(np.unique, prompts):
             yield _largest(ids, engine.head.matrix(QUERY_WEIGHTS)[ids], most)
         return
-    names = [f"text {i}" for i in range(len(prompts))]
-    for ids, states in zip(prompts, pooled_states(TextPasses(engine), "none", prompts, names), strict=True):
+    for ids, states in zip(prompts, pooled_states(TextPasses(engine), "none", prompts), strict=True):
         if engine.head.weighs_tokens:
             yield token_weights(engine, ids, states, most)
             continue
@@ -216,10 +215,10 @@ def embed_hybrid(
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
     encoded = encode_texts(engine, texts, rules=rules)
     warn_of_cut(encoded.cut, len(encoded.prompts), engine.max_context, "text")
-    names = [f"text {i}" for i in range(len(encoded.prompts))]
-    found = HybridVectors(np.empty((len(names), vector_width(engine, pooling, None)), np.float32), [], [])
-    all_states = pooled_states(TextPasses(engine), "none", encoded.prompts, names)
-    for states in reported(all_states, len(names), progress):
+    count = len(encoded.prompts)
+    found = HybridVectors(np.empty((count, vector_width(engine, pooling, None)), np.float32), [], [])
+    all_states = pooled_states(TextPasses(engine), "none", encoded.prompts)
+    for states in reported(all_states, count, progress):
         i = len(found.tokens)
         vector = embedding_of(head, pooled(states, pooling))
         found.dense[i] = vector[: found.dense.shape[1]]

@@ -1,6 +1,6 @@
 """Passes over many texts that are each computed once, without keeping their K and V."""
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,6 +17,8 @@ from metal_prefill.tasks._prompts import query_expansion
 Ids = npt.NDArray[np.int32]
 # Vectors of several texts, [texts, dim], or an array for each text.
 Block: TypeAlias = npt.NDArray[np.float32] | list[npt.NDArray[np.float32]]
+NameOf: TypeAlias = Callable[[int], str]  # returns the name of a text in errors, given its index
+TEXT: NameOf = "text {}".format
 Item = TypeVar("Item")
 Array = TypeVar("Array", bound=npt.NDArray[Any])
 
@@ -41,7 +43,7 @@ class TextPasses:
         return _core.Scratch(self.engine.core)
 
     def compute(
-        self, requests: Sequence[_core.Request], names: Sequence[str], progress: Progress | None = None
+        self, requests: Sequence[_core.Request], name_of: NameOf, progress: Progress | None = None
     ) -> list[Any]:
         """Return the result of each request; the first error is raised with the name of its text.
 
@@ -54,16 +56,16 @@ class TextPasses:
                 None if progress is None else partial(_report, progress, some, len(results), len(requests))
             )
             results += self.run(some, report)
-            self.check(results[part], names[part])
+            self.check(results[part], name_of, part.start)
         return results
 
-    def check(self, results: Sequence[Any], names: Sequence[str]) -> None:
-        """Raise the first exception among results with the name of its text, such as "text 3"."""
-        for name, result in zip(names, results, strict=True):
+    def check(self, results: Sequence[Any], name_of: NameOf, first: int = 0) -> None:
+        """Raise the first exception among results, which begin with that of a text, with the text's name."""
+        for i, result in enumerate(results, first):
             if isinstance(result, Exception):
                 too_narrow = isinstance(result, NumericalError) and self.engine.kv_dtype == "f16"
                 hint = "; if keys or values exceed 65504, kv_dtype='f32' stores them" if too_narrow else ""
-                raise type(result)(f"{name}: {result}{hint}") from result
+                raise type(result)(f"{name_of(i)}: {result}{hint}") from result
 
 
 def reported(items: Iterable[Item], count: int, progress: Progress | None) -> Iterator[Item]:
@@ -101,14 +103,14 @@ def pooled_states(
     passes: TextPasses,
     pooling: Pooling,
     prompts: Sequence[Ids],
-    names: Sequence[str],
     pairs: Container[int] = (),
+    name_of: NameOf = TEXT,
 ) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the pooled hidden states of each prompt, ``[dim]``, or all of them, ``[n, dim]``.
 
-    `pairs` are the indices of prompts with two texts.
+    `pairs` are the indices of prompts with two texts; `name_of` returns the names of prompts in errors.
     """
-    for block in pooled_blocks(passes, pooling, prompts, names, pairs=pairs):
+    for block in pooled_blocks(passes, pooling, prompts, pairs=pairs, name_of=name_of):
         yield from block
 
 
@@ -116,10 +118,10 @@ def pooled_blocks(
     passes: TextPasses,
     pooling: Pooling,
     prompts: Sequence[Ids],
-    names: Sequence[str],
     expansions: Sequence[int] = (),
     pairs: Container[int] = (),
     unpooled: int = 0,
+    name_of: NameOf = TEXT,
 ) -> Iterator[Block]:
     """Yield what `pooled_states` does for several prompts together; a shared prefix is computed once.
 
@@ -127,7 +129,7 @@ def pooled_blocks(
     out the first `unpooled` tokens of each prompt.
     """
     if pooling != "none" and (unpooled or pooling not in _ENGINE_POOLINGS):
-        for block in pooled_blocks(passes, "none", prompts, names, expansions, pairs):
+        for block in pooled_blocks(passes, "none", prompts, expansions, pairs, name_of=name_of):
             yield [pooled(states, pooling, unpooled) for states in block]
         return
     if not passes.engine.config.causal:  # each prompt goes through the layers whole
@@ -139,7 +141,7 @@ def pooled_blocks(
         for part in _slices(list(map(len, prompts)), MOST_STATES):
             results = whole_texts(passes, prompts[part], pooling, expansions[part], seen=seen)
             if isinstance(results, list):
-                passes.check(results, names[part])
+                passes.check(results, name_of, part.start)
             yield results
         return
     rows = [1 if pooling == "last" else len(ids) for ids in prompts]
@@ -148,7 +150,7 @@ def pooled_blocks(
         requests = [
             _core.Request.hidden(scratch, ids, n) for ids, n in zip(prompts[part], rows[part], strict=True)
         ]
-        found = passes.compute(requests, names[part])
+        found = passes.compute(requests, lambda i, first=part.start: name_of(first + i))
         states = [values.reshape(-1, passes.engine.config.dim) for values in found]
         if pooling == "none":
             yield states

@@ -199,8 +199,8 @@ def _found(engine: Engine, spanned: Sequence[_SpannedText], decoding: _Decoding)
     """Yield the entities of each text."""
     head, begin = engine.head, len(engine.tokenizer.frame.begin)
     filled = [i for i, item in enumerate(spanned) if item.spans]
-    names, prompts = [f"text {i}" for i in filled], [spanned[i].ids for i in filled]
-    states = pooled_states(TextPasses(engine), "none", prompts, names)
+    prompts = [spanned[i].ids for i in filled]
+    states = pooled_states(TextPasses(engine), "none", prompts, name_of=lambda i: f"text {filled[i]}")
     for item in spanned:
         if not item.spans:
             yield []

@@ -109,8 +109,8 @@ def test_a_text_that_fails_is_named_and_the_others_can_be_computed(file_of: File
         passes = TextPasses(model.engine)
         good, bad = np.array([1, 2, 3], np.int32), np.array([1, model.config.vocab_size], np.int32)
         with pytest.raises(ValueError, match=rf"^text 1: token id {model.config.vocab_size} at index 1 "):
-            list(pooled_states(passes, "mean", [good, bad], ["text 0", "text 1"]))
-        alone = list(pooled_states(passes, "mean", [good], ["text 0"]))
+            list(pooled_states(passes, "mean", [good, bad]))
+        alone = list(pooled_states(passes, "mean", [good]))
         assert alone[0].shape == (DIM,)
         assert np.all(np.isfinite(alone[0]))
 
@@ -125,10 +125,9 @@ def test_pooled_states_are_those_of_all_tokens(
         monkeypatch.setattr(_text_passes, "MOST_STATES", 7)  # of several calls
         passes = TextPasses(model.engine)
         texts = [np.arange(1, n + 1, dtype=np.int32) for n in (3, 4, 1, 9, 2)]
-        names = [f"text {i}" for i in range(5)]
-        whole = list(pooled_states(passes, "none", texts, names))
+        whole = list(pooled_states(passes, "none", texts))
         assert [len(states) for states in whole] == [3, 4, 1, 9, 2]
-        for states, vector in zip(whole, pooled_states(passes, pooling, texts, names), strict=True):
+        for states, vector in zip(whole, pooled_states(passes, pooling, texts), strict=True):
             expected = {"mean": states.mean(axis=0, dtype=np.float64), "cls": states[0], "last": states[-1]}
             assert np.array_equal(vector, expected[pooling].astype(np.float32))
 
@@ -139,8 +138,8 @@ def test_states_of_any_width_are_pooled(tmp_path: Path) -> None:
         folder = encoder_folders.bert(tmp_path / f"{width}", 1, Size(width, 2, 16, 1)).write()
         with opened(convert(folder, tmp_path / f"{width}.gguf")) as model:
             passes, texts = TextPasses(model.engine), [np.arange(1, 6, dtype=np.int32)]
-            (states,) = pooled_states(passes, "none", texts, ["text"])
-            (vector,) = pooled_states(passes, "mean", texts, ["text"])
+            (states,) = pooled_states(passes, "none", texts)
+            (vector,) = pooled_states(passes, "mean", texts)
             assert np.array_equal(vector, states.mean(axis=0, dtype=np.float64).astype(np.float32))
 
 
@@ -163,7 +162,7 @@ def test_a_state_that_is_nan_ends_its_text_alone(
         for state, expected in zip((first, last), whole_texts(passes, texts[::2], pooling), strict=True):
             assert np.array_equal(state, expected)
         with pytest.raises(NumericalError, match="text 1: the hidden state of the token at position 3"):
-            list(pooled_blocks(passes, pooling, texts, [f"text {i}" for i in range(3)], [0, 1, 0]))
+            list(pooled_blocks(passes, pooling, texts, [0, 1, 0]))
 
 
 def test_texts_of_causal_models_are_not_pooled_in_their_pass(demo: Model) -> None:

@@ -68,9 +68,8 @@ class _Ours(Engine):
         return [piece.token for piece in pieces]
 
     def embed(self, texts: list[Ids]) -> Vectors:
-        names = [f"text {i}" for i in range(len(texts))]
         passes = TextPasses(self._model.engine)
-        return np.concatenate(list(vector_blocks(passes, check_pooling(passes.engine, None), texts, names)))
+        return np.concatenate(list(vector_blocks(passes, check_pooling(passes.engine, None), texts)))
 
 
 load = _Ours
