@@ -16,7 +16,7 @@ from support.scheduled_texts import alone
 from support.servers.running_server import Gate, Running, events, read_all, request_bytes, running, wait_until
 
 from metal_prefill import Model, serve
-from metal_prefill.serve import _connections, _endpoint
+from metal_prefill.serve import _connections, _service
 
 BODY: dict[str, Any] = {"prompt": "ROMEO:\n", "max_tokens": 2, "temperature": 0}
 LARGE = request_bytes({"prompt": "a" * 900, "max_tokens": 9, "temperature": 0})
@@ -136,7 +136,7 @@ def test_connections_beyond_the_limit_are_refused_until_one_is_closed(cpu_model:
 def test_concurrent_bodies_have_a_total_limit(cpu_model: Model) -> None:
     with running(cpu_model, max_body=LARGEST) as server, ExitStack() as stack:
         clients: list[socket.socket] = []
-        for _ in range(_endpoint.HELD + 1):
+        for _ in range(_service.HELD + 1):
             clients.append(stack.enter_context(server.connect()))
             clients[-1].sendall(LARGE[:-2])
         (refused,) = select.select(clients, [], [], 60)[0]
@@ -149,9 +149,9 @@ def test_concurrent_bodies_have_a_total_limit(cpu_model: Model) -> None:
 
 
 def test_bodies_of_requests_being_answered_count_towards_the_limit(cpu_model: Model) -> None:
-    with running(cpu_model, max_body=LARGEST, max_streams=_endpoint.HELD) as server, ExitStack() as stack:
+    with running(cpu_model, max_body=LARGEST, max_streams=_service.HELD) as server, ExitStack() as stack:
         gate = Gate(server.service)
-        for i in range(_endpoint.HELD):
+        for i in range(_service.HELD):
             stack.enter_context(server.connect()).sendall(LARGE)
             wait_until(lambda count=i + 1: server.service._texts == count)
         assert server.post("/v1/completions", BODY).status_code == 503
@@ -163,22 +163,22 @@ def test_bodies_of_requests_being_answered_count_towards_the_limit(cpu_model: Mo
 def test_answers_that_are_not_read_have_a_total_limit(
     cpu_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_endpoint, "MOST_UNSENT", 6000)
+    monkeypatch.setattr(_service, "MOST_UNSENT", 6000)
     with running(cpu_model, send_buffer=BUFFER) as server:
         with server.connect(BUFFER) as connection:
             connection.sendall(request_bytes({**BODY, "n": 64, "logprobs": 20, "max_tokens": 16}))
-            wait_until(lambda: server.bodies.answers.size > 6000)
+            wait_until(lambda: server.service.answers.size > 6000)
             assert server.service._texts == 0
             refused = server.refused("/v1/completions", BODY, 503)
             assert "have not received exceed 6000 bytes" in refused["message"]
-        wait_until(lambda: server.bodies.answers.size == 0)
+        wait_until(lambda: server.service.answers.size == 0)
         assert server.post("/v1/completions", BODY).status_code == 200
 
 
 def test_the_server_buffers_only_a_part_of_an_answer(cpu_model: Model) -> None:
     with running(cpu_model, send_buffer=BUFFER) as server, server.connect(BUFFER) as connection:
         connection.sendall(request_bytes({"tokens": [70] * 1_000_000}, "/detokenize"))
-        wait_until(lambda: server.bodies.answers.size > 2_000_000)
+        wait_until(lambda: server.service.answers.size > 2_000_000)
         (protocol,) = server.protocols
         wait_until(lambda: protocol.transport.get_write_buffer_size() > 0)
         assert protocol.transport.get_write_buffer_size() < 1_000_000

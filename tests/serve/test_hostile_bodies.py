@@ -13,9 +13,8 @@ from support.servers.running_server import POST, Running, read_all
 
 from metal_prefill import Model
 from metal_prefill._support.messages import MOST_CHARACTERS
-from metal_prefill.serve import Settings, _connections, _endpoint, _service
+from metal_prefill.serve import _connections, _endpoint, _service
 from metal_prefill.serve._completions import CompletionChoice, prompts_of
-from metal_prefill.serve._endpoint import Bodies
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import LARGE, MOST_VALUES, CompletionForm, RerankForm, decode
 from metal_prefill.serve._service import MOST_TEXT
@@ -156,13 +155,12 @@ def test_a_text_that_cannot_fit_is_rejected_before_it_is_encoded(
         assert "tokens exceeds the context of 1024" in error["message"]
 
 
-def test_large_bodies_are_prepared_one_at_a_time() -> None:
+def test_large_bodies_are_prepared_one_at_a_time(server: Running) -> None:
     async def run() -> None:
-        bodies = Bodies(Settings())
         order: list[str] = []
 
         async def prepare(name: str, size: int, ready: asyncio.Event) -> None:
-            async with bodies.turn(size) as end_turn:
+            async with server.service.turn(size) as end_turn:
                 order.append(name)
                 await ready.wait()
                 end_turn()

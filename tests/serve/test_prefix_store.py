@@ -19,7 +19,7 @@ from support.tools import CHATML
 
 from metal_prefill import Model
 from metal_prefill.serve import Settings
-from metal_prefill.serve._endpoint import prefix_key, prefix_namespace
+from metal_prefill.serve._endpoint import prefix_namespace
 from metal_prefill.serve._prefix_store import RECENT_PROMPTS, PrefixStore
 
 SYSTEM = "A room in the castle. Enter HAMLET, the king, and players, who speak of what they saw. " * 10
@@ -205,25 +205,18 @@ def test_keys_of_the_server_and_of_the_cache_separate_requests(
         assert cached(server, KEYS[1]) == (0 if separate else len(PROMPT) - 1)
 
 
+def namespace(key: str, cache_key: str | None, **limits: Any) -> str:
+    headers = Headers({"Authorization": f"Bearer {key}"})
+    return prefix_namespace(Settings(**{"api_keys": KEYS, **limits}), headers, cache_key)
+
+
 def test_namespaces_of_distinct_key_pairs_differ() -> None:
-    pairs = [
-        (b"", None), (b"a", None), (b"b", None), (b"", "a"), (b"a", "a"), (b"a", "b"), (b"ab", ""),
-        (b"a", "ab"),
-    ]  # fmt: skip
-    namespaces = [prefix_namespace(key, cache_key) for key, cache_key in pairs]
+    pairs = [("", None), ("a", None), ("b", None), ("", "a"), ("a", "a"), ("a", "b"), ("ab", ""), ("a", "ab")]
+    namespaces = [namespace(*pair) for pair in pairs]
     assert len(set(namespaces)) == len(pairs)
-    assert namespaces[0] == ""
-    assert prefix_namespace(b"secret", None) == prefix_namespace(b"secret", "")
-    assert all("secret" not in prefix_namespace(b"secret", word) for word in (None, "secret"))
-
-
-def test_the_spelling_of_a_key_in_its_header_does_not_matter() -> None:
-    settings = Settings(api_keys=["key"])
-    spelt = [
-        prefix_key(settings, Headers({"Authorization": text})) for text in ("Bearer key", "bearer  key ")
-    ]
-    assert spelt == [b"key", b"key"]
-    assert prefix_key(Settings(), Headers({"Authorization": "Bearer key"})) == b""
+    assert namespaces[0] == namespace("a", None, api_keys=()) == namespace("a", "", share_prefixes=True) == ""
+    assert namespace("secret", None) == namespace("  secret ", "")
+    assert all("secret" not in namespace("secret", word) for word in (None, "secret"))
 
 
 def store_prefix(server: Running, key: str) -> None:

@@ -1,30 +1,19 @@
-"""Routes of the server, access to them, and the static files of its page.
-
-A page of another site, which a browser on the same machine shows, can send requests to any address. Its
-``Origin`` identifies it, unless the name of its site resolves to this server (DNS rebinding): then ``Host``
-is that name.
-"""
+"""Routes of the server, and the static files of its page."""
 
 import hashlib
-import hmac
-import ipaddress
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_prefill.model import Model
 from metal_prefill.serve._activity import pass_number
@@ -32,13 +21,14 @@ from metal_prefill.serve._chat import chat
 from metal_prefill.serve._completions import complete, detokenize, tokenize
 from metal_prefill.serve._endpoint import (
     OPENAI,
-    Bodies,
     Endpoint,
+    Guard,
     Reply,
     Style,
-    given_key,
-    prefix_key,
+    foreign,
+    keyless,
     prefix_namespace,
+    server_names,
 )
 from metal_prefill.serve._errors import ApiError, answer_error
 from metal_prefill.serve._forms import (
@@ -65,9 +55,9 @@ _Form = TypeVar("_Form", bound=Form)
 
 
 def make_app(model: Model, settings: Settings) -> Starlette:
-    """Return the ASGI application, whose ``state`` has the :class:`Service` and the :class:`Bodies`."""
+    """Return the ASGI application, whose ``state`` has the :class:`Service`."""
     let_threads_run()
-    service, bodies = Service(model, settings), Bodies(settings)
+    service = Service(model, settings)
 
     async def described(name: str) -> dict[str, object]:
         return {
@@ -93,7 +83,7 @@ def make_app(model: Model, settings: Settings) -> Starlette:
         return Response(service.metrics.page(), media_type=service.metrics.content_type)
 
     async def activity(request: Request) -> Response:
-        namespace = prefix_namespace(prefix_key(settings, request.headers), None)
+        namespace = prefix_namespace(settings, request.headers, None)
         since = pass_number(request)
         return JSONResponse(await service.inspect(lambda: service.activity.described(namespace, since)))
 
@@ -109,7 +99,7 @@ def make_app(model: Model, settings: Settings) -> Starlette:
     origins = list(settings.cors_origins)
     middleware = [
         Middleware(
-            Guard, problem_of=partial(foreign, _names(settings), {origin.lower() for origin in origins})
+            Guard, problem_of=partial(foreign, server_names(settings), {origin.lower() for origin in origins})
         )
     ]
     if origins:
@@ -132,7 +122,7 @@ def make_app(model: Model, settings: Settings) -> Starlette:
         answer: Callable[[Service, _Form, Reply], Awaitable[None]],
         style: Style = OPENAI,
     ) -> Route:
-        return Route(path, Endpoint(service, bodies, form, answer, style), methods=["POST"])
+        return Route(path, Endpoint(service, form, answer, style), methods=["POST"])
 
     app = Starlette(
         routes=[
@@ -161,84 +151,8 @@ def make_app(model: Model, settings: Settings) -> Starlette:
         # Starlette writes a traceback to the log for errors that only the handler of `Exception` answers.
         exception_handlers=dict.fromkeys((HTTPException, ApiError, Exception), answer_error),
     )
-    app.state.service, app.state.bodies = service, bodies
+    app.state.service = service
     return app
-
-
-class Guard:
-    """Middleware that refuses requests in which a function finds a problem."""
-
-    def __init__(self, app: ASGIApp, problem_of: Callable[[Scope], ApiError | None]) -> None:
-        self._app, self._problem_of = app, problem_of
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._problem_of(scope) if scope["type"] == "http" else None
-        await (self._app if error is None else error.response())(scope, receive, send)
-
-
-def _names(settings: Settings) -> set[str]:
-    """Return names of the server besides IP addresses; ``*`` allows all."""
-    machine = socket.gethostname().lower()
-    return {"localhost", machine, f"{machine}.local", *map(str.lower, settings.allowed_hosts)}
-
-
-def foreign(names: Collection[str], origins: Collection[str], scope: Scope) -> ApiError | None:
-    """Return the error for a request with a foreign ``Host`` or ``Origin``.
-
-    `origins` are those of pages that may use the server besides its own; ``*`` allows all.
-    """
-    headers = Headers(scope=scope)
-    host, origin = headers.get("host", "localhost"), headers.get("origin")
-    if not _allows(names, host):
-        return ApiError(
-            f"{host!r} is not a name of this server; --allowed-host adds names",
-            status=403,
-            code="foreign_host",
-        )
-    if origin is None or "*" in origins or origin.lower() in origins:
-        return None
-    if origin.lower().partition("://")[2] == host.lower():
-        return None
-    return ApiError(
-        f"pages of {origin!r} may not use this server; --cors-origin allows origins",
-        status=403,
-        code="foreign_origin",
-    )
-
-
-def _allows(names: Collection[str], host: str) -> bool:
-    try:
-        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-    except ValueError:
-        return False
-    if name in names or name.endswith(".localhost") or "*" in names:
-        return True
-    try:
-        ipaddress.ip_address(name)  # no site has an address as its name
-    except ValueError:
-        return False
-    return True
-
-
-def keyless(keys: Collection[bytes], open_paths: Collection[str], scope: Scope) -> ApiError | None:
-    """Return the error for a request without a key to a path that is not open.
-
-    The key is in ``Authorization: Bearer KEY`` or, as Anthropic's clients send it, in ``X-Api-Key: KEY``.
-    """
-    if _path_of(scope) in open_paths:
-        return None
-    given = given_key(Headers(scope=scope))
-    # All keys are compared, each in constant time, so that the time reveals nothing about them.
-    if sum(hmac.compare_digest(given, known) for known in keys) > 0:
-        return None
-    problem = "Incorrect API key provided" if given else "You didn't provide an API key"
-    return ApiError(problem, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-
-def _path_of(scope: Scope) -> str:
-    """Return the path of a request relative to the mount point of the application."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 _PAGE_FOLDER = Path(__file__).parent / "page"

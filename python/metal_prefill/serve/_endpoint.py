@@ -1,32 +1,38 @@
-"""Request handling: read and validate the body, answer until done or the client disconnects.
+"""Request handling: check access, read the body, answer until done or the client disconnects.
 
 An answer is one JSON body, or a stream of server-sent events.
+
+A page of another site, which a browser on the same machine shows, can send requests to any address. Its
+``Origin`` identifies it, unless the name of its site resolves to this server (DNS rebinding): then ``Host``
+is that name.
 """
 
 import hashlib
+import hmac
+import ipaddress
+import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import anyio
 import anyio.lowlevel
 import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_prefill.errors import ClosedError, ContextOverflowError
 from metal_prefill.serve._errors import CLOSE, NO_RETRY, ApiError, api_error, log
 from metal_prefill.serve._forms import LARGE, Form, decode
-from metal_prefill.serve._service import InFlight, Service
+from metal_prefill.serve._service import Service
 from metal_prefill.serve._settings import Settings
 
 _PIECE = 1 << 18  # bytes of an answer that are sent at a time
-HELD = 32  # requests of the largest size that may be in flight, or more smaller ones
-MOST_UNSENT = 1 << 28  # bytes of answers, other than streams, that clients have not received
 CLOSING_SECONDS = 2  # time limit for a client to receive the end of an answer when the server closes
 
 _Form = TypeVar("_Form", bound=Form)
@@ -56,17 +62,10 @@ class Reply:
     model = ""  # name by which it selects the model
     end_turn: Callable[[], None]  # to be called once it is prepared
 
-    def __init__(
-        self,
-        send: Send,  # ASGI's send function
-        send_seconds: float,  # time limit in seconds for the client to receive a piece
-        unreceived: InFlight,  # bytes of answers that clients have not received
-        style: Style,  # format of errors and events
-    ) -> None:
+    def __init__(self, send: Send, service: Service, style: Style) -> None:
+        self._send = send  # ASGI's function
+        self._service = service
         self._style = style
-        self._send = send
-        self._unreceived = unreceived
-        self._seconds = send_seconds
         self._begun = self._events = self._complete = False
         # HTTP status of the answer; until one is sent, 499, which nginx logs for clients that disconnect.
         self.status = 499
@@ -80,15 +79,13 @@ class Reply:
         await self._begin(
             status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
         )
-        with self._unreceived.holding(len(body)):
+        with self._service.answers.holding(len(body)):
             # A server keeps what its client has not received: it gets the next piece once it has sent most.
             for end in range(_PIECE, len(body) + _PIECE, _PIECE):
                 await self._body(body[end - _PIECE : end], more=end < len(body))
 
-    async def pieces(
-        self, parts: Iterator[bytes], size: int, prepare: Callable[[Callable[[], bytes]], Awaitable[bytes]]
-    ) -> None:
-        """Send a JSON answer that is made while it is sent, by calls of `prepare`.
+    async def pieces(self, parts: Iterator[bytes], size: int) -> None:
+        """Send a JSON answer that is made while it is sent, in threads.
 
         `size` is the number of bytes that it is made of, which count as not received until its end.
         """
@@ -101,15 +98,15 @@ class Reply:
                     break
             return bytes(made)
 
-        made = await prepare(piece)
+        made = await self._service.prepare(piece)
         if len(made) < _PIECE:
             await self.encoded(made)
             return
-        with self._unreceived.holding(size):
+        with self._service.answers.holding(size):
             await self._begin(200, {"content-type": "application/json"})
             while made:
                 await self._body(made, more=True)
-                made = await prepare(piece)
+                made = await self._service.prepare(piece)
             await self._body(b"", more=False)
 
     async def events(self, *contents: Any) -> None:
@@ -146,58 +143,37 @@ class Reply:
 
     async def _body(self, body: bytes, more: bool) -> None:
         self._complete = not more
-        with anyio.move_on_after(self._seconds) as scope:
+        with anyio.move_on_after(self._service.settings.send_seconds) as scope:
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
             await anyio.lowlevel.checkpoint()  # uvicorn learns that the client has gone before the next piece
         if scope.cancelled_caught:
             raise StalledClientError
 
 
-class Bodies:
-    """Reader of the request bodies of a server."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._limit = settings.max_body
-        self._seconds = settings.body_seconds
-        # Requests that arrive or are answered.
-        self.requests = InFlight("requests in flight", HELD * self._limit)
-        # Answers that are being sent.
-        self.answers = InFlight("answers that clients have not received", MOST_UNSENT)
-        self._turns = anyio.Semaphore(1)
-
-    async def read(self, request: Request) -> bytes:
-        """Read a body; raise `ApiError` if it is not JSON, too large or slow, or too many are in flight."""
-        _check_type(request.headers)
-        limit = self._limit
-        stated = request.headers.get("content-length", "0")
-        if stated.isdigit() and int(stated) > limit:
-            raise _too_large(limit)
-        body = bytearray()
-        with self.requests.holding() as held, anyio.move_on_after(self._seconds) as scope:
-            async for piece in request.stream():
-                body += piece
-                held.add(len(piece))
-                if len(body) > limit:
-                    raise _too_large(limit)
-                self.requests.check()
-                self.answers.check()
-        if scope.cancelled_caught:
-            raise ApiError(
-                f"the body did not arrive within {self._seconds:g} s",
-                status=408,
-                code="body_timeout",
-                headers=CLOSE,
-            )
-        return bytes(body)
-
-    @asynccontextmanager
-    async def turn(self, size: int) -> AsyncIterator[Callable[[], None]]:
-        """Wait for the turn of a body of `size` bytes, which the returned function ends early."""
-        with ExitStack() as held:
-            if size > LARGE:
-                await self._turns.acquire()
-                held.callback(self._turns.release)
-            yield held.close
+async def _body_of(request: Request, service: Service) -> bytes:
+    """Read a body; raise `ApiError` if it is not JSON, too large or slow, or too many are in flight."""
+    _check_type(request.headers)
+    limit, seconds = service.settings.max_body, service.settings.body_seconds
+    stated = request.headers.get("content-length", "0")
+    if stated.isdigit() and int(stated) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    with service.requests.holding() as held, anyio.move_on_after(seconds) as scope:
+        async for piece in request.stream():
+            body += piece
+            held.add(len(piece))
+            if len(body) > limit:
+                raise _too_large(limit)
+            service.requests.check()
+            service.answers.check()
+    if scope.cancelled_caught:
+        raise ApiError(
+            f"the body did not arrive within {seconds:g} s",
+            status=408,
+            code="body_timeout",
+            headers=CLOSE,
+        )
+    return bytes(body)
 
 
 def _too_large(limit: int) -> ApiError:
@@ -231,29 +207,28 @@ class Endpoint(Generic[_Form]):
     """An ASGI application for one path."""
 
     service: Service
-    bodies: Bodies
     form: type[_Form]  # of requests
     answer: Callable[[Service, _Form, Reply], Awaitable[None]]  # answers a request
     style: Style = OPENAI
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        settings, metrics = self.service.settings, self.service.metrics
-        reply = Reply(send, settings.send_seconds, self.bodies.answers, self.style)
+        service, metrics = self.service, self.service.metrics
+        reply = Reply(send, service, self.style)
         begin = time.perf_counter()
         try:
             async with anyio.create_task_group() as group:
-                with self.service.answering() as answering:
+                with service.answering() as answering:
                     request = Request(scope, receive)
                     try:
-                        body = await self.bodies.read(request)
+                        body = await _body_of(request, service)
                     except ApiError as error:
                         await reply.error(error)
                     except ClientDisconnect:
                         pass
                     else:
                         group.start_soon(_cancel_after_disconnect, receive, group.cancel_scope)
-                        with self.bodies.requests.holding(len(body)):
-                            await self._reply(body, reply, prefix_key(settings, request.headers))
+                        with service.requests.holding(len(body)):
+                            await self._reply(body, reply, request.headers)
                 if answering.cancelled_caught:
                     with anyio.move_on_after(CLOSING_SECONDS), suppress(StalledClientError, OSError):
                         await reply.error(ClosedError("the server is closing"))
@@ -262,23 +237,23 @@ class Endpoint(Generic[_Form]):
             metrics.requests.labels(scope["path"], reply.status).inc()
             metrics.request_seconds.labels(scope["path"]).observe(time.perf_counter() - begin)
 
-    async def _reply(self, body: bytes, reply: Reply, key: bytes) -> None:
-        seconds = self.service.settings.max_seconds
+    async def _reply(self, body: bytes, reply: Reply, headers: Headers) -> None:
+        service = self.service
+        seconds = service.settings.max_seconds
         try:
             with anyio.move_on_after(seconds) as scope:
-                async with self.bodies.turn(len(body)) as reply.end_turn:
-                    large = len(body) > LARGE
+                async with service.turn(len(body)) as reply.end_turn:
                     work = partial(decode, body, self.form)
-                    form = await self.service.prepare(work) if large else work()
+                    form = await service.prepare(work) if len(body) > LARGE else work()
                     reply.begin = time.perf_counter()
-                    reply.namespace = prefix_namespace(key, form.prompt_cache_key)
-                    reply.model = self.service.check_model(form.model)
-                    await self.answer(self.service, form, reply)
+                    reply.namespace = prefix_namespace(service.settings, headers, form.prompt_cache_key)
+                    reply.model = service.check_model(form.model)
+                    await self.answer(service, form, reply)
             if scope.cancelled_caught:
                 message = f"the answer took longer than {seconds:g} s"
                 await reply.error(ApiError(message, status=504, code="timeout", headers=NO_RETRY))
         except ContextOverflowError as error:  # LiteLLM recognizes the first words, LangChain the others
-            most = self.service.engine.max_context
+            most = service.engine.max_context
             limit = f"This model's maximum context length is {most} tokens"
             message = f"{limit}. However, the prompt is too long: {error}"
             await reply.error(ApiError(message, code="context_length_exceeded"))
@@ -294,16 +269,12 @@ async def _cancel_after_disconnect(receive: Receive, scope: anyio.CancelScope) -
     scope.cancel()
 
 
-def prefix_key(settings: Settings, headers: Headers) -> bytes:
-    """Return the API key that separates the prefixes of a request from others; empty if all share them."""
-    return b"" if settings.share_prefixes or not settings.api_keys else given_key(headers)
-
-
-def prefix_namespace(key: bytes, cache_key: str | None) -> str:
-    """Return the namespace of a request by its :func:`prefix_key` and its ``prompt_cache_key``.
+def prefix_namespace(settings: Settings, headers: Headers, cache_key: str | None) -> str:
+    """Return the namespace of a request: that of its API key, unless all share prefixes, and a cache key.
 
     The namespace is a hash, so that neither value is stored. It is empty, and shared, if both are.
     """
+    key = b"" if settings.share_prefixes or not settings.api_keys else given_key(headers)
     if not key and not cache_key:
         return ""
     # The digest has a fixed size, so that no two pairs concatenate to the same bytes.
@@ -316,3 +287,79 @@ def given_key(headers: Headers) -> bytes:
     given = dict(headers.raw)
     kind, _, key = given.get(b"authorization", b"").partition(b" ")
     return key.strip() if kind.lower() == b"bearer" else given.get(b"x-api-key", b"")
+
+
+class Guard:
+    """Middleware that refuses requests in which a function finds a problem."""
+
+    def __init__(self, app: ASGIApp, problem_of: Callable[[Scope], ApiError | None]) -> None:
+        self._app, self._problem_of = app, problem_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._problem_of(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else error.response())(scope, receive, send)
+
+
+def server_names(settings: Settings) -> set[str]:
+    """Return names of the server besides IP addresses; ``*`` allows all."""
+    machine = socket.gethostname().lower()
+    return {"localhost", machine, f"{machine}.local", *map(str.lower, settings.allowed_hosts)}
+
+
+def foreign(names: Collection[str], origins: Collection[str], scope: Scope) -> ApiError | None:
+    """Return the error for a request with a foreign ``Host`` or ``Origin``.
+
+    `origins` are those of pages that may use the server besides its own; ``*`` allows all.
+    """
+    headers = Headers(scope=scope)
+    host, origin = headers.get("host", "localhost"), headers.get("origin")
+    if not _allows(names, host):
+        return ApiError(
+            f"{host!r} is not a name of this server; --allowed-host adds names",
+            status=403,
+            code="foreign_host",
+        )
+    if origin is None or "*" in origins or origin.lower() in origins:
+        return None
+    if origin.lower().partition("://")[2] == host.lower():
+        return None
+    return ApiError(
+        f"pages of {origin!r} may not use this server; --cors-origin allows origins",
+        status=403,
+        code="foreign_origin",
+    )
+
+
+def _allows(names: Collection[str], host: str) -> bool:
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return False
+    if name in names or name.endswith(".localhost") or "*" in names:
+        return True
+    try:
+        ipaddress.ip_address(name)  # no site has an address as its name
+    except ValueError:
+        return False
+    return True
+
+
+def keyless(keys: Collection[bytes], open_paths: Collection[str], scope: Scope) -> ApiError | None:
+    """Return the error for a request without a key to a path that is not open.
+
+    The key is in ``Authorization: Bearer KEY`` or, as Anthropic's clients send it, in ``X-Api-Key: KEY``.
+    """
+    if _path_of(scope) in open_paths:
+        return None
+    given = given_key(Headers(scope=scope))
+    # All keys are compared, each in constant time, so that the time reveals nothing about them.
+    if sum(hmac.compare_digest(given, known) for known in keys) > 0:
+        return None
+    problem = "Incorrect API key provided" if given else "You didn't provide an API key"
+    return ApiError(problem, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _path_of(scope: Scope) -> str:
+    """Return the path of a request relative to the mount point of the application."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import TypeVar
 
 import anyio
@@ -20,6 +20,7 @@ from metal_prefill.hub._local_file import model_name
 from metal_prefill.model import Model
 from metal_prefill.serve._activity import Activity, Metrics
 from metal_prefill.serve._errors import CLOSE, RETRY, ApiError, log
+from metal_prefill.serve._forms import LARGE
 from metal_prefill.serve._prefix_store import PrefixStore
 from metal_prefill.serve._settings import Settings
 from metal_prefill.tasks._embedding import check_pooling
@@ -33,7 +34,9 @@ PREPARERS = 8  # threads that read prompts: tokens, templates
 MOST_TEXT = 1 << 20
 BYTES_PER_TOKEN = 8
 MOST_RETRY_AFTER = 60  # seconds
+HELD = 32  # requests of the largest size that may be in flight, or more smaller ones
 MOST_SCORED = 1 << 28  # bytes of log probabilities whose texts have not ended
+MOST_UNSENT = 1 << 28  # bytes of answers, other than streams, that clients have not received
 
 
 class Service:
@@ -50,8 +53,11 @@ class Service:
             self.no_text = str(error)
         self.created = int(time.time())
         self.metrics = Metrics(model)
-        # Log probabilities of answers that are computed.
+        # Requests that arrive or are answered; log probabilities of their texts; answers that are being sent.
+        self.requests = InFlight("requests in flight", HELD * settings.max_body)
         self.scores = InFlight("log probabilities of requests in flight", MOST_SCORED)
+        self.answers = InFlight("answers that clients have not received", MOST_UNSENT)
+        self._turns = anyio.Semaphore(1)
         self.activity = Activity(model)
         self.loop = EngineLoop(model, max_streams=settings.max_streams, after_pass=self._after_pass)
         self._store = (
@@ -134,6 +140,15 @@ class Service:
             check_ranks(engine, Options())
             tasks.append("rerank")
         return tasks
+
+    @asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[Callable[[], None]]:
+        """Wait for the turn of a body of `size` bytes, which the returned function ends early."""
+        with ExitStack() as held:
+            if size > LARGE:
+                await self._turns.acquire()
+                held.callback(self._turns.release)
+            yield held.close
 
     @contextmanager
     def admitted(self, texts: int) -> Iterator[None]:

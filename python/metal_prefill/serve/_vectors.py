@@ -59,7 +59,7 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply) -> None:
         usage["empty_texts"] = len(empty)
     packed = form.encoding_format == "base64"
     answer = _answer(vectors, packed, {"model": reply.model, "usage": usage})
-    await reply.pieces(answer, sum(vector.nbytes for vector in vectors), service.prepare)
+    await reply.pieces(answer, sum(vector.nbytes for vector in vectors))
 
 
 async def embed_inputs(service: Service, form: EmbedForm, reply: Reply) -> None:
@@ -73,7 +73,7 @@ async def embed_inputs(service: Service, form: EmbedForm, reply: Reply) -> None:
     )
     vectors, _ = await _embedded(service, same, reply)
     size = sum(vector.nbytes for vector in vectors)
-    await reply.pieces(_listed(map(_vector, vectors)), size, service.prepare)
+    await reply.pieces(_listed(map(_vector, vectors)), size)
 
 
 async def predict(service: Service, form: PredictForm, reply: Reply) -> None:

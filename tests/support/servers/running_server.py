@@ -17,7 +17,6 @@ from starlette.applications import Starlette
 
 from metal_prefill import Model, serve
 from metal_prefill.serve._connections import Server
-from metal_prefill.serve._endpoint import Bodies
 from metal_prefill.serve._service import Service
 
 JSON = {"content-type": "application/json"}
@@ -43,7 +42,6 @@ class Running:
     def __init__(self, app: Starlette, port: int, server: uvicorn.Server) -> None:
         self.service: Service = app.state.service
         self.model: Model = self.service.model
-        self.bodies: Bodies = app.state.bodies
         self.port = port
         self._server = server
         self.url = f"http://127.0.0.1:{port}"
