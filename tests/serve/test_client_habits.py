@@ -210,9 +210,14 @@ def test_the_effort_of_reasoning_reaches_the_template(
         for effort, expected in (("none", none), ("high", high)):
             count = post(server, reasoning_effort=effort).json()["usage"]["prompt_tokens"]
             assert count == len(server.model.tokenizer.encode(expected, add_bos=False))
-        if "effort" in template:
-            body = {"messages": ASKED, "output_config": {"effort": "high"}}
-            assert server.post("/v1/messages/count_tokens", body).json()["input_tokens"] == count
+        body: dict[str, Any] = {"messages": ASKED, "output_config": {"effort": "high"}}
+        assert server.post("/v1/messages/count_tokens", body).json()["input_tokens"] == count
+        usage = server.post("/v1/messages", {**body, "max_tokens": 1}).json()["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count
+        if "effort" not in template:  # the client decides
+            body["thinking"] = {"type": "disabled"}
+            found = server.post("/v1/messages/count_tokens", body).json()["input_tokens"]
+            assert found == len(server.model.tokenizer.encode(none, add_bos=False))
 
 
 def test_variables_of_a_template_may_be_of_any_type_and_are_plain_text(demo_path: Path) -> None:

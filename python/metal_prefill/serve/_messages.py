@@ -96,12 +96,14 @@ def chat_form(service: Service, form: CountForm) -> ChatForm:
         chat.tool_choice = _tool_choice_of(form.tool_choice)
         if form.tool_choice.disable_parallel_tool_use is not None:
             chat.parallel_tool_calls = not form.tool_choice.disable_parallel_tool_use
-    thinks = None if form.thinking is None else form.thinking.type != "disabled"
-    if thinks is not None and service.engine.tokenizer.template_reads("enable_thinking", bool(chat.tools)):
-        chat.chat_template_kwargs = {"enable_thinking": thinks}
     config = form.output_config or {}
-    if config.get("effort") and service.engine.tokenizer.template_reads("reasoning_effort", bool(chat.tools)):
+    # Clients send both for any model; a template may read neither.
+    variables = ("reasoning_effort", "enable_thinking")
+    read = {name for name in variables if service.engine.tokenizer.template_reads(name, bool(chat.tools))}
+    if config.get("effort") and read:
         chat.reasoning_effort = str(config["effort"])
+    if form.thinking is not None and "enable_thinking" in read:
+        chat.chat_template_kwargs = {"enable_thinking": form.thinking.type != "disabled"}
     if (format_ := config.get("format")) is not None:
         if not isinstance(format_, dict) or not isinstance(format_.get("schema"), dict):
             raise missing("output_config.format.schema")
