@@ -1,4 +1,4 @@
-"""Servers that tests share, with the bundled model or a small one for text and vectors, and a browser."""
+"""Servers that tests share, of the bundled model or a small one for text and vectors, and a browser."""
 
 import os
 from collections.abc import Iterator
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from support.servers.page import Pages, browser_path
-from support.servers.running_server import Running, running
+from support.servers.running_server import Running, running, running_with_template
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
+from support.tools import HERMES, ITERATES
 
 from metal_prefill import Model
 
@@ -23,6 +24,20 @@ def cpu_model(demo_path: Path) -> Iterator[Model]:
 def server(cpu_model: Model) -> Iterator[Running]:
     """Serve the bundled model, as ``metal-prefill serve`` does."""
     with running(cpu_model, names=["demo", "other-name"], max_streams=64) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def hermes(demo_path: Path) -> Iterator[Running]:
+    """Serve the bundled model with a template that writes tools, calls and their results."""
+    with running_with_template(demo_path, HERMES) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def iterating(demo_path: Path) -> Iterator[Running]:
+    """Serve the bundled model with a template that iterates over arguments, and restricts ids of calls."""
+    with running_with_template(demo_path, ITERATES) as server:
         yield server
 
 

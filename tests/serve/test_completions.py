@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 from support.scheduled_texts import alone, texts_of
 from support.servers import server_requests
@@ -164,6 +165,19 @@ def test_tokens_round_trip(server: Running, cpu_model: Model) -> None:
         cpu_model.tokenizer.encode(PROMPT, add_bos=False)
     )
     assert server.post("/detokenize", {"tokens": ids}).json()["prompt"] == PROMPT
+
+
+def test_the_openai_client_raises_its_own_errors(server: Running) -> None:
+    client = server.client()
+    with pytest.raises(
+        openai.NotFoundError, match="The model 'gpt-4' does not exist; this server has 'demo'"
+    ):
+        client.completions.create(model="gpt-4", prompt="a")
+    with pytest.raises(openai.NotFoundError, match="there is no path /v1/nothing"):
+        client.get("/nothing", cast_to=object)
+    with pytest.raises(openai.APIStatusError, match="/v1/completions takes POST, not GET") as wrong_method:
+        client.get("/completions", cast_to=object)
+    assert wrong_method.value.response.headers["allow"] == "POST"
 
 
 def test_models_are_listed_by_name(server: Running) -> None:

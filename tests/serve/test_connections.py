@@ -1,4 +1,4 @@
-"""Clients that keep connections open without need: each has a limit, and their resources are released."""
+"""Clients that leave, stall or send too much: each has a limit, and their resources are released."""
 
 import json
 import re
@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 from support.scheduled_texts import alone
-from support.servers.running_server import Gate, Running, events, read_all, request_bytes, running, wait_until
+from support.servers.running_server import (
+    POST,
+    Gate,
+    Running,
+    events,
+    read_all,
+    request_bytes,
+    running,
+    wait_until,
+)
 
 from metal_prefill import Model, serve
 from metal_prefill.serve import _connections, _service
@@ -27,7 +36,7 @@ BUFFER = 4096  # bytes that the system keeps of an answer, or a little more
 @pytest.fixture(scope="module")
 def patient(cpu_model: Model) -> Iterator[Running]:
     """Serve clients that take no longer than a second: a busy machine does not make them slower than that."""
-    with running(cpu_model, header_seconds=1, send_seconds=1, send_buffer=BUFFER) as server:
+    with running(cpu_model, header_seconds=1, body_seconds=1, send_seconds=1, send_buffer=BUFFER) as server:
         yield server
 
 
@@ -40,6 +49,42 @@ def wait_until_closed(connection: socket.socket, piece: bytes) -> None:
             return
         time.sleep(0.01)
     raise AssertionError("it is open after half a minute")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disconnected_client_releases_its_pages_within_a_pass(cpu_model: Model, stream: bool) -> None:
+    body = {**BODY, "max_tokens": 1000, "temperature": 1, "seed": 1, "stream": stream}
+    with running(cpu_model) as server:
+        gate = Gate(server.service)
+        client = server.connect()
+        client.sendall(request_bytes(body))
+        assert gate.reached.wait(60)
+        assert gate.scheduler.streams == 1
+        client.close()
+        wait_until(lambda: server.service._texts == 0)  # the server has noticed; the pass is not over
+        passes = gate.scheduler.passes
+        gate.open()
+        wait_until(lambda: not server.service.loop._running)
+        assert gate.scheduler.streams == 0
+        assert gate.scheduler.passes <= passes + 1
+        stats = cpu_model.stats()
+        assert stats["kv_pool_bytes"] == stats["prefix_bytes"]
+
+
+def test_half_a_body_ends_with_408(patient: Running) -> None:
+    assert patient.exchange(request_bytes(BODY, length=5000)).startswith(b"HTTP/1.1 408 ")
+
+
+def test_an_oversized_body_is_rejected_before_it_is_read(cpu_model: Model) -> None:
+    with running(cpu_model, max_body=20_000) as server:
+        answer = server.exchange(request_bytes(BODY, length=1 << 30))
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"more than 20000 bytes" in answer
+        with server.connect() as connection:  # one without a declared length
+            connection.sendall(POST + b"transfer-encoding: chunked\r\n\r\n")
+            for _ in range(3):
+                connection.sendall(b"2000\r\n" + b" " * 0x2000 + b"\r\n")
+            assert read_all(connection).startswith(b"HTTP/1.1 413 ")
 
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"

@@ -10,19 +10,13 @@ import openai
 import pytest
 from support.scheduled_texts import alone
 from support.servers.running_server import Running, running_with_template
-from support.tools import ASKED, CLOCK, HERMES, WEATHER
+from support.tools import ASKED, CLOCK, WEATHER
 
 from metal_prefill.text._vocabulary import Piece
 
 # Forced output of the bundled model, which was not trained on tools.
 CALLING = r'I look\.\n<tool_call>\{"name": "weather", "arguments": \{"city": "[a-z]{1,3}"\}\}</tool_call>'
 TWICE = r'(<tool_call>\{"name": "weather", "arguments": \{"city": "a"\}\}</tool_call>){2}'
-
-
-@pytest.fixture(scope="module")
-def with_tools(demo_path: Path) -> Iterator[Running]:
-    with running_with_template(demo_path, HERMES) as served:
-        yield served
 
 
 def ask(server: Running, regex: str | None = None, **options: Any) -> Any:
@@ -37,29 +31,29 @@ def ask_with_tools(server: Running, regex: str | None = None, **options: Any) ->
 
 
 @pytest.mark.parametrize("options", [{}, {"tool_choice": None}, {"tool_choice": "auto"}])
-def test_a_call_is_separated_from_the_answer(with_tools: Running, options: dict[str, Any]) -> None:
-    answer = ask_with_tools(with_tools, CALLING, **options)
+def test_a_call_is_separated_from_the_answer(hermes: Running, options: dict[str, Any]) -> None:
+    answer = ask_with_tools(hermes, CALLING, **options)
     choice = answer.choices[0]
     assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
     (call,) = choice.message.tool_calls
     assert (call.type, call.function.name) == ("function", "weather")
     assert set(json.loads(call.function.arguments)) == {"city"}
-    prompt = with_tools.model.tokenizer.apply_chat_template(ASKED, tools=[WEATHER])
+    prompt = hermes.model.tokenizer.apply_chat_template(ASKED, tools=[WEATHER])
     assert answer.usage.prompt_tokens == len(prompt)
 
 
-def test_control_tokens_may_mark_a_call(with_tools: Running) -> None:
-    tokenizer, options = with_tools.model.tokenizer, {"max_tokens": 60}
+def test_control_tokens_may_mark_a_call(hermes: Running) -> None:
+    tokenizer, options = hermes.model.tokenizer, {"max_tokens": 60}
     begin, middle = (tokenizer.encode(letter, add_bos=False)[0] for letter in "QZ")
     marks = {begin: Piece(b"[TOOL_CALLS]", True), middle: Piece(b"[ARGS]", True)}
     regex = r"so, itQweatherZ\{;city;: ;a;\}".replace(";", '"')
-    ask_with_tools(with_tools, regex, **options)  # the constraint knows both tokens by their bytes
+    ask_with_tools(hermes, regex, **options)  # the constraint knows both tokens by their bytes
     with (
         patch.dict(tokenizer._bytes._pieces, marks),
         patch.dict(tokenizer._spelled.special, {"[TOOL_CALLS]": begin, "[ARGS]": middle}),
     ):
-        message = ask_with_tools(with_tools, regex, **options).choices[0].message
-        plain = ask_with_tools(with_tools, regex, **options, tools=None).choices[0].message
+        message = ask_with_tools(hermes, regex, **options).choices[0].message
+        plain = ask_with_tools(hermes, regex, **options, tools=None).choices[0].message
     (call,) = message.tool_calls
     assert (message.content, call.function.name, call.function.arguments) == (
         "so, it",
@@ -69,10 +63,10 @@ def test_control_tokens_may_mark_a_call(with_tools: Running) -> None:
     assert plain.content == 'so, itweather{"city": "a"}'
 
 
-def test_streamed_calls_are_numbered(with_tools: Running) -> None:
+def test_streamed_calls_are_numbered(hermes: Running) -> None:
     calls: list[Any] = []
     reasons = []
-    for chunk in ask_with_tools(with_tools, TWICE, stream=True):
+    for chunk in ask_with_tools(hermes, TWICE, stream=True):
         choice = chunk.choices[0]
         calls += choice.delta.tool_calls or []
         reasons.append(choice.finish_reason)
@@ -86,9 +80,9 @@ def test_streamed_calls_are_numbered(with_tools: Running) -> None:
     ("choice", "names"),
     [("required", {"weather", "clock"}), ({"type": "function", "function": {"name": "clock"}}, {"clock"})],
 )
-def test_a_call_can_be_required(with_tools: Running, choice: Any, names: set[str]) -> None:
+def test_a_call_can_be_required(hermes: Running, choice: Any, names: set[str]) -> None:
     answer = ask_with_tools(
-        with_tools, tools=[WEATHER, {"type": "function", "function": CLOCK}], tool_choice=choice
+        hermes, tools=[WEATHER, {"type": "function", "function": CLOCK}], tool_choice=choice
     )
     message = answer.choices[0].message
     assert message.content is None
@@ -96,12 +90,12 @@ def test_a_call_can_be_required(with_tools: Running, choice: Any, names: set[str
     assert isinstance(json.loads(message.tool_calls[0].function.arguments), dict)
 
 
-def test_a_required_call_follows_the_tags_of_the_template(with_tools: Running) -> None:
+def test_a_required_call_follows_the_tags_of_the_template(hermes: Running) -> None:
     """The next turn, in which the template writes them, continues from the cache of all of it."""
-    model = with_tools.model
+    model = hermes.model
     choice = {"type": "function", "function": {"name": "weather"}}
     question = [{"role": "user", "content": "How is it in Verona, and how will it be in Padua?"}]
-    answer = ask_with_tools(with_tools, messages=question, tool_choice=choice)
+    answer = ask_with_tools(hermes, messages=question, tool_choice=choice)
     message = answer.choices[0].message
     (call,) = message.tool_calls
     text = model.tokenizer.decode(model.tokenizer.apply_chat_template(question, tools=[WEATHER]))
@@ -109,20 +103,20 @@ def test_a_required_call_follows_the_tags_of_the_template(with_tools: Running) -
     assert answer.usage.prompt_tokens == len(begun)
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
     called = message.model_dump(exclude_none=True)
-    after = ask_with_tools(with_tools, messages=[*question, called, result], max_tokens=1)
+    after = ask_with_tools(hermes, messages=[*question, called, result], max_tokens=1)
     assert after.usage.prompt_tokens_details.cached_tokens >= len(begun)
 
     several = ask_with_tools(
-        with_tools, messages=question, tool_choice="required", parallel_tool_calls=True, max_tokens=1
+        hermes, messages=question, tool_choice="required", parallel_tool_calls=True, max_tokens=1
     )
     assert several.usage.prompt_tokens == len(model.tokenizer.encode(text, add_bos=False))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_calls_can_be_required(with_tools: Running, stream: bool) -> None:
+def test_several_calls_can_be_required(hermes: Running, stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("noon", "dusk")]
     options: dict[str, Any] = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": True}
-    answer = ask_with_tools(with_tools, **options, max_tokens=900, stream=stream, seed=1, temperature=1.0)
+    answer = ask_with_tools(hermes, **options, max_tokens=900, stream=stream, seed=1, temperature=1.0)
     if stream:
         calls: dict[int, str] = {}
         for chunk in answer:
@@ -154,9 +148,9 @@ NAMED = {"type": "function", "function": {"name": "route"}}
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 16, 24])
-def test_a_truncated_required_call_is_a_partial_call(with_tools: Running, max_tokens: int) -> None:
+def test_a_truncated_required_call_is_a_partial_call(hermes: Running, max_tokens: int) -> None:
     options: dict[str, Any] = {"tools": [ROUTE, WEATHER], "tool_choice": NAMED, "max_tokens": max_tokens}
-    choice = ask_with_tools(with_tools, **options).choices[0]
+    choice = ask_with_tools(hermes, **options).choices[0]
     (call,) = choice.message.tool_calls
     assert (choice.finish_reason, choice.message.content) == ("length", None)
     assert call.function.name == "route"
@@ -165,7 +159,7 @@ def test_a_truncated_required_call_is_a_partial_call(with_tools: Running, max_to
     with pytest.raises(json.JSONDecodeError):
         json.loads(call.function.arguments)
 
-    chunks = [chunk.choices[0] for chunk in ask_with_tools(with_tools, **options, stream=True)]
+    chunks = [chunk.choices[0] for chunk in ask_with_tools(hermes, **options, stream=True)]
     streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
     assert {part.index for part in streamed} == {0}
     assert [part.function.name for part in streamed] == ["route", *[None] * (len(streamed) - 1)]
@@ -174,35 +168,35 @@ def test_a_truncated_required_call_is_a_partial_call(with_tools: Running, max_to
     assert chunks[-1].finish_reason == "length"
 
 
-def test_a_call_truncated_within_its_name_is_text(with_tools: Running) -> None:
+def test_a_call_truncated_within_its_name_is_text(hermes: Running) -> None:
     options: dict[str, Any] = {"tools": [ROUTE, WEATHER], "tool_choice": "required", "max_tokens": 1}
-    choice = ask_with_tools(with_tools, **options).choices[0]
+    choice = ask_with_tools(hermes, **options).choices[0]
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
     assert '{"name": "'.startswith(choice.message.content)
 
 
-def test_a_call_cut_by_a_stop_string_is_partial(with_tools: Running) -> None:
-    choice = ask_with_tools(with_tools, tools=[ROUTE], tool_choice=NAMED, stop="}").choices[0]
+def test_a_call_cut_by_a_stop_string_is_partial(hermes: Running) -> None:
+    choice = ask_with_tools(hermes, tools=[ROUTE], tool_choice=NAMED, stop="}").choices[0]
     assert choice.finish_reason == "stop"
     assert choice.message.tool_calls[0].function.arguments.count("{") == 2
 
 
-def test_calls_can_be_disabled(with_tools: Running) -> None:
-    answer = ask_with_tools(with_tools, CALLING, tool_choice="none")
+def test_calls_can_be_disabled(hermes: Running) -> None:
+    answer = ask_with_tools(hermes, CALLING, tool_choice="none")
     assert answer.choices[0].message.tool_calls is None
     assert "<tool_call>" in answer.choices[0].message.content
-    assert answer.usage.prompt_tokens == len(with_tools.model.tokenizer.apply_chat_template(ASKED))
+    assert answer.usage.prompt_tokens == len(hermes.model.tokenizer.apply_chat_template(ASKED))
 
 
-def test_tool_results_reach_the_template(with_tools: Running) -> None:
-    model = with_tools.model
-    call = ask_with_tools(with_tools, CALLING).choices[0].message
+def test_tool_results_reach_the_template(hermes: Running) -> None:
+    model = hermes.model
+    call = ask_with_tools(hermes, CALLING).choices[0].message
     messages = [
         *ASKED,
         call.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "Rain."},
     ]
-    answer = with_tools.client().chat.completions.create(
+    answer = hermes.client().chat.completions.create(
         model="demo", messages=messages, tools=[WEATHER], max_tokens=4, temperature=0
     )
     ids = model.tokenizer.apply_chat_template(messages, tools=[WEATHER])
@@ -212,9 +206,9 @@ def test_tool_results_reach_the_template(with_tools: Running) -> None:
     assert answer.choices[0].message.content == alone(model, ids, 4)
 
 
-def test_invalid_tools_are_reported(with_tools: Running, server: Running) -> None:
+def test_invalid_tools_are_reported(hermes: Running, server: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="asks for the tool 'sun'; the tools are: weather"):
-        ask_with_tools(with_tools, tool_choice={"type": "function", "function": {"name": "sun"}})
+        ask_with_tools(hermes, tool_choice={"type": "function", "function": {"name": "sun"}})
     with pytest.raises(openai.BadRequestError, match="the chat template does not support tools") as found:
         ask_with_tools(server)
     assert found.value.param == "tools"

@@ -20,6 +20,15 @@ HERMES = (  # as Hermes 2 and Qwen 2.5 write tools, calls and results
     "</tool_call>{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+ITERATES = (  # as Mistral's and Qwen3.5's templates
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.tool_calls is defined %}[CALLS]{% for call in m.tool_calls %}"
+    "{% if call.id is not defined or call.id is not string or call.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "{% for key, value in call.function.arguments | items %}{{ key }}={{ value }};{% endfor %}{% endfor %}"
+    "{% endif %}{% if m.thinking is defined %}({{ m.thinking }}){% endif %}\n{% endfor %}"
+    "{% if tools %}{{ tools | length }}{% endif %}assistant: "
+)
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
