@@ -29,24 +29,9 @@ _LFM25 = r"""
   {%- elif value is mapping -%}{{- value | tojson -}}
   {%- else -%}{{- value | string -}}{%- endif -%}
 {%- endmacro -%}
-{%- macro text_of(content) -%}
-  {%- if content is string -%}{{- content -}}
-  {%- else -%}{%- for part in content -%}{{- part.text -}}{%- endfor -%}{%- endif -%}
-{%- endmacro -%}
-{%- macro calls_of(calls) -%}
-  {%- set ns = namespace(calls=[]) -%}
-  {%- for call in calls -%}
-    {%- set named = namespace(values=[]) -%}
-    {%- for name, value in call["function"]["arguments"].items() -%}
-      {%- set named.values = named.values + [name + "=" + value_of(value)] -%}
-    {%- endfor -%}
-    {%- set ns.calls = ns.calls + [call["function"]["name"] + "(" + named.values | join(", ") + ")"] -%}
-  {%- endfor -%}
-  {{- "<|tool_call_start|>[" + ns.calls | join(", ") + "]<|tool_call_end|>" -}}
-{%- endmacro -%}
 {%- set ns = namespace(head="", last=-1) -%}
 {%- if messages[0]["role"] == "system" -%}
-  {%- if messages[0].get("content") -%}{%- set ns.head = text_of(messages[0]["content"]) -%}{%- endif -%}
+  {%- set ns.head = messages[0].get("content") -%}
   {%- set messages = messages[1:] -%}
 {%- endif -%}
 {%- if tools -%}
@@ -60,20 +45,29 @@ _LFM25 = r"""
   {{- "<|im_start|>" + message.role + "\n" -}}
   {%- if message.role == "assistant" -%}
     {%- generation -%}
-    {%- if message.thinking is defined and (keeps or loop.index0 > ns.last) -%}
+    {%- set shows = keeps or loop.index0 > ns.last -%}
+    {%- if message.thinking is defined and shows -%}
       {{- "<think>" + message.thinking + "</think>" -}}
     {%- endif -%}
-    {%- if message.content is defined -%}
-      {%- set content = text_of(message.content) -%}
-      {%- if "</think>" in content and not (keeps or loop.index0 > ns.last) -%}
-        {%- set content = content.split("</think>")[-1] | trim -%}
-      {%- endif -%}
-      {{- content -}}
+    {%- set content = message["content"] -%}
+    {%- if "</think>" in content and not shows -%}
+      {%- set content = content.split("</think>")[-1] | trim -%}
     {%- endif -%}
-    {%- if message.tool_calls is defined -%}{{- calls_of(message.tool_calls) -}}{%- endif -%}
+    {{- content -}}
+    {%- if message.tool_calls is defined -%}
+      {%- set calls = namespace(all=[]) -%}
+      {%- for call in message.tool_calls -%}
+        {%- set named = namespace(values=[]) -%}
+        {%- for name, value in call["function"]["arguments"].items() -%}
+          {%- set named.values = named.values + [name + "=" + value_of(value)] -%}
+        {%- endfor -%}
+        {%- set calls.all = calls.all + [call["function"]["name"] + "(" + named.values | join(", ") + ")"] -%}
+      {%- endfor -%}
+      {{- "<|tool_call_start|>[" + calls.all | join(", ") + "]<|tool_call_end|>" -}}
+    {%- endif -%}
     {%- endgeneration -%}
-  {%- elif message.get("content") -%}
-    {{- text_of(message["content"]) -}}
+  {%- else -%}
+    {{- message.content -}}
   {%- endif -%}
   {{- "<|im_end|>\n" -}}
 {%- endfor -%}
@@ -83,38 +77,28 @@ _LFM25 = r"""
 _QWEN35 = r"""
 {%- macro text_of(content) %}
   {%- if content is string %}{{- content }}
-  {%- elif content is iterable and content is not mapping %}
-    {%- for part in content %}{{- part.text }}{%- endfor %}
-  {%- elif content is none or content is undefined %}{{- '' }}
-  {%- else %}{{- raise_exception('The content has a wrong type.') }}{%- endif %}
+  {%- else %}{%- for part in content %}{{- part.text }}{%- endfor %}{%- endif %}
 {%- endmacro %}
-{%- if tools and tools is iterable and tools is not mapping %}
+{%- set system = text_of(messages[0].content) | trim if messages[0].role == 'system' else '' %}
+{%- if tools %}
   {{- '<|im_start|>system\n# Functions\n\n<tools>' }}
   {%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}
   {{- '\n</tools>\n\nWrite <tool_call>\n<function=name>\n</function>\n</tool_call>' }}
-  {%- if messages[0].role == 'system' %}
-    {%- set content = text_of(messages[0].content) | trim %}
-    {%- if content %}{{- '\n\n' + content }}{%- endif %}
-  {%- endif %}
-  {{- '<|im_end|>\n' }}
-{%- elif messages[0].role == 'system' %}
-  {{- '<|im_start|>system\n' + text_of(messages[0].content) | trim + '<|im_end|>\n' }}
+  {{- ('\n\n' + system if system else '') + '<|im_end|>\n' }}
+{%- elif system %}
+  {{- '<|im_start|>system\n' + system + '<|im_end|>\n' }}
 {%- endif %}
 {%- set ns = namespace(searching=true) %}
-{%- for message in messages[::-1] %}
-  {%- if ns.searching and message.role == 'user' %}
-    {%- set content = text_of(message.content) | trim %}
-    {%- if not (content.startswith('<tool_response>') and content.endswith('</tool_response>')) %}
-      {%- set ns.searching = false %}
-    {%- endif %}
+{%- for message in messages[::-1] if message.role == 'user' %}
+  {%- set content = text_of(message.content) | trim %}
+  {%- if not (content.startswith('<tool_response>') and content.endswith('</tool_response>')) %}
+    {%- set ns.searching = false %}
   {%- endif %}
 {%- endfor %}
 {%- if ns.searching %}{{- raise_exception('The user asks nothing.') }}{%- endif %}
 {%- for message in messages %}
   {%- set content = text_of(message.content) | trim %}
-  {%- if message.role == 'system' %}
-    {%- if not loop.first %}{{- raise_exception('A system message must come first.') }}{%- endif %}
-  {%- elif message.role == 'user' %}
+  {%- if message.role == 'user' %}
     {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}
   {%- elif message.role == 'assistant' %}
     {%- set thoughts = '' %}
@@ -125,20 +109,16 @@ _QWEN35 = r"""
       {%- set content = content.split('</think>')[-1].lstrip('\n') %}
     {%- endif %}
     {{- '<|im_start|>' + message.role + '\n<think>\n' + thoughts + '\n</think>\n\n' + content }}
-    {%- if message.tool_calls and message.tool_calls is iterable and message.tool_calls is not mapping %}
-      {%- for call in message.tool_calls %}
-        {%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
-        {{- ('\n\n' if content | trim else '') if loop.first else '\n' }}
-        {{- '<tool_call>\n<function=' + call.name + '>\n' }}
-        {%- for name, value in call.arguments | items %}
-          {{- '<parameter=' + name + '>\n' }}
-          {%- set listed = value is sequence and value is not string %}
-          {%- set value = value | tojson | safe if value is mapping or listed else value | string %}
-          {{- value }}{{- '\n</parameter>\n' }}
-        {%- endfor %}
-        {{- '</function>\n</tool_call>' }}
+    {%- for call in message.tool_calls or [] %}
+      {{- ('\n\n' if content | trim else '') if loop.first else '\n' }}
+      {{- '<tool_call>\n<function=' + call.function.name + '>\n' }}
+      {%- for name, value in call.function.arguments | items %}
+        {%- set listed = value is sequence and value is not string %}
+        {%- set value = value | tojson | safe if value is mapping or listed else value | string %}
+        {{- '<parameter=' + name + '>\n' }}{{- value }}{{- '\n</parameter>\n' }}
       {%- endfor %}
-    {%- endif %}
+      {{- '</function>\n</tool_call>' }}
+    {%- endfor %}
     {{- '<|im_end|>\n' }}
   {%- elif message.role == 'tool' %}
     {%- if loop.previtem and loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
@@ -154,52 +134,27 @@ _QWEN35 = r"""
 # Calls are JSON in tags. Roles are in control tokens.
 _GRANITE4 = r"""
 {%- set ns = namespace(head='', tools='<tools>') %}
-{%- if available_tools is defined and available_tools %}{%- set tools = available_tools %}{%- endif %}
-{%- for tool in tools or [] %}{%- set ns.tools = ns.tools + '\n' + (tool | tojson) %}{%- endfor %}
-{%- for document in documents or [] %}
-  {%- set ns.tools = ns.tools + '\n' + (document | tojson) %}
+{%- for item in (tools or []) + (documents or []) %}
+  {%- set ns.tools = ns.tools + '\n' + (item | tojson) %}
 {%- endfor %}
-{%- if messages[0].role == 'system' %}
-  {%- if messages[0].content is string %}
-    {%- set ns.head = messages[0].content %}
-  {%- else %}
-    {%- for part in messages[0].content if part.type == 'text' %}
-      {%- set ns.head = ns.head + ('\n' if ns.head else '') + part.text %}
-    {%- endfor %}
-  {%- endif %}
-{%- endif %}
+{%- if messages[0].role == 'system' %}{%- set ns.head = messages[0].content %}{%- endif %}
 {%- if tools %}
   {%- set ns.head = ns.head + ('\n\n' if ns.head else '') + ns.tools + '\n</tools>' %}
 {%- endif %}
 {{- '<|start_of_role|>system<|end_of_role|>' + (ns.head or 'Answer well.') + '<|end_of_text|>\n' }}
-{%- for message in messages %}
-  {%- set own = namespace(text='') %}
-  {%- if message.content is string %}
-    {%- set own.text = message.content %}
-  {%- elif message.content is iterable %}
-    {%- for part in message.content if part.type == 'text' %}
-      {%- set own.text = own.text + ('\n' if own.text else '') + part.text %}
-    {%- endfor %}
-  {%- endif %}
-  {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-    {{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + own.text + '<|end_of_text|>\n' }}
-  {%- elif message.role == 'assistant' %}
-    {{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + own.text }}
+{%- for message in messages if message.role != 'system' %}
+  {%- if message.role != 'tool' %}
+    {{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content | string }}
     {%- for call in message.tool_calls or [] %}
-      {%- if own.text or not loop.first %}{{- '\n' }}{%- endif %}
-      {%- if call.function %}{%- set call = call.function %}{%- endif %}
-      {{- '<tool_call>\n{"name": "' }}{{- call.name }}{{- '", "arguments": ' }}
-      {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+      {{- '\n' if message.content or not loop.first }}
+      {{- '<tool_call>\n{"name": "' }}{{- call.function.name }}{{- '", "arguments": ' }}
+      {%- set given = call.function.arguments %}{{- given if given is string else given | tojson }}
       {{- '}\n</tool_call>' }}
     {%- endfor %}
-    {{- '<|end_of_text|>\n' }}
-  {%- elif message.role == 'tool' %}
-    {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
-      {{- '<|start_of_role|>user<|end_of_role|>' }}
-    {%- endif %}
-    {{- '\n<tool_response>\n' }}{{- own.text }}{{- '\n</tool_response>' }}
-    {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|end_of_text|>\n' }}{%- endif %}
+  {%- else %}
+    {{- '<|start_of_role|>user<|end_of_role|>\n<tool_response>\n' + message.content + '\n</tool_response>' }}
   {%- endif %}
+  {{- '<|end_of_text|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}
 """
