@@ -129,6 +129,9 @@ def test_options_of_a_line_override_those_of_the_command(bundled: Model, tmp_pat
 
 
 def test_one_prompt_with_an_output_file_is_a_line(bundled: Model, tmp_path: Path, output: Run) -> None:
+    """It replaces an incomplete line that is longer."""
+    cut = json.dumps({"prompt": SPEAKERS[0], "continuation": "long " * 1000})[:-2]
+    (tmp_path / "out.jsonl").write_text(cut, encoding="utf-8")
     assert output(*RUN, "-p", SPEAKERS[0], "-n", "5", "-o", tmp_path / "out.jsonl") == ""
     (line,) = read_lines(tmp_path / "out.jsonl")
     assert line.pop("options")["max_tokens"] == 5
@@ -188,16 +191,17 @@ def test_an_error_among_several_prompts_is_the_exit_code(
     assert "1 of 2 prompts failed" in captured.err
 
 
-def test_earlier_errors_in_a_results_file_are_the_exit_code(tmp_path: Path, errors: Run) -> None:
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text('[]\n"a"\n[]\n', encoding="utf-8")
-    command = (*RUN, "--prompts", prompts, "-n", 2)
-    assert "2 of 3 prompts failed" in errors(*command, "-o", out, code=1)
-    whole = out.read_bytes()
-    out.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
-    for _ in range(2):  # with one prompt left, and with none
-        assert "2 of 3 prompts failed" in errors(*command, "-o", out, code=1)
-        assert out.read_bytes() == whole
+def test_earlier_results_are_kept_and_their_errors_are_the_exit_code(tmp_path: Path, errors: Run) -> None:
+    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": []}, "a", {"prompt": []})
+    out, command = tmp_path / "out.jsonl", (*RUN, "--prompts", prompts, "-n", 2)
+    there = [{"prompt": [], "error": "x"}, {"prompt": "a", "continuation": "of an earlier run"}]
+    write_lines(out, *there)
+    for left in ("1 prompt in", "0 prompts in"):
+        printed = errors(*command, "-o", out, code=1)
+        assert left in printed
+        assert "2 of 3 prompts failed" in printed
+        assert read_lines(out)[:2] == there
+        assert len(read_lines(out)) == 3
     assert errors(*command, code=1).endswith("error: 2 of 3 prompts failed\n")  # to stdout
 
 
@@ -209,28 +213,6 @@ def test_a_file_truncated_anywhere_is_completed(uneven: Path, tmp_path: Path) ->
         out.write_bytes(data[:cut])
         assert run("--prompts", uneven, "-o", out) == 0
         assert out.read_bytes() == data
-
-
-def test_truncated_lines_are_removed(bundled: Model, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    cut = json.dumps({"prompt": SPEAKERS[0], "continuation": "long " * 1000})[:-2]
-    out.write_text(cut, encoding="utf-8")
-    assert run("-p", SPEAKERS[0], "-n", "3", "-o", out) == 0
-    assert [line["continuation"] for line in read_lines(out)] == [alone(bundled, SPEAKERS[0], 3)]
-
-
-def test_existing_results_are_not_recomputed(uneven: Path, tmp_path: Path, errors: Run) -> None:
-    out = tmp_path / "out.jsonl"
-    there = [
-        {"prompt": SPEAKERS[0], "continuation": "of an earlier run"},
-        {"prompt": SPEAKERS[1], "error": "x"},
-    ]
-    write_lines(out, *there)
-    printed = errors(*RUN, "--prompts", uneven, "-o", out, code=1)  # for the earlier error
-    assert read_lines(out)[:2] == there
-    assert [line["prompt"] for line in read_lines(out)] == SPEAKERS
-    assert "3 prompts in" in printed
-    assert "2 prompts done before" in printed
 
 
 def test_a_killed_run_is_resumed(tmp_path: Path, errors: Run) -> None:
