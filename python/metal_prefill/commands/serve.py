@@ -2,12 +2,14 @@
 
 import argparse
 import errno
+import importlib
 import os
 import signal
 import socket
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 
 from metal_prefill.commands import common
 from metal_prefill.errors import MissingExtraError
@@ -91,34 +93,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_engine_arguments(parser)
 
 
-def execute(arguments: argparse.Namespace) -> None:
-    """Serve until a signal arrives, then finish the answers in flight."""
-    from metal_prefill import serve
-
+def connections() -> ModuleType:
+    """Return the module of the server, or raise MissingExtraError if a package is not installed."""
     try:
-        from metal_prefill.serve._connections import Server, allow_files
+        return importlib.import_module("metal_prefill.serve._connections")
     except ImportError as error:
         raise MissingExtraError(
             f"the server requires an extra: pip install 'metal_prefill[serve]' ({error})"
         ) from error
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens, or raise an OSError that names the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        hint = ""
+        if error.errno == errno.EADDRINUSE:
+            hint = "; another program listens there: choose another port with --port; 0 selects a free one"
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from None
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Serve until a signal arrives, then finish the answers in flight."""
+    from metal_prefill import serve
+
+    module = connections()
     options = {f.name: getattr(arguments, f.name) for f in fields(Settings) if hasattr(arguments, f.name)}
     hosts = [arguments.host, *arguments.allowed_host]
     settings = Settings(
         names=_names(arguments), api_keys=_keys(arguments.api_key_file), allowed_hosts=hosts, **options
     )
-    allow_files(settings)
-    family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
-    try:
-        listener = socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)
-    except OSError as error:
-        hint = ""
-        if error.errno == errno.EADDRINUSE:
-            hint = "; another program listens there: choose another port with --port; 0 selects a free one"
-        where = f"{arguments.host}:{arguments.port}"
-        raise OSError(f"cannot listen on {where}: {error.strerror or error}{hint}") from None
-    with listener, common.open_model(arguments) as model:
+    module.allow_files(settings)
+    with listening(arguments.host, arguments.port) as listener, common.open_model(arguments) as model:
         app = serve.app(model, settings)
-        server = Server(app, arguments.shutdown_grace, log_level="warning")
+        server = module.Server(app, arguments.shutdown_grace, log_level="warning")
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         url = f"http://{host}:{listener.getsockname()[1]}"
         page = f"page at {url}/, " if settings.page else ""
