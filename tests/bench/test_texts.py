@@ -82,15 +82,6 @@ def test_peers_return_the_same_vectors_for_encoders(tmp_path: Path, peer: str, a
     assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-5)
 
 
-@pytest.mark.usefixtures("_quiet_machine")
-def test_texts_per_second_are_those_of_the_median_sample(embedder: Path) -> None:
-    workers = fakes(ours=1)
-    milliseconds = [9, 8, 1, 2, 10, 4]  # the first is the warm-up; median 4, mean 5
-    workers[_engines.OURS].times = iter(ms * 1_000_000 for ms in milliseconds)
-    results = compare(workers, embedder, embed=True, repetitions=5)
-    assert results.row(_engines.OURS, "embed64").note == "16,000.0 texts/s"
-
-
 def test_texts_of_one_length_are_measured_in_each_number() -> None:
     cases = make_embeddings(True, text_tokens=[16, 256], text_counts=[1, 64])
     assert [case.name for case in cases] == ["embed16x1", "embed256x1", "embed16x64", "embed256x64"]

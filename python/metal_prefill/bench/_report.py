@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
-from statistics import median
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -108,11 +107,11 @@ def make_row(
     samples_ns = [sample.ns for sample in selection.kept]
     samples_ts = [case.timed_tokens * NANO / ns for ns in samples_ns]
     of_ns, of_ts = samples_ns or [0], samples_ts or [0.0]
+    median_ns = spread(of_ns).median
     identity = worker.identity
     notes = [f"not measured: {reason}"] if reason else []
     if case.n_texts and samples_ns:
-        texts = case.calls * case.n_texts
-        notes.append(f"{texts * NANO / float(median(samples_ns)):,.1f} texts/s")
+        notes.append(f"{case.calls * case.n_texts * NANO / median_ns:,.1f} texts/s")
     if "emulat" in identity.device.lower():
         notes.append(EMULATOR_NOTE)
     if selection.n_degraded:
@@ -129,7 +128,7 @@ def make_row(
         test_time=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         avg_ns=sum(of_ns) / len(of_ns),
         stddev_ns=stddev(of_ns),
-        median_ns=spread(of_ns).median,
+        median_ns=median_ns,
         avg_ts=sum(of_ts) / len(of_ts),
         stddev_ts=stddev(of_ts),
         median_ts=spread(of_ts).median,

@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the numbers of reused and computed tokens after each answer",
     )
     common.add_sampling_arguments(parser)
-    common.add_engine_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace) -> None:

@@ -190,7 +190,7 @@ def add_adapter_argument(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``-m``, ``--adapter``, ``--max-context``, ``--no-mmap`` and ``--pack-cache``."""
+    """Add the options of `open_model`."""
     add_model_argument(parser)
     add_adapter_argument(parser, " of a model folder: a folder, or the name of one in it")
     parser.add_argument(
@@ -206,6 +206,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "`metal-prefill cache` lists and deletes these files",
     )
     add_number(parser, "--max-context", "maximum number of tokens in the context (default: the model's)")
+    add_engine_arguments(parser)
 
 
 def model_path(name: str | None, adapter: Path | None = None) -> Path | None:

@@ -52,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompt of each text: query, document or another name that the model knows; a description of "
         "the task; or a template with {text} (default: the model's default prompt, if it has one)",
     )
-    text_files.add_prompt_arguments(parser, "texts")
     common.add_model_arguments(parser)
-    common.add_engine_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace) -> None:

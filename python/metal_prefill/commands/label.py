@@ -45,10 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     exceeded = "with a model of GLiNER: probability that a part of a text exceeds (default: 0.5)"
     parser.add_argument("--threshold", type=float, metavar="P", help=exceeded)
-    text_files.add_prompt_arguments(parser, "texts")
     parser.add_argument("--json", action="store_true", help="print lines of JSON, one for each text")
     common.add_model_arguments(parser)
-    common.add_engine_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace) -> None:

@@ -1,7 +1,6 @@
 """``metal-prefill perplexity``: perplexity of a text under a model."""
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,19 +48,14 @@ def perplexity(
     n/2 + 1 to n - 1 are scored, as in llama.cpp's perplexity tool. `score` returns log probabilities, as
     `metal_prefill.Model.score`; `report` is called with the number of finished windows and their total.
     """
-    total = squares = 0.0
-    count = 0
+    scored = []
     for done, window in enumerate(cut, start=1):
-        losses = -score(window)[len(window) // 2 :].astype(np.float64)
-        total += float(losses.sum())
-        squares += float((losses**2).sum())
-        count += losses.size
+        scored.append(score(window)[len(window) // 2 :])
         if report is not None:
             report(done, len(cut))
-    mean = total / count
-    variance = max(squares / count - mean * mean, 0.0)
-    value = math.exp(mean)
-    return Perplexity(value, value * math.sqrt(variance / max(count - 1, 1)), count, len(cut))
+    losses = -np.concatenate(scored).astype(np.float64)
+    value, error = float(np.exp(losses.mean())), float(losses.std()) / max(losses.size - 1, 1) ** 0.5
+    return Perplexity(value, value * error, losses.size, len(cut))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = f"{DEFAULT_WINDOW}, or the model's context if smaller"
     common.add_number(parser, "-c --window", f"tokens in a window (default: {default})")
     common.add_number(parser, "--windows", "use only the first N windows")
-    common.add_engine_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace) -> None:

@@ -25,10 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="late: late interaction, which compares the vectors of single tokens (default: as the model "
         "file requires)",
     )
-    text_files.add_prompt_arguments(parser, "documents")
     parser.add_argument("--json", action="store_true", help="print lines of JSON: index, score, document")
     common.add_model_arguments(parser)
-    common.add_engine_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace) -> None:

@@ -55,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="constrain the text to JSON that matches the schema in FILE (requires the extra guide)",
     )
-    common.add_engine_arguments(parser)
 
 
 def constraint(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -90,7 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pooling", choices=TEXT_POOLINGS, help="pooling of embeddings (default: the model file's)"
     )
     common.add_model_arguments(parser)
-    common.add_engine_arguments(parser)
 
 
 def connections() -> ModuleType:

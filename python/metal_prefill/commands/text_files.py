@@ -17,7 +17,7 @@ _LONGEST_FIELD = 2**31 - 1  # of csv, in which a long is 32 bits on some systems
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
-    """Add the arguments of `given_texts`; `texts` describes them in the help."""
+    """Add the arguments of `given_texts` and `prompt_options`; `texts` describes the texts in the help."""
     parser.add_argument(
         "texts", nargs="*", metavar="TEXT", help=f"{texts}; without any and without -f, those of stdin"
     )
@@ -30,18 +30,14 @@ def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
     )
     column = f"field of objects or column that has the text (default: {DEFAULT_COLUMN})"
     parser.add_argument("--column", metavar="NAME", help=column)
-
-
-def add_prompt_arguments(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the options of how texts become prompts, which `prompt_options` returns."""
-    cut = f"{what} longer than the context: refuse them, or cut off their ends and print how many"
+    cut = f"{texts} longer than the context: refuse them, or cut off their ends and print how many"
     add_option(parser, "--truncate", cut, "error", choices=("error", "end"))
     normalized = "normalize texts first, as transformers does for qwen2 and qwen3 (default: do not)"
     parser.add_argument("--unicode", choices=("NFC",), help=normalized)
 
 
 def prompt_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of the options of `add_prompt_arguments`."""
+    """Return the options of how texts become prompts."""
     return {"truncate": arguments.truncate, "unicode": arguments.unicode}
 
 

@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_number(parser, "-n --n-gen", what, 0, common.not_negative)
     what = "output file for chrome://tracing or ui.perfetto.dev"
     common.add_option(parser, "-o --output", what, Path("trace.json"), type=Path, metavar="FILE")
-    common.add_engine_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace) -> None:

@@ -13,10 +13,9 @@ from support.files.gguf_mutator import with_entries
 from support.folders import encoder_tokenizers, model_folders, task_folders, tokenizer_folders
 from support.folders.model_folders import read
 from support.folders.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS
-from support.programs import Run
 from tokenizers import Tokenizer
 
-from metal_prefill import ContextOverflowError, GGUFError, Model
+from metal_prefill import ContextOverflowError, GGUFError
 from metal_prefill.conversion import convert
 from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._text_settings import colbert_metadata
@@ -166,21 +165,6 @@ def test_token_vectors_are_projected_and_truncated(file_of: FileOf) -> None:
         )
         with pytest.raises(ValueError, match=r"dimensions.*16"):
             model.embed(TEXTS, dimensions=17)
-
-
-def test_a_command_ranks_by_late_interaction(
-    file_of: FileOf, tmp_path: Path, output: Run, errors: Run
-) -> None:
-    path = file_of(task_folders.late_interaction)
-    file = tmp_path / "texts"
-    file.write_text("The king is dead.\nx\n")
-    printed = output("rerank", "-m", path, "-q", QUERY, "-f", file, "--how", "late", "--json")
-    lines = [json.loads(line) for line in printed.splitlines()]
-    with Model(path, device="cpu") as model:
-        assert [line["score"] for line in lines] == [
-            item.score for item in model.rerank(QUERY, ["The king is dead.", "x"])
-        ]
-    assert "has a vector for each token" in errors("embed", "-m", path, "-f", file, "-o", tmp_path / "v.npy")
 
 
 @pytest.mark.parametrize(
