@@ -18,7 +18,6 @@ from support.folders import (
     decoder_folders,
     entity_folders,
     model_folders,
-    recurrent_folders,
     task_folders,
 )
 from support.folders.adapter_folders import QUERY, adapter
@@ -89,9 +88,12 @@ def test_matrices_have_the_requested_type(bert: Folder, tmp_path: Path, kind: st
         (bert_relatives.distilbert_masked, {"mlm.weight"}),
         (entity_folders.RECORDED["bert"], {"entities.span.0.weight", "entities.forward.input.weight"}),
         (task_folders.hybrid, {"colbert.weight"}),
-        (decoder_folders.granite_moe, {"blk.0.ffn_gate_inp.weight"}),
-        (recurrent_folders.lfm2, {"blk.0.shortconv.conv.weight"}),
-        (recurrent_folders.qwen35, {"blk.0.ssm_conv1d.weight", "blk.0.ssm_a", "blk.0.ssm_dt.bias"}),
+        (decoder_folders.RECORDED["granite_moe"], {"blk.0.ffn_gate_inp.weight"}),
+        (decoder_folders.RECORDED["lfm2"], {"blk.0.shortconv.conv.weight"}),
+        (
+            decoder_folders.RECORDED["qwen35"],
+            {"blk.0.ssm_conv1d.weight", "blk.0.ssm_a", "blk.0.ssm_dt.bias"},
+        ),
     ],
     ids=["classifier", "dense", "masked", "entities", "tokens", "router", "filter", "delta rule"],
 )

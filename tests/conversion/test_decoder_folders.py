@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.files.gguf_mutator import take_apart
-from support.folders import decoder_folders, recurrent_folders
 from support.folders.decoder_folders import (
+    FULL,
     FULL_HEAD,
     HEAD,
     IDS,
@@ -18,11 +18,23 @@ from support.folders.decoder_folders import (
     RECORD,
     RECORDED,
     ROWS,
+    WINDOW,
     WINDOW_HEAD,
-    gemma4,
+    folder,
     long_rope,
+    wider,
 )
-from support.folders.model_folders import CONTEXT, DIM, FFN, LAYERS, read, save_bfloat16, types_of
+from support.folders.model_folders import (
+    CONTEXT,
+    DIM,
+    FFN,
+    LAYERS,
+    Folder,
+    assert_same_tensors,
+    read,
+    save_bfloat16,
+    types_of,
+)
 
 from metal_prefill import Model
 from metal_prefill.conversion import convert
@@ -38,12 +50,11 @@ def test_logits_of_a_folder_are_those_of_transformers(tmp_path: Path, name: str)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-def logits_of(folder: Path, **options: Any) -> Any:
-    with Model(folder, device="cpu", **options) as model, model.session() as session:
+def logits_of(path: Path, **options: Any) -> Any:
+    with Model(path, device="cpu", **options) as model, model.session() as session:
         return session.forward_prompt_logits(IDS)
 
 
-FULL, WINDOW = "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10}
 OF_LAYERS = {str(i): {"head_dim": FULL_HEAD} for i, kind in enumerate(KINDS) if kind == FULL}
 # Settings of other versions of a class.
@@ -68,14 +79,20 @@ SAME: list[tuple[str, dict[str, Any]]] = [
 def test_folders_of_other_versions_are_the_same_model(
     tmp_path: Path, name: str, changes: dict[str, Any]
 ) -> None:
-    folder = RECORDED[name](tmp_path / "m")
-    expected = convert(folder.write(), tmp_path / "usual.gguf").read_bytes()
-    folder.config |= changes
-    assert convert(folder.write(), tmp_path / "other.gguf").read_bytes() == expected
+    made = RECORDED[name](tmp_path / "m")
+    expected = convert(made.write(), tmp_path / "usual.gguf").read_bytes()
+    made.config |= changes
+    assert convert(made.write(), tmp_path / "other.gguf").read_bytes() == expected
+
+
+def minicpm(path: Path, **config: Any) -> Folder:
+    """Make a folder of MiniCPM, whose tensors are those of Granite."""
+    factors = {"scale_emb": 12.0, "scale_depth": 0.5, "dim_model_base": 8}
+    return folder(path, "granite", architectures=["MiniCPMForCausalLM"], **factors, **config)
 
 
 @pytest.mark.parametrize(
-    ("make", "architecture"), [(decoder_folders.phi3, "phi3"), (decoder_folders.minicpm, "minicpm")]
+    ("make", "architecture"), [(RECORDED["phi3, LongRoPE"], "phi3"), (minicpm, "minicpm")]
 )
 def test_long_rope_is_written(tmp_path: Path, make: Any, architecture: str) -> None:
     fields, tensors = read(convert(make(tmp_path / "m", **long_rope(HEAD)).write(), tmp_path / "m.gguf"))
@@ -87,8 +104,8 @@ def test_long_rope_is_written(tmp_path: Path, make: Any, architecture: str) -> N
 
 
 def test_the_context_chooses_the_factors_of_long_rope(tmp_path: Path) -> None:
-    folder = RECORDED["phi3, LongRoPE"](tmp_path / "m").write()
-    with Model(folder, device="cpu", max_context=CONTEXT // 2) as short, Model(folder, device="cpu") as whole:
+    path = RECORDED["phi3, LongRoPE"](tmp_path / "m").write()
+    with Model(path, device="cpu", max_context=CONTEXT // 2) as short, Model(path, device="cpu") as whole:
         assert short.max_context == CONTEXT // 2
         one, other = (model.session().forward_prompt_logits(IDS[:9]) for model in (short, whole))
     assert not np.array_equal(one, other)
@@ -96,19 +113,16 @@ def test_the_context_chooses_the_factors_of_long_rope(tmp_path: Path) -> None:
 
 def test_a_folder_of_minicpm_is_one_of_granite_with_its_factors(tmp_path: Path) -> None:
     """Their forward passes are the same; Granite's is compared with transformers, which lacks MiniCPM."""
-    folder = decoder_folders.minicpm(tmp_path / "minicpm")
     factors = {
         "embedding_multiplier": 12.0,
         "residual_multiplier": 0.5 / LAYERS**0.5,
         "logits_scaling": DIM / 8,
         "attention_multiplier": HEAD**-0.5,
-        "rms_norm_eps": folder.config["rms_norm_eps"],
     }
-    same = decoder_folders.granite(tmp_path / "granite", **factors)
-    same.tensors = folder.tensors
-    one, other = (logits_of(made.write(), compute="f32") for made in (folder, same))
-    np.testing.assert_array_equal(one, other)
-    fields, _ = read(convert(folder.path, tmp_path / "m.gguf"))
+    path = minicpm(tmp_path / "minicpm").write()
+    same = folder(tmp_path / "granite", "granite", **factors).write()
+    np.testing.assert_array_equal(logits_of(path, compute="f32"), logits_of(same, compute="f32"))
+    fields, _ = read(convert(path, tmp_path / "m.gguf"))
     assert fields["minicpm.logit_scale"] == DIM / 8
     assert fields["minicpm.rope.dimension_count"] == HEAD
 
@@ -122,63 +136,72 @@ def test_ministral3_opens_up_to_its_original_context(tmp_path: Path) -> None:
         assert model.max_context == CONTEXT
 
 
-def test_parts_for_images_and_sounds_are_left_out(tmp_path: Path) -> None:
-    folder = RECORDED["ministral3"](tmp_path / "m")
-    expected = convert(folder.write(), tmp_path / "m.gguf", name="m").read_bytes()
-    folder.config["architectures"] = ["Mistral3ForConditionalGeneration"]
-    decoder_folders.with_text_part(folder, model_type="mistral3")
-    folder.add({"model.vision_tower.ln_pre.weight": (8,), "model.multi_modal_projector.norm.weight": (8,)})
-    assert convert(folder.write(), tmp_path / "m.gguf", name="m").read_bytes() == expected
-    plain, whole = gemma4(tmp_path / "plain"), decoder_folders.gemma4_with_images(tmp_path / "whole")
-    for made in (plain, whole):
-        convert(made.write(), made.path / "m.gguf", name="m")
-    assert (plain.path / "m.gguf").read_bytes() == (whole.path / "m.gguf").read_bytes()
+@pytest.mark.parametrize(
+    ("name", "family", "others"),
+    [
+        ("ministral3", "Mistral3", ("vision_tower.ln_pre", "multi_modal_projector.norm")),
+        ("gemma4", "Gemma4", ("vision_tower.std", "embed_audio.embedding_projection")),
+    ],
+)
+def test_parts_for_images_and_sounds_are_left_out(
+    tmp_path: Path, name: str, family: str, others: tuple[str, ...]
+) -> None:
+    made = RECORDED[name](tmp_path / "m")
+    expected = convert(made.write(), tmp_path / "m.gguf").read_bytes()
+    made.config = {"architectures": [f"{family}ForConditionalGeneration"], "text_config": made.config}
+    made.tensors = {
+        tensor.replace("model.", "model.language_model.", 1): array for tensor, array in made.tensors.items()
+    }
+    made.add({f"model.{tensor}.weight": (8,) for tensor in others})
+    assert convert(made.write(), tmp_path / "m.gguf").read_bytes() == expected
 
 
 def test_a_folder_of_exaone4_says_which_layers_have_a_window(tmp_path: Path) -> None:
-    folder = decoder_folders.exaone4(tmp_path / "m", sliding_window=9, sliding_window_pattern=2)
-    fields, _ = read(convert(folder.write(), tmp_path / "m.gguf"))
+    settings = {"sliding_window": 9, "sliding_window_pattern": 2, "layer_types": None}
+    made = folder(tmp_path / "m", "exaone4", **settings)
+    fields, _ = read(convert(made.write(), tmp_path / "m.gguf"))
     assert fields["exaone4.attention.sliding_window_pattern"] == 2
-    folder.config["layer_types"] = [FULL, WINDOW]
-    fields, _ = read(convert(folder.write(), tmp_path / "other.gguf"))
+    made.config["layer_types"] = [FULL, WINDOW]
+    fields, _ = read(convert(made.write(), tmp_path / "other.gguf"))
     assert fields["exaone4.attention.sliding_window_pattern"] == [False, True]
 
 
-def test_names_of_gpt2_may_have_a_prefix_and_masks(tmp_path: Path) -> None:
-    folder = RECORDED["gpt2"](tmp_path / "m")
-    expected = read(convert(folder.write(), tmp_path / "m.gguf"))[1]
-    folder.tensors = {f"transformer.{name}": tensor for name, tensor in folder.tensors.items()}
-    folder.add({"transformer.h.0.attn.bias": (1, 1, 40, 40), "transformer.h.0.attn.masked_bias": (1,)})
-    folder.tensors["lm_head.weight"] = folder.tensors["transformer.wte.weight"].copy()
-    tensors = read(convert(folder.write(), tmp_path / "other.gguf"))[1]
+def test_names_of_gpt2_may_lack_their_prefix_and_have_masks(tmp_path: Path) -> None:
+    """As in the published folder."""
+    made = RECORDED["gpt2"](tmp_path / "m")
+    expected = read(convert(made.write(), tmp_path / "m.gguf"))[1]
+    made.tensors = {name.removeprefix("transformer."): tensor for name, tensor in made.tensors.items()}
+    made.add({"h.0.attn.bias": (1, 1, 40, 40), "h.0.attn.masked_bias": (1,)})
+    made.tensors["lm_head.weight"] = made.tensors["wte.weight"].copy()
+    tensors = read(convert(made.write(), tmp_path / "other.gguf"))[1]
     np.testing.assert_array_equal(tensors.pop("output.weight"), tensors["token_embd.weight"])
-    assert tensors.keys() == expected.keys()
+    assert_same_tensors(tensors, expected)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"])
-def test_the_text_part_of_qwen35_is_written(tmp_path: Path, architecture: str) -> None:
-    folder = recurrent_folders.qwen35(tmp_path / "m", architecture)
-    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+@pytest.mark.parametrize("name", ["qwen35", "qwen35, images"])
+def test_the_text_part_of_qwen35_is_written(tmp_path: Path, name: str) -> None:
+    made = RECORDED[name](tmp_path / "m").add({"mtp.norm.weight": (DIM,)})
+    fields, tensors = read(convert(made.write(), tmp_path / "m.gguf"))
     assert fields["qwen35.rope.dimension_sections"] == [2, 1, 1, 0]
     assert fields["tokenizer.ggml.pre"] == "qwen35"
     assert not any(name.startswith(("v.", "mtp")) for name in tensors)
 
 
 def test_layers_of_qwen35_without_a_period_are_listed(tmp_path: Path) -> None:
-    folder = recurrent_folders.qwen35(tmp_path / "m", layer_types=[FULL, "linear_attention"])
-    folder.tensors = {
+    made = folder(tmp_path / "m", "qwen35", layer_types=[FULL, "linear_attention"])
+    made.tensors = {
         re.sub(r"layers\.(\d)", lambda layer: f"layers.{1 - int(layer[1])}", name): values
-        for name, values in folder.tensors.items()
+        for name, values in made.tensors.items()
     }
-    path = convert(folder.write(), tmp_path / "m.gguf")
+    path = convert(made.write(), tmp_path / "m.gguf")
     assert list(read(path)[0]["qwen35.attention.recurrent_layers"]) == [False, True]
     with Model(path, device="cpu") as model:
         assert model.config.layer_kinds == ("attention", "gated_delta")
 
 
 def test_granite_4_writes_gate_and_up_as_two_tensors(tmp_path: Path) -> None:
-    folder = recurrent_folders.granite_hybrid(tmp_path / "m")
-    path = convert(folder.write(), tmp_path / "m.gguf", tensor_type="Q8_0")
+    made = RECORDED["granite_hybrid"](tmp_path / "m")
+    path = convert(made.write(), tmp_path / "m.gguf", tensor_type="Q8_0")
     kinds = types_of(path)
     assert kinds["blk.0.ffn_gate.weight"] == kinds["blk.1.ffn_up.weight"] == "Q8_0"
     fields, tensors = read(path)
@@ -188,11 +211,11 @@ def test_granite_4_writes_gate_and_up_as_two_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save", ["whole", "bfloat16", "shards"])
 def test_parts_of_a_tensor_are_read_from_any_file(tmp_path: Path, save: str) -> None:
-    folder = recurrent_folders.granite_hybrid(tmp_path / "m")
-    path = folder.write(shards=3 if save == "shards" else 1)
-    in_one = folder.tensors["model.layers.0.shared_mlp.input_linear.weight"]
+    made = RECORDED["granite_hybrid"](tmp_path / "m")
+    path = made.write(shards=3 if save == "shards" else 1)
+    in_one = made.tensors["model.layers.0.shared_mlp.input_linear.weight"]
     if save == "bfloat16":
-        save_bfloat16(folder.tensors, path / "model.safetensors")
+        save_bfloat16(made.tensors, path / "model.safetensors")
         in_one = (in_one.view(np.uint32) >> 16 << 16).view(np.float32)
     found = read(convert(path, tmp_path / "m.gguf"))[1]
     kind = "BF16" if save == "bfloat16" else "F32"
@@ -206,7 +229,11 @@ def test_granite_4_without_state_space_layers_is_a_granite_model(tmp_path: Path)
 
 
 def test_the_file_of_gemma4_has_the_keys_and_tensors_of_llama_cpp(tmp_path: Path) -> None:
-    fields, tensors = read(convert(gemma4(tmp_path / "m").write(), tmp_path / "m.gguf"))
+    made = RECORDED["gemma4"](tmp_path / "m")
+    for name, tensor in list(made.tensors.items()):  # published folders have keys and values in all layers
+        if name.startswith(f"model.layers.{KINDS.index(FULL)}.self_attn."):
+            made.tensors.setdefault(name.replace("layers.1", "layers.4"), tensor)
+    fields, tensors = read(convert(made.write(), tmp_path / "m.gguf"))
     assert {key.removeprefix("gemma4."): fields[key] for key in fields if key.startswith("gemma4.")} == {
         "attention.head_count": 4,
         "attention.head_count_kv": 2,
@@ -232,14 +259,14 @@ def test_the_file_of_gemma4_has_the_keys_and_tensors_of_llama_cpp(tmp_path: Path
     rotated = np.repeat(np.array([1, 1e30], np.float32), [FULL_HEAD // 8, FULL_HEAD // 2 - FULL_HEAD // 8])
     np.testing.assert_array_equal(tensors["rope_freqs.weight"], rotated)
     assert "blk.2.attn_k.weight" in tensors
-    assert not [name for name in tensors if name.startswith(("blk.3.attn_k", "blk.4.attn_v"))]
+    assert not [name for name in tensors if name.startswith(("blk.4.attn_k", "blk.4.attn_v"))]
     assert tensors["per_layer_token_embd.weight"].shape == (304, 5 * INPUT)
     assert tensors["blk.0.layer_output_scale.weight"].shape == (1,)
 
 
 def test_keys_of_layers_that_share_others_are_ignored_in_a_file(tmp_path: Path) -> None:
     """Files of llama.cpp have them, since published folders do."""
-    path = convert(gemma4(tmp_path / "m").write(), tmp_path / "m.gguf")
+    path = convert(RECORDED["gemma4"](tmp_path / "m").write(), tmp_path / "m.gguf")
     parts = take_apart(path)
     for name, dims in {"attn_k": [32, 48], "attn_k_norm": [24]}.items():
         parts.tensors.append((f"blk.4.{name}.weight", dims, 0, len(parts.data)))
@@ -254,8 +281,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 def test_the_table_of_inputs_of_layers_stays_in_the_mapped_file(tmp_path: Path) -> None:
-    folder = gemma4(tmp_path / "m", hidden_size_per_layer_input=8192).write()
-    path = convert(folder, tmp_path / "m.gguf")
+    path = convert(wider(tmp_path / "m", 8192).write(), tmp_path / "m.gguf")
     table = 304 * len(KINDS) * 8192 * 4
     with Model(path, device="cpu", chunk_tokens=1):
         pass  # loads what the package needs

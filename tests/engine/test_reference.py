@@ -17,7 +17,8 @@ from metal_prefill.files._architecture import ARCHITECTURES
 COMPARED = dict(comparison.compared_models())
 # Folders with the usual settings of their architectures, which the reference takes for granted.
 FOLDERS = decoder_folders.RECORDED.keys() - {
-    *("ministral3", "gpt_neox, blocks in sequence", "qwen3_moe, one of three")
+    *("ministral3", "gpt_neox, blocks in sequence", "qwen3_moe, one of three"),
+    "gpt2, exact GELU, usual width",
 }
 
 POOLED = small_models.EMBEDDERS | small_models.CLASSIFIERS

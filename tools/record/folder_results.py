@@ -6,7 +6,7 @@ whose tokens see those after them. Run it when such a folder, encoder or text of
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,14 @@ def config_of(folder: Path) -> dict[str, Any]:
     """Return the configuration of a folder."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
+
+
+def tensors_of(config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the shapes of the tensors that transformers saves for a configuration."""
+    kind = getattr(transformers, config["architectures"][0])
+    with tempfile.TemporaryDirectory() as folder:
+        kind(kind.config_class(**config)).save_pretrained(folder)
+        return {name: list(tensor.shape) for name, tensor in load_file(f"{folder}/model.safetensors").items()}
 
 
 def logits_of(folder: Path) -> Any:
@@ -135,7 +143,9 @@ def bidirectional(folder: Path, last: bool, normalized: bool) -> Any:
 
 
 def records() -> Records:
-    """Yield logits, states and vectors."""
+    """Yield shapes of tensors, logits, states and vectors."""
+    shapes = {name: json.dumps(tensors_of(made)) for name, made in decoder_folders.CONFIGS.items()}
+    yield decoder_folders.TENSORS, shapes
     decoders = {name: logits_of(folder) for name, folder in written(decoder_folders.RECORDED)}
     yield decoder_folders.RECORD, decoders
     yield encoder_folders.RECORD, encoder_states()

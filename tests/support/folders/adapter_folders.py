@@ -7,8 +7,8 @@ from typing import Any
 
 from safetensors.numpy import save_file
 
-from support.folders.decoder_folders import qwen3, sized
-from support.folders.model_folders import Folder, Values, llama, values
+from support.folders.decoder_folders import folder
+from support.folders.model_folders import Folder, Values, filled, llama, values
 from support.places import DATA
 
 RECORD = DATA / "peft_vectors.npz"
@@ -45,43 +45,42 @@ def adapter(
     return path
 
 
-def _jina_v5(folder: Folder, **config: Any) -> Folder:
+def _jina_v5(made: Folder, **config: Any) -> Folder:
     """Make a folder as jina-embeddings-v5 has it: an adapter for each task, and a class that pools."""
-    folder.config |= {
+    made.config |= {
         "architectures": ["JinaEmbeddingsV5Model"],
         "model_type": "jina_embeddings_v5",
         "task_names": TASKS,
         "max_position_embeddings": 200,
         **config,
     }
-    folder.tensors.pop("lm_head.weight", None)
-    sized(folder)
+    made.tensors.pop("lm_head.weight", None)
     module = {"idx": 0, "name": "transformer", "path": "", "type": "custom_st.Transformer"}
-    folder.json("modules.json", [{**module, "kwargs": ["task", "truncate_dim"]}])
-    folder.json("config_sentence_transformers.json", {"prompts": PROMPTS, "default_prompt_name": "document"})
+    made.json("modules.json", [{**module, "kwargs": ["task", "truncate_dim"]}])
+    made.json("config_sentence_transformers.json", {"prompts": PROMPTS, "default_prompt_name": "document"})
     shapes = {
         name.removeprefix("model.").removesuffix(".weight"): tensor.shape
-        for name, tensor in folder.tensors.items()
+        for name, tensor in made.tensors.items()
         if name.endswith("_proj.weight")
     }
     for i, task in enumerate(TASKS):
-        added = folder.path / "adapters" / task
+        added = made.path / "adapters" / task
         adapter(
             added, shapes, seed=100 * i, size=3, target_modules="all-linear", task_type="FEATURE_EXTRACTION"
         )
-    return folder
+    return made
 
 
 def small(path: Path) -> Folder:
     """Make a folder of the model with a decoder, whose weights have the prefix of one with a head."""
-    return _jina_v5(qwen3(path, use_sliding_window=False))
+    return _jina_v5(folder(path, "qwen3"))
 
 
 def nano(path: Path) -> Folder:
     """Make a folder of the model with an encoder."""
-    folder = llama(path, "EuroBertModel")
-    folder.tensors = {name.removeprefix("model."): tensor for name, tensor in folder.tensors.items()}
-    return _jina_v5(folder, is_decoder=False, pad_token_id=0)
+    made = llama(path, "EuroBertModel")
+    made.tensors = filled({name.removeprefix("model."): t.shape for name, t in made.tensors.items()})
+    return _jina_v5(made, is_decoder=False, pad_token_id=0)
 
 
 RECORDED: dict[str, Callable[[Path], Folder]] = {"small": small, "nano": nano}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -167,6 +168,20 @@ def save_bfloat16(tensors: dict[str, Values], path: Path) -> None:
 def values(shape: tuple[int, ...], seed: int = 0) -> Values:
     """Return random values of the size of weights."""
     return np.random.default_rng([seed, *shape]).normal(0, 0.1, shape).astype(np.float32)
+
+
+def filled(shapes: Mapping[str, tuple[int, ...]], norm: float = 1) -> dict[str, Values]:
+    """Return random values that follow from the names of tensors.
+
+    Matrices keep the size of their inputs, and factors of norms and layers are around `norm`.
+    """
+    found: dict[str, Values] = {}
+    for name, shape in shapes.items():
+        is_factor = ("norm" in name and name.endswith("weight")) or name.endswith("layer_scalar")
+        center, size = (norm * is_factor, 0.3) if len(shape) == 1 else (0, shape[-1] ** -0.5)
+        drawn = np.random.default_rng(crc32(name.encode())).normal(center, size, shape)
+        found[name] = drawn.astype(np.float32)
+    return found
 
 
 def linear(name: str, rows: int = DIM, columns: int = DIM) -> Shapes:
