@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.files.json_mutator import changed
-from support.fuzzing import fuzz
+from support.fuzzing import damaged, fuzz, sentence
 from support.random_schemas import random_schema
 
 from metal_prefill import ConstraintError, Model
@@ -21,12 +21,38 @@ STEPS = 40  # tokens of a text
 
 Constraint = tuple[str, str]  # kind and source
 
-_ATOMS = [
-    *("a", "b", ".", r"\d", r"\w", "[a-z]", "[^#]", "ab", "é", r"\.", "(?i:x)", "[", r"\p{L}", "(?s:.)"),
-    *("$", "^"),
-]
-_COUNTS = ["*", "+", "?", "{2}", "{0,3}", "{500}", "{20000}", "{3,}", "{5,2}"]
-_NAMES = ["start", "r1", "r2", "r3", "T1", "T2", "missing"]
+_TERMINALS = ["T1", "T2"]
+_NAMES = ["start", "r1", "r2", "r3", *_TERMINALS]
+# Regular expressions, and the right sides of rules with names and of terminals.
+_PATTERN = {
+    "regex": ["@part", "@part@part", "@part@part@part"],
+    "part": [
+        *("a", "b", ".", r"\d", r"\w", "[a-z]", "[^#]", "ab", "é", r"\.", "(?i:x)", "[", r"\p{L}", "(?s:.)"),
+        *("$", "^", "@part", "@part", "@part", "@part@count", "@part@count"),
+        *("(@regex)", "(@regex|@regex)", "(@regex|@regex|@regex)@count"),
+    ],
+    "count": ["*", "+", "?", "{2}", "{0,3}", "{500}", "{20000}", "{3,}", "{5,2}"],
+}
+_RULE = _PATTERN | {
+    "rule": ["@item", "@item @item", "@item | @item", "@item @item @item", "@item | @item | @item"],
+    "item": [
+        *('"a"', "@name", '"@word"@times', "/@regex/@times", "@name@times", "(@rule)@times", "(@rule)@times"),
+    ],
+    "word": ["a", "b", " ", "{", "abc", '\\"'],
+    "times": ["", "", "", "*", "+", "?", "~2", "~1..400", "{3,90}"],
+    "name": [*_NAMES, "missing"],
+}
+_TERMINAL = _RULE | {"name": _TERMINALS}
+# Grammars that ignore white space and contain some: matching can take forever.
+_SPACES = {
+    "grammar": [
+        '%ignore @ignored\nstart: "b"+ | @counted\nr1: " " | @space " "',
+        '%ignore @ignored\nstart: "b"+ | @counted @counted\nr1: " " | @space " "',
+    ],
+    "ignored": ["/[ ]+/", "/ +/", "/ /", '" "', "/[ \\t]*/", "/ {1,9}/"],
+    "counted": ["@space", "@space+", "@space*", "@space{3,90}", "@space~1..400"],
+    "space": ['" "', "/ /", "/ +/", '(" " | "a")', "r1"],
+}
 _KEYWORDS = ["anyOf", "allOf", "oneOf"]
 _ODD_PARTS: list[Any] = [
     *(True, False, None, 0, 7, -1, 10**6, 10**9, 2.5, "", "\u00e9\n", [], [1], {}, {"x": 1}, {"$ref": "#"}),
@@ -41,16 +67,13 @@ def write_constraint(random: Random) -> Constraint:
     if random.random() < 0.1:
         source = _nested(random, kind)
     elif kind == "regex":
-        source = _regex(random, 4)
+        source = sentence(_PATTERN, "regex", random, 4)
     elif kind == "grammar":
-        source = random.choices([_grammar, _ambiguous_spaces], [4, 1])[0](random)
+        source = _grammar(random) if random.random() < 0.8 else sentence(_SPACES, "grammar", random, 3)
     else:
         source = _schema(random)
-    if random.random() < 0.1 and source:
-        at = random.randrange(len(source))
-        source = (
-            source[:at] + random.choice(["", "(", '"', "/", "{", "\\", "\0", "\ud800"]) + source[at + 1 :]
-        )
+    if random.random() < 0.1:
+        source = damaged(source, random, ["", "(", '"', "/", "{", "\\", "\0", "\ud800"])
     return kind, source
 
 
@@ -78,57 +101,23 @@ def _nested(random: Random, kind: str) -> str:
     return random.choice([f"start: {rule}", f"start: T\nT: {rule}", f"start: /{pattern}/"])
 
 
-def _regex(random: Random, depth: int) -> str:
-    parts = []
-    for _ in range(random.randrange(1, 4)):
-        part = random.choice(_ATOMS)
-        if depth and random.random() < 0.4:
-            alternatives = [_regex(random, depth - 1) for _ in range(random.randrange(1, 4))]
-            part = f"({'|'.join(alternatives)})"
-        parts.append(part + (random.choice(_COUNTS) if random.random() < 0.3 else ""))
-    return "".join(parts)
-
-
 def _grammar(random: Random) -> str:
     lines = ["%ignore /[ ]+/"] if random.random() < 0.2 else []
-    for name in random.sample(_NAMES[:-1], random.randrange(1, 6)):
-        lines.append(f"{name}: {_expansion(random, 3, terminals_only=name.isupper() or name[0] == 'T')}")
+    for name in random.sample(_NAMES, random.randrange(1, 6)):
+        right = _TERMINAL if name in _TERMINALS else _RULE
+        lines.append(f"{name}: {sentence(right, 'rule', random, 3)}")
     if not any(line.startswith("start") for line in lines):
         lines.append("start: r1 T1?")
     return "\n".join(lines)
 
 
-def _expansion(random: Random, depth: int, terminals_only: bool) -> str:
-    items = []
-    for _ in range(random.randrange(1, 4)):
-        choice = random.randrange(5 if depth else 3)
-        if choice == 0:
-            item = '"' + random.choice(["a", "b", " ", "{", "abc", '\\"']) + '"'
-        elif choice == 1:
-            item = "/" + _regex(random, 1).replace("/", "") + "/"
-        elif choice == 2:
-            names = [name for name in _NAMES if name[0] == "T"] if terminals_only else _NAMES
-            item = random.choice(names)
-        else:
-            item = f"({_expansion(random, depth - 1, terminals_only)})"
-        items.append(item + random.choice(["", "", "", "*", "+", "?", "~2", "~1..400", "{3,90}"]))
-    return random.choice([" ", " | "]).join(items)
-
-
-def _ambiguous_spaces(random: Random) -> str:
-    """Return a grammar that ignores white space and contains some; matching can take forever."""
-    ignored = random.choice(["/[ ]+/", "/ +/", "/ /", '" "', "/[ \\t]*/", "/ {1,9}/"])
-    items = [
-        random.choice(['" "', "/ /", "/ +/", '(" " | "a")', "r1"]) for _ in range(random.randrange(1, 3))
-    ]
-    counted = " ".join(item + random.choice(["", "+", "*", "{3,90}", "~1..400"]) for item in items)
-    lines = [f"%ignore {ignored}", f'start: "b"+ | {counted}', f'r1: " " | {random.choice(items)} " "']
-    return "\n".join(lines)
-
-
 def _schema(random: Random) -> str:
     """Return a JSON schema of which some parts are odd."""
-    parts = [*_ODD_PARTS, {"type": "string", "pattern": _regex(random, 2)}, random_schema(random, 1)]
+    parts = [
+        *_ODD_PARTS,
+        {"type": "string", "pattern": sentence(_PATTERN, "regex", random, 3)},
+        random_schema(random, 1),
+    ]
     schema: Any = random_schema(random, 3)
     for _ in range(random.randrange(4)):
         schema = changed(schema, random, parts)

@@ -6,7 +6,7 @@ time and under sanitizers. A failing input is kept in ``build/fuzz``; moved to `
 first in all later runs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.files.gguf_mutator import mutate, take_apart
 from support.files.state_mutator import mutate_state
-from support.fuzzing import SECONDS, fuzz
+from support.fuzzing import SECONDS, damaged, fuzz, sentence
 from support.small_models import write
 from support.tiny_models import TINY_ENCODERS, TINY_EXPERTS, TINY_MODELS
 
@@ -78,80 +78,49 @@ def test_saved_states(opened: Model, tmp_path: Path) -> None:
     fuzz("state", 80, partial(mutate_state, path.read_bytes()), run)
 
 
-NAMES = [
-    "messages", "m", "x", "ns", "ns.x", "loop", "loop.index", "bos_token", "nothing", "caller", "f", "range",
-]  # fmt: skip
-LITERALS = [
-    "0", "1", "-1", "3", "99999", "3000000000", "1e300", "''", "'a'", "'<|im_end|>'", "none", "true", "[]",
-    "{}",
-]  # fmt: skip
-OPERATORS = ["+", "-", "*", "/", "//", "%", "**", "~", "==", "<", "in", "and", "or"]
-TESTS = [
-    "defined", "none", "string", "mapping", "iterable", "eq(1)", "in([1])", "divisibleby(2)", "sameas(x)",
-]  # fmt: skip
+# Templates, which may be valid or not.
+TEMPLATE = {
+    "statement": [
+        *("text", "{% break %}", "{% continue %}", "{# #}", "{{ @value }}", "{{ @value }}"),
+        "{% for x in @value %}@statement{% else %}@statement{% endfor %}",
+        "{% for m in messages if @value %}@statement@statement{% endfor %}",
+        "{% for x in range(99999) %}@statement{% endfor %}",
+        "{% if @value %}@statement{% elif @value %}@statement{% endif %}",
+        "{% set ns.x = @value %}@statement",
+        "{% set x = @value %}@statement",
+        "{% set x %}@statement{% endset %}",
+        "{% macro f(x) %}@statement{% endmacro %}{{ f(@value) }}",
+        "{% call f(@value) %}@statement{% endcall %}",
+        "{% filter @filter %}@statement{% endfilter %}",
+        "{% generation %}@statement{% endgeneration %}",
+        "{% block b@digit %}@statement{% endblock %}",
+    ],
+    "value": [
+        *("messages", "m", "x", "ns", "ns.x", "loop", "loop.index", "bos_token", "nothing", "caller", "f"),
+        *("range", "0", "1", "-1", "3", "99999", "3000000000", "1e300", "''", "'a'", "'<|im_end|>'", "none"),
+        *("true", "[]", "{}", "@value", "(@value @operator @value)", "(@value is @test)"),
+        *("(@value | @filter)", "(@value | @filter(@value))", "(@value | @filter(@value, @value))"),
+        *("(@value).@method()", "(@value).@method(@value)", "(@value).@method(@value, @value)"),
+        *("[@value, @value]", "(@value, @value)", "{'a': @value, 'b': @value}", "dict(a=@value, b=@value)"),
+        *("@value[@value]", "@value[@value:@value]", "(@value if @value else @value)", "range(@value)"),
+    ],
+    "operator": ["+", "-", "*", "/", "//", "%", "**", "~", "==", "<", "in", "and", "or"],
+    "test": [
+        *("defined", "none", "string", "mapping", "iterable"),
+        *("eq(1)", "in([1])", "divisibleby(2)", "sameas(x)"),
+    ],
+    "filter": list(FILTERS),
+    "method": list(STR_METHODS),
+    "digit": list("012345678"),
+}
 
 
 def write_template(random: Random) -> str:
-    """Return a template, which may be valid or not."""
-    source = "{% set ns = namespace(x='ab') %}" + "".join(
-        _statement(random, 3) for _ in range(random.randrange(1, 5))
-    )
+    source = "{% set ns = namespace(x='ab') %}"
+    source += "".join(sentence(TEMPLATE, "statement", random, 4) for _ in range(random.randrange(1, 5)))
     if random.random() < 0.1:
-        at = random.randrange(len(source))
-        source = source[:at] + random.choice(("", "{%", "}}", "\ud800", "\0", "(", "'")) + source[at + 1 :]
+        source = damaged(source, random, ("", "{%", "}}", "\ud800", "\0", "(", "'"))
     return source
-
-
-def _statement(random: Random, depth: int) -> str:
-    def inner() -> str:
-        return _statement(random, depth - 1)
-
-    def value() -> str:
-        return _expression(random, 3)
-
-    if depth == 0:
-        return random.choice(("text", "{{ " + value() + " }}", "{% break %}", "{% continue %}", "{# #}"))
-    kinds: list[Callable[[], tuple[str, ...]]] = [
-        lambda: ("{{ ", value(), " }}"),
-        lambda: ("{% for x in ", value(), " %}", inner(), "{% else %}", inner(), "{% endfor %}"),
-        lambda: ("{% for m in messages if ", value(), " %}", inner(), inner(), "{% endfor %}"),
-        lambda: ("{% for x in range(99999) %}", inner(), "{% endfor %}"),
-        lambda: ("{% if ", value(), " %}", inner(), "{% elif ", value(), " %}", inner(), "{% endif %}"),
-        lambda: ("{% set ns.x = ", value(), " %}", inner()),
-        lambda: ("{% set x = ", value(), " %}", inner()),
-        lambda: ("{% set x %}", inner(), "{% endset %}"),
-        lambda: ("{% macro f(x) %}", inner(), "{% endmacro %}{{ f(", value(), ") }}"),
-        lambda: ("{% call f(", value(), ") %}", inner(), "{% endcall %}"),
-        lambda: ("{% filter ", random.choice(list(FILTERS)), " %}", inner(), "{% endfilter %}"),
-        lambda: ("{% generation %}", inner(), "{% endgeneration %}"),
-        lambda: ("{% block b", str(random.randrange(9)), " %}", inner(), "{% endblock %}"),
-    ]
-    return "".join(random.choice(kinds)())
-
-
-def _expression(random: Random, depth: int) -> str:
-    def inner() -> str:
-        return _expression(random, depth - 1)
-
-    if depth == 0:
-        return random.choice(NAMES if random.random() < 0.6 else LITERALS)
-    arguments = ", ".join(inner() for _ in range(random.randrange(3)))
-    kinds: list[Callable[[], str]] = [
-        inner,
-        lambda: f"({inner()} {random.choice(OPERATORS)} {inner()})",
-        lambda: f"({inner()} | {random.choice(list(FILTERS))}({arguments}))",
-        lambda: f"({inner()}).{random.choice(list(STR_METHODS))}({arguments})",
-        lambda: f"({inner()} is {random.choice(TESTS)})",
-        lambda: f"[{inner()}, {inner()}]",
-        lambda: f"({inner()}, {inner()})",
-        lambda: f"{{'a': {inner()}, 'b': {inner()}}}",
-        lambda: f"{inner()}[{inner()}]",
-        lambda: f"{inner()}[{inner()}:{inner()}]",
-        lambda: f"({inner()} if {inner()} else {inner()})",
-        lambda: f"dict(a={inner()}, b={inner()})",
-        lambda: f"range({inner()})",
-    ]
-    return random.choice(kinds)()
 
 
 def test_chat_templates() -> None:

@@ -4,9 +4,10 @@ import faulthandler
 import itertools
 import math
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -30,6 +31,22 @@ def _rounds(count: int) -> Iterator[Random]:
             i += 1
     finally:  # also where an input failed
         print(f"{i:,} inputs, seed {SEED}")
+
+
+def sentence(grammar: Mapping[str, Sequence[str]], symbol: str, random: Random, depth: int) -> str:
+    """Return a random text of a symbol: one of its rows, in which ``@name`` is a text of another symbol.
+
+    The rows with symbols are nested to this depth at most, if there are others.
+    """
+    rows = grammar[symbol]
+    row = random.choice([row for row in rows if ("@" in row) == (depth > 0)] or rows)
+    return re.sub(r"@(\w+)", lambda name: sentence(grammar, name[1], random, depth - 1), row)
+
+
+def damaged(text: str, random: Random, pieces: Sequence[str]) -> str:
+    """Replace a character by one of these pieces."""
+    at = random.randrange(len(text))
+    return text[:at] + random.choice(pieces) + text[at + 1 :]
 
 
 def fuzz(
