@@ -112,6 +112,16 @@ _MAMBA2 = SmallModel(
     layers=3, heads=0, kv_heads=0, head_dim=0, ffn=0, scan=ScanShape(inner=128, state=32, heads=4)
 )
 
+_QWEN35 = SmallModel(
+    layers=4,
+    dim=96,
+    head_dim=64,
+    rope_dims=16,
+    rope_base=1e7,
+    output_type="Q8_0",
+    scan=ScanShape(inner=64, state=32, heads=2, layers=(0, 1, 2)),
+)
+
 # Dimensions that fit no block.
 _ODD = SmallModel(dim=50, heads=2, kv_heads=1, head_dim=24, ffn=70, embedding="F16", types={"*": "F32"})
 _HEADS_OF_26: dict[str, Any] = {
@@ -275,24 +285,10 @@ _OTHERS = _named(
             rope_base=1e11,
             scan=ScanShape(inner=256, state=48, heads=4, groups=2),
         ),
-        "qwen35": SmallModel(
-            layers=4,
-            dim=96,
-            head_dim=64,
-            rope_dims=16,
-            rope_base=1e7,
-            output_type="Q8_0",
-            scan=ScanShape(inner=64, state=32, heads=2, layers=(0, 1, 2)),
-        ),
+        "qwen35": _QWEN35,
         # No interval describes these layers.
-        "qwen35, attention first and last": SmallModel(
-            layers=4,
-            dim=96,
-            head_dim=64,
-            rope_dims=16,
-            rope_base=1e7,
-            output_type="Q8_0",
-            scan=ScanShape(inner=64, state=32, heads=2, layers=(1, 2)),
+        "qwen35, attention first and last": replace(
+            _QWEN35, scan=ScanShape(inner=64, state=32, heads=2, layers=(1, 2))
         ),
         "qwen35, recurrence last": SmallModel(
             layers=3,

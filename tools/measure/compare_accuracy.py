@@ -13,6 +13,7 @@ compared with those of the tests' float64 reference over the same dequantized we
 
 import argparse
 import ctypes
+import logging
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -48,36 +49,24 @@ def ours(path: Path, tokens: Tokens, compute: str, kv_dtype: str) -> Logits:
         return np.array([model.forward_token(int(token)) for token in tokens], dtype=np.float64)
 
 
-def keep_quiet(level: int, text: bytes, user_data: object) -> None:
-    """Discard log messages of llama.cpp while it loads."""
-
-
-LOG_CALLBACK = llama_cpp.llama_log_callback(keep_quiet)  # llama.cpp keeps the pointer only
-
-
 def llama(path: Path, tokens: Tokens) -> Logits:
     """Return the logits of llama.cpp with its defaults: 8-bit activations, float16 cache, repacking."""
-    context = llama_cpp.llama_context_default_params()
-    context.n_ctx = context.n_batch = context.n_ubatch = len(tokens)
-    context.n_threads = context.n_threads_batch = available_threads()
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-    if not model:
-        raise RuntimeError(f"llama.cpp cannot load {path}")
-    session = llama_cpp.llama_init_from_model(model, context)
-    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
-    batch.n_tokens = len(tokens)
-    for i, token in enumerate(tokens):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), i, 1, True
-        batch.seq_id[i][0] = 0
-    if llama_cpp.llama_decode(session, batch) != 0:
-        raise RuntimeError(f"llama.cpp cannot compute {path}")
-    n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(session), (len(tokens), n_vocab))
-    result = logits.astype(np.float64)
-    llama_cpp.llama_batch_free(batch)
-    llama_cpp.llama_free(session)
-    llama_cpp.llama_model_free(model)
-    return result
+    n, threads = len(tokens), available_threads()
+    model = llama_cpp.Llama(
+        str(path),
+        n_ctx=n,
+        n_batch=n,
+        n_ubatch=n,
+        n_threads=threads,
+        n_threads_batch=threads,
+        flash_attn=True,
+        logits_all=True,
+        verbose=False,
+    )
+    model.eval(tokens.tolist())
+    logits: Logits = model.scores.astype(np.float64)
+    model.close()
+    return logits
 
 
 def log_softmax(logits: Logits) -> Logits:
@@ -250,7 +239,7 @@ def main() -> None:
         help="measure the perplexity for these types, or for all that llama.cpp quantizes the model to",
     )
     arguments = parser.parse_args()
-    llama_cpp.llama_log_set(LOG_CALLBACK, None)
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # of its quantizer
 
     def random_tokens(path: Path) -> Tokens:
         with Model(path, device="cpu") as model:

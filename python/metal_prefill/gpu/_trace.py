@@ -6,7 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,10 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[list[Step], dict[str, Any]
             a = event["args"]
             x, y, z = a["grid"]
             runs = tuple((position, rows) for position, rows in a["runs"])
-            fields = {**{name: a[name] for name in _WRITTEN}, "grid": (x, y, z), "runs": runs}
-            fields |= {"buffers": tuple(a["buffers"]), "args": a["arguments"]}
+            given = {**{name: a[name] for name in _WRITTEN}, "grid": (x, y, z), "runs": runs}
+            given |= {"buffers": tuple(a["buffers"]), "args": a["arguments"]}
             start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
-            dispatch = Dispatch(event["name"], **fields, start=start, end=start + seconds)
+            dispatch = Dispatch(event["name"], **given, start=start, end=start + seconds)
             before = steps.get(a["step"], Step(a["tokens"], []))
             steps[a["step"]] = Step(a["tokens"], [*before.dispatches, dispatch])
         return [steps[number] for number in sorted(steps)], dict(trace["otherData"])
@@ -150,19 +150,13 @@ def layout_of(struct: str) -> np.dtype[Any]:
 
 
 def from_core(dispatches: Sequence[_core.Dispatch]) -> list[Dispatch]:
+    given = [field.name for field in fields(Dispatch) if field.name not in ("args", "buffers", "runs")]
     return [
         Dispatch(
-            kernel=d.kernel,
-            layer=d.layer,
-            grid=d.grid,
-            threads=d.threads,
-            threadgroup_bytes=d.threadgroup_bytes,
-            after_barrier=d.after_barrier,
             args=decode_args(d.args_struct, d.args),
             buffers=tuple(d.buffers),
             runs=tuple(d.runs),
-            start=d.start,
-            end=d.end,
+            **{name: getattr(d, name) for name in given},
         )
         for d in dispatches
     ]
