@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup check test test-clients test-emulator test-page test-wheels release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
+.PHONY: demo setup check test test-clients test-emulator test-page test-wheels release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -145,7 +145,8 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "the site is in build/site"
 
-# Wheels for Linux (x86-64, Arm; glibc, musl) and macOS, in build/wheels/dist. PLATFORMS selects some of them.
+# Wheels for Linux (x86-64, Arm; glibc, musl) and macOS, in build/wheels/dist. PLATFORMS selects some of them; the one for this
+# machine provides the stub of the others.
 wheels: $(VENV)/.ready
 	$(PIP) install --group cross
 	@rm -f build/wheels/dist/*
@@ -267,11 +268,6 @@ tidy: build/.emulator $(VENV)/.dev-tools
 format: $(VENV)/.dev-tools
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
-
-# The wheel for macOS, built and inspected here but not executed. Its stub is that of the package as installed here.
-cross-macos: $(if $(wildcard build/.emulator),build/.emulator,build/.plain)
-	$(PIP) install --group cross
-	$(BIN)/python tools/build/cross_macos.py
 
 clean:
 	rm -rf build $(VENV)

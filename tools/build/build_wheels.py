@@ -21,11 +21,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TOOLS))
+import cross_macos  # noqa: E402
 import zig  # noqa: E402
+from zig import WheelError  # noqa: E402
 
 ROOT = TOOLS.parents[1]
 # By kind of wheel: oldest C library, its name in zig's targets, and libraries that it provides.
@@ -36,18 +39,14 @@ C_LIBRARIES = {
 PYTHONS = ("3.10", "3.11", "3.12")  # the last one is for all later versions, too
 FREE_THREADED = ("3.14t",)
 MAX_MEGABYTES = 12
-LINUX_KERNELS = {
+KERNELS = {
     "x86_64": ("amx", "avx512bf16", "avx512vnni", "avxvnni", "avx2", "scalar"),
     "aarch64": ("neon_i8mm", "neon_dotprod", "neon", "scalar"),
 }
-PLATFORMS = (*(f"{kind}_{processor}" for kind in C_LIBRARIES for processor in LINUX_KERNELS), "macos")
+PLATFORMS = (*(f"{kind}_{processor}" for kind in C_LIBRARIES for processor in KERNELS), "macos")
 NATIVE = f"manylinux_{platform.machine()}"
 # Clang 18 takes registers of 512 bits for a feature of its own, which zig switches off.
 CASES = '    -mavx512f) arguments+=("$argument" -mevex512) ;;'
-
-
-class WheelError(Exception):
-    """A wheel cannot be built, or is invalid."""
 
 
 def find_python(version: str) -> Path:
@@ -98,58 +97,40 @@ def build_linux(version: str, target: str, folder: Path, stub: Path) -> Path:
     native = target == NATIVE
     suffix = "gnu" if version == "3.10" else libc.partition(".")[0]  # 3.10 has one for both C libraries
     zig.write_commands(work / "tools", cxx=zig.compiler(f"{processor}-linux-{libc}", CASES))
-    definitions = {
-        "CMAKE_TOOLCHAIN_FILE": ROOT / "cmake/cross_linux.cmake",
-        "SKBUILD_SOABI": f"cpython-{version.replace('.', '')}-{processor}-linux-{suffix}",
-        "Python_INCLUDE_DIR": zig.python_headers(work / f"include-{version}", python),
-        **({} if native else {"METAL_PREFILL_STUB": stub}),
-    }
-    environment = {
-        "CROSS_LINUX_TOOLS": str(work / "tools"),
-        "CROSS_LINUX_PROCESSOR": "" if native else processor,
-        "PATH": f"{python.parent}:{os.environ['PATH']}",
-    }
-    tag = f"{kind}_{least[0]}_{least[1]}_{processor}"
-    wheel = zig.build_wheel(python, work, tag, definitions, environment)
+    wheel = zig.build_wheel(
+        python,
+        work,
+        f"{kind}_{least[0]}_{least[1]}_{processor}",
+        system=None if native else ("Linux", processor),
+        soabi=f"cpython-{version.replace('.', '')}-{processor}-linux-{suffix}",
+        stub=None if native else stub,
+    )
     if native:
         with zipfile.ZipFile(wheel) as archive:
             stub.write_bytes(archive.read("metal_prefill/_core.pyi"))
     return wheel
 
 
-def build_macos(version: str, folder: Path, stub: Path) -> Path:
-    """Build a wheel for macOS with tools/build/cross_macos.py, which inspects it, and return its path."""
-    python, work = tools_of(version, folder), folder / "macos"
-    command: list[str | Path] = [
-        python,
-        ROOT / "tools/build/cross_macos.py",
-        "--folder",
-        work,
-        "--stub",
-        stub,
-    ]
-    environment = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
-    subprocess.run(command, check=True, env=environment)
-    (wheel,) = (work / "wheels").glob("*.whl")
-    return wheel
-
-
-def check_contents(wheel: Path) -> int:
-    """Check the required contents of a wheel, and its size; return the size in bytes."""
+def check_contents(wheel: Path, kernels: Sequence[str]) -> bytes:
+    """Check the required contents of a wheel, and its size; return the extension."""
     size = wheel.stat().st_size
     if size > MAX_MEGABYTES * 10**6:
         raise WheelError(f"{wheel.name} has {size / 1e6:.1f} MB, more than {MAX_MEGABYTES}")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    extensions = [name for name in names if name.endswith(".so")]
-    if len(extensions) != 1 or not extensions[0].startswith("metal_prefill/_core."):
-        raise WheelError(f"{wheel.name}: expected one extension, got {extensions}")
+        extensions = [name for name in names if name.endswith(".so")]
+        if len(extensions) != 1 or not extensions[0].startswith("metal_prefill/_core."):
+            raise WheelError(f"{wheel.name}: expected one extension, got {extensions}")
+        library = archive.read(extensions[0])
     wanted = ["metal_prefill/_core.pyi", "metal_prefill/py.typed"]
     if missing := [name for name in wanted if name not in names]:
         raise WheelError(f"{wheel.name} lacks {', '.join(missing)}")
     if not any(re.fullmatch(r"metal_prefill/data/.*\.gguf", name) for name in names):
         raise WheelError(f"{wheel.name} lacks the bundled model")
-    return size
+    for name in kernels:
+        if name.encode() + b"\0" not in library:  # their names are strings in the library
+            raise WheelError(f"{wheel.name}: the kernels {name} are missing")
+    return library
 
 
 def libraries_of(library: bytes) -> list[str]:
@@ -170,20 +151,13 @@ def versions_of(library: bytes) -> list[str]:
     return [version.name for _, versions in section.iter_versions() for version in versions]
 
 
-def check_linux(wheel: Path, target: str) -> list[str]:
-    """Check libraries, symbols and kernels of a wheel for Linux; return a report in lines."""
-    kind, processor = target.split("_", 1)
+def check_linux(wheel: Path, library: bytes, kind: str) -> list[str]:
+    """Check libraries and symbols of a wheel for Linux; return a report in lines."""
     least, _, provided = C_LIBRARIES[kind]
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".so")]
-        library = archive.read(name)
-    for kernels in LINUX_KERNELS[processor]:
-        if kernels.encode() + b"\0" not in library:  # their names are strings in the library
-            raise WheelError(f"{wheel.name}: the kernels {kernels} are missing")
     needed = libraries_of(library)
     if unknown := [name for name in needed if not re.match(provided, name)]:
         raise WheelError(f"{wheel.name} needs {', '.join(unknown)}, which its platform does not promise")
-    lines = [f"needs {', '.join(needed)}", "kernels: " + ", ".join(LINUX_KERNELS[processor])]
+    lines = [f"needs {', '.join(needed)}"]
     if kind == "musllinux":  # auditwheel recognizes musl only on a machine that has it
         if versions := versions_of(library):
             raise WheelError(f"{wheel.name} needs {', '.join(versions)}; musl has no versions of symbols")
@@ -223,14 +197,17 @@ def main() -> int:
         )
     for name in platforms:
         for version in pythons:
+            kind, _, processor = name.partition("_")
             if name == "macos":
-                wheel, lines = build_macos(version, folder, stub), ["compiled and linked, not executed"]
+                wheel = cross_macos.build(tools_of(version, folder), version, folder / name, stub)
             else:
                 wheel = build_linux(version, name, folder, stub)
-                lines = check_linux(wheel, name)
-            size = check_contents(wheel)
+            kernels = KERNELS[processor or "aarch64"]
+            library = check_contents(wheel, kernels)
+            lines = check_linux(wheel, library, kind) if processor else cross_macos.check_extension(library)
             shutil.copy(wheel, finished)
-            print(f"{wheel.name}: {size / 1e6:.1f} MB", *lines, sep="\n  ", flush=True)
+            size = f"{wheel.stat().st_size / 1e6:.1f} MB"
+            print(f"{wheel.name}: {size}", *lines, f"kernels: {', '.join(kernels)}", sep="\n  ", flush=True)
     return 0
 
 

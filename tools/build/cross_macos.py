@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Build the wheel for macOS on Linux, and check it as far as possible without running it.
 
 Compiler and C++ library come from the PyPI package ziglang; Foundation and Metal are declared by the
@@ -6,25 +5,17 @@ emulator's headers and linked against the stubs in tools/build/macos_stubs. The 
 inspected, but not executed: neither a Metal device nor macOS is involved.
 """
 
-import argparse
 import hashlib
-import importlib.util
 import re
 import struct
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import lief
-
-sys.path.insert(0, str(Path(__file__).parent))
 import zig
+from zig import WheelError
 
-ROOT = Path(__file__).resolve().parents[2]
 MINIMUM_MACOS = [13, 0, 0]
 PLATFORM_TAG = "macosx_13_0_arm64"
-KERNEL_SETS = ("neon_i8mm", "neon_dotprod", "neon", "scalar")
 DYLIBS = {
     "/System/Library/Frameworks/Foundation.framework/Versions/C/Foundation",
     "/System/Library/Frameworks/Metal.framework/Versions/A/Metal",
@@ -37,10 +28,6 @@ N_EXT, N_TYPE, N_UNDEFINED = 0x01, 0x0E, 0x00  # of a symbol
 DYNAMIC_LOOKUP = (0xFE, 0)  # as ordinal of a library: what dyld finds anywhere; zig writes 0
 
 
-class CheckError(Exception):
-    """The wheel is invalid."""
-
-
 def check_signature(data: bytes, at: int) -> int:
     """Check the code signature at an offset, without which Apple Silicon loads no library; return its pages.
 
@@ -49,73 +36,62 @@ def check_signature(data: bytes, at: int) -> int:
     """
     magic, _, count, kind, offset = struct.unpack_from(">5I", data, at) if at else (0, 0, 0, 0, 0)
     if magic != SIGNATURES or count != 1 or kind != 0:
-        raise CheckError("no ad-hoc code signature")
+        raise WheelError("no ad-hoc code signature")
     directory = at + offset
     magic, _, _, _, hashes, _, _, pages, limit, size, algorithm, _, shift = struct.unpack_from(
         ">9I4B", data, directory
     )
     if magic != CODE_DIRECTORY or algorithm != SHA256 or limit != at or pages != -(-limit >> shift):
-        raise CheckError(
+        raise WheelError(
             f"the code signature has {pages} hashes of type {algorithm} for {limit} of {at} bytes"
         )
     for page in range(pages):
         content = data[page << shift : min(page + 1 << shift, limit)]
         stored = directory + hashes + size * page
         if hashlib.sha256(content).digest()[:size] != data[stored : stored + size]:
-            raise CheckError(f"page {page} differs from its hash in the code signature")
+            raise WheelError(f"page {page} differs from its hash in the code signature")
     return int(pages)
 
 
 def check_extension(data: bytes) -> list[str]:
     """Check the extension module, and return a report in lines."""
+    import lief
+
     file = lief.MachO.parse(data)
     if file is None:
-        raise CheckError("no Mach-O file")
+        raise WheelError("no Mach-O file")
     found: Any = file.at(0)
     header, built = found.header, found.build_version
     if header.cpu_type != header.CPU_TYPE.ARM64 or header.file_type != header.FILE_TYPE.DYLIB:
-        raise CheckError(f"expected an arm64 library, got {header.cpu_type}, {header.file_type}")
+        raise WheelError(f"expected an arm64 library, got {header.cpu_type}, {header.file_type}")
     if built.platform != built.PLATFORMS.MACOS or built.minos != MINIMUM_MACOS:
-        raise CheckError(f"built for {built.platform}, version {built.minos}")
+        raise WheelError(f"built for {built.platform}, version {built.minos}")
     own_name = lief.MachO.LoadCommand.TYPE.ID_DYLIB
     dylibs = {library.name for library in found.libraries if library.command != own_name}
     if dylibs != DYLIBS:
-        raise CheckError(f"linked to {sorted(dylibs)}, expected {sorted(DYLIBS)}")
+        raise WheelError(f"linked to {sorted(dylibs)}, expected {sorted(DYLIBS)}")
     symbols = [symbol for symbol in found.symbols if symbol.raw_type & N_EXT]
     undefined = {symbol.name: symbol for symbol in symbols if symbol.raw_type & N_TYPE == N_UNDEFINED}
     if "_PyInit__core" not in {symbol.name for symbol in symbols} - undefined.keys():
-        raise CheckError("PyInit__core is not exported")
+        raise WheelError("PyInit__core is not exported")
     if found.get_section("__objc_selrefs") is None:
-        raise CheckError("no Objective-C in it")
+        raise WheelError("no Objective-C in it")
     python = {name for name in undefined if re.match(r"__?Py", name)}
     objc = {name for name in undefined if name.startswith(("_OBJC_CLASS_$", "_objc_", "_MTL", "__objc"))}
     if "_MTLCreateSystemDefaultDevice" not in objc:
-        raise CheckError("no Metal in it")
-    for kernels in KERNEL_SETS:  # their names are strings in the library
-        if kernels.encode() + b"\0" not in data:
-            raise CheckError(f"the kernels {kernels} are missing")
+        raise WheelError("no Metal in it")
     looked_up = {name for name, symbol in undefined.items() if symbol.library_ordinal in DYNAMIC_LOOKUP}
     if looked_up != python:  # all others were found in a library when linking
-        raise CheckError(f"symbols that nothing has: {sorted(looked_up ^ python)}")
+        raise WheelError(f"symbols that nothing has: {sorted(looked_up ^ python)}")
     pages = check_signature(data, found.code_signature.data_offset if found.has_code_signature else 0)
     return [
         f"arm64 library for macOS {built.minos[0]}.{built.minos[1]} and later",
         f"ad-hoc code signature of {pages} pages",
         "linked to " + ", ".join(sorted(Path(dylib).name for dylib in dylibs)),
-        "kernels of the CPU engine: " + ", ".join(KERNEL_SETS),
         f"{len(python)} symbols of Python, {len(objc)} of Objective-C and Metal, "
         f"{len(undefined) - len(python) - len(objc)} of the system",
+        "compiled and linked, not executed",
     ]
-
-
-def native_stub() -> Path:
-    """Return the stub of the module as it was built for this machine: that of macOS cannot be imported."""
-    spec = importlib.util.find_spec("metal_prefill")
-    if spec is None or spec.origin is None:
-        raise CheckError(
-            "the stub of _core is made by a build for this machine: run `make build/.plain` first"
-        )
-    return Path(spec.origin).with_name("_core.pyi")
 
 
 # Zig's linker knows no response files and no bundles: Python's symbols are found at load time, and Python
@@ -125,47 +101,9 @@ CASES = """\
     -bundle) arguments+=(-shared -Wl,-undefined,dynamic_lookup) ;;"""
 
 
-def build(folder: Path, stub: Path) -> Path:
-    """Build the wheel and set the tag of its target system."""
+def build(python: Path, version: str, folder: Path, stub: Path) -> Path:
+    """Build the wheel of a version of Python and set the tag of its target system; return its path."""
     target = "aarch64-macos.{}.{}".format(*MINIMUM_MACOS)
     zig.write_commands(folder / "tools", cxx=zig.compiler(target, CASES), unused="exit 1\n")
-    definitions = {
-        "CMAKE_TOOLCHAIN_FILE": ROOT / "cmake/cross_macos.cmake",
-        "SKBUILD_SOABI": f"cpython-{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}-darwin",
-        "Python_INCLUDE_DIR": zig.python_headers(folder / f"include-{sys.version_info.minor}"),
-        "METAL_PREFILL_STUB": stub,
-    }
-    tools = {"CROSS_MACOS_TOOLS": str(folder / "tools")}
-    return zig.build_wheel(sys.executable, folder, PLATFORM_TAG, definitions, tools)
-
-
-def main() -> int:
-    """Run the command line; see the module docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--folder", type=Path, default=ROOT / "build/cross-macos", help="folder for all output"
-    )
-    parser.add_argument("--check", type=Path, help="only check this wheel")
-    parser.add_argument(
-        "--stub", type=Path, help="_core.pyi of a build for this machine (default: installed)"
-    )
-    options = parser.parse_args()
-    wheel = options.check or build(options.folder.resolve(), options.stub or native_stub())
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if re.search(r"/_core\..*so$", name)]
-        if len(names) != 1:
-            raise CheckError(f"expected one extension in {wheel.name}, got {names}")
-        if "metal_prefill/_core.pyi" not in archive.namelist():
-            raise CheckError(f"{wheel.name} lacks the stub _core.pyi")
-        lines = check_extension(archive.read(names[0]))
-    print(f"{wheel.name}: {names[0]}", *lines, "compiled and linked, not executed", sep="\n  ")
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except CheckError as error:
-        sys.exit(f"cross_macos: {error}")
+    soabi = f"cpython-{version.replace('.', '')}-darwin"
+    return zig.build_wheel(python, folder, PLATFORM_TAG, system=("Darwin", "arm64"), soabi=soabi, stub=stub)

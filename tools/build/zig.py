@@ -1,10 +1,9 @@
-"""Commands that CMake calls to compile for another system, made of the PyPI package ziglang."""
+"""Wheels for other systems, with commands for CMake that are made of the PyPI package ziglang."""
 
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +23,10 @@ done
 """
 
 
+class WheelError(Exception):
+    """A wheel cannot be built, or is invalid."""
+
+
 def compiler(target: str, cases: str) -> str:
     """Return the body of a compiler for C++, which treats some arguments by further cases of bash."""
     return _COMPILER % (cases, _ZIG, target)
@@ -40,23 +43,38 @@ def write_commands(folder: Path, **scripts: str) -> None:
 
 
 def build_wheel(
-    python: str | Path,
-    work: Path,  # folder for all output
+    python: Path,
+    work: Path,  # folder for all output, with the commands in its folder tools
     tag: str,  # of the platform
-    definitions: Mapping[str, object],  # of CMake
-    environment: Mapping[str, str],  # variables besides those of this process
+    *,
+    system: tuple[str, str] | None,  # name and processor for CMake; None for this machine
+    soabi: str,  # end of the extension's name
+    stub: Path | None,  # _core.pyi of a build for this machine; None to write one
 ) -> Path:
     """Build the wheel of a Python for a platform; return its path."""
     shutil.rmtree(work / "wheels", ignore_errors=True)
     _forget_python(work / "build")
+    definitions: dict[str, object] = {
+        "CMAKE_TOOLCHAIN_FILE": ROOT / "cmake/cross_zig.cmake",
+        "SKBUILD_SOABI": soabi,
+        "Python_INCLUDE_DIR": _python_headers(work / f"include-{soabi}", python),
+        **({} if stub is None else {"METAL_PREFILL_STUB": stub}),
+    }
+    name, processor = system or ("", "")
+    environment = {
+        "CMAKE_GENERATOR": "Ninja",
+        "CROSS_TOOLS": str(work / "tools"),
+        "CROSS_SYSTEM": name,
+        "CROSS_PROCESSOR": processor,
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+    }
     command: list[str | Path] = [
         python, "-m", "pip", "wheel", ROOT, "--quiet", "--no-build-isolation", "--no-deps",
     ]  # fmt: skip
     command += ["-w", work / "wheels", "-C", f"build-dir={work / 'build'}"]
-    for name, value in definitions.items():
-        command += ["-C", f"cmake.define.{name}={value}"]
-    ninja = {**os.environ, "CMAKE_GENERATOR": "Ninja", **environment}
-    subprocess.run(command, check=True, env=ninja, cwd=work)
+    for definition, value in definitions.items():
+        command += ["-C", f"cmake.define.{definition}={value}"]
+    subprocess.run(command, check=True, env=os.environ | environment, cwd=work)
     (built,) = (work / "wheels").glob("*.whl")
     retag: list[str | Path] = [python, "-m", "wheel", "tags", "--platform-tag", tag, "--remove", built]
     subprocess.run(retag, check=True, stdout=subprocess.DEVNULL)
@@ -73,7 +91,7 @@ def _forget_python(build: Path) -> None:
         (build / name).unlink(missing_ok=True)
 
 
-def python_headers(copy: Path, python: str | Path = sys.executable) -> Path:
+def _python_headers(copy: Path, python: Path) -> Path:
     """Return the folder of the headers of a Python.
 
     On Debian, Python's pyconfig.h only includes that of the host's processor, from a folder that zig does not
