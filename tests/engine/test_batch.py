@@ -1,6 +1,5 @@
 """Many sequences in one pass: each has the same result as alone."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.closeness import ids_for
-from support.kinds import METAL_TOLERANCE, assert_same, contents
-from support.small_models import SmallModel, write, write_with_nan
+from support.kinds import assert_same, contents
+from support.small_models import SmallModel, write_with_nan
 
 from metal_prefill import ContextOverflowError, KVMemoryError, Model, NumericalError, Session, _core
 
@@ -17,12 +16,6 @@ PAGE = 64  # positions
 Ids = npt.NDArray[np.int32]
 
 FEW = 8  # tokens of a sequence in a pass, up to which Metal is bit-identical to single tokens
-
-
-def assert_largest(model: Model, token: int, logits: Any, few: bool = False) -> None:
-    """Require the id of the largest logit, or of one that is nearly as large."""
-    bound = 0.0 if model.backend == "cpu" or few else METAL_TOLERANCE * float(np.abs(logits).max())
-    assert logits[token] >= logits.max() - bound
 
 
 def assert_same_cache(model: Model, actual: Session, expected: Session, few: bool = False) -> None:
@@ -160,73 +153,6 @@ def test_the_memory_limit_is_named_and_nothing_changes(device: str, tiny_demo_pa
         assert isinstance(results[1], KVMemoryError)
         first.rewind(PAGE)
         second.forward_prompt(ids_for(model, 2 * PAGE))
-
-
-@pytest.mark.parametrize("lengths", [(1, 1, 2, 17, 64, 90), (1, 1, 2, 5, FEW)], ids=["any", "few"])
-def test_random_histories_match_sequential_execution(
-    device: str, tmp_path: Path, lengths: tuple[int, ...]
-) -> None:
-    """Joins, leaves, forks, rewinds, cancellations and mixed outputs, compared with single sessions."""
-    rng = random.Random(5)
-    few = max(lengths) <= FEW
-    path = write(tmp_path / "model.gguf", SmallModel(layers=1, qkv_bias=True))
-    with (
-        Model(path, device=device, chunk_tokens=48) as model,
-        Model(path, device=device, threads=1, prefix_memory=0) as reference,
-    ):
-        limit = model.config.context_length
-        pairs: list[tuple[Session, Session]] = []
-        for step in range(40 if device == "cpu" else 16):
-            choice = rng.random()
-            if choice < 0.3 or not pairs:
-                pairs.append((model.session(), reference.session()))
-            elif choice < 0.45:
-                a, b = rng.choice(pairs)
-                pairs.append((a.fork(), b.fork()))
-            elif choice < 0.55:
-                a, b = rng.choice(pairs)
-                position = rng.randint(0, a.position)
-                a.rewind(position)
-                b.rewind(position)
-            elif choice < 0.65 and len(pairs) > 1:
-                for session in pairs.pop(rng.randrange(len(pairs))):
-                    session.close()
-            elif choice < 0.75:
-                cancel(rng.choice(pairs)[0])
-            for session in (s for pair in pairs for s in pair if s.position > limit - 100):
-                session.rewind(70)
-            chosen = rng.sample(pairs, rng.randint(1, len(pairs)))
-            tokens = [ids_for(model, rng.choice(lengths), step * 100 + i) for i in range(len(chosen))]
-            outputs: list[Any] = [rng.choice(["greedy", "logits", "none"]) for _ in chosen]
-            results = model.forward_batch([a for a, _ in chosen], tokens, output=outputs)
-            for (a, b), ids, output, result in zip(chosen, tokens, outputs, results, strict=True):
-                wanted = b.forward_prompt_logits(ids)
-                assert a.tokens == b.tokens
-                if output == "logits":
-                    assert_same(model, result, wanted, few)
-                elif output == "greedy":
-                    assert_largest(model, result, wanted, few)
-        for a, b in pairs:
-            assert_same_cache(model, a, b, few)
-            a.close()
-            b.close()
-        assert model.stats()["kv_pool_bytes"] == 0
-
-
-def cancel(session: Session) -> None:
-    """Stop a prompt after its first pass, and rewind that pass."""
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    position = session.position
-    with pytest.raises(KeyboardInterrupt):
-        session.forward_prompt(np.full(60, 3, np.int32), progress=stop)
-    assert session.position > position
-    session.rewind(position)
-
-
-# Shared prefixes.
 
 
 @pytest.mark.parametrize("shared", [20, 64, 100, 128])

@@ -11,13 +11,26 @@ from pathlib import Path
 import pytest
 from support.allocation_faults import require_failing_allocations
 from support.small_models import write
-from support.soak import rounds, soak
+from support.soak import Worker, opened, rounds, soak
 from support.tiny_models import TINY_MODELS
 
 SEED = os.environ.get("SOAK_SEED", "1")
 SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))  # per device; 0: the time of the suite
 
 pytestmark = pytest.mark.timeout(0 if SECONDS else 300)
+
+
+def test_a_history_of_one_thread_matches_an_oracle(device: str, tmp_path: Path) -> None:
+    """The calls of a seed are the same in every run."""
+    path = write(tmp_path / "m.gguf", TINY_MODELS["gemma3"])
+    model, oracle = opened(path, device)
+    with model, model.session() as shared:
+        worker = Worker(model, oracle, [shared], tmp_path, "5")
+        for _ in range(120 if device == "cpu" else 20):
+            worker.step()
+        assert worker.refused == 0
+        worker.close()
+    oracle.close()
 
 
 def test_results_match_sequential_calls(device: str, tmp_path: Path) -> None:

@@ -106,24 +106,28 @@ class Worker:
 
     def run(self, end: float) -> None:
         """Make calls until a time of the monotonic clock."""
-        steps = (
+        while time.monotonic() < end:
+            self.step()
+        self.close()
+
+    def step(self) -> None:
+        """Make a call."""
+        calls = (
             *(self._append, self._append, self._append, self._reuse, self._score, self._rewind, self._fork),
             *(self._save_and_load, self._batch, self._cancel, self._texts, self._tasks, self._leave),
             self._join,
         )
-        while time.monotonic() < end:
-            if not self._held:
-                with suppress(*REFUSALS):
-                    self._held.append(Held(self._model.session(max_context=CONTEXT)))
-                continue
-            try:
-                self._random.choice(steps)()
-                self.calls += 1
-            except REFUSALS:
-                self.refused += 1
-            for held in self._held:
-                assert held.session.tokens == held.tokens
-        self.close()
+        if not self._held:
+            with suppress(*REFUSALS):
+                self._held.append(Held(self._model.session(max_context=CONTEXT)))
+            return
+        try:
+            self._random.choice(calls)()
+            self.calls += 1
+        except REFUSALS:
+            self.refused += 1
+        for held in self._held:
+            assert held.session.tokens == held.tokens
 
     def close(self) -> None:
         for held in self._held:
@@ -341,6 +345,16 @@ def fail_now_and_then(device: str, random: Random, end: float) -> int:
     return came
 
 
+def opened(path: Path, device: str) -> tuple[Model, Oracle]:
+    """Open a model for workers, and its oracle."""
+    chunk = 64 if device == "cpu" else 8  # on Metal bits do not depend on the split up to 8 tokens
+    page = 64 * 4 * 32 * 2 * 2
+    model = Model(
+        path, device=device, threads=2, chunk_tokens=chunk, prefix_memory=20 * page, kv_memory=200 * page
+    )
+    return model, Oracle(path, device, chunk)
+
+
 def soak(path: Path, device: str, folder: Path, seconds: float, seed: str) -> dict[str, int]:
     """Have threads work for some time, and return counts.
 
@@ -349,12 +363,7 @@ def soak(path: Path, device: str, folder: Path, seconds: float, seed: str) -> di
     AssertionError
         A result differs from the oracle, or a session from its expected tokens.
     """
-    chunk = 64 if device == "cpu" else 8  # on Metal bits do not depend on the split up to 8 tokens
-    page = 64 * 4 * 32 * 2 * 2
-    oracle = Oracle(path, device, chunk)
-    model = Model(
-        path, device=device, threads=2, chunk_tokens=chunk, prefix_memory=20 * page, kv_memory=200 * page
-    )
+    model, oracle = opened(path, device)
     shared = [model.session(max_context=CONTEXT) for _ in range(2)]
     workers = [Worker(model, oracle, shared, folder, f"{seed}-{i}") for i in range(6)]
     end = time.monotonic() + seconds
