@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFValueType
 from support.closeness import assert_close, hidden_states, lowest_cosine, states_of_texts
 from support.encoder_tasks import FileOf, opened
-from support.files.gguf_mutator import with_key
+from support.files.gguf_bytes import TRUE
+from support.files.gguf_mutator import with_entries
 from support.folders import bidirectional_folders
 from support.folders.bert_relatives import (
     DISTILBERT,
@@ -219,7 +219,7 @@ def test_a_file_of_a_decoder_may_state_that_its_attention_is_not_causal(
     file_of: FileOf, tmp_path: Path
 ) -> None:
     path = file_of(bidirectional_folders.RECORDED["llama"])
-    causal = with_key(tmp_path / "causal.gguf", path, "attention.causal", GGUFValueType.BOOL, b"\1")
+    causal = with_entries(tmp_path / "causal.gguf", path, {"llama-embed.attention.causal": TRUE})
     with Model(causal, device="cpu") as model:
         assert model.engine.config.causal
         assert np.abs(model.embed(bidirectional_folders.TEXTS) - vectors(path)).max() > 0.01

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.closeness import LOWEST_COSINE, assert_close, lowest_cosine
-from support.files.gguf_bytes import U32, u32
-from support.files.gguf_mutator import with_key
+from support.files.gguf_bytes import integer
+from support.files.gguf_mutator import with_entries
 from support.reference import ReferenceModel
 from support.small_models import ENCODERS, MODELS, write
 
@@ -40,9 +40,8 @@ def test_fewer_bits_stay_near_the_reference_in_any_batch(tmp_path: Path, key_dim
     heads = 78 // key_dim
     shape = replace(ENCODERS["bert, heads of 26"], heads=heads, kv_heads=heads, head_dim=key_dim)
     # Rotation, which this model has not, would be of an even number of dimensions.
-    path = with_key(
-        tmp_path / "m.gguf", write(tmp_path / "plain.gguf", shape), "rope.dimension_count", U32, u32(12)
-    )
+    entries = {"bert.rope.dimension_count": integer(12)}
+    path = with_entries(tmp_path / "m.gguf", write(tmp_path / "plain.gguf", shape), entries)
     short, long = (np.random.default_rng(n).integers(5, 300, n) for n in (9, 130))
     expected = ReferenceModel(path).forward(long).hidden
     for compute in ("int8", "w8a8", "int16", "bf16"):

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.closeness import assert_close, ids_for, random_ids
-from support.kinds import assert_same, contents
+from support.kinds import assert_same
 from support.native_requests import choose
 from support.reference import ReferenceModel
 from support.sampling_reference import log_softmax
@@ -50,27 +50,6 @@ def test_the_largest_logit_is_found_after_each_token(tiny_demo: Model) -> None:
     assert [s.position for s in sessions] == [7, 1, 40]
 
 
-@pytest.mark.parametrize("right", [0, 1, 4, 7])
-def test_drafts_of_a_sampler_count_up_to_the_first_wrong_one(tiny_demo: Model, right: int) -> None:
-    prompt, n = ids_for(tiny_demo, 20), 7
-    expected = one_by_one(tiny_demo, prompt, n + 2, sampled=True)
-    drafts = expected[: n + 1].copy()
-    if right < n:
-        drafts[right + 1] = (drafts[right + 1] + 1) % tiny_demo.config.vocab_size
-    with tiny_demo.session() as session, tiny_demo.session() as other:
-        core, sampler = session.native, sampler_of(tiny_demo, prompt, sampled=True)
-        assert sampler is not None
-        assert choose(core, prompt, 0, sampler) == expected[:1]
-        chosen = choose(core, drafts, n, sampler)
-        assert chosen == expected[1 : right + 2]
-        assert session.tokens == [*prompt.tolist(), *expected[: right + 1]]
-        assert sampler.position == len(prompt) + right + 2
-        for step in [prompt, *(np.array([t], np.int32) for t in expected[: right + 1])]:
-            other.forward_prompt(step)
-        assert (session.tokens, contents(session)) == (other.tokens, contents(other))
-        assert session.forward_token_greedy(chosen[-1]) == other.forward_token_greedy(chosen[-1])
-
-
 def test_every_output_follows_the_limit_of_logits(device: str, tmp_path: Path) -> None:
     """A sampler that keeps half of the probability finds fewer tokens without the limit."""
     path = write(tmp_path / "model.gguf", MODELS["gemma2"])
@@ -110,23 +89,6 @@ def test_drafts_are_limited_by_a_full_pass(tiny_demo_path: Path) -> None:
                 drafts[wrong] ^= 1
                 assert choose(core, drafts, 12, sampler) == expected[1 : wrong + 1]
                 assert session.position == 9 + wrong
-
-
-def test_reports_describe_each_choice(tiny_demo: Model) -> None:
-    prompt = ids_for(tiny_demo, 10)
-    expected = one_by_one(tiny_demo, prompt, 6, sampled=True)
-    with tiny_demo.session() as session:
-        sampler = core_sampler(SAMPLED, 7, prompt.tolist())
-        sampler.report(2)
-        choose(session.native, prompt, 0, sampler)
-        chosen = choose(session.native, [*expected[:4], 0], 4, sampler)
-        reports = sampler.reports
-        session.rewind(10)
-        assert len(reports) == len(chosen) >= 4
-        for token, (log_prob, best), made in zip(expected, reports, chosen, strict=False):
-            logits = session.forward_token(token)
-            assert log_prob == pytest.approx(log_softmax(logits)[made], rel=1e-9)
-            assert [i for i, _ in best] == np.argsort(-logits, kind="stable")[:2].tolist()
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -91,15 +91,6 @@ def test_overflow_of_the_context_changes_nothing(device: str, fast_demo_path: Pa
         assert continuation(session, first, 8) == expected
 
 
-def test_reuse_of_a_completely_cached_prompt_computes_its_last_token(demo: Model) -> None:
-    session = demo.session()
-    token = session.forward_prompt(PROMPT)
-    assert session.forward_prompt(PROMPT, reuse=True) == token
-    assert session.stats()["tokens_reused"] == len(PROMPT) - 1
-    assert session.forward_prompt(PROMPT[:10], reuse=True) >= 0
-    assert session.position == 10
-
-
 def test_reuse_counts_the_whole_prompt_against_the_context(device: str, fast_demo_path: Path) -> None:
     with Model(fast_demo_path, device=device, max_context=len(PROMPT)) as model:
         model.forward_prompt(PROMPT)

@@ -12,9 +12,8 @@ import pytest
 from support.native_requests import passes_of_texts
 from support.random_schemas import random_schema
 from support.sampling_reference import drawn, sample
-from support.scheduled_texts import texts_of
 
-from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
+from metal_prefill import ConstraintError, MissingExtraError, Model, Scheduler
 from metal_prefill.engine import RowCost
 from metal_prefill.generation import _constraint, _constraint_worker, _scheduler
 from metal_prefill.generation._constraint import Constraint
@@ -238,22 +237,6 @@ def test_each_kind_of_constraint_is_satisfied(model: Model) -> None:
     grammar = 'start: ("a" "b")~2..3 END\nEND: "!"'
     text = "".join(model.generate(PROMPT, 50, grammar=grammar, temperature=1.0, seed=3))
     assert text in ("abab!", "ababab!")
-
-
-def test_batches_and_conversations_are_constrained_too(model: Model) -> None:
-    expected = "".join(model.generate(PROMPT, 200, json_schema=PERSON, temperature=1.0, seed=4))
-    prompts: list[Any] = [
-        (PROMPT, {"json_schema": json.dumps(PERSON)}),
-        "ROMEO:\n",
-        (PROMPT, {"regex": "[ab]{3}"}),
-    ]
-    texts = texts_of(model.generate_many(prompts, 200, temperature=1.0, seed=4), 3)
-    assert texts[0] == expected
-    assert texts[1] == "".join(model.generate("ROMEO:\n", 200, temperature=1.0, seed=4))
-    assert re.fullmatch("[ab]{3}", texts[2])
-    chat = Conversation(model)
-    answer = json.loads("".join(chat.answer("Who art thou?", 200, json_schema=PERSON)))
-    assert answer.keys() == {"name", "kind", "age"}
 
 
 def test_a_stop_string_may_end_a_constrained_text(model: Model) -> None:

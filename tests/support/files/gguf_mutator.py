@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from metal_prefill.files import GGUFFile
 from support.files.gguf_bytes import ARRAY, SCALAR_FORMATS, STRING, Value, gguf, scalar, tensor, text
 from support.files.gguf_reader import GGUFReader
 
@@ -55,13 +54,6 @@ def with_entries(path: Path, whole: Path, entries: Mapping[str, Value | None]) -
     parts.metadata = [entry for entry in parts.metadata if entry[0].decode() not in entries]
     parts.metadata += [(key.encode(), *value) for key, value in entries.items() if value is not None]
     return parts.write(path)
-
-
-def with_key(path: Path, whole: Path, key: str, kind: int, value: bytes) -> Path:
-    """Write a copy of a file with another value of a key of its architecture, or without it if empty."""
-    with GGUFFile(whole) as opened:
-        full = f"{opened.metadata['general.architecture']}.{key}"
-    return with_entries(path, whole, {full: (kind, value) if value else None})
 
 
 def take_apart(path: Path) -> Parts:
