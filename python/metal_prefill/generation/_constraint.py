@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -74,12 +75,7 @@ class _Vocabulary:
         )
         # Nothing of a vocabulary may keep its tokenizer alive, nor itself.
         self._encode = partial(_encode, proxy(tokenizer))
-        self.begin()
-        renew_in_child(self, _Vocabulary.begin)
         self._known: OrderedDict[tuple[str, str], _Compiled | ConstraintError] = OrderedDict()
-
-    def begin(self) -> None:
-        """Create the locks, again in a forked process, where another thread may have held them."""
         self._lock = threading.Lock()
         self._compiling = threading.BoundedSemaphore(MOST_COMPILING)
 
@@ -136,13 +132,8 @@ class _Compiled:
         self.slow = False  # whether the latest request took longer than a batch waits
         self._server, self._encode, self._source = server, encode, source
         self._strikes = 0
-        self.begin()
-        self._worker, self.mask = self._compile(Limits(COMPILE_SECONDS, PATIENCE), trial=True)
-        renew_in_child(self, _Compiled.begin)
-
-    def begin(self) -> None:
-        """Create the lock, again in a forked process, where another thread may have held it."""
         self._lock = threading.Lock()  # of a worker that is started again
+        self._worker, self.mask = self._compile(Limits(COMPILE_SECONDS, PATIENCE), trial=True)
 
     def _compile(self, limits: Limits, *, trial: bool) -> tuple[Worker, bytes]:
         worker = self._server.fork()
@@ -221,6 +212,7 @@ class _Compiled:
 
 
 _vocabularies: WeakKeyDictionary[Tokenizer, _Vocabulary] = WeakKeyDictionary()
+os.register_at_fork(after_in_child=_vocabularies.clear)  # the processes are those of the parent
 
 
 def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
@@ -290,20 +282,29 @@ class Constraint:
             raise ConstraintError(f"{self._kind}: its objects are nested too deeply") from None
         except (TypeError, ValueError) as error:
             raise ConstraintError(f"{self._kind}: {error}") from None
-        self._compiled = _vocabulary(tokenizer).compiled(self._kind, text)
+        self._tokenizer, self._source = tokenizer, text
         self.number = next(_numbers)
         self.taken: list[int] = []
-        self.worker: Worker | None = None
+        self._release: Any = None
         self.begin()
         renew_in_child(self, Constraint.begin)
-        self._release: Any = None
         self._step: Step | None = None  # the latest one
         self._mask = self._compiled.mask  # of the next token; empty where there is none, or an error
 
     def begin(self) -> None:
-        """Have no request in a thread, also in a forked process, which does not have the thread."""
+        """Have no worker and no request, also in a forked process, which compiles the source again."""
+        if self._release is not None:
+            self._release.detach()
+        self.worker: Worker | None = None
+        self._known: _Compiled | None = None
         self.pending: futures.Future[Answer] | None = None  # of :meth:`send`, until `advance` takes it
         self._latest: futures.Future[Answer] | None = None  # of the latest request
+
+    @property
+    def _compiled(self) -> _Compiled:
+        if self._known is None:
+            self._known = _vocabulary(self._tokenizer).compiled(self._kind, self._source)
+        return self._known
 
     def be_in(self, worker: Worker) -> None:
         """Record the worker that has the matcher of the text."""
@@ -317,7 +318,7 @@ class Constraint:
         """Let the worker forget the text. If the text continues, it is replayed."""
         if self._latest is not None:  # the worker may still need it
             self._latest.add_done_callback(lambda _: self._forget())
-            self.begin()
+            self.pending = self._latest = None
         else:
             self._forget()
 

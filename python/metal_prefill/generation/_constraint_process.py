@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from weakref import finalize
 
-from metal_prefill._support.forks import renew_in_child
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation._constraint_worker import READY, SPELL
 
@@ -68,7 +67,6 @@ class Worker:
         self._lock = threading.Lock()
         self._released: deque[int] = deque()  # texts whose matchers it can forget
         self._finalizer = finalize(self, _end_quietly, requests, server.ended, pid)
-        renew_in_child(self, Worker.forget)
 
     def ask(
         self,
@@ -124,13 +122,6 @@ class Worker:
             finally:
                 self._lock.release()
 
-    def forget(self) -> None:
-        """Leave the process to the parent of this forked process."""
-        self.alive = False
-        self._lock = threading.Lock()
-        self._finalizer.detach()
-        self._requests.close()
-
 
 def _taken(numbers: deque[int]) -> list[int]:
     """Remove all numbers, to which other threads may append."""
@@ -155,7 +146,6 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None
         self._finalizer: Any = None
-        renew_in_child(self, ForkServer.forget)
 
     def fork(self) -> Worker:
         """Return a new worker; raise NoWorkerError if no process could be started."""
@@ -236,16 +226,6 @@ class ForkServer:
         self._control = self._process = None
         status: int | None = self._finalizer()
         return status
-
-    def forget(self) -> None:
-        """Leave the process to the parent of this forked process."""
-        self._lock = threading.Lock()
-        self.ended.clear()
-        if self._process is not None and self._control is not None:
-            self._finalizer.detach()
-            self._process.returncode = 0
-            self._control.close()
-            self._process = self._control = None
 
 
 def _stop(process: subprocess.Popen[bytes], control: Connection) -> int:

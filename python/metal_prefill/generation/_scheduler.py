@@ -256,7 +256,10 @@ class Scheduler:
                 rows.append(StreamRows(stream, n, writing=False))
             if stream.request.finished:
                 results.append((stream, stream.request.take_result()))
-        self._note_turns([*prompts, *scored], {part.stream for part in rows})
+        for part in rows:
+            if not part.writing:  # it had its turn, and goes to the back
+                self._active.remove(part.stream)
+                self._active.append(part.stream)
         call_rows = sum(request.computed for request in calls) - rows_before
         forced = any(tokens.forced for _, tokens in texts)
         total = sum(part.rows for part in rows) + call_rows
@@ -370,14 +373,6 @@ class Scheduler:
                 rows.append((stream, stream.text.next_tokens(most)))
                 room -= len(rows[-1][1].ids)
         return rows
-
-    def _note_turns(self, prompts: list[Stream], chosen: set[Stream]) -> None:
-        """Move the prompts that had rows to the back."""
-        for stream in prompts:
-            stream.passes_waited = 0 if stream in chosen else stream.passes_waited + 1
-            if stream in chosen:
-                self._active.remove(stream)
-                self._active.append(stream)
 
     def _admit(self) -> None:
         """Let streams become active, of the requests with the fewest active ones first.

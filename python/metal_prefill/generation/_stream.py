@@ -33,8 +33,6 @@ class Stream:
         `max_tokens` were made; ``"context"``: the context is full; ``"cancelled"``; ``"error"``.
     error : Exception or None
         The error that ended it, if any.
-    passes_waited : int
-        Number of passes without tokens for this stream since its last one, although it was ready.
     prompt_tokens : int
         Number of tokens of the prompt.
     prompt : numpy.ndarray
@@ -59,7 +57,6 @@ class Stream:
     def __init__(self, text: Continuation, *, first: bool = True, prefix_namespace: str = "") -> None:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        self.passes_waited = 0
         self.prompt_tokens = len(text.prompt)
         self.scored_tokens = len(text.prompt) - len(text.ids)
         self.prompt = text.prompt

@@ -136,7 +136,7 @@ def test_a_flow_of_short_prompts_does_not_starve_a_long_one(cpu: Model) -> None:
     assert long.finish_reason == "length"
 
 
-def test_passes_waited_counts_the_passes_since_a_prompt_got_rows(cpu: Model) -> None:
+def test_a_prompt_gets_rows_within_a_number_of_passes(cpu: Model) -> None:
     n = 12
     scheduler = Scheduler(cpu, max_streams=n)
     streams = [scheduler.submit(np.random.default_rng(i).integers(1, 900, 800), 1) for i in range(n)]
@@ -148,7 +148,6 @@ def test_passes_waited_counts_the_passes_since_a_prompt_got_rows(cpu: Model) -> 
             waited[i] = waited[i] + 1 if stream.computed == had else 0
         assert all((s.started is None) == (s.computed == 0) for s in streams)
         running = [i for i, s in enumerate(streams) if s.finish_reason is None]
-        assert [streams[i].passes_waited for i in running] == [waited[i] for i in running]
         longest = max([longest, *(waited[i] for i in running)])
     assert 0 < longest <= -(-n * PROMPT_TURN // cpu.engine.core.pass_rows)
 
