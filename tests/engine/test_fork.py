@@ -9,19 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from support.forked import HANGS, in_child
 from support.programs import finished
-from support.threads import at_once, in_use, running_threads
-from tokenizers import Tokenizer as Segmenter
+from support.threads import in_use, running_threads
 
 from metal_prefill import ForkError, Model
 from metal_prefill._support.cached_property import cached_property
-from metal_prefill.text import _tokenizer
-from metal_prefill.text._segmenters import segmenter_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
@@ -186,45 +182,33 @@ def test_a_child_generates_after_its_parent_ran_the_engine_loop(model: Model) ->
     assert all(a == expected or a.startswith("ForkError: ") for a in answers), answers
 
 
-def test_a_fork_while_another_thread_prepares_the_tokenizer(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The child prepares it, too: it does not wait for a thread that it does not have."""
-    expected = model.tokenizer.encode("ROMEO:")
-    begun, end = threading.Event(), threading.Event()
-    parent = os.getpid()
+class Slow:
+    """An object with an attribute that takes a while, such as a model with a tokenizer."""
 
-    def slowly(*arguments: Any) -> Segmenter:
-        if os.getpid() == parent:
-            begun.set()
-            end.wait(HANGS)
-        return segmenter_of(*arguments)
+    def __init__(self) -> None:
+        self.begun, self.end = threading.Event(), threading.Event()
+        self.computed = list[int]()  # processes that computed it
 
-    monkeypatch.setattr(_tokenizer, "segmenter_of", slowly)
-    with Model(model.path, device="cpu", threads=1) as other:
-        thread = threading.Thread(target=other.tokenizer.encode, args=("JULIET:",))
+    @cached_property
+    def value(self) -> list[int]:
+        self.computed.append(os.getpid())
+        self.begun.set()
+        if len(self.computed) == 1:
+            self.end.wait(HANGS)
+        return self.computed
+
+
+def test_threads_compute_a_cached_attribute_once_and_a_child_does_not_wait_for_them() -> None:
+    slow, found = Slow(), list[list[int]]()
+    threads = [threading.Thread(target=lambda: found.append(slow.value)) for _ in range(3)]
+    for thread in threads:
         thread.start()
-        begun.wait(HANGS)
-        answer = in_child(lambda: other.tokenizer.encode("ROMEO:"), hangs=20)
-        end.set()
+    slow.begun.wait(HANGS)
+    assert in_child(lambda: len(slow.value), hangs=20) == "2"
+    slow.end.set()
+    for thread in threads:
         thread.join()
-        assert answer == str(expected)
-
-
-def test_a_cached_attribute_is_computed_once_by_concurrent_threads() -> None:
-    computed = []
-
-    class Slow:
-        @cached_property
-        def value(self) -> object:
-            computed.append(self)
-            time.sleep(0.02)  # the others ask meanwhile
-            return object()
-
-    slow, found = Slow(), list[object]()
-    at_once(lambda number: found.append(slow.value), 3)
-    assert computed == [slow]
-    assert found == [slow.value] * 3
+    assert found == [[os.getpid()]] * 3
 
 
 EXITING_CHILD = """

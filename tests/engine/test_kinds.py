@@ -242,28 +242,6 @@ def test_no_snapshot_is_kept_of_rejected_drafts(model: Model) -> None:
     assert_equals_fresh(model, session, np.array([*kept[:65], 3]), session.forward_token(3))
 
 
-def test_speculation_does_not_change_the_text(model: Model) -> None:
-    prompt = np.tile(ids_of(7), 9)
-    options: dict[str, Any]
-    for options in ({}, {"temperature": 1.0, "seed": 3}):
-
-        def text(speculate: Any, options: dict[str, Any] = options) -> tuple[list[int], list[int]]:
-            with model.session() as session:
-                pieces = list(session.stream(prompt, 8, speculate=speculate, **options))
-                return [piece.token for piece in pieces], session.tokens
-
-        expected = text("off")
-        made = [*prompt.tolist(), *expected[0]]
-        assert text("lookup") == expected
-        assert text(lambda ids, made=made: [*made[len(ids) : len(ids) + 3], 5]) == expected
-        if not options:
-            with model.session() as session:
-                token = session.forward_prompt(prompt)
-                for chosen in expected[0]:
-                    assert token == chosen
-                    token = session.forward_token_greedy(token)
-
-
 @steps_of_both
 def test_scores_are_those_of_single_tokens(model: Model) -> None:
     """Every row has an output, in all layers; of a prompt only the last one has."""
@@ -308,19 +286,18 @@ def test_prompts_of_a_batch_compute_their_common_prefix_once(model: Model) -> No
         assert sorted(session.stats()["tokens_reused"] for session in sessions) == [0, known, known]
 
 
-def test_scheduled_texts_match_single_ones(model: Model) -> None:
+def test_scheduled_texts_are_those_of_single_tokens(model: Model) -> None:
     prompts = [ids_of(n, seed=n % 3).tolist() for n in some(model, (5, 71, 70, 130, 33))]
-
-    def texts(of: list[list[int]]) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in of]
-        for index, piece in model.stream_many(of, 4):
-            assert not isinstance(piece, Exception)
-            found[index].append(piece.token)
-        return found
-
-    together = texts(prompts)
-    for prompt, text in zip(prompts, together, strict=True):
-        assert texts([prompt]) == [text]
+    texts: list[list[int]] = [[] for _ in prompts]
+    for index, piece in model.stream_many(prompts, 8):
+        assert not isinstance(piece, Exception)
+        texts[index].append(piece.token)
+    for prompt, text in zip(prompts, texts, strict=True):
+        with model.session() as session:
+            expected = [session.forward_prompt(prompt)]
+            while len(expected) < 8:
+                expected.append(session.forward_token_greedy(expected[-1]))
+        assert text == expected
 
 
 def test_reuse_continues_from_its_own_snapshots(model: Model) -> None:

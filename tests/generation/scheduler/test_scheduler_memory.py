@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.recurrent import LARGE, page_bytes, state_bytes
-from support.scheduled_texts import alone, finish, texts_of
+from support.scheduled_texts import finish, texts_of
 from support.small_models import write
 
 from metal_prefill import KVMemoryError, Model, Scheduler
@@ -57,99 +57,68 @@ def results_together(scheduler: Scheduler, streams: list[Stream]) -> list[tuple[
     return [(texts[s], None if s.error is None else type(s.error)) for s in streams]
 
 
-def check_together(
-    model: Model, prompts: list[Any], options: list[dict[str, Any]], max_streams: int
-) -> list[tuple[str, type | None]]:
-    """Return the result of each prompt alone, which is the same in common passes."""
-    expected = [result_alone(model, p, **o) for p, o in zip(prompts, options, strict=True)]
-    scheduler = Scheduler(model, max_streams=max_streams)
-    streams = [scheduler.submit(p, **o) for p, o in zip(prompts, options, strict=True)]
-    assert results_together(scheduler, streams) == expected
-    return expected
-
-
-@pytest.mark.parametrize(
-    ("pages", "prefix_pages", "texts"),
-    [
-        (5, 0, [(100, 40, kind) for kind in range(6)]),  # which wait for each other
-        (2, 0, [(60, 20, 1), (60, 20, 2)]),  # both need a page in the same pass
-        # The second time, its second page is shared in part: that page is kept next to that of the session.
-        (4, 4, [(104, 90, 1)] * 2),
-        # Where only the prefix cache shares a page, no copy of it is needed before the text continues in it.
-        (1, 1, [(40, 5, 0)] * 2),
-    ],
+TEXTS = st.lists(
+    st.tuples(
+        st.integers(1, 256),  # tokens of the prompt, at most as many as fit
+        st.integers(1, 90),  # tokens of the text
+        st.integers(1, 3),  # kind of prompt: those of one kind have a common prefix
+        st.booleans(),  # whether the text is sampled
+    ),
+    min_size=2,
+    max_size=6,
 )
-def test_texts_fit_together_where_each_fits(
-    bundled: Model, demo_path: Path, pages: int, prefix_pages: int, texts: list[tuple[int, int, int]]
-) -> None:
-    page = page_bytes(bundled)
-    with Model(demo_path, device="cpu", kv_memory=pages * page, prefix_memory=prefix_pages * page) as model:
-        prompts = [np.random.default_rng(kind).integers(1, 900, length) for length, _, kind in texts]
-        options: list[dict[str, Any]] = [
-            {"max_tokens": n, "min_tokens": n, "speculate": "off"} for _, n, _ in texts
-        ]
-        expected = [(alone(bundled, p, **o), None) for p, o in zip(prompts, options, strict=True)]
-        for _ in range(2):
-            assert check_together(model, prompts, options, max_streams=6) == expected
-
-
-@pytest.mark.parametrize(
-    ("pages", "texts", "prefix_memory"),
-    [
-        # The first prompt is known without states. Its first page is evicted before the others are copied.
-        (4, [(129, 2, 1), (129, 1, 1), (65, 1, 2)], 1 << 30),
-        # The last prompt writes states where others end: not where only the state after its rows has room.
-        (3, [(1, 1, 1), (16, 2, 1), (189, 1, 1)], 0),
-    ],
-)
-def test_texts_with_states_fit_together_where_each_fits(
-    tmp_path: Path, pages: int, texts: list[tuple[int, int, int]], prefix_memory: int
-) -> None:
-    path = write(tmp_path / "m.gguf", LARGE["lfm2"])
-    with Model(path, device="cpu", threads=1) as model:
-        memory = pages * page_bytes(model) + 3 * (state_bytes(model) + 4096)
-        ids = model.config.vocab_size
-    with Model(path, device="cpu", threads=1, kv_memory=memory, prefix_memory=prefix_memory) as model:
-        prompts = [np.random.default_rng(kind).integers(1, ids, length) for length, _, kind in texts]
-        options = [{"max_tokens": most} for _, most, _ in texts]
-        results = check_together(model, prompts, options, max_streams=3)
-        assert [error for _, error in results] == [None] * 3
 
 
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
-@given(data=st.data())
-def test_a_stream_fails_for_memory_only_where_it_fails_alone(path: Path, data: st.DataObject) -> None:
+@given(
+    pages=st.integers(1, 4),
+    snapshots=st.integers(0, 5),
+    prefix_pages=st.sampled_from([0, 4, 1000]),
+    max_streams=st.integers(2, 6),
+    speculate=st.sampled_from(["lookup", "off"]),
+    texts=TEXTS,
+)
+@example(5, 0, 0, 6, "off", [(100, 40, kind, False) for kind in range(6)])  # they wait for each other
+@example(2, 0, 0, 6, "off", [(60, 20, 1, False), (60, 20, 2, False)])  # both need a page in one pass
+# The second time, its second page is shared in part: that page is kept next to that of the session.
+@example(4, 0, 4, 6, "off", [(104, 90, 1, False)] * 2)
+# If only the prefix cache shares a page, no copy of it is needed before the text continues in it.
+@example(1, 0, 1, 6, "off", [(40, 5, 0, False)] * 2)
+# The first prompt is known without states. Its first page is evicted before the others are copied.
+@example(4, 0, 1000, 3, "lookup", [(129, 2, 1, False), (129, 1, 1, False), (65, 1, 2, False)])
+# The last prompt writes states where others end: not where only the state after its rows has room.
+@example(3, 0, 0, 3, "lookup", [(1, 1, 1, False), (16, 2, 1, False), (189, 1, 1, False)])
+def test_a_stream_fails_for_memory_only_where_it_fails_alone(
+    path: Path,
+    pages: int,
+    snapshots: int,
+    prefix_pages: int,
+    max_streams: int,
+    speculate: str,
+    texts: list[tuple[int, int, int, bool]],
+) -> None:
     with Model(path, device="cpu", threads=1) as model:
         page, state, ids = page_bytes(model), state_bytes(model), min(900, model.config.vocab_size)
-    pages = data.draw(st.integers(1, 4), label="pages")
-    states = 3 + data.draw(st.integers(0, 5), label="states")  # what one text needs, and snapshots
-    memory = pages * page + states * (state and state + 4096)  # a whole number of the system's pages
-    texts = data.draw(
-        st.lists(
-            st.tuples(
-                st.integers(1, 64 * pages),
-                st.integers(1, 90),
-                st.integers(1, 3),
-                st.booleans(),
-                st.sampled_from(["lookup", "off"]),
-            ),
-            min_size=2,
-            max_size=6,
-        ),
-        label="tokens of the prompt, of the text, kind of prompt, sampled, speculate",
-    )
-    prefix_memory = data.draw(st.sampled_from([0, 4 * page, memory]), label="prefix_memory")
-    with Model(path, device="cpu", threads=1, kv_memory=memory, prefix_memory=prefix_memory) as model:
-        prompts = [np.random.default_rng(kind).integers(1, ids, length) for length, _, kind, _, _ in texts]
+    states = (3 + snapshots) * (state and state + 4096)  # what one text needs, in whole pages of the system
+    memory = {"kv_memory": pages * page + states, "prefix_memory": prefix_pages * page}
+    with Model(path, device="cpu", threads=1, **memory) as model:
+        prompts = [
+            np.random.default_rng(kind).integers(1, ids, min(length, 64 * pages))
+            for length, _, kind, _ in texts
+        ]
         options: list[dict[str, Any]] = [
             {"max_tokens": made, "seed": i, "temperature": 0.9 if sampled else 0.0, "speculate": speculate}
-            for i, (_, made, _, sampled, speculate) in enumerate(texts)
+            for i, (_, made, _, sampled) in enumerate(texts)
         ]
         expected = [result_alone(model, p, **o) for p, o in zip(prompts, options, strict=True)]
+        for prompt, (_, made, _, _), (_, error) in zip(prompts, texts, expected, strict=True):
+            assert error is None or len(prompt) + made - 1 > 64 * pages
         # What the prefix cache holds takes no memory from a text.
-        max_streams = data.draw(st.integers(2, 6), label="max_streams")
-        assert check_together(model, prompts, options, max_streams) == expected
+        for _ in range(2):
+            scheduler = Scheduler(model, max_streams=max_streams)
+            streams = [scheduler.submit(p, **o) for p, o in zip(prompts, options, strict=True)]
+            assert results_together(scheduler, streams) == expected
 
 
 def test_streams_enter_again_after_memory_ran_out(bundled: Model, demo_path: Path) -> None:
