@@ -36,21 +36,33 @@ class Gate:
         monkeypatch.setattr(_Compiled, "ask", ask)
 
 
+@pytest.mark.parametrize("late_before", [False, True])
 def test_other_texts_continue_while_a_constraint_is_slow(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+    model: Model, monkeypatch: pytest.MonkeyPatch, late_before: bool
 ) -> None:
+    """A source whose last answer was late is not waited for."""
     expected = ["".join(model.generate("A:", 20, **SLOW)), "".join(model.generate("ROMEO:\n", 20))]
     gate = Gate(monkeypatch)
     scheduler = Scheduler(model)
     slow, other = scheduler.submit("A:", 20, **SLOW), scheduler.submit("ROMEO:\n", 20)
+    assert slow.text.guide is not None
+    constraint, begin = slow.text.guide.constraint, time.monotonic()
+    if late_before:
+        constraint._compiled.slow = True
+        for module in (_constraint, _scheduler):
+            monkeypatch.setattr(module, "BATCH_PATIENCE", 60.0)
     texts = {slow: "", other: ""}
     while other.finish_reason is None:
         for stream, text in scheduler.step():
             texts[stream] += text
     assert texts == {slow: "", other: expected[1]}
     assert gate.arrived == 1
+    if late_before:
+        assert constraint.ahead([1], begin + 60) == []
+    assert time.monotonic() < begin + 60
     gate.open.set()
     assert list(finish(scheduler, texts).values()) == expected
+    assert not (late_before and constraint.slow)  # the latest answer was not late
 
 
 def test_a_pass_is_not_computed_while_every_text_waits(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,25 +100,6 @@ def test_a_text_that_waits_for_its_constraint_does_not_give_way(
     gate.open.set()
     texts = finish(scheduler, (*slow, other))
     assert list(texts.values())[:2] == list(expected.values())
-
-
-def test_a_source_with_a_late_answer_is_not_awaited(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scheduler, "BATCH_PATIENCE", 60.0)
-    scheduler = Scheduler(model)
-    slow, other = scheduler.submit("A:", 20, **SLOW), scheduler.submit("ROMEO:\n", 20)
-    assert slow.text.guide is not None
-    constraint = slow.text.guide.constraint
-    constraint._compiled.slow = True
-    gate = Gate(monkeypatch)
-    begin = time.monotonic()
-    while other.finish_reason is None:
-        scheduler.step()
-    assert constraint.ahead([1], time.monotonic() + 60) == []
-    assert time.monotonic() < begin + 60
-    gate.open.set()
-    finish(scheduler)
-    assert slow.finish_reason == "stop"
-    assert not constraint.slow
 
 
 def test_late_masks_for_drafts_do_not_change_the_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
