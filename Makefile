@@ -107,7 +107,7 @@ sanitize-%: build/.emulator
 # and UBSan.
 MINUTES ?= 1
 fuzz: build/.emulator
-	FUZZ_SECONDS=$$((60 * $(MINUTES))) FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} tools/check/sanitize.sh address tests/fuzz
+	FUZZ_SECONDS=$$((60 * $(MINUTES))) FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} tools/check/sanitize.sh address --timeout=0 tests/fuzz
 
 # Many threads on one model while allocations fail, MINUTES on each device; SOAK_UNDER=thread: under ThreadSanitizer.
 soak: build/.emulator
