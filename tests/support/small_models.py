@@ -4,10 +4,8 @@ Weights are random, scaled so that attention spreads over earlier tokens and act
 `MODELS` is the catalogue; `write` writes the file of one.
 """
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -62,7 +60,7 @@ class SmallModel(ModelShape):
     embedding: str = "Q8_0"
     # Patterns of tensor names and their types; the last match wins.
     types: Mapping[str, str] = field(default_factory=lambda: {"*": "Q4_0"})
-    fused: bool = True  # whether matrices are stacked, if files of the architecture may have them so
+    fused: bool = False  # whether matrices are stacked, as files of the architecture may have them
     seed: int = 1
 
 
@@ -218,8 +216,10 @@ _OTHERS = _named(
         "exaone4": SmallModel(dim=128, rope_scaling="llama3", rope_base=1e6),
         "exaone4, windows": SmallModel(layers=5, dim=128, window=16),
         "ernie4_5": SmallModel(head_dim=64),
-        "phi3": SmallModel(dim=128, kv_heads=4),
-        "phi3, long rope": SmallModel(dim=128, kv_heads=4, rope_scaling="longrope", original_context=64),
+        "phi3": SmallModel(dim=128, kv_heads=4, fused=True),
+        "phi3, long rope": SmallModel(
+            dim=128, kv_heads=4, rope_scaling="longrope", original_context=64, fused=True
+        ),
         "minicpm": SmallModel(scales=_GRANITE_SCALES[:3]),
         "minicpm, long rope": SmallModel(
             scales=_GRANITE_SCALES[:3], rope_scaling="longrope", original_context=64
@@ -232,11 +232,11 @@ _OTHERS = _named(
             scales=(("attention.temperature_scale", 0.1), ("rope.scaling.yarn_log_multiplier", 1.0)),
         ),
         "qwen3vl": SmallModel(head_dim=48),
-        "gpt2": SmallModel(dim=128, kv_heads=4),
-        "gpt2, heads of 26": SmallModel(**_HEADS_OF_26),
-        "gptneox": SmallModel(dim=128, kv_heads=4, rope_dims=8, output_type="Q8_0"),
+        "gpt2": SmallModel(dim=128, kv_heads=4, fused=True),
+        "gpt2, heads of 26": SmallModel(**_HEADS_OF_26, fused=True),
+        "gptneox": SmallModel(dim=128, kv_heads=4, rope_dims=8, output_type="Q8_0", fused=True),
         "gptneox, blocks in sequence": SmallModel(
-            layers=3, dim=96, kv_heads=4, head_dim=24, output_type="Q8_0", parallel=False
+            layers=3, dim=96, kv_heads=4, head_dim=24, output_type="Q8_0", parallel=False, fused=True
         ),
         "starcoder2": SmallModel(dim=128),
         "starcoder2, windows": SmallModel(dim=128, window=16),
@@ -364,8 +364,8 @@ EMBEDDERS = _named(
 )
 # Models without an output projection, with bidirectional attention.
 _ENCODER = SmallModel(tokenizer="bert", vocab=400, pooling="mean", context=512, dim=96, heads=3, kv_heads=3)
-_MODERN_BERT = replace(_ENCODER, tokenizer="gpt2", layers=5, window=32)
-_JINA = replace(_ENCODER, heads=6, kv_heads=6, head_dim=16)
+_MODERN_BERT = replace(_ENCODER, tokenizer="gpt2", layers=5, window=32, fused=True)
+_JINA = replace(_ENCODER, heads=6, kv_heads=6, head_dim=16, fused=True)
 _JINA_CODE = replace(_JINA, tokenizer="gpt2", all_norms=True)
 _PRIVACY_FILTER = replace(
     _ENCODER, tokenizer="gpt2", kv_heads=1, all_biases=True, window=33, experts=ExpertShape(4, 4, 64)
@@ -383,8 +383,8 @@ ENCODERS = _named(
         "deberta, heads of 26": replace(
             _ENCODER, architecture="deberta-v2", relative_rows=40, **_HEADS_OF_26
         ),
-        "nomic-bert": replace(_ENCODER, rope_base=1000.0),
-        "nomic-bert, biases": replace(_ENCODER, qkv_bias=True, all_biases=True),
+        "nomic-bert": replace(_ENCODER, rope_base=1000.0, fused=True),
+        "nomic-bert, biases": replace(_ENCODER, qkv_bias=True, all_biases=True, fused=True),
         "jina-bert-v2": _JINA,
         "jina-bert-v2, heads of 26": replace(_JINA, **_HEADS_OF_26),
         "jina-bert-v2, code": _JINA_CODE,
@@ -440,7 +440,7 @@ def _content(model: SmallModel) -> bytes:
     # Scores of attention have a deviation of 2; the layers together add as much as the embedding.
     residual = 2 * model.dim**-0.5 * model.layers**-0.5
     listed = _tensors.tensors(model, "F32", model.embedding, scores=1.4, residual=residual)
-    tensors = [_typed(tensor, model) for tensor in listed]
+    tensors = [_tensors.with_types(t, model.types if _is_of_layer(t) else {}) for t in listed]
     # The recorded results of llama.cpp and transformers are for values drawn from one stream of numbers:
     # first the tensors outside the layers, then each layer's matrices, norms and biases.
     rng = np.random.default_rng(model.seed)
@@ -448,56 +448,20 @@ def _content(model: SmallModel) -> bytes:
     if model.layered is not None:  # other factors than these have no counterpart in transformers
         count = next(tensor.count for tensor in tensors if tensor.role is Role.FACTORS)
         data["rope_freqs.weight"] = model.layered.factors(count).view(np.uint8)
-    fused = FUSED.get("jina-bert-v2, code" if model.all_norms else model.architecture, ())
-    tensors = _fused(tensors, data, fused if model.fused else ())
+    if model.fused:
+        tensors = _tensors.stacked(tensors, model)
+        for whole, parts in _tensors.stacks(model):
+            if parts[0] in data:
+                data[whole] = np.concatenate([data.pop(part) for part in parts])
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         _file.write(path, "Small", model, "F32", tensors, lambda tensor: data[tensor.name])
         return path.read_bytes()
 
 
-_QKV, _GATE_UP = ("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_up", ("ffn_gate", "ffn_up"))
-FUSED = {
-    **dict.fromkeys(("gpt2", "gptneox"), (_QKV,)),
-    "phi3": (_QKV, _GATE_UP),
-    "nomic-bert": (_QKV,),
-    "jina-bert-v2": (_GATE_UP,),
-    "jina-bert-v2, code": (("ffn_up", ("ffn_up", "ffn_gate")),),
-    "modern-bert": (_QKV, _GATE_UP),
-}
-
-
-def _fused(
-    tensors: list[Tensor],
-    data: dict[str, npt.NDArray[np.uint8]],
-    fused: Sequence[tuple[str, tuple[str, ...]]],
-) -> list[Tensor]:
-    """Stack matrices of a layer in one tensor, as some architectures do."""
-    found = {tensor.name: tensor for tensor in tensors}
-    for layer in sorted({name.split(".")[1] for name in found if name.startswith("blk.")}):
-        for (name, parts), end in itertools.product(fused, ("weight", "bias")):
-            names = [f"blk.{layer}.{part}.{end}" for part in parts]
-            if names[0] not in found:
-                continue
-            rows = sum(found[part].shape[0] for part in names)
-            first = found[names[0]]
-            values = np.concatenate([data.pop(part) for part in names])
-            for part in names:
-                del found[part]
-            whole = replace(first, name=f"blk.{layer}.{name}.{end}", shape=(rows, *first.shape[1:]))
-            found[whole.name], data[whole.name] = whole, values
-    return list(found.values())
-
-
-def _typed(tensor: Tensor, model: SmallModel) -> Tensor:
-    if (
-        tensor.role is not Role.MATRIX
-        or not tensor.name.startswith(("blk.", "per_layer_"))
-        or "ffn_gate_inp" in tensor.name
-    ):
-        return tensor
-    kinds = [kind for pattern, kind in model.types.items() if fnmatchcase(tensor.name, pattern)]
-    return replace(tensor, kind=kinds[-1])
+def _is_of_layer(tensor: Tensor) -> bool:
+    """Return whether `SmallModel.types` apply to a tensor: not to routers, which no file has quantized."""
+    return tensor.name.startswith(("blk.", "per_layer_")) and "ffn_gate_inp" not in tensor.name
 
 
 # Norms in the order in which their numbers are drawn.

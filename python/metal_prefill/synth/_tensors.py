@@ -151,23 +151,25 @@ def _present_tensors(config: _core.Config, shape: ModelShape) -> list[_core.Tens
     return [spec for spec in _core.tensors(config) if _is_present(spec, shape)]
 
 
+def stacks(shape: ModelShape) -> Iterator[tuple[str, list[str]]]:
+    """Yield each tensor that files of this architecture may have in place of others, and their names."""
+    names = {spec.role: spec.name for spec in _core.tensors(_core_config(shape))}
+    for layer in range(shape.layers):
+        for name, roles in shape.traits.fused.items():
+            yield f"blk.{layer}.{name}", [names[role].format(layer=layer) for role in roles]
+
+
 def stacked(listed: Iterable[Tensor], shape: ModelShape) -> list[Tensor]:
     """Combine the layer matrices that files of this architecture store as one tensor.
 
     The combined tensor has the position, type and standard deviation of the first matrix.
     """
-    fused = shape.traits.fused
-    names = {spec.role: spec.name for spec in _core.tensors(_core_config(shape))}
     found = {tensor.name: tensor for tensor in listed}
     result = dict(found)
-    for layer in range(shape.layers):
-        for name, roles in fused.items():
-            parts = [names[role].format(layer=layer) for role in roles]
-            if parts[0] not in found:
-                continue
-            rows = sum(found[part].shape[0] for part in parts)
-            first = found[parts[0]]
-            result[parts[0]] = replace(first, name=f"blk.{layer}.{name}", shape=(rows, *first.shape[1:]))
+    for whole, parts in stacks(shape):
+        if parts[0] in found:
+            first, rows = found[parts[0]], sum(found[part].shape[0] for part in parts)
+            result[parts[0]] = replace(first, name=whole, shape=(rows, *first.shape[1:]))
             for part in parts[1:]:
                 del result[part]
     return list(result.values())
