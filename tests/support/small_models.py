@@ -15,13 +15,7 @@ import numpy.typing as npt
 
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.synth import ExpertShape, LayerShape, ModelShape, ScanShape, _file, _tensors
-from metal_prefill.synth._blocks import (
-    BLOCK_FORMATS,
-    random_decay,
-    random_norm,
-    random_step,
-    random_tensor,
-)
+from metal_prefill.synth._blocks import BLOCK_FORMATS
 from metal_prefill.synth._tensors import Role, Tensor
 from support.files.gguf_mutator import take_apart
 from support.files.gguf_reader import GGUFReader
@@ -493,20 +487,12 @@ def _turn(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
-    if tensor.role in (Role.NORM, Role.OUTPUT_NORM):
-        return random_norm(rng, tensor.count, signed=tensor.role is Role.OUTPUT_NORM)
-    if tensor.role is Role.SMALL_NORM:
-        return _tensors.small_norm(random_norm(rng, tensor.count))
     if tensor.role is Role.FACTORS:  # as Llama 3's: fast pairs keep their frequency, slow ones are divided
         last = 2.0 if "short" in tensor.name else 8.0
         return np.geomspace(1.0, last, tensor.count, dtype=np.float32).view(np.uint8)
     if tensor.role is Role.ROWS:
         return _tensors.rows_of_distances(40, tensor.count).view(np.uint8)
-    if tensor.role is Role.DECAY:
-        return random_decay(rng, tensor.count)
-    if tensor.role is Role.STEP:
-        return random_step(rng, tensor.count)
-    return random_tensor(rng, tensor.kind, tensor.count, tensor.std)
+    return _tensors.draw(rng, tensor)
 
 
 def with_tokenizer_of(path: Path, model: SmallModel, other: Path) -> Path:

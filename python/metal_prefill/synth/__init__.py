@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from metal_prefill._support.arguments import Progress
 from metal_prefill.files._gguf_writer import check_header
-from metal_prefill.synth._blocks import TENSOR_TYPES, random_decay, random_norm, random_step, random_tensor
+from metal_prefill.synth._blocks import TENSOR_TYPES
 from metal_prefill.synth._file import write, writer_of
 from metal_prefill.synth._shape import (
     ROPE_SCALINGS,
@@ -31,10 +31,10 @@ from metal_prefill.synth._tensors import (
     TOKEN_TYPES,
     Role,
     Tensor,
+    draw,
     llama3_rope_factors,
     long_rope_factors,
     rows_of_distances,
-    small_norm,
     stacked,
     tensors,
     with_types,
@@ -180,15 +180,7 @@ class _Weights:
             )
         if tensor.role is Role.ROWS:
             return rows_of_distances(shape.relative_rows, tensor.count)
-        rng = np.random.Generator(np.random.SFC64(self.streams[tensor.name]))
-        if tensor.role is Role.DECAY:
-            return random_decay(rng, tensor.count)
-        if tensor.role is Role.STEP:
-            return random_step(rng, tensor.count)
-        if tensor.role in (Role.NORM, Role.OUTPUT_NORM, Role.SMALL_NORM):
-            norm = random_norm(rng, tensor.count, signed=tensor.role is Role.OUTPUT_NORM)
-            return small_norm(norm) if tensor.role is Role.SMALL_NORM else norm
-        return random_tensor(rng, tensor.kind, tensor.count, tensor.std)
+        return draw(np.random.Generator(np.random.SFC64(self.streams[tensor.name])), tensor)
 
 
 def synthesize(

@@ -14,7 +14,15 @@ from metal_prefill import _core
 from metal_prefill.files._gguf_writer import OutlinedTensor
 from metal_prefill.files._hyperparameters import leading_dense
 from metal_prefill.files._model_tensors import presence_of, tensor_name
-from metal_prefill.synth._blocks import TENSOR_TYPES, block_size
+from metal_prefill.synth._blocks import (
+    TENSOR_TYPES,
+    Bytes,
+    block_size,
+    random_decay,
+    random_norm,
+    random_step,
+    random_tensor,
+)
 from metal_prefill.synth._shape import TIED, ModelShape
 
 TOKEN_TYPES = 2  # of an encoder that has them, as in BERT
@@ -290,10 +298,16 @@ def long_rope_factors(name: str, count: int, factor: float) -> NDArray[np.float3
     return np.geomspace(1.0, factor if "long" in name else 1.1, count, dtype=np.float32)
 
 
-def small_norm(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Scale the float32 weights of a norm of queries or keys whose products are not scaled.
-
-    Scores then have the same deviation as scaled products of norms with weights around 1.
-    """
-    weights = values.view(np.float32)
-    return (weights * np.float32(weights.size**-0.25)).view(np.uint8)
+def draw(rng: np.random.Generator, tensor: Tensor) -> Bytes:
+    """Draw the values of a tensor in file format, uint8."""
+    if tensor.role is Role.DECAY:
+        return random_decay(rng, tensor.count)
+    if tensor.role is Role.STEP:
+        return random_step(rng, tensor.count)
+    if tensor.role is Role.SMALL_NORM:
+        # Scores then have the same deviation as scaled products of norms with weights around 1.
+        weights = random_norm(rng, tensor.count).view(np.float32)
+        return (weights * np.float32(weights.size**-0.25)).view(np.uint8)
+    if tensor.role in (Role.NORM, Role.OUTPUT_NORM):
+        return random_norm(rng, tensor.count, signed=tensor.role is Role.OUTPUT_NORM)
+    return random_tensor(rng, tensor.kind, tensor.count, tensor.std)
