@@ -60,7 +60,6 @@ MADE = {
     "tasks/_reranking.py: |.join((re.escape(f{{{name}}}) for name in values))": Made(r"\{query\}|\{a\}"),
     "text/_chat_template.py: ( + |.join(map(re.escape, self._special)) + )": Made(r"(<\|end\|>|<\|a\|>)"),
     "text/_chat_template.py: f({words})|[{re.escape(.join(sorted(firsts)))}]": Made("(</think>|<a>)|[<]"),
-    "text/_segmentation.py: |.join(filter(None, places))": Made(r"[a]|[<b](?=[|b])"),
     "text/_written_calls.py: f|{quote}": Made(r'\\|"'),
 }
 

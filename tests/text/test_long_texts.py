@@ -12,7 +12,8 @@ from support import comparison
 from support.folders import encoder_tokenizers
 from support.hostile_texts import hostile_texts
 
-from metal_prefill.text import Tokenizer, _segmentation, _tokenizer
+from metal_prefill.text import Tokenizer, _tokenizer
+from metal_prefill.text._segmentation import TextSegmenter
 
 RECORD = comparison.recorded()
 WHOLE = 1 << 40  # characters of a part, which no text has
@@ -34,18 +35,18 @@ def made(monkeypatch: pytest.MonkeyPatch, length: int, encode: Callable[[], Any]
     parts = []
 
     def counted(name: str) -> None:
-        real = getattr(_tokenizer, name)
+        real = getattr(TextSegmenter, name)
 
-        def call(segmenter: Any, text: str) -> Any:
+        def call(segmenter: TextSegmenter, text: str) -> Any:
             parts.append(text)
             return real(segmenter, text)
 
-        context.setattr(_tokenizer, name, call)
+        context.setattr(TextSegmenter, name, call)
 
     with monkeypatch.context() as context:
         context.setattr(_tokenizer, "_PART", length)
-        counted("segmented_ids")
-        counted("segmented")
+        counted("ids")
+        counted("spans")
         return encode(), len(parts)
 
 
@@ -85,16 +86,16 @@ def smollm(tmp_path: Path) -> Tokenizer:
 
 def test_ctrl_c_ends_the_encoding_of_a_long_text(smollm: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     text, done = "the king is dead " * 100_000, 0
-    real = _segmentation.segmented_ids
+    real = TextSegmenter.ids
 
-    def interrupted(segmenter: Any, part: str) -> list[int]:
+    def interrupted(segmenter: TextSegmenter, part: str) -> list[int]:
         nonlocal done
         done += len(part)
         ids = real(segmenter, part)
         signal.raise_signal(signal.SIGINT)
         return ids
 
-    monkeypatch.setattr(_tokenizer, "segmented_ids", interrupted)
+    monkeypatch.setattr(TextSegmenter, "ids", interrupted)
     with pytest.raises(KeyboardInterrupt):
         smollm.encode(text)
     assert 0 < done < len(text) / 10

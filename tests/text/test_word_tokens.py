@@ -7,11 +7,11 @@ from random import Random
 import pytest
 from support.folders.encoder_tokenizers import open_recorded
 from support.hostile_texts import hostile_texts
-from tokenizers import Tokenizer as Segmenter
 from tokenizers import models, pre_tokenizers
 
 from metal_prefill.text import Tokenizer
-from metal_prefill.text._segmentation import WordTokens
+from metal_prefill.text._segmentation import TextSegmenter, WordTokens
+from metal_prefill.text._segmenters import Pipeline
 from metal_prefill.text._tokenizer import _BLOCK
 
 Opened = tuple[Tokenizer, WordTokens]
@@ -39,7 +39,7 @@ def test_tokens_are_those_of_the_library(opened: Opened) -> None:
     tokenizer, words = opened
     taken = 0
     for text in texts(Random(1), 400):
-        expected = tokenizer._segmenter.encode(text, add_special_tokens=False).ids
+        expected = tokenizer._segmenter(parse_special=False, begins=True).ids(text)
         assert tokenizer.encode(text, add_bos=False) == expected, repr(text)
         taken += words.encode(text) is not None
     assert taken > 400
@@ -55,33 +55,43 @@ def test_texts_are_encoded_together_as_each_alone(opened: Opened) -> None:
     assert list(tokenizer.encode_all(mixed)) == [tokenizer.encode(text, add_bos=False) for text in mixed]
 
 
+def segmenter(*tokens: str) -> TextSegmenter:
+    vocabulary = {"[UNK]": 0, **{token: i for i, token in enumerate(tokens, 1)}}
+    model = models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100)
+    return TextSegmenter(model, Pipeline(None, pre_tokenizers.BertPreTokenizer()))
+
+
 def test_words_of_different_texts_do_not_spell_a_token() -> None:
-    vocabulary = {"[UNK]": 0, "un": 1, "##aff": 2, "re": 3, "##ad": 4}
-    segmenter = Segmenter(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    segmenter.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    segmenter.add_tokens(["unaff read"])
-    words = WordTokens(segmenter, lowercase=False, spelled=["unaff read"])
-    assert words.encode_all(["unaff", "read", "unaff read"]) == [[1, 2], [3, 4], None]
+    of_words = segmenter("un", "##aff", "re", "##ad")
+    words = WordTokens(of_words, lowercase=False, user_defined=["unaff read"])
+    assert words.encode_all(["unaff", "read", "unaff read"]) == [None, [3, 4], None]
 
 
-def test_the_number_of_spelled_tokens_does_not_delay_texts() -> None:
-    segmenter = Segmenter(models.WordPiece({"[UNK]": 0, "un": 1, "##aff": 2}, unk_token="[UNK]"))
-    words = WordTokens(segmenter, lowercase=True, spelled=(f"Un{i:x}." for i in range(50_000)))
+@pytest.mark.parametrize("count", [50, 50_000])
+def test_the_number_of_spelled_tokens_does_not_delay_texts(count: int) -> None:
+    """They are searched for unless there are many: 50,000 took 5 s."""
+    spelled = [f"Un{i:x}." for i in range(count)]
+    words = WordTokens(segmenter("un", "##aff"), lowercase=True, user_defined=spelled)
     begin = time.process_time()
-    assert all(words.encode("un " * 20) == [1] * 20 for _ in range(2000))  # 5 s, one token after another
-    assert words.encode("un a unBEEF.") is None
+    expected = [1] * 20 if count < 100 else None
+    assert all(words.encode("un " * 20) == expected for _ in range(2000))
+    assert words.encode(f"un a {spelled[-1].swapcase()}") is None
     assert time.process_time() - begin < 1
 
 
+def test_special_tokens_are_searched_for_where_texts_spell_them() -> None:
+    words = WordTokens(segmenter("x", "y", "["), lowercase=False, special=["[X Y]"])
+    assert words.encode("[ x") == [3, 1]
+    assert words.encode("[x", parse_special=True) is None
+    assert words.encode_all(["x", "[x"], parse_special=True) == [[1], None]
+
+
 def test_a_spelled_token_of_white_space_is_left_to_the_library() -> None:
-    segmenter = Segmenter(models.WordPiece({"[UNK]": 0, "un": 1}, unk_token="[UNK]"))
-    assert WordTokens(segmenter, lowercase=True, spelled=[" "]).encode("un") is None
+    assert WordTokens(segmenter("un"), lowercase=True, user_defined=[" "]).encode("un") is None
 
 
 def test_tokens_longer_than_a_word_may_be_are_not_found() -> None:
-    words = ("long" * 25, "long" * 25 + "s")
-    vocabulary = {"[UNK]": 0, **{word: i + 1 for i, word in enumerate(words)}}
-    segmenter = Segmenter(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
-    segmenter.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    assert WordTokens(segmenter, lowercase=False).encode(" ".join(words)) == [1, 0]
-    assert segmenter.encode(" ".join(words)).ids == [1, 0]
+    texts = ("long" * 25, "long" * 25 + "s")
+    of_words = segmenter(*texts)
+    assert WordTokens(of_words, lowercase=False).encode(" ".join(texts)) == [1, 0]
+    assert of_words.ids(" ".join(texts)) == [1, 0]

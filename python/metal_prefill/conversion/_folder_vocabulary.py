@@ -1,7 +1,7 @@
 """A vocabulary as a GGUF file describes it: its tokens, special ones, and those that frame texts."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,19 +55,11 @@ class FolderVocabulary:
             self.flags[MARKED_KEY] = marked
 
 
-# Whether a token with the option ``normalized`` is recognized in normalized text exactly where the text as it
-# is written spells it. Receives the spelling and all options.
-Survives = Callable[[str, Collection[str]], bool]
-_MOST_PAIRS = 1 << 18  # of tokens that are compared
-
-
 def listed_tokens(
     kind: str,  # ``tokenizer.ggml.model`` of the file
     json: Fields,  # contents of ``tokenizer.json``
     ids: Mapping[str, int],  # ids of the model's tokens
     tokens: Sequence[str] | None = None,  # the model's tokens by id, if several have the same text
-    *,
-    survives: Survives = lambda text, options: False,
 ) -> FolderVocabulary:
     """Return a vocabulary with the tokens that are added to it."""
     by_id = dict(enumerate(tokens)) if tokens is not None else {i: text for text, i in ids.items()}
@@ -88,8 +80,6 @@ def listed_tokens(
         raise json.error(
             f"token {longest} has {len(by_id[longest])} characters, more than {MAX_TOKEN_CHARACTERS}"
         )
-    if not _normalizes(json, by_id, options, survives):
-        options = {i: [name for name in names if name != "normalized"] for i, names in options.items()}
     spelling = {name: [i for i, names in options.items() if name in names] for name in SPELLING_KEYS}
     flags = {SPELLING_KEYS[name]: listed for name, listed in spelling.items() if listed}
     found = FolderVocabulary(kind, [], [], {}, flags)
@@ -105,34 +95,6 @@ def listed_tokens(
         found.types.append(int(type_of))
         found.by_text.setdefault(text, i)
     return found
-
-
-def _normalizes(
-    json: Fields, by_id: Mapping[int, str], options: Mapping[int, list[str]], survives: Survives
-) -> bool:
-    """Return whether it matters which tokens are recognized in normalized text, after the others."""
-    normalized = {by_id[i]: names for i, names in options.items() if "normalized" in names}
-    others = {by_id[i]: names for i, names in options.items() if "normalized" not in names}
-    changes = bool(steps(json, "normalizer", "normalizers"))
-    if changes and not all(survives(text, names) for text, names in normalized.items()):
-        return True
-    if others and any("single_word" in names for names in normalized.values()):
-        return True  # a token next to it ends the text in which it is a word
-    if len(normalized) * len(others) > _MOST_PAIRS:
-        return True
-    return any(_meet(one, normalized[one], other, others[other]) for one in normalized for other in others)
-
-
-def _meet(one: str, ones: Collection[str], other: str, others: Collection[str]) -> bool:
-    """Return whether two tokens may share characters of a text, with the white space that belongs to them."""
-    if one in other or other in one:
-        return True
-    for left, lefts, right, rights in ((one, ones, other, others), (other, others, one, ones)):
-        if any(left.endswith(right[:n]) for n in range(1, min(len(left), len(right)))):
-            return True
-        if ("rstrip" in lefts and right[:1].isspace()) or ("lstrip" in rights and left[-1:].isspace()):
-            return True
-    return False
 
 
 _STOPS = ("eot", "eom")  # further tokens that end generation

@@ -3,7 +3,7 @@
 import base64
 import binascii
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +133,7 @@ def byte_fallback_bpe(
     json: Fields, ids: Mapping[str, int], merges: Sequence[tuple[str, str]]
 ) -> FolderVocabulary:
     """Return a SentencePiece BPE vocabulary; a score is the rank of the first merge that makes the token."""
-    prepends = any(step.string("type") == "Prepend" for step in steps(json, "normalizer", "normalizers"))
-
-    def survives(text: str, options: Collection[str]) -> bool:
-        spaced = {" ", SPACE}.intersection(text) or {"lstrip", "rstrip"}.intersection(options)
-        return not (prepends or spaced)
-
-    found = listed_tokens("llama", json, ids, survives=survives)
+    found = listed_tokens("llama", json, ids)
     rank: dict[str, int] = {}
     for i, (left, right) in enumerate(merges):
         rank.setdefault(left + right, i)

@@ -1,6 +1,6 @@
 """The tokenizer of a model folder, and the metadata that describe it in a GGUF file."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from json import loads
 from pathlib import Path
 from typing import Any
@@ -147,19 +147,12 @@ def _bpe(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
     merges = [_merge(model, i, merge) for i, merge in enumerate(model.sequence("merges"))]
     if model.boolean("byte_fallback", default=False):
         return byte_fallback_bpe(json, _ids_of(model), merges)
-    found = listed_tokens("gpt2", json, _ids_of(model), survives=_survives_nfc)
+    found = listed_tokens("gpt2", json, _ids_of(model))
     found.pre, nfc = _pre_tokenizer(json, model)
     found.merges = [f"{left} {right}" for left, right in merges]
     if nfc != PRE_TOKENIZERS[found.pre].nfc:
         found.flags["normalizer.nfc"] = nfc
     return found
-
-
-def _survives_nfc(text: str, options: Collection[str]) -> bool:
-    # Three characters of ASCII are also what others become, and some are joined with a mark that follows,
-    # which is a character of words, and need not be one then.
-    kept = text.isascii() and not set(text) & set("K;`")
-    return kept and not (text[-1:].isalpha() or text[-1:] in "<=>") and "single_word" not in options
 
 
 def _merge(model: Fields, index: int, merge: Any) -> tuple[str, str]:

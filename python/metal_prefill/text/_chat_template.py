@@ -23,7 +23,6 @@ from jinja2.parser import Parser
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import ChatTemplateError
 from metal_prefill.text._json_calls import read_arguments
-from metal_prefill.text._segmentation import Finder
 from metal_prefill.text._template_limits import MAX_SOURCE, LimitedEnvironment, TemplateLimitError, render
 from metal_prefill.text._tool_calls import tool_names
 
@@ -376,9 +375,17 @@ class ChatTemplate:
         """Return where a text, after white space, could complete a control token begun by the template."""
         first = len(text) - len(text.lstrip())
         # An end may begin with white space.
-        starts = range(first, max(first - self._endings.longest, 0) - 1, -1)
-        return next((start for start in starts if self._endings.length(text, start)), None)
+        longest = max(self._endings, default=0)
+        for start in range(first, max(first - longest, 0) - 1, -1):
+            if any(text[start : start + length] in ends for length, ends in self._endings.items()):
+                return start
+        return None
 
     @cached_property
-    def _endings(self) -> Finder:
-        return Finder({spelling[i:] for spelling in self._special for i in range(1, len(spelling))})
+    def _endings(self) -> dict[int, set[str]]:
+        """Ends of control tokens, by their length."""
+        ends: dict[int, set[str]] = {}
+        for spelling in self._special:
+            for start in range(1, len(spelling)):
+                ends.setdefault(len(spelling) - start, set()).add(spelling[start:])
+        return ends

@@ -1,14 +1,15 @@
-"""Segmenters of text, which the tokenizers library builds from the vocabulary of a GGUF file."""
+"""Components of the tokenizers library that segment text, built from the vocabulary of a GGUF file."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Regex, models, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._vocabulary import (
+    ENCODER_KINDS,
     MERGES_KEY,
     SPACE,
     SPECIAL_TYPES,
@@ -39,61 +40,95 @@ STEPS: dict[str, normalizers.Normalizer] = {
 # Those that remove spaces, of which others are kept.
 SPACE_STEPS = ("strip", "strip_end", "join_spaces", "join_white_space")
 _CONTINUATION = "##"
-_NO_WORD = " "  # a piece that no word contains, because words contain no white space
 
 
-def segmenter_of(gguf: GGUFFile, vocabulary: Vocabulary) -> Segmenter:
-    """Build a segmenter that converts text without special tokens to ids.
+class Pipeline(NamedTuple):
+    """Components of the tokenizers library that text passes before the model."""
+
+    normalizer: normalizers.Normalizer | None
+    pre_tokenizer: pre_tokenizers.PreTokenizer | None
+
+
+def model_of(gguf: GGUFFile, vocabulary: Vocabulary) -> models.Model:
+    """Build the model that converts text to ids.
 
     It cannot produce control or unknown tokens from any text.
     """
-    special = np.isin(vocabulary.types, SPECIAL_TYPES)
-    special[list(gguf.metadata.token_ids(SPELLED_KEY, len(vocabulary.tokens)))] = True
-    if vocabulary.kind in _OF_ENCODERS:
-        plain_or_spelled = ~special & (vocabulary.types != TokenType.UNUSED)
-        return _OF_ENCODERS[vocabulary.kind](gguf, vocabulary, plain_or_spelled)
-    plain = {token: i for i, token in enumerate(vocabulary.tokens) if not special[i]}
-    return (_byte_level_bpe if vocabulary.kind == "gpt2" else _sentencepiece_bpe)(gguf, vocabulary, plain)
+    plain = ~np.isin(vocabulary.types, SPECIAL_TYPES)
+    plain[list(gguf.metadata.token_ids(SPELLED_KEY, len(vocabulary.tokens)))] = False
+    if vocabulary.kind in ENCODER_KINDS:
+        plain &= vocabulary.types != TokenType.UNUSED
+    return _MODELS[vocabulary.kind](gguf, vocabulary, plain)
 
 
-def _byte_level_bpe(gguf: GGUFFile, vocabulary: Vocabulary, plain: dict[str, int]) -> Segmenter:
-    segmenter = Segmenter(
-        models.BPE(plain, _merges(gguf, vocabulary, plain), ignore_merges=vocabulary.pre.whole_words)
-    )
+def pipeline_of(gguf: GGUFFile, vocabulary: Vocabulary, *, begins: bool = True) -> Pipeline:
+    """Build what text passes before the model.
+
+    Unless text `begins`, it continues another one, and has no space of its own before it.
+    """
+    if vocabulary.kind == "llama":
+        return _sentencepiece_pipeline(gguf, vocabulary, begins)
+    return {"gpt2": _byte_level, "bert": _bert_words, "t5": _unigram_words}[vocabulary.kind](gguf, vocabulary)
+
+
+def _numbered(names: Sequence[str | None], vocabulary: Vocabulary) -> list[str]:
+    """Return a different name for each token; None and repeated ones are replaced by names that no text has.
+
+    The library numbers other tokens after these.
+    """
+    taken = {*names, *vocabulary.tokens}
+    last = {name: i for i, name in enumerate(names)}
+    made = []
+    for i, name in enumerate(names):
+        if not name or last[name] != i:
+            name = f" {i}"  # every pipeline replaces or removes spaces
+            while name in taken:
+                name += " "
+        made.append(name)
+    return made
+
+
+def _texts(vocabulary: Vocabulary, plain: npt.NDArray[np.bool_]) -> list[str | None]:
+    return [text if is_plain else None for text, is_plain in zip(vocabulary.tokens, plain, strict=True)]
+
+
+def _byte_level_bpe(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bool_]) -> models.Model:
+    texts = _texts(vocabulary, plain)
+    ids = {name: i for i, name in enumerate(_numbered(texts, vocabulary))}
+    return models.BPE(ids, _merges(gguf, vocabulary, texts), ignore_merges=vocabulary.pre.whole_words)
+
+
+def _byte_level(gguf: GGUFFile, vocabulary: Vocabulary) -> Pipeline:
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in vocabulary.pre.patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    segmenter.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-    if gguf.metadata.flag("normalizer.nfc", default=vocabulary.pre.nfc):
-        segmenter.normalizer = normalizers.NFC()
-    return segmenter
+    nfc = gguf.metadata.flag("normalizer.nfc", default=vocabulary.pre.nfc)
+    return Pipeline(normalizers.NFC() if nfc else None, pre_tokenizers.Sequence([*splits, byte_level]))
 
 
-def _merges(gguf: GGUFFile, vocabulary: Vocabulary, plain: dict[str, int]) -> list[tuple[str, str]]:
+def _merges(gguf: GGUFFile, vocabulary: Vocabulary, texts: Sequence[str | None]) -> list[tuple[str, str]]:
     merges = []
-    known = set(vocabulary.tokens)
+    known, plain = set(vocabulary.tokens), set(texts)
     for index, merge in enumerate(gguf.metadata.typed(MERGES_KEY, "array[string]")):
         border = merge.find(" ", 1)  # a piece may begin with a space, but is never empty
         left, right = merge[:border], merge[border + 1 :]
         if border < 0 or not {left, right, left + right} <= known:
             raise gguf.error(f"merge {index} of {MERGES_KEY}, {merge!r}, does not join two tokens to a token")
-        if {left, right, left + right} <= plain.keys():
+        if {left, right, left + right} <= plain:
             merges.append((left, right))
     return merges
 
 
-def _sentencepiece_bpe(gguf: GGUFFile, vocabulary: Vocabulary, plain: dict[str, int]) -> Segmenter:
-    scores = _scores(gguf, vocabulary)
+def _sentencepiece_bpe(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bool_]) -> models.Model:
+    scores, texts = _scores(gguf, vocabulary), _texts(vocabulary, plain)
     if MERGES_KEY in gguf.metadata:  # and merges do not follow from scores
-        merges = _merges(gguf, vocabulary, plain)
+        merges = _merges(gguf, vocabulary, texts)
     else:
-        merges = _scored_merges(scores, vocabulary, plain)
+        merges = _scored_merges(scores, vocabulary, texts)
+    names = _numbered(texts, vocabulary)
     unknown = np.flatnonzero(vocabulary.types == TokenType.UNKNOWN)
-    known = dict(plain)
-    unk_token = None
-    if unknown.size:
-        unk_token = vocabulary.tokens[unknown[0]]
-        known[unk_token] = int(unknown[0])
-    return Segmenter(models.BPE(known, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+    unk_token = names[unknown[0]] if unknown.size else None
+    ids = {name: i for i, name in enumerate(names)}
+    return models.BPE(ids, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
 
 
 def _scores(gguf: GGUFFile, vocabulary: Vocabulary) -> npt.NDArray[Any]:
@@ -104,10 +139,11 @@ def _scores(gguf: GGUFFile, vocabulary: Vocabulary) -> npt.NDArray[Any]:
 
 
 def _scored_merges(
-    scores: npt.NDArray[Any], vocabulary: Vocabulary, plain: dict[str, int]
+    scores: npt.NDArray[Any], vocabulary: Vocabulary, texts: Sequence[str | None]
 ) -> list[tuple[str, str]]:
     # SentencePiece merges by the score of the result, but the library merges by the rank of the pair.
     # Every pair that forms a token therefore gets a rank in the order of the scores.
+    plain = {text: i for i, text in enumerate(texts) if text is not None}
     ranked = sorted(
         (token for token, i in plain.items() if int(vocabulary.types[i]) != TokenType.BYTE),
         key=lambda token: -scores[plain[token]],
@@ -120,64 +156,75 @@ def _scored_merges(
     ]
 
 
-def _word_piece(
-    gguf: GGUFFile,
-    vocabulary: Vocabulary,
-    plain: npt.NDArray[np.bool_],  # whether text may produce each token
-) -> Segmenter:
-    """Build a WordPiece segmenter.
+def _sentencepiece_pipeline(gguf: GGUFFile, vocabulary: Vocabulary, begins: bool) -> Pipeline:
+    scheme = vocabulary.prepend_scheme(gguf)
+    if scheme:
+        scheme = "never" if scheme == "first" and not begins else scheme
+        return Pipeline(None, pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False))
+    prepends = begins and gguf.metadata.flag("add_space_prefix", default=True)
+    prepend = normalizers.Prepend(SPACE) if prepends else None
+    if not vocabulary.spelling(gguf, "normalized"):  # this is faster
+        return Pipeline(prepend, pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False))
+    replace = normalizers.Replace(" ", SPACE)
+    return Pipeline(normalizers.Sequence([prepend, replace]) if prepend else replace, None)
+
+
+def _word_piece(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bool_]) -> models.Model:
+    """Build a WordPiece model.
 
     In a file, tokens at the beginning of a word begin with U+2581, and others, which BERT writes as
     ``##ing``, have no mark.
     """
-    pieces = {}
-    spelled = set(np.flatnonzero(vocabulary.types == TokenType.USER_DEFINED).tolist())
-    for i in np.flatnonzero(plain).tolist():
-        text = vocabulary.tokens[i]
-        if i in spelled:
-            pieces[vocabulary.spelled(i)] = i
-        elif begins_word(text):
-            pieces[text[1:]] = i
-        elif text:
-            pieces[_CONTINUATION + text] = i
-    pieces[_NO_WORD] = _unknown_id(gguf, vocabulary, "[UNK]")
-    segmenter = Segmenter(
-        models.WordPiece(pieces, unk_token=_NO_WORD, max_input_chars_per_word=MAX_WORD_CHARACTERS)
+    unknown = _unknown_id(gguf, vocabulary, "[UNK]")
+    plain[unknown] = False
+
+    def name(text: str, i: int) -> str:
+        if vocabulary.types[i] == TokenType.USER_DEFINED:
+            return vocabulary.spelled(i)
+        return text[1:] if begins_word(text) else _CONTINUATION + text
+
+    pieces = [
+        name(text, i) if is_plain and text else None
+        for i, (text, is_plain) in enumerate(zip(vocabulary.tokens, plain, strict=True))
+    ]
+    names = _numbered(pieces, vocabulary)
+    return models.WordPiece(
+        {name: i for i, name in enumerate(names)},
+        unk_token=names[unknown],
+        max_input_chars_per_word=MAX_WORD_CHARACTERS,
     )
+
+
+def _bert_words(gguf: GGUFFile, vocabulary: Vocabulary) -> Pipeline:
     lowercase = gguf.metadata.flag("normalizer.lowercase", default=True)
-    segmenter.normalizer = normalizers.BertNormalizer(
+    normalizer = normalizers.BertNormalizer(
         clean_text=gguf.metadata.flag("normalizer.clean_text", default=True),
         handle_chinese_chars=gguf.metadata.flag("normalizer.handle_chinese_chars", default=True),
         strip_accents=gguf.metadata.flag("normalizer.strip_accents", default=lowercase),
         lowercase=lowercase,
     )
-    segmenter.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return segmenter
+    return Pipeline(normalizer, pre_tokenizers.BertPreTokenizer())
 
 
-def _unigram(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bool_]) -> Segmenter:
-    """Build a Unigram segmenter; its parameters are those of `_word_piece`."""
-    tokens = vocabulary.tokens
+def _unigram(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bool_]) -> models.Model:
+    scores = _scores(gguf, vocabulary)
+    unknown = _unknown_id(gguf, vocabulary, "<unk>")
+    texts = _texts(vocabulary, plain)
+    names = _numbered(texts, vocabulary)
+    # The lowest score of the tokens that text produces sets the score of unknown characters.
+    kept = np.where([bool(text) for text in texts], scores, scores.max()).tolist()
+    bytes_of_all = {f"<0x{byte:02X}>" for byte in range(256)} <= set(vocabulary.tokens)
+    return models.Unigram(list(zip(names, kept, strict=True)), unk_id=unknown, byte_fallback=bytes_of_all)
+
+
+def _unigram_words(gguf: GGUFFile, vocabulary: Vocabulary) -> Pipeline:
     key = f"tokenizer.ggml.{STEPS_KEY}"
     steps = gguf.metadata.get(key, [CHARSMAP])
     if not isinstance(steps, list) or not all(name == CHARSMAP or name in STEPS for name in steps):
         raise gguf.error(f"{key} must be a list of {CHARSMAP}, {', '.join(STEPS)}, is {steps!r}")
-    scores = _scores(gguf, vocabulary)
-    unknown = _unknown_id(gguf, vocabulary, "<unk>")
-    # Tokens are numbered by their position, so those that text must not produce are renamed: U+2581 occurs in
-    # a word only at its beginning. The lowest score of the others sets the score of unknown characters.
-    highest = float(scores.max())
-    pieces = [
-        (token, float(score)) if is_plain and token else (f"{SPACE}{SPACE}{i}", highest)
-        for i, (token, score, is_plain) in enumerate(zip(tokens, scores, plain, strict=True))
-    ]
-    bytes_of_all = {f"<0x{byte:02X}>" for byte in range(256)} <= set(tokens)
-    segmenter = Segmenter(models.Unigram(pieces, unk_id=unknown, byte_fallback=bytes_of_all))
     charsmap = read_charsmap(gguf)
     known = STEPS if charsmap is None else {**STEPS, CHARSMAP: normalizers.Precompiled(charsmap)}
     made = [known[name] for name in steps if name in known]
-    if made:
-        segmenter.normalizer = normalizers.Sequence(made)
     prepends = gguf.metadata.flag("add_space_prefix", default=True)
     words: list[pre_tokenizers.PreTokenizer] = [
         pre_tokenizers.Metaspace(SPACE, prepend_scheme="always" if prepends else "never")
@@ -186,11 +233,10 @@ def _unigram(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bool_
         "remove_extra_whitespaces", default=True
     ):
         words.insert(0, pre_tokenizers.WhitespaceSplit())
-    segmenter.pre_tokenizer = pre_tokenizers.Sequence(words)
-    return segmenter
+    return Pipeline(normalizers.Sequence(made) if made else None, pre_tokenizers.Sequence(words))
 
 
-_OF_ENCODERS = {"bert": _word_piece, "t5": _unigram}
+_MODELS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe, "bert": _word_piece, "t5": _unigram}
 
 
 def _unknown_id(gguf: GGUFFile, vocabulary: Vocabulary, spelling: str) -> int:

@@ -8,22 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer as Segmenter
+from tokenizers import models
 
 from metal_prefill._support.arguments import token_id as check_token_id
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._reasoning import CHANNEL, LAST_TOKENS, THINK, Tags, begins_in
-from metal_prefill.text._segmentation import (
-    NormalText,
-    Section,
-    SpelledTokens,
-    WordTokens,
-    segmented,
-    segmented_ids,
-)
-from metal_prefill.text._segmenters import segmenter_of
+from metal_prefill.text._segmentation import SpelledTokens, TextSegmenter, WordTokens
+from metal_prefill.text._segmenters import Pipeline, model_of, pipeline_of
 from metal_prefill.text._vocabulary import (
     ENCODER_KINDS,
     SPACE,
@@ -65,6 +58,8 @@ _PART = 1 << 16  # characters that the segmenter gets at once, in some 0.1 s
 _LETTERS = "A-Za-z\u0410-\u044f"
 _BORDER = re.compile(f"(?<=[{_LETTERS}]) (?=[{_LETTERS}])")
 _BORDER_IN_TOKEN = re.compile(f"[{_LETTERS}]{SPACE}")
+# A token that is recognized at a border, or next to it, may take its space, or change what follows.
+_BORDER_IN_SPELLING = re.compile(f"[{_LETTERS}](?:[ {SPACE}]|$)|^[ {SPACE}](?:[{_LETTERS}]|$)")
 
 
 class TokenSpan(NamedTuple):
@@ -122,6 +117,7 @@ class Tokenizer:
         )
         self._prepend_scheme = self._vocabulary.prepend_scheme(gguf)
         self._spelled = SpelledTokens(gguf, self._vocabulary)
+        self._segmenters: dict[tuple[bool, bool], TextSegmenter] = {}
         named = {i for i in (self.eos_id, self.eot_id, self.eom_id) if i is not None}
         self.stop_ids = frozenset(
             named | {i for i in self._spelled.special.values() if self.token(i) in END_TOKENS}
@@ -167,13 +163,10 @@ class Tokenizer:
             if self.bos_id is None:
                 raise ValueError("add_bos is set, but the vocabulary has no beginning-of-text token")
             ids.append(self.bos_id)
-        parse_special = parse_special and self._spelled.special_in(text)
-        if self._words is not None and not (parse_special or strict):
-            made = self._words.encode(text)
-            if made is not None:
-                return ids + made
-        text.encode("utf-8")  # lone surrogates have no tokens; the error names their position
-        return ids + self._joined(self._spelled.split(text, parse_special), parse_special, strict)
+        ids += self._ids(text, parse_special)
+        if strict:
+            self._check_whole(text, parse_special)
+        return ids
 
     def encode_all(self, texts: Iterable[str], *, parse_special: bool = False) -> Iterator[list[int]]:
         """Yield for each text what ``encode(text, add_bos=False)`` returns, in less time.
@@ -184,12 +177,12 @@ class Tokenizer:
             The text that would be next contains lone surrogates.
         """
         for block in _blocks(texts):
-            made = [None] * len(block) if self._words is None else self._words.encode_all(block)
-            spells = parse_special and self._spelled.special_in("\0".join(block))
+            if self._words is None:
+                made = [None] * len(block)
+            else:
+                made = self._words.encode_all(block, parse_special=parse_special)
             for text, ids in zip(block, made, strict=True):
-                if ids is None or (spells and self._spelled.special_in(text)):
-                    ids = self.encode(text, add_bos=False, parse_special=spells)
-                yield ids
+                yield self.encode(text, add_bos=False, parse_special=parse_special) if ids is None else ids
 
     def encode_pieces(self, pieces: Iterable[str | int], *, parse_special: bool = False) -> list[int]:
         """Convert texts, and the tokens between them, to token ids, without `bos_id`.
@@ -199,71 +192,55 @@ class Tokenizer:
         ValueError
             A text contains lone surrogates.
         """
-        parts: list[str | int] = []
-        for piece in pieces:
-            if isinstance(piece, str):
-                piece.encode("utf-8")
-                parts += self._spelled.split(piece, parse_special)
-            else:
-                parts.append(piece)
-        return self._joined(parts, parse_special, strict=False)
-
-    def _joined(self, pieces: Iterable[str | int], parse_special: bool, strict: bool) -> list[int]:
         ids: list[int] = []
-        kept = self._spelled.without_white_space(list(pieces))
-        for i, piece in enumerate(kept):
+        listed = list(pieces)
+        if self._prepends and self._spelled.normalized:  # may be next to text in which others are
+            listed = [part for piece in listed for part in self._split_piece(piece, parse_special)]
+        for before, piece, after in zip([None, *listed], listed, [*listed[1:], None]):  # noqa: B905
             if isinstance(piece, int):
                 ids.append(piece)
                 continue
-            for section, text in self._sections(kept, i, parse_special):
-                ids += self._checked_ids(text, strict) if section.token is None else [section.token]
+            text = self._spelled.text_between(before, piece, after)
+            normalized = self._spelled.normalized
+            begins = before is None or (self._prepends and before not in normalized)
+            if self._prepends and after in normalized and text.endswith(" "):  # with which the token begins
+                text = f" {text[:-1]}" if begins else text[:-1]
+                begins = False
+            ids += self._ids(text, parse_special, begins=begins)
         return ids
 
-    def _sections(
-        self, pieces: Sequence[str | int], at: int, parse_special: bool
-    ) -> Iterator[tuple[Section, str]]:
-        """Yield the tokens in a text between others and the texts between them, as the segmenter gets these.
+    def _split_piece(self, piece: str | int, parse_special: bool) -> Iterable[str | int]:
+        return self.split(piece, parse_special) if isinstance(piece, str) else (piece,)
 
-        Places are those in the normalized text.
-        """
-        if self._normal is None:
-            text = str(pieces[at])
-            found = [Section(0, len(text), None)] if text else []
-        else:
-            text = self._normal.of(pieces, at)
-            found = self._normal.split(text, parse_special)
-        for section in found:
-            part = text[section.start : section.end]
-            if section.token is None and (self._normal is None or self._prepend_scheme):
-                part = self._prefix(part, first=at == section.start == 0) + part
-            yield section, part
-
-    def _checked_ids(self, piece: str, strict: bool) -> list[int]:
-        """Return the tokens of text without spelled tokens."""
-        ids = None if self._words is None else self._words.encode(piece)
-        if ids is None:
-            ids = []
-            for part in self._parts(piece):
-                ids += segmented_ids(self._text_segmenter, self._plain(part))
-        if strict:
-            self._check_whole(piece, ids)
+    def _ids(self, text: str, parse_special: bool, *, begins: bool = True) -> list[int]:
+        """Return the tokens of a text; unless it `begins`, it continues another one or follows a token."""
+        if self._words is not None:
+            made = self._words.encode(text, parse_special=parse_special)
+            if made is not None:
+                return made
+        text.encode("utf-8")  # lone surrogates have no tokens; the error names their position
+        ids: list[int] = []
+        for _, part in self._parts(text):
+            ids += self._segmenter(parse_special, begins).ids(part)
+            begins = self._prepends
         return ids
+
+    @property
+    def _prepends(self) -> bool:
+        """Whether each text between tokens has a space before it, even if it begins with one."""
+        return self.space_prefix and not self._prepend_scheme
 
     @cached_property
-    def _normal(self) -> NormalText | None:
-        """Text in which some tokens are recognized; None for files without such tokens."""
-        if not self._spelled.normalized:
-            return None
-        prepends = self.space_prefix and not self._prepend_scheme
-        if self._vocabulary.kind == "llama":
-            return NormalText(self._spelled, None, marks=not self._prepend_scheme, prepends=prepends)
-        return NormalText(self._spelled, self._segmenter.normalizer)
+    def _model(self) -> models.Model:
+        return model_of(self._gguf, self._vocabulary)
 
-    def _prefix(self, piece: str, *, first: bool) -> str:
-        """Return what precedes the text between two spelled tokens, or the first text."""
-        if not self.space_prefix or (self._prepend_scheme == "first" and not first):
-            return ""
-        return "" if self._prepend_scheme and piece.startswith((" ", SPACE)) else " "
+    def _segmenter(self, parse_special: bool, begins: bool) -> TextSegmenter:
+        key = parse_special, begins or not self.space_prefix
+        if key not in self._segmenters:
+            pipeline = pipeline_of(self._gguf, self._vocabulary, begins=key[1])
+            spelled = self._spelled.recognized(parse_special)
+            self._segmenters[key] = TextSegmenter(self._model, pipeline, spelled)
+        return self._segmenters[key]
 
     def least_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of a text, without encoding it.
@@ -284,28 +261,33 @@ class Tokenizer:
         fuses = kind in ENCODER_KINDS or (kind == "llama" and self.missing_bytes)
         if fuses or self._spelled.take_white_space:
             return 0
-        shrinks = 4 if self._segmenter.normalizer is not None else 1  # NFC: 9 bytes of Hangul become 3
+        pipeline = pipeline_of(self._gguf, self._vocabulary)
+        shrinks = 4 if kind == "gpt2" and pipeline.normalizer is not None else 1  # 9 bytes of Hangul become 3
         return shrinks * max(len(token.encode("utf-8", "replace")) for token in self._vocabulary.tokens)
 
-    def _parts(self, piece: str) -> Iterator[str]:
+    def _parts(self, text: str) -> Iterator[tuple[int, str]]:
         """Divide a long text so that Ctrl-C takes effect between its parts, whose tokens are its own.
 
         A part begins with a space between two letters, where every pattern of `PRE_TOKENIZERS`, WordPiece and
         Unigram begin a word. SentencePiece merges nothing across it if no token has a space after a letter.
+        Yields the place of each part, too, which does not contain the space if each text has one of its own.
         """
         start = 0
-        while len(piece) - start > _PART and self._divisible:
-            border = _BORDER.search(piece, start + _PART)
+        while len(text) - start > _PART and self._divisible:
+            border = _BORDER.search(text, start + _PART)
             if border is None:
                 break
-            yield piece[start : border.start()]
-            start = border.start()
-        yield piece[start:]
+            yield start, text[start : border.start()]
+            start = border.end() if self._prepends else border.start()
+        if text:
+            yield start, text[start:]
 
     @cached_property
     def _divisible(self) -> bool:
         """Whether words at spaces between letters are independent of each other."""
         kind = self._vocabulary.kind
+        if any(map(_BORDER_IN_SPELLING.search, (*self._spelled.special, *self._spelled.user_defined))):
+            return False
         if kind == "llama":
             return not any(map(_BORDER_IN_TOKEN.search, self._vocabulary.tokens))
         return kind in ("gpt2", "bert") or self._gguf.metadata.flag("add_space_prefix", default=True)
@@ -323,43 +305,19 @@ class Tokenizer:
         if not isinstance(text, str):
             raise TypeError(f"text must be a str, got {type(text).__name__}")
         text.encode("utf-8")
-        spans: list[TokenSpan] = []
-        at = 0
-        whole = list(self._spelled.split(text, parse_special))
-        kept = self._spelled.without_white_space(whole)
-        for i, (original, piece) in enumerate(zip(whole, kept, strict=True)):
-            if isinstance(original, int) or isinstance(piece, int):
-                length = len(self._vocabulary.spelled(int(piece)))
-                spans.append(TokenSpan(int(piece), at, at + length))
-            else:
-                length = len(original)
-                spans += self._spans(kept, i, at + original.find(piece), parse_special)
-            at += length
-        return spans
+        return list(self._spans(text, parse_special))
 
-    def _spans(
-        self, pieces: Sequence[str | int], at: int, shift: int, parse_special: bool
-    ) -> Iterator[TokenSpan]:
-        """Yield the tokens of a text between others, which begins at character `shift`."""
-        places = None if self._normal is None else self._normal.places(pieces, at)
-        for section, text in self._sections(pieces, at, parse_special):
-            if section.token is None:
-                made = self._spans_of(text, section.end - len(text), section.start)
-            else:
-                spaces = len(text) - len(text.lstrip(f" {SPACE}"))
-                first = section.start + min(spaces, len(text) - 1)
-                made = iter([TokenSpan(section.token, first, section.end)])
-            for i, start, end in made:
-                if places is not None:
-                    start, end = places[start][0], places[max(end - 1, start)][1]
-                yield TokenSpan(i, shift + start, shift + end)
-
-    def _spans_of(self, piece: str, shift: int, least: int) -> Iterator[TokenSpan]:
-        for part in self._parts(piece):
-            made = segmented(self._text_segmenter, self._plain(part))
-            for token, (start, end) in zip(made.ids, made.offsets, strict=True):
-                yield TokenSpan(token, max(shift + start, least), max(shift + end, least))
-            shift += len(part)
+    def _spans(self, text: str, parse_special: bool) -> Iterator[TokenSpan]:
+        begins = True
+        for at, part in self._parts(text):
+            made = self._segmenter(parse_special, begins).spans(part)
+            for n, (i, (start, end)) in enumerate(made):
+                if n == 0 < at and self._prepends:  # the space before the part is that of its first token
+                    start, end = -1, 0 if self.token(i) == SPACE else end
+                elif i in self._spelled.with_options:
+                    start, end = self._spelled.place_of(i, part, start, end)
+                yield TokenSpan(i, at + start, at + end)
+            begins = self._prepends
 
     def continues_word(self, span: TokenSpan, text: str) -> bool:
         """Return whether a token of `encode_spans` is inside a word of its text, not at the beginning.
@@ -374,9 +332,6 @@ class Tokenizer:
         around = text[max(span.start - 1, 0) : span.start + 1]
         return span.start > 0 and not any(map(str.isspace, around))
 
-    def _plain(self, piece: str) -> str:
-        return piece.replace(" ", SPACE) if self._vocabulary.kind == "llama" else piece
-
     @property
     def missing_bytes(self) -> bytes:
         """Bytes without a single-byte token in the vocabulary, in ascending order.
@@ -387,18 +342,25 @@ class Tokenizer:
         """
         return self._bytes.missing
 
-    def _check_whole(self, piece: str, ids: Sequence[int]) -> None:
+    def _check_whole(self, text: str, parse_special: bool) -> None:
+        for piece in self.split(text, parse_special):
+            if isinstance(piece, str):
+                self._check_piece(piece)
+
+    def _check_piece(self, piece: str) -> None:
+        """Raise an error unless the tokens of text that spells none represent all of it."""
+        ids = self._ids(piece, parse_special=False, begins=False)
         if self._vocabulary.kind in ENCODER_KINDS:
             if self.unk_id in ids:
-                made = self._spans_of(piece, 0, 0)
-                unknown = next(span for span in made if span.id == self.unk_id)
+                unknown = next(span for span in self._spans(piece, False) if span.id == self.unk_id)
                 raise ValueError(
                     f"the vocabulary has no tokens for {piece[unknown.start : unknown.end][:40]!r}"
                 )
             return
         # SentencePiece represents a space as U+2581, so it cannot represent U+2581 itself.
         wanted = piece.replace(SPACE, " ") if self._vocabulary.kind == "llama" else piece
-        if b"".join(map(self._bytes.plain, ids)) == wanted.encode("utf-8"):
+        made = b"".join(map(self._bytes.plain, ids))
+        if made in (wanted.encode("utf-8"), f" {wanted}".encode()):
             return
         lost = next((c for c in piece if set(c.encode("utf-8")) & set(self.missing_bytes)), None)
         raise ValueError(
@@ -639,37 +601,37 @@ class Tokenizer:
         return bool(self._gguf.metadata.typed(f"{architecture}.attention.causal", "bool", default=usual))
 
     @cached_property
-    def _segmenter(self) -> Segmenter:
-        return segmenter_of(self._gguf, self._vocabulary)
-
-    @cached_property
-    def _text_segmenter(self) -> Segmenter:
-        """Segmenter of text, or of normalized text in files with tokens that are recognized there."""
-        if self._normal is None:
-            return self._segmenter
-        segmenter = Segmenter(self._segmenter.model)
-        if self._segmenter.pre_tokenizer is not None:
-            segmenter.pre_tokenizer = self._segmenter.pre_tokenizer
-        return segmenter
-
-    @cached_property
     def _words(self) -> WordTokens | None:
         if self._vocabulary.kind != "bert":
             return None
+        pipeline = pipeline_of(self._gguf, self._vocabulary)
+        assert pipeline.normalizer is not None
+        normal = pipeline.normalizer.normalize_str
+        user_defined, special = self._spelled.user_defined, self._spelled.special
         return WordTokens(
-            self._segmenter,
+            TextSegmenter(self._model, pipeline),
             lowercase=self._gguf.metadata.flag("normalizer.lowercase", default=True),
-            spelled=[*self._spelled.user_defined, *(self._normal.user_defined if self._normal else ())],
+            user_defined=[*user_defined, *map(normal, user_defined)],
+            special=[*special, *map(normal, special)],
         )
 
     def split(self, text: str, parse_special: bool) -> Iterator[str | int]:
         """Split text at the tokens that are recognized by their spelling."""
-        pieces = list(self._spelled.split(text, parse_special))
-        for i, piece in enumerate(pieces):
-            if isinstance(piece, int) or self._normal is None:
-                yield piece
-            else:
-                yield from self._normal.split_as_written(pieces, i, parse_special)
+        end = 0
+        for i, (start, stop) in self._finder(parse_special).spans(text):
+            if i in self._spelled.with_options:
+                start, stop = self._spelled.place_of(i, text, start, stop)
+            if start > end:
+                yield text[end:start]
+            yield i
+            end = stop
+        if end < len(text):
+            yield text[end:]
+
+    def _finder(self, parse_special: bool) -> TextSegmenter:
+        """Return a segmenter that makes no other tokens than those that a text spells."""
+        pipeline = Pipeline(pipeline_of(self._gguf, self._vocabulary).normalizer, None)
+        return TextSegmenter(models.BPE(), pipeline, self._spelled.recognized(parse_special))
 
 
 def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
