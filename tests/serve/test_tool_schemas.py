@@ -145,19 +145,17 @@ def test_objects_have_their_listed_properties(parameters: Any, arguments: Any, a
         ("[", ["a", "b"], [], True),
     ],
 )
-def test_calls_are_numbered_and_keep_their_arguments(
+def test_calls_keep_their_arguments(
     text: str, names: list[str], expected: list[tuple[str, str]], whole: bool
 ) -> None:
     for pieces in ([text], list(text) or [""]):
         calls = RequiredCalls(names)
-        made = [
-            part for i, piece in enumerate(pieces) for part in calls.step(piece, last=i == len(pieces) - 1)
-        ]
-        functions = [message["function"] for message in calls.messages]
-        assert [(f["name"], f["arguments"]) for f in functions] == expected
-        assert {part["index"] for part in made} == set(range(len(expected)))
-        for i, message in enumerate(calls.messages):
-            parts = [part for part in made if part["index"] == i]
-            assert "".join(part["function"]["arguments"] for part in parts) == functions[i]["arguments"]
-            assert [part.get("id") for part in parts] == [message["id"], *[None] * (len(parts) - 1)]
+        found: list[tuple[str, str]] = []
+        for i, piece in enumerate(pieces):
+            for name, arguments in calls.step(piece, last=i == len(pieces) - 1):
+                if name is None:
+                    name, before = found.pop()
+                    arguments = before + arguments
+                found.append((name, arguments))
+        assert found == expected
         assert calls.whole is whole

@@ -1,11 +1,12 @@
 """``/v1/chat/completions``."""
 
+import json
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -13,7 +14,7 @@ from metal_prefill.errors import ChatTemplateError, ContextOverflowError
 from metal_prefill.generation._stream import Stream, check_size, make_streams
 from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._errors import ApiError, missing, unsupported
-from metal_prefill.serve._forms import ChatForm, Message
+from metal_prefill.serve._forms import ChatForm, Message, text_of
 from metal_prefill.serve._generation import (
     Choice,
     check_count,
@@ -31,9 +32,9 @@ from metal_prefill.serve._tools import (
     RequiredCalls,
     call_beginning,
     call_constraint,
-    call_message,
     possible_calls,
     single_call,
+    written_call,
 )
 from metal_prefill.session import Piece
 from metal_prefill.text._reasoning import ReasoningParser
@@ -45,26 +46,6 @@ Pieces = list[tuple[str, bool]]  # of a prompt, with flags for control tokens
 
 DROPPED_TURNS = 4  # turns that are dropped together
 _ROLES = {"developer": "system"}  # templates do not define it
-
-
-def text_of(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str:
-    """Return the text of a field, which is null, a text, or a list of parts of these types."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in kinds or not isinstance(part.get("text"), str):
-            raise ApiError(
-                f"{where} has a part of type {kind!r:.80}; supported: {', '.join(kinds)}", param=where
-            )
-    return "".join(part["text"] for part in content)
-
-
-def required(item: Mapping[str, Any], name: str, where: str) -> str:
-    """Return a text that an item must have."""
-    if not isinstance(value := item.get(name), str) or not value:
-        raise missing(f"{where}.{name}")
-    return value
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -259,57 +240,91 @@ def _reasoning_parser(form: ChatForm, tokenizer: Tokenizer, stream: Stream) -> R
 
 
 @dataclass
+class Block:
+    """Part of an answer."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""  # of a call, its arguments as JSON
+    # Of a call.
+    name: str = ""
+    call_id: str = field(default_factory=new_call_id)
+
+
+class Added(NamedTuple):
+    """Text that was added to a block."""
+
+    index: int  # of the block
+    text: str
+    begins: bool  # whether the block begins with it
+
+
+@dataclass
 class ChatChoice(Choice):
     reasoning_parser: ReasoningParser | None = None
     parser: ToolCallParser | None = None
     required: RequiredCalls | None = None
-    reasoning: str = ""
-    text: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     cut: bool = False  # the last call is incomplete
     dropped_messages: int = 0  # of the conversation
 
-    def parts(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Add the pieces of a pass, and return parsed parts: reasoning, texts, and calls with their index."""
+    def parts(self, pieces: Sequence[Piece]) -> list[Added]:
+        """Add the pieces of a pass to the blocks."""
         text = "".join(piece.text for piece in pieces)
-        made: list[dict[str, Any]] = []
         if self.required is not None:
             return self._call_parts(self.required, text)
+        made: list[Added] = []
         if self.reasoning_parser is not None:
             reasoning, text = self.reasoning_parser.step(text, last=self.ended)
-            self.reasoning += reasoning
-            made += [{"reasoning_content": reasoning}] if reasoning else []
+            made += [self._add(Block("reasoning"), reasoning)] if reasoning else []
         parts: list[str | ToolCall] = [text]
         if self.parser is not None:
             parts = self.parser.step(text) + (self.parser.flush() if self.ended else [])
         for part in parts:
             if isinstance(part, ToolCall):
-                message = call_message(part)
-                made.append({"tool_calls": [{"index": len(self.calls), **message}]})
-                self.calls.append(message)
+                call = Block("call", name=part.name, call_id=part.id or new_call_id())
+                made.append(self._add(call, json.dumps(part.arguments, ensure_ascii=False)))
             elif part:
-                self.text += part
-                made.append({"content": part})
+                made.append(self._add(Block("text"), part))
         return made
 
-    def _call_parts(self, required: RequiredCalls, text: str) -> list[dict[str, Any]]:
+    def _call_parts(self, required: RequiredCalls, text: str) -> list[Added]:
         """Add to the calls that are the whole answer, or to the text if it ends before its first tool."""
-        made = [{"tool_calls": [part]} for part in required.step(text, last=self.ended)]
-        self.calls, self.cut = required.messages, not required.whole
-        if not self.calls and self.ended and required.text:
-            self.text = required.text
-            return [{"content": required.text}]
+        made = []
+        for name, arguments in required.step(text, last=self.ended):
+            block = self.blocks[-1] if name is None else Block("call", name=name)
+            made.append(self._add(block, arguments))
+        self.cut = not required.whole
+        if not self.blocks and self.ended and required.text:
+            made.append(self._add(Block("text"), required.text))
         return made
+
+    def _add(self, block: Block, text: str) -> Added:
+        """Add text to the last block if it is this one or continues it, or to this one as a new block."""
+        last = self.blocks[-1] if self.blocks else None
+        continues = last is not None and (block is last or block.kind == last.kind != "call")
+        if not continues:
+            self.blocks.append(block)
+        self.blocks[-1].text += text
+        return Added(len(self.blocks) - 1, text, not continues)
+
+    def joined(self, kind: Literal["reasoning", "text"]) -> str:
+        """Return the text of all blocks of a kind."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Calls in OpenAI's format."""
+        return [written_call(b.name, b.text, b.call_id) for b in self.blocks if b.kind == "call"]
 
     @property
     def finish_reason(self) -> str | None:
         """Reason that the answer ended, ``"tool_calls"`` if it ends with calls; None while it continues."""
         reason = super().finish_reason
-        return "tool_calls" if self.calls and not self.cut and reason == "stop" else reason
+        return "tool_calls" if reason == "stop" and not self.cut and self.calls else reason
 
     @property
     def reasoning_tokens(self) -> int:
-        if self.reasoning_parser is None or not self.reasoning:
+        if self.reasoning_parser is None or not self.joined("reasoning"):
             return 0
         text, end = "", self.reasoning_parser.tags.end
         for i, piece in enumerate(self.pieces):
@@ -328,8 +343,8 @@ class ChatChoice(Choice):
 
         if len(pieces) == len(self.pieces):  # the first ones
             add({"role": "assistant", "content": ""})
-        for part in self.parts(pieces):
-            add(part)
+        for added in self.parts(pieces):
+            add(self._delta(*added))
         scores = {} if self.scores is None else self.logprobs(self.scores.tokenizer, pieces)
         if any(scores.values()):
             texts = [chunk for chunk in chunks if "content" in chunk["delta"]]
@@ -337,6 +352,14 @@ class ChatChoice(Choice):
         if self.finish_reason is not None:
             add({}, reason=self.finish_reason)
         return chunks
+
+    def _delta(self, index: int, text: str, begins: bool) -> dict[str, Any]:
+        block = self.blocks[index]
+        if block.kind != "call":
+            return {"content" if block.kind == "text" else "reasoning_content": text}
+        number = sum(other.kind == "call" for other in self.blocks[:index])
+        whole = written_call(block.name, text, block.call_id)
+        return {"tool_calls": [{"index": number, **(whole if begins else {"function": {"arguments": text}})}]}
 
     def logprobs(self, tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
         def entry(token: int, value: float | None) -> dict[str, Any]:
@@ -353,11 +376,12 @@ class ChatChoice(Choice):
     def whole(self) -> dict[str, Any]:
         self.score([])
         self.parts(self.pieces)
-        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message |= {"content": self.text or None, "tool_calls": self.calls}
+        text = self.joined("text")
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning := self.joined("reasoning"):
+            message["reasoning_content"] = reasoning
+        if calls := self.calls:
+            message |= {"content": text or None, "tool_calls": calls}
         return {
             "index": self.index,
             "message": message,

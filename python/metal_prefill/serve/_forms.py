@@ -5,7 +5,7 @@ Handwritten checks would be several hundred lines with gaps; pydantic would add 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._errors import ApiError, missing
 
 _Form = TypeVar("_Form", bound=msgspec.Struct)
 
@@ -272,6 +272,26 @@ class DetokenizeForm(Form, kw_only=True):
     """Request of ``/detokenize``."""
 
     tokens: list[int]
+
+
+def text_of(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str:
+    """Return the text of a field, which is null, a text, or a list of parts of these types."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            raise ApiError(
+                f"{where} has a part of type {kind!r:.80}; supported: {', '.join(kinds)}", param=where
+            )
+    return "".join(part["text"] for part in content)
+
+
+def required(item: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a text that an item must have."""
+    if not isinstance(value := item.get(name), str) or not value:
+        raise missing(f"{where}.{name}")
+    return value
 
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)

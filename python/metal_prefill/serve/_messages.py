@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from metal_prefill.serve._blocks import Block, answer_in_blocks
-from metal_prefill.serve._chat import ChatChoice, chat_tokens, required, text_of
+from metal_prefill.serve._blocks import answer_in_blocks
+from metal_prefill.serve._chat import Block, ChatChoice, chat_tokens
 from metal_prefill.serve._endpoint import Reply, Style
 from metal_prefill.serve._errors import ApiError, missing
 from metal_prefill.serve._forms import (
@@ -24,6 +24,8 @@ from metal_prefill.serve._forms import (
     PositiveFraction,
     ResponseFormat,
     ToolChoice,
+    required,
+    text_of,
 )
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import written_call
@@ -192,12 +194,12 @@ class _Answer:
     def close(self, index: int, block: Block) -> list[dict[str, Any]]:
         return [{"type": "content_block_stop", "index": index}]
 
-    def end(self, blocks: list[Block], choice: ChatChoice, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def end(self, choice: ChatChoice, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
         delta = _stop_of(choice)
         return [{"type": "message_delta", "delta": delta, "usage": _usage(usage)}, {"type": "message_stop"}]
 
-    def whole(self, blocks: list[Block], choice: ChatChoice, usage: Mapping[str, Any]) -> dict[str, Any]:
-        content = list(map(_content_of, blocks))
+    def whole(self, choice: ChatChoice, usage: Mapping[str, Any]) -> dict[str, Any]:
+        content = list(map(_content_of, choice.blocks))
         return {**self._head, "content": content, **_stop_of(choice), "usage": _usage(usage)}
 
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from metal_prefill.serve._blocks import Block, answer_in_blocks
-from metal_prefill.serve._chat import ChatChoice, required, text_of
+from metal_prefill.serve._blocks import answer_in_blocks
+from metal_prefill.serve._chat import Block, ChatChoice
 from metal_prefill.serve._endpoint import Reply, Style
 from metal_prefill.serve._errors import ApiError, unsupported
 from metal_prefill.serve._forms import (
@@ -25,6 +25,8 @@ from metal_prefill.serve._forms import (
     PositiveFraction,
     ResponseFormat,
     ToolChoice,
+    required,
+    text_of,
 )
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import written_call
@@ -226,11 +228,11 @@ class _Answer:
         item = self._item(index, block, "completed")
         return [*events, self._event("output_item.done", output_index=index, item=item)]
 
-    def end(self, blocks: list[Block], choice: ChatChoice, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
-        whole = self.whole(blocks, choice, usage)
+    def end(self, choice: ChatChoice, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
+        whole = self.whole(choice, usage)
         return [self._event(whole["status"], response=whole)]
 
-    def whole(self, blocks: list[Block], choice: ChatChoice, usage: Mapping[str, Any]) -> dict[str, Any]:
+    def whole(self, choice: ChatChoice, usage: Mapping[str, Any]) -> dict[str, Any]:
         if self.keep is not None:
             self.keep(choice)
         is_cut = choice.finish_reason == "length"
@@ -239,7 +241,7 @@ class _Answer:
             **self._head,
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [self._item(i, block, status) for i, block in enumerate(blocks)],
+            "output": [self._item(i, block, status) for i, block in enumerate(choice.blocks)],
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
@@ -309,9 +311,9 @@ def answer_message(choice: ChatChoice) -> Message:
     """Return the message of an answer, for the next request."""
     return Message(
         role="assistant",
-        content=choice.text,
+        content=choice.joined("text"),
         tool_calls=choice.calls or None,
-        reasoning_content=choice.reasoning or None,
+        reasoning_content=choice.joined("reasoning") or None,
     )
 
 

@@ -9,7 +9,7 @@ from metal_prefill.generation._schema_rewriting import NAMED, VALUES
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm, ToolChoice
 from metal_prefill.text._json_calls import Brackets
-from metal_prefill.text._tool_calls import ToolCall, new_call_id, tool_names
+from metal_prefill.text._tool_calls import tool_names
 
 
 def call_constraint(form: ChatForm) -> dict[str, Any]:
@@ -147,62 +147,51 @@ class RequiredCalls:
 
     def __init__(self, names: Collection[str]) -> None:
         self.text = ""  # the answer so far
-        # The calls so far whose tool is known, in OpenAI's format. At the end of the answer, arguments have
-        # at least their first brace.
-        self.messages: list[dict[str, Any]] = []
         self.whole = True  # whether the last call is complete
         self._names = names
         self._brackets = Brackets()
-        self._count = 0  # of calls that have begun
         self._begin: int | None = None  # of the call that arrives
-        self._message: dict[str, Any] | None = None  # that call, once its tool is known
         self._sent = 0  # characters of the answer up to the end of the arguments so far
+        self._length: int | None = None  # characters of these arguments; None until the tool is known
 
-    def step(self, piece: str, *, last: bool) -> list[dict[str, Any]]:
-        """Add a piece; return what is new of the calls, each part with its index."""
+    def step(self, piece: str, *, last: bool) -> list[tuple[str | None, str]]:
+        """Add a piece; return new arguments of calls, each with the name of the tool if the call begins.
+
+        `last`: the answer ends with the piece. Arguments then have at least their first brace.
+        """
         self.text += piece
         self._brackets.scan(piece)
         is_list = self.text.startswith("[")
-        made: list[dict[str, Any]] = []
+        made: list[tuple[str | None, str]] = []
         while True:
             if self._begin is None:
                 begin = self.text.find("{", self._sent) if is_list else 0
                 if begin < 0:
                     return made
                 self._begin = self._sent = begin
-                self._message = None
-                self._count += 1
+                self._length = None
             end, _ = self._brackets.pairs.get(self._begin, (None, 0))
             self.whole = end is not None
-            parts = self._parts(self._begin, len(self.text) if end is None else end, last)
-            made += [{"index": self._count - 1, **part} for part in parts]
+            made += self._parts(self._begin, len(self.text) if end is None else end, last)
             if end is None or not is_list:
                 return made
             self._begin = None
 
-    def _parts(self, begin: int, end: int, last: bool) -> list[dict[str, Any]]:
-        """Return what is new of a call: the call with its name, then parts of its arguments.
-
-        `last`: the answer ends there.
-        """
-        begins = self._message is None
-        if begins:
+    def _parts(self, begin: int, end: int, last: bool) -> list[tuple[str | None, str]]:
+        """Return what is new of a call."""
+        name = None
+        if self._length is None:
             name = self._name(begin, end, last)
             if name is None:
                 return []
-            self._message = written_call(name, "")
-            self.messages.append(self._message)
-        assert self._message is not None
-        function = self._message["function"]
+            self._length = 0
         # The last bracket is that of the object around the arguments.
         arguments = self.text[self._sent : end - (self.whole or not last)]
         self._sent += len(arguments)
-        if last and not function["arguments"] + arguments:
+        if last and not (self._length or arguments):
             arguments = "{"  # LangChain reads empty arguments as those of a whole call without any
-        function["arguments"] += arguments
-        if begins:
-            return [{**self._message, "function": {**function}}]
-        return [{"function": {"arguments": arguments}}] if arguments else []
+        self._length += len(arguments)
+        return [(name, arguments)] if name is not None or arguments else []
 
     def _name(self, begin: int, end: int, last: bool) -> str | None:
         """Return the name of the tool once it is known, at the latest at the end of the answer."""
@@ -221,15 +210,6 @@ def call_beginning(name: str) -> str:
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
 
 
-def call_message(call: ToolCall) -> dict[str, Any]:
-    """Return a call in OpenAI's format, with its arguments as JSON text."""
-    return written_call(call.name, json.dumps(call.arguments, ensure_ascii=False), call.id)
-
-
-def written_call(name: str, arguments: Any, id_: str | None = None) -> dict[str, Any]:
-    """Return a call in OpenAI's format; without an id, it gets a new one."""
-    return {
-        "id": id_ or new_call_id(),
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+def written_call(name: str, arguments: Any, id_: str) -> dict[str, Any]:
+    """Return a call in OpenAI's format."""
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
