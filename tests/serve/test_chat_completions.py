@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import jsonschema
+import pytest
 from support.scheduled_texts import answer_alone, texts_of
 from support.servers.running_server import Running
 
@@ -27,8 +28,12 @@ def chat(server: Running, **options: Any) -> Any:
     return server.client().chat.completions.create(**options)
 
 
-def test_an_answer_equals_that_of_the_template_alone(server: Running, cpu_model: Model) -> None:
-    answer = chat(server, max_tokens=24)
+PARTS = [{"type": "text", "text": "Who art thou? "}, {"type": "text", "text": "<|endoftext|>"}]
+
+
+@pytest.mark.parametrize("content", [MESSAGES[1]["content"], PARTS], ids=["text", "parts"])
+def test_an_answer_equals_that_of_the_template_alone(server: Running, cpu_model: Model, content: Any) -> None:
+    answer = chat(server, messages=[MESSAGES[0], {"role": "user", "content": content}], max_tokens=24)
     message = answer.choices[0].message
     assert (message.role, message.content) == ("assistant", answer_alone(cpu_model, MESSAGES, 24))
     assert answer.usage.prompt_tokens == len(cpu_model.tokenizer.apply_chat_template(MESSAGES))
@@ -87,10 +92,3 @@ def test_the_token_that_ends_a_text_has_no_log_probability(server: Running, cpu_
     (end, *_) = sorted(cpu_model.tokenizer.stop_ids)
     (choice,) = chat(server, max_tokens=6, logprobs=True, logit_bias={str(end): 100}).choices
     assert (choice.finish_reason, choice.logprobs.content) == ("stop", [])
-
-
-def test_text_parts_are_joined(server: Running, cpu_model: Model) -> None:
-    parts = [{"type": "text", "text": "Who art thou? "}, {"type": "text", "text": "<|endoftext|>"}]
-    body: dict[str, Any] = {"messages": [MESSAGES[0], {"role": "user", "content": parts}]}
-    answer = server.post("/v1/chat/completions", {**body, "max_tokens": 8, "temperature": 0}).json()
-    assert answer["choices"][0]["message"]["content"] == answer_alone(cpu_model, MESSAGES, 8)

@@ -26,9 +26,9 @@ def test_a_full_queue_answers_429_until_there_is_room(cpu_model: Model) -> None:
         refused = server.post("/v1/completions", BODY)
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
-        assert refused.json()["error"]["type"] == "rate_limit_error"
-        with pytest.raises(openai.RateLimitError, match="the queue is full: 1 texts wait, of 1 that may"):
-            server.client().completions.create(model=server.service.names[0], prompt="a")
+        error = refused.json()["error"]
+        assert error["type"] == "rate_limit_error"
+        assert error["message"] == "the queue is full: 1 texts wait, of 1 that may"
         gate.open()
         assert [answer.result().status_code for answer in waiting] == [200, 200]
         assert server.post("/v1/completions", BODY).status_code == 200

@@ -5,9 +5,7 @@ from typing import Any
 
 import yaml
 from support.places import ROOT
-from support.servers.running_server import Running, running
-
-from metal_prefill import Model
+from support.servers.running_server import Running
 
 DOCUMENTS = ["The king is dead.", "Long live the queen.", "A rose"]
 RANKED = {"model": "ranks", "query": "king", "documents": DOCUMENTS}
@@ -56,11 +54,3 @@ def test_continue_chats_completes_embeds_and_ranks(
     ask(vector_server, models["embed"]["apiBase"], 8081, vectors, "/embeddings")
     assert models["rerank"]["provider"] == "cohere"
     ask(ranker, models["rerank"]["apiBase"], 8082, RANKED, "/rerank")
-
-
-def test_a_container_reaches_the_server_if_its_name_is_allowed(cpu_model: Model) -> None:
-    base = settings("Open WebUI")["services"]["open-webui"]["environment"]["OPENAI_API_BASE_URL"]
-    name = base.partition("//")[2].partition(":")[0]
-    for allowed, status in (([], 403), ([name], 200)):
-        with running(cpu_model, allowed_hosts=allowed) as server:
-            assert server.get("/v1/models", headers={"host": f"{name}:{server.port}"}).status_code == status
