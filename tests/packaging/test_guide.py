@@ -103,7 +103,7 @@ def run(page: Path, chosen: list[Snippet], folder: Path, demo_path: Path) -> Non
 def test_every_block_is_a_snippet_or_its_output(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     languages = [block[1] for block in FENCE.finditer(text)]
-    assert set(languages) <= {"python", "sh", "text", "yaml"}  # the last: tests/serve/test_settings.py
+    assert set(languages) <= {"python", "sh", "text", "yaml"}  # the last: tests/serve/test_client_habits.py
     assert text.count("```") == 2 * len(languages)
     found = snippets(page)
     assert {s.tag for s in found} <= TAGS

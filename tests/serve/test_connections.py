@@ -5,10 +5,12 @@ import re
 import resource
 import select
 import socket
+import struct
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -284,3 +286,92 @@ def test_the_limit_of_open_files_is_raised_or_reported(monkeypatch: pytest.Monke
     assert raised == [(640, 1024)]
     with pytest.raises(ValueError, match=r"may have 1024 .*, which is enough for 896"):
         _connections.allow_files(serve.Settings(max_connections=1000))
+
+
+CONTENT = json.dumps(BODY).encode()
+
+
+@pytest.fixture(scope="module")
+def served(cpu_model: Model) -> Iterator[Running]:
+    with running(cpu_model, header_seconds=5, max_streams=8) as server:
+        yield server
+
+
+def chunked(*chunks: bytes) -> bytes:
+    head = POST + b"transfer-encoding: chunked\r\n\r\n"
+    return head + b"".join(chunks)
+
+
+def test_requests_in_a_row_are_answered_in_order(served: Running) -> None:
+    """Also those that are left when the client closes its sending side."""
+    bodies = [{**BODY, "max_tokens": n + 1} for n in range(20)]
+    with served.connect() as connection:
+        connection.sendall(b"".join(map(request_bytes, bodies)))
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    counts = [int(part.split(b",")[0]) for part in answer.split(b'"completion_tokens":')[1:]]
+    assert counts == list(range(1, 21))
+
+
+def test_a_client_may_wait_until_its_body_is_wanted(served: Running) -> None:
+    head = POST + b"expect: 100-continue\r\ncontent-length: "
+    with served.connect() as connection:
+        connection.sendall(head + b"%d\r\n\r\n" % len(CONTENT))
+        assert connection.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(CONTENT)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+    with served.connect() as connection:
+        connection.sendall(head + b"%d\r\n\r\n" % (1 << 30))
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (chunked(b'%x;a=b;c="d"\r\n' % len(CONTENT), CONTENT, b"\r\n0\r\n\r\n"), 200),
+        (chunked(b"%x\r\n" % len(CONTENT), CONTENT, b"\r\n0\r\nx: y\r\n\r\n"), 200),
+        (chunked(b"%x;" % len(CONTENT), b"a" * (1 << 20), b"\r\n", CONTENT, b"\r\n0\r\n\r\n"), 400),
+        (chunked(b"%x\r\n" % len(CONTENT), CONTENT, b"\r\n0\r\n", b"x: y\r\n" * 180_000, b"\r\n"), 400),
+        (chunked(b"f" * 40 + b"\r\n"), 400),
+        (HEALTH + b"".join(b"a%d: b\r\n" % i for i in range(1000)) + b"\r\n", 200),
+        (HEALTH + b"a:\r\n" * (_connections.MAX_HEADERS // 5) + b"\r\n", 200),
+        (HEALTH + b"a:\r\n" * _connections.MAX_HEADERS + b"\r\n", 400),
+        (HEALTH + b"content-length: 3\r\ncontent-length: 4\r\n\r\n{}  ", 400),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else None,
+)
+def test_unusual_requests_have_a_status(served: Running, request_: bytes, status: int) -> None:
+    with served.connect() as connection:
+        sender = threading.Thread(target=_send, args=(connection, request_))
+        sender.start()
+        assert connection.recv(4096).startswith(b"HTTP/1.1 %d " % status)
+        sender.join(60)
+    assert served.post("/v1/completions", BODY).status_code == 200
+
+
+def _send(connection: socket.socket, content: bytes) -> None:
+    with suppress(OSError):  # refused before all of it was sent
+        connection.sendall(content)
+
+
+def test_connections_that_are_reset_leave_nothing(
+    served: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the request, before the answer, at its start, and in the middle of many events."""
+    expected = served.post("/v1/completions", BODY).json()["choices"]
+    body = {"prompt": "a", "max_tokens": 900, "n": 16, "stream": True, "seed": 1}
+    passes: list[Any] = []
+    monkeypatch.setattr(served.service.loop, "_after_pass", passes.append)
+    for i in range(60):
+        with served.connect() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(request_bytes(body)[: 4 * i if i % 4 == 0 else None])
+            if i % 2:
+                connection.recv(100 * i)
+        if i % 10 == 0:
+            assert served.post("/v1/completions", BODY).json()["choices"] == expected
+    wait_until(lambda: served.service._texts == 0 and not served.service.loop._running)
+    wait_until(lambda: served.connections == 0)
+    assert len(passes) < 60 * 900 / 4, "texts are computed although their clients have left"
+    assert [record.getMessage() for record in caplog.records] == []
