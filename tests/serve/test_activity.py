@@ -216,7 +216,7 @@ def test_listing_does_not_count_as_use_of_a_prefix(demo_path: Path) -> None:
 
 
 def test_the_tree_contains_each_random_prompt() -> None:
-    """Every prompt is the concatenation of nodes on its path; siblings differ in their first token."""
+    """A prompt is the runs of the nodes on its path; siblings differ in their first token."""
     random = np.random.default_rng(3)
     for _ in range(50):
         prompts = [
@@ -226,20 +226,20 @@ def test_the_tree_contains_each_random_prompt() -> None:
         nodes = prefix_tree(prompts)
         assert len(nodes) < 2 * len(prompts)
         assert sorted(i for node in nodes for i in node.prompts) == list(range(len(prompts)))
-        runs: dict[int, tuple[int, ...]] = {}  # by node: the tokens from the root to its end
-        for number, node in enumerate(nodes):
-            assert node.parent is None or node.parent < number
-            assert node.start == (0 if node.parent is None else nodes[node.parent].end) < node.end
-            below = {number}
-            for later, other in enumerate(nodes[number + 1 :], number + 1):
-                if other.parent in below:
-                    below.add(later)
-            tokens = {tuple(prompts[i][: node.end].tolist()) for child in below for i in nodes[child].prompts}
-            assert len(tokens) == 1
-            runs[number] = tokens.pop()
-            assert all(len(prompts[i]) == node.end for i in node.prompts)
-        firsts = [(node.parent, runs[i][node.start]) for i, node in enumerate(nodes)]
-        assert len(firsts) == len(set(firsts))
+        runs: dict[int, tuple[int, ...]] = {}  # tokens of each node
+        for last, i in ((n, i) for n, node in enumerate(nodes) for i in node.prompts):
+            at: int | None = last
+            end = len(prompts[i])
+            while at is not None:
+                node = nodes[at]
+                assert (node.end, node.start < end) == (end, True)
+                run = tuple(prompts[i][node.start : end].tolist())
+                assert runs.setdefault(at, run) == run
+                at, end = node.parent, node.start
+            assert end == 0
+        assert all(node.parent is None or node.parent < n for n, node in enumerate(nodes))
+        firsts = {(node.parent, runs[n][0]) for n, node in enumerate(nodes)}
+        assert len(firsts) == len(nodes) == len(runs)
 
 
 def test_a_pass_is_recorded_with_the_texts_that_ended_in_it(cpu_model: Model) -> None:

@@ -1,4 +1,4 @@
-"""Requests as published clients send them, and their documented settings: histories, nulls, control tokens."""
+"""Requests as clients send them, and their documented settings: histories, nulls, control tokens."""
 
 import re
 from collections.abc import Iterator
