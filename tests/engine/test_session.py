@@ -120,17 +120,23 @@ def test_ctrl_c_stops_between_chunks(device: str, fast_demo_path: Path) -> None:
         assert 16 <= model.position < 40
 
 
-def test_a_closed_model_raises(demo: Model) -> None:
+def test_a_closed_model_raises(demo: Model, tmp_path: Path) -> None:
+    session = demo.session()
+    session.save(tmp_path / "saved")
+    session.close()
     demo.close()
     calls: list[Callable[[Model], object]] = [
         lambda m: m.forward_prompt([1]),
         lambda m: m.forward_token(1),
         lambda m: m.score([1, 2]),
+        lambda m: m.score_many([[1, 2]]),
         lambda m: m.reset(),
         lambda m: m.stats(),
         lambda m: m.position,
         lambda m: m.session(),
+        lambda m: m.load_session(tmp_path / "saved"),
         lambda m: m.device,
+        lambda _: session.save(tmp_path / "again"),
     ]
     for call in calls:
         with pytest.raises(ClosedError, match="closed"):

@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from support.places import ROOT
-from support.sampling_reference import drawn, sample
 
 from metal_prefill import Conversation, Model
 from metal_prefill.commands.perplexity import perplexity, windows
-from metal_prefill.generation._sampling import REPEAT_WINDOW
 
 pytestmark = pytest.mark.real_model
 TEXT = ROOT / "docs" / "architecture.md"
@@ -31,21 +28,6 @@ def test_the_model_answers_questions(smollm2: Model) -> None:
         ("What is gravity?", "physics"),
     ):
         assert expected in "".join(Conversation(smollm2).answer(question, 24))
-
-
-def test_texts_match_a_reference_sampler(smollm2: Model) -> None:
-    options: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repeat_penalty": 1.1}
-    for chain in (options, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7}):
-        ids = smollm2.tokenizer.encode("The history of the town begins with")
-        pieces = smollm2.session().stream(ids, 8, seed=3, stop=(), **chain)
-        made = list(ids)
-        with smollm2.session() as session:
-            logits = session.forward_prompt_logits(ids)
-            for piece in pieces:
-                token = sample(logits, drawn(3, len(made)), recent=made[-REPEAT_WINDOW:], **chain)
-                assert piece.token == token
-                made.append(token)
-                logits = session.forward_token(token)
 
 
 def test_8_bit_activations_predict_a_text_as_well_as_float32(smollm2_path: Path) -> None:

@@ -73,10 +73,12 @@ def test_many_texts_are_identical(tiny: Model, options: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("most_drafts")
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_session_ends_as_without_speculation(tiny: Model, options: dict[str, Any]) -> None:
-    """For any end of the text: its length, a stop token, or the caller."""
+    """For any end of the text: its length, a stop token, a full context, or the caller."""
 
-    def state(prompt: list[int], n: int, take: int | None = None, **more: Any) -> tuple[Any, ...]:
-        with tiny.session() as session:
+    def state(
+        prompt: list[int], n: int, take: int | None = None, context: int | None = None, **more: Any
+    ) -> tuple[Any, ...]:
+        with tiny.session(max_context=context) as session:
             pieces = session.stream(prompt, n, **options, **more)
             tokens = [p.token for _, p in zip(range(take or n), pieces, strict=False)]
             pieces.close()  # type: ignore[attr-defined]
@@ -85,6 +87,7 @@ def test_a_session_ends_as_without_speculation(tiny: Model, options: dict[str, A
 
     for i, prompt in enumerate(prompts_of(20, 6)):
         ends: list[dict[str, Any]] = [{"n": 15}, {"n": 30, "take": 1 + i % 9}]
+        ends.append({"n": 30, "context": len(prompt) + 12})
         tokens, _, _ = state(prompt, 15, speculate="off")
         ends.append({"n": 20, "stop": tokens[i % 15]})
         for end in ends:
@@ -102,17 +105,6 @@ def test_pieces_have_the_same_text_probabilities_and_ends(bundled: Model) -> Non
             kwargs: dict[str, Any] = {"logprobs": 2, **options, **end}
             expected = list(bundled.session().stream(prompt, 40, speculate="off", **kwargs))
             assert list(bundled.session().stream(prompt, 40, **kwargs)) == expected
-
-
-@pytest.mark.usefixtures("most_drafts")
-def test_a_full_context_ends_the_same_text(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu", threads=1, max_context=40) as model, model.session() as session:
-        prompt = [5, 6, 7] * 10
-        expected = [(p.token, p.finish_reason) for p in session.stream(prompt, 60, speculate="off")]
-        assert expected[-1][1] == "context"
-        assert [(p.token, p.finish_reason) for p in session.stream(prompt, 60)] == expected
-        assert session.position == 40
-        assert texts_of(model, [prompt], 60) == [[token for token, _ in expected]]
 
 
 @pytest.mark.usefixtures("most_drafts")

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 from support.computed_tokens import ComputedTokens
 
-from metal_prefill import ClosedError, ContextOverflowError, Model
+from metal_prefill import ContextOverflowError, Model
 
 RNG = np.random.default_rng(11)
 SHARED = RNG.integers(1, 1000, 40)
@@ -104,9 +104,3 @@ def test_an_invalid_prompt_is_named_before_anything_is_computed(
 def test_the_longest_prompt_fills_the_context(cpu: Model) -> None:
     (scores,) = cpu.score_many([[1] * 1025])
     assert scores.shape == (1024,)
-
-
-def test_a_closed_model_scores_nothing(demo: Model) -> None:
-    demo.close()
-    with pytest.raises(ClosedError):
-        demo.score_many(PROMPTS)

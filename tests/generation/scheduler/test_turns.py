@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.scheduled_texts import TEXTS, alone, finish, passes_until_it_ends
+from support.scheduled_texts import TEXTS, alone, passes_until_it_ends
 
 from metal_prefill import Model, Scheduler, Session, _core
 from metal_prefill.generation import Stream
 from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, ROWS_PER_WRITING
-from metal_prefill.generation._stream import PendingCall, make_streams
+from metal_prefill.generation._stream import PendingCall
 
 
 def test_prompts_enter_as_others_end(cpu: Model) -> None:
@@ -27,19 +27,6 @@ def test_prompts_enter_as_others_end(cpu: Model) -> None:
     for index, _ in cpu.generate_many(prompts(), 4, max_streams=4):
         begun.add(index)
         assert taken <= max(begun) + 1 + 5  # they are not all read immediately
-
-
-def test_prompts_of_different_namespaces_share_a_pass(cpu: Model) -> None:
-    """A prompt that waited for another namespace to compute its prefix would reveal it by its time."""
-    passes: dict[tuple[str, str], int] = {}
-    for spaces in (("one", "one"), ("one", "two")):
-        scheduler = Scheduler(cpu)
-        prompt = [len(passes) + 1, *range(40)]
-        for i, space in enumerate(spaces):
-            scheduler.enter(make_streams(cpu.engine, [*prompt, i], 1, 1, prefix_namespace=space))
-        scheduler.step()
-        passes[spaces] = scheduler.last_pass.prompts
-    assert passes == {("one", "one"): 42, ("one", "two"): 84}
 
 
 def call_of(session: Session, ids: list[int]) -> PendingCall:
@@ -97,19 +84,6 @@ def test_a_call_may_be_cancelled_during_its_pass(cpu: Model) -> None:
     scheduler._core = SimpleNamespace(pass_rows=core.pass_rows, forward_pass=forward_pass)  # type: ignore[assignment]
     assert scheduler.step() == []
     assert not scheduler.busy
-
-
-def test_a_call_returns_the_greedy_tokens_of_all_its_rows(cpu: Model) -> None:
-    ids = [3, 1, 4, 1, 5]
-    expected = cpu.forward_batch([cpu.session()], [ids], rows="all")[0]
-    scheduler = Scheduler(cpu)
-    writing = scheduler.submit(TEXTS[0], 2)
-    request = _core.Request.greedy(cpu.session().native, np.array(ids, np.int32), len(ids))
-    pending = PendingCall([request])
-    scheduler.call(pending)
-    finish(scheduler)
-    assert writing.finish_reason == "length"
-    assert pending.results.result() == [expected.tolist()]
 
 
 @pytest.mark.parametrize(("count", "length"), [(3, 900), (60, 60)])
