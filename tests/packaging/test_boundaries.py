@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -141,19 +142,11 @@ LAYERS = (
 
 
 def no_module_imports_itself_through_others(sources: Sources) -> list[str]:
-    graph = imports(sources)
-    finished: set[str] = set()
-
-    def circle(module: str, trail: list[str]) -> list[str] | None:
-        if module in trail:
-            return [*trail[trail.index(module) :], module]
-        if module in finished or module not in graph:
-            return None
-        found = next((c for target in sorted(graph[module]) if (c := circle(target, [*trail, module]))), None)
-        finished.add(module)
-        return found
-
-    return [" -> ".join(found) for module in graph if (found := circle(module, []))]
+    try:
+        graphlib.TopologicalSorter(imports(sources)).prepare()
+    except graphlib.CycleError as error:
+        return [" -> ".join(reversed(error.args[1]))]
+    return []
 
 
 def dependencies_point_in_one_direction(sources: Sources) -> list[str]:

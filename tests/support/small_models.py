@@ -463,24 +463,16 @@ _NORMS = (
     *("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"),
     *("attn_output_norm", "layer_output_norm", "ssm_norm", "attn_norm_2"),
 )
-_OUTSIDE = (
-    *("token_embd.weight", "output_norm.weight", "output.weight"),
-    *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
-    *("token_types.weight", "position_embd.weight", "token_embd_norm.weight", "token_embd_norm.bias"),
-    *("attn_rel_b.weight", "output_norm.bias", "output.bias"),
-    *("token_embd_proj.weight", "token_embd_proj.bias", "attn_rel_row.weight"),
-    *("per_layer_token_embd.weight", "per_layer_model_proj.weight", "per_layer_proj_norm.weight"),
-)
+# Turns of tensors outside the layers; -2 for the others.
+_FIRST = {"token_embd.weight": -5, "output_norm.weight": -4, "output.weight": -3, "attn_rel_b.weight": -1}
+_OUTSIDE = _FIRST | dict.fromkeys(("dense_2.weight", "dense_3.weight", "cls.output.weight"), 1 << 20)
 _ROLES = (Role.MATRIX, Role.NORM, Role.BIAS, Role.FILTER, Role.DECAY, Role.STEP, Role.ROWS, Role.SMALL_NORM)
-_HEADS = ("dense_2.weight", "dense_3.weight", "cls.output.weight")
 
 
 def _turn(tensor: Tensor) -> tuple[int, ...]:
     """Order in which random numbers are drawn for a tensor; equal values keep the order of the file."""
-    if tensor.name in _HEADS:
-        return (1 << 20, _HEADS.index(tensor.name))
-    if tensor.name in _OUTSIDE:
-        return (-1, _OUTSIDE.index(tensor.name))
+    if not tensor.name.startswith("blk."):
+        return (_OUTSIDE.get(tensor.name, -2),)
     _, layer, *names = tensor.name.split(".")
     place = _NORMS.index(names[0]) if tensor.role is Role.NORM and names[0] in _NORMS else 0
     return (int(layer), _ROLES.index(tensor.role), place)
