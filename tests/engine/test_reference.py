@@ -75,9 +75,9 @@ def test_vectors_match_llama_cpp(tmp_path: Path, name: str) -> None:
             assert np.abs(vector - wanted).max() <= LLAMA_CPP_VECTORS * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("name", dict(comparison.encoders_in_float32()))
+@pytest.mark.parametrize("name", comparison.OF_TRANSFORMERS)
 def test_states_of_encoders_match_transformers(tmp_path: Path, name: str) -> None:
-    model = dict(comparison.encoders_in_float32())[name]
+    model = comparison.OF_TRANSFORMERS[name]
     reference = ReferenceModel(small_models.write(tmp_path / "model.gguf", model))
     with np.load(comparison.TRANSFORMERS_ENCODERS) as recorded:
         for tokens in comparison.encoder_tokens(model):
@@ -86,9 +86,9 @@ def test_states_of_encoders_match_transformers(tmp_path: Path, name: str) -> Non
             assert np.abs(states - expected).max() <= TRANSFORMERS_TOLERANCE * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", dict(comparison.encoders_for_llama_cpp()))
+@pytest.mark.parametrize("name", comparison.OF_LLAMA_CPP)
 def test_means_of_encoders_match_llama_cpp(tmp_path: Path, name: str) -> None:
-    model = dict(comparison.encoders_for_llama_cpp())[name]
+    model = comparison.OF_LLAMA_CPP[name]
     reference = ReferenceModel(small_models.write(tmp_path / "model.gguf", model))
     with np.load(comparison.ENCODERS_OF_LLAMA_CPP) as recorded:
         for tokens, expected in zip(comparison.single_segments(model), recorded[name], strict=True):
@@ -98,8 +98,8 @@ def test_means_of_encoders_match_llama_cpp(tmp_path: Path, name: str) -> None:
 
 def test_every_architecture_was_recorded() -> None:
     """Gemma 4, whose models llama.cpp is not compared with, has folders."""
-    encoders = dict(comparison.encoders_for_llama_cpp())
-    architectures = {model.architecture for model in (COMPARED | POOLED | encoders).values()}
+    models = COMPARED | POOLED | comparison.OF_LLAMA_CPP
+    architectures = {model.architecture for model in models.values()}
     architectures |= {"gemma4", *llama_cpp_folders.ARCHITECTURES}
     assert architectures == set(ARCHITECTURES) & set(gguf.MODEL_ARCH_NAMES.values())
     with np.load(comparison.LOGITS) as llama_cpp, np.load(decoder_folders.RECORD) as transformers:

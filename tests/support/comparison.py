@@ -226,18 +226,16 @@ def vector_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
 SEPARATOR = 3  # in the vocabularies of small encoders
 
 
-def encoders_in_float32() -> Iterator[tuple[str, SmallModel]]:
-    """Yield encoders that are compared with transformers, whose nomic-bert has no biases."""
-    for name, model in ENCODERS.items():
-        if not model.qkv_bias and name == model.architecture and name != "jina-bert-v2":
-            yield name, replace(model, types={"*": "F32"}, embedding="F32")
-
-
-def encoders_for_llama_cpp() -> Iterator[tuple[str, SmallModel]]:
-    """Yield encoders that are compared with llama.cpp: one of each architecture."""
-    for name, model in ENCODERS.items():
-        if name == model.architecture:
-            yield name, replace(model, types={"*": "F32"}, embedding="F32")
+# One encoder of each architecture, in float32.
+OF_LLAMA_CPP = {
+    name: replace(model, types={"*": "F32"}, embedding="F32")
+    for name, model in ENCODERS.items()
+    if name == model.architecture
+}
+# The nomic-bert of transformers has no biases.
+OF_TRANSFORMERS = {
+    name: model for name, model in OF_LLAMA_CPP.items() if not model.qkv_bias and name != "jina-bert-v2"
+}
 
 
 def single_segments(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
@@ -248,9 +246,8 @@ def single_segments(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
 
 def encoder_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
     """Yield texts for an encoder: some are shorter, some longer than windows and pages, one is a pair."""
-    for n in VECTOR_LENGTHS:
-        tokens = np.random.default_rng(n).integers(5, model.vocab, n)
-        tokens[n // 2] = SEPARATOR
+    for tokens in single_segments(model):
+        tokens[len(tokens) // 2] = SEPARATOR
         yield tokens
 
 

@@ -80,7 +80,7 @@ def states_of_files() -> dict[str, Any]:
     """Return the hidden states of encoders of the catalogue with matrices in float32, by lengths of texts."""
     record: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        for name, model in comparison.encoders_in_float32():
+        for name, model in comparison.OF_TRANSFORMERS.items():
             made = load_encoder(small_models.write(Path(folder) / "model.gguf", model), "eager")
             has_types = any("token_type_embeddings" in name for name in made.state_dict())
             for tokens in comparison.encoder_tokens(model):

@@ -227,7 +227,7 @@ def records() -> Records:
             lambda path, model: last_logits(path, comparison.tokens_for(model)),
         ),
         comparison.VECTORS: (several, vectors_of),
-        comparison.ENCODERS_OF_LLAMA_CPP: (comparison.encoders_for_llama_cpp(), means_of),
+        comparison.ENCODERS_OF_LLAMA_CPP: (comparison.OF_LLAMA_CPP.items(), means_of),
     }
     with tempfile.TemporaryDirectory() as folder:
         yield comparison.TOKENS, tokens_of(Path(folder))
