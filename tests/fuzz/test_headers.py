@@ -1,7 +1,8 @@
 """Headers of model files and saved states: many more inputs than `test_fuzz` has time for.
 
 Headers are only read: no model is opened, no process started. Of each `EACH` inputs one has a changed
-structure; the others are copies of it with changed bytes.
+structure; the others are copies of it with changed bytes. Both parsers are Python: wrong exceptions, hangs
+and growing memory are findings, and no sanitizers are needed.
 """
 
 from collections.abc import Callable, Iterator
