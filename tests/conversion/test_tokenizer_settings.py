@@ -7,7 +7,6 @@ import itertools
 import json
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -153,17 +152,14 @@ FOLLOWED: list[tuple[str, str, Change]] = [
         }.items()
     ),
     ("unigram", "ALBERT", both(top(normalizer=None), normalizers(*_ALBERT))),
+    ("unigram", "spaces of words joined", normalizers(_joins("\u2581"))),
+    ("unigram", "spaces of a token", both(normalizers(_joins(" ")), tool(content="a b", normalized=True))),
     ("unigram", "types", template("<s> $A </s>", "<s> $A </s> $B:1 </s>:1")),
 ]
 _DIGITS = {"type": "Split", "pattern": {"Regex": r"\d"}, "behavior": "Isolated", "invert": False}
 _OTHER_PREFIX = {"type": "Prepend", "prepend": "_"}
 REFUSED: list[tuple[str, Change, str]] = [
     ("unigram", lambda made: made["added_tokens"][1].update(single_word=True), "single_word is True"),
-    (
-        "unigram",
-        both(normalizers(_joins(" ")), tool(content="a b", normalized=True)),
-        "the normalizer removes spaces, and normalized is true for the token 'a b'",
-    ),
     *((name, model(dropout=0.1), "dropout is 0.1") for name in ("byte level", "gemma")),
     ("byte level", model(end_of_word_suffix="</w>"), "end_of_word_suffix"),
     ("byte level", model(continuing_subword_prefix="##"), "continuing_subword_prefix"),
@@ -186,7 +182,6 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("unigram", words({**_META, "prepend_scheme": "first"}), "first"),
     ("unigram", words({"type": "Whitespace"}, _META), "pre_tokenizer"),
     ("unigram", words(_META, {"type": "WhitespaceSplit"}), "pre_tokenizer"),
-    ("unigram", normalizers(_joins("\u2581")), "content is"),
     ("unigram", normalizers({"type": "NFD"}), "NFD is not supported"),
 ]
 
@@ -305,29 +300,6 @@ def test_spans_leave_out_the_white_space_of_tokens(tmp_path: Path, name: str) ->
     assert text[spans[at].start : spans[at].end] == "<tool>"
     assert spans[at - 1].end == 1
     assert text[max(spans[at + 1].start, text.index("k")) : spans[-1].end] == "king"
-
-
-def test_merges_are_written_unless_scores_order_them(tmp_path: Path) -> None:
-    def complete(made: Json) -> None:
-        vocab = made["model"]["vocab"]
-        ranked = dict.fromkeys("".join(merge) for merge in made["model"]["merges"])
-        made["model"]["merges"] = [
-            [token[:at], token[at:]]
-            for token in ranked
-            for at in range(1, len(token))
-            if token[:at] in vocab and token[at:] in vocab
-        ]
-
-    def swapped(made: Json) -> None:
-        complete(made)
-        several = next(
-            i for i, (a, b) in enumerate(pairwise(made["model"]["merges"])) if "".join(a) == "".join(b)
-        )
-        made["model"]["merges"].append(made["model"]["merges"].pop(several))
-
-    for change, written in ((complete, False), (swapped, True), (merges, True)):
-        opened(tmp_path, "gemma", change)
-        assert ("tokenizer.ggml.merges" in GGUFFile(tmp_path / "vocabulary.gguf").metadata) == written
 
 
 @pytest.mark.parametrize(

@@ -4,30 +4,15 @@ import base64
 import binascii
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from json import dumps
 from pathlib import Path
 from typing import Any
 
 from metal_prefill.conversion._folder import MAX_TEXT, Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, listed_tokens, steps
 from metal_prefill.errors import GGUFError
-from metal_prefill.text._segmenters import CHARSMAP, SPACE_STEPS, STEPS_KEY
-from metal_prefill.text._vocabulary import PREPEND_SCHEMES, SPACE, SPELLING_KEYS, TokenType
-
-# Steps of normalizers, by type, or by the regular expression or text that they replace.
-_NORMALIZERS = {
-    "NFC": "nfc",
-    "NFKC": "nfkc",
-    "NFKD": "nfkd",
-    "StripAccents": "strip_accents",
-    "Lowercase": "lowercase",
-}
-_REPLACED = {
-    (" {2,}", None, " "): "join_spaces",
-    (" {2,}", None, SPACE): "join_spaces",  # as every space becomes this one
-    (r"\s{2,}|[\n\r\t]", None, " "): "join_white_space",
-    (None, "``", '"'): "opening_quotes",
-    (None, "''", '"'): "closing_quotes",
-}
+from metal_prefill.text._segmenters import SPLIT_KEY, STEPS_KEY, normalizer_of
+from metal_prefill.text._vocabulary import PREPEND_SCHEMES, SPACE, TokenType
 
 
 def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
@@ -59,57 +44,42 @@ def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
     if model.boolean("byte_fallback", default=False):
         found.mark_bytes()
     prefix, white_space = _words(json, found)
-    _set_normalizer(found, json, white_space)
+    _set_normalizer(found, steps(json, "normalizer", "normalizers"), white_space)
     found.flags["add_space_prefix"] = prefix
     found.ids["unk"] = unknown
     found.mark_spaces()
     return found
 
 
-def _set_normalizer(found: FolderVocabulary, json: Fields, white_space: bool) -> None:
-    """Set the steps of the normalizer; `white_space` is whether all between words is removed."""
-    listed = steps(json, "normalizer", "normalizers")
-    names = [_step_name(found, step) for step in listed]
-    if white_space and "strip_end" not in names:
-        for step in listed:  # whose result is no white space
-            if step.string("type") == "Replace":
-                step.require("content", (" ", '"'), None)
-    spaces = [name for name in names if name in SPACE_STEPS]
-    # Files of llama.cpp state one of the two for all spaces.
-    found.flags["remove_extra_whitespaces"] = white_space or bool(spaces)
-    if white_space and spaces:
-        for i in found.flags.get(SPELLING_KEYS["normalized"], ()):
-            if any(map(str.isspace, found.tokens[i])):
-                raise json.unsupported(
-                    f"the normalizer removes spaces, and normalized is true for the token {found.tokens[i]!r}"
-                )
-        names = [name for name in names if name not in SPACE_STEPS]
-    if names not in ([], [CHARSMAP]):
-        found.flags[STEPS_KEY] = names
+def _set_normalizer(found: FolderVocabulary, listed: Sequence[Fields], white_space: bool) -> None:
+    """Set the steps of the normalizer; `white_space` is whether words are split at all of it."""
+    made = []
+    for step in listed:
+        kind, values = step.string("type"), step.values
+        if kind == "Precompiled":
+            found.charsmap = _charsmap(step)
+            values = {"type": kind}
+            if not found.charsmap:
+                continue
+        elif normalizer_of(values, None) is None:
+            raise step.unsupported(
+                f"{step.name('type')} {kind} is not supported with a Unigram model as {values!r:.200}"
+            )
+        made.append(values)
+    # Files of llama.cpp state one flag for all steps that remove spaces.
+    removes = any(step.string("type") == "Strip" or step.object("pattern").has("Regex") for step in listed)
+    found.flags |= {
+        "remove_extra_whitespaces": white_space or removes,
+        SPLIT_KEY: white_space,
+        STEPS_KEY: dumps(made),
+    }
 
 
-def _step_name(found: FolderVocabulary, step: Fields) -> str:
-    kind = step.string("type")
-    if kind == "Precompiled":
-        encoded = step.string("precompiled_charsmap", default="")
-        try:
-            found.charsmap = base64.b64decode(encoded, validate=True)
-        except (binascii.Error, ValueError):
-            raise step.error(f"{step.name('precompiled_charsmap')} is not valid base64") from None
-        return CHARSMAP
-    if kind == "Strip":
-        step.require("strip_right", (True,), False)
-        return "strip" if step.boolean("strip_left", default=False) else "strip_end"
-    if kind == "Replace":
-        pattern = step.object("pattern").values
-        replaced = (pattern.get("Regex"), pattern.get("String"), step.string("content"))
-        if replaced not in _REPLACED:
-            raise step.unsupported(f"{step.name('pattern')} {pattern} is not supported with a Unigram model")
-        return _REPLACED[replaced]
-    name = _NORMALIZERS.get(kind)
-    if name is None:
-        raise step.unsupported(f"{step.name('type')} {kind} is not supported with a Unigram model")
-    return name
+def _charsmap(step: Fields) -> bytes:
+    try:
+        return base64.b64decode(step.string("precompiled_charsmap", default=""), validate=True)
+    except (binascii.Error, ValueError):
+        raise step.error(f"{step.name('precompiled_charsmap')} is not valid base64") from None
 
 
 def _words(json: Fields, found: FolderVocabulary) -> tuple[bool, bool]:
@@ -132,15 +102,17 @@ def _words(json: Fields, found: FolderVocabulary) -> tuple[bool, bool]:
 def byte_fallback_bpe(
     json: Fields, ids: Mapping[str, int], merges: Sequence[tuple[str, str]]
 ) -> FolderVocabulary:
-    """Return a SentencePiece BPE vocabulary; a score is the rank of the first merge that makes the token."""
+    """Return a SentencePiece BPE vocabulary.
+
+    Scores, which llama.cpp reads, are the ranks of the first merges that make a token.
+    """
     found = listed_tokens("llama", json, ids)
     rank: dict[str, int] = {}
     for i, (left, right) in enumerate(merges):
         rank.setdefault(left + right, i)
     found.mark_bytes()
     found.scores = [-float(rank.get(token, len(merges))) for token in found.tokens]
-    if not _follow_from_scores(found, merges):
-        found.merges = [f"{left} {right}" for left, right in merges]
+    found.merges = [f"{left} {right}" for left, right in merges]
     found.flags["add_space_prefix"] = False
     if not _replaces_spaces(json, found):
         raise json.unsupported(f"no step of normalizer or pre_tokenizer replaces spaces by {SPACE}")
@@ -193,25 +165,6 @@ def _prepend_scheme(step: Fields, found: FolderVocabulary, *, splits: bool) -> s
         step.require("split", (splits,), True)
     default = "always" if step.boolean("add_prefix_space", default=True) else "never"
     return step.choice("prepend_scheme", known=PREPEND_SCHEMES, default=default)
-
-
-def _follow_from_scores(found: FolderVocabulary, merges: Sequence[tuple[str, str]]) -> bool:
-    """Return whether the merges are all pairs of tokens that form a token, in the order of the scores."""
-    normal = {text for text, kind in zip(found.tokens, found.types, strict=True) if kind == TokenType.NORMAL}
-    known = set(found.tokens)
-    counts: dict[str, int] = {}
-    last = ""
-    for left, right in merges:
-        token = left + right
-        if token != last and token in counts:
-            return False  # merges of another token are between those of this one
-        counts[token] = counts.get(token, 0) + 1
-        last = token
-
-    def pairs_of(token: str) -> int:
-        return sum(token[:at] in known and token[at:] in known for at in range(1, len(token)))
-
-    return all(counts.get(token, 0) == pairs_of(token) for token in normal)
 
 
 FILE = "spm.model"

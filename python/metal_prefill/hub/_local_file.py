@@ -32,7 +32,7 @@ from metal_prefill.storage._cache_folder import (
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>.+)")
 LIMIT = 16 << 30  # bytes of all converted models
-LAYOUT = 13  # counts changes of what a conversion writes
+LAYOUT = 14  # counts changes of what a conversion writes
 
 _KEY_DIGITS = 16
 _MOST_BYTES = 191  # of the name of a model in that of a file, which may have 255

@@ -57,8 +57,11 @@ class TextSegmenter:
         self._size = segmenter.get_vocab_size()
         segmenter.add_tokens([token for token, _ in spelled])
         # The library numbers tokens that are not in the vocabulary of the model after those that are.
-        numbers = [(segmenter.token_to_id(token.content), i) for token, i in spelled]
-        self._ids = {number: i for number, i in numbers if number >= self._size}
+        self._ids = {
+            number: i
+            for token, i in spelled
+            if (number := segmenter.token_to_id(token.content) or 0) >= self._size
+        }
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a text."""

@@ -1,6 +1,7 @@
 """Components of the tokenizers library that segment text, built from the vocabulary of a GGUF file."""
 
 from collections.abc import Sequence
+from json import loads
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,25 +21,11 @@ from metal_prefill.text._vocabulary import (
 )
 
 MAX_WORD_CHARACTERS = 100  # of WordPiece; longer words become the unknown token, as in BERT's tokenizer
-# Key under tokenizer.ggml of files of folders: names of the normalizer's steps. Without it, the character map
-# is the only one.
+# Keys under tokenizer.ggml of files of folders with a Unigram model: the steps of the normalizer in JSON, but
+# for the character map, which has a key of its own; and whether words are split at all white space. Without
+# them, the character map is the only step.
 STEPS_KEY = "normalizer.steps"
-CHARSMAP = "charsmap"
-STEPS: dict[str, normalizers.Normalizer] = {
-    "lowercase": normalizers.Lowercase(),
-    "nfc": normalizers.NFC(),
-    "nfkc": normalizers.NFKC(),
-    "nfkd": normalizers.NFKD(),
-    "strip_accents": normalizers.StripAccents(),
-    "opening_quotes": normalizers.Replace("``", '"'),
-    "closing_quotes": normalizers.Replace("''", '"'),
-    "strip": normalizers.Strip(),
-    "strip_end": normalizers.Strip(left=False, right=True),
-    "join_spaces": normalizers.Replace(Regex(" {2,}"), " "),
-    "join_white_space": normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " "),
-}
-# Those that remove spaces, of which others are kept.
-SPACE_STEPS = ("strip", "strip_end", "join_spaces", "join_white_space")
+SPLIT_KEY = "split_white_space"
 _CONTINUATION = "##"
 
 
@@ -120,7 +107,7 @@ def _merges(gguf: GGUFFile, vocabulary: Vocabulary, texts: Sequence[str | None])
 
 def _sentencepiece_bpe(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bool_]) -> models.Model:
     scores, texts = _scores(gguf, vocabulary), _texts(vocabulary, plain)
-    if MERGES_KEY in gguf.metadata:  # and merges do not follow from scores
+    if MERGES_KEY in gguf.metadata:
         merges = _merges(gguf, vocabulary, texts)
     else:
         merges = _scored_merges(scores, vocabulary, texts)
@@ -219,21 +206,58 @@ def _unigram(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bool_
 
 def _unigram_words(gguf: GGUFFile, vocabulary: Vocabulary) -> Pipeline:
     key = f"tokenizer.ggml.{STEPS_KEY}"
-    steps = gguf.metadata.get(key, [CHARSMAP])
-    if not isinstance(steps, list) or not all(name == CHARSMAP or name in STEPS for name in steps):
-        raise gguf.error(f"{key} must be a list of {CHARSMAP}, {', '.join(STEPS)}, is {steps!r}")
     charsmap = read_charsmap(gguf)
-    known = STEPS if charsmap is None else {**STEPS, CHARSMAP: normalizers.Precompiled(charsmap)}
-    made = [known[name] for name in steps if name in known]
+    if key in gguf.metadata:
+        steps = _steps(gguf, key)
+        splits = gguf.metadata.flag(SPLIT_KEY, default=False)
+    else:
+        steps = [{"type": "Precompiled"}] if charsmap is not None else []
+        splits = gguf.metadata.flag("remove_extra_whitespaces", default=True)
+    made = []
+    for step in steps:
+        normalizer = normalizer_of(step, charsmap)
+        if normalizer is None:
+            raise gguf.error(f"{key} contains {step!r:.200}, which is not supported")
+        made.append(normalizer)
     prepends = gguf.metadata.flag("add_space_prefix", default=True)
     words: list[pre_tokenizers.PreTokenizer] = [
         pre_tokenizers.Metaspace(SPACE, prepend_scheme="always" if prepends else "never")
     ]
-    if not any(step in SPACE_STEPS for step in steps) and gguf.metadata.flag(
-        "remove_extra_whitespaces", default=True
-    ):
+    if splits:
         words.insert(0, pre_tokenizers.WhitespaceSplit())
     return Pipeline(normalizers.Sequence(made) if made else None, pre_tokenizers.Sequence(words))
+
+
+def _steps(gguf: GGUFFile, key: str) -> list[Any]:
+    try:
+        steps = loads(gguf.metadata.typed(key, "string"))
+    except (ValueError, RecursionError):
+        steps = None
+    if not isinstance(steps, list):
+        raise gguf.error(f"{key} is not a list in JSON")
+    return steps
+
+
+def normalizer_of(step: Any, charsmap: bytes | None) -> normalizers.Normalizer | None:
+    """Build a step of a normalizer, as ``tokenizer.json`` describes it; None if it is not a published one.
+
+    Other regular expressions could take any time, and other replacements any memory.
+    """
+    match step:
+        case {"type": "Precompiled"} if charsmap is not None:
+            return normalizers.Precompiled(charsmap)
+        case {"type": "Lowercase" | "NFC" | "NFKC" | "NFKD" | "StripAccents" as kind}:
+            made: normalizers.Normalizer = getattr(normalizers, kind)()
+            return made
+        case {"type": "Strip", "strip_left": bool(left), "strip_right": bool(right)}:
+            return normalizers.Strip(left, right)
+        case {"type": "Replace", "pattern": {"String": "``" | "''" as quotes}, "content": '"'}:
+            return normalizers.Replace(quotes, '"')
+        case {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " " | "\u2581" as space}:
+            return normalizers.Replace(Regex(" {2,}"), space)
+        case {"type": "Replace", "pattern": {"Regex": r"\s{2,}|[\n\r\t]" as spaces}, "content": " "}:
+            return normalizers.Replace(Regex(spaces), " ")
+    return None
 
 
 _MODELS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe, "bert": _word_piece, "t5": _unigram}

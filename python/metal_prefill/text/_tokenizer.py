@@ -177,9 +177,8 @@ class Tokenizer:
             The text that would be next contains lone surrogates.
         """
         for block in _blocks(texts):
-            if self._words is None:
-                made = [None] * len(block)
-            else:
+            made: list[list[int] | None] = [None] * len(block)
+            if self._words is not None:
                 made = self._words.encode_all(block, parse_special=parse_special)
             for text, ids in zip(block, made, strict=True):
                 yield self.encode(text, add_bos=False, parse_special=parse_special) if ids is None else ids

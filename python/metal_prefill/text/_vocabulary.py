@@ -137,7 +137,7 @@ class Vocabulary:
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Vocabulary:
-        """Read tokens and types; `segmenter_of` reads merges and scores."""
+        """Read tokens and types; `model_of` reads merges and scores."""
         kind: str = gguf.metadata.typed("tokenizer.ggml.model", "string")
         if kind not in KINDS:
             raise gguf.unsupported(
