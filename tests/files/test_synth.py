@@ -54,14 +54,10 @@ def test_matrices_have_the_requested_type_and_preserve_activation_variance(tmp_p
 def test_every_column_of_a_block_varies(tmp_path: Path, kind: str) -> None:
     path = synth.synthesize(tmp_path / "m.gguf", **WIDE, tensor_type=kind)
     assert (read(path)[1]["blk.0.ffn_up.weight"].std(axis=0) > 0).all()
-
-
-def test_q8_0_never_holds_minus_128(tmp_path: Path) -> None:
-    path = synth.synthesize(tmp_path / "m.gguf", **WIDE, tensor_type="Q8_0")
-    data = next(t.data for t in GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
-    integers = data.reshape(-1, 34)[:, 2:].view(np.int8)
-    assert integers.min() == -127
-    assert integers.max() == 127
+    if kind == "Q8_0":
+        data = next(t.data for t in GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
+        integers = data.reshape(-1, 34)[:, 2:].view(np.int8)
+        assert (integers.min(), integers.max()) == (-127, 127)  # never -128
 
 
 def test_norms_are_around_one_and_the_last_has_both_signs(tmp_path: Path) -> None:
@@ -201,16 +197,11 @@ def test_byte_level_tokenizer_is_consistent_at_any_size(tmp_path: Path, vocab: i
     assert types == [3] * 3 + [1] * (len(tokens) - 3)
 
 
-@pytest.mark.parametrize("text", ["The quick brown fox, 1599.\n", "".join(map(chr, range(256))), "漢字 🎭"])
-def test_the_byte_level_tokenizer_round_trips(tmp_path: Path, text: str) -> None:
+def test_the_byte_level_tokenizer_round_trips_and_joins_letters(tmp_path: Path) -> None:
     tokenizer = of_file(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=5000))
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
-def test_byte_level_tokenizer_joins_letters(tmp_path: Path) -> None:
-    tokenizer = of_file(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=5000))
-    text = " the rain in the tent"
-    assert len(tokenizer.encode(text).ids) < len(text) / 2
+    for text in (" the rain in the tent", "A fox, 1599.\n", "".join(map(chr, range(256))), "漢字 🎭"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert len(tokenizer.encode(" the rain in the tent").ids) < 10
 
 
 def test_sentencepiece_vocabulary_is_consistent(tmp_path: Path) -> None:
@@ -284,19 +275,6 @@ def test_contradictions_are_named_and_nothing_is_written(
     with pytest.raises(ValueError, match=message):
         synth.synthesize(tmp_path / "m.gguf", **{"preset": "tiny", **options})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_interrupted_writing_leaves_only_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    path.write_bytes(b"old")
-
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        synth.synthesize(path, preset="tiny", progress=interrupt)
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_missing_folder_is_an_os_error(tmp_path: Path) -> None:
