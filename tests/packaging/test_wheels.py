@@ -14,9 +14,11 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import build_wheels
 import pytest
 from support.places import ROOT
 from support.programs import finished, output, serving
+from zig import WheelError
 
 FOLDER = os.environ.get("METAL_PREFILL_WHEELS")
 # Their modules need no module for tests; together they use all of the extension.
@@ -24,8 +26,6 @@ SUITE = (
     *("files/test_gguf_file.py", "text/test_tokenizer.py", "generation/test_sampling.py"),
     *("tasks/test_scoring.py", "files/saved_sessions"),
 )
-
-import build_wheels  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(FOLDER is None, reason="METAL_PREFILL_WHEELS names no folder (make test-wheels)"),
@@ -69,7 +69,7 @@ class Environment:
     def __init__(self, version: str, folder: Path) -> None:
         try:
             python = build_wheels.find_python(version)
-        except build_wheels.WheelError as error:
+        except WheelError as error:
             pytest.skip(str(error))
         subprocess.run([python, "-m", "venv", folder], check=True)
         self.bin = folder / "bin"
