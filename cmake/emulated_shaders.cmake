@@ -1,9 +1,24 @@
 # Puts the shaders into a target, for the emulator: with all variants, and each in its language.
-include("${CMAKE_CURRENT_LIST_DIR}/flatten_shaders.cmake")
 include("${CMAKE_CURRENT_LIST_DIR}/shader_variants.cmake")
 
 # A part of them is compiled much faster, which is enough to look at single tests.
 set(METAL_PREFILL_SHADER_VARIANTS "" CACHE STRING "Variants of kernels that the emulator gets; empty: all")
+
+# Sets `out` to flat copies of shaders: with local includes in place, as newLibraryWithSource takes them.
+function(flatten_shaders out)
+  set(embed "${PROJECT_SOURCE_DIR}/cmake/embed_shaders.py")
+  set(folder "${CMAKE_BINARY_DIR}/flat_shaders")
+  file(GLOB headers CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/shaders/*.h")
+  list(TRANSFORM ARGN REPLACE ".*/" "${folder}/" OUTPUT_VARIABLE flat)
+  add_custom_command(
+    OUTPUT ${flat}
+    COMMAND "${Python_EXECUTABLE}" "${embed}" --root "${PROJECT_SOURCE_DIR}" --include "${PROJECT_SOURCE_DIR}/shaders"
+            --flat "${folder}" ${ARGN}
+    DEPENDS "${embed}" ${ARGN} ${headers}
+    COMMENT "Flattening shaders"
+    VERBATIM)
+  set(${out} "${flat}" PARENT_SCOPE)
+endfunction()
 
 function(add_emulated_shaders target)
   list_shader_variants(variants)

@@ -35,7 +35,7 @@ SENTINEL = 0x5A
 
 def flat_source(path: Path) -> str:
     """Return the text that newLibraryWithSource is given: a shader with its local includes in place."""
-    return embed_shaders.flatten(path, [SHADERS], ROOT)[0]
+    return embed_shaders.flatten(path, [SHADERS], ROOT)
 
 
 class Run(Protocol):
