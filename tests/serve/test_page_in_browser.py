@@ -48,7 +48,7 @@ def test_a_text_is_continued_and_its_prefill_explained(pages: Pages, demo_path: 
 
 def test_a_conversation_reuses_its_earlier_messages(pages: Pages, server: Running) -> None:
     page = pages.open(server)
-    page.get_by_role("radio", name="Chat", exact=True).click()
+    page.locator("#chat").get_by_role("radio", name="Chat").click()
     choose(page, max="20")
     ask(page, "Who art thou, and what is thy name?")
     reused = facts(ask(page, "And whence comest thou?"))["Reused"]
@@ -120,7 +120,7 @@ def test_two_prompts_are_compared(pages: Pages, demo_path: Path) -> None:
     first = second + "A"
     with Model(demo_path, device="cpu") as model, running(model) as server:
         page = pages.open(server)
-        page.get_by_role("tab", name="Compare").click()
+        page.get_by_role("radio", name="Compare").click()
         page.fill("#compare-first", first)
         page.fill("#compare-second", second)
         page.get_by_role("button", name="Compare").click()

@@ -42,24 +42,15 @@ export function askForKey(problem = "") {
     byId("key-problem").textContent = problem;
     byId("key-problem").hidden = !problem;
     byId("key-button").hidden = false;
-    input.value = "";
-    const controller = new AbortController();
-    const { signal } = controller;
-    const finish = (entered) => {
-      controller.abort();
+    input.value = dialog.returnValue = "";
+    byId("key-cancel").onclick = () => dialog.close();
+    dialog.addEventListener("close", () => {
+      const entered = dialog.returnValue === "use";
+      if (entered) setKey(input.value.trim());
       asking = null;
-      if (dialog.open) dialog.close();
       resolve(entered);
-    };
-    byId("key-form").addEventListener("submit", (event) => {
-      event.preventDefault();
-      setKey(input.value.trim());
-      finish(true);
-    }, { signal });
-    byId("key-cancel").addEventListener("click", () => finish(false), { signal });
-    dialog.addEventListener("close", () => finish(false), { signal });
+    }, { once: true });
     dialog.showModal();
-    input.focus();
   });
   return asking;
 }

@@ -24,7 +24,8 @@ export class Chat {
     });
     this.send = el("button", { class: "strong", type: "submit" }, "Send");
     this.stop = el("button", { class: "stop", type: "button", hidden: true, onclick: () => this.running?.abort() }, "Stop");
-    this.mode = { chat: this.modeButton("chat", "Chat"), completion: this.modeButton("completion", "Completion") };
+    const mode = (kind) => el("input", { type: "radio", name: "mode", onchange: () => this.choose(kind) });
+    this.mode = { chat: mode("chat"), completion: mode("completion") };
     const number = (value, min, max, step) => el("input", { type: "number", value, min, max, step, inputmode: "decimal" });
     this.system = el("textarea", { rows: "2", spellcheck: "false" });
     this.temperature = number("0.7", "0", "5", "0.1");
@@ -33,7 +34,8 @@ export class Chat {
     this.systemField = field("chat-system", "System message", this.system);
     root.append(
       el("div", { class: "part-head" },
-        el("div", { class: "segments", role: "radiogroup", "aria-label": "Kind of request" }, Object.values(this.mode)),
+        el("div", { class: "choice", role: "radiogroup", "aria-label": "Kind of request" },
+          el("label", {}, this.mode.chat, "Chat"), el("label", {}, this.mode.completion, "Completion")),
         el("button", { class: "quiet", type: "button", onclick: () => this.clear() }, "New"),
       ),
       this.log,
@@ -56,25 +58,9 @@ export class Chat {
     if (!model.tasks.includes("completion")) this.disable(`${model.id} makes vectors, and no text.`);
   }
 
-  modeButton(name, label) {
-    return el("button", {
-      type: "button", role: "radio", "aria-checked": "false",
-      onclick: () => this.choose(name),
-      onkeydown: (event) => {
-        if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
-        this.choose(name === "chat" ? "completion" : "chat");
-        this.mode[this.kind].focus();
-      },
-    }, label);
-  }
-
   choose(kind) {
-    if (this.running) return;
     this.kind = kind;
-    for (const [name, button] of Object.entries(this.mode)) {
-      button.setAttribute("aria-checked", String(name === kind));
-      button.tabIndex = name === kind ? 0 : -1;
-    }
+    this.mode[kind].checked = true;
     this.systemField.hidden = kind !== "chat";
     this.input.placeholder = kind === "chat" ? "Ask something" : "Text that the model continues";
     this.clear();
@@ -176,7 +162,7 @@ export class Chat {
     this.send.hidden = is;
     this.stop.hidden = !is;
     this.log.setAttribute("aria-busy", String(is));
-    for (const button of Object.values(this.mode)) button.disabled = is;
+    for (const input of Object.values(this.mode)) input.disabled = is;
     if (document.activeElement === document.body || document.activeElement === this.send || document.activeElement === this.stop) this.input.focus();
   }
 

@@ -1,4 +1,4 @@
-// Starts the page: the model's name and tasks, the tabs, the colours, the key.
+// Starts the page: the model's name and tasks, the colours, the key.
 
 import { askForKey, getJson } from "./api.js";
 import { Batch } from "./batch.js";
@@ -7,43 +7,7 @@ import { Compare } from "./compare.js";
 import { byId, el } from "./dom.js";
 import { count } from "./format.js";
 
-const PARTS = ["chat", "compare", "batch"];
 const THEMES = { system: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
-const wide = matchMedia("(min-width: 1180px)"); // the batch is next to the other parts
-
-let chosen = "chat";
-
-function choose(name, focus = false) {
-  chosen = name;
-  // With enough room the batch is always visible, and is no tab.
-  const shown = wide.matches && name === "batch" ? "chat" : name;
-  for (const part of PARTS) {
-    const tab = byId(`tab-${part}`);
-    tab.setAttribute("aria-selected", String(part === shown));
-    tab.tabIndex = part === shown ? 0 : -1;
-    byId(part).hidden = part !== shown && !(part === "batch" && wide.matches);
-  }
-  byId("tab-batch").hidden = wide.matches;
-  byId("batch").setAttribute("role", wide.matches ? "complementary" : "tabpanel");
-  if (focus) byId(`tab-${shown}`).focus();
-}
-
-function startTabs() {
-  for (const part of PARTS) {
-    const tab = byId(`tab-${part}`);
-    tab.addEventListener("click", () => choose(part));
-    tab.addEventListener("keydown", (event) => {
-      const tabs = PARTS.filter((name) => !byId(`tab-${name}`).hidden);
-      const at = tabs.indexOf(part);
-      const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tabs.length - 1 }[event.key];
-      if (next === undefined) return;
-      event.preventDefault();
-      choose(tabs[(next + tabs.length) % tabs.length], true);
-    });
-  }
-  wide.addEventListener("change", () => choose(chosen));
-  choose("chat");
-}
 
 function startTheme() {
   const button = byId("theme-button");
@@ -80,7 +44,6 @@ function describe(model) {
 
 async function start() {
   startTheme();
-  startTabs();
   byId("key-button").addEventListener("click", async () => {
     if (await askForKey()) location.reload();
   });
