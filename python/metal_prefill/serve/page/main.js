@@ -11,21 +11,17 @@ const THEMES = { system: ["◐", "as the system"], light: ["☀", "light"], dark
 
 function startTheme() {
   const button = byId("theme-button");
+  const { dataset } = document.documentElement;
   const names = Object.keys(THEMES);
   const show = () => {
-    const theme = document.documentElement.dataset.theme ?? "system";
-    const [sign, label] = THEMES[theme];
-    button.replaceChildren(el("span", { "aria-hidden": "true" }, sign));
-    button.setAttribute("aria-label", `Colours: ${label}`);
-    button.title = `Colours: ${label}`;
-    return theme;
+    const [sign, label] = THEMES[dataset.theme];
+    button.textContent = sign;
+    button.ariaLabel = button.title = `Colours: ${label}`;
   };
   button.addEventListener("click", () => {
-    const next = names[(names.indexOf(show()) + 1) % names.length];
-    if (next === "system") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = next;
+    dataset.theme = names[(names.indexOf(dataset.theme) + 1) % names.length];
     try {
-      localStorage.setItem("theme", next);
+      localStorage.setItem("theme", dataset.theme);
     } catch {
       // Storage is disabled: the choice lasts until the page is left.
     }
