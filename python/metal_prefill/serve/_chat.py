@@ -247,7 +247,7 @@ class Block:
     text: str = ""  # of a call, its arguments as JSON
     # Of a call.
     name: str = ""
-    call_id: str = field(default_factory=new_call_id)
+    call_id: str = ""
 
 
 class Added(NamedTuple):
@@ -291,7 +291,7 @@ class ChatChoice(Choice):
         """Add to the calls that are the whole answer, or to the text if it ends before its first tool."""
         made = []
         for name, arguments in required.step(text, last=self.ended):
-            block = self.blocks[-1] if name is None else Block("call", name=name)
+            block = Block("call", name=name, call_id=new_call_id()) if name is not None else self.blocks[-1]
             made.append(self._add(block, arguments))
         self.cut = not required.whole
         if not self.blocks and self.ended and required.text:
