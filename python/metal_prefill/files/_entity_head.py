@@ -73,15 +73,19 @@ def read_entity_head(keys: Keys, dim: int) -> EntityHead:
         f"{RECURRENCE[0]}.weight" in tensors,
     )
     for name, shape in _shapes(head, dim):
-        tensor = tensors.get(name)
-        if tensor is None:
-            raise keys.error(f"tensor {name} is missing")
-        if tensor.shape != shape or tensor.type_name != "F32":
-            raise keys.error(
-                f"tensor {name} has shape {tensor.shape} and type {tensor.type_name}, "
-                f"expected {shape} and F32"
-            )
+        check_floats(keys, name, shape)
     return head
+
+
+def check_floats(keys: Keys, name: str, shape: tuple[int, ...]) -> None:
+    """Raise an error unless a file has a tensor of float32 of a shape."""
+    tensor = keys.gguf.tensors.get(name)
+    if tensor is None:
+        raise keys.error(f"tensor {name} is missing")
+    if tensor.shape != shape or tensor.type_name != "F32":
+        raise keys.error(
+            f"tensor {name} has shape {tensor.shape} and type {tensor.type_name}, expected {shape} and F32"
+        )
 
 
 def _shapes(head: EntityHead, dim: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -124,7 +124,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         causal=keys.boolean("attention.causal", default=traits.causal),
         has_head=traits.head != "absent",
         token_types=_token_types(keys, traits),
-        max_alibi_bias=keys.number(f"{name}.attention.max_alibi_bias", default=traits.max_alibi_bias),
+        max_alibi_bias=keys.number("attention.max_alibi_bias", default=traits.max_alibi_bias),
         # The format's spelling.
         separator_id=gguf.metadata.integer("tokenizer.ggml.seperator_token_id", -1, MAX_INT, default=-1)
         if traits.token_types != "absent"
@@ -133,8 +133,8 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         residual_scale=scales["residual_scale"],
         logit_scale=scales["logit_scale"] if traits.multiplies_logits else 1 / scales["logit_scale"],
         qk_norm_place=traits.qk_norm_place,
-        score_cap=_soft_cap(keys, "attn_logit_softcapping", traits.score_cap),
-        logit_cap=_soft_cap(keys, "final_logit_softcapping", traits.logit_cap),
+        score_cap=_positive_or_0(keys, "attn_logit_softcapping", traits.score_cap),
+        logit_cap=_positive_or_0(keys, "final_logit_softcapping", traits.logit_cap),
         attention_scale=keys.positive_float("attention.scale", default=attention_scale),
         relative_rows=_size_of(keys, traits.relative_positions, "blk.0.attn_rel_k.weight", 0),
         layer_kinds=kinds,
@@ -172,15 +172,14 @@ def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
     unscaled = dict.fromkeys(SCALE_KEYS, 1.0) if traits.scales == "absent" else {}
     refused = _UNSUPPORTED_KEYS | unscaled | {suffix: 0 for suffix, is_absent in absent.items() if is_absent}
     for suffix, neutral in refused.items():
-        key = f"{keys.architecture}.{suffix}"
-        value = keys.number(key, default=neutral)
+        value = keys.number(suffix, default=neutral)
         if value != neutral:
-            raise keys.unsupported(f"{key} = {value} is not supported")
+            raise keys.unsupported(f"{keys.architecture}.{suffix} = {value} is not supported")
 
 
-def _soft_cap(keys: Keys, suffix: str, default: float | None) -> float:
-    """Return a soft limit; 0 in the metadata means that there is none."""
-    stated = keys.number(f"{keys.architecture}.{suffix}", default=default or 0.0)
+def _positive_or_0(keys: Keys, suffix: str, default: float | None) -> float:
+    """Return a positive number; 0 in the metadata means that there is none."""
+    stated = keys.number(suffix, default=default or 0.0)
     return keys.positive_float(suffix, default=stated) if stated else 0.0
 
 
@@ -221,7 +220,7 @@ def _heads(
     name = keys.architecture
     if n_layers == 0:
         return 0, 0, ()
-    if traits.recurrent and keys.number(f"{name}.attention.head_count", default=-1) == 0:
+    if traits.recurrent and keys.number("attention.head_count", default=-1) == 0:
         return 0, 0, (traits.recurrent,) * n_layers
     n_heads = keys.count_each_layer("attention.head_count", n_layers, least=1)[0]
     kinds: tuple[LayerKind, ...] = () if traits.mixer == "attention" else (traits.mixer,) * n_layers
@@ -300,8 +299,8 @@ def _feed_forwards(keys: Keys, traits: Architecture, n_layers: int) -> tuple[Fee
     none: FeedForwardKind = "none"
     if traits.ffn == "absent":
         return (none,) * n_layers
-    key = f"{keys.architecture}.expert_count"
-    if traits.experts == "absent" or (traits.experts == "optional" and keys.number(key, default=0) == 0):
+    has_none = traits.experts == "optional" and keys.number("expert_count", default=0) == 0
+    if traits.experts == "absent" or has_none:
         return leading_dense(n_layers, n_layers)
     kinds = leading_dense(n_layers, keys.integer("leading_dense_block_count", 0, n_layers, default=0))
     if keys.has("moe_every_n_layers"):
@@ -320,13 +319,12 @@ def _with_experts(config: ModelConfig, keys: Keys, traits: Architecture) -> Mode
     width = keys.positive(width_key if keys.has(width_key) else "feed_forward_length")
     if count * max(width, config.dim) > MAX_INT:
         raise keys.error(f"{count} experts of {max(width, config.dim)} rows have more than {MAX_INT}")
-    if keys.number(f"{name}.expert_group_count", default=1) > 1:
+    if keys.number("expert_group_count", default=1) > 1:
         raise keys.unsupported(f"{name}.expert_group_count: groups of experts are not supported")
-    score = keys.number(f"{name}.expert_gating_func", default=0)
+    score = keys.number("expert_gating_func", default=0)
     if score not in (0, *_ROUTER_SCORES):
         known = ", ".join(f"{number} ({kind})" for number, kind in _ROUTER_SCORES.items())
         raise keys.unsupported(f"{name}.expert_gating_func is {score}; supported: {known}")
-    scale_key = f"{name}.expert_weights_scale"  # 0 also means that there is none
     return replace(
         config,
         n_experts=count,
@@ -335,7 +333,7 @@ def _with_experts(config: ModelConfig, keys: Keys, traits: Architecture) -> Mode
         shared_dim=keys.integer("expert_shared_feed_forward_length", 0, default=0),
         router_score=_ROUTER_SCORES.get(int(score), traits.router_score),
         normalize_routes=keys.boolean("expert_weights_norm", default=traits.normalize_routes),
-        route_scale=keys.positive_float("expert_weights_scale") if keys.number(scale_key, default=0) else 1.0,
+        route_scale=_positive_or_0(keys, "expert_weights_scale", 0.0) or 1.0,
     )
 
 
@@ -357,7 +355,7 @@ def _token_types(keys: Keys, traits: Architecture) -> int:
     key = "tokenizer.ggml.token_type_count"
     # A single row is stored as a vector by some converters.
     rows = tensor.shape[0] if len(tensor.shape) == 2 else 1
-    stated = keys.number(key, default=rows)
+    stated = keys.gguf.metadata.typed(key, "integer", default=rows)
     if stated != rows:
         raise keys.error(f"{key} is {stated}, but token_types.weight has {rows} rows")
     return rows

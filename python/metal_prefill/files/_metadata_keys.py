@@ -115,8 +115,9 @@ class Keys(Located):
             raise self.error(f"{key} is {stated}, must be positive and finite in 32 bits")
         return value
 
-    def number(self, key: str, default: float) -> float:
-        """Read an integer or finite float under its full key."""
+    def number(self, suffix: str, default: float) -> float:
+        """Read an integer or finite float."""
+        key = self._key(suffix)
         value: float = self.gguf.metadata.typed(key, "integer", "float", default=default)
         if not math.isfinite(value):
             raise self.error(f"{key} is {value}, must be finite")

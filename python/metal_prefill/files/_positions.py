@@ -21,7 +21,7 @@ def with_positions(
     `max_context` is the largest position that the model is opened for; None selects that of the file.
     """
     config = _with_rope_scaling(config, keys, traits)
-    if keys.number(f"{keys.architecture}.attention.temperature_scale", default=0):
+    if keys.number("attention.temperature_scale", default=0):
         # Scores of positions after the original context have another scale.
         original = keys.positive("rope.scaling.original_context_length")
         config = replace(config, context_length=min(config.context_length, original))
@@ -55,7 +55,7 @@ def _with_rope_scaling(config: ModelConfig, keys: Keys, traits: Architecture) ->
             f"{keys.architecture}.rope.freq_base is {config.rope_base}, must be greater than 1 for YaRN"
         )
     # llama.cpp ignores yarn_attn_factor, too: it computes this factor from `factor`.
-    multiplier = keys.number(f"{keys.architecture}.rope.scaling.yarn_log_multiplier", default=0)
+    multiplier = keys.number("rope.scaling.yarn_log_multiplier", default=0)
     return replace(
         config,
         rope_scaling="yarn",
@@ -95,7 +95,7 @@ def _with_layer_positions(config: ModelConfig, keys: Keys, traits: Architecture)
     if traits.rope_free_every:
         uses_rope = tuple((layer + 1) % traits.rope_free_every != 0 for layer in layers)
         return replace(config, layer_uses_rope=uses_rope)
-    stated = keys.number(f"{keys.architecture}.attention.sliding_window", default=0)
+    stated = keys.number("attention.sliding_window", default=0)
     if traits.window == "absent" or (traits.window == "optional" and stated == 0):
         return config
     window = keys.positive("attention.sliding_window")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
-from metal_prefill.files._entity_head import ENTITY_TENSORS, EntityHead, read_entity_head
+from metal_prefill.files._entity_head import ENTITY_TENSORS, EntityHead, check_floats, read_entity_head
 from metal_prefill.files._gguf_file import SUPPORTED_TYPES, FloatArray, GGUFFile, dequantized
 from metal_prefill.files._metadata_keys import (
     DEFAULT_PROMPT_KEY,
@@ -21,11 +21,9 @@ from metal_prefill.files._metadata_keys import (
     Keys,
 )
 
-# Poolings with a number in the file, and those that only a key of this project names.
+# Poolings with a number in the file, and those to one vector, some of which only a key of this project names.
 NumberedPooling: TypeAlias = Literal["none", "mean", "cls", "last", "rank"]
-TextPooling: TypeAlias = Literal[
-    "mean", "cls", "last", "max", "weighted_mean", "mean_sqrt_len"
-]  # to one vector
+TextPooling: TypeAlias = Literal["mean", "cls", "last", "max", "weighted_mean", "mean_sqrt_len"]
 Pooling: TypeAlias = Literal[NumberedPooling, TextPooling]
 NUMBERED_POOLINGS: tuple[NumberedPooling, ...] = get_args(NumberedPooling)
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
@@ -98,13 +96,8 @@ class HeadTraits:
 
 _ENCODER = HeadTraits("cls", one_score="sigmoid")  # as sentence-transformers computes the scores of pairs
 HEADS: dict[str, HeadTraits] = {
-    **dict.fromkeys(
-        (
-            *("bert", "nomic-bert", "gte", "jina-bert-v2", "jina-bert-v3", "eurobert", "t5encoder"),
-            "deberta-v2",
-        ),
-        _ENCODER,
-    ),
+    **dict.fromkeys(("bert", "deberta-v2", "eurobert", "gte", "nomic-bert", "t5encoder"), _ENCODER),
+    **dict.fromkeys(("jina-bert-v2", "jina-bert-v3"), _ENCODER),
     "modern-bert": HeadTraits("mean", "gelu_erf", "sigmoid"),
 }
 
@@ -210,10 +203,7 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         keys.positive("vocabulary_logarithms", default=1),
         _read_entities(keys, dim),
         TransitionBiases(
-            *(
-                keys.number(f"{prefix}.{TRANSITION_KEYS}{name}", default=0.0)
-                for name in TransitionBiases._fields
-            )
+            *(keys.number(f"{TRANSITION_KEYS}{name}", default=0.0) for name in TransitionBiases._fields)
         ),
     )
 
@@ -263,13 +253,14 @@ def _one_of(keys: Keys, key: str, known: Sequence[_Name], default: str) -> _Name
 
 
 def _read_pooling(keys: Keys, suffix: str) -> Pooling | None:
-    key = f"{keys.architecture}.{suffix}"
-    value = keys.number(key, default=-1)
+    value = keys.number(suffix, default=-1)
     if value == -1:
         return None
     if value not in range(len(NUMBERED_POOLINGS)):
         known = ", ".join(f"{i} ({name})" for i, name in enumerate(NUMBERED_POOLINGS))
-        raise keys.unsupported(f"{key} {value} is not supported; supported are {known}")
+        raise keys.unsupported(
+            f"{keys.architecture}.{suffix} {value} is not supported; supported are {known}"
+        )
     return NUMBERED_POOLINGS[int(value)]
 
 
@@ -368,12 +359,8 @@ def _matrix_shape(keys: Keys, name: str) -> tuple[int, int]:
 
 
 def _check_vector(keys: Keys, name: str, length: int) -> None:
-    tensor = keys.gguf.tensors.get(name)
-    if tensor is not None and (tensor.shape != (length,) or tensor.type_name != "F32"):
-        raise keys.error(
-            f"tensor {name} has shape {tensor.shape} and type {tensor.type_name}, "
-            f"expected ({length},) and F32"
-        )
+    if name in keys.gguf.tensors:
+        check_floats(keys, name, (length,))
 
 
 class Prompts(NamedTuple):
