@@ -1,8 +1,6 @@
 """Engines in separate processes, peers on the same file, and the command `bench`."""
 
 import json
-import signal
-import subprocess
 import sys
 from inspect import signature
 from pathlib import Path
@@ -13,7 +11,7 @@ from support.bench_fakes import options_for
 from support.programs import Run, finished
 
 from metal_prefill import bench, default_model_path
-from metal_prefill.bench import _engines, _worker
+from metal_prefill.bench import _engines
 from metal_prefill.bench._cases import Case
 from metal_prefill.bench._worker import WorkerProcess
 from metal_prefill.synth import synthesize
@@ -39,25 +37,6 @@ def test_a_worker_that_dies_is_named(demo_path: Path) -> None:
         worker.close()
         other.close()
     assert other._process.returncode == 0  # each engine has a process of its own
-
-
-@pytest.mark.parametrize("died", [signal.SIGILL, signal.SIGSEGV])
-def test_a_crash_of_llama_cpp_on_amx_names_the_compiler(
-    died: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    popen, program = subprocess.Popen, f"import os; os.kill(os.getpid(), {int(died)})"
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda command, **pipes: popen([sys.executable, "-c", program], **pipes)
-    )
-    for name, has_amx, named in [
-        ("llama.cpp", True, True),
-        ("llama.cpp", False, False),
-        ("openvino", True, False),
-    ]:
-        monkeypatch.setattr(_worker, "has_amx", lambda value=has_amx: value)
-        with pytest.raises(bench.BenchError, match=f"its process died \\({died.name}") as error:
-            WorkerProcess(name, options_for(Path("m.gguf")), 1024)
-        assert ("GCC 12 miscompiles llama.cpp: build it with clang" in str(error.value)) == named
 
 
 def test_a_missing_peer_names_the_extra(errors: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,9 +106,5 @@ def involuntary_switches() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-def has_amx() -> bool:
-    return "amx_tile" in processor_facts().get("flags", "").split()
-
-
 def cpu_name() -> str:
     return processor_facts().get("model name") or platform.processor() or platform.machine()

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from metal_prefill.bench import _engines, _machine
 from metal_prefill.bench._cases import Case, stream_ids, text_ids, token_ids
 from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options
-from metal_prefill.bench._machine import has_amx
 from metal_prefill.bench._model_file import task_ids
 
 REST_S = 2.0  # longest wait for an engine's threads to sleep after a sample
@@ -137,22 +136,6 @@ class LoggedProcess:
         self._log.close()
 
 
-def describe_exit(name: str, code: int) -> str:
-    """Describe the exit status of a process; a signal is negative.
-
-    GCC 12 miscompiles the tile configuration of llama.cpp's AMX kernels (llama.cpp issue 26954).
-    """
-    if code >= 0:
-        return f"exit code {code}"
-    died = signal.Signals(-code)
-    if name == "llama.cpp" and died in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS) and has_amx():
-        return (
-            f"{died.name}; this processor has AMX, for which GCC 12 miscompiles llama.cpp: build it with "
-            "clang or a later GCC"
-        )
-    return died.name
-
-
 class WorkerProcess(LoggedProcess):
     """Worker that runs an engine in its own process, whose death is an error that names it."""
 
@@ -184,7 +167,8 @@ class WorkerProcess(LoggedProcess):
             self._connection.send(request)
             reply = self._connection.recv()
         except (EOFError, ConnectionError):
-            how, tail = describe_exit(self.name, self._process.wait()), self.last_words()
+            code, tail = self._process.wait(), self.last_words()
+            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             raise BenchError(
                 f"{self.name}: its process died ({how}) while {doing}" + (f": {tail}" if tail else "")
             ) from None

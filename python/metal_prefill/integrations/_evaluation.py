@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill.tasks._pairs import encode_continuation, score_continuations
-from metal_prefill.tasks._prompts import errors_of
+from metal_prefill.tasks._prompts import numbered
 from metal_prefill.tasks._text_passes import TextPasses
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ def loglikelihood(
     them; see `encode_templated`.
     """
     encode = partial(encode_templated, model.tokenizer) if templated else model.tokenizer.encode
-    encoded = []
-    for i, (context, continuation) in enumerate(pairs):
-        with errors_of(f"request {i}"):
-            encoded.append(_cut(model, *encode_continuation(model.engine, context, continuation, encode)))
+    divided = (encode_continuation(model.engine, *pair, encode) for pair in pairs)
+    encoded = list(numbered((_cut(model, *pair) for pair in divided), "request"))
     scores = score_continuations(TextPasses(model.engine), encoded, "request {}".format)
     greedy = _are_greedy(model, encoded, scores)
     return [

@@ -14,7 +14,7 @@ from tokenizers import normalizers
 
 from metal_prefill._support.arguments import one_of
 from metal_prefill.engine import Engine, EngineOwner
-from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.errors import ContextOverflowError, GGUFError, UnsupportedModelError
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, MAX_INT, SKIPPED_KEY
 from metal_prefill.files._task_config import Pooling
 
@@ -82,7 +82,7 @@ _NFC = normalizers.NFC()
 
 
 class errors_of:
-    """Context that puts the name of a text before the message of a ValueError about it."""
+    """Context that puts the name of an item before the message of a TypeError or ValueError about it."""
 
     __slots__ = ("_name",)
 
@@ -94,18 +94,20 @@ class errors_of:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # A GGUFError is one of the vocabulary, which is read for the first text.
-        if isinstance(error, ValueError) and not isinstance(error, GGUFError):
-            raise ValueError(f"{self._name}: {error}") from None
+        if isinstance(error, (TypeError, ValueError)) and not isinstance(error, GGUFError):
+            # Others, such as a UnicodeEncodeError, have more arguments than a message.
+            kind = type(error) if isinstance(error, (TypeError, ContextOverflowError)) else ValueError
+            raise kind(f"{self._name}: {error}") from None
 
 
 def numbered(items: Iterable[Item], noun: str) -> Iterator[Item]:
-    """Yield items; the message of a ValueError about the next one begins with `noun` and its number."""
+    """Yield items; the message of an error about the next one begins with `noun` and its number."""
     done = 0
     try:
         for item in items:
             yield item
             done += 1
-    except ValueError:
+    except (TypeError, ValueError):
         with errors_of(f"{noun} {done}"):
             raise
 

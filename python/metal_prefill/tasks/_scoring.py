@@ -1,6 +1,6 @@
 """Many prompts at once: what they share is computed once."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -19,8 +19,8 @@ from metal_prefill._support.arguments import (
 )
 from metal_prefill.engine import EngineOwner
 from metal_prefill.errors import ContextOverflowError
-from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.session import Session
+from metal_prefill.tasks._prompts import numbered
 from metal_prefill.tasks._text_passes import Ids, TextPasses
 
 BatchOutput: TypeAlias = Literal["none", "greedy", "logits", "log_probs", "hidden", "residual"]
@@ -31,44 +31,18 @@ PROMPT = "prompt {}".format
 _OUTPUTS: dict[str, BatchOutput] = {name: name for name in get_args(BatchOutput)}
 
 
-def _checked(noun: str, check: Callable[..., Ids], items: Iterable[tuple[Any, ...]]) -> list[Ids]:
-    """Return the token ids that a function makes of its arguments for each item; an error names the item."""
-    arrays = []
-    for i, item in enumerate(items):
-        try:
-            arrays.append(check(*item))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{noun} {i}: {error}") from None
-    return arrays
+def _checked(
+    vocab_size: int, session: Session, tokens: TokenIds, output: BatchOutput, rows: OutputRows
+) -> tuple[BatchOutput, Ids, int]:
+    """Check the arguments of `forward_batch` for a session; return output, token ids and number of rows."""
+    kind: BatchOutput = one_of("output", output, _OUTPUTS)
+    context, position = session.native.max_context, session.native.position
+    unread = int(kind == "log_probs")
+    ids = token_array(tokens, vocab_size, context=context, position=position, unread=unread)
+    return kind, ids, _row_count(kind, len(ids), rows)
 
 
-def _batch_requests(
-    config: ModelConfig,
-    sessions: Sequence[Session],
-    tokens: Sequence[TokenIds],
-    outputs: Sequence[BatchOutput],
-    wanted: Sequence[OutputRows],
-    reuse: bool,
-) -> list[_core.Request]:
-    """Check the arguments of `forward_batch`, and return a request for each session."""
-
-    def ids_of(session: Session, ids: TokenIds, output: BatchOutput) -> Ids:
-        context, position = session.native.max_context, session.native.position
-        unread = int(output == "log_probs")
-        return token_array(ids, config.vocab_size, context=context, position=position, unread=unread)
-
-    arrays = _checked("session", ids_of, zip(sessions, tokens, outputs, strict=True))
-    kinds: list[BatchOutput] = [one_of("output", name, _OUTPUTS) for name in outputs]
-    counts = [
-        _row_count(i, *item) for i, item in enumerate(zip(kinds, map(len, arrays), wanted, strict=True))
-    ]
-    return [
-        _request(kind, session.native, ids, rows, reuse)
-        for kind, session, ids, rows in zip(kinds, sessions, arrays, counts, strict=True)
-    ]
-
-
-def _request(output: BatchOutput, session: _core.Session, ids: Ids, rows: int, reuse: bool) -> _core.Request:
+def _request(output: BatchOutput, ids: Ids, rows: int, session: _core.Session, reuse: bool) -> _core.Request:
     match output:
         case "none":
             return _core.Request.none(session, ids, reuse=reuse)
@@ -82,7 +56,7 @@ def _request(output: BatchOutput, session: _core.Session, ids: Ids, rows: int, r
             return _core.Request.hidden(session, ids, rows, normed=output == "hidden", reuse=reuse)
 
 
-def _row_count(session: int, output: str, tokens: int, rows: object) -> int:
+def _row_count(output: BatchOutput, tokens: int, rows: object) -> int:
     """Check of how many of the last tokens of a session the output is wanted."""
     most = tokens - 1 if output == "log_probs" else 1 if output in ("logits", "none") else tokens
     if rows is None:
@@ -90,8 +64,8 @@ def _row_count(session: int, output: str, tokens: int, rows: object) -> int:
     if rows == "all" and (most > 1 or tokens == 1):
         return most
     if isinstance(rows, str):
-        raise ValueError(f"session {session}: rows {rows!r} of output {output!r} is not known")
-    return integer(f"session {session}: rows of output {output!r}", rows, 1, most)
+        raise ValueError(f"rows {rows!r} of output {output!r} is not known")
+    return integer(f"rows of output {output!r}", rows, 1, most)
 
 
 def check_prompts(prompts: Sequence[TokenIds], vocab_size: int, least: int, limit: int) -> Sequence[Ids]:
@@ -105,7 +79,7 @@ def check_prompts(prompts: Sequence[TokenIds], vocab_size: int, least: int, limi
             raise ValueError(f"at least {least} tokens are needed, got {len(array)}")
         return array
 
-    return _checked("prompt", ids_of, zip(prompts))
+    return list(numbered(map(ids_of, prompts), "prompt"))
 
 
 def score_many(
@@ -264,9 +238,12 @@ def forward_batch(
         )
     if len(wanted) != len(sessions):
         raise ValueError(f"rows must be one word, or {len(sessions)}; got {len(wanted)}")
+    items = zip(sessions, tokens, outputs, wanted, strict=True)
+    checked = list(numbered((_checked(engine.config.vocab_size, *item) for item in items), "session"))
     # No variable holds the requests: the traceback of an exception must not keep the pages of the sessions.
     results: list[Any] = engine.core.forward_batch(
-        _batch_requests(engine.config, sessions, tokens, outputs, wanted, reuse), progress
+        [_request(*item, session.native, reuse) for item, session in zip(checked, sessions, strict=True)],
+        progress,
     )
     for i, result in enumerate(results):
         if isinstance(result, list):
