@@ -17,7 +17,7 @@ from support.small_models import EMBEDDERS, write
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError, _core, synth
 from metal_prefill.tasks._embedding import encode_texts, encode_tokens
-from metal_prefill.tasks._prompts import PromptForm, PromptRules
+from metal_prefill.tasks._prompts import PromptForm, PromptRules, text_role
 
 TEXTS = ["To be, or not to be", "a", "that is the question. " * 12, "Whether 'tis nobler", "\x00 and on", "a"]
 # Cosine with the float64 reference. Metal multiplies in half precision.
@@ -189,11 +189,11 @@ def test_texts_are_encoded_together_as_each_alone(tmp_path: Path, preset: str, f
     with Model(path, device="cpu", max_context=20) as model:
         engine, rules = model.engine, PromptRules("end")
         before, _, after = form.partition("{text}")
-        prompts = PromptForm(before, after)
-        together = encode_texts(engine, texts, prompts, rules)
-        made = [prompts.tokens(engine.tokenizer, text, rules) for text in texts]
+        role = text_role(engine, PromptForm(before, after))
+        together = encode_texts(engine, texts, role, rules)
+        made = [role.form.tokens(engine.tokenizer, text, rules) for text in texts]
         alone = [
-            encode_tokens(engine, ids, text, "text", prompts, rules)
+            encode_tokens(engine, ids, text, "text", role, rules)
             for ids, text in zip(made, texts, strict=True)
         ]
         assert [ids.tolist() for ids in together.prompts] == [text.ids for text in alone]

@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Compute the vectors missing from an earlier run, and write the file once all are available."""
-    from metal_prefill.tasks._embedding import check_pooling, embed_encoded, encode_instructed, vector_width
-    from metal_prefill.tasks._prompts import PromptRules
+    from metal_prefill.tasks._embedding import check_pooling, embed_encoded, encode_texts, vector_width
+    from metal_prefill.tasks._prompts import PromptRules, role_of
 
     kind = _kind(arguments.output, arguments.json)
     texts = text_files.given_texts(arguments)
@@ -70,7 +70,8 @@ def execute(arguments: argparse.Namespace) -> None:
                 f"{model.engine.name} has a vector for each token, not for each text: set --pooling"
             )
         rules = PromptRules(**text_files.prompt_options(arguments))
-        encoded = encode_instructed(model.engine, texts, pooling, arguments.instruction, rules)
+        role = role_of(model.engine, pooling, arguments.instruction)
+        encoded = encode_texts(model.engine, texts, role, rules)
         for note in encoded.notes():
             warnings.warn(note, stacklevel=1)
         width = vector_width(model.engine, pooling, arguments.dimensions)

@@ -18,7 +18,7 @@ from metal_prefill.hub._local_file import PACKAGED, REPOSITORY, packaged_model
 from metal_prefill.model import Model
 from metal_prefill.sentence_transformers.util import UnsupportedName
 from metal_prefill.tasks._embedding import EncodedTexts, encode_texts
-from metal_prefill.tasks._prompts import PromptForm, PromptRules, TextRole
+from metal_prefill.tasks._prompts import PromptForm, PromptRules, TextRole, text_role
 from metal_prefill.tasks._similarity import Array
 
 CUT = PromptRules(truncate="end")  # in silence, as sentence-transformers does
@@ -184,9 +184,9 @@ class Encoder:
     ) -> tuple[Iterator[EncodedTexts], bool]:
         """Return the tokens of batches of texts, and whether there is a single text."""
         single = isinstance(inputs, str)
-        texts, form = [inputs] if single else items_of("inputs", inputs), PromptForm(prompt)
-        parts = batches(texts, batch_size, show)
-        return (encode_texts(self.engine, part, form, CUT, role) for part in parts), single
+        parts = batches([inputs] if single else items_of("inputs", inputs), batch_size, show)
+        role = (role or text_role(self.engine))._replace(form=PromptForm(prompt))
+        return (encode_texts(self.engine, part, role, CUT) for part in parts), single
 
     def _check_call(self, options: Mapping[str, Any], device: Any) -> None:
         """Raise NotImplementedError for options and devices of a call that are not supported."""

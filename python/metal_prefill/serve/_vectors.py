@@ -31,11 +31,11 @@ from metal_prefill.tasks._embedding import (
     check_length,
     check_pooling,
     embed_encoded,
-    encode_instructed,
+    encode_texts,
     vector_width,
 )
 from metal_prefill.tasks._pooled_head import probabilities_of
-from metal_prefill.tasks._prompts import PromptRules
+from metal_prefill.tasks._prompts import PromptRules, role_of
 from metal_prefill.tasks._reranking import Options, check_ranks, encode_documents
 from metal_prefill.tasks._text_passes import TextPasses
 
@@ -147,7 +147,7 @@ async def _embedded(
             raise ApiError("input must be texts or token ids, not some of both", param="input")
         for i, text in enumerate(texts):
             service.check_text(text, f"text {i}")
-        encoded = encode_instructed(engine, texts, pooling, form.instruction, rules)
+        encoded = encode_texts(engine, texts, role_of(engine, pooling, form.instruction), rules)
         for i, given in enumerate(tokens):
             try:
                 ids = token_array(given, engine.config.vocab_size)

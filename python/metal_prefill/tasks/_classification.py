@@ -14,7 +14,7 @@ from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.tasks._embedding import check_length, checked_texts, encode_tokens
 from metal_prefill.tasks._pairs import encode_continuation, encode_pair, score_continuations
 from metal_prefill.tasks._pooled_head import logits_of, probabilities_of, softmax
-from metal_prefill.tasks._prompts import PromptRules, errors_of, shortened, warn_of_cut
+from metal_prefill.tasks._prompts import PromptRules, errors_of, shortened, text_role, warn_of_cut
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 
 TextOrPair = str | tuple[str, str]
@@ -195,7 +195,7 @@ def encode_for_head(
         with errors_of(name):
             tokens = [next(made) for _ in part]
         if len(part) == 1:
-            listed, is_cut, _ = encode_tokens(engine, tokens[0], part[0], name, rules=rules)
+            listed, is_cut, _ = encode_tokens(engine, tokens[0], part[0], name, text_role(engine), rules)
             ids = np.array(listed, np.int32)
         else:
             pair = encode_pair(engine, tokens[0], tokens[1], name, rules)

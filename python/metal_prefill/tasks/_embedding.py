@@ -17,14 +17,11 @@ from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._task_config import POOLINGS, Pooling, TextPooling
 from metal_prefill.tasks._pooled_head import embedding_of
 from metal_prefill.tasks._prompts import (
-    PLAIN,
-    PromptForm,
     PromptRules,
     TextRole,
     cut_message,
     named,
     numbered,
-    prompt_form,
     role_of,
     shortened,
     text_role,
@@ -82,20 +79,11 @@ class EncodedTexts(NamedTuple):
         return notes
 
 
-def encode_instructed(
-    engine: Engine, texts: Iterable[str], pooling: Pooling, instruction: str | None, rules: PromptRules
-) -> EncodedTexts:
-    """Turn texts into tokens, with the prompt that an instruction selects and within its limits."""
-    form, role = prompt_form(engine, instruction), role_of(engine, pooling, instruction)
-    return encode_texts(engine, texts, form, rules, role)
-
-
 def encode_texts(
     engine: Engine,
     texts: Iterable[str],
-    form: PromptForm = PLAIN,
-    rules: PromptRules = DEFAULT_RULES,
     role: TextRole | None = None,
+    rules: PromptRules = DEFAULT_RULES,
     noun: str = "text",
 ) -> EncodedTexts:
     """Turn texts into tokens, with those that begin and end texts in the file.
@@ -109,13 +97,13 @@ def encode_texts(
     room = _most_tokens(engine, role) - len(begin) - len(end)
     encoded: list[Sequence[int]] = []
     cut, expansions = list[int](), list[int]()
-    made = numbered(form.tokens_of_all(engine.tokenizer, checked, rules), noun)
+    made = numbered(role.form.tokens_of_all(engine.tokenizer, checked, rules), noun)
     for i, (text, ids) in enumerate(zip(checked, made, strict=True)):
         if len(ids) <= room:
             encoded.append((*begin, *ids, *end))
             expansions.append(0)
             continue
-        found = encode_tokens(engine, ids, text, f"{noun} {i}", form, rules, role)
+        found = encode_tokens(engine, ids, text, f"{noun} {i}", role, rules)
         encoded.append(found.ids)
         expansions.append(found.expansion)
         cut += [i] if found.cut else []
@@ -123,7 +111,7 @@ def encode_texts(
     ends = list(accumulate(map(len, encoded)))
     tokens = np.fromiter(chain.from_iterable(encoded), np.int32, ends[-1] if ends else 0)
     prompts = [tokens[end - len(ids) : end] for ids, end in zip(encoded, ends, strict=True)]
-    return EncodedTexts(role, prompts, cut, expansions, unpooled_tokens(engine, form))
+    return EncodedTexts(role, prompts, cut, expansions, unpooled_tokens(engine, role.form))
 
 
 def _most_tokens(engine: Engine, role: TextRole) -> int:
@@ -142,24 +130,22 @@ def encode_tokens(
     ids: list[int],
     text: str,
     name: str,
-    form: PromptForm = PLAIN,
+    role: TextRole,
     rules: PromptRules = DEFAULT_RULES,
-    role: TextRole | None = None,
 ) -> EncodedText:
     """Return the prompt of a text, given its tokens without those that begin and end texts.
 
     If the text loses its end, the tokens after it are kept. `name` identifies the text in errors.
     """
     tokenizer = engine.tokenizer
-    role = text_role(engine) if role is None else role
     begin, end = (tokenizer.frame.begin, tokenizer.frame.end) if role.framed else ((), ())
     room = role.limit - len(begin) - len(end)
 
     def encode(text: str) -> list[int]:
-        return form.tokens(tokenizer, text, rules)
+        return role.form.tokens(tokenizer, text, rules)
 
     cut = rules.truncate == "end" and len(ids) > room
-    if cut and form.after:
+    if cut and role.form.after:
         ids = encode(shortened(tokenizer, text, lambda kept: len(encode(kept)) - room))
     elif cut:
         ids = ids[: max(room, 0)]
@@ -299,7 +285,7 @@ def embed(
         Computing a text failed; the message has its index.
     """
     engine, rules = model.engine, PromptRules(truncate, unicode, split_special_tokens).checked()
-    encoded = encode_instructed(engine, texts, check_pooling(engine, pooling), instruction, rules)
+    encoded = encode_texts(engine, texts, role_of(engine, check_pooling(engine, pooling), instruction), rules)
     for note in encoded.notes():
         warnings.warn(note, stacklevel=2)
     return embed_encoded(

@@ -323,40 +323,42 @@ def query_expansion(engine: Engine) -> QueryExpansion | None:
 
 
 class TextRole(NamedTuple):
-    """Limits of texts."""
+    """How texts become tokens."""
 
     plural: str  # name of such texts in messages
     limit: int  # most tokens, with those that begin and end every text
+    form: PromptForm = PLAIN
     expansion: QueryExpansion | None = None  # how texts are expanded
     skipped: tuple[int, ...] = ()  # ids of tokens without vectors in late interaction
     framed: bool = True  # whether texts have the tokens that the file adds at their ends
 
 
 def role_of(engine: Engine, pooling: Pooling, instruction: str | None) -> TextRole:
+    """Return the role that an instruction selects; see :meth:`metal_prefill.Model.embed`."""
+    form = prompt_form(engine, instruction)
     if instruction == "query":
-        return query_role(engine, expanded=pooling == "none")
-    if instruction in DOCUMENT_NAMES:
-        return document_role(engine)
-    return text_role(engine)
+        return query_role(engine, form, expanded=pooling == "none")
+    return document_role(engine, form) if instruction in DOCUMENT_NAMES else text_role(engine, form)
 
 
-def text_role(engine: Engine) -> TextRole:
+def text_role(engine: Engine, form: PromptForm = PLAIN) -> TextRole:
     """Return the role of texts that are neither queries nor documents."""
-    return TextRole("texts", _limit(engine, engine.lengths.text))
+    return TextRole("texts", _limit(engine, engine.lengths.text), form)
 
 
-def query_role(engine: Engine, *, expanded: bool = True) -> TextRole:
+def query_role(engine: Engine, form: PromptForm, *, expanded: bool = True) -> TextRole:
     """Return the role of queries, expanded as in late interaction or not."""
     expansion = query_expansion(engine) if expanded else None
+    lengths = (engine.lengths.query, engine.lengths.text)
     if expansion is not None and expansion.fixed:
-        return TextRole("queries", _limit(engine, expansion.length), expansion)
-    return TextRole("queries", _limit(engine, engine.lengths.query, engine.lengths.text), expansion)
+        lengths = (expansion.length, None)
+    return TextRole("queries", _limit(engine, *lengths), form, expansion)
 
 
-def document_role(engine: Engine) -> TextRole:
+def document_role(engine: Engine, form: PromptForm) -> TextRole:
     limit = _limit(engine, engine.lengths.document, engine.lengths.text)
     skipped = engine.gguf.metadata.typed(SKIPPED_KEY, "array[integer]", default=())
-    return TextRole("documents", limit, skipped=tuple(map(int, skipped)))
+    return TextRole("documents", limit, form, skipped=tuple(map(int, skipped)))
 
 
 def _limit(engine: Engine, *lengths: int | None) -> int:

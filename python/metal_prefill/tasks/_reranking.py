@@ -27,6 +27,7 @@ from metal_prefill.tasks._pairs import EncodedPair, encode_pair
 from metal_prefill.tasks._pooled_head import logits_of, sigmoid
 from metal_prefill.tasks._prompts import (
     PromptRules,
+    TextRole,
     card_of,
     cut_message,
     document_role,
@@ -202,7 +203,7 @@ def encode_documents(engine: Engine, query: str, documents: Sequence[str], optio
         ]
     limit, asked = engine.max_context, None
     if kind == "late":
-        limit, asked = document_role(engine).limit, _late_query(engine, query, options)
+        limit, asked = _document_role(engine).limit, _late_query(engine, query, options)
     encode = {"late": _late_documents, "pair": _pairs, "template": _filled_templates}[kind]
     prompts, cut, query_cut = list[Ids](), list[int](), asked is not None and asked.cut
     for i, pair in enumerate(encode(engine, query, texts, options)):
@@ -258,15 +259,19 @@ def _has_prompts(engine: Engine) -> bool:
     return bool(engine.prompts.by_name or card_of(engine))
 
 
+def _document_role(engine: Engine) -> TextRole:
+    return document_role(engine, prompt_form(engine, "document" if _has_prompts(engine) else None))
+
+
 def _late_query(engine: Engine, query: str, options: Options) -> EncodedText:
     default = "query" if _has_prompts(engine) else None
-    role = query_role(engine)
+    form = prompt_form(engine, default if options.instruction is None else options.instruction)
+    role = query_role(engine, form)
     has_limit = role.expansion is not None or engine.lengths.query is not None
     rules = options.rules if has_limit else options.rules._replace(truncate="error")
-    form = prompt_form(engine, default if options.instruction is None else options.instruction)
     with errors_of("the query"):
         tokens = form.tokens(engine.tokenizer, query, rules)
-    encoded = encode_tokens(engine, tokens, query, "the query", form, rules, role)
+    encoded = encode_tokens(engine, tokens, query, "the query", role, rules)
     if not encoded.ids:
         raise ValueError("the query has no tokens")
     return encoded
@@ -275,8 +280,8 @@ def _late_query(engine: Engine, query: str, options: Options) -> EncodedText:
 def _late_documents(
     engine: Engine, query: str, documents: Sequence[str], options: Options
 ) -> Iterator[EncodedPair]:
-    form = prompt_form(engine, "document" if _has_prompts(engine) else None)
-    texts = encode_texts(engine, documents, form, options.rules, document_role(engine), "document")
+    role = _document_role(engine)
+    texts = encode_texts(engine, documents, role, options.rules, "document")
     cut = frozenset(texts.cut)
     return (EncodedPair(ids, False, i in cut) for i, ids in enumerate(texts.prompts))
 
@@ -318,7 +323,7 @@ def _filled_templates(
 
 def _late_scores(passes: TextPasses, query: EncodedText, documents: Sequence[Ids]) -> Scores:
     """Return the MaxSim score of each document, without the tokens that the model skips."""
-    skipped = document_role(passes.engine).skipped
+    skipped = _document_role(passes.engine).skipped
     expansions = [query.expansion, *(0 for _ in documents)]
     prompts = [np.array(query.ids, np.int32), *documents]
 

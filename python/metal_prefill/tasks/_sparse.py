@@ -79,7 +79,7 @@ def embed_sparse(
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
     one_of("instruction", str(instruction), dict.fromkeys(("query", "document", "None")))
     role = sparse_role(engine, instruction)
-    encoded = encode_texts(engine, texts, rules=rules, role=role)
+    encoded = encode_texts(engine, texts, role, rules)
     warn_of_cut(encoded.cut, len(encoded.prompts), role.limit, "text")
     vectors = sparse_vectors(engine, encoded.prompts, role, most)
     return list(reported(vectors, len(encoded.prompts), progress))
