@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.encoder_tasks import FileOf, opened
+from support.encoder_tasks import TASKS, FileOf, opened
 from support.folders.model_folders import Folder, values
-from support.folders.task_folders import CLASSIFIERS, RANKERS, TAGGERS
+from support.folders.task_folders import CLASSIFIERS, RANKERS
 from tokenizers import Tokenizer
 
 from metal_prefill import ContextOverflowError, Model
@@ -22,14 +22,11 @@ TOKENIZERS = {name: RANKERS[name] for name in ("bert", "xlm-roberta", "modernber
 
 
 CALLS: dict[str, tuple[Callable[[Path], Folder], Callable[..., Any]]] = {
-    "embed": (RANKERS["bert"], lambda m, text, **o: m.embed([text], pooling="mean", **o)[0].tolist()),
-    "rerank": (RANKERS["bert"], lambda m, text, **o: m.rerank(text, ["d"], **o)[0].score),
-    "document": (RANKERS["bert"], lambda m, text, **o: m.rerank("q", [text], **o)[0].score),
-    "classify": (CLASSIFIERS["bert"], lambda m, text, **o: m.classify([text], **o).probabilities.tolist()),
-    "pair": (CLASSIFIERS["bert"], lambda m, text, **o: m.classify([("a", text)], **o).probabilities.tolist()),
-    "label": (
-        TAGGERS["bert"],
-        lambda m, text, **o: [e.score for e in m.label_tokens([text], strategy="none", ignore=(), **o)[0]],
+    **TASKS,
+    "query": (RANKERS["bert"], lambda m, texts, **o: m.rerank(texts[0], ["d"], **o)),
+    "pair": (
+        CLASSIFIERS["bert"],
+        lambda m, texts, **o: m.classify([("a", *texts)], **o).probabilities.tolist(),
     ),
 }
 
@@ -38,10 +35,11 @@ CALLS: dict[str, tuple[Callable[[Path], Folder], Callable[..., Any]]] = {
 def test_each_task_recognizes_special_tokens(file_of: FileOf, name: str) -> None:
     make, call = CALLS[name]
     with opened(file_of(make)) as model:
-        assert call(model, "a [MASK] b") == call(model, "a [MASK] b", split_special_tokens=False)
-        assert call(model, "a [MASK] b") != call(model, "a [MASK] b", split_special_tokens=True)
+        texts = ["a [MASK] b"]
+        assert call(model, texts) == call(model, texts, split_special_tokens=False)
+        assert call(model, texts) != call(model, texts, split_special_tokens=True)
         with pytest.raises(TypeError, match="split_special_tokens must be a bool or None, got str"):
-            call(model, "a", split_special_tokens="yes")
+            call(model, texts, split_special_tokens="yes")
 
 
 def test_generative_models_recognize_them_only_on_request(demo: Model) -> None:

@@ -84,22 +84,29 @@ def tagged(path: Path, text: str) -> tuple[list[Any], Logits]:
         return spans, np.asarray(states, np.float64) @ weight.T.astype(np.float64) + bias.reshape(-1)
 
 
-def parts_of(text: str, spans: Sequence[Any], tags: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return label and position of each part of a valid sequence, without white space at its ends."""
-    found, start = [], 0
-    for span, tag in zip(spans, tags, strict=True):
-        start = span.start if tag[0] in "BS" else start
+def parts_of(
+    text: str, spans: Sequence[Any], tags: Sequence[str], scores: Logits
+) -> list[tuple[str, int, int, float]]:
+    """Return label, position and mean score of each part, without white space at its ends."""
+    found, first = [], 0
+    for i, tag in enumerate(tags):
+        first = i if tag[0] in "BS" else first
         if tag[0] in "ES":
-            inside = text[start : span.end]
+            start = spans[first].start
+            inside = text[start : spans[i].end]
             begin = start + len(inside) - len(inside.lstrip())
-            found.append((tag[2:], begin, begin + len(inside.strip())))
+            score = float(np.mean(scores[first : i + 1]))
+            found.append((tag[2:], begin, begin + len(inside.strip()), score))
     return [part for part in found if part[1] < part[2]]
 
 
 @pytest.mark.parametrize("biases", [{}, BIASES, {"background_stay": -3.0}])
-def test_entities_are_the_parts_of_the_best_sequence(file_of: FileOf, biases: dict[str, float]) -> None:
+def test_entities_are_the_parts_of_the_best_sequence(
+    device: str, file_of: FileOf, biases: dict[str, float]
+) -> None:
+    """Their scores are the means of the probabilities of the tags."""
     path, counts = file_of(private_parts), []
-    with opened(path) as model:
+    with opened(path, device) as model:
         found = model.label_tokens(TEXTS, transitions=biases)
         assert found == model.label_tokens(TEXTS, strategy="viterbi", transitions=biases)
     for text, entities in zip(TEXTS, found, strict=True):
@@ -110,25 +117,12 @@ def test_entities_are_the_parts_of_the_best_sequence(file_of: FileOf, biases: di
         chosen = best_path(logits, transitions_of(PRIVACY_TAGS, TransitionBiases(**biases)))
         tags = [PRIVACY_TAGS[i] for i in chosen]
         assert score_of(tags, {}) == 0.0  # valid
-        parts = parts_of(text, spans, tags)
-        assert places(entities) == parts
+        parts = parts_of(text, spans, tags, softmax(logits)[np.arange(len(chosen)), chosen])
+        assert places(entities) == [(label, start, end) for label, start, end, _ in parts]
+        assert [e.score for e in entities] == pytest.approx([part[3] for part in parts], abs=NEAR[device])
         assert all(text[e.start : e.end] == e.text for e in entities)
-        assert all(0 < e.score <= 1 for e in entities)
         counts.append(len(parts))
     assert any(counts)
-
-
-def test_a_score_is_the_mean_probability_of_the_tags(file_of: FileOf) -> None:
-    path = file_of(private_parts)
-    with opened(path) as model:
-        (entities,) = model.label_tokens(TEXTS[:1], ignore=())
-    spans, logits = tagged(path, TEXTS[0])
-    probabilities = softmax(logits)
-    chosen = best_path(logits, transitions_of(PRIVACY_TAGS, TransitionBiases()))
-    own = probabilities[np.arange(len(chosen)), chosen]
-    first = entities[0]
-    inside = [i for i, span in enumerate(spans) if span.start < first.end and first.start < span.end]
-    assert first.score == pytest.approx(own[inside].mean(), abs=1e-5)
 
 
 def test_the_default_strategy_follows_the_tags(file_of: FileOf) -> None:
@@ -141,19 +135,6 @@ def test_the_default_strategy_follows_the_tags(file_of: FileOf) -> None:
 
 def places(entities: Sequence[Entity]) -> list[tuple[str, int, int]]:
     return [(entity.label, entity.start, entity.end) for entity in entities]
-
-
-def test_parts_on_metal_are_those_of_the_cpu(metal: None, file_of: FileOf) -> None:
-    path = file_of(private_parts)
-    with opened(path) as cpu, opened(path, "metal") as model:
-        assert model.backend == "metal"
-        for biases in ({}, BIASES, {"background_stay": -3.0}):
-            expected = cpu.label_tokens(TEXTS, transitions=biases)
-            found = model.label_tokens(TEXTS, transitions=biases)
-            for entities, others in zip(found, expected, strict=True):
-                assert places(entities) == places(others)
-                scores = [e.score for e in others]
-                assert [e.score for e in entities] == pytest.approx(scores, abs=NEAR["metal"])
 
 
 def test_biases_are_those_of_the_folder(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.encoder_tasks import FileOf, opened
+from support.encoder_tasks import TASKS, FileOf, opened
 from support.files.gguf_bytes import string
 from support.files.gguf_mutator import with_entries
 from support.folders import model_folders, task_folders
@@ -322,14 +322,6 @@ class ArrowTable(list[list[str]]):
 
     columns: tuple[list[str], ...] = ([], [])
     column_names = ("title", "body")
-
-
-TASKS: dict[str, tuple[Any, Callable[[Model, Any], Any]]] = {
-    "embed": (RANKERS["bert"], lambda model, texts: model.embed(texts, pooling="mean").tolist()),
-    "rerank": (RANKERS["bert"], lambda model, texts: model.rerank("a", texts)),
-    "classify": (CLASSIFIERS["bert"], lambda model, texts: model.classify(texts).probabilities.tolist()),
-    "label": (TAGGERS["bert"], lambda model, texts: model.label_tokens(texts)),
-}
 
 
 @pytest.fixture(params=TASKS)
