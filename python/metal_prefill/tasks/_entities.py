@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -166,30 +168,25 @@ def _encoded(engine: Engine, texts: Iterable[str], labels: Iterable[str], rules:
     check_length(engine, len(prompt) + len(end) + 1, f"the {len(names)} labels and a word")
     known: dict[str, list[int]] = {}
     for i, text in enumerate(checked_texts(texts)):
-        words = [(match.group(), match.start(), match.end()) for match in _WORD.finditer(text)]
-        new = [word for word in dict.fromkeys(word for word, *_ in words) if word not in known]
+        matches = list(_WORD.finditer(text))
+        new = [word for word in dict.fromkeys(match.group() for match in matches) if word not in known]
         with errors_of(f"text {i}"):
             known.update(zip(new, tokenizer.encode_all(new), strict=True))
         # Words of characters that the tokenizer removes have no tokens.
-        words = [word for word in words if known[word[0]]]
-        room = engine.max_context - len(end) if rules.truncate == "end" else np.inf
-        ids, item = prompt.copy(), _Words(text, np.empty(0, np.int32), [], [])
-        for word, first, last in words:
-            made = known[word]
-            if rules.truncate == "end" and (
-                len(item.places) == head.most_words or len(ids) + len(made) > room
-            ):
+        words = [(known[match.group()], match.span()) for match in matches if known[match.group()]]
+        starts = list(accumulate((len(tokens) for tokens, _ in words), initial=len(prompt)))
+        if rules.truncate == "end":
+            fitting = bisect_right(starts, engine.max_context - len(end)) - 1
+            if len(words) > (kept := min(fitting, head.most_words)):
                 encoded.cut.append(i)
-                break
-            item.tokens.append(len(ids))
-            item.places.append((first, last))
-            ids += made
-        if len(item.places) > head.most_words:
+                words = words[:kept]
+        if len(words) > head.most_words:
             raise ContextOverflowError(
-                f"text {i}: {len(item.places)} words exceed the {head.most_words} that the model reads"
+                f"text {i}: {len(words)} words exceed the {head.most_words} that the model reads"
             )
-        check_length(engine, len(ids) + len(end), f"text {i}{encoded.with_labels}")
-        encoded.texts.append(item._replace(ids=np.array([*ids, *end], np.int32)))
+        ids = np.array([*prompt, *chain.from_iterable(tokens for tokens, _ in words), *end], np.int32)
+        check_length(engine, len(ids), f"text {i}{encoded.with_labels}")
+        encoded.texts.append(_Words(text, ids, [place for _, place in words], starts[: len(words)]))
     return encoded
 
 
