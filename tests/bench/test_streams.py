@@ -1,6 +1,5 @@
 """Several sequences together, and tokens that engines choose: inputs, rows, and engines without support."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +88,7 @@ def test_a_row_summarizes_its_samples(demo_path: Path) -> None:
     assert row.avg_ts == pytest.approx(15_800)
     assert (row.spread.low, row.spread.high) == pytest.approx((4000, 40_000))
     html = BenchResults([row])._repr_html_()
-    cells = ["10,000", "4,000", "40,000", "15,800 ± 14,940", "4.00"]  # median, min, max, mean, ms
-    assert re.search(r"\W+".join(map(re.escape, cells)), html)
+    assert "10,000 (4,000-40,000)" in html
 
 
 @pytest.mark.usefixtures("_quiet_machine")

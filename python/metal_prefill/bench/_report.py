@@ -159,65 +159,30 @@ def rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _headline(results: BenchResults) -> str:
-    row = results.rows[0]
-    threads = counted(row.n_threads, "thread")
-    return f"{row.model_type}, {row.model_size / MIB:.0f} MiB, {threads}, {row.cpu_info}"
-
-
-def _single(results: BenchResults) -> Table:
-    rows = (
-        (
-            row.test,
-            rate(row.median_ts),
-            rate(row.spread.low),
-            rate(row.spread.high),
-            f"{rate(row.avg_ts)} ± {rate(row.stddev_ts)}",
-            f"{row.median_ns / 1e6:.2f}",
-            *_process_cells(row),
-        )
-        for row in results.rows
-    )
-    header = ("test", "tok/s median", "min", "max", "mean ± sd", "ms median", "load s", "peak MiB")
-    return table(f"{_headline(results)}\n{results.rows[0].device}", header, rows)
-
-
-def _speeds(results: BenchResults) -> Table:
-    rows = (
-        (
-            engine,
-            *(row.spread.text(rate) if row.measured else "" for row in of_engine),
-            *_process_cells(of_engine[0]),
-        )
-        for engine, of_engine in results.by_engine()
-    )
-    title = f"{_headline(results)}\ntok/s, median (min-max)"
-    return table(title, ("engine", *results.tests, "load s", "peak MiB"), rows)
-
-
-def _process_cells(row: Row) -> tuple[str, str]:
-    return f"{row.load_ns / 1e9:.2f}", f"{row.peak_rss / MIB:.0f}"
-
-
-def _ratios(results: BenchResults) -> Table:
-    (_, (ours, *_)), *peers = results.by_engine()
-    rows = (
-        (
-            engine,
-            *("" if row.ratio is None else row.ratio.text("{:.2f}".format, "x") for row in of_engine),
-            f"{of_engine[0].load_ns / ours.load_ns:.2f}x",
-            f"{of_engine[0].peak_rss / ours.peak_rss:.2f}x",
-        )
-        for engine, of_engine in peers
-    )
-    title = "metal_prefill against each: speed ratio, median (min-max); below 1 is a loss"
-    return table(title, ("peer", *results.tests, "load", "memory"), rows)
+def _table(results: BenchResults) -> Table:
+    """Return a row for each test, with a column for each engine, and for each peer one of ratios."""
+    engines = results.by_engine()
+    ours = engines[0][1][0]
+    columns: list[tuple[str, ...]] = [("test", *results.tests, "load s", "peak MiB")]
+    for engine, rows in engines:
+        speeds = (row.spread.text(rate) if row.measured else "" for row in rows)
+        first = rows[0]
+        columns.append((engine, *speeds, f"{first.load_ns / NANO:.2f}", f"{first.peak_rss / MIB:.0f}"))
+        if engine != OURS:
+            speeds = ("" if row.ratio is None else row.ratio.text("{:.2f}".format, "x") for row in rows)
+            load, peak = first.load_ns / ours.load_ns, first.peak_rss / ours.peak_rss
+            columns.append(("ratio", *speeds, f"{load:.2f}x", f"{peak:.2f}x"))
+    header, *cells = zip(*columns, strict=True)
+    title = f"{ours.model_type}, {ours.model_size / MIB:.0f} MiB, {counted(ours.n_threads, 'thread')}, "
+    return table(f"{title}{ours.cpu_info}\ntok/s, median (min-max)", header, cells)
 
 
 def _captions(results: BenchResults) -> Iterator[str]:
     for engine in results.engines:
         row = results.row(engine, results.tests[0])
         yield f"{engine}: {row.build}, {row.device}, {row.settings}"
+    if len(results.engines) > 1:
+        yield "ratio: our speed to the peer's, or the peer's load time or memory to ours; below 1 is a loss"
     for row in results.rows:
         if row.n_depth and not row.n_streams and not row.choice:
             yield f"{row.test}: tokens one by one, from a context of {row.n_depth} on"
@@ -244,10 +209,7 @@ def _captions(results: BenchResults) -> Iterator[str]:
 def render(results: BenchResults) -> RenderableType:
     if not results.rows:
         return Text("no results")
-    alone = len(results.engines) == 1
-    parts: list[RenderableType] = [_single(results)] if alone else [_speeds(results), _ratios(results)]
-    parts += [Text(line, style="dim") for line in _captions(results)]
-    return Group(*parts)
+    return Group(_table(results), *(Text(line, style="dim") for line in _captions(results)))
 
 
 @dataclass
