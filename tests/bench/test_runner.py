@@ -8,7 +8,7 @@ from support.bench_fakes import FakeWorker, SteadyCalibrator, compare, fakes
 
 from metal_prefill.bench import _engines, _machine, _runner
 from metal_prefill.bench._cases import Case, make_cases, stream_ids, token_ids
-from metal_prefill.bench._runner import Sample, Spread, ratios, select, spread, stddev
+from metal_prefill.bench._runner import Sample, Spread, ratios, select, spread
 
 
 @pytest.mark.usefixtures("_quiet_machine")
@@ -152,11 +152,6 @@ def test_spread_is_median_and_range() -> None:
     assert spread([4.0, 1.0]) == Spread(2.5, 1.0, 4.0)
     with pytest.raises(ValueError, match="no samples"):
         spread([])
-
-
-def test_standard_deviation_is_that_of_a_sample() -> None:
-    assert stddev([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]) == pytest.approx((32 / 7) ** 0.5)
-    assert stddev([3.0]) == 0.0
 
 
 def test_ratios_pair_neighbours_in_time() -> None:

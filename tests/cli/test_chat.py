@@ -193,6 +193,8 @@ def test_a_conversation_works_through_pipes(piped: Piped, bundled: Model, tmp_pa
     lines = [QUESTIONS[0], "", f"/save {tmp_path}/talk.session", *QUESTIONS[1:], "/quit", "unheard"]
     code, out, err = piped("\n".join(lines), "--system", "A room.", "-n", "24", "--stats")
     assert (code, out) == (0, "".join(answer + "\n" for answer in expected)), err
+    assert "has no chat template, so it continues texts rather than answers" in err
+    assert "-m smollm2" in err
     stats = re.findall(r"\[prompt: (\d+) tokens, (\d+) reused", err)
     assert len(stats) == 3
     assert int(stats[0][1]) == 0

@@ -1,6 +1,5 @@
 """Common first mistakes: each is answered by a line with the remedy."""
 
-import io
 import json
 import logging
 import os
@@ -156,16 +155,6 @@ def test_an_unknown_architecture_names_similar_ones_and_where_to_ask(
         assert f"the nearest that is supported is {nearest};" in message
     form = (ROOT / ".github/ISSUE_TEMPLATE/model.yml").read_text(encoding="utf-8").splitlines()[0]
     assert form.removeprefix("name: ") in message
-
-
-def test_chat_warns_about_a_base_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
-    assert main(["chat", "-n", "2"]) == 0
-    note = capsys.readouterr().err
-    assert "has no chat template, so it continues texts rather than answers" in note
-    assert "-m smollm2" in note
 
 
 def test_a_prompt_without_room_names_the_limit_and_remedies(error_of: Run) -> None:

