@@ -11,19 +11,19 @@ from metal_prefill._support.arguments import integer, one_of
 from metal_prefill.files._metadata_keys import SIMILARITY_KEY, TRUNCATE_KEY
 from metal_prefill.files._task_config import NORM, NORMALIZE, TANH_INT8
 from metal_prefill.sentence_transformers._shared import CUT, Encoder, ModelName, returned
-from metal_prefill.sentence_transformers.util import UnsupportedName
-from metal_prefill.tasks._embedding import EncodedTexts, embed_encoded, encode_texts
-from metal_prefill.tasks._prompts import role_of
-from metal_prefill.tasks._similarity import (
+from metal_prefill.sentence_transformers.util import (
     SIMILARITIES,
     Array,
     Similarity,
     SimilarityFunction,
+    UnsupportedName,
+    maxsim,
+    maxsim_pairwise,
     normalized,
-    pair_scores,
     quantize_embeddings,
-    query_scores,
 )
+from metal_prefill.tasks._embedding import EncodedTexts, embed_encoded, encode_texts
+from metal_prefill.tasks._prompts import role_of
 from metal_prefill.tasks._text_passes import TextPasses
 
 BODY = "Transformer"  # class of the module that computes hidden states
@@ -222,10 +222,10 @@ class MultiVectorEncoder(VectorEncoder):
     """
 
     similarities: ClassVar[Mapping[str, tuple[Similarity, Similarity]]] = {
-        "maxsim": (query_scores, pair_scores),
+        "maxsim": (maxsim, maxsim_pairwise),
         "meanmaxsim": (
-            partial(query_scores, length_normalize=True),
-            partial(pair_scores, length_normalize=True),
+            partial(maxsim, length_normalize=True),
+            partial(maxsim_pairwise, length_normalize=True),
         ),
     }
 

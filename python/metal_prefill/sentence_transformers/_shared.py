@@ -16,10 +16,9 @@ from metal_prefill.errors import MissingExtraError
 from metal_prefill.hub._download import fetch_folder
 from metal_prefill.hub._local_file import PACKAGED, REPOSITORY, packaged_model
 from metal_prefill.model import Model
-from metal_prefill.sentence_transformers.util import UnsupportedName
+from metal_prefill.sentence_transformers.util import Array, UnsupportedName
 from metal_prefill.tasks._embedding import EncodedTexts, encode_texts
 from metal_prefill.tasks._prompts import PromptForm, PromptRules, TextRole, text_role
-from metal_prefill.tasks._similarity import Array
 
 CUT = PromptRules(truncate="end")  # in silence, as sentence-transformers does
 ModelName: TypeAlias = "str | os.PathLike[str] | None"

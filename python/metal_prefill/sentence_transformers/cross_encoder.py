@@ -11,10 +11,10 @@ import numpy as np
 from metal_prefill._support.arguments import items_of
 from metal_prefill._support.tensors import as_array, as_tensor
 from metal_prefill.sentence_transformers._shared import CUT, Encoder, ModelName, batches, returned
+from metal_prefill.sentence_transformers.util import Array
 from metal_prefill.tasks._classification import encode_for_head, head_logits
 from metal_prefill.tasks._pooled_head import sigmoid, softmax
 from metal_prefill.tasks._reranking import Options, encode_documents, scores_of
-from metal_prefill.tasks._similarity import Array
 from metal_prefill.tasks._text_passes import TextPasses
 
 __all__ = ["CrossEncoder"]

@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 
 from metal_prefill._support.arguments import integer
-from metal_prefill._support.tensors import as_array
+from metal_prefill._support.tensors import as_array, like
+from metal_prefill.engine import Engine
 from metal_prefill.sentence_transformers._embedder import VectorEncoder
 from metal_prefill.sentence_transformers._shared import ModelName, returned
-from metal_prefill.tasks import _sparse
 from metal_prefill.tasks._sparse import SparseVector, check_sparse, sparse_role, sparse_vectors
+from metal_prefill.text._vocabulary import SPACE, begins_word
 
 
 class SparseEncoder(VectorEncoder):
@@ -76,11 +77,33 @@ class SparseEncoder(VectorEncoder):
         if matrix.ndim == 2:
             return [self.decode(row, top_k) for row in matrix]
         order = np.argsort(-matrix, kind="stable")[: np.count_nonzero(matrix > 0)][:top_k]
-        return [(_sparse.spelled(self.engine, int(i)), float(matrix[i])) for i in order]
+        return [(_spelled(self.engine, int(i)), float(matrix[i])) for i in order]
 
-    sparsity = staticmethod(_sparse.sparsity)
-    intersection = staticmethod(_sparse.intersection)
+    @staticmethod
+    def sparsity(embeddings: Any) -> dict[str, float]:
+        """Return the mean number of values that are not 0 in vectors, and the share of those that are 0."""
+        rows = np.atleast_2d(as_array(embeddings))
+        active = float(np.count_nonzero(rows, axis=1).mean()) if rows.size else 0.0
+        return {"active_dims": active, "sparsity_ratio": 1 - active / max(rows.shape[1], 1)}
+
+    @staticmethod
+    def intersection(embeddings_1: Any, embeddings_2: Any) -> Any:
+        """Return the products of a vector with one or several others, which show tokens that they share."""
+        one, others = as_array(embeddings_1), as_array(embeddings_2)
+        if one.ndim != 1 or one.shape != others.shape[-1:]:
+            raise ValueError(
+                f"embeddings of shapes {one.shape} and {others.shape} must be vectors of one length"
+            )
+        return like(one * others, embeddings_1, embeddings_2)
 
     def get_embedding_dimension(self) -> int:
         """Return the size of the vocabulary."""
         return self.engine.config.vocab_size
+
+
+def _spelled(engine: Engine, token: int) -> str:
+    """Return a token as ``vocab.txt`` of WordPiece spells it, where GGUF files mark the other ones."""
+    text: str = engine.tokenizer.token(token)
+    if engine.gguf.metadata["tokenizer.ggml.model"] != "bert" or engine.tokenizer.is_special(token):
+        return text
+    return text.removeprefix(SPACE) if begins_word(text) else f"##{text}"

@@ -2,21 +2,19 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._support.arguments import Progress, integer, one_of
-from metal_prefill._support.tensors import as_array, like
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.files._task_config import QUERY_WEIGHTS
 from metal_prefill.tasks._embedding import check_pooling, encode_texts, vector_width
 from metal_prefill.tasks._pooled_head import embedding_of, positive_weights, token_vectors, vocabulary_vector
 from metal_prefill.tasks._prompts import PromptRules, TextRole, text_role, warn_of_cut
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled, pooled_states, reported
-from metal_prefill.text._vocabulary import SPACE, begins_word
 
 
 @dataclass(frozen=True)
@@ -133,29 +131,6 @@ def sparse_vectors(
             continue
         vector = vocabulary_vector(engine.head, states)
         yield _largest(np.arange(len(vector), dtype=np.int32), vector, most)
-
-
-def sparsity(embeddings: Any) -> dict[str, float]:
-    """Return the mean number of values that are not 0 in vectors, and the share of those that are 0."""
-    rows = np.atleast_2d(as_array(embeddings))
-    active = float(np.count_nonzero(rows, axis=1).mean()) if rows.size else 0.0
-    return {"active_dims": active, "sparsity_ratio": 1 - active / max(rows.shape[1], 1)}
-
-
-def intersection(embeddings_1: Any, embeddings_2: Any) -> Any:
-    """Return the products of a vector with one or several others, which show the tokens that they share."""
-    one, others = as_array(embeddings_1), as_array(embeddings_2)
-    if one.ndim != 1 or one.shape != others.shape[-1:]:
-        raise ValueError(f"embeddings of shapes {one.shape} and {others.shape} must be vectors of one length")
-    return like(one * others, embeddings_1, embeddings_2)
-
-
-def spelled(engine: Engine, token: int) -> str:
-    """Return a token as ``vocab.txt`` of WordPiece spells it, where GGUF files mark the other ones."""
-    text: str = engine.tokenizer.token(token)
-    if engine.gguf.metadata["tokenizer.ggml.model"] != "bert" or engine.tokenizer.is_special(token):
-        return text
-    return text.removeprefix(SPACE) if begins_word(text) else f"##{text}"
 
 
 @dataclass(frozen=True)
