@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from metal_prefill.commands import common, text_files
 
 if TYPE_CHECKING:
-    from metal_prefill import Model
-    from metal_prefill.tasks import Entity
+    from metal_prefill.tasks import Classification
 
 EXAMPLE = "metal-prefill label --labels happy,sad 'O happy dagger!'"
 
@@ -51,42 +50,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print the labels of each text: of the whole text, or of its parts with their positions."""
-    if arguments.template is not None and arguments.labels is None:
+    labels, threshold = arguments.labels, arguments.threshold
+    if arguments.template is not None and labels is None:
         raise common.UsageError("--template requires --labels")
     texts = text_files.given_texts(arguments)
     with common.open_model(arguments) as model:
         head = model.engine.head
-        if head.entities is not None:
-            _find_parts(model, texts, arguments)
-            return
-        if arguments.threshold is not None:
+        finds = head.entities is not None
+        if finds and (labels is None or arguments.template is not None):
+            raise common.UsageError("a model of GLiNER requires --labels, and has no --template")
+        if threshold is not None and not finds:
             raise common.UsageError("--threshold requires a model of GLiNER")
-        of_tokens = bool(head.labels) and head.pooling in (None, "none") and arguments.labels is None
-        label = _label_parts if of_tokens else _label_texts
-        label(model, texts, arguments)
-
-
-def _find_parts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
-    _check_positions(arguments)
-    if arguments.labels is None or arguments.template is not None:
-        raise common.UsageError("a model of GLiNER requires --labels, and has no --template")
-    options = {} if arguments.threshold is None else {"threshold": arguments.threshold}
-    found = model.find_entities(texts, arguments.labels, truncate=arguments.truncate, **options)
-    _print_parts(found, arguments)
-
-
-def _check_positions(arguments: argparse.Namespace) -> None:
-    if arguments.unicode is not None:
-        raise common.UsageError("--unicode changes the positions of characters: not for labels of tokens")
-
-
-def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
-    _check_positions(arguments)
-    found = model.label_tokens(texts, strategy=arguments.strategy, truncate=arguments.truncate)
-    _print_parts(found, arguments)
-
-
-def _print_parts(found: list[list[Entity]], arguments: argparse.Namespace) -> None:
+        if not finds and (not head.labels or head.pooling not in (None, "none") or labels is not None):
+            options = text_files.prompt_options(arguments)
+            _print_classes(
+                model.classify(texts, labels, arguments.template, **options), texts, arguments.json
+            )
+            return
+        if arguments.unicode is not None:
+            raise common.UsageError("--unicode changes the positions of characters: not for labels of tokens")
+        if finds:
+            options = {} if threshold is None else {"threshold": threshold}
+            found = model.find_entities(texts, labels, truncate=arguments.truncate, **options)
+        else:
+            found = model.label_tokens(texts, strategy=arguments.strategy, truncate=arguments.truncate)
     for i, entities in enumerate(found):
         if arguments.json:
             print(json.dumps({"index": i, "entities": [asdict(entity) for entity in entities]}))
@@ -95,11 +82,9 @@ def _print_parts(found: list[list[Entity]], arguments: argparse.Namespace) -> No
             print(f"{i}:{entity.start}-{entity.end}  {entity.label}  {entity.score:.4f}  {entity.text}")
 
 
-def _label_texts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
-    options = text_files.prompt_options(arguments)
-    found = model.classify(texts, arguments.labels, arguments.template, **options)
+def _print_classes(found: Classification, texts: list[str], as_json: bool) -> None:
     for i, (label, values) in enumerate(zip(found.best, found.probabilities, strict=True)):
-        if arguments.json:
+        if as_json:
             scores = dict(zip(found.labels, values.tolist(), strict=True))
             print(json.dumps({"index": i, "label": label, "probabilities": scores}))
         else:
