@@ -114,7 +114,7 @@ def report(error: BaseException) -> int:
     return code
 
 
-def show_warning(message: Warning | str, *_: object) -> None:
+def show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Print a warning as a message for users."""
     print(f"warning: {as_options(str(message))}", file=sys.stderr)
 

@@ -184,9 +184,9 @@ def _encoded(engine: Engine, texts: Iterable[str], labels: Iterable[str], rules:
             raise ContextOverflowError(
                 f"text {i}: {len(words)} words exceed the {head.most_words} that the model reads"
             )
-        ids = np.array([*prompt, *chain.from_iterable(tokens for tokens, _ in words), *end], np.int32)
-        check_length(engine, len(ids), f"text {i}{encoded.with_labels}")
-        encoded.texts.append(_Words(text, ids, [place for _, place in words], starts[: len(words)]))
+        whole = np.array([*prompt, *chain.from_iterable(tokens for tokens, _ in words), *end], np.int32)
+        check_length(engine, len(whole), f"text {i}{encoded.with_labels}")
+        encoded.texts.append(_Words(text, whole, [place for _, place in words], starts[: len(words)]))
     return encoded
 
 

@@ -43,7 +43,11 @@ class TextPasses:
         return _core.Scratch(self.engine.core)
 
     def compute(
-        self, requests: Sequence[_core.Request], name_of: NameOf, progress: Progress | None = None
+        self,
+        requests: Sequence[_core.Request],
+        name_of: NameOf,
+        progress: Progress | None = None,
+        first: int = 0,  # number of the first text in names
     ) -> list[Any]:
         """Return the result of each request; the first error is raised with the name of its text.
 
@@ -56,7 +60,7 @@ class TextPasses:
                 None if progress is None else partial(_report, progress, some, len(results), len(requests))
             )
             results += self.run(some, report)
-            self.check(results[part], name_of, part.start)
+            self.check(results[part], name_of, first + part.start)
         return results
 
     def check(self, results: Sequence[Any], name_of: NameOf, first: int = 0) -> None:
@@ -150,7 +154,7 @@ def pooled_blocks(
         requests = [
             _core.Request.hidden(scratch, ids, n) for ids, n in zip(prompts[part], rows[part], strict=True)
         ]
-        found = passes.compute(requests, lambda i, first=part.start: name_of(first + i))
+        found = passes.compute(requests, name_of, first=part.start)
         states = [values.reshape(-1, passes.engine.config.dim) for values in found]
         if pooling == "none":
             yield states
