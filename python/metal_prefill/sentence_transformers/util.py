@@ -87,6 +87,7 @@ class SimilarityFunction(Enum):
 
     @staticmethod
     def possible_values() -> list[str]:
+        """Return the names."""
         return [item.value for item in SimilarityFunction]
 
     @staticmethod
