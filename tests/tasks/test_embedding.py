@@ -76,9 +76,7 @@ def test_a_text_is_bit_identical_alone_and_in_any_batch(tmp_path: Path, name: st
         np.testing.assert_array_equal(together[1], together[5])
 
 
-def test_shared_prefixes_are_computed_once(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_prefixes_are_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = [model.embed([f"{'word ' * 20}{i}"])[0] for i in range(5)]
     computed = ComputedTokens(monkeypatch)
     vectors = model.embed([f"{'word ' * 20}{i}" for i in range(5)])
