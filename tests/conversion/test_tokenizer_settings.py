@@ -290,6 +290,17 @@ def test_white_space_of_tokens_in_chats_is_removed(tmp_path: Path) -> None:
     assert ours.encode_pieces(pieces) == theirs.encode(rendered, add_special_tokens=False).ids
 
 
+def test_white_space_that_begins_a_token_is_not_removed(tmp_path: Path) -> None:
+    def strip(made: Json) -> None:
+        made["added_tokens"][2]["rstrip"] = True
+        made["added_tokens"][-1]["content"] = " <tool>"
+
+    ours, theirs = opened(tmp_path, "mistral", strip)
+    (end,) = ours.encode("</s>", add_bos=False, parse_special=True)
+    expected = theirs.encode("</s> <tool> the", add_special_tokens=False).ids
+    assert ours.encode_pieces([end, " <tool> the"]) == expected
+
+
 @pytest.mark.parametrize("name", ["byte level", "llama 2", "mistral"])
 def test_spans_leave_out_the_white_space_of_tokens(tmp_path: Path, name: str) -> None:
     ours, _ = opened(tmp_path, name, tool(lstrip=True, rstrip=True))

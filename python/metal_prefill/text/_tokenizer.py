@@ -193,7 +193,7 @@ class Tokenizer:
         """
         ids: list[int] = []
         listed = list(pieces)
-        if self._prepends and self._spelled.normalized:  # may be next to text in which others are
+        if self._spelled.with_options:  # those in the texts, too, may take white space
             listed = [part for piece in listed for part in self._split_piece(piece, parse_special)]
         for before, piece, after in zip([None, *listed], listed, [*listed[1:], None]):  # noqa: B905
             if isinstance(piece, int):
@@ -617,7 +617,7 @@ class Tokenizer:
     def split(self, text: str, parse_special: bool) -> Iterator[str | int]:
         """Split text at the tokens that are recognized by their spelling."""
         end = 0
-        for i, (start, stop) in self._finder(parse_special).spans(text):
+        for i, (start, stop) in self._finders[parse_special].spans(text):
             if i in self._spelled.with_options:
                 start, stop = self._spelled.place_of(i, text, start, stop)
             if start > end:
@@ -627,10 +627,14 @@ class Tokenizer:
         if end < len(text):
             yield text[end:]
 
-    def _finder(self, parse_special: bool) -> TextSegmenter:
-        """Return a segmenter that makes no other tokens than those that a text spells."""
+    @cached_property
+    def _finders(self) -> list[TextSegmenter]:
+        """Segmenters of the tokens that a text spells, without `parse_special` and with it."""
         pipeline = Pipeline(pipeline_of(self._gguf, self._vocabulary).normalizer, None)
-        return TextSegmenter(models.BPE(), pipeline, self._spelled.recognized(parse_special))
+        return [
+            TextSegmenter(models.BPE(), pipeline, self._spelled.recognized(parse_special))
+            for parse_special in (False, True)
+        ]
 
 
 def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
