@@ -119,34 +119,33 @@ export class Chat {
     this.running = new AbortController();
     const { signal } = this.running;
     this.number += 1;
-    const card = new Card(this.number, text, this.kind);
+    const answer = new Answer(this.number, text, this.kind);
     this.log.querySelector(".empty")?.remove();
-    this.log.append(card.node);
+    this.log.append(answer.node);
     this.busy(true);
     this.scroll(true);
-    const answer = new Answer(`answer ${this.number}`);
     try {
       for await (const event of events(path, body, signal)) {
         answer.take(event);
-        card.show(answer);
         this.scroll();
       }
-      card.end(answer);
+      answer.end();
     } catch (error) {
-      if (error.name !== "AbortError" && !(error instanceof ServerError)) console.error(error);
-      card.end(answer, error.name === "AbortError" ? "stopped" : error.message, error.name !== "AbortError");
-      card.addButton("Try again", () => { card.node.remove(); this.ask(text); });
+      const stopped = error.name === "AbortError";
+      if (!stopped && !(error instanceof ServerError)) console.error(error);
+      answer.end(stopped ? el("span", {}, "stopped") : el("span", { class: "problem", role: "alert" }, error.message));
+      answer.addButton("Try again", () => { answer.node.remove(); this.ask(text); });
     }
     this.running = null;
     this.busy(false);
     if (answer.text && this.kind === "chat") this.turns.push({ user: text, answer: answer.text });
-    if (answer.text && this.kind === "completion") card.addButton("Continue", () => this.ask(text + answer.text));
-    await this.explain(card, answer, this.kind === "completion" ? { prompt: text } : { messages: body.messages });
+    if (answer.text && this.kind === "completion") answer.addButton("Continue", () => this.ask(text + answer.text));
+    await this.explain(answer, this.kind === "completion" ? { prompt: text } : { messages: body.messages });
     this.scroll();
   }
 
   /** Shows what prefill did, once the tokens of the prompt are known. */
-  async explain(card, answer, input) {
+  async explain(answer, input) {
     if (!answer.id) return;
     let ids = null;
     try {
@@ -154,7 +153,7 @@ export class Chat {
     } catch {
       // The facts are shown without the prompt.
     }
-    card.explain(prefillFacts({ ...answer.facts(), ids }));
+    answer.foot.prepend(prefillFacts({ ...answer, ids }));
     remember(answer.id, nameOf(answer.id), ids);
   }
 
@@ -173,16 +172,22 @@ export class Chat {
   }
 }
 
-/** An answer so far. */
+/** A message, and its answer so far. */
 class Answer {
-  constructor(name) {
-    this.name = name;
+  constructor(number, question, kind) {
+    this.name = `answer ${number}`;
     this.text = "";
     this.id = null;
     this.pieces = 0;
     this.begin = performance.now();
-    this.first = null; // time of the first piece of text
+    this.firstToken = null; // seconds from the request to the first piece of text
     this.usage = this.timings = null;
+    this.body = el("p", { class: "answer writing" }, "");
+    this.status = el("p", { class: "status" }, "prefill …");
+    this.foot = el("div", { class: "card-foot" }, this.status);
+    this.node = el("article", { class: `card ${kind}`, "aria-label": `Answer ${number}` },
+      el("p", { class: "question" }, el("span", { class: "visually-hidden" }, "You: "), question),
+      el("h3", { class: "who" }, `Answer ${number}`), this.body, this.foot);
   }
 
   take(event) {
@@ -192,52 +197,20 @@ class Answer {
     const choice = event.choices[0];
     const piece = choice?.delta ? choice.delta.content : choice?.text;
     if (!piece) return;
-    this.first ??= performance.now();
+    const passed = (performance.now() - this.begin) / 1000;
+    this.firstToken ??= passed;
     this.pieces += 1;
     this.text += piece;
+    this.body.firstChild.data = this.text;
+    this.status.textContent = `first token ${seconds(this.firstToken)} · ${rate(this.pieces - 1, passed - this.firstToken)}`;
   }
 
-  get firstToken() {
-    return this.first === null ? null : (this.first - this.begin) / 1000;
-  }
-
-  /** A line about the answer while it is written. */
-  get status() {
-    if (this.first === null) return "prefill …";
-    return `first token ${seconds(this.firstToken)} · ${rate(this.pieces - 1, (performance.now() - this.first) / 1000)}`;
-  }
-
-  facts() {
-    return { id: this.id, usage: this.usage, timings: this.timings, firstToken: this.firstToken };
-  }
-}
-
-/** A message and its answer in the conversation. */
-class Card {
-  constructor(number, text, kind) {
-    this.body = el("p", { class: "answer writing" });
-    this.status = el("p", { class: "status" }, "prefill …");
-    this.foot = el("div", { class: "card-foot" }, this.status);
-    const question = el("p", { class: "question" }, el("span", { class: "visually-hidden" }, "You: "), text);
-    const heading = el("h3", { class: "who" }, `Answer ${number}`);
-    this.node = el("article", { class: `card ${kind}`, "aria-label": `Answer ${number}` }, question, heading, this.body, this.foot);
-  }
-
-  show(answer) {
-    if (this.body.firstChild) this.body.firstChild.data = answer.text;
-    else this.body.append(answer.text);
-    this.status.textContent = answer.status;
-  }
-
-  end(answer, problem = null, failed = false) {
+  /** Ends the answer, with a note if it is not complete. */
+  end(note = null) {
     this.body.classList.remove("writing");
-    this.status.replaceChildren(problem === null ? "" : el("span", failed ? { class: "problem", role: "alert" } : {}, problem));
-    this.status.hidden = problem === null;
-    this.body.hidden = !answer.text;
-  }
-
-  explain(node) {
-    this.foot.prepend(node);
+    this.body.hidden = !this.text;
+    this.status.replaceChildren(note ?? "");
+    this.status.hidden = note === null;
   }
 
   addButton(label, action) {

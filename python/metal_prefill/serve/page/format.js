@@ -2,9 +2,11 @@
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const tenths = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+const inBytes = new Intl.NumberFormat("en", { notation: "compact", style: "unit", unit: "byte", unitDisplay: "narrow" });
 
 export const count = (n) => whole.format(n);
 export const decimal = (n) => tenths.format(n);
+export const bytes = (n) => inBytes.format(n);
 
 /** "1 token", "2 tokens". */
 export const counted = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
@@ -20,16 +22,6 @@ export function rate(tokens, time) {
   if (!(time > 0)) return "–";
   const value = tokens / time;
   return `${value >= 100 ? count(value) : decimal(value)} tok/s`;
-}
-
-export function bytes(n) {
-  const units = ["B", "kB", "MB", "GB", "TB"];
-  let i = 0;
-  while (n >= 1000 && i < units.length - 1) {
-    n /= 1000;
-    i += 1;
-  }
-  return `${n >= 10 || i === 0 ? count(n) : decimal(n)} ${units[i]}`;
 }
 
 /** The text on one line, cut to a number of characters. */
