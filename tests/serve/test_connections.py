@@ -1,6 +1,7 @@
 """Clients that leave, stall or send too much: each has a limit, and their resources are released."""
 
 import json
+import re
 import resource
 import select
 import socket
@@ -231,6 +232,25 @@ def test_the_server_buffers_only_a_part_of_an_answer(cpu_model: Model) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_half_closes_gets_its_answer(cpu_model: Model, stream: bool, version: str) -> None:
+    with running(cpu_model) as server, server.connect() as connection:
+        gate = Gate(server.service)
+        sent = request_bytes({**BODY, "stream": stream}).replace(b"HTTP/1.1", f"HTTP/{version}".encode())
+        connection.sendall(sent)
+        assert gate.reached.wait(60)
+        connection.shutdown(socket.SHUT_WR)
+        time.sleep(0.1)  # until the server notices
+        gate.open()
+        answer = read_all(connection).removeprefix(b"HTTP/1.1 102 \r\n\r\n")  # that it may send meanwhile
+    expected = alone(cpu_model, BODY["prompt"], 2)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    lines = re.findall(rb'\{"id".*\}', answer)
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected
+    assert answer.count(b"[DONE]") == stream
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_answers_that_exceed_the_shutdown_time_end_with_an_error(
     cpu_model: Model, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -283,11 +303,14 @@ def chunked(*chunks: bytes) -> bytes:
 
 
 def test_requests_in_a_row_are_answered_in_order(served: Running) -> None:
+    """Also those that are left when the client closes its sending side."""
     bodies = [{**BODY, "max_tokens": n + 1} for n in range(20)]
-    last = request_bytes(BODY).replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
-    answer = served.exchange(b"".join(map(request_bytes, bodies)) + last)
+    with served.connect() as connection:
+        connection.sendall(b"".join(map(request_bytes, bodies)))
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
     counts = [int(part.split(b",")[0]) for part in answer.split(b'"completion_tokens":')[1:]]
-    assert counts == [*range(1, 21), 2]
+    assert counts == list(range(1, 21))
 
 
 def test_a_client_may_wait_until_its_body_is_wanted(served: Running) -> None:

@@ -6,6 +6,7 @@ Part of ``make soak``.
 import json
 import os
 import random
+import re
 import socket
 import struct
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 import httpx
 import pytest
 from support.hostile_constraints import hostile_requests
-from support.servers.running_server import Running, request_bytes, running
+from support.servers.running_server import Running, read_all, request_bytes, running
 from support.servers.server_requests import alone, answers, request
 from support.small_models import EMBEDDERS, write
 from support.soak import MOST_STREAMS, rounds
@@ -95,6 +96,24 @@ def grammar_bombs(server: Running, n: int, sent: Counter[str]) -> list[Call]:
     return [partial(send, body) for body in hostile_requests(server.service.model)]
 
 
+def half_closing(server: Running, n: int, sent: Counter[str]) -> list[Call]:
+    """Return clients that close their sending side, and still get what the others get."""
+    body = {"prompt": f"{n} ROMEO:", "max_tokens": 9, "temperature": 0}
+    expected = alone(server.service.model, "/v1/completions", body)
+
+    def send() -> None:
+        with server.connect() as connection:
+            connection.settimeout(None)
+            connection.sendall(request_bytes(body))
+            connection.shutdown(socket.SHUT_WR)
+            answer = read_all(connection)
+        (text,) = re.findall(rb'"text":("(?:[^"\\]|\\.)*")', answer)
+        assert json.loads(text) == expected
+        sent["half-closing"] += 1
+
+    return [send] * 16
+
+
 def vanishing(server: Running, n: int, sent: Counter[str]) -> list[Call]:
     """Return clients that reset the connection: in their request, at once after it, or in the answer."""
 
@@ -123,9 +142,10 @@ KINDS: dict[str, Kind] = {
     "long next to short": Kind(_long_next_to_short),
     "grammar bombs": Kind(lambda n: texts(200, 200 * n) + _constrained(n), (grammar_bombs,)),
     "vanishing": Kind(lambda n: texts(300, 300 * n), (vanishing,)),
+    "half-closing": Kind(lambda n: texts(300, 300 * n), (half_closing,)),
     "all of them": Kind(
         lambda n: _stop_bombs(n) + _long_next_to_short(n) + _constrained(n),
-        (grammar_bombs, vanishing),
+        (grammar_bombs, vanishing, half_closing),
         pages=512,
     ),
 }
@@ -180,5 +200,5 @@ def test_each_client_gets_what_it_gets_alone_whatever_others_send(tmp_path: Path
         for name, kind in KINDS.items():
             path = embedder if kind.embeds else demo_path
             counts[f"{name}: answers"] += run_round(kind, path, SEED + n, counts)
-    sent = {"grammar bombs", "vanishing"}
+    sent = {"grammar bombs", "vanishing", "half-closing"}
     assert counts.keys() == {*(f"{name}: answers" for name in KINDS), *sent}

@@ -26,6 +26,7 @@ MAX_HEADERS = 1 << 16  # bytes of a request's headers
 # from the socket returns, 43,000 in 256 KiB, before it serves other connections.
 MOST_CHUNKS = 4096
 LOOKS = 4  # checks of a connection within the shortest of its time limits
+FIRST_LOOK, LAST_LOOK = 0.005, 1.0  # seconds between checks for a reset, doubled after each
 
 
 class Server(uvicorn.Server):
@@ -134,6 +135,7 @@ class _LimitedProtocol(H11Protocol):
         # Unsent bytes of a finished answer, and when their number last fell.
         self._unsent, self._took = 0, 0.0
         self._look = self.loop.call_later(self._pause, self._look_after)
+        self._half_closed: asyncio.TimerHandle | None = None
         beyond = len(self.connections) - self._settings.max_connections
         if beyond > REFUSED:
             transport.abort()
@@ -142,7 +144,33 @@ class _LimitedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._look.cancel()
+        if self._half_closed is not None:
+            self._half_closed.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # what asyncio allows
+        """Keep a connection whose client has closed its sending side after a complete request.
+
+        A client that closes its connection sends the same as one that closes its sending side, but
+        answers further bytes with a reset. An interim response provokes it before the answer starts.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        if self._half_closed is None:
+            if not cycle.response_started and cycle.scope["http_version"] == "1.1":
+                interim = h11.InformationalResponse(status_code=102, headers=[])
+                self.transport.write(self.conn.send(interim) or b"")
+            self._look_for_reset(FIRST_LOOK)
+        return True
+
+    def _look_for_reset(self, delay: float) -> None:
+        # asyncio no longer polls the socket for reads and therefore does not notice a reset.
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            again = min(2 * delay, LAST_LOOK)
+            self._half_closed = self.loop.call_later(delay, self._look_for_reset, again)
 
     def handle_events(self) -> None:
         try:
@@ -163,6 +191,8 @@ class _LimitedProtocol(H11Protocol):
         self._turn_began = self._took = self.loop.time()
         self._unsent = self.transport.get_write_buffer_size()
         super().on_response_complete()
+        if self._half_closed is not None and self.cycle.response_complete:
+            self.transport.close()
 
     def _look_after(self) -> None:
         now = self.loop.time()
