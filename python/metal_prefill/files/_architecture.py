@@ -22,16 +22,7 @@ Presence: TypeAlias = Literal["required", "optional", "absent"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """The ways in which an architecture differs from `llama`.
-
-    Attributes
-    ----------
-    qk_norm, attn_norm, ffn_norm, post_norms, residual_norms : {"required", "optional", "absent"}
-        Presence of norms: of q and k; of the inputs of attention and feed-forward; of their outputs; and of
-        the residual stream after each addition to it.
-    positions, token_types : {"required", "optional", "absent"}
-        Presence of embeddings of positions and of token types.
-    """
+    """The ways in which an architecture differs from `llama`."""
 
     rope_style: RopeStyle = "interleaved"
     activation: Activation = "silu"
@@ -58,16 +49,18 @@ class Architecture:
     output_bias: Presence = "absent"
     gate_bias: Presence = "absent"
     up_bias: Presence = "absent"
+    # Presence of norms of q and k, and of their biases.
     qk_norm: Presence = "absent"
-    qk_norm_bias: Presence = "absent"  # presence of biases of the norms of q and k
+    qk_norm_bias: Presence = "absent"
     # Presence of biases of the norms of the inputs of attention and feed-forward, and of the last layer's
     # output.
     norm_bias: Presence = "absent"
+    # Presence of norms of the inputs of attention and feed-forward, and of their outputs.
     attn_norm: Presence = "required"
     ffn_norm: Presence = "required"
     post_norms: Presence = "absent"
     long_rope: Presence = "absent"  # presence of the factors of LongRoPE
-    residual_norms: Presence = "absent"
+    residual_norms: Presence = "absent"  # presence of norms of the residual stream after each addition to it
     # Presence of a norm after the one of the residual stream after attention. Between them, the input of the
     # layer is added again.
     second_residual_norm: Presence = "absent"
@@ -75,12 +68,12 @@ class Architecture:
     embedding_norm: Presence = "absent"
     embedding_norm_bias: Presence = "absent"
     output_norm: Presence = "required"
-    positions: Presence = "absent"
+    positions: Presence = "absent"  # presence of embeddings of positions
     # Presence of a bias of scores by relative positions, the same in all layers.
     position_bias: Presence = "absent"
     relative_positions: Presence = "absent"  # presence of keys and queries of relative positions
     embedding_projection: Presence = "absent"  # presence of a projection of the embedding
-    token_types: Presence = "absent"
+    token_types: Presence = "absent"  # presence of embeddings of token types
     layers: Presence = "required"  # ``"absent"`` if a text's hidden states are the embeddings of its tokens
     # Presence of the feed-forward, and of its gate.
     ffn: Presence = "required"
