@@ -29,31 +29,13 @@ rule check
   command = $compiler $options -w -fsyntax-only -MMD -MT $out -MF $out.d $in && touch $out
   depfile = $out.d
   deps = gcc
-rule precompile
-  command = $compiler $options -w $in -o $out
 """
-
-
-def precompile(folder: Path, compiler: str, language: str, options: list[str]) -> tuple[Path, list[str]]:
-    """Return a header that includes the standard library as far as sources use it, and rules to compile it.
-
-    Compilers spend most of their time on these headers.
-    """
-    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "cpp").rglob("*.*")]
-    text = "".join(sorted(set(re.findall(r"^#include <[a-z_]+>\n", "".join(sources), re.MULTILINE))))
-    header = folder / f"{language}.h"
-    if not header.exists() or header.read_text(encoding="utf-8") != text:
-        header.write_text(text, encoding="utf-8")
-    output = f"{header}.{'pch' if compiler.startswith('clang') else 'gch'}"
-    flags = [f"-x {language}-header", *(option for option in options if option.startswith(("-s", "-f")))]
-    return header, [f"build {output}: precompile {header}", f"  options = {' '.join(flags)}"]
 
 
 def rules_of(build: Path, folder: Path, compiler: str) -> str:
     """Return ninja's rules that check the sources of a build."""
     clang = compiler.startswith("clang")
     lines = [RULES, f"compiler = {compiler}"]
-    headers: dict[str, Path] = {}
     entries = json.loads((build / "compile_commands.json").read_text(encoding="utf-8"))
     for file, entry in {os.path.relpath(entry["file"], ROOT): entry for entry in entries}.items():
         # Without Metal, the plan of a pass is compiled as C++, and other Objective-C++ is not compiled.
@@ -64,15 +46,7 @@ def rules_of(build: Path, folder: Path, compiler: str) -> str:
         options = [option for option in shlex.split(entry["command"]) if KEPT.fullmatch(option)]
         if language == "c++":
             options = [option for option in options if not option.startswith("-f")]
-        needed = ""
-        # Other options change what headers define.
-        if not any(option.startswith(("-m", "-fno-")) for option in options):
-            if language not in headers:
-                headers[language], rules = precompile(folder, compiler, language, options)
-                lines += rules
-            options += ["-include", str(headers[language])]
-            needed = f" | {headers[language]}.{'pch' if clang else 'gch'}"
-        lines += [f"build {folder / file}.ok: check {ROOT / file}{needed}"]
+        lines += [f"build {folder / file}.ok: check {ROOT / file}"]
         lines += [f"  options = {shlex.join(options)} -x {language}"]
     return "\n".join(lines) + "\n"
 
