@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -154,19 +155,9 @@ def write_vocabulary(path: Path, vocabulary: dict[str, Any], variant: TokenizerV
     writer.add_feed_forward_length(32)
     writer.add_head_count(1)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model(variant.kind)
-    writer.add_tokenizer_pre(variant.pre)
-    writer.add_token_list(vocabulary["tokens"])
-    writer.add_token_types(vocabulary["types"])
-    if variant.kind == "gpt2":
-        writer.add_token_merges(vocabulary["merges"])
-        writer.add_bos_token_id(0)
-        writer.add_eos_token_id(0)
-    else:
-        writer.add_token_scores(vocabulary["scores"])
-        writer.add_unk_token_id(0)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
+    ids = {"bos": 0, "eos": 0} if variant.kind == "gpt2" else {"unk": 0, "bos": 1, "eos": 2}
+    given = {name: vocabulary.get(name) for name in ("tokens", "types", "scores", "merges")}
+    writer.add_vocabulary(SimpleNamespace(model=variant.kind, pre=variant.pre, ids=ids, **given))
     writer.add_add_space_prefix(variant.space_prefix)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
