@@ -14,17 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.files._architecture import ARCHITECTURES
+from metal_prefill.files._model_tensors import MATRIX_TYPES
 from metal_prefill.synth import ExpertShape, LayerShape, ModelShape, ScanShape, _file, _tensors
 from metal_prefill.synth._blocks import BLOCK_FORMATS
 from metal_prefill.synth._tensors import Role, Tensor
 from support.files.gguf_mutator import take_apart
 from support.files.gguf_reader import GGUFReader
 
-TYPES = (
-    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0"),
-    *("MXFP4", "NVFP4"),
-)
+TYPES = MATRIX_TYPES
 # Tried with every feature. The others differ from them only in how a row is read.
 COMMON_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
