@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -27,7 +28,6 @@ from metal_prefill.tasks._pairs import EncodedPair, encode_pair
 from metal_prefill.tasks._pooled_head import logits_of, sigmoid
 from metal_prefill.tasks._prompts import (
     PromptRules,
-    TextRole,
     card_of,
     cut_message,
     document_role,
@@ -92,8 +92,8 @@ class Ranking(NamedTuple):
     prompts: list[Ids]  # of each document: with the query, or for late interaction alone
     cut_texts: int  # number of texts that lost their ends
     notes: list[str]  # messages about these
-    label: str | None  # class whose probability is the score
-    query: EncodedText | None  # the query, for late interaction
+    # Function of prompts that returns their scores, and the logits by which they are ordered.
+    score: Callable[[TextPasses, Sequence[Ids]], tuple[Scores, Scores]]
 
     def ranked(self, passes: TextPasses, top_n: int | None) -> list[Ranked]:
         scores, logits = self.scores(passes)
@@ -103,12 +103,7 @@ class Ranking(NamedTuple):
 
     def scores(self, passes: TextPasses) -> tuple[Scores, Scores]:
         """Return the score of each document, and the logits by which they are ordered."""
-        if not self.prompts:
-            return np.empty(0), np.empty(0)
-        if self.query is None:
-            return scores_of(passes, self.prompts, self.label)
-        found = _late_scores(passes, self.query, self.prompts)
-        return found, found
+        return self.score(passes, self.prompts) if self.prompts else (np.empty(0), np.empty(0))
 
 
 def rerank(
@@ -201,20 +196,31 @@ def encode_documents(engine: Engine, query: str, documents: Sequence[str], optio
             text if len(tokens) <= count else text[: tokens[count].start]
             for text, tokens in zip(documents, spans, strict=True)
         ]
-    limit, asked = engine.max_context, None
+    limit, cut_query = engine.max_context, CUT_WITH_DOCUMENT
+    score: Callable[[TextPasses, Sequence[Ids]], tuple[Scores, Scores]]
+    score = partial(scores_of, label=options.label)
     if kind == "late":
-        limit, asked = _document_role(engine).limit, _late_query(engine, query, options)
-    encode = {"late": _late_documents, "pair": _pairs, "template": _filled_templates}[kind]
-    prompts, cut, query_cut = list[Ids](), list[int](), asked is not None and asked.cut
-    for i, pair in enumerate(encode(engine, query, texts, options)):
+        known = bool(engine.prompts.by_name or card_of(engine))  # whether there are prompts of both kinds
+        role = document_role(engine, prompt_form(engine, "document" if known else None))
+        asked = _late_query(engine, query, options, "query" if known else None)
+        alone = encode_texts(engine, texts, role, options.rules, "document")
+        cut_alone = frozenset(alone.cut)
+        encoded = (EncodedPair(ids, asked.cut, i in cut_alone) for i, ids in enumerate(alone.prompts))
+        limit, cut_query = role.limit, CUT_QUERY
+        score = partial(_late_scores, query=asked, skipped=role.skipped)
+    else:
+        encode = _pairs if kind == "pair" else _filled_templates
+        encoded = encode(engine, query, texts, options)
+    prompts, cut, query_cut = list[Ids](), list[int](), False
+    for i, pair in enumerate(encoded):
         if not len(pair.ids):
             raise ValueError(f"document {i}: its prompt has no tokens")
         prompts.append(pair.ids)
         cut += [i] if pair.second_cut else []
         query_cut |= pair.first_cut
-    notes = [CUT_WITH_DOCUMENT if asked is None else CUT_QUERY] if query_cut else []
+    notes = [cut_query] if query_cut else []
     notes += [cut_message(cut, len(prompts), limit, "document")] if cut else []
-    return Ranking(documents, prompts, len(cut) + query_cut, notes, options.label, asked)
+    return Ranking(documents, prompts, len(cut) + query_cut, notes, score)
 
 
 def kind_of(engine: Engine, options: Options) -> str:
@@ -254,17 +260,7 @@ def check_ranks(engine: Engine, options: Options) -> None:
         template_of(engine)
 
 
-def _has_prompts(engine: Engine) -> bool:
-    """Return whether there are prompts of queries and of documents."""
-    return bool(engine.prompts.by_name or card_of(engine))
-
-
-def _document_role(engine: Engine) -> TextRole:
-    return document_role(engine, prompt_form(engine, "document" if _has_prompts(engine) else None))
-
-
-def _late_query(engine: Engine, query: str, options: Options) -> EncodedText:
-    default = "query" if _has_prompts(engine) else None
+def _late_query(engine: Engine, query: str, options: Options, default: str | None) -> EncodedText:
     form = prompt_form(engine, default if options.instruction is None else options.instruction)
     role = query_role(engine, form)
     has_limit = role.expansion is not None or engine.lengths.query is not None
@@ -275,15 +271,6 @@ def _late_query(engine: Engine, query: str, options: Options) -> EncodedText:
     if not encoded.ids:
         raise ValueError("the query has no tokens")
     return encoded
-
-
-def _late_documents(
-    engine: Engine, query: str, documents: Sequence[str], options: Options
-) -> Iterator[EncodedPair]:
-    role = _document_role(engine)
-    texts = encode_texts(engine, documents, role, options.rules, "document")
-    cut = frozenset(texts.cut)
-    return (EncodedPair(ids, False, i in cut) for i, ids in enumerate(texts.prompts))
 
 
 def _pairs(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Iterator[EncodedPair]:
@@ -321,19 +308,21 @@ def _filled_templates(
         yield EncodedPair(ids, False, cut)
 
 
-def _late_scores(passes: TextPasses, query: EncodedText, documents: Sequence[Ids]) -> Scores:
+def _late_scores(
+    passes: TextPasses, prompts: Sequence[Ids], query: EncodedText, skipped: tuple[int, ...]
+) -> tuple[Scores, Scores]:
     """Return the MaxSim score of each document, without the tokens that the model skips."""
-    skipped = _document_role(passes.engine).skipped
-    expansions = [query.expansion, *(0 for _ in documents)]
-    prompts = [np.array(query.ids, np.int32), *documents]
 
     def name_of(i: int) -> str:
         return f"document {i - 1}" if i else "the query"
 
-    blocks = vector_blocks(passes, "none", prompts, expansions, name_of=name_of)
+    expansions = [query.expansion, *(0 for _ in prompts)]
+    every = [np.array(query.ids, np.int32), *prompts]
+    blocks = vector_blocks(passes, "none", every, expansions, name_of=name_of)
     vectors = chain.from_iterable(blocks)
     asked = next(vectors)
-    return maxsim(asked, (v[~np.isin(ids, skipped)] for ids, v in zip(documents, vectors, strict=True)))
+    scores = maxsim(asked, (v[~np.isin(ids, skipped)] for ids, v in zip(prompts, vectors, strict=True)))
+    return scores, scores
 
 
 def scores_of(passes: TextPasses, prompts: Sequence[Ids], label: str | None = None) -> tuple[Scores, Scores]:
