@@ -14,17 +14,29 @@ from metal_prefill.bench._model_file import task_ids
 from metal_prefill.bench._peers import metal_prefill
 
 VOCAB = 1024  # of the bundled model
+CHOICES: tuple[Choice, ...] = ("argmax", "sampled", "greedy", "lookup")
 
 
-def test_streams_have_their_own_contexts_which_are_empty_for_prompts() -> None:
-    writing, reading = Case(0, 3, 5, 4), Case(6, 0, 0, 3)
+def calls_of(case: Case, task: Any = None) -> list[Any]:
+    """Return the calls of an engine in a test."""
     engine = RecordingEngine()
-    for case in (writing, reading):
-        _worker.timed_run(engine, case, VOCAB)
+    _worker.timed_run(engine, case, VOCAB, lambda: task)
+    return engine.calls
+
+
+def test_contexts_before_what_is_timed() -> None:
+    """Prompts of streams have empty ones."""
+    writing, reading = Case(0, 3, 5, 4), Case(6, 0, 0, 3)
     ids = stream_ids(writing, VOCAB)
     assert ids.shape == (4, 8)
     decoding = [("open", 4, 8), ("prefill", ids[:, :5].tolist()), ("decode", ids[:, 5:].tolist())]
-    assert engine.calls == [*decoding, ("open", 3, 6), ("prefill", stream_ids(reading, VOCAB).tolist())]
+    assert calls_of(writing) == decoding
+    assert calls_of(reading) == [("open", 3, 6), ("prefill", stream_ids(reading, VOCAB).tolist())]
+    task = np.array([5, 6, 7, 8], np.int32)
+    for choice in CHOICES:
+        ids = token_ids(4, VOCAB) if choice in ("argmax", "sampled") else task
+        choosing = [("clear",), ("prefill", ids[:3].tolist()), ("choose", ids.tolist(), 9, choice)]
+        assert calls_of(Case(0, 9, 3, choice=choice), task) == choosing
 
 
 def test_our_streams_end_as_they_do_alone(demo_path: Path) -> None:
@@ -133,18 +145,6 @@ def test_streams_and_choices_are_measured_in_a_real_process(demo_path: Path) -> 
         row = results.row(_engines.OURS, test)
         assert row.samples_ts == pytest.approx([tokens * 1e9 / row.samples_ns[0]])
     assert row.n_depth == len(task_ids(demo_path)) - 1
-
-
-CHOICES: tuple[Choice, ...] = ("argmax", "sampled", "greedy", "lookup")
-
-
-def test_tokens_are_chosen_after_a_context_that_is_not_timed() -> None:
-    task = np.array([5, 6, 7, 8], np.int32)
-    for choice in CHOICES:
-        engine = RecordingEngine()
-        _worker.timed_run(engine, Case(0, 9, 3, choice=choice), VOCAB, lambda: task)
-        ids = token_ids(4, VOCAB).tolist() if choice in ("argmax", "sampled") else task.tolist()
-        assert engine.calls == [("clear",), ("prefill", ids[:3]), ("choose", ids, 9, choice)]
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -55,11 +55,6 @@ def uneven_prompts(tmp_path: Path) -> Path:
     )
 
 
-def test_several_prompts_print_the_same_as_alone(bundled: Model, output: Run) -> None:
-    expected = "".join(f"{speaker}{alone(bundled, speaker, 12)}\n" for speaker in SPEAKERS[:3])
-    assert output(*RUN, "-p", SPEAKERS[0], "-p", SPEAKERS[1], "-p", SPEAKERS[2], "-n", 12) == expected
-
-
 def all_answers(model: Model, prompt: str, max_tokens: int, n: int) -> list[str]:
     """Return the answers of `Model.generate_many` at temperature 1 and with seed 5."""
     return texts_of(model.generate_many([prompt], max_tokens, n=n, temperature=1.0, seed=5), n)
@@ -181,14 +176,15 @@ def test_an_error_of_a_prompt_is_a_line_and_the_others_continue(
     assert last["continuation"] == alone(bundled, SPEAKERS[1], 4)
 
 
-def test_an_error_among_several_prompts_is_the_exit_code(
+def test_several_prompts_print_the_same_as_alone_and_an_error_is_the_exit_code(
     bundled: Model, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("-p", SPEAKERS[0], "-p", "long " * 1025, "-n", "4") == 1
+    assert run("-p", SPEAKERS[0], "-p", "long " * 1025, "-p", SPEAKERS[1], "-n", "12") == 1
     captured = capsys.readouterr()
-    assert captured.out == f"{SPEAKERS[0]}{alone(bundled, SPEAKERS[0], 4)}\n"
+    assert captured.out == "".join(f"{speaker}{alone(bundled, speaker, 12)}\n" for speaker in SPEAKERS[:2])
+    assert captured.err.startswith("error: prompt 2: ")
     assert "exceeds the context of 1024" in captured.err.splitlines()[0]
-    assert "1 of 2 prompts failed" in captured.err
+    assert "1 of 3 prompts failed" in captured.err
 
 
 def test_earlier_results_are_kept_and_their_errors_are_the_exit_code(tmp_path: Path, errors: Run) -> None:

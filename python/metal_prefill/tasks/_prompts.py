@@ -218,9 +218,13 @@ def prompt_form(engine: Engine, instruction: str | None) -> PromptForm:
     if not isinstance(instruction, str):
         raise TypeError(f"instruction must be a string, got {type(instruction).__name__}")
     if "{text}" in instruction:
-        before, _, after = instruction.partition("{text}")
-        return PromptForm(before, after)
+        return _filled(instruction)
     return _named_form(engine, instruction) or _described_form(engine, instruction)
+
+
+def _filled(template: str) -> PromptForm:
+    before, _, after = template.partition("{text}")
+    return PromptForm(before, after)
 
 
 def unpooled_tokens(engine: Engine, form: PromptForm) -> int:
@@ -242,8 +246,7 @@ def _named_form(engine: Engine, name: str) -> PromptForm | None:
     name = "document" if name == "passage" else name
     card = card_of(engine)
     if name and name in card:
-        before, _, after = card[name].partition("{text}")
-        return PromptForm(before, after)
+        return _filled(card[name])
     if name in ("query", "document"):
         raise ValueError(
             f"no prompts of queries and documents are known for {engine.config.architecture}: "
@@ -262,10 +265,7 @@ def _described_form(engine: Engine, task: str) -> PromptForm:
             "A task has several words; a text to put before each one is a template, such as "
             f"'{task}: {{text}}'"
         )
-    before, _, after = (
-        card_of(engine).get("", PLAIN_CARD[""]).replace("{instruction}", task).partition("{text}")
-    )
-    return PromptForm(before, after)
+    return _filled(card_of(engine).get("", PLAIN_CARD[""]).replace("{instruction}", task))
 
 
 def card_of(engine: Engine) -> Mapping[str, str]:
