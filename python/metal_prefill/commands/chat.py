@@ -109,8 +109,14 @@ class _Chat:
         return True
 
     def _answer(self, text: str) -> None:
-        timer = _Timer()
-        options: dict[str, Any] = {**self._options, "progress": timer.progress}
+        begin = read = time.perf_counter()
+        prompt = 0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal prompt, read
+            prompt, read = done, time.perf_counter()
+
+        options: dict[str, Any] = {**self._options, "progress": progress}
         with closing(self._conversation.answer(text, self._max_tokens, **options)) as pieces:
             try:
                 for piece in pieces:
@@ -122,30 +128,12 @@ class _Chat:
         if self._conversation.forgotten:
             _say(f"[context full: dropped the oldest {self._conversation.forgotten} messages]")
         if self._stats:
-            _say(timer.line(self._conversation))
-
-
-class _Timer:
-    """Times of a prompt and its answer, in seconds on a monotonic clock."""
-
-    def __init__(self) -> None:
-        self._begin = time.perf_counter()
-        self._prompt_tokens = 0
-        self._prompt_s = 0.0
-
-    def progress(self, done: int, total: int) -> None:
-        self._prompt_tokens = done
-        self._prompt_s = time.perf_counter() - self._begin
-
-    def line(self, conversation: Conversation) -> str:
-        session = conversation.session
-        reused = int(session.stats()["tokens_reused"])
-        made = session.position - self._prompt_tokens
-        answer_s = time.perf_counter() - self._begin - self._prompt_s
-        return (
-            f"[prompt: {self._prompt_tokens} tokens, {reused} reused, {1e3 * self._prompt_s:.0f} ms"
-            f" | answer: {made} tokens, {1e3 * answer_s:.0f} ms]"
-        )
+            session, answer_s = self._conversation.session, time.perf_counter() - read
+            reused = int(session.stats()["tokens_reused"])
+            _say(
+                f"[prompt: {prompt} tokens, {reused} reused, {1e3 * (read - begin):.0f} ms"
+                f" | answer: {session.position - prompt} tokens, {1e3 * answer_s:.0f} ms]"
+            )
 
 
 def _path(name: str) -> Path:
