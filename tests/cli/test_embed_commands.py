@@ -160,10 +160,10 @@ def test_a_damaged_part_of_an_interrupted_run_is_computed_again(
         patch.setattr(embed_command, "replacing", interrupt)
         assert embed(embedder, *arguments) == 130
     part = next(tmp_path.glob(".v.npy.*.part"))
-    expected = np.load(part)
-    part.write_bytes(damage(part.read_bytes()))
+    whole = part.read_bytes()
+    part.write_bytes(damage(whole))
     assert embed(embedder, *arguments) == 0
-    np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
+    assert (tmp_path / "v.npy").read_bytes() == whole
     assert list(tmp_path.glob(".v.npy*")) == []
 
 

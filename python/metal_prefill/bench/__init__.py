@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from metal_prefill.bench._agents import AgentResults
 from metal_prefill.bench._engines import BenchError
@@ -143,27 +143,13 @@ def run(
         for name in names:
             progress(f"loading {name}", 0, 1)
             worker = _worker.WorkerProcess(name, options, facts.vocab_size)
-            stack.callback(worker.close)
-            workers.append(worker)
+            workers.append(stack.enter_context(closing(worker)))
         calibrator = _machine.Calibrator(threads or _machine.available_threads())
-        stack.callback(calibrator.close)
+        stack.enter_context(closing(calibrator))
         runner = Runner(workers, calibrator, repetitions, progress, patience)
         runner.run(tests)
         cpu = _machine.cpu_name()
-        rows = [
-            make_row(
-                worker,
-                case,
-                runner.selection(worker, case),
-                facts,
-                options,
-                calibrator.reference_ns,
-                cpu,
-                _engines.why_not(worker.name, case),
-            )
-            for worker in workers
-            for case in tests
-        ]
+        rows = [make_row(runner, worker, case, facts, options, cpu) for worker in workers for case in tests]
     return BenchResults(rows)
 
 
@@ -232,8 +218,8 @@ def run_serving(
         running = []
         for name in names:
             progress(f"starting {name}", 0, 1)
-            running.append(servers.ServerProcess(os.path.basename(name), options, servers.command_of(name)))
-            stack.callback(running[-1].close)
+            server = servers.ServerProcess(os.path.basename(name), options, servers.command_of(name))
+            running.append(stack.enter_context(closing(server)))
         rows = _serving.measure(running, counts, repetitions, tokenizer, progress)
     return ServingResults(rows, path.name, options.threads, _machine.cpu_name())
 

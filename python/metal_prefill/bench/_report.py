@@ -16,9 +16,9 @@ from rich.text import Text
 from metal_prefill._support.messages import counted
 from metal_prefill._support.tables import table
 from metal_prefill.bench._cases import COMPARED, LONGEST_TEXT, SAMPLING, SHORTEST_TEXT, Case
-from metal_prefill.bench._engines import OURS, Identity, Options
+from metal_prefill.bench._engines import OURS, Identity, Options, why_not
 from metal_prefill.bench._model_file import ModelFacts
-from metal_prefill.bench._runner import Selection, Spread, ratios, spread, stddev
+from metal_prefill.bench._runner import Runner, Spread, ratios, spread, stddev
 from metal_prefill.bench._worker import WorkerProcess
 
 NANO = 1e9
@@ -94,16 +94,10 @@ class Row(Case, Identity):
 
 
 def make_row(
-    worker: WorkerProcess,
-    case: Case,
-    selection: Selection,
-    facts: ModelFacts,
-    options: Options,
-    calibration_ns: int,
-    cpu: str,
-    reason: str = "",
+    runner: Runner, worker: WorkerProcess, case: Case, facts: ModelFacts, options: Options, cpu: str
 ) -> Row:
     """Summarize the samples of one test of one engine, or why it has none."""
+    selection, reason = runner.selection(worker, case), why_not(worker.name, case)
     samples_ns = [sample.ns for sample in selection.kept]
     samples_ts = [case.timed_tokens * NANO / ns for ns in samples_ns]
     of_ns, of_ts = samples_ns or [0], samples_ts or [0.0]
@@ -136,7 +130,7 @@ def make_row(
         samples_ts=samples_ts,
         n_dropped=selection.n_dropped,
         n_degraded=selection.n_degraded,
-        calibration_ns=calibration_ns,
+        calibration_ns=runner.calibrator.reference_ns,
         load_ns=worker.load_ns,
         peak_rss=worker.peak_rss,
         note="; ".join(notes),
