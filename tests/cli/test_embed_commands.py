@@ -71,11 +71,7 @@ class Terminal(io.StringIO):
     ],
 )
 def test_texts_have_one_source_and_vectors_one_target(
-    embedder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    errors: Run,
-    arguments: tuple[str, ...],
-    message: str,
+    embedder: Path, monkeypatch: pytest.MonkeyPatch, errors: Run, arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setattr("sys.stdin", Terminal())
     assert message in errors(*EMBED, embedder, *arguments)

@@ -270,11 +270,7 @@ def test_an_unrelated_file_is_rejected_and_kept(
     ],
 )
 def test_results_with_other_options_are_rejected_and_kept(
-    before: list[str],
-    now: list[str],
-    difference: str,
-    tmp_path: Path,
-    errors: Run,
+    before: list[str], now: list[str], difference: str, tmp_path: Path, errors: Run
 ) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", *SPEAKERS[:2]), tmp_path / "out.jsonl"
     same: list[str | Path] = ["--prompts", prompts, "-n", "4", "-o", out]

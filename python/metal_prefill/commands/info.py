@@ -83,14 +83,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
         header = ("type", "tensors", "weights", "bytes", "MiB", "bits per weight")
         rows = (
-            (
-                kind,
-                f"{n}",
-                f"{weights:,}",
-                f"{size:,}",
-                f"{size / MIB:.2f}",
-                f"{8 * size / weights:.2f}",
-            )
+            (kind, f"{n}", f"{weights:,}", f"{size:,}", f"{size / MIB:.2f}", f"{8 * size / weights:.2f}")
             for kind, n, weights, size in bytes_by_type(gguf)
         )
         console.print(table("tensors", header, rows))

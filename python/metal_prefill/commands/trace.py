@@ -31,13 +31,7 @@ def execute(arguments: argparse.Namespace) -> None:
     """Run the prompt and write the file."""
     from metal_prefill import __version__
     from metal_prefill._support.atomic_write import replacing
-    from metal_prefill.gpu._trace import (
-        GPU_CLOCK,
-        HOST_CLOCK,
-        SERIALIZED,
-        chrome_trace,
-        runs_on_host,
-    )
+    from metal_prefill.gpu._trace import GPU_CLOCK, HOST_CLOCK, SERIALIZED, chrome_trace, runs_on_host
 
     output: Path = arguments.output
     with replacing(output) as part:  # report an unwritable file before the work
@@ -62,10 +56,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def trace_session(
-    session: Session,
-    tokens: Sequence[int],
-    decode: int,
-    progress: Callable[[int, int], object] | None = None,
+    session: Session, tokens: Sequence[int], decode: int, progress: Callable[[int, int], object] | None = None
 ) -> list[Step]:
     """Process a prompt and continue it greedily by `decode` tokens, running each dispatch separately.
 

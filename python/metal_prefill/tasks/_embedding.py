@@ -126,12 +126,7 @@ def _most_tokens(engine: Engine, role: TextRole) -> int:
 
 
 def encode_tokens(
-    engine: Engine,
-    ids: list[int],
-    text: str,
-    name: str,
-    role: TextRole,
-    rules: PromptRules = DEFAULT_RULES,
+    engine: Engine, ids: list[int], text: str, name: str, role: TextRole, rules: PromptRules = DEFAULT_RULES
 ) -> EncodedText:
     """Return the prompt of a text, given its tokens without those that begin and end texts.
 
