@@ -80,10 +80,10 @@ def test_only_unknown_constraints_wait_for_those_that_compile(
         assert go_on.wait(60)
         return real(*arguments, **named)
 
-    real = _Compiled._compile
+    real = _Compiled._start
     with running(cpu_model) as server, ThreadPoolExecutor(3) as threads:
         known = text_of(server.post("/v1/completions", CONSTRAINED))
-        monkeypatch.setattr(_Compiled, "_compile", compile_slowly)
+        monkeypatch.setattr(_Compiled, "_start", compile_slowly)
         answers = [threads.submit(server.post, path, body) for _ in range(3)]
         assert compiling.wait(60)
         assert text_of(server.post("/v1/completions", PLAIN))

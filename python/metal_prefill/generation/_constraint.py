@@ -75,7 +75,7 @@ class _Vocabulary:
         )
         # Nothing of a vocabulary may keep its tokenizer alive, nor itself.
         self._encode = partial(_encode, proxy(tokenizer))
-        self._known: OrderedDict[tuple[str, str], _Compiled | ConstraintError] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._compiling = threading.BoundedSemaphore(MOST_COMPILING)
 
@@ -91,26 +91,18 @@ class _Vocabulary:
                 raise NotCompiledError
             with self._compiling:
                 known = self._find(key) or self._compile(key)
-        if isinstance(known, _Compiled) and known.refusal is not None:
-            known = known.refusal
-        if isinstance(known, ConstraintError):
-            raise ConstraintError(*known.args)
+        if known.refusal is not None:
+            raise ConstraintError(*known.refusal.args)
         return known
 
-    def _find(self, key: tuple[str, str]) -> _Compiled | ConstraintError | None:
+    def _find(self, key: tuple[str, str]) -> _Compiled | None:
         with self._lock:
             if (known := self._known.get(key)) is not None:
                 self._known.move_to_end(key)
         return known
 
-    def _compile(self, key: tuple[str, str]) -> _Compiled | ConstraintError:
-        known: _Compiled | ConstraintError
-        try:
-            known = _Compiled(self._server, self._encode, *key)
-        except NoWorkerError:
-            raise
-        except ConstraintError as error:
-            known = ConstraintError(*error.args)
+    def _compile(self, key: tuple[str, str]) -> _Compiled:
+        known = _Compiled(self._server, self._encode, *key)
         with self._lock:
             self._known[key] = known
             while len(self._known) > MOST_KEPT:
@@ -127,30 +119,34 @@ class _Compiled:
 
     def __init__(self, server: ForkServer, encode: Any, kind: str, source: str) -> None:
         self.kind = kind  # ``json_schema``, ``regex`` or ``grammar``
-        # Error of further texts with this constraint, after a request exceeded a limit.
+        # Error of further texts with this constraint: it does not compile, or a request exceeded a limit.
         self.refusal: ConstraintError | None = None
         self.slow = False  # whether the latest request took longer than a batch waits
+        self.mask = b""  # of the first token
         self._server, self._encode, self._source = server, encode, source
         self._strikes = 0
         self._lock = threading.Lock()  # of a worker that is started again
-        self._worker, self.mask = self._compile(Limits(COMPILE_SECONDS, PATIENCE), trial=True)
+        self._start(Limits(COMPILE_SECONDS, PATIENCE), trial=True)
 
-    def _compile(self, limits: Limits, *, trial: bool) -> tuple[Worker, bytes]:
-        worker = self._server.fork()
+    def _start(self, limits: Limits, *, trial: bool) -> None:
+        """Compile the constraint in a new worker, or refuse all texts with it."""
+        self._worker = self._server.fork()
         arguments = (self.kind, self._source, MEMORY, trial)
         try:
-            (error,), mask = worker.ask(limits, self._encode, "compile", *arguments)
+            (error,), self.mask = self._worker.ask(limits, self._encode, "compile", *arguments)
         except WorkerEnded as ended:
-            raise self._error("compiling", limits, ended) from None
+            self.refusal, self._strikes = self._error("compiling", limits, ended), MOST_STRIKES
+            return
         if error:
-            raise ConstraintError(self.message(error))
-        return worker, mask
+            self.refusal, self._strikes = ConstraintError(self.message(error)), MOST_STRIKES
+            self._worker.end()
 
     def _error(self, task: str, limits: Limits, ended: WorkerEnded) -> ConstraintError:
+        """Return the error of a request whose worker ended; raise `NoWorkerError` if it was not at fault."""
         if ended.hung:
-            return NoWorkerError(
+            raise NoWorkerError(
                 f"{self.kind}: {task} it, a process did not respond within {limits.patience:g} s"
-            )
+            ) from None
         if ended.late:
             return ConstraintError(
                 f"{self.kind}: {task} it takes more than {limits.seconds:g} s of processor time"
@@ -172,7 +168,6 @@ class _Compiled:
 
         Raises ConstraintError if the request exceeded a limit.
         """
-        error = None
         begin = time.monotonic()
         for last in (False, True):
             worker = self._live_worker()
@@ -180,34 +175,25 @@ class _Compiled:
             limits = Limits(STEP_SECONDS + (AGAIN_SECONDS if replayed else 0), STEP_PATIENCE)
             try:
                 answer = worker.ask(limits, self._encode, action, text.number, replayed, *arguments)
+                break
             except WorkerEnded as ended:
-                if ended.hung:
-                    raise self._error("matching", limits, ended) from None
+                error = self._error("matching", limits, ended)
                 if ended.late or last:
-                    error = self._error("matching", limits, ended)
-                    break
-            else:
-                text.be_in(worker)
-                self.slow = time.monotonic() - begin > BATCH_PATIENCE
-                return answer
-        assert error is not None
-        with self._lock:
-            self.refusal = error
-            self._strikes += 1
-        raise ConstraintError(*error.args)
+                    with self._lock:
+                        self.refusal = error
+                        self._strikes += 1
+                    raise ConstraintError(*error.args) from None
+        text.be_in(worker)
+        self.slow = time.monotonic() - begin > BATCH_PATIENCE
+        return answer
 
     def _live_worker(self) -> Worker:
         with self._lock:
             if not self._worker.alive:
+                if self._strikes < MOST_STRIKES:
+                    self._start(Limits(AGAIN_SECONDS, STEP_PATIENCE), trial=False)
                 if self.refusal is not None and self._strikes >= MOST_STRIKES:
                     raise ConstraintError(*self.refusal.args)
-                try:
-                    self._worker, _ = self._compile(Limits(AGAIN_SECONDS, STEP_PATIENCE), trial=False)
-                except NoWorkerError:
-                    raise
-                except ConstraintError as error:
-                    self.refusal, self._strikes = ConstraintError(*error.args), MOST_STRIKES
-                    raise
             return self._worker
 
 

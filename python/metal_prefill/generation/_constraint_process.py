@@ -122,6 +122,11 @@ class Worker:
             finally:
                 self._lock.release()
 
+    def end(self) -> None:
+        """End the process, which has no texts."""
+        self.alive = False
+        self._finalizer()
+
 
 def _taken(numbers: deque[int]) -> list[int]:
     """Remove all numbers, to which other threads may append."""
