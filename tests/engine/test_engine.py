@@ -1,11 +1,11 @@
 """Numbers of every engine against the float64 reference, and against itself however a prompt is split."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -109,14 +109,11 @@ def test_bfloat16_models_stay_near_the_reference_for_any_split(
     path = write(tmp_path / "m.gguf", shape)
     ids = random_ids(33, shape.vocab)
     expected = reference(path).forward(ids).logits[-1]
+    runs = [Run(1, [33]), Run(2, [33]), Run(2, [1, 2, 6, 7, 17]), Run(1, [1] * 33)]
     for isa in _core.cpu.kernel_sets():
         monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
-        outcomes = []
-        for threads, cuts in [(1, [33]), (2, [33]), (2, [1, 2, 6, 7, 17]), (1, [1] * 33)]:
-            with Model(path, device="cpu", threads=threads, compute=compute) as model:
-                outcomes.append(after(model, ids, cuts))
-        assert correlation(outcomes[0][0], expected) > CORRELATION_BFLOAT16, isa
-        assert_same_bits(outcomes, isa)
+        logits = same_logits(path, ids, runs, compute=compute)
+        assert correlation(logits, expected) > CORRELATION_BFLOAT16, isa
 
 
 @pytest.mark.skipif("avx512bf16" not in _core.cpu.kernel_sets(), reason="the processor lacks AVX512-BF16")
@@ -206,23 +203,27 @@ def test_the_cache_holds_every_token(device: str, name: str, model_path: Callabl
         assert_keeps(5e-6, session, reference(path).forward(ids).kept)
 
 
-Outcome = tuple[npt.NDArray[np.float32], list[npt.NDArray[Any]]]
+class Run(NamedTuple):
+    """How to compute a prompt: in pieces of some sizes, and in chunks of these."""
+
+    threads: int
+    sizes: list[int]
+    chunk_tokens: int = 512
 
 
-def after(model: Model, ids: npt.NDArray[np.int64], cuts: list[int]) -> Outcome:
-    """Logits, and the bytes of the cache and of states after a prompt in pieces of these sizes."""
-    with model.session() as session:
-        for end in np.cumsum(cuts):
-            logits = session.forward_prompt_logits(ids[session.position : end])
-        return logits, session.native.export_state()[2]
-
-
-def assert_same_bits(outcomes: list[Outcome], case: str = "") -> None:
-    """Compare logits and caches with the first."""
-    for logits, rows in outcomes[1:]:
-        np.testing.assert_array_equal(logits, outcomes[0][0], err_msg=case)
-        for row, first in zip(rows, outcomes[0][1], strict=True):
-            np.testing.assert_array_equal(row, first, err_msg=case)
+def same_logits(path: Path, ids: npt.NDArray[np.int64], runs: Iterable[Run], **options: Any) -> Logits:
+    """Return the logits after a prompt, which all runs have, as they have the bytes of cache and states."""
+    outcomes = []
+    for threads, sizes, chunk_tokens in runs:
+        options |= {"threads": threads, "chunk_tokens": chunk_tokens}
+        with Model(path, device="cpu", **options) as model, model.session() as session:
+            for end in np.cumsum(sizes):
+                logits = session.forward_prompt_logits(ids[session.position : end])
+            outcomes.append([logits, *session.native.export_state()[2]])
+    for parts in outcomes[1:]:
+        for part, expected in zip(parts, outcomes[0], strict=True):
+            np.testing.assert_array_equal(part, expected, err_msg=str(options))
+    return outcomes[0][0]
 
 
 # Weights; steps between products; experts, whose products have rows of several tokens; and states.
@@ -248,23 +249,12 @@ IN_BLOCKS = ["gqa 3", "gemma4, equal feed-forwards", "lfm2", "falcon-h1", "qwen3
 def test_the_cpu_is_bit_identical_for_any_split_of_a_prompt(
     name: str, compute: str, kv_dtype: str, model_path: Callable[[str], Path]
 ) -> None:
-    path, n = model_path(name), 70  # more than a page
-    ids = random_ids(n, MODELS[name].vocab)
-    outcomes = []
-    for threads, chunk_tokens, cuts in [
-        (1, 512, [n]),
-        (2, 512, [n]),
-        (2, 16, [n]),
-        (3, 7, [n]),
-        (1, 512, [1] * n),
-        (2, 512, [1, 30, 2, 8, 29]),
-        (16, 512, [4, 3, 2, 1, 60]),  # enough threads that each normalizes a few rows itself
-    ]:
-        with Model(
-            path, device="cpu", compute=compute, kv_dtype=kv_dtype, threads=threads, chunk_tokens=chunk_tokens
-        ) as model:
-            outcomes.append(after(model, ids, cuts))
-    assert_same_bits(outcomes)
+    n = 70  # more than a page
+    ids, options = random_ids(n, MODELS[name].vocab), {"compute": compute, "kv_dtype": kv_dtype}
+    runs = [Run(1, [n]), Run(2, [n]), Run(2, [n], 16), Run(3, [n], 7), Run(1, [1] * n)]
+    # Enough threads that each normalizes a few rows itself.
+    runs += [Run(2, [1, 30, 2, 8, 29]), Run(16, [4, 3, 2, 1, 60])]
+    same_logits(model_path(name), ids, runs, **options)
 
 
 @pytest.mark.parametrize("isa", SETS)
@@ -275,13 +265,11 @@ def test_each_instruction_set_is_bit_identical_for_any_split_of_a_prompt(
     n = 300  # several spans of attention, and more than one pass
     path, ids = model_path("gqa 3"), random_ids(n, MODELS["gqa 3"].vocab)
     modes = ["int8", "w8a8", *["int16"] * isa.startswith("av"), *["bf16"] * (isa in ("avx512bf16", "amx"))]
+    with Model(path, device="cpu") as model:
+        assert f"({isa}," in model.device
+    runs = [Run(1, [n]), Run(2, [n]), Run(2, [64, 1, 1, 33, 201]), Run(2, [270] + [1] * 30)]
     for compute, kv_dtype in (*product(modes, ("f16",)), ("int8", "q8_0")):
-        outcomes = []
-        for threads, cuts in [(1, [n]), (2, [n]), (2, [64, 1, 1, 33, 201]), (2, [270] + [1] * 30)]:
-            with Model(path, device="cpu", threads=threads, compute=compute, kv_dtype=kv_dtype) as model:
-                assert f"({isa}," in model.device
-                outcomes.append(after(model, ids, cuts))
-        assert_same_bits(outcomes, f"{compute}, {kv_dtype}")
+        same_logits(path, ids, runs, compute=compute, kv_dtype=kv_dtype)
 
 
 LONG = {
@@ -303,11 +291,8 @@ def test_threads_that_share_the_positions_of_a_token_are_bit_identical(
     path = write(tmp_path / "m.gguf", LONG[name])
     ids = random_ids(1032, LONG[name].vocab)
     token_by_token = [1021] + [1] * 11  # the last ones have a third share
-    outcomes = []
-    for threads, cuts in [(1, [1032]), *((n, token_by_token) for n in (1, 2, 5)), (5, [1021, 8, 3])]:
-        with Model(path, device="cpu", threads=threads, kv_dtype=kv_dtype) as model:
-            outcomes.append(after(model, ids, cuts))
-    assert_same_bits(outcomes)
+    runs = [Run(1, [1032]), *(Run(n, token_by_token) for n in (1, 2, 5)), Run(5, [1021, 8, 3])]
+    same_logits(path, ids, runs, kv_dtype=kv_dtype)
 
 
 def test_a_long_and_a_short_sequence_of_a_pass_match_single_ones(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.files.gguf_bytes import FALSE, TRUE, U32, u32
+from support.files.gguf_bytes import FALSE, TRUE, Value, integer
 from support.files.gguf_mutator import take_apart, with_entries
 from support.kinds import Array, ids_of
 from support.recurrent import PAGEWISE
@@ -44,35 +44,35 @@ def test_a_filter_of_another_type_is_rejected(
     parts.tensors = [
         (own, dims, 1 if own == tensor else kind, offset) for own, dims, kind, offset in parts.tensors
     ]
-    (tmp_path / "m.gguf").write_bytes(parts.assemble())
     with pytest.raises(MetalPrefillError, match=re.escape(tensor)):
-        Model(tmp_path / "m.gguf", device="cpu")
+        Model(parts.write(tmp_path / "m.gguf"), device="cpu")
 
 
-@pytest.mark.parametrize("counted", [False, True], ids=["own names", "as another block"])
+MTP = "multi-token prediction"
+IN_A_BLOCK = {"qwen35.block_count": integer(5), "qwen35.nextn_predict_layers": integer(1)}
+
+
+@pytest.mark.parametrize(
+    ("extra", "entries"),
+    [
+        ({"mtp.norm.weight": MTP, "v.blk.0.ln1.weight": "vision"}, {}),
+        ({"blk.4.nextn.enorm.weight": MTP, "blk.4.attn_norm.weight": MTP}, IN_A_BLOCK),
+    ],
+)
 def test_tensors_of_multi_token_prediction_and_vision_are_ignored(
-    tmp_path: Path, model_path: Callable[[str], Path], capsys: pytest.CaptureFixture[str], counted: bool
+    tmp_path: Path,
+    model_path: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    extra: dict[str, str],
+    entries: dict[str, Value],
 ) -> None:
     whole = model_path("qwen35")
-    parts = take_apart(whole)
+    parts = take_apart(with_entries(tmp_path / "entries.gguf", whole, entries))
     (norm,) = (t for t in parts.tensors if t[0] == "output_norm.weight")
-    if counted:
-        extra = {
-            "blk.4.nextn.enorm.weight": "multi-token prediction",
-            "blk.4.attn_norm.weight": "multi-token prediction",
-        }
-        parts.metadata = [
-            (key, kind, u32(5) if key == b"qwen35.block_count" else value)
-            for key, kind, value in parts.metadata
-        ]
-        parts.metadata.append((b"qwen35.nextn_predict_layers", U32, u32(1)))
-    else:
-        extra = {"mtp.norm.weight": "multi-token prediction", "v.blk.0.ln1.weight": "vision"}
     for name in extra:
         parts.tensors.append((name, *norm[1:3], len(parts.data)))
         parts.data += parts.data[norm[3] :][: 4 * norm[1][0]]
-    path = tmp_path / "m.gguf"
-    path.write_bytes(parts.assemble())
+    path = parts.write(tmp_path / "m.gguf")
     with GGUFFile(path) as gguf:
         config = read_config(gguf)
         assert config.n_layers == 4
