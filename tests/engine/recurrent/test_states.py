@@ -1,6 +1,5 @@
 """States of recurrent layers: their values, their memory, and the distances of their snapshots."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -8,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.engine_options import set_engine_options
 from support.kinds import assert_equals_fresh, assert_same, fresh, ids_of
 from support.native_requests import choose
-from support.programs import finished
 from support.recurrent import (
     ARCHITECTURES,
     LARGE,
@@ -20,6 +19,7 @@ from support.recurrent import (
     state_bytes,
 )
 from support.small_models import MODELS, write
+from support.threads import at_once
 from support.tiny_models import TINY_RECURRENT
 
 from metal_prefill import KVMemoryError, Model
@@ -171,39 +171,17 @@ def test_snapshots_are_evicted_if_memory_is_short(device: str, tiny_path: Callab
             assert session.position == 201
 
 
-GENERATING = """
-import sys, threading
-from metal_prefill import Model, _core
-
-class Poisoned(_core.EngineOptions):
-    def __init__(self):
-        super().__init__()
-        self.poison_cache = True  # whatever takes a slot waits for passes in flight, as where slots grow
-
-def text(model, i):
-    with model.session() as session:
-        return "".join(session.generate([1 + i] * 20, 12))
-
-_core.EngineOptions = Poisoned
-with Model(sys.argv[1], device=sys.argv[2], threads=2) as model:
-    alone = [text(model, i) for i in range(4)]
-    found = [[] for _ in alone]
-
-    def work(i):
-        for _ in range(3):
-            found[i].append(text(model, i))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [[expected] * 3 for expected in alone], found
-"""
-
-
 @pytest.mark.parametrize(("name", "device"), [("mamba2", "cpu"), ("lfm2", "metal")], indirect=["device"])
-def test_threads_generate_at_the_same_time(name: str, device: str, tiny_path: Callable[[str], Path]) -> None:
-    program = [sys.executable, "-c", GENERATING, str(tiny_path(name)), device]
-    done = finished(program)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_threads_generate_at_the_same_time(
+    name: str, device: str, tiny_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each state that is taken waits for passes in flight, as it does while the memory of states grows."""
+    set_engine_options(monkeypatch, poison_cache=True)
+    with Model(tiny_path(name), device=device, threads=2) as model:
+
+        def text(number: int) -> str:
+            with model.session() as session:
+                return "".join(session.generate([1 + number] * 20, 12))
+
+        expected = [[text(i)] * 3 for i in range(4)]
+        assert at_once(lambda i: [text(i) for _ in range(3)]) == expected
