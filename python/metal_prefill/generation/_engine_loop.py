@@ -30,7 +30,7 @@ class Made(NamedTuple):
 class Texts:
     """The streams of one request, and the task that waits for them.
 
-    An asynchronous iterator over the results of each pass. It ends once all texts have ended, and raises an
+    Asynchronous iteration yields the results of each pass. It ends once all texts have ended, and raises an
     error only if the engine loop itself failed; the error of a text is in its stream.
     """
 
@@ -38,10 +38,8 @@ class Texts:
         import asyncio  # callers have imported it; it takes longer to import than most of the package
 
         self.streams = list(streams)
-        self.cancelled = False
         self.loop = asyncio.get_running_loop()
         self.results: asyncio.Queue[list[Made] | Exception] = asyncio.Queue()
-        self._running = len(self.streams)
         self._left = dict(enumerate(self.streams))  # whose end the engine loop has not reported
 
     @property
@@ -62,20 +60,17 @@ class Texts:
 
     def cancel(self) -> None:
         """End all texts before the next pass, and release their memory."""
-        self.cancelled = True
+        for stream in self.streams:
+            stream.cancel()
 
-    def __aiter__(self) -> Texts:
-        return self
-
-    async def __anext__(self) -> list[Made]:
-        if not self._running:
-            raise StopAsyncIteration
-        made = await self.results.get()
-        if isinstance(made, Exception):
-            self._running = 0
-            raise made
-        self._running -= sum(text.ended for text in made)
-        return made
+    async def __aiter__(self) -> AsyncIterator[list[Made]]:
+        running = len(self.streams)
+        while running:
+            made = await self.results.get()
+            if isinstance(made, Exception):
+                raise made
+            running -= sum(text.ended for text in made)
+            yield made
 
 
 def _deliver(items: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
@@ -181,7 +176,7 @@ class EngineLoop:
                     item.fail(error)
 
     def _admit(self, scheduler: Scheduler, pending: list[Texts | PendingCall]) -> bool:
-        """Pass new requests to the scheduler, and cancel those whose callers are gone.
+        """Pass new requests to the scheduler.
 
         Returns False if nothing is left to do; the loop then ends.
         """
@@ -196,8 +191,4 @@ class EngineLoop:
                 scheduler.enter(item.streams)
             else:
                 scheduler.call(item)
-        for item in pending:
-            if isinstance(item, Texts) and item.cancelled:
-                for stream in item.streams:
-                    stream.cancel()
         return True

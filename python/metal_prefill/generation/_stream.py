@@ -120,7 +120,7 @@ class Stream:
         return 0 if core is None else min(core.position, self.prompt_tokens)
 
     def cancel(self) -> None:
-        """End the stream; its memory is released before the next pass."""
+        """End the stream; its memory is released before the next pass. Any thread may call this."""
         if self.finish_reason is None:
             self.finish_reason = "cancelled"
 
