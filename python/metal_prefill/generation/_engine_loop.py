@@ -140,7 +140,6 @@ class EngineLoop:
         """Continue a prompt; see :meth:`metal_prefill.Model.generate_async`."""
         import asyncio
 
-        self.engine.check_generates()
         streams = await asyncio.to_thread(make_streams, self.engine, prompt, 1, max_tokens, **options)
         texts = self.enter(streams)
         try:

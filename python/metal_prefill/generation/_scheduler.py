@@ -171,7 +171,6 @@ class Scheduler:
         Each has random numbers of its own. The first makes the text that :meth:`submit` makes with the same
         seed. Other parameters and errors are those of :meth:`submit`.
         """
-        self._engine.check_generates()
         streams = make_streams(self._engine, prompt, n, max_tokens, **options)
         self._waiting += streams
         return streams

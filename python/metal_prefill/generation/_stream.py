@@ -169,11 +169,10 @@ def make_streams(
 ) -> list[Stream]:
     """Make `n` streams of one prompt for a scheduler to enter; all that can be wrong with them is checked.
 
-    Callers check that the model generates text.
-
     Any thread may call this while the scheduler computes. See :meth:`Scheduler.submit_answers`, and
     :meth:`Scheduler.submit` for what it raises.
     """
+    engine.check_generates()
     n = integer("n", n, 1, MOST_ANSWERS)
     if isinstance(prompt, str):
         check_size(engine, engine.tokenizer.least_tokens(prompt))
