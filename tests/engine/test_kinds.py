@@ -74,20 +74,26 @@ def some(model: Model, cases: Sequence[T]) -> Sequence[T]:
     return cases if model.backend == "cpu" else cases[::2]
 
 
-def test_a_rewound_session_continues_like_a_fresh_one(model: Model) -> None:
-    """No more tokens than those after the last snapshot are computed again."""
+@pytest.mark.parametrize("reuse", [False, True], ids=["rewound", "reuse"])
+def test_a_session_continues_after_any_prefix_like_a_fresh_one(model: Model, reuse: bool) -> None:
+    """No more tokens than those after the last snapshot are computed again, and none at the end."""
     ids = long_ids(model.device)
     session = model.session()
     session.forward_prompt(ids)
-    last = len(ids) - 1
-    positions = (256, 255, 200, 128, 127, 64, 63, 1, 0, 80, 70, 130, 64) if last > 256 else (128, 63, 130)
-    for seed, position in enumerate((last, *positions)):
-        session.rewind(position)
-        added = ids_of(90, seed=seed)
-        logits = session.forward_prompt_logits(added)
+    end = len(ids)
+    positions = (256, 255, 200, 128, 127, 64, 63, 1, 0, 80, 70, 130, 64) if end > 256 else (128, 63, 130)
+    for seed, position in enumerate((end, end - 1, *positions)):
+        added, again = ids_of(90, seed=seed), 0 if position == end else position % interval(model)
         ids = np.concatenate([ids[:position], added])
+        if reuse:
+            logits = session.forward_prompt_logits(ids, reuse=True)
+        else:
+            session.rewind(position)
+            logits = session.forward_prompt_logits(added)
         assert_equals_fresh(model, session, ids, logits)
-        assert session.stats()["tokens_recomputed"] <= position % interval(model)
+        stats = session.stats()
+        assert stats["tokens_recomputed"] <= again
+        assert not reuse or stats["tokens_reused"] == position - stats["tokens_recomputed"]
         session.forward_token(3)
         assert session.stats()["tokens_recomputed"] == 0
 
@@ -292,22 +298,6 @@ def test_scheduled_texts_are_those_of_single_tokens(model: Model) -> None:
         assert text == expected
 
 
-def test_reuse_continues_from_its_own_snapshots(model: Model) -> None:
-    ids, end = long_ids(model.device), ids_of(50, seed=1)
-    known = len(ids) - 50
-    session = model.session()
-    session.forward_prompt(ids)
-    prompt = np.concatenate([ids[:known], end])
-    logits = session.forward_prompt_logits(prompt, reuse=True)
-    again = known % interval(model)
-    assert (session.stats()["tokens_reused"], session.stats()["tokens_recomputed"]) == (known - again, again)
-    assert_equals_fresh(model, session, prompt, logits)
-    longer = np.append(prompt, ids_of(3, seed=2))  # a turn of a chat: nothing is recomputed
-    logits = session.forward_prompt_logits(longer, reuse=True)
-    assert (session.stats()["tokens_reused"], session.stats()["tokens_recomputed"]) == (len(ids), 0)
-    assert_equals_fresh(model, session, longer, logits)
-
-
 def test_a_later_session_finds_prefixes_at_their_snapshots(model: Model) -> None:
     """In its namespace alone. Each continues a prefix, which later sessions find unchanged."""
     ids, end = ids_of(150), ids_of(20, seed=1)
@@ -327,30 +317,18 @@ def test_a_later_session_finds_prefixes_at_their_snapshots(model: Model) -> None
 
 
 def test_a_saved_session_continues_bit_for_bit(model: Model, tmp_path: Path) -> None:
+    """From its end, after a rewind, and empty."""
     session = model.session()
     session.forward_prompt(ids_of(150))
-    session.save(tmp_path / "s.session")
-    loaded = model.load_session(tmp_path / "s.session")
-    assert loaded.tokens == session.tokens
-    assert contents(loaded) == contents(session)
-    assert loaded.forward_token(5).tobytes() == session.forward_token(5).tobytes()
-    assert loaded.stats()["tokens_recomputed"] == 0
-
-
-def test_a_session_saved_after_a_rewind_recomputes_the_rest(model: Model, tmp_path: Path) -> None:
-    ids = ids_of(150)
-    session = model.session()
-    session.forward_prompt(ids)
-    session.rewind(140)
-    session.save(tmp_path / "s.session")
-    loaded = model.load_session(tmp_path / "s.session")
-    assert loaded.position == 140
-    assert_equals_fresh(model, loaded, np.append(ids[:140], 5), loaded.forward_token(5))
-    assert loaded.stats()["tokens_recomputed"] == 140 % interval(model)
-    empty = model.session()
-    empty.save(tmp_path / "empty.session")
-    empty = model.load_session(tmp_path / "empty.session")
-    assert_equals_fresh(model, empty, ids, empty.forward_prompt_logits(ids))
+    for position in (150, 140, 0):
+        session.rewind(position)
+        session.save(tmp_path / "s.session")
+        loaded = model.load_session(tmp_path / "s.session")
+        assert loaded.tokens == session.tokens
+        assert contents(loaded) == contents(session)
+        assert loaded.forward_token(5).tobytes() == session.forward_token(5).tobytes()
+        again = 0 if position == 150 else position % interval(model)
+        assert loaded.stats()["tokens_recomputed"] == again
 
 
 # Those whose steps for few tokens differ from those of the models above, in kernels or in their order.
