@@ -352,13 +352,6 @@ def test_options_of_prompts_are_named(demo_path: Path, value: Any) -> None:
         assert session.position == 0
 
 
-def test_sessions_of_a_batch_are_checked(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu", threads=1) as model, model.session() as session:
-        with pytest.raises(TypeError, match=r"^sessions\[1\] must be a Session, got int$"):
-            model.forward_batch([session, 3], [[1], [1]])  # type: ignore[list-item]
-        assert session.position == 0
-
-
 def test_a_number_is_not_the_path_of_a_saved_session(demo_path: Path, tmp_path: Path) -> None:
     with Model(demo_path, device="cpu", threads=1) as model, (tmp_path / "a").open("w") as file:
         with pytest.raises(TypeError, match="int"):

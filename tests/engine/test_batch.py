@@ -98,21 +98,31 @@ def test_a_nan_sequence_does_not_affect_others(
 
 
 def test_nothing_is_computed_with_invalid_arguments(tiny_demo: Model, tiny_demo_path: Path) -> None:
-    session = tiny_demo.session()
-    with pytest.raises(ValueError, match="a session appears twice"):
-        tiny_demo.forward_batch([session, session], [[1], [2]])
-    with pytest.raises(ValueError, match="2 sessions, 1 lists of tokens and 2 outputs"):
-        tiny_demo.forward_batch([session, tiny_demo.session()], [[1]])
-    with pytest.raises(ValueError, match=r"session 1: token id .* outside the vocabulary"):
-        tiny_demo.forward_batch([session, tiny_demo.session()], [[1], [1 << 30]])
-    with pytest.raises(ValueError, match="output must be one of none, greedy, logits, log_probs"):
-        tiny_demo.forward_batch([session], [[1]], output="best")  # type: ignore[arg-type]
-    with (
-        Model(tiny_demo_path, device="cpu") as other,
-        pytest.raises(ValueError, match="sessions of one model"),
-    ):
-        tiny_demo.forward_batch([session, other.session()], [[1], [2]])
-    assert session.position == 0
+    one, two = tiny_demo.session(), tiny_demo.session()
+    other = Model(tiny_demo_path, device="cpu")
+    rows = "session 0: rows of output"
+    invalid: list[tuple[list[Any], list[list[int]], dict[str, Any], str]] = [
+        ([one, one], [[1], [2]], {}, "a session appears twice"),
+        ([one, two], [[1]], {}, "2 sessions, 1 lists of tokens and 2 outputs"),
+        ([one, two], [[1], [1 << 30]], {}, "session 1: token id .* outside the vocabulary"),
+        ([one, other.session()], [[1], [2]], {}, "sessions of one model"),
+        ([one, 3], [[1], [1]], {}, r"^sessions\[1\] must be a Session, got int$"),
+        ([one], [[1]], {"output": "best"}, "output must be one of none, greedy, logits, log_probs"),
+        ([one], [[1, 2]], {"output": "logits", "rows": 2}, f"{rows} 'logits' must be between 1 and 1, got 2"),
+        ([one], [[1, 2]], {"output": "hidden", "rows": 3}, f"{rows} 'hidden' must be between 1 and 2, got 3"),
+        ([one], [[1, 2]], {"output": "log_probs", "rows": 2}, f"{rows} 'log_probs' must be between 1 and 1"),
+        (
+            [one],
+            [[1, 2]],
+            {"output": "hidden", "rows": "first"},
+            "rows 'first' of output 'hidden' is not kn",
+        ),
+    ]
+    for sessions, tokens, options, message in invalid:
+        with pytest.raises((TypeError, ValueError), match=message):
+            tiny_demo.forward_batch(sessions, tokens, **options)
+    assert one.position == 0
+    other.close()
 
 
 def test_a_native_request_has_no_more_rows_than_tokens(tiny_demo: Model) -> None:

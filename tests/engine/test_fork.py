@@ -31,11 +31,15 @@ def model(demo_path: Path) -> Iterator[Model]:
         yield model
 
 
-def test_a_child_continues_a_session_bitwise(model: Model) -> None:
+def test_a_child_and_a_grandchild_continue_a_session_bitwise(model: Model) -> None:
     session = model.session()
     session.forward_prompt(PROMPT)
-    answer = in_child(lambda: session.forward_token(5).tobytes().hex())
-    assert answer == session.forward_token(5).tobytes().hex()
+
+    def work() -> str:
+        return session.forward_token(5).tobytes().hex()
+
+    answers = in_child(work), in_child(lambda: in_child(work))
+    assert answers == (work(),) * 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
@@ -48,11 +52,6 @@ def test_a_child_computes_on_all_threads(model: Model) -> None:
         return f"{running_threads() - before} more"
 
     assert in_child(work) == "2 more"
-
-
-def test_grandchildren_compute(model: Model) -> None:
-    expected = model.session().forward_prompt(PROMPT)
-    assert in_child(lambda: in_child(lambda: str(model.session().forward_prompt(PROMPT)))) == str(expected)
 
 
 def test_a_child_releases_inherited_models_and_opens_new_ones(model: Model, demo_path: Path) -> None:

@@ -164,23 +164,6 @@ def test_every_output_is_the_same_alone_and_with_others(device: str, tmp_path: P
                 assert_same(model, result, alone)
 
 
-def test_invalid_requests_are_rejected(tiny_demo: Model) -> None:
-    session = tiny_demo.session()
-
-    def forward(output: Any, rows: Any, **options: Any) -> None:
-        tiny_demo.forward_batch([session], [[1, 2]], output=output, rows=rows, **options)
-
-    with pytest.raises(ValueError, match="session 0: rows of output 'logits' must be between 1 and 1, got 2"):
-        forward("logits", 2)
-    with pytest.raises(ValueError, match="session 0: rows of output 'hidden' must be between 1 and 2, got 3"):
-        forward("hidden", 3)
-    with pytest.raises(ValueError, match="session 0: rows of output 'log_probs' must be between 1 and 1"):
-        forward("log_probs", 2)
-    with pytest.raises(ValueError, match="rows 'first' of output 'hidden' is not known"):
-        forward("hidden", "first")
-    assert session.position == 0
-
-
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_tokens_before_the_first_row_with_an_output_are_reused(tiny_demo: Model, rows: int) -> None:
     ids = random_ids(40)
