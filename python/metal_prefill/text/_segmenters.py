@@ -65,18 +65,20 @@ def _numbered(names: Sequence[str | None], vocabulary: Vocabulary) -> list[str]:
     """
     taken = {*names, *vocabulary.tokens}
     last = {name: i for i, name in enumerate(names)}
-    made = []
-    for i, name in enumerate(names):
-        if not name or last[name] != i:
-            name = f" {i}"  # every pipeline replaces or removes spaces
-            while name in taken:
-                name += " "
-        made.append(name)
-    return made
+
+    def unused(i: int) -> str:
+        name = f" {i}"  # every pipeline replaces or removes spaces
+        while name in taken:
+            name += " "
+        return name
+
+    return [name if name and last[name] == i else unused(i) for i, name in enumerate(names)]
 
 
 def _texts(vocabulary: Vocabulary, plain: npt.NDArray[np.bool_]) -> list[str | None]:
-    return [text if is_plain else None for text, is_plain in zip(vocabulary.tokens, plain, strict=True)]
+    return [
+        text if is_plain else None for text, is_plain in zip(vocabulary.tokens, plain.tolist(), strict=True)
+    ]
 
 
 def _byte_level_bpe(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bool_]) -> models.Model:
@@ -172,7 +174,7 @@ def _word_piece(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bo
 
     pieces = [
         name(text, i) if is_plain and text else None
-        for i, (text, is_plain) in enumerate(zip(vocabulary.tokens, plain, strict=True))
+        for i, (text, is_plain) in enumerate(zip(vocabulary.tokens, plain.tolist(), strict=True))
     ]
     names = _numbered(pieces, vocabulary)
     return models.WordPiece(
