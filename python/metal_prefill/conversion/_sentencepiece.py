@@ -123,32 +123,25 @@ def byte_fallback_bpe(
 def _replaces_spaces(json: Fields, found: FolderVocabulary) -> bool:
     """Set how a text begins; return whether spaces are replaced."""
     replaced = False
-    normalizers = steps(json, "normalizer", "normalizers")
-    words = steps(json, "pre_tokenizer", "pretokenizers")
-    kinds = [step.string("type") for step in (*normalizers, *words)]
+    listed = steps(json, "normalizer", "normalizers") + steps(json, "pre_tokenizer", "pretokenizers")
+    kinds = [step.string("type") for step in listed]
     if kinds.count("Prepend") + kinds.count("Metaspace") > 1:
         raise json.unsupported(f"several steps begin a text with a space: {', '.join(kinds)}")
-    for step in normalizers:
-        kind = step.string("type")
-        if kind == "Prepend":
-            step.require("prepend", (SPACE,), None)
-            found.flags["add_space_prefix"] = True
-        elif kind == "Replace":
-            step.object("pattern").require("String", (" ",), None)
-            step.require("content", (SPACE,), None)
-            replaced = True
-        else:
-            raise step.unsupported(f"{step.name('type')} {kind} is not supported with byte fallback")
-    for step in words:
-        kind = step.string("type")
-        if kind == "Metaspace":
-            scheme = _prepend_scheme(step, found, splits=False)
-            found.flags |= {"add_space_prefix": scheme != "never", "prepend_scheme": scheme}
-            replaced = True
-        elif kind == "Split" and replaced:  # no space is left
-            step.object("pattern").require("String", (" ",), None)
-        else:
-            raise step.unsupported(f"{step.name('type')} {kind} is not supported with byte fallback")
+    for step in listed:
+        match step.values:
+            case {"type": "Prepend", "prepend": "\u2581"}:
+                found.flags["add_space_prefix"] = True
+            case {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}:
+                replaced = True
+            case {"type": "Metaspace"}:
+                scheme = _prepend_scheme(step, found, splits=False)
+                found.flags |= {"add_space_prefix": scheme != "never", "prepend_scheme": scheme}
+                replaced = True
+            case {"type": "Split", "pattern": {"String": " "}} if replaced:  # no space is left
+                pass
+            case values:
+                kind = f"{step.name('type')} {values['type']}"
+                raise step.unsupported(f"{kind} is not supported with byte fallback as {values!r:.200}")
     return replaced
 
 
