@@ -290,15 +290,17 @@ def test_white_space_of_tokens_in_chats_is_removed(tmp_path: Path) -> None:
     assert ours.encode_pieces(pieces) == theirs.encode(rendered, add_special_tokens=False).ids
 
 
-def test_white_space_that_begins_a_token_is_not_removed(tmp_path: Path) -> None:
+def test_white_space_between_pieces_belongs_to_tokens(tmp_path: Path) -> None:
     def strip(made: Json) -> None:
-        made["added_tokens"][2]["rstrip"] = True
+        made["added_tokens"][1]["lstrip"] = made["added_tokens"][2]["rstrip"] = True
         made["added_tokens"][-1]["content"] = " <tool>"
 
     ours, theirs = opened(tmp_path, "mistral", strip)
-    (end,) = ours.encode("</s>", add_bos=False, parse_special=True)
-    expected = theirs.encode("</s> <tool> the", add_special_tokens=False).ids
-    assert ours.encode_pieces([end, " <tool> the"]) == expected
+    begin, end = ours.encode("<s></s>", add_bos=False, parse_special=True)
+    # The last one begins with white space, which is not removed.
+    for pieces in (["the ", begin], [end, "\n the"], [end, " <tool> the"]):
+        text = "".join(piece if isinstance(piece, str) else ours.token(piece) for piece in pieces)
+        assert ours.encode_pieces(pieces) == theirs.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("name", ["byte level", "llama 2", "mistral"])

@@ -74,6 +74,21 @@ def test_only_vocabularies_with_spaces_after_letters_are_not_divided(
         assert found == made(monkeypatch, WHOLE, encode)[0]
 
 
+@pytest.mark.parametrize("spelling", ["with the", "with ", " the", "king"])
+def test_texts_are_not_divided_next_to_spelled_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str
+) -> None:
+    """The tokens after a spelled one differ from those after other words."""
+    variant = comparison.TOKENIZERS["sentencepiece"]
+    vocabulary = RECORD["vocabularies"][variant.kind]
+    changes = {
+        name: [*vocabulary[name], last] for name, last in zip(vocabulary, (spelling, 4, 0.0), strict=True)
+    }
+    opened = comparison.open_variant(tmp_path / "v.gguf", variant, **changes)
+    encode = partial(opened.encode, "with the king is the king of")
+    assert made(monkeypatch, 1, encode)[0] == made(monkeypatch, WHOLE, encode)[0]
+
+
 def test_a_text_without_words_is_one_part(smollm: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made(monkeypatch, 10, lambda: smollm.encode("x" * 1000))[1] == 1
     assert made(monkeypatch, 10, lambda: smollm.encode("x" * 1000 + " y " + "z" * 30))[1] == 2
