@@ -104,8 +104,8 @@ def test_the_running_batch_is_drawn(pages: Pages, demo_path: Path) -> None:
             ask(page, f"A long text that has some more tokens than a page of them has, {end}. " * 4)
         page.locator("#batch .request", has_text="answer 2").wait_for()
         assert page.locator("#batch .request").count() == 2
-        page.locator("#batch .passes rect.tint").first.wait_for(state="attached")
-        assert page.locator("#batch .passes rect.solid").count() > 0
+        page.locator("#batch .passes .tint").first.wait_for(state="attached")
+        assert page.locator("#batch .passes .solid").count() > 0
         assert "row" in page.locator("#batch .passes").get_attribute("aria-label")
         kept = int(model.stats()["prefix_bytes"] / model.stats()["kv_page_bytes"])
         page.locator("#batch .squares i.kept").nth(kept - 1).wait_for(state="attached")

@@ -2,7 +2,7 @@
 
 import { getJson, getText } from "./api.js";
 import { colourOf, pagesPicture, Passes, PrefixTree } from "./charts.js";
-import { el } from "./dom.js";
+import { el, styled } from "./dom.js";
 import { bytes, count, counted, decimal } from "./format.js";
 import { nameOf } from "./sent.js";
 
@@ -98,8 +98,8 @@ export class Batch {
     if (texts.length === 0) return [el("li", { class: "hint" }, "No request yet.")];
     const live = texts.filter(({ state }) => state !== "ended").length; // they come first
     return texts.slice(0, Math.min(live + MOST_ENDED, MOST_LISTED)).map((text) => {
-      const bar = el("span", { class: "progress" }, el("span", {}));
-      bar.firstChild.style.width = `${((100 * (text.state === "ended" ? text.prompt_tokens : text.ready_tokens)) / text.prompt_tokens).toFixed(1)}%`;
+      const ready = text.state === "ended" ? text.prompt_tokens : text.ready_tokens;
+      const bar = el("span", { class: "progress" }, styled(el("span"), { width: `${(100 * ready) / text.prompt_tokens}%` }));
       const states = {
         waiting: "waits", prompt: `prompt ${count(text.ready_tokens)}/${count(text.prompt_tokens)}`,
         text: counted(text.tokens, "token"), ended: `${counted(text.tokens, "token")}, ended`,

@@ -1,12 +1,11 @@
 // Pictures of the running batch: rows of passes, pages, the tree of prefixes.
 
-import { el, svg } from "./dom.js";
+import { el, styled } from "./dom.js";
 import { brief, count, counted } from "./format.js";
 import { nameOf, textOfRun } from "./sent.js";
 
 const COLOURS = 8;
 const MOST_BARS = 48;
-const [WIDTH, HEIGHT, LEFT, TOP, BOTTOM] = [368, 150, 30, 6, 6];
 const GRID = [1, 4, 16, 64, 256, 1024, 4096];
 
 const colours = new Map(); // by id and number of a text, in the order of appearance
@@ -23,7 +22,7 @@ export class Passes {
   constructor() {
     this.bars = [];
     this.latest = -1; // number of the latest pass
-    this.picture = svg("svg", { class: "passes", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
+    this.picture = el("div", { class: "passes", role: "img" });
     this.node = el("figure", {}, this.picture, el("figcaption", { class: "legend" },
       el("span", { class: "key solid" }), "texts", el("span", { class: "key tint" }), "prompts",
       el("span", { class: "key others" }), "vectors, other keys",
@@ -51,33 +50,22 @@ export class Passes {
   draw() {
     const total = (bar) => bar.rows.reduce((sum, { rows }) => sum + rows, 0);
     const top = 2 ** Math.ceil(Math.log2(Math.max(4, ...this.bars.map(total))));
-    const height = (rows) => (HEIGHT - TOP - BOTTOM) * Math.sqrt(Math.min(rows / top, 1));
-    const nodes = GRID.filter((value) => value <= top && value * 128 > top).map((value) => {
-      const y = HEIGHT - BOTTOM - height(value);
-      return svg("g", { class: "grid" }, svg("line", { x1: LEFT, x2: WIDTH, y1: y, y2: y }), svg("text", { x: LEFT - 5, y: y + 3.5, "text-anchor": "end" }, count(value)));
+    const height = (rows) => `${100 * Math.sqrt(Math.min(rows / top, 1))}%`;
+    const grid = GRID.filter((value) => value <= top && value * 128 > top).map((value) =>
+      styled(el("div", { class: "grid" }, el("span", {}, count(value))), { bottom: height(value) }));
+    const bars = this.bars.map((bar) => {
+      const rows = counted(Math.round(total(bar)), "row");
+      const title = `${bar.count > 1 ? `${counted(bar.count, "pass")} to` : "pass"} ${bar.last}: ${rows}`;
+      const parts = bar.rows.map(({ kind, colour, rows }) => styled(el("i", { class: `${kind} ${colour}` }), { flexGrow: rows }));
+      return styled(el("div", { class: "pass", title }, parts),
+        { height: height(total(bar)), width: `${Math.min(4 + 3 * Math.log2(bar.count), 36)}px` });
     });
-    nodes.push(svg("line", { class: "ground", x1: LEFT, x2: WIDTH, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
-    let x = WIDTH;
-    for (const bar of this.bars.toReversed()) {
-      const width = Math.min(4 + 3 * Math.log2(bar.count), 36);
-      x -= width + 2;
-      if (x < LEFT) break;
-      const rows = total(bar);
-      let y = HEIGHT - BOTTOM;
-      const group = svg("g", {}, svg("title", {}, `${bar.count > 1 ? `${counted(bar.count, "pass")} to` : "pass"} ${bar.last}: ${counted(Math.round(rows), "row")}`));
-      for (const part of bar.rows) {
-        const h = (height(rows) * part.rows) / rows;
-        y -= h;
-        group.append(svg("rect", { class: `${part.kind} ${part.colour}`, x, y, width, height: Math.max(h - (bar.rows.length > 1 ? 0.75 : 0), 0.5), rx: 1 }));
-      }
-      nodes.push(group);
-    }
     const last = this.bars.at(-1);
-    this.picture.setAttribute("aria-label", last
+    this.picture.ariaLabel = last
       ? `Rows of the latest passes. Pass ${last.last} has ${counted(Math.round(total(last)), "row")} of ${counted(last.rows.length, "request")}.`
-      : "Rows of the latest passes. There has been no pass.");
-    this.picture.replaceChildren(...nodes);
-    if (!last) this.picture.append(svg("text", { class: "nothing", x: (WIDTH + LEFT) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "Passes appear here as they run."));
+      : "Rows of the latest passes. There has been no pass.";
+    const nothing = el("p", { class: "hint" }, "Passes appear here as they run.");
+    this.picture.replaceChildren(...grid, el("div", { class: "bars" }, last ? bars : nothing));
   }
 }
 
@@ -122,13 +110,11 @@ export class PrefixTree {
   branch(i, nodes, children, texts, end) {
     const { start, tokens, kept, texts: ending } = nodes[i];
     const below = this.below(i, nodes, children);
+    const share = (part, whole) => `${((100 * part) / whole).toFixed(2)}%`;
     const label = el("span", { class: "run-text" });
     const names = [...new Set(ending.map((t) => nameOf(texts[t].id)))].filter((name) => name !== null);
-    const bar = el("span", { class: "run" }, el("span", { class: "kept" }));
-    const share = (part, whole) => `${((100 * part) / whole).toFixed(2)}%`;
-    bar.style.marginLeft = share(start, end);
-    bar.style.width = `max(${share(tokens, end)}, 3px)`;
-    bar.firstChild.style.width = share(kept, tokens);
+    const bar = el("span", { class: "run" }, styled(el("span", { class: "kept" }), { width: share(kept, tokens) }));
+    styled(bar, { marginLeft: share(start, end), width: `max(${share(tokens, end)}, 3px)` });
     const first = below.map((t) => texts[t]).find((text) => nameOf(text.id));
     if (first) {
       textOfRun(first.id, start, Math.min(start + tokens, start + 40)).then((text) => {

@@ -1,7 +1,7 @@
 // Two prompts with a common prefix: how much of the second one is reused, and the time that it saves.
 
 import { post } from "./api.js";
-import { el, field } from "./dom.js";
+import { el, field, styled } from "./dom.js";
 import { count, decimal, seconds } from "./format.js";
 import { promptDetails, tokenBar } from "./prefill.js";
 import { remember, tokensOf } from "./sent.js";
@@ -72,11 +72,10 @@ export class Compare {
     const most = Math.max(...[before, after, whole].map(({ time }) => time));
     const percent = (100 * after.reused) / (after.reused + after.computed);
     const row = (name, { reused, computed, time }) => {
-      const bar = el("div", { class: "time-bar" }, tokenBar(reused, computed));
-      bar.firstChild.style.width = `${Math.max((100 * time) / most, 1)}%`;
+      const bar = styled(tokenBar(reused, computed), { width: `${Math.max((100 * time) / most, 1)}%` });
       return el("tr", {},
         el("th", { scope: "row" }, name),
-        el("td", { class: "wide" }, bar),
+        el("td", { class: "wide time-bar" }, bar),
         el("td", { class: "number" }, seconds(time)),
         el("td", { class: "number" }, count(reused)),
         el("td", { class: "number" }, count(computed)));

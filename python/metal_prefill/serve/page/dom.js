@@ -1,8 +1,8 @@
 // Elements are made by these functions alone. Text becomes a text node; nothing is parsed as HTML.
 
-const SVG = "http://www.w3.org/2000/svg";
-
-function fill(node, attributes, children) {
+/** Makes an element; attributes that begin with "on" are listeners. */
+export function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
@@ -12,14 +12,10 @@ function fill(node, attributes, children) {
   return node;
 }
 
-/** Makes an HTML element; attributes that begin with "on" are listeners. */
-export function el(tag, attributes = {}, ...children) {
-  return fill(document.createElement(tag), attributes, children);
-}
-
-/** Makes an SVG element. */
-export function svg(tag, attributes = {}, ...children) {
-  return fill(document.createElementNS(SVG, tag), attributes, children);
+/** Sets styles of an element, which its attributes may not contain, and returns it. */
+export function styled(node, styles) {
+  Object.assign(node.style, styles);
+  return node;
 }
 
 /** A label and its control, which get a common id. */

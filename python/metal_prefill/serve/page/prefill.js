@@ -1,16 +1,12 @@
 // What prefill did for an answer: a bar of reused and computed tokens, the times, and the prompt itself.
 
-import { el } from "./dom.js";
+import { el, styled } from "./dom.js";
 import { count, counted, rate, seconds } from "./format.js";
 import { sourceOf, textOf } from "./sent.js";
 
 /** A bar of tokens: reused ones first, then computed ones. */
 export function tokenBar(reused, computed) {
-  const part = (kind, tokens) => {
-    const node = el("span", { class: kind });
-    node.style.flexGrow = String(tokens);
-    return tokens > 0 && node;
-  };
+  const part = (kind, tokens) => tokens > 0 && styled(el("span", { class: kind }), { flexGrow: tokens });
   const label = `${counted(reused, "token")} reused, ${count(computed)} computed`;
   return el("div", { class: "tokens", role: "img", "aria-label": label }, part("reused", reused), part("computed", computed));
 }
