@@ -111,7 +111,6 @@ _ALBERT = [
 ]
 FOLLOWED: list[tuple[str, str, Change]] = [
     *((name, "unchanged", lambda made: None) for name in TOKENIZERS),
-    ("llama 2", "normalized", tool(normalized=True)),
     ("byte level", "normalized", both(normalizers(NFC), tool(content="\u00e9]", normalized=True))),
     ("byte level", "NFC", normalizers(NFC)),
     ("byte level", "a pair as two texts", template("<s> $A", "<s> $A $B")),
@@ -127,11 +126,6 @@ FOLLOWED: list[tuple[str, str, Change]] = [
     ),
     ("mistral", "Metaspace that does not split", words({**_META, "split": False})),
     ("mistral", "older Metaspace", words({"type": "Metaspace", "replacement": "\u2581"})),
-    ("word piece", "a token in normalized text", tool(content="TOOL", normalized=True)),
-    *(
-        ("word piece", f"a word, {options}", tool(content="tool", **options))
-        for options in ({}, {"normalized": True}, {"normalized": True, "single_word": True})
-    ),
     ("word piece", "a pair without types", template("[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]")),
     ("word piece", "no frame", top(post_processor=None)),
     ("word piece", "another unknown token", model(unk_token="[PAD]")),

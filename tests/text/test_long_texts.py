@@ -81,9 +81,8 @@ def test_texts_are_not_divided_next_to_spelled_tokens(
     """The tokens after a spelled one differ from those after other words."""
     variant = comparison.TOKENIZERS["sentencepiece"]
     vocabulary = RECORD["vocabularies"][variant.kind]
-    changes = {
-        name: [*vocabulary[name], last] for name, last in zip(vocabulary, (spelling, 4, 0.0), strict=True)
-    }
+    added = {"tokens": spelling, "types": 4, "scores": 0.0}
+    changes = {name: [*vocabulary[name], value] for name, value in added.items()}
     opened = comparison.open_variant(tmp_path / "v.gguf", variant, **changes)
     encode = partial(opened.encode, "with the king is the king of")
     assert made(monkeypatch, 1, encode)[0] == made(monkeypatch, WHOLE, encode)[0]

@@ -133,9 +133,8 @@ def _word_piece(json: Fields, model: Fields, settings: Fields) -> FolderVocabula
     found.flags["normalizer.lowercase"] = lowercase
     found.flags["normalizer.strip_accents"] = accents.boolean("strip_accents", default=lowercase)
     for name, key in (("clean_text", "clean_text"), ("handle_chinese_chars", "tokenize_chinese_chars")):
-        value = settings.boolean(key, default=normalizer.boolean(name, default=True))
-        if not value:  # the value of files without the key is true
-            found.flags[f"normalizer.{name}"] = value
+        stated = normalizer.boolean(name, default=True)
+        found.flags[f"normalizer.{name}"] = settings.boolean(key, default=stated)
     found.tokens = [stored(text, kind) for text, kind in zip(found.tokens, found.types, strict=True)]
     return found
 
