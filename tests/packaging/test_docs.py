@@ -11,15 +11,7 @@ from metal_prefill import MissingExtraError
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._model_tensors import MATRIX_TYPES
 
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "SECURITY.md",
-    ROOT / "emulator/README.md",
-    ROOT / "examples/README.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").rglob("*.md")]
 
 
 def anchors(page: Path) -> set[str]:
