@@ -193,18 +193,6 @@ def test_unwritten_positions_are_never_read(
     assert np.isfinite(expected).all()
 
 
-def test_closed_sessions_release_their_memory(model: Model) -> None:
-    with model.session() as session, session.fork() as fork:
-        session.forward_prompt(ids_of(200))
-        fork.forward_prompt(ids_of(100))
-        session.rewind(100)
-    assert model.stats()["kv_pool_bytes"] == 0
-    with model.session() as session:
-        session.forward_prompt(ids_of(200), reuse=True)
-    stats = model.stats()
-    assert stats["kv_pool_bytes"] == stats["prefix_bytes"] > 0
-
-
 def test_rejected_drafts_restore_the_state_before_them(model: Model) -> None:
     """Seven drafts, of which the one at index `wrong` is wrong; 7: none."""
     ids = ids_of(66)

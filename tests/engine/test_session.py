@@ -63,18 +63,14 @@ def test_invalid_tokens_are_rejected_and_nothing_changes(demo: Model) -> None:
         for call in (session.forward_prompt, session.forward_prompt_logits):
             with pytest.raises((TypeError, ValueError), match=r"prompt|token"):
                 call(invalid)
+    for token in (-1, 1 << 31, 1 << 40):
+        for forward in (session.forward_token, session.forward_token_greedy):
+            with pytest.raises(ValueError, match="outside the vocabulary"):
+                forward(token)
     assert session.position == len(PROMPT)
     expected = session.forward_token(first)
     session.rewind(len(PROMPT))
     np.testing.assert_array_equal(session.forward_token(first), expected)
-
-
-def test_a_single_token_outside_the_vocabulary_is_rejected(demo: Model) -> None:
-    for token in [-1, 1 << 31, 1 << 40]:
-        for call in (demo.forward_token, demo.forward_token_greedy):
-            with pytest.raises(ValueError, match="outside the vocabulary"):
-                call(token)
-        assert demo.position == 0
 
 
 def test_overflow_of_the_context_changes_nothing(device: str, fast_demo_path: Path) -> None:

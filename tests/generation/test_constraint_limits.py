@@ -95,17 +95,6 @@ def test_a_stack_overflow_ends_only_a_worker(model: Model, chain: Callable[[int]
     assert "compiling it takes more than 256 MiB of memory, or 4 MiB of stack" in message
 
 
-def test_texts_of_one_constraint_do_not_share_its_state(model: Model) -> None:
-    a, c = (model.tokenizer.encode(letter, add_bos=False)[0] for letter in "ac")
-    texts = [Constraint(model.tokenizer, regex="[ab]c") for _ in range(2)]
-    for text in texts:
-        assert not text.advance([a]).take()
-    assert not Constraint(model.tokenizer, regex="[ab]c").advance([a]).take()
-    assert texts[0].advance([c]).take()
-    assert not texts[1].advance([], room=0).met
-    assert texts[0].advance([], room=0).met
-
-
 def test_a_limited_number_of_constraints_and_errors_is_known(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

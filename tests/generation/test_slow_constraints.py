@@ -194,11 +194,6 @@ def test_jobs_do_not_wait_for_each_other_and_threads_are_kept() -> None:
     assert threading.active_count() == before
 
 
-def test_an_exception_of_a_job_is_set_on_its_future() -> None:
-    with pytest.raises(ZeroDivisionError):
-        threads.in_thread(divmod, 1, 0).result(60)
-
-
 def test_a_forked_process_starts_its_own_threads_and_repeats_requests(model: Model) -> None:
     threads.in_thread(int).result(60)
     text = Constraint(model.tokenizer, regex="[ab]{9}")

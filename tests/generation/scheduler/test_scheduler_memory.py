@@ -101,7 +101,7 @@ def test_a_stream_fails_for_memory_only_where_it_fails_alone(
     with Model(path, device="cpu", threads=1) as model:
         page, state, ids = page_bytes(model), state_bytes(model), min(900, model.config.vocab_size)
     states = (3 + snapshots) * (state and state + 4096)  # what one text needs, in whole pages of the system
-    memory = {"kv_memory": pages * page + states, "prefix_memory": prefix_pages * page}
+    memory: dict[str, Any] = {"kv_memory": pages * page + states, "prefix_memory": prefix_pages * page}
     with Model(path, device="cpu", threads=1, **memory) as model:
         prompts = [
             np.random.default_rng(kind).integers(1, ids, min(length, 64 * pages))
