@@ -1,6 +1,5 @@
 """Encoders: models of the BERT family on both engines, next to the float64 reference."""
 
-import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.closeness import LOWEST_COSINE, assert_close, hidden_states, lowest_cosine
-from support.files.gguf_bytes import STRING
-from support.files.gguf_mutator import take_apart
+from support.files.gguf_bytes import string
+from support.files.gguf_mutator import take_apart, with_entries
 from support.reference import ReferenceModel
 from support.small_models import ENCODERS, SmallModel, with_tensor, write
 
@@ -111,10 +110,8 @@ def test_threads_that_finish_layers_in_uneven_blocks_use_memory_of_their_own(
 
 def with_activation(path: Path, name: str) -> Path:
     """Write a small file of ModernBERT that states its activation."""
-    parts = take_apart(write(path.with_suffix(".plain"), ENCODERS["modern-bert"]))
-    value = struct.pack("<Q", len(name)) + name.encode()
-    parts.metadata.append((b"modern-bert.hidden_activation", STRING, value))
-    return parts.write(path)
+    plain = write(path.with_suffix(".plain"), ENCODERS["modern-bert"])
+    return with_entries(path, plain, {"modern-bert.hidden_activation": string(name)})
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "gelu_pytorch_tanh"])

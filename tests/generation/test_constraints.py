@@ -100,17 +100,6 @@ def test_the_number_of_forced_tokens_in_a_pass_is_bounded(model: Model, speculat
         assert passes == -(-len(expected) // (1 + MOST_FORCED))
 
 
-@pytest.mark.usefixtures("patient_batches")
-def test_a_text_is_cancelled_between_its_forced_tokens(model: Model) -> None:
-    scheduler = Scheduler(model)
-    stream = scheduler.submit(PROMPT, 700, regex="(thou art a fool, my lord! ){40}")
-    made = len(scheduler.step_pieces())
-    stream.cancel()
-    assert scheduler.step_pieces() == []
-    assert 0 < made <= 1 + MOST_FORCED
-    assert stream.finish_reason == "cancelled"
-
-
 @pytest.mark.usefixtures("most_drafts")
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
 def test_speculation_does_not_change_constrained_text(model: Model, options: dict[str, Any]) -> None:
