@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PATTERNS = ("*.md", "*.py", "*.h", "*.cpp", "*.mm", "*.metal", "*.inc", "Makefile")
@@ -47,24 +46,13 @@ PHRASES = {  # each has no good use in this project, whatever the sentence
 }
 
 
-class Finding(NamedTuple):
-    """A phrase in a file."""
-
-    path: str  # path from the root
-    line: int  # counted from 1
-    phrase: str  # the text that was found
-    hint: str  # what to write instead
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: '{self.phrase.strip()}': write {self.hint}"
-
-
-def find(path: str, text: str) -> Iterator[Finding]:
-    """Yield each phrase to avoid in the text of a file."""
+def find(path: str, text: str) -> Iterator[str]:
+    """Yield a message for each phrase to avoid in the text of a file."""
     prose = re.sub(r"`[^`\n]*`", "", text)
     for phrase, hint in PHRASES.items():
         for match in re.finditer(phrase, prose, flags=re.IGNORECASE):
-            yield Finding(path, prose.count("\n", 0, match.start()) + 1, match[0], hint)
+            line = prose.count("\n", 0, match.start()) + 1
+            yield f"{path}:{line}: '{match[0].strip()}': write {hint}"
 
 
 def main() -> int:
