@@ -141,7 +141,9 @@ def opened(folder: Path, name: str, content: str, normalizer: Json | None) -> tu
     """Return tokenizers, ours and the library's, with a control token that normalized text spells."""
     made = TOKENIZERS[name]()
     made["normalizer"] = made["normalizer"] or normalizer
-    made["added_tokens"][-1].update(content=content, special=True, normalized=True)
+    tool = made["added_tokens"][-1]
+    made["added_tokens"].append({**tool, "id": tool["id"] + 1})
+    tool.update(content=content, special=True, normalized=True)
     return tokenizer_folders.opened(folder, made)
 
 
@@ -163,6 +165,13 @@ def test_prompts_have_the_tokens_of_normalized_text(
         ids = theirs.encode(text, add_special_tokens=False).ids
         assert [i for i in pieces if isinstance(i, int)] == [i for i in ids if ours.is_special(i)], text
         assert ours.encode_pieces(pieces) == ids, text
+
+
+def test_text_after_a_token_in_normalized_text_spells_others(tmp_path: Path) -> None:
+    ours, theirs = opened(tmp_path, "llama 2", "<|x|>", None)
+    begin = theirs.token_to_id("<|x|>")
+    expected = theirs.encode("<|x|>b<tool>c", add_special_tokens=False).ids
+    assert ours.encode_pieces([begin, "b<tool>c"]) == expected
 
 
 def test_spans_are_those_of_the_text_as_it_is_written(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ class Tokenizer:
         """
         ids: list[int] = []
         listed = list(pieces)
-        if self._spelled.with_options:  # those in the texts, too, may take white space
+        if self._splits_pieces:
             listed = [part for piece in listed for part in self._split_piece(piece, parse_special)]
         for before, piece, after in zip([None, *listed], listed, [*listed[1:], None]):  # noqa: B905
             if isinstance(piece, int):
@@ -207,6 +207,14 @@ class Tokenizer:
                 begins = False
             ids += self._ids(text, parse_special, begins=begins)
         return ids
+
+    @cached_property
+    def _splits_pieces(self) -> bool:
+        """Whether tokens in a text change which space at its ends belongs to the tokens around it."""
+        if self._prepends and self._spelled.normalized:
+            return True
+        spelled = (*self._spelled.special, *self._spelled.user_defined)
+        return self._spelled.take_white_space and any(text != text.strip() for text in spelled)
 
     def _split_piece(self, piece: str | int, parse_special: bool) -> Iterable[str | int]:
         return self.split(piece, parse_special) if isinstance(piece, str) else (piece,)
