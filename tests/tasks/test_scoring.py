@@ -43,6 +43,7 @@ def test_scores_match_single_prompts(demo: Model) -> None:
             # Operands are in half precision: each differs from float32 by up to 2e-4 of the largest.
             np.testing.assert_allclose(scores, alone, atol=4e-4 * np.abs(alone).max())
     assert demo.position == 0
+    assert demo.score_many([]) == []
 
 
 def test_a_shared_prefix_is_computed_once(demo: Model, computed: list[int]) -> None:
@@ -77,10 +78,6 @@ def test_progress_counts_prompts(demo: Model) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     with pytest.raises(ZeroDivisionError):
         demo.score_many(PROMPTS, progress=lambda done, total: 1 // 0)
-
-
-def test_no_prompts_have_no_scores(demo: Model) -> None:
-    assert demo.score_many([]) == []
 
 
 @pytest.mark.parametrize(
