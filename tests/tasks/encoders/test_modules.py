@@ -163,6 +163,8 @@ def test_a_state_that_is_nan_ends_its_text_alone(
             assert np.array_equal(state, expected)
         with pytest.raises(NumericalError, match="text 1: the hidden state of the token at position 3"):
             list(pooled_blocks(passes, pooling, texts, [0, 1, 0]))
+        with pytest.raises(NumericalError, match="text 2: "):
+            model.embed(["!", "!", "#"], pooling=pooling)  # of which the last one has token 7
 
 
 def test_texts_of_causal_models_are_not_pooled_in_their_pass(demo: Model) -> None:
