@@ -89,7 +89,7 @@ def add_option(
     """Add an option, whose help ends with the default if there is one."""
     if default is not None:
         options["default"] = default
-        shown = f"{default:,}" if isinstance(default, int) else default
+        shown = f"{default:,}" if isinstance(default, int) and default >= 10_000 else default
         help += f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
     parser.add_argument(*flags.split(), help=help, **options)
 
@@ -104,11 +104,6 @@ def add_number(
 ) -> None:
     """Add an option with a number; see `add_option`."""
     add_option(parser, flags, help, default, type=type, metavar=metavar)
-
-
-def add_port(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``--port``."""
-    parser.add_argument("--port", type=port, default=8080, metavar="N", help=f"{what} (default: 8080)")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:

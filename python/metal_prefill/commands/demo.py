@@ -20,7 +20,7 @@ EXAMPLE = "metal-prefill demo"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model_argument(parser, "smollm2 if it is installed, otherwise the bundled model")
     parser.add_argument("--serve", action="store_true", help="start the server with its page at the end")
-    common.add_port(parser, "port of --serve")
+    common.add_number(parser, "--port", "port of --serve", 8080, common.port)
     common.add_engine_arguments(parser)
 
 

@@ -23,7 +23,7 @@ _DEFAULTS = {"prefix_memory": 1 << 30, "shutdown_grace": 30}  # of options that 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_option(parser, "--host", "address to listen on", "127.0.0.1", type=_host, metavar="ADDRESS")
-    common.add_port(parser, "port to listen on; 0 picks a free port")
+    common.add_number(parser, "--port", "port to listen on; 0 picks a free port", 8080, common.port)
     alias = "name of the model in requests; repeatable (default: the name of its file)"
     parser.add_argument("--alias", action="append", metavar="NAME", help=alias)
     parser.add_argument(

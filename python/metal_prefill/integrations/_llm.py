@@ -23,7 +23,16 @@ from metal_prefill.model import Model
 _NAMES = {"demo": None, "smollm2": "smollm2"}  # of models that write, and their files
 
 
-class ChatModel(llm.Model):  # type: ignore[misc,unused-ignore]
+class _Named:
+    """A model of llm with a name and a default file."""
+
+    def __init__(self, name: str, file: str | None) -> None:
+        self.model_id = f"metal_prefill/{name}"
+        self._file = file
+        self._open = lru_cache(maxsize=1)(Model)  # the last one stays open
+
+
+class ChatModel(_Named, llm.Model):  # type: ignore[misc,unused-ignore]
     """A model that answers, with the chat template of its file."""
 
     can_stream = True
@@ -36,11 +45,6 @@ class ChatModel(llm.Model):  # type: ignore[misc,unused-ignore]
         max_tokens: int = Field(description="Maximum length of the answer in tokens", default=512, ge=1)
         temperature: float = Field(description="Divisor of the logits; 0 is greedy", default=0.0, ge=0)
         seed: int | None = Field(description="Seed of the random choice", default=None, ge=0)
-
-    def __init__(self, name: str, file: str | None) -> None:
-        self.model_id = f"metal_prefill/{name}"
-        self._file = file
-        self._open = lru_cache(maxsize=1)(Model)  # the last one stays open
 
     def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any) -> Iterator[str]:
         """Yield the parts of the answer to a prompt, which includes the messages before it."""
@@ -71,16 +75,11 @@ def _messages(given: Iterable[Any]) -> list[dict[str, str]]:
     return messages
 
 
-class TextModel(llm.EmbeddingModel):  # type: ignore[misc,unused-ignore]
+class TextModel(_Named, llm.EmbeddingModel):  # type: ignore[misc,unused-ignore]
     """A model that embeds texts."""
 
     supports_text = True
     batch_size = 256
-
-    def __init__(self, name: str, file: str) -> None:
-        self.model_id = f"metal_prefill/{name}"
-        self._file = file
-        self._open = lru_cache(maxsize=1)(Model)  # the last one stays open
 
     def embed_batch(self, items: Iterable[str | bytes]) -> Iterator[list[float]]:
         texts = [item if isinstance(item, str) else item.decode("utf-8") for item in items]

@@ -35,9 +35,7 @@ class VectorEncoder(Encoder):
     """A model whose results are compared by a similarity."""
 
     # By name: functions that compare all items with all others, and those in the same place.
-    similarities: ClassVar[Mapping[str, tuple[Similarity, Similarity]]] = {
-        item.value: functions for item, functions in SIMILARITIES.items()
-    }
+    similarities: ClassVar[Mapping[str, tuple[Similarity, Similarity]]] = SIMILARITIES
 
     @property
     def similarity_fn_name(self) -> str:

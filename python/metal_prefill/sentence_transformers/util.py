@@ -93,20 +93,20 @@ class SimilarityFunction(Enum):
     @staticmethod
     def to_similarity_fn(similarity_function: str | SimilarityFunction) -> Similarity:
         """Return the function that compares all vectors with all others."""
-        return SIMILARITIES[SimilarityFunction(similarity_function)][0]
+        return SIMILARITIES[SimilarityFunction(similarity_function).value][0]
 
     @staticmethod
     def to_similarity_pairwise_fn(similarity_function: str | SimilarityFunction) -> Similarity:
         """Return the function that compares vectors in the same place."""
-        return SIMILARITIES[SimilarityFunction(similarity_function)][1]
+        return SIMILARITIES[SimilarityFunction(similarity_function).value][1]
 
 
 # Functions that compare all vectors with all others, and those in the same place.
-SIMILARITIES: dict[SimilarityFunction, tuple[Similarity, Similarity]] = {
-    SimilarityFunction.COSINE: (cos_sim, pairwise_cos_sim),
-    SimilarityFunction.DOT_PRODUCT: (dot_score, pairwise_dot_score),
-    SimilarityFunction.EUCLIDEAN: (euclidean_sim, pairwise_euclidean_sim),
-    SimilarityFunction.MANHATTAN: (manhattan_sim, pairwise_manhattan_sim),
+SIMILARITIES = {
+    "cosine": (cos_sim, pairwise_cos_sim),
+    "dot": (dot_score, pairwise_dot_score),
+    "euclidean": (euclidean_sim, pairwise_euclidean_sim),
+    "manhattan": (manhattan_sim, pairwise_manhattan_sim),
 }
 
 
