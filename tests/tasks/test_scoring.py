@@ -1,6 +1,7 @@
 """Scoring many prompts: the same values as one by one, with shared prefixes computed once."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,8 @@ import numpy.typing as npt
 import pytest
 from support.computed_tokens import ComputedTokens
 
-from metal_prefill import ContextOverflowError, Model
+from metal_prefill import ContextOverflowError, KVMemoryError, Model
+from metal_prefill.tasks import _text_passes
 
 RNG = np.random.default_rng(11)
 SHARED = RNG.integers(1, 1000, 40)
@@ -96,6 +98,17 @@ def test_an_invalid_prompt_is_named_before_anything_is_computed(
     with pytest.raises(error, match=message):
         demo.score_many([PROMPTS[0], bad, PROMPTS[1]])
     assert computed == []
+
+
+def test_a_prompt_that_fails_in_a_later_part_is_named(
+    demo_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_text_passes, "MOST_TEXTS", 2)
+    with (
+        Model(demo_path, device="cpu", kv_memory=245760, prefix_memory=0) as small,  # two pages
+        pytest.raises(KVMemoryError, match="prompt 3: "),
+    ):
+        small.score_many([[1, 2], [1, 3], [1, 4], [1] * 200])
 
 
 def test_the_longest_prompt_fills_the_context(cpu: Model) -> None:
