@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,8 @@ TEMPLATES = {
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 ANSWERS = ("yes", "no")
 Scores = npt.NDArray[np.float64]
+# Function of prompts that returns their scores, and the logits by which they are ordered.
+ScoresOf: TypeAlias = Callable[[TextPasses, Sequence[Ids]], tuple[Scores, Scores]]
 AFFIRMATIVE = (ANSWERS[0], "true", "positive")
 CUT_QUERY = "the query is longer than those of its model and lost its end"
 CUT_WITH_DOCUMENT = "the query lost its end, as it does not fit the context together with each document"
@@ -92,8 +94,7 @@ class Ranking(NamedTuple):
     prompts: list[Ids]  # of each document: with the query, or for late interaction alone
     cut_texts: int  # number of texts that lost their ends
     notes: list[str]  # messages about these
-    # Function of prompts that returns their scores, and the logits by which they are ordered.
-    score: Callable[[TextPasses, Sequence[Ids]], tuple[Scores, Scores]]
+    score: ScoresOf
 
     def ranked(self, passes: TextPasses, top_n: int | None) -> list[Ranked]:
         scores, logits = self.scores(passes)
@@ -196,21 +197,12 @@ def encode_documents(engine: Engine, query: str, documents: Sequence[str], optio
             text if len(tokens) <= count else text[: tokens[count].start]
             for text, tokens in zip(documents, spans, strict=True)
         ]
-    limit, cut_query = engine.max_context, CUT_WITH_DOCUMENT
-    score: Callable[[TextPasses, Sequence[Ids]], tuple[Scores, Scores]]
-    score = partial(scores_of, label=options.label)
     if kind == "late":
-        known = bool(engine.prompts.by_name or card_of(engine))  # whether there are prompts of both kinds
-        role = document_role(engine, prompt_form(engine, "document" if known else None))
-        asked = _late_query(engine, query, options, "query" if known else None)
-        alone = encode_texts(engine, texts, role, options.rules, "document")
-        cut_alone = frozenset(alone.cut)
-        encoded = (EncodedPair(ids, asked.cut, i in cut_alone) for i, ids in enumerate(alone.prompts))
-        limit, cut_query = role.limit, CUT_QUERY
-        score = partial(_late_scores, query=asked, skipped=role.skipped)
+        encoded, limit, score = _late_documents(engine, query, texts, options)
     else:
         encode = _pairs if kind == "pair" else _filled_templates
-        encoded = encode(engine, query, texts, options)
+        encoded, limit = encode(engine, query, texts, options), engine.max_context
+        score = partial(scores_of, label=options.label)
     prompts, cut, query_cut = list[Ids](), list[int](), False
     for i, pair in enumerate(encoded):
         if not len(pair.ids):
@@ -218,7 +210,7 @@ def encode_documents(engine: Engine, query: str, documents: Sequence[str], optio
         prompts.append(pair.ids)
         cut += [i] if pair.second_cut else []
         query_cut |= pair.first_cut
-    notes = [cut_query] if query_cut else []
+    notes = [CUT_QUERY if kind == "late" else CUT_WITH_DOCUMENT] if query_cut else []
     notes += [cut_message(cut, len(prompts), limit, "document")] if cut else []
     return Ranking(documents, prompts, len(cut) + query_cut, notes, score)
 
@@ -258,6 +250,19 @@ def check_ranks(engine: Engine, options: Options) -> None:
     """Raise ValueError or GGUFError if the model does not rank documents in this way."""
     if kind_of(engine, options) == "template":
         template_of(engine)
+
+
+def _late_documents(
+    engine: Engine, query: str, documents: Sequence[str], options: Options
+) -> tuple[Iterator[EncodedPair], int, ScoresOf]:
+    """Return documents in tokens, without the query, their limit, and the function of their scores."""
+    known = bool(engine.prompts.by_name or card_of(engine))  # whether there are prompts of both kinds
+    asked = _late_query(engine, query, options, "query" if known else None)
+    role = document_role(engine, prompt_form(engine, "document" if known else None))
+    texts = encode_texts(engine, documents, role, options.rules, "document")
+    cut = frozenset(texts.cut)
+    encoded = (EncodedPair(ids, asked.cut, i in cut) for i, ids in enumerate(texts.prompts))
+    return encoded, role.limit, partial(_late_scores, query=asked, skipped=role.skipped)
 
 
 def _late_query(engine: Engine, query: str, options: Options, default: str | None) -> EncodedText:
