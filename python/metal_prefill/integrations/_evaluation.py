@@ -96,15 +96,10 @@ def _cut(model: Model, context: Ids, continuation: Ids) -> tuple[Ids, Ids]:
 
 def loglikelihood_rolling(model: Model, texts: Sequence[str]) -> list[float]:
     """Return the log likelihood of whole texts, in windows as long as the context; see `rolling_windows`."""
-    pairs: list[tuple[Ids, Ids]] = []
-    owners: list[int] = []
-    for i, text in enumerate(texts):
-        for pair in rolling_windows(model, text):
-            pairs.append(pair)
-            owners.append(i)
-    sums = [0.0] * len(texts)
-    scores = score_continuations(TextPasses(model.engine), pairs, lambda i: f"text {owners[i]}")
-    for i, score in zip(owners, scores, strict=True):
+    windows = [(i, window) for i, text in enumerate(texts) for window in rolling_windows(model, text)]
+    pairs, sums = [window for _, window in windows], [0.0] * len(texts)
+    scores = score_continuations(TextPasses(model.engine), pairs, lambda i: f"text {windows[i][0]}")
+    for (i, _), score in zip(windows, scores, strict=True):
         sums[i] += float(score.sum(dtype=np.float64))
     return sums
 

@@ -62,7 +62,7 @@ def kept_lengths(first: int, second: int, room: int) -> tuple[int, int]:
 
 
 def encode_continuation(
-    engine: Engine, context: str, continuation: str, encode: Callable[[str], list[int]] | None = None
+    engine: Engine, context: str, continuation: str, encode: Callable[[str], list[int]]
 ) -> tuple[Ids, Ids]:
     """Return the tokens of a text and of its continuation, which are encoded together and then divided.
 
@@ -73,7 +73,6 @@ def encode_continuation(
     spaces = len(context) - len(context.rstrip())
     if spaces:
         context, continuation = context[:-spaces], context[-spaces:] + continuation
-    encode = tokenizer.encode if encode is None else encode
     before = encode(context)
     whole = encode(context + continuation)
     if not before:
