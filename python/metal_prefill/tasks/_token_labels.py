@@ -13,9 +13,9 @@ import numpy.typing as npt
 from metal_prefill._support.arguments import Progress, one_of
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.files._task_config import TransitionBiases
-from metal_prefill.tasks._embedding import check_length, checked_texts
+from metal_prefill.tasks._embedding import checked_texts, encode_tokens
 from metal_prefill.tasks._pooled_head import logits_of, probabilities_of
-from metal_prefill.tasks._prompts import PromptRules, errors_of, warn_of_cut
+from metal_prefill.tasks._prompts import PromptRules, errors_of, text_role, warn_of_cut
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states, reported
 from metal_prefill.text._tokenizer import TokenSpan
 
@@ -180,18 +180,15 @@ def _encoded(
 ) -> tuple[list[_SpannedText], list[int]]:
     """Return texts in tokens, and the indices of those that lost their ends."""
     parses = rules.parses(engine.tokenizer)
-    frame = engine.tokenizer.frame
-    room = max(engine.max_context - len(frame.begin) - len(frame.end), 0)
+    role, frame = text_role(engine), engine.tokenizer.frame
     spanned, cut = [], []
     for i, text in enumerate(checked_texts(texts)):
         with errors_of(f"text {i}"):
             spans = engine.tokenizer.encode_spans(text, parse_special=parses)
-        if rules.truncate == "end" and len(spans) > room:
-            spans = spans[:room]
-            cut.append(i)
-        ids = np.array(frame.text([span.id for span in spans]), np.int32)
-        check_length(engine, len(ids), f"text {i}")
-        spanned.append(_SpannedText(text, ids, spans))
+        encoded = encode_tokens(engine, [span.id for span in spans], text, f"text {i}", role, rules)
+        cut += [i] if encoded.cut else []
+        kept = spans[: len(encoded.ids) - len(frame.begin) - len(frame.end)]
+        spanned.append(_SpannedText(text, np.array(encoded.ids, np.int32), kept))
     return spanned, cut
 
 
