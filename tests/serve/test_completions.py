@@ -207,10 +207,10 @@ def chat(server: Running, **options: Any) -> Any:
     return server.client().chat.completions.create(**options)
 
 
-PARTS = [{"type": "text", "text": "Who art thou? "}, {"type": "text", "text": "<|endoftext|>"}]
+TEXTS = [{"type": "text", "text": "Who art thou? "}, {"type": "text", "text": "<|endoftext|>"}]
 
 
-@pytest.mark.parametrize("content", [MESSAGES[1]["content"], PARTS], ids=["text", "parts"])
+@pytest.mark.parametrize("content", [MESSAGES[1]["content"], TEXTS], ids=["text", "parts"])
 def test_an_answer_equals_that_of_the_template_alone(server: Running, cpu_model: Model, content: Any) -> None:
     answer = chat(server, messages=[MESSAGES[0], {"role": "user", "content": content}], max_tokens=24)
     message = answer.choices[0].message

@@ -253,7 +253,7 @@ class Block:
 class Added(NamedTuple):
     """Text that was added to a block."""
 
-    index: int  # of the block
+    block: int  # its index
     text: str
     begins: bool  # whether the block begins with it
 
