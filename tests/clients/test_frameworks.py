@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.folders import model_folders
-from support.folders.task_folders import DOCUMENTS, TEXTS
+from support.folders.task_folders import DOCUMENTS, RANKERS, TEXTS
 from support.places import ROOT
 from support.programs import output
 from support.scheduled_texts import alone, answer_alone
@@ -19,6 +19,7 @@ from support.tools import HERMES
 
 import metal_prefill
 from metal_prefill import Model
+from metal_prefill.conversion import convert
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -38,6 +39,13 @@ def within(client: str, code: str, *arguments: str | Path, **variables: str) -> 
     code = f"import sys; sys.path.append({packages!r}); {code}"
     env = {**os.environ, **variables}
     return output([python, "-c", code, *arguments], env=env, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Path of a small cross-encoder."""
+    folder = tmp_path_factory.mktemp("reranker")
+    return convert(RANKERS["bert"](folder / "folder").write(), folder / "model.gguf")
 
 
 @pytest.fixture(scope="module")
