@@ -349,7 +349,8 @@ def keyless(keys: Collection[bytes], open_paths: Collection[str], scope: Scope) 
 
     The key is in ``Authorization: Bearer KEY`` or, as Anthropic's clients send it, in ``X-Api-Key: KEY``.
     """
-    if _path_of(scope) in open_paths:
+    path: str = scope["path"]
+    if path.removeprefix(scope.get("root_path", "")) in open_paths:  # relative to its mount point
         return None
     given = given_key(Headers(scope=scope))
     # All keys are compared, each in constant time, so that the time reveals nothing about them.
@@ -357,9 +358,3 @@ def keyless(keys: Collection[bytes], open_paths: Collection[str], scope: Scope) 
         return None
     problem = "Incorrect API key provided" if given else "You didn't provide an API key"
     return ApiError(problem, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-
-def _path_of(scope: Scope) -> str:
-    """Return the path of a request relative to the mount point of the application."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
