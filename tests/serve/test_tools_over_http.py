@@ -19,11 +19,25 @@ CALLING = r'I look\.\n<tool_call>\{"name": "weather", "arguments": \{"city": "[a
 TWICE = r'(<tool_call>\{"name": "weather", "arguments": \{"city": "a"\}\}</tool_call>){2}'
 
 
+def parts(answer: Any) -> Any:
+    """Return what an answer and a stream must have in common."""
+    (choice,) = answer.choices
+    message = choice.message
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    tokens = answer.usage.completion_tokens, answer.usage.completion_tokens_details
+    reasoning = getattr(message, "reasoning_content", None)
+    return reasoning, message.content or "", calls, choice.finish_reason, tokens
+
+
 def ask(server: Running, regex: str | None = None, **options: Any) -> Any:
+    """Ask with OpenAI's client, which also puts the same answer together from a stream."""
     extra = {**({"regex": regex} if regex else {}), **options.pop("extra", {})}
-    return server.client().chat.completions.create(
-        **{"model": "demo", "messages": ASKED, "temperature": 0, "extra_body": extra, **options}
-    )
+    asked = {"model": "demo", "messages": ASKED, "temperature": 0, "extra_body": extra, **options}
+    with server.client() as client:
+        answer = client.chat.completions.create(**asked)
+        with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+            assert parts(stream.until_done().current_completion_snapshot) == parts(answer)
+    return answer
 
 
 def ask_with_tools(server: Running, regex: str | None = None, **options: Any) -> Any:
@@ -53,7 +67,7 @@ def test_control_tokens_may_mark_a_call(hermes: Running) -> None:
         patch.dict(tokenizer._spelled.special, {"[TOOL_CALLS]": begin, "[ARGS]": middle}),
     ):
         message = ask_with_tools(hermes, regex, **options).choices[0].message
-        plain = ask_with_tools(hermes, regex, **options, tools=None).choices[0].message
+        plain = ask(hermes, regex, **options).choices[0].message
     (call,) = message.tool_calls
     assert (message.content, call.function.name, call.function.arguments) == (
         "so, it",
@@ -63,17 +77,12 @@ def test_control_tokens_may_mark_a_call(hermes: Running) -> None:
     assert plain.content == 'so, itweather{"city": "a"}'
 
 
-def test_streamed_calls_are_numbered(hermes: Running) -> None:
-    calls: list[Any] = []
-    reasons = []
-    for chunk in ask_with_tools(hermes, TWICE, stream=True):
-        choice = chunk.choices[0]
-        calls += choice.delta.tool_calls or []
-        reasons.append(choice.finish_reason)
-    assert [call.index for call in calls] == [0, 1]
+def test_an_answer_may_have_several_calls(hermes: Running) -> None:
+    choice = ask_with_tools(hermes, TWICE).choices[0]
+    calls = choice.message.tool_calls
     assert len({call.id for call in calls}) == 2
     assert [json.loads(call.function.arguments) for call in calls] == [{"city": "a"}] * 2
-    assert [reason for reason in reasons if reason] == ["tool_calls"]
+    assert choice.finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize(
@@ -112,25 +121,15 @@ def test_a_required_call_follows_the_tags_of_the_template(hermes: Running) -> No
     assert several.usage.prompt_tokens == len(model.tokenizer.encode(text, add_bos=False))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_several_calls_can_be_required(hermes: Running, stream: bool) -> None:
+def test_several_calls_can_be_required(hermes: Running) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("noon", "dusk")]
     options: dict[str, Any] = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": True}
-    answer = ask_with_tools(hermes, **options, max_tokens=900, stream=stream, seed=1, temperature=1.0)
-    if stream:
-        calls: dict[int, str] = {}
-        for chunk in answer:
-            for call in chunk.choices[0].delta.tool_calls or []:
-                calls[call.index] = calls.get(call.index, "") + call.function.arguments
-            reason = chunk.choices[0].finish_reason or ""
-        assert list(calls) == list(range(len(calls)))
-        found = list(calls.values())
-    else:
-        (choice,) = answer.choices
-        assert {call.function.name for call in choice.message.tool_calls} <= {"noon", "dusk"}
-        found, reason = [call.function.arguments for call in choice.message.tool_calls], choice.finish_reason
-    assert (found, reason) == (["{}"] * len(found), "tool_calls")
-    assert 1 < len(found) <= 16
+    (choice,) = ask_with_tools(hermes, **options, max_tokens=900, seed=1, temperature=1.0).choices
+    calls = [call.function for call in choice.message.tool_calls]
+    assert {call.name for call in calls} <= {"noon", "dusk"}
+    assert {call.arguments for call in calls} == {"{}"}
+    assert 1 < len(calls) <= 16
+    assert choice.finish_reason == "tool_calls"
 
 
 # As pydantic writes a model with a nested one.
@@ -159,19 +158,12 @@ def test_a_truncated_required_call_is_a_partial_call(hermes: Running, max_tokens
     with pytest.raises(json.JSONDecodeError):
         json.loads(call.function.arguments)
 
-    chunks = [chunk.choices[0] for chunk in ask_with_tools(hermes, **options, stream=True)]
-    streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-    assert {part.index for part in streamed} == {0}
-    assert [part.function.name for part in streamed] == ["route", *[None] * (len(streamed) - 1)]
-    assert "".join(part.function.arguments for part in streamed) == call.function.arguments
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
-    assert chunks[-1].finish_reason == "length"
-
 
 def test_a_call_truncated_within_its_name_is_text(hermes: Running) -> None:
     options: dict[str, Any] = {"tools": [ROUTE, WEATHER], "tool_choice": "required", "max_tokens": 1}
     choice = ask_with_tools(hermes, **options).choices[0]
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    assert choice.message.content
     assert '{"name": "'.startswith(choice.message.content)
 
 
@@ -237,14 +229,6 @@ def test_reasoning_is_separated_from_the_answer(thinking: Running) -> None:
     message = ask(thinking, THINKING).choices[0].message
     assert message.reasoning_content == "a <b"
     assert message.content in ("c d", "c e")
-    reasoning = answer = ""
-    for chunk in ask(thinking, THINKING, stream=True):
-        delta = chunk.choices[0].delta
-        part = getattr(delta, "reasoning_content", None)
-        assert not (part and answer)
-        reasoning += part or ""
-        answer += delta.content or ""
-    assert (reasoning, answer) == (message.reasoning_content, message.content)
 
 
 def test_tokens_of_the_reasoning_are_counted(thinking: Running) -> None:
@@ -252,8 +236,6 @@ def test_tokens_of_the_reasoning_are_counted(thinking: Running) -> None:
     tokens = [made.token for made in answer.choices[0].logprobs.content]
     count = next(n for n in range(len(tokens)) if "</think>" in "".join(tokens[:n]))
     assert answer.usage.completion_tokens_details.reasoning_tokens == count < len(tokens)
-    *_, last = ask(thinking, THINKING, stream=True, stream_options={"include_usage": True})
-    assert last.usage.completion_tokens_details.reasoning_tokens == count
     plain = ask(thinking, "[a-b]")
     assert plain.usage.completion_tokens_details.reasoning_tokens == 0
 
