@@ -292,7 +292,8 @@ def test_white_space_between_pieces_belongs_to_tokens(tmp_path: Path) -> None:
     ours, theirs = opened(tmp_path, "mistral", strip)
     begin, end = ours.encode("<s></s>", add_bos=False, parse_special=True)
     # The last one begins with white space, which is not removed.
-    for pieces in (["the ", begin], [end, "\n the"], [end, " <tool> the"]):
+    prompts: list[list[str | int]] = [["the ", begin], [end, "\n the"], [end, " <tool> the"]]
+    for pieces in prompts:
         text = "".join(piece if isinstance(piece, str) else ours.token(piece) for piece in pieces)
         assert ours.encode_pieces(pieces) == theirs.encode(text, add_special_tokens=False).ids
 
