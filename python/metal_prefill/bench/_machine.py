@@ -6,6 +6,7 @@ process takes one. A sample that was taken then says nothing about an engine.
 
 import os
 import platform
+import resource
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -93,16 +94,12 @@ def peak_rss_bytes() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
 
 
 def involuntary_switches() -> int:
     """How often this process's threads were taken off their cores although they had work to do."""
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 

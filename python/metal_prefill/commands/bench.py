@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from metal_prefill._support.atomic_write import check_target, replacing
 from metal_prefill.bench._cases import DECODE_DEPTH
@@ -15,7 +15,6 @@ from metal_prefill.bench._engines import KINDS, OURS
 from metal_prefill.commands import common
 
 if TYPE_CHECKING:
-    from metal_prefill.bench import AgentResults, BenchResults, ServingResults
     from metal_prefill.bench._runner import Progress
 
 EXAMPLE = "metal-prefill bench --demo -p 64 -n 8 -r 1"
@@ -121,10 +120,10 @@ def execute(arguments: argparse.Namespace) -> None:
     if arguments.json and arguments.json != "-":
         check_target(arguments.json)
     options = {name: value for name, value in vars(arguments).items() if name not in _OWN}
-    functions: dict[str, Callable[..., BenchResults | ServingResults | AgentResults]]
-    functions = {"serve": bench.run_serving, "agents": bench.run_agents}
+    measure: Callable[..., Any]
+    measure = {"serve": bench.run_serving, "agents": bench.run_agents}.get(arguments.mode, bench.run)
     with _shown_progress() as progress:
-        results = functions.get(arguments.mode, bench.run)(model, progress=progress, **options)
+        results = measure(model, progress=progress, **options)
     if arguments.json == "-":
         print(results.to_json())
     else:
