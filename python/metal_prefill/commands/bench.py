@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from metal_prefill._support.atomic_write import check_target, replacing
 from metal_prefill.bench._cases import DECODE_DEPTH
@@ -120,8 +120,7 @@ def execute(arguments: argparse.Namespace) -> None:
     if arguments.json and arguments.json != "-":
         check_target(arguments.json)
     options = {name: value for name, value in vars(arguments).items() if name not in _OWN}
-    measure: Callable[..., Any]
-    measure = {"serve": bench.run_serving, "agents": bench.run_agents}.get(arguments.mode, bench.run)
+    measure = getattr(bench, {"serve": "run_serving", "agents": "run_agents"}.get(arguments.mode, "run"))
     with _shown_progress() as progress:
         results = measure(model, progress=progress, **options)
     if arguments.json == "-":

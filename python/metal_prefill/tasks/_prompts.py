@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tokenizers import normalizers
@@ -81,23 +82,17 @@ DOCUMENT_NAMES = ("document", "passage", "corpus")
 _NFC = normalizers.NFC()
 
 
-class errors_of:
-    """Context that puts the name of an item before the message of a TypeError or ValueError about it."""
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # A GGUFError is one of the vocabulary, which is read for the first text.
-        if isinstance(error, (TypeError, ValueError)) and not isinstance(error, GGUFError):
-            # Others, such as a UnicodeEncodeError, have more arguments than a message.
-            kind = type(error) if isinstance(error, (TypeError, ContextOverflowError)) else ValueError
-            raise kind(f"{self._name}: {error}") from None
+@contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """Put the name of an item before the message of a TypeError or ValueError about it."""
+    try:
+        yield
+    except GGUFError:  # one of the vocabulary, which is read for the first text
+        raise
+    except (TypeError, ValueError) as error:
+        # Others, such as a UnicodeEncodeError, have more arguments than a message.
+        kind = type(error) if isinstance(error, (TypeError, ContextOverflowError)) else ValueError
+        raise kind(f"{name}: {error}") from None
 
 
 def numbered(items: Iterable[Item], noun: str) -> Iterator[Item]:

@@ -176,7 +176,8 @@ REFUSED: list[tuple[str, Call, type[Exception], str]] = [
     ("demo", classifies(["a"], ["x", "x"]), ValueError, "a label appears twice"),
     ("demo", classifies(["a"], ["x"], "{label} {text}"), ValueError, "ends with {label}"),
     ("demo", classifies(["a"], []), TypeError, "labels must be a sequence of strings"),
-    ("demo", classifies(["a", "word " * 5000], ["x"]), ContextOverflowError, "text 1, label 'x': "),
+    ("demo", classifies(["a", "word " * 5000], ["x", "y"]), ContextOverflowError, "text 1, label 'x': "),
+    ("demo", classifies(["a"], ["x", "y " * 5000]), ContextOverflowError, "text 0, label 'y y"),
     ("demo", classifies(["a"], ["x"], 3), TypeError, "template must be a string, got int"),
 ]  # fmt: skip
 
