@@ -114,14 +114,22 @@ def test_agents_in_turn_find_what_a_small_memory_can_hold(
     assert found >= most_found(prompts, memory)
 
 
-def test_sessions_are_replayed_on_servers(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_are_replayed_on_servers_and_peers(
+    tmp_path: Path, demo_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_agents, "UNIT", 2)
     replayed = ("retries", "memory too small")  # a process for each server
     monkeypatch.setattr(_agents, "SHAPES", {shape: SHAPES[shape] for shape in replayed})
-    results = bench.run_agents(demo_path, threads=1)
+    program = tmp_path / "llama-server"  # a peer may be the path of its program
+    program.write_text(f"#!{sys.executable}\n{PROGRAM}", encoding="utf-8")
+    with pytest.raises(MissingExtraError, match=r"llama-server of llama\.cpp is not a program"):
+        check_server(str(program))
+    program.chmod(0o755)
+    results = bench.run_agents(demo_path, compare=[str(program)], threads=1)
     assert {turn.shape for turn in results.turns} == set(replayed)
-    retries = [turn.computed_tokens for turn in results.turns if turn.shape == "retries"]
-    assert retries[1:] == [1] * 4
+    for server in ("metal_prefill", "llama-server"):
+        retries = [t.computed_tokens for t in results.turns if (t.server, t.shape) == (server, "retries")]
+        assert retries[1:] == [1] * 4
     assert len(json.loads(results.to_json())["turns"]) == len(results.turns)
     assert "memory too small" in "".join(str(s.text) for s in Console(width=200).render(results))
 
@@ -140,21 +148,6 @@ def test_tokens_that_a_peer_computes_are_those_that_it_reports(
         kept = 0 if i == SHAPES[shape].restart else [*same, False].index(False)
         assert (turn.prompt_tokens, turn.computed_tokens) == (len(words), max(len(words) - kept, 1))
         last = words
-
-
-def test_a_peer_may_be_the_path_of_its_program(
-    tmp_path: Path, demo_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_agents, "UNIT", 2)
-    program = tmp_path / "llama-server"
-    program.write_text(f"#!{sys.executable}\n{PROGRAM}", encoding="utf-8")
-    with pytest.raises(MissingExtraError, match=r"llama-server of llama\.cpp is not a program"):
-        check_server(str(program))
-    program.chmod(0o755)
-    monkeypatch.setattr(_agents, "SHAPES", {"retries": SHAPES["retries"]})
-    results = bench.run_agents(demo_path, compare=[str(program)], threads=1)
-    theirs = [turn.computed_tokens for turn in results.turns if turn.server == "llama-server"]
-    assert theirs[1:] == [1] * 4
 
 
 def test_a_peer_that_does_not_report_tokens_is_named() -> None:
