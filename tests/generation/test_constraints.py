@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.native_requests import passes_of_texts
 from support.random_schemas import random_schema
-from support.sampling_reference import drawn, sample
+from support.sampling_reference import reference_tokens
 
 from metal_prefill import ConstraintError, MissingExtraError, Model, Scheduler
 from metal_prefill.engine import RowCost
@@ -19,7 +18,6 @@ from metal_prefill.generation import _constraint, _constraint_worker, _scheduler
 from metal_prefill.generation._constraint import Constraint
 from metal_prefill.generation._constraint_worker import _prepare, _Spelling, _Texts
 from metal_prefill.generation._guide import MOST_FORCED
-from metal_prefill.generation._sampling import REPEAT_WINDOW
 from metal_prefill.generation._speculation import MOST_DRAFTS
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
@@ -38,24 +36,6 @@ PERSON = {
 PROMPT = "A person of the play: "
 
 
-def one_by_one(model: Model, ids: list[int], guide: Constraint, seed: int, **options: Any) -> list[int]:
-    """Choose each token in NumPy among those that the mask allows."""
-    made: list[int] = []
-    with model.session() as session:
-        logits = session.forward_prompt_logits(ids)
-        complete = False
-        while not complete:
-            words = np.frombuffer(guide.mask(), np.uint8)
-            allowed = np.unpackbits(words, bitorder="little")[: logits.size].astype(bool)
-            recent, number = [*ids, *made][-REPEAT_WINDOW:], drawn(seed, len(ids) + len(made))
-            made.append(sample(logits, number, allowed=allowed, recent=recent, **options))
-            if made[-1] in model.tokenizer.stop_ids:
-                break
-            complete = guide.advance([made[-1]]).take()
-            logits = session.forward_token(made[-1])
-    return made
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"temperature": 1.0}, {"temperature": 1.5, "top_k": 50, "repeat_penalty": 1.2}],
@@ -65,7 +45,8 @@ def test_tokens_match_those_of_masks_alone(model: Model, options: dict[str, Any]
     """So texts have the same probabilities whether forced tokens are sampled or not."""
     ids = model.tokenizer.encode(PROMPT)
     for seed in range(4):
-        expected = one_by_one(model, ids, Constraint(model.tokenizer, json_schema=PERSON), seed, **options)
+        constraint = Constraint(model.tokenizer, json_schema=PERSON)
+        expected = reference_tokens(model, ids, 200, seed, constraint, **options)
         kwargs: dict[str, Any] = {"seed": seed, "json_schema": PERSON, **options}
         assert [p.token for p in model.session().stream(ids, 200, **kwargs)] == expected
         with_scores = list(model.session().stream(ids, 200, logprobs=0, **kwargs))

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.sampling_reference import drawn, log_softmax, sample
+from support.sampling_reference import log_softmax, reference_tokens
 from support.scheduled_texts import texts_of
 
 from metal_prefill import Model, Piece
-from metal_prefill.generation._sampling import REPEAT_WINDOW
 from metal_prefill.generation._stream import make_streams
 
 PROMPT = "ROMEO:\nBut soft, what light"
@@ -25,17 +24,6 @@ CHAINS: list[dict[str, Any]] = [
 
 def tokens_of(pieces: Iterator[Piece]) -> list[int]:
     return [piece.token for piece in pieces]
-
-
-def reference_tokens(model: Model, ids: list[int], n: int, seed: int, **options: Any) -> list[int]:
-    """Choose in NumPy, from exported logits, with the random numbers of the seed."""
-    with model.session() as session:
-        logits, made = session.forward_prompt_logits(ids), list(ids)
-        for _ in range(n):
-            number = drawn(seed, len(made))
-            made.append(sample(logits, number, recent=made[-REPEAT_WINDOW:], **options))
-            logits = session.forward_token(made[-1])
-    return made[len(ids) :]
 
 
 @pytest.mark.parametrize("options", CHAINS)

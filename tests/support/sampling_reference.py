@@ -7,7 +7,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill import Model
 from metal_prefill.generation import Options
+from metal_prefill.generation._constraint import Constraint
+from metal_prefill.generation._sampling import REPEAT_WINDOW
 from support.kernels.float64 import softmax
 
 Ids: TypeAlias = npt.NDArray[np.intp]
@@ -77,6 +80,26 @@ def sample(
     cumulative = np.cumsum(softmax((values - values.max()) / stated.temperature))
     place = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
     return int(ids[min(place, len(ids) - 1)])
+
+
+def reference_tokens(
+    model: Model, ids: list[int], n: int, seed: int, constraint: Constraint | None = None, **options: Any
+) -> list[int]:
+    """Choose tokens after a prompt by `sample` from exported logits, up to the end of a constraint."""
+    made, allowed = list(ids), None
+    with model.session() as session:
+        logits = session.forward_prompt_logits(ids)
+        while len(made) < len(ids) + n:
+            if constraint is not None:
+                bits = np.unpackbits(np.frombuffer(constraint.mask(), np.uint8), bitorder="little")
+                allowed = bits[: logits.size].astype(bool)
+            number, recent = drawn(seed, len(made)), made[-REPEAT_WINDOW:]
+            made.append(sample(logits, number, allowed=allowed, recent=recent, **options))
+            ends = made[-1] in model.tokenizer.stop_ids
+            if constraint is not None and (ends or constraint.advance(made[-1:]).take()):
+                break
+            logits = session.forward_token(made[-1])
+    return made[len(ids) :]
 
 
 def _penalize(scores: Scores, recent: Iterable[int], options: Options) -> None:
