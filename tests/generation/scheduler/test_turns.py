@@ -1,7 +1,6 @@
 """How passes are divided among prompts, texts and calls."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,18 +71,11 @@ def test_a_cancelled_call_is_dropped(cpu: Model) -> None:
 
 
 def test_a_call_may_be_cancelled_during_its_pass(cpu: Model) -> None:
-    scheduler = Scheduler(cpu)
-    core: Any = scheduler._core
     call = call_of(cpu.session(), [1, 2, 3])
-    scheduler.call(call)
-
-    def forward_pass(shares: Any) -> None:
-        core.forward_pass(shares)
-        call.results.cancel()
-
-    scheduler._core = SimpleNamespace(pass_rows=core.pass_rows, forward_pass=forward_pass)  # type: ignore[assignment]
-    assert scheduler.step() == []
-    assert not scheduler.busy
+    cpu.engine.core.forward_pass([(call.requests, 3, 3)])
+    call.results.cancel()
+    call.finish()
+    assert (call.done, call.left) == (True, [])
 
 
 @pytest.mark.parametrize(("count", "length"), [(3, 900), (60, 60)])
