@@ -102,11 +102,11 @@ def test_leaving_the_loop_cancels_the_rest(cpu: Model, monkeypatch: pytest.Monke
         pieces = cpu.generate_async(TEXTS[0], 900)
         async for piece in pieces:
             await pieces.aclose()  # type: ignore[attr-defined]
+            assert streams[0].finish_reason == "cancelled"
             return piece
         return ""
 
     assert asyncio.run(first_piece())
-    assert streams[0].finish_reason == "cancelled"
 
 
 def test_errors_reach_the_task(cpu: Model) -> None:
