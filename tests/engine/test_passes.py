@@ -68,17 +68,11 @@ def test_log_probabilities_of_a_prefix_are_copied(model: Model) -> None:
         assert np.array_equal(request.take_result(), model.session().score(ids))
 
 
-def test_scratches_share_prefixes_with_no_others(model: Model) -> None:
+def test_scratches_share_prefixes_with_no_others_and_release_their_pages(model: Model) -> None:
     core = model.engine.core
     requests = [_core.Request.hidden(_core.Scratch(core), ids) for ids in prompts()]
     core.forward_batch(list(requests))
     assert [request.computed for request in requests] == [SHARED + n for n in OWN]
-
-
-def test_texts_without_a_session_release_their_pages(model: Model) -> None:
-    scratch = _core.Scratch(model.engine.core)
-    held = [_core.Request.hidden(scratch, ids) for ids in prompts()]
-    model.engine.core.forward_batch(list(held))
     assert model.stats()["kv_pool_bytes"] == 0
 
 

@@ -18,6 +18,7 @@ from support.programs import finished
 from support.servers.running_server import wait_until
 
 from metal_prefill import ConstraintError, Model, Scheduler
+from metal_prefill._support.threads import in_thread
 from metal_prefill.generation import _constraint, _constraint_process
 from metal_prefill.generation._constraint import MOST_CHARACTERS, Constraint
 from metal_prefill.generation._constraint_process import ForkServer, Worker
@@ -142,20 +143,26 @@ def test_ctrl_c_interrupts_forced_tokens(model: Model, monkeypatch: pytest.Monke
     assert len(forced) > 3
 
 
-def test_a_forked_process_has_its_own_workers(model: Model) -> None:
+def test_a_forked_process_has_its_own_workers_and_threads(model: Model) -> None:
+    """It repeats requests that wait for an answer, since it does not have the threads that send them."""
     a, c = (model.tokenizer.encode(letter, add_bos=False) for letter in "ac")
-    text = Constraint(model.tokenizer, regex="[ab]c")
+    text, waiting = (Constraint(model.tokenizer, regex=regex) for regex in ("[ab]c", "[ab]{9}"))
     text.advance(a)
     expected, parents = text.mask(), text._compiled._worker.pid
+    gate = threading.Event()
+    waiting.pending = in_thread(gate.wait, 60)
+    in_thread(int).result(60)  # another thread, which then waits for the next job
 
     def work() -> bool:
-        assert Constraint(model.tokenizer, regex="b").mask()
+        assert in_thread(int).result(60) == 0
+        assert not waiting.advance(a).take()
         text.advance([])
         assert text.mask() == expected
         assert text._compiled._worker.pid != parents
         return text.advance(c).take()
 
     assert in_child(work) == "True"
+    gate.set()
     assert not text.advance([], room=0).met
     assert text._compiled._worker.pid == parents
     assert text.advance(c).take()

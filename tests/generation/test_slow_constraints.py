@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import pytest
-from support.forked import in_child
 from support.scheduled_texts import finish
 
 from metal_prefill import Model, Scheduler
@@ -192,19 +191,3 @@ def test_jobs_do_not_wait_for_each_other_and_threads_are_kept() -> None:
     for _ in range(20):
         threads.in_thread(int).result(60)
     assert threading.active_count() == before
-
-
-def test_a_forked_process_starts_its_own_threads_and_repeats_requests(model: Model) -> None:
-    threads.in_thread(int).result(60)
-    text = Constraint(model.tokenizer, regex="[ab]{9}")
-    a = model.tokenizer.encode("a", add_bos=False)
-    gate = threading.Event()
-    text.send(a, 0, 2)
-    text.pending = threads.in_thread(gate.wait, 60)  # never in the child, which does not have its thread
-
-    def work() -> bool:
-        assert threads.in_thread(int).result(60) == 0
-        return text.advance(a).take()
-
-    assert in_child(work) == "False"
-    gate.set()
