@@ -228,8 +228,7 @@ class ReferenceModel:
 
     def _shared_layers(self) -> int:
         """Return the number of last layers that attend to keys and values of earlier ones."""
-        shared: int = self._key("attention.shared_kv_layers", 0)
-        return shared
+        return int(self._key("attention.shared_kv_layers", 0))
 
     def _positions_and_types(self, ids: npt.NDArray[Any]) -> Array | float:
         """Embeddings of positions and of segments, which end with a separator, ``[n, dim]``."""
@@ -372,8 +371,7 @@ class ReferenceModel:
 
     def _soft_cap(self, key: str) -> float:
         usual = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-        cap: float = self._key(key, usual[key] if self.architecture == "gemma2" else 0.0)
-        return cap
+        return float(self._key(key, usual[key] if self.architecture == "gemma2" else 0.0))
 
     def _relative(self, layer: int, head: int, q: Array, k: Array, distance: npt.NDArray[np.int64]) -> Array:
         """Products with keys and queries of relative positions (arXiv:2006.03654), ``[n, n]``."""
@@ -389,8 +387,7 @@ class ReferenceModel:
 
     def _is_parallel(self) -> bool:
         """Whether attention and feed-forward of a layer read the same input."""
-        stated: bool = self._key("use_parallel_residual", self.architecture in PARALLEL)
-        return stated
+        return bool(self._key("use_parallel_residual", self.architecture in PARALLEL))
 
     def _feed_forward(self, layer: int, x: Array) -> Array:
         name = FEED_FORWARD_NORMS.get(self.architecture, "ffn_norm")
@@ -478,11 +475,8 @@ class ReferenceModel:
             return frequencies / factors, self._key("rope.scaling.attn_factor")
         kind = "none" if windowed else self._key("rope.scaling.type", "none")
         factor = self._key("rope.scaling.factor", 1.0)
-        if kind == "linear":
-            frequencies /= factor
-            return frequencies, 1.0
-        if kind == "none":
-            return frequencies, 1.0
+        if kind in ("none", "linear"):
+            return frequencies / (factor if kind == "linear" else 1.0), 1.0
         # YaRN, arXiv:2309.00071: pairs that turn often within the original context keep their frequency,
         # those that turn seldom are interpolated, and a ramp blends the pairs in between.
         original = self._key("rope.scaling.original_context_length")
@@ -501,8 +495,7 @@ class ReferenceModel:
     def _rope_dim(self, layer: int) -> int:
         if self.architecture != "gemma4" or not self._is_windowed(layer):
             return self.rope_dim
-        own: int = self._key("rope.dimension_count_swa")
-        return own
+        return int(self._key("rope.dimension_count_swa"))
 
     def _is_windowed(self, layer: int) -> bool:
         pattern = self._key("attention.sliding_window_pattern", ())
@@ -520,13 +513,11 @@ class ReferenceModel:
 
     @property
     def _window(self) -> int:
-        window: int = self._key("attention.sliding_window", 0)
-        return window
+        return int(self._key("attention.sliding_window", 0))
 
     def _attention_scale(self) -> float:
         default = 1.0 if self.architecture == "gemma4" else self.key_dim**-0.5
-        scale: float = self._key("attention.scale", default)
-        return scale
+        return float(self._key("attention.scale", default))
 
     def _split(self) -> None:
         """Split stacked matrices: q, k and v, and gate and up."""
