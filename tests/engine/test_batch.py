@@ -221,6 +221,8 @@ def test_a_fork_and_a_loaded_session_have_a_namespace(tiny_demo_path: Path, tmp_
         with model.session() as session:
             session.forward_prompt(prompt, reuse=True)
             assert session.stats()["tokens_reused"] == 0
+        with pytest.raises(TypeError, match="prefix_namespace must be a str, got int"):
+            model.session(prefix_namespace=3)  # type: ignore[arg-type]
 
 
 def test_prompts_of_one_batch_share_nothing_with_other_namespaces(tiny_demo: Model) -> None:
@@ -230,11 +232,6 @@ def test_prompts_of_one_batch_share_nothing_with_other_namespaces(tiny_demo: Mod
     for logits in results:
         assert_same(tiny_demo, logits, tiny_demo.session().forward_prompt_logits(prompt))
     assert [s.stats()["tokens_reused"] for s in sessions] == [0, 0, 149, 149]
-
-
-def test_a_namespace_must_be_a_str(tiny_demo: Model) -> None:
-    with pytest.raises(TypeError, match="prefix_namespace must be a str, got int"):
-        tiny_demo.session(prefix_namespace=3)  # type: ignore[arg-type]
 
 
 def test_forward_prompts_matches_forward_prompt(tiny_demo: Model) -> None:

