@@ -9,14 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from metal_prefill._support.messages import as_fields, shortened
-from metal_prefill.errors import (
-    ClosedError,
-    ConstraintError,
-    ContextOverflowError,
-    DeviceError,
-    KVMemoryError,
-    MissingExtraError,
-)
+from metal_prefill.errors import ClosedError, ConstraintError, DeviceError, KVMemoryError, MissingExtraError
 from metal_prefill.generation._constraint_process import NoWorkerError
 
 log = logging.getLogger("metal_prefill.serve")
@@ -73,7 +66,6 @@ def missing(param: str) -> ApiError:
 
 
 _REFUSALS = {
-    ContextOverflowError: "context_length_exceeded",
     # A text that lacks pages waits for other texts to free theirs; this one exceeds the whole pool.
     KVMemoryError: "kv_memory_exceeded",
     ConstraintError: "invalid_constraint",
