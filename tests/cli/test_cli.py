@@ -156,12 +156,6 @@ def test_synth_writes_a_model_that_runs_and_info_shows_it(tmp_path: Path, output
     assert "name the model once: -m FILE or FILE" in errors("info", path, "-m", path)
 
 
-def test_decoding_of_an_encoder_is_not_predicted(output: Run, errors: Run) -> None:
-    command = ("predict", "--preset", "minilm-l6", "-p", "32")
-    output(*command)
-    assert "-n predicts decoding, which the model, an encoder, does not do" in errors(*command, "-n", "4")
-
-
 def test_the_speed_of_an_encoder_with_experts_is_predicted(output: Run) -> None:
     (predicted,) = json.loads(output("predict", "--preset", "privacy-filter", "-p", "300", "--json"))
     kernels = {kernel["kernel"]: kernel["dispatches"] for kernel in predicted["kernels"]}

@@ -286,6 +286,7 @@ def test_the_command_reads_a_model(capsys: pytest.CaptureFixture[str], demo_path
         (["-p", "0"], "nothing to predict: set -p or -n"),
         (["-p", "2048", "-n", "1"], "2049 tokens exceed the model's context of 2048"),
         (["--trace", "t.json", "-p", "3"], "--trace sets the tokens"),
+        (["--preset", "minilm-l6", "-n", "4"], "-n predicts decoding, which the model, an encoder, does not"),
     ],
 )
 def test_usage_errors_are_reported(
