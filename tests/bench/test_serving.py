@@ -14,7 +14,7 @@ from support.servers.stand_in_server import stand_in
 from metal_prefill import MissingExtraError, Model, bench
 from metal_prefill.bench import ServingResults
 from metal_prefill.bench._peers import servers
-from metal_prefill.bench._peers.servers import SERVERS, ServerOptions, ServerProcess, check_server
+from metal_prefill.bench._peers.servers import SERVERS, ServerOptions, ServerProcess, server_of
 from metal_prefill.bench._serving import ANSWER_TOKENS, Answer, ServingRow, ask, ask_all, prompts
 
 OPTIONS = ServerOptions("m.gguf", threads=2, clients=4, context=468)
@@ -32,7 +32,7 @@ def test_prompts_share_300_tokens_and_differ_after_them(bundled: Model) -> None:
 
 def test_servers_alternate_and_ours_has_no_ratio(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SERVERS, "llama-server", stand_in())
-    monkeypatch.setattr(servers, "check_server", lambda name: None)
+    monkeypatch.setattr(servers, "server_of", lambda name: (name, SERVERS[name]))
     results = bench.run_serving(demo_path, clients=[1, 2], compare=["llama-server"], repetitions=1)
     assert [(r.server, r.clients) for r in results.rows] == [
         ("metal_prefill", 1),
@@ -109,10 +109,10 @@ def test_peers_are_started_with_documented_commands() -> None:
 
 def test_invalid_usage_is_reported(monkeypatch: pytest.MonkeyPatch, errors: Run) -> None:
     with pytest.raises(ValueError, match="unknown server 'x' to compare with; known are llama-cpp-python"):
-        check_server("x")
+        server_of("x")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MissingExtraError, match="not on the PATH"):
-        check_server("llama-server")
+        server_of("llama-server")
     for arguments, message in (
         (["--clients", "2,2"], "numbers of clients are at least 1 and differ"),
         (["--patience", "1"], "unrecognized arguments: --patience"),

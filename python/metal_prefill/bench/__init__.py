@@ -202,9 +202,7 @@ def run_serving(
     counts = _cases.distinct("numbers of clients", clients)
     if not counts:
         raise ValueError("there is nothing to measure: no number of clients")
-    names = [_engines.OURS, *dict.fromkeys(compare)]
-    for name in names:
-        servers.check_server(name)
+    found = [servers.server_of(name) for name in (_engines.OURS, *dict.fromkeys(compare))]
     path = _model_file.found(model)
     tokenizer = Tokenizer(GGUFFile(path))
     options = servers.ServerOptions(
@@ -216,9 +214,9 @@ def run_serving(
     )
     with ExitStack() as stack:
         running = []
-        for name in names:
+        for name, command in found:
             progress(f"starting {name}", 0, 1)
-            server = servers.ServerProcess(os.path.basename(name), options, servers.command_of(name))
+            server = servers.ServerProcess(name, options, command)
             running.append(stack.enter_context(closing(server)))
         rows = _serving.measure(running, counts, repetitions, tokenizer, progress)
     return ServingResults(rows, path.name, options.threads, _machine.cpu_name())
@@ -243,10 +241,10 @@ def run_agents(
     threads = threads or _machine.available_threads()
     options = servers.ServerOptions(os.fspath(path), threads, clients=1, context=4096)
     turns: list[_agents.Turn] = []
-    for name in (_engines.OURS, *dict.fromkeys(compare)):
-        servers.check_server(name)
+    for given in (_engines.OURS, *dict.fromkeys(compare)):
+        name, command = servers.server_of(given)
         shapes = [s for s in _agents.SHAPES if name == _engines.OURS or _agents.SHAPES[s].memory_of is None]
         for i, shape in enumerate(shapes):
             progress(f"{name}, {shape}", i, len(shapes))
-            turns += _agents.measured(os.path.basename(name), options, servers.command_of(name), shape)
+            turns += _agents.measured(name, options, command, shape)
     return AgentResults(turns, path.name, _machine.cpu_name())

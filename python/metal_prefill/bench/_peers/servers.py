@@ -75,21 +75,19 @@ SERVERS: dict[str, Command] = {
 }
 
 
-def command_of(name: str) -> Command:
-    """Return the command of a server by its name, or by the path of a program that has the name."""
-    known = SERVERS[os.path.basename(name)]
-    return known if name in SERVERS else lambda options, port: [name, *known(options, port)[1:]]
+def server_of(given: str) -> tuple[str, Command]:
+    """Return name and command of a server, given its name or the path of a program that has the name.
 
-
-def check_server(name: str) -> None:
-    """Raise an error that names the package to install if a server is missing."""
-    is_llama_server = os.path.basename(name) == "llama-server"
-    if name not in SERVERS and not is_llama_server:
+    Raises an error that names the package to install if the server is missing.
+    """
+    name = os.path.basename(given)
+    is_program = name == "llama-server"
+    if given not in SERVERS and not is_program:
         peers = ", ".join(known for known in SERVERS if known != OURS)
-        raise ValueError(f"unknown server {name!r} to compare with; known are {peers}")
-    if is_llama_server and shutil.which(name) is None:
-        where = "on the PATH" if name in SERVERS else "a program"
-        raise MissingExtraError(f"{name} of llama.cpp is not {where}")
+        raise ValueError(f"unknown server {given!r} to compare with; known are {peers}")
+    if is_program and shutil.which(given) is None:
+        where = "on the PATH" if given in SERVERS else "a program"
+        raise MissingExtraError(f"{given} of llama.cpp is not {where}")
     packages = {OURS: ("uvicorn", "metal_prefill[serve]")}
     packages["llama-cpp-python"] = ("llama_cpp.server", "llama-cpp-python[server]")
     if name in packages:
@@ -100,6 +98,8 @@ def check_server(name: str) -> None:
             missing = True
         if missing:
             raise MissingExtraError(f"measuring {name} needs: pip install '{package}'")
+    command = SERVERS[name]
+    return name, command if given in SERVERS else lambda options, port: [given, *command(options, port)[1:]]
 
 
 class ServerProcess(LoggedProcess):
