@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from support.encoder_tasks import INT8, NEAR, FileOf, opened, scores_of
 from support.files.gguf_bytes import Value, integer, string
 from support.files.gguf_mutator import with_entries
 from support.folders.model_folders import read
-from support.folders.task_folders import CLASSIFIERS, DOCUMENTS, PAIRS, QUERY, RANKERS, TEXTS
+from support.folders.task_folders import CLASSIFIERS, DOCUMENTS, PAIRS, QUERY, RANKERS, TEXTS, recorded
 from support.kernels.float64 import gelu, sigmoid
 from support.programs import Run
 
@@ -44,8 +43,8 @@ def test_gelu_uses_the_error_function() -> None:
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_classes_match_transformers(device: str, file_of: FileOf, record: dict[str, Any], name: str) -> None:
-    expected = record["classes"][name]
+def test_classes_match_transformers(device: str, file_of: FileOf, name: str) -> None:
+    expected = recorded()["classes"][name]
     with opened(file_of(CLASSIFIERS[name]), device) as model:
         for inputs, key in ((TEXTS, "texts"), (PAIRS, "pairs")):
             found = model.classify(inputs)
@@ -88,18 +87,16 @@ def test_a_command_prints_classes(file_of: FileOf, output: Run) -> None:
 
 
 @pytest.mark.parametrize("name", RANKERS)
-def test_scores_of_pairs_match_sentence_transformers(
-    device: str, file_of: FileOf, record: dict[str, Any], name: str
-) -> None:
+def test_scores_of_pairs_match_sentence_transformers(device: str, file_of: FileOf, name: str) -> None:
     with opened(file_of(RANKERS[name]), device) as model:
         ranked = model.rerank(QUERY, DOCUMENTS)
         assert [item.score for item in ranked] == sorted((item.score for item in ranked), reverse=True)
-        np.testing.assert_allclose(scores_of(model), record["ranks"][name], rtol=0, atol=NEAR[device] * 4)
+        np.testing.assert_allclose(scores_of(model), recorded()["ranks"][name], rtol=0, atol=NEAR[device] * 4)
 
 
-def test_8_bit_products_stay_near_the_scores(file_of: FileOf, record: dict[str, Any]) -> None:
+def test_8_bit_products_stay_near_the_scores(file_of: FileOf) -> None:
     with Model(file_of(RANKERS["xlm-roberta"], "Q8_0"), device="cpu") as model:
-        np.testing.assert_allclose(scores_of(model), record["ranks"]["xlm-roberta"], rtol=0, atol=INT8)
+        np.testing.assert_allclose(scores_of(model), recorded()["ranks"]["xlm-roberta"], rtol=0, atol=INT8)
 
 
 def classes(path: Path, *labels: str) -> Path:

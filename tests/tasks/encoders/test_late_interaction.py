@@ -12,7 +12,7 @@ from support.files.gguf_bytes import Value, integer, string
 from support.files.gguf_mutator import with_entries
 from support.folders import encoder_tokenizers, model_folders, task_folders, tokenizer_folders
 from support.folders.model_folders import read
-from support.folders.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS
+from support.folders.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS, recorded
 from tokenizers import Tokenizer
 
 from metal_prefill import ContextOverflowError, GGUFError
@@ -28,9 +28,9 @@ from metal_prefill.tasks._text_passes import TextPasses, whole_texts
 
 @pytest.mark.parametrize("name", LATE)
 def test_scores_of_late_interaction_match_sentence_transformers(
-    device: str, file_of: FileOf, record: dict[str, Any], name: str
+    device: str, file_of: FileOf, name: str
 ) -> None:
-    expected, documents = record["late"][name], [text for text in DOCUMENTS if text]
+    expected, documents = recorded()["late"][name], [text for text in DOCUMENTS if text]
     with opened(file_of(LATE[name]), device) as model:
         query = model.embed([QUERY], instruction="query")[0]
         np.testing.assert_allclose(query, expected["query"], rtol=0, atol=4 * NEAR[device])
@@ -44,10 +44,8 @@ def test_scores_of_late_interaction_match_sentence_transformers(
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_longer_queries_are_cut_only_on_request(
-    device: str, file_of: FileOf, record: dict[str, Any], name: str
-) -> None:
-    expected = record["late"][name]["long_query"]
+def test_longer_queries_are_cut_only_on_request(device: str, file_of: FileOf, name: str) -> None:
+    expected = recorded()["late"][name]["long_query"]
     with opened(file_of(LATE[name]), device) as model:
         if name not in ("seen, fixed", "PyLate"):
             query = model.embed([LONG_QUERY], instruction="query")[0]
@@ -70,10 +68,8 @@ def test_longer_queries_are_cut_only_on_request(
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_longer_documents_are_cut_only_on_request(
-    device: str, file_of: FileOf, record: dict[str, Any], name: str
-) -> None:
-    expected, query = (np.array(record["late"][name][key]) for key in ("long_document", "query"))
+def test_longer_documents_are_cut_only_on_request(device: str, file_of: FileOf, name: str) -> None:
+    expected, query = (np.array(recorded()["late"][name][key]) for key in ("long_document", "query"))
     limit = 38 if name == "PyLate" else 40
     with opened(file_of(LATE[name]), device) as model:
         for call in (

@@ -12,7 +12,7 @@ import pytest
 from support.encoder_tasks import NEAR, FileOf, opened
 from support.folders.encoder_folders import PRIVACY_TAGS, private_parts
 from support.folders.entity_folders import LABELS, RECORDED
-from support.folders.task_folders import STRATEGIES, TAGGERS, TEXTS
+from support.folders.task_folders import STRATEGIES, TAGGERS, TEXTS, recorded
 from support.kernels.float64 import softmax
 from support.programs import Run
 
@@ -159,13 +159,11 @@ def trimmed(text: str, entity: dict[str, Any]) -> tuple[str, int, int]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", TAGGERS)
-def test_entities_match_transformers(
-    file_of: FileOf, record: dict[str, Any], name: str, strategy: str
-) -> None:
+def test_entities_match_transformers(file_of: FileOf, name: str, strategy: str) -> None:
     with opened(file_of(TAGGERS[name])) as model:
         found = model.label_tokens(TEXTS, strategy=strategy)
         assert len(found) == len(TEXTS)
-        for text, entities, expected in zip(TEXTS, found, record["labels"][name][strategy], strict=True):
+        for text, entities, expected in zip(TEXTS, found, recorded()["labels"][name][strategy], strict=True):
             wanted = [trimmed(text, entity) for entity in expected]
             assert places(entities) == [place for place in wanted if place[1] < place[2]]
             scores = [e["score"] for e, place in zip(expected, wanted, strict=True) if place[1] < place[2]]
@@ -175,10 +173,10 @@ def test_entities_match_transformers(
             assert all(text[entity.start : entity.end] == entity.text for entity in entities)
 
 
-def test_labels_on_metal_match_transformers(metal: None, file_of: FileOf, record: dict[str, Any]) -> None:
+def test_labels_on_metal_match_transformers(metal: None, file_of: FileOf) -> None:
     with opened(file_of(TAGGERS["bert"]), "metal") as model:
         for entities, expected in zip(
-            model.label_tokens(TEXTS, strategy="none"), record["labels"]["bert"]["none"], strict=True
+            model.label_tokens(TEXTS, strategy="none"), recorded()["labels"]["bert"]["none"], strict=True
         ):
             scores = [entity["score"] for entity in expected]
             np.testing.assert_allclose(
