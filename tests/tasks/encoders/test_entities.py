@@ -14,45 +14,30 @@ from metal_prefill import ClosedError, ContextOverflowError, Model
 from metal_prefill.tasks import Entity, _embedding, _entities
 from metal_prefill.tasks._text_passes import TextPasses
 
+EXPECTED: dict[str, Any] = json.loads(RECORD.read_bytes())  # entities that gliner finds
 CALLS = [(name, call) for name in RECORDED for call in calls_of(name)]
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    """Entities that gliner finds."""
-    found: dict[str, Any] = json.loads(RECORD.read_bytes())
-    return found
-
-
-def check(found: list[list[Entity]], wanted: list[Any], near: float) -> None:
-    """Compare labels, places and scores."""
-    places = [[[e.label, e.start, e.end] for e in entities] for entities in found]
-    assert places == [[[label, start, end] for label, _, start, end in entities] for entities in wanted]
-    for entities, others in zip(found, wanted, strict=True):
-        scores = [score for _, score, _, _ in others]
-        np.testing.assert_allclose([e.score for e in entities], scores, rtol=0, atol=near)
-
-
 @pytest.mark.parametrize(("name", "call"), CALLS)
-def test_entities_match_gliner(file_of: FileOf, expected: dict[str, Any], name: str, call: str) -> None:
+def test_entities_match_gliner(file_of: FileOf, name: str, call: str) -> None:
     with opened(file_of(RECORDED[name])) as model:
         found = model.find_entities(TEXTS, LABELS, **calls_of(name)[call])
-    check(found, expected[f"{name}/{call}"], NEAR["cpu"])
-    assert all(
-        text[e.start : e.end] == e.text for text, entities in zip(TEXTS, found, strict=True) for e in entities
-    )
+    for text, entities, wanted in zip(TEXTS, found, EXPECTED[f"{name}/{call}"], strict=True):
+        places = [[label, start, end] for label, _, start, end in wanted]
+        assert [[e.label, e.start, e.end] for e in entities] == places
+        scores = [score for _, score, _, _ in wanted]
+        np.testing.assert_allclose([e.score for e in entities], scores, rtol=0, atol=NEAR["cpu"])
+        assert all(text[e.start : e.end] == e.text for e in entities)
 
 
 @pytest.mark.parametrize("name", ["bert, names", "modernbert and bert"])
-def test_scores_on_metal_match_gliner(
-    metal: None, file_of: FileOf, expected: dict[str, Any], name: str
-) -> None:
+def test_scores_on_metal_match_gliner(metal: None, file_of: FileOf, name: str) -> None:
     call = "nested, several labels"
     options = calls_of(name)[call] | {"threshold": 0.0}
     with opened(file_of(RECORDED[name]), "metal") as model:
         (found,) = model.find_entities(TEXTS[:1], LABELS, **options)
     scores = {(e.label, e.start, e.end): e.score for e in found}
-    for label, score, start, end in expected[f"{name}/{call}"][0]:
+    for label, score, start, end in EXPECTED[f"{name}/{call}"][0]:
         assert abs(scores[label, start, end] - score) <= NEAR["metal"]
 
 
