@@ -20,7 +20,7 @@ from support.tools import CHATML
 from metal_prefill import MissingExtraError, Model, bench
 from metal_prefill.bench import _agents
 from metal_prefill.bench._agents import SHAPES, Ask, Messages, replay
-from metal_prefill.bench._peers.servers import ServerOptions, check_server
+from metal_prefill.bench._peers.servers import ServerOptions, server_of
 
 # Positions between the snapshots of states: one page, and the seven that take the memory of a state. With
 # attention alone, each position is one.
@@ -123,7 +123,7 @@ def test_sessions_are_replayed_on_servers_and_peers(
     program = tmp_path / "llama-server"  # a peer may be the path of its program
     program.write_text(f"#!{sys.executable}\n{PROGRAM}", encoding="utf-8")
     with pytest.raises(MissingExtraError, match=r"llama-server of llama\.cpp is not a program"):
-        check_server(str(program))
+        server_of(str(program))
     program.chmod(0o755)
     results = bench.run_agents(demo_path, compare=[str(program)], threads=1)
     assert {turn.shape for turn in results.turns} == set(replayed)
