@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -32,40 +32,27 @@ SAMPLE_S = 4e-3  # a sample: long compared with the start of the threads
 LIMIT_S = 1e-3  # of each limit, before and after it
 
 
-class Timed(Protocol):
-    """Work that can be timed: `_cpu_testing.Workload`."""
-
-    @property
-    def multiply_adds(self) -> float:
-        """Products of a repetition."""
-        ...
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of weights that a repetition reads."""
-        ...
-
-    def run(self, repetitions: int) -> float:
-        """Return the seconds that the repetitions take."""
-        ...
+# Work of `_cpu_testing`: `multiply_adds` and `bytes` of weights of a repetition, and `run`, which returns the
+# seconds that repetitions take.
+Workload: TypeAlias = Any
 
 
-def repetitions_for(workload: Timed, seconds: float) -> int:
+def repetitions_for(workload: Workload, seconds: float) -> int:
     """Warm up a workload, and return the number of repetitions that take about the given time."""
     count = 1
     while (taken := workload.run(count)) < seconds / 4 and count < 1 << 16:
         count *= 4
-    return max(1, round(count * seconds / taken))
+    return int(max(1, round(count * seconds / taken)))
 
 
-def limit_of(workload: Timed) -> Callable[[], float]:
+def limit_of(workload: Workload) -> Callable[[], float]:
     """Return a function that measures a limit as multiply-adds, or else bytes, per second."""
     count = repetitions_for(workload, LIMIT_S)
     return lambda: count * (workload.multiply_adds or workload.bytes) / workload.run(count)
 
 
 def measure(
-    workload: Timed, products: Callable[[], float], memory: Callable[[], float], samples: int
+    workload: Workload, products: Callable[[], float], memory: Callable[[], float], samples: int
 ) -> list[Spread]:
     """Return multiply-adds per second, and their and the bytes' share of the limits next to each sample."""
     count = repetitions_for(workload, SAMPLE_S)
@@ -93,7 +80,7 @@ def cases(
     tokens: Sequence[int],
     threads: int,
     compute: str,
-) -> Iterator[tuple[str, str, int, Callable[[], Timed]]]:
+) -> Iterator[tuple[str, str, int, Callable[[], Workload]]]:
     """Yield each step's name, the limit of its arithmetic, its number of tokens, and how to make it."""
     steps = testing_module()
     pairs = "bfloat16" in steps.peaks(isa)
