@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
+from metal_prefill._support.arguments import integer
 from metal_prefill.bench._agents import AgentResults
 from metal_prefill.bench._engines import BenchError
 from metal_prefill.bench._report import BenchResults, Row
@@ -106,8 +107,7 @@ def run(
     from metal_prefill.bench._runner import Runner
     from metal_prefill.engine import AUTO
 
-    if repetitions < 1:
-        raise ValueError(f"repetitions must be at least 1, got {repetitions}")
+    integer("repetitions", repetitions, 1)
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
     path = _model_file.found(model)
@@ -197,8 +197,7 @@ def run_serving(
     from metal_prefill.files._gguf_file import GGUFFile
     from metal_prefill.text._tokenizer import Tokenizer
 
-    if repetitions < 1:
-        raise ValueError(f"repetitions must be at least 1, got {repetitions}")
+    integer("repetitions", repetitions, 1)
     counts = _cases.distinct("numbers of clients", clients)
     if not counts:
         raise ValueError("there is nothing to measure: no number of clients")
