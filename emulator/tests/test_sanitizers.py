@@ -91,8 +91,7 @@ def ends(mistakes: list[Mistake], planted: bool) -> list[Any]:
     runs = json.dumps([(mistake.kernel, mistake.seed, planted) for mistake in mistakes])
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path}\n{DISPATCH}", str(PLANTED), runs]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: list[Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 @pytest.fixture

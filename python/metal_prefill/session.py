@@ -168,8 +168,7 @@ class Session:
     def _logits(
         self, ids: npt.NDArray[np.int32], call: str, reuse: bool = False, progress: Progress | None = None
     ) -> Logits:
-        logits: Logits = _core.Request.logits(self.native, ids, reuse=reuse).run(progress, call)
-        return logits
+        return _core.Request.logits(self.native, ids, reuse=reuse).run(progress, call)
 
     def score(self, tokens: TokenIds, *, progress: Progress | None = None) -> Logits:
         """Return the log probability of each token, given the tokens before it.
@@ -190,8 +189,7 @@ class Session:
             float32, ``[n - 1]``; element i is ``log p(tokens[i + 1] | ..., tokens[i])`` in nats.
         """
         ids = self._checked(tokens, unread=1)
-        scores: Logits = _core.Request.log_probs(self.native, ids, len(ids) - 1).run(progress, "score")
-        return scores
+        return _core.Request.log_probs(self.native, ids, len(ids) - 1).run(progress, "score")
 
     def forward_token(self, token: int) -> Logits:
         """Append one token and return the logits after it, float32 ``[vocab_size]``.

@@ -87,8 +87,7 @@ def logits_of(path: Path) -> Logits:
 @pytest.fixture(scope="module")
 def expected(path: Path) -> npt.NDArray[np.float64]:
     """Logits of the prompt in float64."""
-    last: npt.NDArray[np.float64] = ReferenceModel(path).forward(IDS).logits[-1]
-    return last
+    return ReferenceModel(path).forward(IDS).logits[-1]
 
 
 @pytest.mark.parametrize(

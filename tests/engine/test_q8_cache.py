@@ -43,8 +43,7 @@ def opened(path: Path, **options: Any) -> Model:
 
 def rows_of(session: Session) -> list[npt.NDArray[np.uint8]]:
     """Bytes of K and V of each layer of a session in turn."""
-    rows: list[npt.NDArray[np.uint8]] = session.native.export_state()[2]
-    return rows
+    return session.native.export_state()[2]
 
 
 @pytest.mark.parametrize("name", SUITED)

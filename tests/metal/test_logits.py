@@ -30,8 +30,7 @@ def argmax_of_rows(run: Run, logits: Floats, groups: int = 16, threads: int = 25
 
 
 def argmax(run: Run, logits: Floats, groups: int = 16, threads: int = 256) -> Array:
-    winner: Array = argmax_of_rows(run, logits[None], groups, threads)[0]
-    return winner
+    return argmax_of_rows(run, logits[None], groups, threads)[0]
 
 
 def test_argmax_of_several_rows(run: Run) -> None:

@@ -21,8 +21,7 @@ CONSTRAINED = {**PLAIN, "regex": "[A-Z]{4} [a-z]{6}"}
 
 def text_of(answer: httpx.Response) -> str:
     assert answer.status_code == 200, answer.text
-    text: str = answer.json()["choices"][0]["text"]
-    return text
+    return answer.json()["choices"][0]["text"]
 
 
 def test_answers_next_to_hostile_constraints_are_the_same_as_alone(cpu_model: Model) -> None:

@@ -134,8 +134,7 @@ TOKENIZERS = {
 @cache
 def recorded() -> dict[str, Any]:
     """Return vocabularies, texts, and the tokens that llama.cpp makes of them."""
-    record: dict[str, Any] = json.loads(TOKENS.read_text())
-    return record
+    return json.loads(TOKENS.read_text())
 
 
 def open_variant(path: Path, variant: TokenizerVariant, **changes: Any) -> Tokenizer:

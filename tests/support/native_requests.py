@@ -23,8 +23,7 @@ def choose(
         request = _core.Request.greedy(core, tokens, drafts + 1, drafts=True)
     else:
         request = _core.Request.sampled(core, tokens, sampler, drafts + 1)
-    chosen: list[int] = request.run()
-    return chosen
+    return request.run()
 
 
 def passes_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

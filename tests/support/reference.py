@@ -72,8 +72,7 @@ def _state(inputs: Array, taps: Array, matrices: npt.ArrayLike = ()) -> Array:
 
 
 def _of_length_1(heads: Array) -> Array:
-    result: Array = heads / np.sqrt((heads**2).sum(axis=-1, keepdims=True) + 1e-6)
-    return result
+    return heads / np.sqrt((heads**2).sum(axis=-1, keepdims=True) + 1e-6)
 
 
 def dequantized(rows: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
@@ -99,8 +98,7 @@ class Result:
         highest = self.logits.max(axis=1, keepdims=True)
         log_total = highest[:, 0] + np.log(np.exp(self.logits - highest).sum(axis=1))
         targets = np.asarray(tokens)[1:]
-        chosen: Array = self.logits[np.arange(len(targets)), targets] - log_total[:-1]
-        return chosen
+        return self.logits[np.arange(len(targets)), targets] - log_total[:-1]
 
 
 class ReferenceModel:
@@ -223,8 +221,7 @@ class ReferenceModel:
         shape = (len(ids), self.n_layers, width)
         projected = (x @ self.tensors["per_layer_model_proj.weight"].T) / math.sqrt(self.dim)
         normed = self._norm("per_layer_proj_norm", projected.reshape(shape))
-        inputs: Array = (normed + math.sqrt(width) * table[ids].reshape(shape)) / math.sqrt(2)
-        return inputs
+        return (normed + math.sqrt(width) * table[ids].reshape(shape)) / math.sqrt(2)
 
     def _shared_layers(self) -> int:
         """Return the number of last layers that attend to keys and values of earlier ones."""
@@ -382,8 +379,7 @@ class ReferenceModel:
             for name in "kq"
         )
         by_query = np.einsum("id,ijd->ij", q[:, head], keys)
-        added: Array = by_query + np.einsum("jd,ijd->ij", k[:, head], queries)
-        return added
+        return by_query + np.einsum("jd,ijd->ij", k[:, head], queries)
 
     def _is_parallel(self) -> bool:
         """Whether attention and feed-forward of a layer read the same input."""
@@ -542,8 +538,7 @@ class ReferenceModel:
     def _cached(self, rows: Array) -> Array:
         if self.kv_dtype == "q8_0":
             blocks = quants.quantize(rows.astype(np.float32), GGMLQuantizationType.Q8_0)
-            values: Array = quants.dequantize(blocks, GGMLQuantizationType.Q8_0).astype(np.float64)
-            return values
+            return quants.dequantize(blocks, GGMLQuantizationType.Q8_0).astype(np.float64)
         return rows.astype(self.kv_dtype).astype(np.float64)
 
     def _normed(self, layer: int, name: str, x: Array) -> Array:

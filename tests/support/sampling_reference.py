@@ -45,8 +45,7 @@ def logits_like_a_model(rng: np.random.Generator, n: int) -> npt.NDArray[np.floa
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     below = logits.astype(np.float64) - logits.max()
-    result: npt.NDArray[np.float64] = below - math.log(math.fsum(np.exp(below)))
-    return result
+    return below - math.log(math.fsum(np.exp(below)))
 
 
 def sample(
@@ -144,5 +143,4 @@ def _min_p(ids: Ids, scores: Scores, p: float) -> Ids:
     if p == 0:
         return ids
     values = scores[ids]
-    kept: Ids = ids[values >= values.max() + math.log(p)]
-    return kept
+    return ids[values >= values.max() + math.log(p)]

@@ -37,8 +37,7 @@ def grid(name: str) -> list[int]:
     levels = np.searchsorted(np.array(kind.grid_map, np.float32), values)
     length = values.shape[1]
     bits = {8: 2, 4: 3}[length]
-    words: list[int] = (levels << (bits * np.arange(length))).sum(axis=1).tolist()
-    return words
+    return (levels << (bits * np.arange(length))).sum(axis=1).tolist()
 
 
 def main() -> None:

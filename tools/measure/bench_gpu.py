@@ -125,8 +125,7 @@ def dispatch_times(path: Path, repeats: int) -> dict[str, list[Record]]:
         command = [sys.executable, __file__, "--model", str(path), "--repeats", str(repeats), "--dispatches",
                    str(output)]  # fmt: skip
         subprocess.run(command, check=True, env={**os.environ, "METAL_EMULATOR_TIMED": "1"})
-        records: dict[str, list[Record]] = json.loads(output.read_text())
-        return records
+        return json.loads(output.read_text())
 
 
 def measure_ceilings() -> dict[str, float]:

@@ -72,8 +72,7 @@ def llama(path: Path, tokens: Tokens) -> Logits:
 def log_softmax(logits: Logits) -> Logits:
     """Return the log probabilities of each row."""
     shifted: Logits = logits - logits.max(axis=1, keepdims=True)
-    result: Logits = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return result
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
 def comparison(actual: Logits, expected: Logits) -> list[str]:

@@ -28,8 +28,7 @@ OWN = ("architectures", "model_type", "task_names")  # fields that only the clas
 
 def config_of(folder: Path) -> dict[str, Any]:
     """Return the configuration of a folder."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
+    return json.loads((folder / "config.json").read_text())
 
 
 def tensors_of(config: Mapping[str, Any]) -> dict[str, list[int]]:

@@ -42,8 +42,7 @@ from metal_prefill.hub import resolve_model
 def ranks(folder: Path) -> list[float]:
     """Return the score of the query with each document."""
     model = CrossEncoder(str(folder), device="cpu", max_length=CONTEXT)
-    scores: list[float] = task_folders.rounded(model.predict([(QUERY, text) for text in DOCUMENTS]))
-    return scores
+    return task_folders.rounded(model.predict([(QUERY, text) for text in DOCUMENTS]))
 
 
 def classes(folder: Path) -> dict[str, Any]:
@@ -118,10 +117,7 @@ def sparse(folder: Path) -> dict[str, list[Any]]:
 
 def vectors(folder: Path) -> list[list[float]]:
     """Return the vectors of texts."""
-    found: list[list[float]] = task_folders.rounded(
-        SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
-    )
-    return found
+    return task_folders.rounded(SentenceTransformer(str(folder), device="cpu").encode(TEXTS))
 
 
 def minilm() -> dict[str, Any]:

@@ -39,8 +39,7 @@ def train_word_piece(texts: list[str]) -> dict[str, int]:
         vocab_size=WORD_PIECES, special_tokens=list(SPECIAL), show_progress=False, limit_alphabet=900
     )
     tokenizer.train_from_iterator([*texts, *(text.lower() for text in texts)], trainer)
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    return vocabulary
+    return tokenizer.get_vocab()
 
 
 def train_unigram(texts: list[str]) -> tuple[list[tuple[str, float]], bytes]:

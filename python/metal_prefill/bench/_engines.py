@@ -152,5 +152,4 @@ def why_not(name: str, case: Case) -> str:
 
 def load(name: str, options: Options) -> Engine:
     adapter = importlib.import_module(f"metal_prefill.bench._peers.{name.replace('.', '_')}")
-    engine: Engine = adapter.load(options)
-    return engine
+    return adapter.load(options)

@@ -101,8 +101,7 @@ def _projected(
         rows /= np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + eps)
         rows = rows * norm[0].rows() + norm[1].rows()
     rows = rows @ weight.rows().T.astype(np.float64)
-    projected: FloatArray = (rows if bias is None else rows + bias.rows()).astype(np.float32)
-    return projected
+    return (rows if bias is None else rows + bias.rows()).astype(np.float32)
 
 
 def _rows(context: int, buckets: int, furthest: int, span: int, index: Index) -> FloatArray:
@@ -115,8 +114,7 @@ def _rows(context: int, buckets: int, furthest: int, span: int, index: Index) ->
         ratio = np.log(size / np.float32(middle)) / np.float32(np.log((furthest - 1) / middle))
         steps = np.ceil(ratio * np.float32(middle - 1)).astype(np.int64) + middle
         distance = np.where(np.abs(distance) <= middle, distance, steps * np.sign(distance))
-    rows: FloatArray = np.clip(distance + span, 0, 2 * span - 1).astype(np.float32)
-    return rows
+    return np.clip(distance + span, 0, 2 * span - 1).astype(np.float32)
 
 
 # Tensors with the matrices of all experts. gpt-oss and related models store ``[experts, inputs, outputs]``,

@@ -156,8 +156,7 @@ class Computed(Weight):
         return self._finite(self.compute(index))
 
     def columns(self, index: Index) -> FloatArray:
-        columns: FloatArray = self.rows().T[index]
-        return columns
+        return self.rows().T[index]
 
     def _part(self, i: int, name: str, shape: tuple[int, ...], size: int) -> Weight:
         rows = np.arange(i * shape[0], (i + 1) * shape[0])

@@ -399,5 +399,4 @@ def dequantized(gguf: GGUFFile, tensor: TensorInfo, rows: slice | None = None) -
     data = gguf.tensor(tensor.name).reshape(tensor.shape[0] if len(tensor.shape) == 2 else 1, -1)
     data = data if rows is None else data[rows]
     values = _core.dequantize(tensor.type, np.ascontiguousarray(data).ravel(), len(data) * tensor.shape[-1])
-    result: FloatArray = values.reshape(len(data), -1) if len(tensor.shape) == 2 else values
-    return result
+    return values.reshape(len(data), -1) if len(tensor.shape) == 2 else values

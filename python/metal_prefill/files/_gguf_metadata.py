@@ -95,12 +95,10 @@ class Cursor(Located):
         return start
 
     def u32(self, what: str) -> int:
-        value: int = _U32.unpack_from(self.data, self.take(4, what))[0]
-        return value
+        return _U32.unpack_from(self.data, self.take(4, what))[0]
 
     def u64(self, what: str) -> int:
-        value: int = _U64.unpack_from(self.data, self.take(8, what))[0]
-        return value
+        return _U64.unpack_from(self.data, self.take(8, what))[0]
 
     def string(self, what: str) -> str:
         """Read a length and that many bytes of UTF-8."""
@@ -280,8 +278,7 @@ class Metadata(Mapping[str, MetadataValue], Located):
 
     def token_id(self, name: str, vocab_size: int) -> int | None:
         """Return the id of a special token under ``tokenizer.ggml``; None if the file does not define it."""
-        found: int | None = self.integer(f"tokenizer.ggml.{name}_token_id", 0, vocab_size - 1, default=None)
-        return found
+        return self.integer(f"tokenizer.ggml.{name}_token_id", 0, vocab_size - 1, default=None)
 
     def token_ids(self, name: str, vocab_size: int) -> frozenset[int]:
         """Return token ids under ``tokenizer.ggml``; a missing array is empty."""

@@ -229,8 +229,7 @@ class ForkServer:
     def _stop(self) -> int | None:
         """End the process and its forks, and return its exit status."""
         self._control = self._process = None
-        status: int | None = self._finalizer()
-        return status
+        return self._finalizer()
 
 
 def _stop(process: subprocess.Popen[bytes], control: Connection) -> int:

@@ -218,8 +218,7 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     from metal_prefill._support.threads import in_thread
 
     try:
-        result: Result = in_thread(call).result(seconds)
-        return result
+        return in_thread(call).result(seconds)
     except futures.TimeoutError:
         raise TimeoutError(f"no complete response within {seconds} s") from None
 

@@ -39,8 +39,7 @@ def settle_pair_speed() -> float:
             elif (speedup := _core.cpu.pair_speedup()) > 0:
                 write_known(path, known | {processor: [repr(speedup)]})
         _settled = True
-        speed: float = _core.cpu.pair_speedup()
-        return speed
+        return _core.cpu.pair_speedup()
 
 
 def _processor() -> str:

@@ -51,8 +51,7 @@ def vocabulary_vector(head: PooledHead, states: FloatArray) -> FloatArray:
     logits = np.maximum(_output_of(head, "mlm", head.vocabulary_activation, states), 0)
     for _ in range(head.logarithms):
         logits = np.log1p(logits)
-    vector: FloatArray = logits.max(axis=0) if head.vocabulary_pooling == "max" else logits.sum(axis=0)
-    return vector
+    return logits.max(axis=0) if head.vocabulary_pooling == "max" else logits.sum(axis=0)
 
 
 def token_vectors(head: PooledHead, states: FloatArray) -> FloatArray:
@@ -95,15 +94,13 @@ def affine(head: PooledHead, name: str, x: FloatArray, weight: str = "") -> Floa
 
 def softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     weights = np.exp(x - x.max(axis=-1, keepdims=True, initial=-np.inf))
-    probabilities: npt.NDArray[np.float64] = weights / weights.sum(axis=-1, keepdims=True)
-    return probabilities
+    return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return ``1 / (1 + exp(-x))``, without overflow."""
     small = np.exp(-np.abs(x))
-    result: npt.NDArray[np.float64] = np.where(x < 0, small, 1) / (1 + small)
-    return result
+    return np.where(x < 0, small, 1) / (1 + small)
 
 
 def _normed(head: PooledHead, name: str, x: FloatArray, eps: float) -> FloatArray:
@@ -123,14 +120,12 @@ def _gelu(x: FloatArray) -> FloatArray:
     t = 1 / (1 + 0.3275911 * z)
     powers = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
     tail = t * np.polynomial.polynomial.polyval(t, powers) * np.exp(-z * z)
-    result: FloatArray = (x * np.where(x < 0, tail, 2 - tail) / 2).astype(np.float32)
-    return result
+    return (x * np.where(x < 0, tail, 2 - tail) / 2).astype(np.float32)
 
 
 def _gelu_tanh(x: FloatArray) -> FloatArray:
     argument = np.asarray(1.5957691216057308 * (x + 0.044715 * x**3), np.float32)
-    result: FloatArray = x * _sigmoid(argument)
-    return result
+    return x * _sigmoid(argument)
 
 
 def _sigmoid(x: FloatArray) -> FloatArray:

@@ -249,8 +249,7 @@ def normalizer_of(step: Any, charsmap: bytes | None) -> normalizers.Normalizer |
         case {"type": "Precompiled"} if charsmap is not None:
             return normalizers.Precompiled(charsmap)
         case {"type": "Lowercase" | "NFC" | "NFKC" | "NFKD" | "StripAccents" as kind}:
-            made: normalizers.Normalizer = getattr(normalizers, kind)()
-            return made
+            return getattr(normalizers, kind)()
         case {"type": "Strip", "strip_left": bool(left), "strip_right": bool(right)}:
             return normalizers.Strip(left, right)
         case {"type": "Replace", "pattern": {"String": "``" | "''" as quotes}, "content": '"'}:

@@ -378,8 +378,7 @@ class Tokenizer:
         )
 
     def _template_source(self, key: str) -> str | None:
-        source: str | None = self._gguf.metadata.typed(key, "string", default=None)
-        return source
+        return self._gguf.metadata.typed(key, "string", default=None)
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -547,8 +546,7 @@ class Tokenizer:
 
         The first token is none: some vocabularies begin each text with the one that also ends it.
         """
-        ends: list[int] = (np.flatnonzero(np.isin(ids[1:], list(self.stop_ids))) + 2).tolist()
-        return ends
+        return (np.flatnonzero(np.isin(ids[1:], list(self.stop_ids))) + 2).tolist()
 
     @cached_property
     def reasoning_tags(self) -> Tags | None:

@@ -34,8 +34,7 @@ def as_cached(rows: Floats, kv_dtype: str) -> Floats:
     """Values of the numbers that a cache holds, by NumPy and by `gguf`."""
     if kv_dtype == "q8_0":
         blocks = quants.quantize(rows, Type.Q8_0)
-        values: Floats = quants.dequantize(blocks, Type.Q8_0).astype(np.float32)
-        return values
+        return quants.dequantize(blocks, Type.Q8_0).astype(np.float32)
     return rows.astype({"f16": np.float16, "f32": np.float32}[kv_dtype]).astype(np.float32)
 
 

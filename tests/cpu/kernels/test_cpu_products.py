@@ -130,8 +130,7 @@ def exact_product(
     """Product in float64 of dequantized weights and quantized activations."""
     tokens, cols = q.shape
     x = q.reshape(tokens, -1, 32) * scale[..., None]
-    exact: npt.NDArray[np.float64] = x.reshape(tokens, cols) @ values.astype(np.float64).T
-    return exact
+    return x.reshape(tokens, cols) @ values.astype(np.float64).T
 
 
 @each_set

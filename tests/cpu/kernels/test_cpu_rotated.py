@@ -69,8 +69,7 @@ def rotation(size: int) -> npt.NDArray[np.float64]:
         return hadamard(size)
     mixed = np.kron(np.full((4, 4), 0.5) - np.eye(4), np.eye(16))
     moves = [np.eye(64)[:, [16 * q + (c ^ step * q) for q in range(4) for c in range(16)]] for step in (1, 4)]
-    matrix: npt.NDArray[np.float64] = mixed @ moves[0] @ mixed @ moves[1] @ mixed
-    return matrix
+    return mixed @ moves[0] @ mixed @ moves[1] @ mixed
 
 
 def test_each_value_of_a_block_spreads_over_all_columns() -> None:
@@ -141,8 +140,7 @@ def read_by(isa: str, wide: bool) -> list[Type]:
 def product_of(weight: tuple[Codes, Floats], x: tuple[Codes, Floats]) -> Floats:
     """Return integer sums in int64 times scales in float32, in the order of the kernels."""
     sums = x[0].astype(np.int64) @ weight[0].astype(np.int64).T
-    scaled: Floats = sums.astype(np.float32) * (weight[1] * x[1][:, None])
-    return scaled
+    return sums.astype(np.float32) * (weight[1] * x[1][:, None])
 
 
 @each_set
@@ -257,8 +255,7 @@ def paired_weights(isa: str, kind: Type, raw: npt.NDArray[np.uint8], rows: int, 
     groups = -(-rows // 32)
     out = guarded(cols, 32 * groups)
     cpu.multiply_pairs(isa, int(kind), raw, rows, np.eye(cols, dtype=np.float32), 0, out)
-    weights: Floats = inside(out, cols, 32 * groups).T
-    return weights
+    return inside(out, cols, 32 * groups).T
 
 
 FLOATS = [Type.F32, Type.F16, Type.BF16]

@@ -217,5 +217,4 @@ def vocabulary_vector(folder: Folder, ids: npt.NDArray[np.int64]) -> Array:
     dense, middle, output = head
     hidden = t.normed(middle, gelu(t.linear(dense, states(folder, ids, prefix, names))))
     logits = hidden @ t[f"{prefix}embeddings.word_embeddings.weight"].T + t[f"{output}.bias"]
-    vector: Array = np.log1p(np.maximum(logits, 0)).max(axis=0)
-    return vector
+    return np.log1p(np.maximum(logits, 0)).max(axis=0)

@@ -33,8 +33,7 @@ def texts() -> Iterator[npt.NDArray[np.int64]]:
 
 def rows_of(states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     chosen = np.unique(np.linspace(0, len(states) - 1, min(len(states), 15)).astype(int))
-    rows: npt.NDArray[np.float32] = states[chosen]
-    return rows
+    return states[chosen]
 
 
 class Size(NamedTuple):

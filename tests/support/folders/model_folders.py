@@ -263,8 +263,7 @@ def _byte_level(size: int, pattern: str | None) -> str:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
     )
-    made: str = tokenizer.to_str()
-    return made
+    return tokenizer.to_str()
 
 
 def llama(path: Path, architecture: str = "LlamaForCausalLM", **config: Any) -> Folder:

@@ -426,8 +426,7 @@ LATE: dict[str, Callable[[Path], Folder]] = {
 
 @cache
 def recorded() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
-    return found
+    return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
 def rounded(array: Any) -> Any:

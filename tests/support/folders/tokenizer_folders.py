@@ -57,8 +57,7 @@ def _framed(made: Json, single: str, pair: str) -> Json:
     ids = {token["content"]: token["id"] for token in made["added_tokens"]}
     used = [(name, ids[name]) for name in ids if name in f"{single} {pair}".split()]
     tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=used)
-    framed: Json = json.loads(tokenizer.to_str())
-    return framed
+    return json.loads(tokenizer.to_str())
 
 
 # The pattern of Granite Embedding 97M multilingual, and of other models with the vocabulary of GPT-4o.
@@ -104,19 +103,16 @@ def gemma() -> Json:
 
 
 def _recorded(variant: str) -> Json:
-    made: Json = json.loads(encoder_tokenizers.recorded()[f"{variant}: tokenizer.json"].tobytes())
-    return made
+    return json.loads(encoder_tokenizers.recorded()[f"{variant}: tokenizer.json"].tobytes())
 
 
 def word_piece() -> Json:
-    made: Json = json.loads(_with_tool(_recorded("uncased")).to_str())
-    return made
+    return json.loads(_with_tool(_recorded("uncased")).to_str())
 
 
 def unigram() -> Json:
     """Return the tokenizer of XLM-R."""
-    made: Json = json.loads(_with_tool(_recorded("unigram as written")).to_str())
-    return made
+    return json.loads(_with_tool(_recorded("unigram as written")).to_str())
 
 
 TOKENIZERS: dict[str, Callable[[], Json]] = {

@@ -23,8 +23,7 @@ def silu(x: npt.ArrayLike) -> Array:
 
 def gelu(x: Array) -> Array:
     """Return ``x * P(X <= x)`` for a standard normal X."""
-    exact: Array = x * np.vectorize(math.erfc)(-x / math.sqrt(2)) / 2
-    return exact
+    return x * np.vectorize(math.erfc)(-x / math.sqrt(2)) / 2
 
 
 def gelu_tanh(x: Array) -> Array:
@@ -53,14 +52,12 @@ def softmax(x: npt.ArrayLike) -> Array:
     """Return shares over the last axis."""
     wide = np.asarray(x, np.float64)
     powers = np.exp(wide - wide.max(axis=-1, keepdims=True))
-    shares: Array = powers / powers.sum(axis=-1, keepdims=True)
-    return shares
+    return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def soft_limit(x: Array, cap: float) -> Array:
     """Limit values softly, unless the limit is 0."""
-    limited: Array = cap * np.tanh(x / cap) if cap else x
-    return limited
+    return cap * np.tanh(x / cap) if cap else x
 
 
 def visible(distance: npt.NDArray[np.int64], window: int, causal: bool) -> npt.NDArray[np.bool_]:
@@ -97,8 +94,7 @@ def attention(
 
 def rms(x: Array, eps: float) -> Array:
     """Normalize the last axis to a root mean square of 1."""
-    normed: Array = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
-    return normed
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
 
 
 def layer_norm(x: npt.ArrayLike, eps: float) -> Array:

@@ -58,8 +58,7 @@ def _dtype(name: str) -> np.dtype[Any]:
     shaped = [(f, (count,)) if count > 1 else f for f, (_, _, _, count) in zip(formats, fields, strict=True)]
     names, offsets = [field for field, _, _, _ in fields], [offset for _, _, offset, _ in fields]
     described: Any = {"names": names, "formats": shaped, "offsets": offsets, "itemsize": size}
-    found: np.dtype[Any] = np.dtype(described, metadata={"struct": name})
-    return found
+    return np.dtype(described, metadata={"struct": name})
 
 
 STRUCTS = {name: _dtype(name) for name in _core.args_structs}
@@ -112,8 +111,7 @@ class Output:
     def check(self) -> Array:
         """Return the array after checking the sentinels behind its end."""
         assert (self.buffer[self._bytes :] == SENTINEL).all(), "written beyond the end"
-        array: Array = self.array
-        return array
+        return self.array
 
 
 class Recorded:

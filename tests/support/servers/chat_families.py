@@ -272,5 +272,4 @@ def cases(template: str) -> Iterator[Case]:
 @cache
 def recorded() -> dict[str, dict[str, str | None]]:
     """Return what transformers rendered for each family, by case."""
-    record: dict[str, dict[str, str | None]] = json.loads(RECORD.read_text(encoding="utf-8"))
-    return record
+    return json.loads(RECORD.read_text(encoding="utf-8"))

@@ -48,10 +48,7 @@ class _States(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return the hidden states, ``[texts, tokens, dim]``."""
-        states: torch.Tensor = self.encoder(
-            input_ids=input_ids, attention_mask=attention_mask
-        ).last_hidden_state
-        return states
+        return self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
 
 
 def load_encoder(path: Path, attention: str = "sdpa") -> Any:
@@ -198,5 +195,4 @@ class PaddedTexts(Engine):
             pooled = (states * mask[..., None]).sum(axis=1, dtype=np.float32) / lengths[:, None]
         else:
             pooled = states[np.arange(len(texts)), 0 if self.pooling == "cls" else lengths - 1]
-        vectors: npt.NDArray[np.float32] = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
-        return vectors
+        return pooled / np.linalg.norm(pooled, axis=1, keepdims=True)

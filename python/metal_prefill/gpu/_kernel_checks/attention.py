@@ -25,8 +25,7 @@ _RUN = ("row", "tokens", "position", "pages", "end")  # of a tile: that of its r
 def _queries(row: Values, args: dict[str, Any]) -> Values:
     """Return the queries at the beginning of a row of qkv, ``[head][key_dim]``."""
     heads, step = args["n_heads"], args["query_step"]
-    result: Values = row[: heads * step].reshape(heads, step)[:, : args["key_dim"]]
-    return result
+    return row[: heads * step].reshape(heads, step)[:, : args["key_dim"]]
 
 
 def _rotated(d: Captured, args: dict[str, Any], row: Values, position: int) -> tuple[Values, Values, Values]:
@@ -135,8 +134,7 @@ def _attend(
         scores = np.concatenate([scores, sinks[:, None]], axis=1)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    result: Values = np.einsum("hp,phd->hd", weights[:, : len(values)], values)
-    return result
+    return np.einsum("hp,phd->hd", weights[:, : len(values)], values)
 
 
 def _added(d: Captured, token: int, seen: range, distances: Values) -> Values | float:
@@ -144,14 +142,12 @@ def _added(d: Captured, token: int, seen: range, distances: Values) -> Values | 
     a, additions = d.args, d.before(5, np.float32)
     if a["position_bias"]:
         buckets = np.searchsorted(_BIAS_STEPS, np.abs(distances), "right") + 16 * (distances > 0)
-        bias: Values = additions[: 32 * a["n_heads"]].reshape(-1, a["n_heads"])[buckets].T
-        return bias
+        return additions[: 32 * a["n_heads"]].reshape(-1, a["n_heads"])[buckets].T
     if not a["added_keys"]:
         return 0.0
     size = a["n_heads"] * a["added_keys"]
     rows = additions[token * size : (token + 1) * size].reshape(a["n_heads"], -1)
-    scores: Values = rows[:, seen.start : seen.stop].astype(np.float64) * math.log(2)
-    return scores
+    return rows[:, seen.start : seen.stop].astype(np.float64) * math.log(2)
 
 
 def relative_scores(d: Captured) -> Expected:
@@ -178,8 +174,7 @@ def _joined(partial: Values, splits: int) -> Values:
     """Combine the splits of a row, ``[head][split][value_dim + 2]``, which end with maximum and sum."""
     parts = partial[:, :splits].astype(np.float64)
     weight = np.exp(parts[..., -2:-1] - parts[..., -2:-1].max(1, keepdims=True))
-    result: Values = (weight * parts[..., :-2]).sum(1) / (weight * parts[..., -1:]).sum(1)
-    return result
+    return (weight * parts[..., :-2]).sum(1) / (weight * parts[..., -1:]).sum(1)
 
 
 def _rows_of_tiles(d: Captured, tiles: Values) -> Iterator[tuple[int, int, int, int, int]]:

@@ -78,30 +78,24 @@ class Captured:
 
 def _as(data: npt.NDArray[np.uint8], dtype: Any) -> Values:
     size = np.dtype(dtype).itemsize
-    values: Values = data[: data.size // size * size].view(dtype)
-    return values
+    return data[: data.size // size * size].view(dtype)
 
 
 def activate(x: Values, activation: int) -> Values:
     if activation == _RELU:
-        positive: Values = np.maximum(x, 0.0)
-        return positive
+        return np.maximum(x, 0.0)
     if activation == _GELU_ERF:
-        exact: Values = 0.5 * x * (1.0 + np.array([math.erf(value) for value in x.ravel() / math.sqrt(2.0)]))
-        return exact
+        return 0.5 * x * (1.0 + np.array([math.erf(value) for value in x.ravel() / math.sqrt(2.0)]))
     argument = x if activation == SILU else 1.5957691216057308 * (x + 0.044715 * x**3)
-    result: Values = x / (1.0 + np.exp(-argument))
-    return result
+    return x / (1.0 + np.exp(-argument))
 
 
 def activate_gated(gate: Values, up: Values, activation: int) -> Values:
     if activation == _CLAMPED_SILU:
         gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)  # as in gpt-oss
-        limited: Values = gate / (1.0 + np.exp(-1.702 * gate)) * (up + 1.0)
-        return limited
+        return gate / (1.0 + np.exp(-1.702 * gate)) * (up + 1.0)
     return activate(gate, activation) * up
 
 
 def rms_normed(x: Values, weight: Values, eps: float) -> Values:
-    result: Values = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
-    return result
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
