@@ -15,6 +15,7 @@
 #include "pages.h"
 #include "rope.h"
 #include "soft_cap.h"
+#include "unroll.h"
 #include "variants.h"
 
 using namespace metal;
@@ -33,8 +34,7 @@ struct PartialSoftmax {
     const float factor = fast::exp(best - new_best);
     best = new_best;
     sum *= factor;
-#pragma unroll
-    for (ushort c = 0; c < kChunks; ++c) o[c] *= factor;
+    FOR_UNROLL (ushort c = 0; c < kChunks; ++c) o[c] *= factor;
   }
 };
 
@@ -53,12 +53,10 @@ struct Queries {
   void begin(Fours q, uint step, ushort count, constant AttentionArgs& args, ushort lane) {
     heads = count;
     score_cap = args.score_cap;
-#pragma unroll
-    for (ushort h = 0; h < kHeads; ++h) {
+    FOR_UNROLL (ushort h = 0; h < kHeads; ++h) {
       state[h].best = kLowest;
       state[h].sum = 0.0f;
-#pragma unroll
-      for (ushort c = 0; c < kChunks; ++c) {
+      FOR_UNROLL (ushort c = 0; c < kChunks; ++c) {
         const ushort four = lane % kLanes + c * kLanes;
         const bool inside = h < heads && four * 4u < args.key_dim;
         query[h][c] = inside ? args.scale * q[h * step + four] : float4(0.0f);
@@ -71,40 +69,34 @@ struct Queries {
   // values keep the type of the cache until they are used: as floats they would take twice the registers.
   template <typename T>
   void take(thread const vec<T, 4>* keys, thread const vec<T, 4>* values, bool valid) {
-#pragma unroll
-    for (ushort h = 0; h < kHeads; ++h) {
+    FOR_UNROLL (ushort h = 0; h < kHeads; ++h) {
       if (h >= heads) break;
       float score = 0.0f;
-#pragma unroll
-      for (ushort c = 0; c < kChunks; ++c) score += dot(query[h][c], float4(keys[c]));
+      FOR_UNROLL (ushort c = 0; c < kChunks; ++c) score += dot(query[h][c], float4(keys[c]));
       for (ushort offset = kLanes / 2; offset > 0; offset /= 2) score += simd_shuffle_xor(score, offset);
       if (!valid) continue;
       if (score_cap > 0.0f) score = soft_cap(score, score_cap);
       if (score > state[h].best) state[h].rescale(score);
       const float weight = fast::exp(score - state[h].best);
       state[h].sum += weight;
-#pragma unroll
-      for (ushort c = 0; c < kChunks; ++c)
+      FOR_UNROLL (ushort c = 0; c < kChunks; ++c)
         state[h].o[c] = fma(float4(weight), float4(values[c]), state[h].o[c]);
     }
   }
 
   // Joins the groups of lanes of a simdgroup, and writes [kHeads][dimensions + 2]: values, maximum and sum.
   void join(threadgroup float* mine, ushort lane) {
-#pragma unroll
-    for (ushort h = 0; h < kHeads; ++h) {
+    FOR_UNROLL (ushort h = 0; h < kHeads; ++h) {
       if (h >= heads) break;
       float best = state[h].best;
       for (ushort offset = kLanes; offset < 32; offset *= 2) best = max(best, simd_shuffle_xor(best, offset));
       state[h].rescale(best);
       for (ushort offset = kLanes; offset < 32; offset *= 2) {
         state[h].sum += simd_shuffle_xor(state[h].sum, offset);
-#pragma unroll
-        for (ushort c = 0; c < kChunks; ++c) state[h].o[c] += simd_shuffle_xor(state[h].o[c], offset);
+        FOR_UNROLL (ushort c = 0; c < kChunks; ++c) state[h].o[c] += simd_shuffle_xor(state[h].o[c], offset);
       }
       if (lane < kLanes) {
-#pragma unroll
-        for (ushort c = 0; c < kChunks; ++c)
+        FOR_UNROLL (ushort c = 0; c < kChunks; ++c)
           for (ushort i = 0; i < 4; ++i) mine[(lane + c * kLanes) * 4 + i] = state[h].o[c][i];
       }
       if (lane == 0) {
@@ -175,8 +167,7 @@ struct CachedKeys {
     device const T* v = cache.v + page_start + row * args.value_dim;
     page = page_after;
     page_after = page_of(cache, first + 2 * step, last, lane);
-#pragma unroll
-    for (ushort c = 0; c < kChunks; ++c) {
+    FOR_UNROLL (ushort c = 0; c < kChunks; ++c) {
       const uint d = dim + c * kLanes * 4;
       keys[c] = d < args.key_dim ? *(device const vec<T, 4>*)(k + d) : vec<T, 4>(0);
       values[c] = d < args.value_dim ? *(device const vec<T, 4>*)(v + d) : vec<T, 4>(0);
@@ -339,8 +330,7 @@ kernel void rope_attention_decode(
     if (simdgroup == turn / (32 / kLanes) % simdgroups) {
       // In the type of the cache, like the other keys.
       vec<T, 4> keys[kChunks], values[kChunks];
-#pragma unroll
-      for (ushort c = 0; c < kChunks; ++c) {
+      FOR_UNROLL (ushort c = 0; c < kChunks; ++c) {
         const ushort four = lane % kLanes + c * kLanes;
         threadgroup const float4* own = aligned + kHeads * kDims / 4 + four;
         keys[c] = vec<T, 4>(four * 4u < attention.key_dim ? own[0] : float4(0.0f));

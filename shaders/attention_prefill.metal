@@ -14,6 +14,7 @@
 #include "block_rows.h"
 #include "pages.h"
 #include "stacked_rows.h"
+#include "unroll.h"
 #include "variants.h"
 
 using namespace metal;
@@ -46,8 +47,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   StackedRows rows;
   rows.begin(tile, args, bias, sinks);
   StackedRow mine[kRowBlocks];  // rows of which this lane holds elements
-#pragma unroll
-  for (ushort r = 0; r < kRowBlocks; ++r) mine[r] = rows.row(r * 8 + block_rows.row, kv_head, args);
+  FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r) mine[r] = rows.row(r * 8 + block_rows.row, kv_head, args);
 
   // Queries, scaled for exp2: in registers, or in threadgroup memory if they need too many.
   const ushort key_blocks = kWhole ? kDimBlocks : args.key_dim / 8,
@@ -58,8 +58,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   threadgroup T* staged = (threadgroup T*)scratch;  // [8 * kRowBlocks][kQueryRow]
   threadgroup T* my_staged = staged + block_rows.row * kQueryRow + block_rows.column;
   Block query[kStaged ? 1 : kRowBlocks][kStaged ? 1 : kDimBlocks];
-#pragma unroll
-  for (ushort r = 0; r < kRowBlocks; ++r) {
+  FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r) {
     device const float* my_query =
         q + (tile.row + mine[r].token) * args.q_stride + mine[r].head * args.query_step + block_rows.column;
 #pragma unroll(kUnrolled)
@@ -77,12 +76,11 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 
   simdgroup_float8x8 output[kRowBlocks][kValueBlocks];
   float best[kRowBlocks], sum[kRowBlocks];  // of this lane's rows; `sum` over its keys only
-#pragma unroll
-  for (ushort r = 0; r < kRowBlocks; ++r) {
+  FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r) {
     best[r] = kLowest;
     sum[r] = 0.0f;
-#pragma unroll
-    for (ushort b = 0; b < kValueBlocks; ++b) output[r][b] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    FOR_UNROLL (ushort b = 0; b < kValueBlocks; ++b)
+      output[r][b] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
 
   const uint end = rows.end_key(8 * kRowBlocks), cached = tile.end;
@@ -97,10 +95,8 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
         page_at(v, block_table, key, args.page_stride) + in_page * v_stride + first_value;
     Block loaded[kAhead ? kBlocks : 1][kAhead ? kDimBlocks : 1];
     if (kAhead) {
-#pragma unroll
-      for (ushort j = 0; j < kBlocks; ++j)
-#pragma unroll
-        for (ushort b = 0; b < kDimBlocks; ++b)
+      FOR_UNROLL (ushort j = 0; j < kBlocks; ++j)
+        FOR_UNROLL (ushort b = 0; b < kDimBlocks; ++b)
           simdgroup_load(loaded[kAhead ? j : 0][kAhead ? b : 0],
                          k_keys + j * 8 * k_stride + kv_head * args.key_dim + b * 8, k_stride, ulong2(0),
                          true);
@@ -108,22 +104,17 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
     // Scores of 32 keys. A block that extends beyond the cached keys reads rows of the cache with undefined
     // contents: they are masked below.
     simdgroup_float8x8 score[kRowBlocks][kBlocks];
-#pragma unroll
-    for (ushort r = 0; r < kRowBlocks; ++r)
-#pragma unroll
-      for (ushort j = 0; j < kBlocks; ++j) score[r][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r)
+      FOR_UNROLL (ushort j = 0; j < kBlocks; ++j)
+        score[r][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     if (kAhead && key + PREFILL_KEYS <= end) {  // consecutive products are independent
-#pragma unroll
-      for (ushort b = 0; b < kDimBlocks; ++b)
-#pragma unroll
-        for (ushort j = 0; j < kBlocks; ++j)
-#pragma unroll
-          for (ushort r = 0; r < kRowBlocks; ++r)
+      FOR_UNROLL (ushort b = 0; b < kDimBlocks; ++b)
+        FOR_UNROLL (ushort j = 0; j < kBlocks; ++j)
+          FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r)
             simdgroup_multiply_accumulate(score[r][j], query[kAhead ? r : 0][kAhead ? b : 0],
                                           loaded[kAhead ? j : 0][kAhead ? b : 0], score[r][j]);
     } else {
-#pragma unroll
-      for (ushort j = 0; j < kBlocks; ++j) {
+      FOR_UNROLL (ushort j = 0; j < kBlocks; ++j) {
         if (key + j * 8 < end) {
           device const T* k_block = k_keys + j * 8 * k_stride + kv_head * args.key_dim;
 #pragma unroll(kUnrolled)
@@ -131,8 +122,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
             if (b < key_blocks) {
               Block keys = loaded[kAhead ? j : 0][kAhead ? b : 0];
               if (!kAhead) simdgroup_load(keys, k_block + b * 8, k_stride, ulong2(0), true);
-#pragma unroll
-              for (ushort r = 0; r < kRowBlocks; ++r) {
+              FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r) {
                 Block own = query[kStaged ? 0 : r][kStaged ? 0 : b];
                 if (kStaged) simdgroup_load(own, staged + r * 8 * kQueryRow + b * 8, kQueryRow);
                 simdgroup_multiply_accumulate(score[r][j], own, keys, score[r][j]);
@@ -143,10 +133,8 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
       }
     }
     if (kAhead) {
-#pragma unroll
-      for (ushort j = 0; j < kBlocks; ++j)
-#pragma unroll
-        for (ushort b = 0; b < kDimBlocks; ++b)
+      FOR_UNROLL (ushort j = 0; j < kBlocks; ++j)
+        FOR_UNROLL (ushort b = 0; b < kDimBlocks; ++b)
           simdgroup_load(loaded[kAhead ? j : 0][kAhead ? b : 0],
                          v_keys + j * 8 * v_stride + kv_head * args.value_dim + b * 8, v_stride);
     }
@@ -154,75 +142,60 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
     // Softmax: maximum, weights, sum, and the factor of the earlier sums. As few branches as possible,
     // so that the rows of a lane do not wait for each other.
     float2 lane_scores[kRowBlocks][kBlocks];
-#pragma unroll
-    for (ushort r = 0; r < kRowBlocks; ++r)
-#pragma unroll
-      for (ushort j = 0; j < kBlocks; ++j) lane_scores[r][j] = elements(score[r][j]);
+    FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r)
+      FOR_UNROLL (ushort j = 0; j < kBlocks; ++j) lane_scores[r][j] = elements(score[r][j]);
     if (key < seen_by_all.x || key + PREFILL_KEYS > seen_by_all.y || args.alibi_heads > 0 ||
         args.position_bias || args.added_keys > 0 || args.score_cap > 0.0f) {
-#pragma unroll
-      for (ushort r = 0; r < kRowBlocks; ++r)
-#pragma unroll
-        for (ushort j = 0; j < kBlocks; ++j)
-#pragma unroll
-          for (ushort c = 0; c < 2; ++c)
+      FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r)
+        FOR_UNROLL (ushort j = 0; j < kBlocks; ++j)
+          FOR_UNROLL (ushort c = 0; c < 2; ++c)
             lane_scores[r][j][c] = mine[r].score(lane_scores[r][j][c], key + j * 8 + block_rows.column + c);
     }
     Block weight[kRowBlocks][kBlocks];
     float factor[kRowBlocks];
     bool rescaled = false;
-#pragma unroll
-    for (ushort r = 0; r < kRowBlocks; ++r) {
+    FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r) {
       float new_best = best[r];
-#pragma unroll
-      for (ushort j = 0; j < kBlocks; ++j)
+      FOR_UNROLL (ushort j = 0; j < kBlocks; ++j)
         new_best = max(new_best, max(lane_scores[r][j][0], lane_scores[r][j][1]));
       new_best = block_rows.largest(new_best);
       factor[r] = fast::exp2(best[r] - new_best);
       rescaled = rescaled || factor[r] != 1.0f;
       best[r] = new_best;
       sum[r] *= factor[r];
-#pragma unroll
-      for (ushort j = 0; j < kBlocks; ++j) {
+      FOR_UNROLL (ushort j = 0; j < kBlocks; ++j) {
         const float2 lane_weights = fast::exp2(lane_scores[r][j] - new_best);
         sum[r] += lane_weights[0] + lane_weights[1];
         weight[r][j] = block_of<T>(vec<T, 2>(lane_weights));
       }
     }
     if (simd_any(rescaled)) {
-#pragma unroll
-      for (ushort r = 0; r < kRowBlocks; ++r)
-#pragma unroll
-        for (ushort b = 0; b < kValueBlocks; ++b)
+      FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r)
+        FOR_UNROLL (ushort b = 0; b < kValueBlocks; ++b)
           if (b < value_blocks) output[r][b] = block_of<float>(elements(output[r][b]) * factor[r]);
     }
 
-#pragma unroll
-    for (ushort j = 0; j < kBlocks; ++j) {
+    FOR_UNROLL (ushort j = 0; j < kBlocks; ++j) {
       if (key + j * 8 < end) {
         device const T* v_block = v_keys + j * 8 * v_stride + kv_head * args.value_dim;
         if (key + j * 8 + 8 <= cached) {
-#pragma unroll
-          for (ushort b = 0; b < kValueBlocks; ++b) {
+          FOR_UNROLL (ushort b = 0; b < kValueBlocks; ++b) {
             if (b < value_blocks) {
               Block values = loaded[kAhead ? j : 0][kAhead ? b : 0];
               if (!kAhead) simdgroup_load(values, v_block + b * 8, v_stride);
-#pragma unroll
-              for (ushort r = 0; r < kRowBlocks; ++r)
+              FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r)
                 simdgroup_multiply_accumulate(output[r][b], weight[r][j], values, output[r][b]);
             }
           }
         } else {
           // Rows beyond the cached keys may hold NaN, and 0 * NaN is not 0, so they are replaced by zeros.
           const bool beyond = key + j * 8 + block_rows.row >= cached;
-#pragma unroll
-          for (ushort b = 0; b < kValueBlocks; ++b) {
+          FOR_UNROLL (ushort b = 0; b < kValueBlocks; ++b) {
             if (b < value_blocks) {
               device const T* my_values = v_block + block_rows.row * v_stride + b * 8 + block_rows.column;
               const Block values =
                   block_of<T>(beyond ? vec<T, 2>(T(0)) : *(device const vec<T, 2>*)my_values);
-#pragma unroll
-              for (ushort r = 0; r < kRowBlocks; ++r)
+              FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r)
                 simdgroup_multiply_accumulate(output[r][b], weight[r][j], values, output[r][b]);
             }
           }
@@ -231,13 +204,11 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
     }
   }
 
-#pragma unroll
-  for (ushort r = 0; r < kRowBlocks; ++r) {
+  FOR_UNROLL (ushort r = 0; r < kRowBlocks; ++r) {
     const float scale = 1.0f / mine[r].divisor(block_rows.sum(sum[r]), best[r]);
     device half* my_out = out + ((tile.row + mine[r].token) * args.n_heads + mine[r].head) * args.value_dim +
                           first_value + block_rows.column;
-#pragma unroll
-    for (ushort b = 0; b < kValueBlocks; ++b) {
+    FOR_UNROLL (ushort b = 0; b < kValueBlocks; ++b) {
       if (b < value_blocks) {
         const half2 normalized = half2(elements(output[r][b]) * scale);
         if (mine[r].inside) *(device half2*)(my_out + b * 8) = normalized;

@@ -15,6 +15,7 @@
 #include "attention.h"
 #include "pages.h"
 #include "stacked_rows.h"
+#include "unroll.h"
 #include "variants.h"
 
 using namespace metal;
@@ -100,11 +101,9 @@ template <ushort kDims>
     // Softmax: maximum, weights, sum, and the factor of the earlier sums.
     float4 lane_scores[kKeys / 8];
     float new_best = best;
-#pragma unroll
-    for (ushort i = 0; i < kKeys / 8; ++i) {
+    FOR_UNROLL (ushort i = 0; i < kKeys / 8; ++i) {
       lane_scores[i] = *(threadgroup const float4*)(my_scores + i * 4);
-#pragma unroll
-      for (ushort c = 0; c < 4; ++c) {
+      FOR_UNROLL (ushort c = 0; c < 4; ++c) {
         lane_scores[i][c] = mine.score(lane_scores[i][c], key + half_of_row * (kKeys / 2) + i * 4 + c);
         new_best = max(new_best, lane_scores[i][c]);
       }
@@ -114,11 +113,9 @@ template <ushort kDims>
     best = new_best;
     sum *= factor;
     simdgroup_barrier(mem_flags::mem_threadgroup);  // both threads have read the row: its weights may follow
-#pragma unroll
-    for (ushort i = 0; i < kKeys / 8; ++i) {
+    FOR_UNROLL (ushort i = 0; i < kKeys / 8; ++i) {
       const float4 lane_weights = fast::exp2(lane_scores[i] - best);
-#pragma unroll
-      for (ushort c = 0; c < 4; ++c) sum += lane_weights[c];
+      FOR_UNROLL (ushort c = 0; c < 4; ++c) sum += lane_weights[c];
       *(threadgroup half4*)(my_weights + i * 4) = half4(lane_weights);
     }
     if (half_of_row == 0) of_row[row] = factor;

@@ -4,6 +4,7 @@
 
 #include "args.h"
 #include "reduce.h"
+#include "unroll.h"
 #include "variants.h"
 
 using namespace metal;
@@ -52,8 +53,7 @@ static inline NormedRow norm(Row row, device const float4* weight, device const 
   sum = 0;
   for (uint i = group.thread_index; i < columns; i += group.threads) {
     const float4 d = row(i) - mean;
-#pragma unroll
-    for (ushort k = 0; k < 4; ++k) sum += 4 * i + k < args.width ? d[k] * d[k] : 0.0f;
+    FOR_UNROLL (ushort k = 0; k < 4; ++k) sum += 4 * i + k < args.width ? d[k] * d[k] : 0.0f;
   }
   return {row, weight, bias, mean, precise::rsqrt(group.sum(sum) / float(args.width) + args.eps)};
 }

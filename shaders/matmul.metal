@@ -45,10 +45,8 @@ template <typename W, ushort kTokens, ushort kRows>
   const bool whole = token + kTokens / 2 <= args.tokens && row + kRows / 2 <= args.out_dim;
   y += token * args.out_stride + row;
   simdgroup_float8x8 sum[kTokenBlocks][kRowBlocks];
-#pragma unroll
-  for (ushort i = 0; i < kTokenBlocks; ++i)
-#pragma unroll
-    for (ushort j = 0; j < kRowBlocks; ++j) {
+  FOR_UNROLL (ushort i = 0; i < kTokenBlocks; ++i)
+    FOR_UNROLL (ushort j = 0; j < kRowBlocks; ++j) {
       sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       if (whole && args.accumulate)
         simdgroup_load(sum[i][j], y + i * 8 * args.out_stride + j * 8, args.out_stride);
@@ -58,10 +56,8 @@ template <typename W, ushort kTokens, ushort kRows>
   multiply<W, kTokens, kRows>(stage, sum, staged, place, active);
   if (!active) return;
   if (whole) {
-#pragma unroll
-    for (ushort i = 0; i < kTokenBlocks; ++i)
-#pragma unroll
-      for (ushort j = 0; j < kRowBlocks; ++j)
+    FOR_UNROLL (ushort i = 0; i < kTokenBlocks; ++i)
+      FOR_UNROLL (ushort j = 0; j < kRowBlocks; ++j)
         simdgroup_store(sum[i][j], y + i * 8 * args.out_stride + j * 8, args.out_stride);
     return;
   }
@@ -103,17 +99,15 @@ template <typename W>
   threadgroup_barrier(mem_flags::mem_threadgroup);
   threadgroup float* sums = (threadgroup float*)staged;  // [MATMUL_PARTS][kTile][kTile]
   threadgroup float* mine = sums + (stage.part * kTile + place.token) * kTile + place.row;
-#pragma unroll
-  for (ushort i = 0; i < kBlocks; ++i)
-#pragma unroll
-    for (ushort j = 0; j < kBlocks; ++j) simdgroup_store(sum[i][j], mine + i * 8 * kTile + j * 8, kTile);
+  FOR_UNROLL (ushort i = 0; i < kBlocks; ++i)
+    FOR_UNROLL (ushort j = 0; j < kBlocks; ++j)
+      simdgroup_store(sum[i][j], mine + i * 8 * kTile + j * 8, kTile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (ushort e = thread_index; e < kTile * kTile; e += MATMUL_PARTS * MATMUL_THREADS) {
     const uint t = token + e / kTile, r = row + e % kTile;
     if (t >= args.tokens || r >= args.out_dim) continue;
     float value = sums[e];
-#pragma unroll
-    for (ushort part = 1; part < MATMUL_PARTS; ++part) value += sums[part * kTile * kTile + e];
+    FOR_UNROLL (ushort part = 1; part < MATMUL_PARTS; ++part) value += sums[part * kTile * kTile + e];
     device float& out = y[t * args.out_stride + r];
     out = args.accumulate ? out + value : value;
   }

@@ -33,19 +33,14 @@ static inline void multiply(thread Stage<W, kTokens, kRows, kStagedRow, kParts>&
     if (active) {
       threadgroup const half* x = stage.tokens_staged() + place.token * kStagedRow;
       threadgroup const half* w = stage.weights_staged() + place.row * kStagedRow;
-#pragma unroll
-      for (ushort kk = 0; kk < MATMUL_K; kk += 8) {
+      FOR_UNROLL (ushort kk = 0; kk < MATMUL_K; kk += 8) {
         simdgroup_half8x8 a[kTokenBlocks], b[kRowBlocks];
-#pragma unroll
-        for (ushort i = 0; i < kTokenBlocks; ++i)
+        FOR_UNROLL (ushort i = 0; i < kTokenBlocks; ++i)
           simdgroup_load(a[i], x + i * 8 * kStagedRow + kk, kStagedRow);
-#pragma unroll
-        for (ushort j = 0; j < kRowBlocks; ++j)
+        FOR_UNROLL (ushort j = 0; j < kRowBlocks; ++j)
           simdgroup_load(b[j], w + j * 8 * kStagedRow + kk, kStagedRow, ulong2(0), true);
-#pragma unroll
-        for (ushort i = 0; i < kTokenBlocks; ++i)
-#pragma unroll
-          for (ushort j = 0; j < kRowBlocks; ++j)
+        FOR_UNROLL (ushort i = 0; i < kTokenBlocks; ++i)
+          FOR_UNROLL (ushort j = 0; j < kRowBlocks; ++j)
             simdgroup_multiply_accumulate(sum[i][j], a[i], b[j], sum[i][j]);
       }
     }
@@ -55,10 +50,9 @@ static inline void multiply(thread Stage<W, kTokens, kRows, kStagedRow, kParts>&
 
 template <ushort kTokenBlocks, ushort kRowBlocks>
 static inline void clear(thread simdgroup_float8x8 (&sum)[kTokenBlocks][kRowBlocks]) {
-#pragma unroll
-  for (ushort i = 0; i < kTokenBlocks; ++i)
-#pragma unroll
-    for (ushort j = 0; j < kRowBlocks; ++j) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  FOR_UNROLL (ushort i = 0; i < kTokenBlocks; ++i)
+    FOR_UNROLL (ushort j = 0; j < kRowBlocks; ++j)
+      sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 }
 
 // Stores up to `tokens` by `rows` outputs of a simdgroup, from strips of 8 tokens by kColumns sums.
@@ -121,10 +115,8 @@ static inline void store(thread simdgroup_float8x8 (&sum)[kTokenBlocks][kRowBloc
                          threadgroup float* strip, ushort simdgroup, ushort lane) {
   constexpr ushort kColumns = kRowBlocks * 8;
   strip += simdgroup * 8 * kColumns;
-#pragma unroll
-  for (ushort i = 0; i < kTokenBlocks; ++i) {
-#pragma unroll
-    for (ushort j = 0; j < kRowBlocks; ++j) simdgroup_store(sum[i][j], strip + j * 8, kColumns);
+  FOR_UNROLL (ushort i = 0; i < kTokenBlocks; ++i) {
+    FOR_UNROLL (ushort j = 0; j < kRowBlocks; ++j) simdgroup_store(sum[i][j], strip + j * 8, kColumns);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     output.template store<kColumns>(strip, i * 8, lane);
     simdgroup_barrier(mem_flags::mem_threadgroup);

@@ -18,8 +18,7 @@ typedef TokenTile<kTile, kStagedRow> ExpertTokens;
 // Sets the rows of x at the places of a tile, or the rows that `rows` maps these places to.
 static inline void begin_tokens(thread ExpertTokens& tokens, device const half* x, device const uint* rows,
                                 ExpertTile tile, uint in_dim, ushort thread_index) {
-#pragma unroll
-  for (ushort i = 0; i < ExpertTokens::kItems; ++i) {
+  FOR_UNROLL (ushort i = 0; i < ExpertTokens::kItems; ++i) {
     const uint place = tile.first + min(uint(thread_index / 4 + i * (MATMUL_THREADS / 4)), tile.count - 1);
     tokens.row[i] = x + (rows ? rows[place] : place) * in_dim;
   }

@@ -23,8 +23,7 @@ struct WeightTile {
   // Sets rows of the stacked matrices from `first` on, among the args.out_dim rows after row `base`.
   template <typename Args>
   void begin(device const uchar* w, constant Args& args, uint first, ushort thread_index, uint base = 0) {
-#pragma unroll
-    for (ushort i = 0; i < kItems; ++i) {
+    FOR_UNROLL (ushort i = 0; i < kItems; ++i) {
       const uint r = first + thread_index / 4 + i * (MATMUL_THREADS / 4);
       row[i] = stacked_row(w, args.weights, base + min(r, args.out_dim - 1));
     }
@@ -34,8 +33,7 @@ struct WeightTile {
   template <typename Args>
   void begin_gated(device const uchar* w, constant Args& args, uint first, ushort thread_index,
                    uint base = 0) {
-#pragma unroll
-    for (ushort i = 0; i < kItems; ++i) {
+    FOR_UNROLL (ushort i = 0; i < kItems; ++i) {
       const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4), block = r / 8;
       const uint out = min(first + block / 2 * 8 + r % 8, args.out_dim - 1);
       row[i] = half_row(w, args.weights, block % 2, base + out);
@@ -44,13 +42,11 @@ struct WeightTile {
 
   void load(ushort thread_index, uint k, uint in_dim) {
     const uint item = min(k / 8 + thread_index % 4, in_dim / 8 - 1);
-#pragma unroll
-    for (ushort i = 0; i < kItems; ++i) items[i].load(row[i], item);
+    FOR_UNROLL (ushort i = 0; i < kItems; ++i) items[i].load(row[i], item);
   }
 
   void store(threadgroup half* staged, ushort thread_index) const {
-#pragma unroll
-    for (ushort i = 0; i < kItems; ++i) {
+    FOR_UNROLL (ushort i = 0; i < kItems; ++i) {
       const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4);
       threadgroup half4* out = (threadgroup half4*)(staged + r * kStagedRow + W::first(thread_index % 4));
       half4 first, second;
@@ -68,8 +64,7 @@ struct TokenTile {
   half4 values[kItems][2];
 
   void begin(device const half* x, constant MatmulArgs& args, uint first, ushort thread_index) {
-#pragma unroll
-    for (ushort i = 0; i < kItems; ++i) {
+    FOR_UNROLL (ushort i = 0; i < kItems; ++i) {
       const uint t = first + thread_index / 4 + i * (MATMUL_THREADS / 4);
       row[i] = x + min(t, args.tokens - 1) * args.in_dim;
     }
@@ -77,8 +72,7 @@ struct TokenTile {
 
   void load(ushort thread_index, uint k, uint in_dim) {
     k += thread_index % 4 * 8;
-#pragma unroll
-    for (ushort i = 0; i < kItems; ++i) {
+    FOR_UNROLL (ushort i = 0; i < kItems; ++i) {
       if (k < in_dim) {
         device const half4* in = (device const half4*)(row[i] + k);
         values[i][0] = in[0];
@@ -90,8 +84,7 @@ struct TokenTile {
   }
 
   void store(threadgroup half* staged, ushort thread_index) const {
-#pragma unroll
-    for (ushort i = 0; i < kItems; ++i) {
+    FOR_UNROLL (ushort i = 0; i < kItems; ++i) {
       const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4);
       threadgroup half4* out = (threadgroup half4*)(staged + r * kStagedRow + thread_index % 4 * 8);
       out[0] = values[i][0];

@@ -30,8 +30,7 @@ static inline void rows_times_token(device const uchar* w, Token token, device f
   uint row[kRows];
   bool writes[kRows];
   float before[kRows];  // loads in flight during the sum
-#pragma unroll
-  for (ushort r = 0; r < kRows; ++r) {
+  FOR_UNROLL (ushort r = 0; r < kRows; ++r) {
     row[r] = first_row + r * (32 / lanes) + lane / lanes;
     writes[r] = lane % lanes == r && row[r] < args.out_dim;
     before[r] = writes[r] && args.accumulate ? y[row[r]] : 0.0f;
@@ -40,8 +39,7 @@ static inline void rows_times_token(device const uchar* w, Token token, device f
   }
   products.token[0] = token;
   products.multiply(args.in_dim, lane, lanes);
-#pragma unroll
-  for (ushort r = 0; r < kRows; ++r) {
+  FOR_UNROLL (ushort r = 0; r < kRows; ++r) {
     const float total = products.total(r, 0, lanes);
     if (writes[r]) y[row[r]] = args.accumulate ? before[r] + total : total;
   }
@@ -83,15 +81,12 @@ static inline void swiglu_of_token(device const uchar* w, Token token, device fl
   const ushort lanes = args.lanes_per_row;
   const uint row = first_row + lane / lanes, last = args.out_dim - 1;
   Products<W, 2 * kRows, 1, Token> products;
-#pragma unroll
-  for (ushort r = 0; r < kRows; ++r)
-#pragma unroll
-    for (ushort which = 0; which < 2; ++which)
+  FOR_UNROLL (ushort r = 0; r < kRows; ++r)
+    FOR_UNROLL (ushort which = 0; which < 2; ++which)
       products.row[2 * r + which] = half_row(w, args.weights, which, min(row + r * (32 / lanes), last));
   products.token[0] = token;
   products.multiply(args.in_dim, lane, lanes);
-#pragma unroll
-  for (ushort r = 0; r < kRows; ++r) {
+  FOR_UNROLL (ushort r = 0; r < kRows; ++r) {
     const float gate = products.total(2 * r, 0, lanes), up = products.total(2 * r + 1, 0, lanes);
     const uint out = row + r * (32 / lanes);
     if (lane % lanes == r && out <= last) y[out] = activate_gated(gate, up, args.activation);
@@ -133,22 +128,19 @@ static inline void rows_times_tokens(device const uchar* w, device const float* 
   bool writes[kResults];
   float before[kResults], totals[kRows];  // `before`: loads in flight during the products
   y += token * args.out_stride;
-#pragma unroll
-  for (ushort r = 0; r < kResults; ++r) {
+  FOR_UNROLL (ushort r = 0; r < kResults; ++r) {
     row[r] = first_row + r * (32 / lanes) + lane / lanes;
-#pragma unroll
-    for (ushort which = 0; which < kMatrices; ++which)
+    FOR_UNROLL (ushort which = 0; which < kMatrices; ++which)
       products.row[kMatrices * r + which] = kGated ? half_row(w, args.weights, which, min(row[r], last))
                                                    : stacked_row(w, args.weights, min(row[r], last));
     writes[r] = token < tokens && row[r] <= last;
     before[r] = kAccumulate && writes[r] ? y[row[r]] : 0.0f;
   }
-#pragma unroll
-  for (ushort t = 0; t < kTokens; ++t) products.token[t] = {x + min(uint(t), tokens - 1) * args.in_dim};
+  FOR_UNROLL (ushort t = 0; t < kTokens; ++t)
+    products.token[t] = {x + min(uint(t), tokens - 1) * args.in_dim};
   products.multiply(args.in_dim, lane, lanes);
   products.totals_of_own_token(totals, lane, lanes);
-#pragma unroll
-  for (ushort r = 0; r < kResults; ++r) {
+  FOR_UNROLL (ushort r = 0; r < kResults; ++r) {
     if (!writes[r]) continue;
     const float first = totals[kMatrices * r], second = totals[kMatrices * r + kMatrices - 1];
     const float result = kGated ? activate_gated(first, second, args.activation) : first;

@@ -43,31 +43,23 @@ struct Products {
 
   void multiply(uint in_dim, ushort lane, ushort lanes) {
     const uint items = in_dim / 8;
-#pragma unroll
-    for (ushort w = 0; w < kRows; ++w)
-#pragma unroll
-      for (ushort t = 0; t < kTokens; ++t) sum[w][t] = 0.0f;
+    FOR_UNROLL (ushort w = 0; w < kRows; ++w)
+      FOR_UNROLL (ushort t = 0; t < kTokens; ++t) sum[w][t] = 0.0f;
     // No load depends on a branch: rounds beyond the end read the last item again and do not add it.
     for (uint first = lane % lanes; first < items; first += lanes * kRounds) {
       float4 a[kRounds][kRows], b[kRounds][kRows], x_a[kRounds][kTokens], x_b[kRounds][kTokens];
-#pragma unroll
-      for (ushort r = 0; r < kRounds; ++r) {
+      FOR_UNROLL (ushort r = 0; r < kRounds; ++r) {
         const uint i = min(first + r * lanes, items - 1);
-#pragma unroll
-        for (ushort w = 0; w < kRows; ++w) W::load(row[w], i, a[r][w], b[r][w]);
-#pragma unroll
-        for (ushort t = 0; t < kTokens; ++t) {
+        FOR_UNROLL (ushort w = 0; w < kRows; ++w) W::load(row[w], i, a[r][w], b[r][w]);
+        FOR_UNROLL (ushort t = 0; t < kTokens; ++t) {
           x_a[r][t] = token[t].values(W::first(i));
           x_b[r][t] = token[t].values(W::first(i) + W::kSecond);
         }
       }
-#pragma unroll
-      for (ushort r = 0; r < kRounds; ++r) {
+      FOR_UNROLL (ushort r = 0; r < kRounds; ++r) {
         const bool inside = first + r * lanes < items;
-#pragma unroll
-        for (ushort w = 0; w < kRows; ++w) {
-#pragma unroll
-          for (ushort t = 0; t < kTokens; ++t) {
+        FOR_UNROLL (ushort w = 0; w < kRows; ++w) {
+          FOR_UNROLL (ushort t = 0; t < kTokens; ++t) {
             const float4 with = fma(b[r][w], x_b[r][t], fma(a[r][w], x_a[r][t], sum[w][t]));
             sum[w][t] = inside ? with : sum[w][t];
           }
@@ -85,29 +77,21 @@ struct Products {
   // step, and the shuffles of all sums are in flight together.
   void totals_of_own_token(thread float (&totals)[kRows], ushort lane, ushort lanes) const {
     float values[kRows][kTokens];
-#pragma unroll
-    for (ushort w = 0; w < kRows; ++w)
-#pragma unroll
-      for (ushort t = 0; t < kTokens; ++t) values[w][t] = own_sum(w, t);
+    FOR_UNROLL (ushort w = 0; w < kRows; ++w)
+      FOR_UNROLL (ushort t = 0; t < kTokens; ++t) values[w][t] = own_sum(w, t);
     for (ushort offset = lanes / 2; offset >= kTokens; offset /= 2)
-#pragma unroll
-      for (ushort w = 0; w < kRows; ++w)
-#pragma unroll
-        for (ushort t = 0; t < kTokens; ++t) values[w][t] += simd_shuffle_xor(values[w][t], offset);
-#pragma unroll
-    for (ushort offset = kTokens / 2; offset > 0; offset /= 2) {
+      FOR_UNROLL (ushort w = 0; w < kRows; ++w)
+        FOR_UNROLL (ushort t = 0; t < kTokens; ++t) values[w][t] += simd_shuffle_xor(values[w][t], offset);
+    FOR_UNROLL (ushort offset = kTokens / 2; offset > 0; offset /= 2) {
       const bool upper = lane & offset;
-#pragma unroll
-      for (ushort w = 0; w < kRows; ++w)
-#pragma unroll
-        for (ushort t = 0; t < offset; ++t) {
+      FOR_UNROLL (ushort w = 0; w < kRows; ++w)
+        FOR_UNROLL (ushort t = 0; t < offset; ++t) {
           const float lower_value = values[w][t], upper_value = values[w][t + offset];
           const float kept = upper ? upper_value : lower_value, sent = upper ? lower_value : upper_value;
           values[w][t] = kept + simd_shuffle_xor(sent, offset);
         }
     }
-#pragma unroll
-    for (ushort w = 0; w < kRows; ++w) totals[w] = values[w][0];
+    FOR_UNROLL (ushort w = 0; w < kRows; ++w) totals[w] = values[w][0];
   }
 };
 

@@ -3,6 +3,8 @@
 
 #include <metal_stdlib>
 
+#include "unroll.h"
+
 using namespace metal;
 
 // 1 / sqrt(mean(x^2) + eps) of `dim` values. Adds the threads' sums over simdgroups in order, then over
@@ -24,10 +26,8 @@ static inline float norm_scale_of(device const float4* x, uint dim, float eps, u
   float sum = 0.0f;
   for (uint first = lane; first < threads; first += 32 * kTogether) {
     float4 values[kTogether];
-#pragma unroll
-    for (ushort r = 0; r < kTogether; ++r) values[r] = x[min(first + r * 32, columns - 1)];
-#pragma unroll
-    for (ushort r = 0; r < kTogether; ++r) {
+    FOR_UNROLL (ushort r = 0; r < kTogether; ++r) values[r] = x[min(first + r * 32, columns - 1)];
+    FOR_UNROLL (ushort r = 0; r < kTogether; ++r) {
       const uint thread_index = first + r * 32;
       float sum_of_thread = thread_index < columns ? dot(values[r], values[r]) : 0.0f;
       for (uint i = thread_index + threads; i < columns; i += threads) sum_of_thread += dot(x[i], x[i]);

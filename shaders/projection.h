@@ -5,6 +5,7 @@
 
 #include "args.h"
 #include "clamped_silu.h"
+#include "unroll.h"
 
 using namespace metal;
 
@@ -22,8 +23,7 @@ static inline device const uchar* stacked_row(device const uchar* weights, const
                                               uint row) {
   ulong offset = stack.offset[0];
   uint first = 0, end = 0;  // rows of the matrix
-#pragma unroll
-  for (ushort i = 1; i < STACKED_MATRICES; ++i) {
+  FOR_UNROLL (ushort i = 1; i < STACKED_MATRICES; ++i) {
     end += stack.rows[i - 1];
     if (row < end) continue;
     first = end;

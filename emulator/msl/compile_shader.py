@@ -104,7 +104,8 @@ def embed_ptx(modules: dict[str, str], source: Path, output: Path) -> None:
 def without_unrolling(translated: str) -> str:
     """Prevent unrolling of loops: instrumented kernels would be too large. The embedded source stays."""
     code, source, table = translated.partition("const char kSource[]")
-    return re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+unroll[^\n]*$", "", code, flags=re.MULTILINE) + source + table
+    unrolling = r"^[ \t]*#[ \t]*pragma[ \t]+unroll[^\n]*$|_Pragma\(\"unroll\"\)"
+    return re.sub(unrolling, "", code, flags=re.MULTILINE) + source + table
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -84,8 +84,7 @@ template <class Block>
 inline __attribute__((always_inline)) void add_sums(const Sums& sums, const SignedPanel& panel,
                                                     const ActivationTile& x, F (&results)[kTileTokens]) {
   const F scale = Simd::load(panel.scale[0]);
-#pragma GCC unroll 16
-  for (int t = 0; t < kTileTokens; ++t) {
+  FOR_UNROLL (int t = 0; t < kTileTokens; ++t) {
     results[t] = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])),
                            Simd::mul(scale, Simd::set(x.terms[t].scale)), results[t]);
     if constexpr (kHasMin<Block>)
@@ -99,8 +98,7 @@ inline __attribute__((always_inline)) void add_halves(const Sums (&sums)[2], con
                                                       const ActivationTile& x, F (&results)[kTileTokens]) {
   static_assert(kJoinsHalves<Simd, Block>);
   const F first = Simd::load(panel.scale[0]), second = Simd::load(panel.scale[1]);
-#pragma GCC unroll 16
-  for (int t = 0; t < kTileTokens; ++t) {
+  FOR_UNROLL (int t = 0; t < kTileTokens; ++t) {
     const F sum = joined_sum(first, _mm512_load_si512(sums[0][t]), second, _mm512_load_si512(sums[1][t]));
     results[t] = Simd::fma(sum, Simd::set(x.terms[t].scale), results[t]);
   }
@@ -114,8 +112,7 @@ void multiply_slab(const SignedPanel* panels, const ActivationTile* x, int n_blo
   constexpr int kHalves = kStepsOfBlock<Block>, kDepth = kBlockCols / kHalves;
   alignas(64) Sums sums[2];
   F results[kTileTokens];
-#pragma GCC unroll 16
-  for (int t = 0; t < kTileTokens; ++t)
+  FOR_UNROLL (int t = 0; t < kTileTokens; ++t)
     results[t] = first ? Simd::set(0) : Simd::load(out + std::size_t(t) * stride);
   const auto start = [&]<int kSlot>(int step,
                                     std::integral_constant<int, kSlot>) __attribute__((always_inline)) {
@@ -156,8 +153,7 @@ void multiply_slab(const SignedPanel* panels, const ActivationTile* x, int n_blo
     }
   }
   next = lines;
-#pragma GCC unroll 16
-  for (int t = 0; t < kTileTokens; ++t) Simd::store(out + std::size_t(t) * stride, results[t]);
+  FOR_UNROLL (int t = 0; t < kTileTokens; ++t) Simd::store(out + std::size_t(t) * stride, results[t]);
 }
 
 template <class Block>

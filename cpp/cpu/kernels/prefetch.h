@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "kernels.h"
+#include "unroll.h"
 
 namespace metal_prefill::cpu {
 namespace {

@@ -6,25 +6,17 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <utility>
 
 #include "kernels.h"
 #include "prefetch.h"
 #include "transpose_halves.h"
+#include "unroll.h"
 
 namespace metal_prefill::cpu {
 namespace {
 
 using F = Simd::F;
 using I = Simd::I;
-
-// Calls body with 0 .. kCount - 1 as constants: intrinsics take lanes as constants, and no loop remains.
-template <int kCount, typename Body>
-inline __attribute__((always_inline)) void unrolled(Body&& body) {
-  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
-    (body(std::integral_constant<int, i>()), ...);
-  }(std::make_integer_sequence<int, kCount>());
-}
 
 // Calls body with `count`, 1 to kMost, as a constant.
 template <int kMost, typename Body>

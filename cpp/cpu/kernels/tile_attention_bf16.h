@@ -46,26 +46,19 @@ template <int kRows, int kVectors>
 void bf16_scores(const AttentionStrip& strip, const std::uint16_t* q, int key_stride,
                  float (*scores)[kKeySpan]) {
   F acc[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::set(0);
+  FOR_UNROLL (int r = 0; r < kRows; ++r)
+    FOR_UNROLL (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::set(0);
   for (int d = 0; d < key_stride; d += 2) {
     __m512i k[kVectors];
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v)
+    FOR_UNROLL (int v = 0; v < kVectors; ++v)
       k[v] = _mm512_load_si512(strip.keys + d / 2 * kKeyPairStep + v * 2 * Simd::kLanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
+    FOR_UNROLL (int r = 0; r < kRows; ++r) {
       const __m512i value = broadcast_pair(q + r * key_stride + d);
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = multiply_pairs(acc[r][v], value, k[v]);
+      FOR_UNROLL (int v = 0; v < kVectors; ++v) acc[r][v] = multiply_pairs(acc[r][v], value, k[v]);
     }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) Simd::store(scores[r] + v * Simd::kLanes, acc[r][v]);
+  FOR_UNROLL (int r = 0; r < kRows; ++r)
+    FOR_UNROLL (int v = 0; v < kVectors; ++v) Simd::store(scores[r] + v * Simd::kLanes, acc[r][v]);
 }
 
 // 2^x; 0 for -infinity, NaN for NaN. Relative error below 2e-4: the result is rounded to bfloat16, with an
@@ -181,30 +174,25 @@ template <int kRows, int kVectors>
 void bf16_values(const AttentionStrip& strip, const std::uint16_t (*p)[kKeySpan], int n, int column,
                  int stride, float* out) {
   F acc[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::load(out + r * stride + column + v * Simd::kLanes);
+  FOR_UNROLL (int r = 0; r < kRows; ++r)
+    FOR_UNROLL (int v = 0; v < kVectors; ++v)
+      acc[r][v] = Simd::load(out + r * stride + column + v * Simd::kLanes);
   const auto add_pair = [&](int i, auto half) __attribute__((always_inline)) {
     __m512i value[kVectors];
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) {
+    FOR_UNROLL (int v = 0; v < kVectors; ++v) {
       value[v] = _mm512_load_si512(strip.values + (i * stride + column + v * Simd::kLanes) * 2);
       if constexpr (half) value[v] = _mm512_and_si512(value[v], _mm512_set1_epi32(0xffff));
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
+    FOR_UNROLL (int r = 0; r < kRows; ++r) {
       const __m512i weight = broadcast_pair(p[r] + 2 * i);
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = multiply_pairs(acc[r][v], weight, value[v]);
+      FOR_UNROLL (int v = 0; v < kVectors; ++v) acc[r][v] = multiply_pairs(acc[r][v], weight, value[v]);
     }
   };
   for (int i = 0; i < n / 2; ++i) add_pair(i, std::false_type());
   if (n % 2 == 1) add_pair(n / 2, std::true_type());
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) Simd::store(out + r * stride + column + v * Simd::kLanes, acc[r][v]);
+  FOR_UNROLL (int r = 0; r < kRows; ++r)
+    FOR_UNROLL (int v = 0; v < kVectors; ++v)
+      Simd::store(out + r * stride + column + v * Simd::kLanes, acc[r][v]);
 }
 
 template <int kRows>

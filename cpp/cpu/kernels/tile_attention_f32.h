@@ -46,13 +46,10 @@ void score_vectors(const AttentionHead& head, const Element* keys, int first, At
                    NextLines& next) {
   const std::size_t block_size = std::size_t(head.key_stride) * kKeyBlock;
   F acc[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::set(0);
+  FOR_UNROLL (int r = 0; r < kRows; ++r)
+    FOR_UNROLL (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::set(0);
   const Element* column[kVectors];
-#pragma GCC unroll 16
-  for (int v = 0; v < kVectors; ++v) {
+  FOR_UNROLL (int v = 0; v < kVectors; ++v) {
     const int position = first + v * Simd::kLanes;
     column[v] = keys + std::size_t(position / kKeyBlock) * block_size + position % kKeyBlock;
   }
@@ -67,10 +64,8 @@ void score_vectors(const AttentionHead& head, const Element* keys, int first, At
             __attribute__((always_inline)) { acc[r][v] = Simd::fma(q, key, acc[r][v]); });
   }
   next = lines;
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) Simd::store(tile.p[r] + first + v * Simd::kLanes, acc[r][v]);
+  FOR_UNROLL (int r = 0; r < kRows; ++r)
+    FOR_UNROLL (int v = 0; v < kVectors; ++v) Simd::store(tile.p[r] + first + v * Simd::kLanes, acc[r][v]);
 }
 
 // Computes scores of the first `n` positions of a span, in whole vectors: a short text does not fill a span.
@@ -130,10 +125,8 @@ template <int kRows, int kVectors, typename Element>
 void value_columns(const Element* values, std::size_t stride, int n, int column, AttentionTile<kRows>& tile,
                    NextLines& next) {
   F acc[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v)
+  FOR_UNROLL (int r = 0; r < kRows; ++r)
+    FOR_UNROLL (int v = 0; v < kVectors; ++v)
       acc[r][v] = Simd::mul(Simd::load(tile.acc[r] + column + v * Simd::kLanes), Simd::set(tile.rescale[r]));
   const Element* row = values + column;
   NextLines lines = next;  // copy in registers
@@ -146,10 +139,8 @@ void value_columns(const Element* values, std::size_t stride, int n, int column,
             __attribute__((always_inline)) { acc[r][v] = Simd::fma(weight, value, acc[r][v]); });
   }
   next = lines;
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) Simd::store(tile.acc[r] + column + v * Simd::kLanes, acc[r][v]);
+  FOR_UNROLL (int r = 0; r < kRows; ++r)
+    FOR_UNROLL (int v = 0; v < kVectors; ++v) Simd::store(tile.acc[r] + column + v * Simd::kLanes, acc[r][v]);
 }
 
 template <int kRows, typename Element>

@@ -204,8 +204,7 @@ struct Digits {
     const F inverse = Simd::set(magnitude > 0 ? kMostDigits / magnitude : 0.0f);
     for (int block = 0; block < count; block += kBlock) {
       I sum = Simd::set_int(0);
-#pragma GCC unroll 16
-      for (int i = block; i < block + kBlock; i += Simd::kLanes) {
+      FOR_UNROLL (int i = block; i < block + kBlock; i += Simd::kLanes) {
         const I whole = Simd::round(Simd::mul(Simd::load(x + i), inverse));
         // The low byte is the low digit, with its sign; the rest is a multiple of 256.
         Simd::store_low_bytes(low + i, whole);
@@ -278,8 +277,7 @@ void score_span(const AttentionHead& head, Q8Keys keys, int n, Q8Tile<kRows>& ti
     const std::size_t at = std::size_t(first) * kKeyLane;
     for (int block = 0; block < dim / kBlockCols; ++block) {
       F scale[kVectors];
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v)
+      FOR_UNROLL (int v = 0; v < kVectors; ++v)
         scale[v] = Simd::load_half(reinterpret_cast<const std::uint16_t*>(
             keys.codes + q8_scale(dim, block, first + v * Simd::kLanes)));
       multiply_digits<kRows, kVectors>(

@@ -54,10 +54,8 @@ template <class Product, int kRows, int kTokens>
 [[gnu::noinline]] void row_tile(const Operands<Product>& from, int row, int token, float* out,
                                 std::size_t stride, NextLines& next) {
   F acc[kTokens][kRows];
-#pragma GCC unroll 16
-  for (int t = 0; t < kTokens; ++t)
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) acc[t][r] = Simd::set(0);
+  FOR_UNROLL (int t = 0; t < kTokens; ++t)
+    FOR_UNROLL (int r = 0; r < kRows; ++r) acc[t][r] = Simd::set(0);
   const auto* weight = from.weight + std::size_t(row) * from.weight_stride;
   const auto* x = from.x + std::size_t(token) * from.x_stride;
   NextLines lines = next;  // copy in registers
@@ -65,18 +63,15 @@ template <class Product, int kRows, int kTokens>
   for (int k = 0; k < from.cols; k += Product::kColumns) {
     if constexpr (kRows > 1) lines.step();
     decltype(Product::weight(weight)) w[kRows];
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) w[r] = Product::weight(weight + std::size_t(r) * from.weight_stride + k);
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; ++t) {
+    FOR_UNROLL (int r = 0; r < kRows; ++r)
+      w[r] = Product::weight(weight + std::size_t(r) * from.weight_stride + k);
+    FOR_UNROLL (int t = 0; t < kTokens; ++t) {
       const auto value = Product::value(x + std::size_t(t) * from.x_stride + k);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) acc[t][r] = Product::add(acc[t][r], w[r], value);
+      FOR_UNROLL (int r = 0; r < kRows; ++r) acc[t][r] = Product::add(acc[t][r], w[r], value);
     }
   }
   next = lines;
-#pragma GCC unroll 16
-  for (int t = 0; t < kTokens; ++t) add_up<Simd>(acc[t], out + std::size_t(t) * stride + row);
+  FOR_UNROLL (int t = 0; t < kTokens; ++t) add_up<Simd>(acc[t], out + std::size_t(t) * stride + row);
 }
 
 // Multiplies a group by kTokens tokens, in tiles of kRows rows.

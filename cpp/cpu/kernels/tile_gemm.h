@@ -29,10 +29,8 @@ template <class S, class Block, int kRows, int kTokens>
   const int panel = v * Simd::kLanes / kPanelRows, lane = v * Simd::kLanes % kPanelRows;
 
   F acc[kRows][kTokens];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::set(0);
+  FOR_UNROLL (int r = 0; r < kRows; ++r)
+    FOR_UNROLL (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::set(0);
 
   int next_fetch = fetch.every > 0 ? fetch.begin : n_blocks;
   for (int b = 0; b < n_blocks; ++b, ++block, ++x) {
@@ -45,14 +43,11 @@ template <class S, class Block, int kRows, int kTokens>
       return Simd::load_codes(block->codes[panel + row / kPanelRows][step][row % kPanelRows]);
     };
     typename Sum<S, kHalfwords>::Type sum[kChains][kRows][kTokens];
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; ++t) {
+    FOR_UNROLL (int t = 0; t < kTokens; ++t) {
       I start[2];
       first_sums<S, Block>(x->terms[token + t], start);
-#pragma GCC unroll 2
-      for (int h = 0; h < kChains; ++h)
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
+      FOR_UNROLL (int h = 0; h < kChains; ++h)
+        FOR_UNROLL (int r = 0; r < kRows; ++r) {
           if constexpr (kHalfwords)
             sum[h][r][t] = S::no_halfwords();
           else
@@ -60,11 +55,9 @@ template <class S, class Block, int kRows, int kTokens>
         }
     }
     const auto multiply = [&](int chain, const I(&codes)[kRows], int column) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-      for (int t = 0; t < kTokens; ++t) {
+      FOR_UNROLL (int t = 0; t < kTokens; ++t) {
         const I value = Simd::broadcast4(x->q[token + t] + column);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
+        FOR_UNROLL (int r = 0; r < kRows; ++r) {
           if constexpr (kHalfwords) {
             sum[chain][r][t] = S::add_pairs(sum[chain][r][t], codes[r], value);
           } else {
@@ -74,17 +67,14 @@ template <class S, class Block, int kRows, int kTokens>
       }
     };
     if constexpr (Block::kBits == 4) {
-#pragma GCC unroll 4
-      for (int step = 0; step < 4; ++step) {
+      FOR_UNROLL (int step = 0; step < 4; ++step) {
         I packed[kRows], codes[kRows];
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
+        FOR_UNROLL (int r = 0; r < kRows; ++r) {
           packed[r] = row_codes(step, r);
           codes[r] = Simd::low_nibbles(packed[r]);
         }
         multiply(0, codes, 4 * step);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) codes[r] = Simd::high_nibbles(packed[r]);
+        FOR_UNROLL (int r = 0; r < kRows; ++r) codes[r] = Simd::high_nibbles(packed[r]);
         multiply(kParts, codes, 16 + 4 * step);
       }
     } else if constexpr (kTokens == 1) {
@@ -94,8 +84,7 @@ template <class S, class Block, int kRows, int kTokens>
         sum[chain][r][0] = Simd::template dot<Block::kZero>(sum[chain][r][0], row_codes(step, r),
                                                             Simd::broadcast4(x->q[token] + 4 * step));
       };
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
+      FOR_UNROLL (int r = 0; r < kRows; ++r) {
         if constexpr (kParts) {
 #pragma GCC unroll 1
           for (int step = 0; step < 8; step += 2) {
@@ -103,29 +92,24 @@ template <class S, class Block, int kRows, int kTokens>
             add_step(1, r, step + 1);
           }
         } else {
-#pragma GCC unroll 2
-          for (int half = 0; half < 2; ++half) {
+          FOR_UNROLL (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 1
             for (int step = 4 * half; step < 4 * half + 4; ++step) add_step(kHalves ? half : 0, r, step);
           }
         }
       }
     } else {
-#pragma GCC unroll 8
-      for (int step = 0; step < 8; ++step) {
+      FOR_UNROLL (int step = 0; step < 8; ++step) {
         I codes[kRows];
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) codes[r] = row_codes(step, r);
+        FOR_UNROLL (int r = 0; r < kRows; ++r) codes[r] = row_codes(step, r);
         multiply(kHalves ? step / 4 : 0, codes, 4 * step);
       }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
+    FOR_UNROLL (int r = 0; r < kRows; ++r) {
       const int row = (v + r) * Simd::kLanes;
       if constexpr (kAddsHalves<S, Block>) {
         const F unit = load_floats(block->scale_unit + row);
-#pragma GCC unroll 16
-        for (int t = 0; t < kTokens; ++t) {
+        FOR_UNROLL (int t = 0; t < kTokens; ++t) {
           const F total =
               scaled_sum(block->scale_code, row, Simd::to_float(sum[0][r][t]), Simd::to_float(sum[1][r][t]));
           acc[r][t] = Simd::fma(total, Simd::mul(unit, Simd::set(x->terms[token + t].scale)), acc[r][t]);
@@ -135,21 +119,18 @@ template <class S, class Block, int kRows, int kTokens>
       if constexpr (kJoinsHalves<S, Block>) {
         const F first = load_floats(block->half_scale[0] + row),
                 second = load_floats(block->half_scale[1] + row);
-#pragma GCC unroll 16
-        for (int t = 0; t < kTokens; ++t)
+        FOR_UNROLL (int t = 0; t < kTokens; ++t)
           acc[r][t] = Simd::fma(joined_sum(first, sum[0][r][t], second, sum[1][r][t]),
                                 Simd::set(x->terms[token + t].scale), acc[r][t]);
       }
-#pragma GCC unroll 2
-      for (int h = 0; h < kSums; ++h) {
+      FOR_UNROLL (int h = 0; h < kSums; ++h) {
         F scale;
         if constexpr (kHalves) {
           scale = load_floats(block->half_scale[h] + row);
         } else {
           scale = load_floats(block->scale + row);
         }
-#pragma GCC unroll 16
-        for (int t = 0; t < kTokens && !kJoinsHalves<S, Block>; ++t) {
+        FOR_UNROLL (int t = 0; t < kTokens && !kJoinsHalves<S, Block>; ++t) {
           const F both = Simd::mul(scale, Simd::set(x->terms[token + t].scale));
           F total;
           if constexpr (kHalfwords) {
@@ -166,23 +147,19 @@ template <class S, class Block, int kRows, int kTokens>
         }
         if constexpr (kHasHalfMins<Block>) {
           const F min = Simd::load(block->half_min[h] + row);
-#pragma GCC unroll 16
-          for (int t = 0; t < kTokens; ++t)
+          FOR_UNROLL (int t = 0; t < kTokens; ++t)
             acc[r][t] = Simd::fma(min, Simd::set(scaled_half_sum(*x, token + t, h)), acc[r][t]);
         }
       }
       if constexpr (kHasMin<Block>) {
         const F min = load_floats(block->min + row);
-#pragma GCC unroll 16
-        for (int t = 0; t < kTokens; ++t)
+        FOR_UNROLL (int t = 0; t < kTokens; ++t)
           acc[r][t] = Simd::fma(min, Simd::set(x->terms[token + t].scaled_sum), acc[r][t]);
       }
     }
   }
-#pragma GCC unroll 16
-  for (int t = 0; t < kTokens; ++t)
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r)
+  FOR_UNROLL (int t = 0; t < kTokens; ++t)
+    FOR_UNROLL (int r = 0; r < kRows; ++r)
       Simd::store(out + std::size_t(t) * stride + (v + r) * Simd::kLanes, acc[r][t]);
 }
 

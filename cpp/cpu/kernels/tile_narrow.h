@@ -97,8 +97,7 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
   constexpr int kSums = kBlockSums<typename Block::Wide>;
   const I values = load_table(table);
   F acc[kGroupVectors];
-#pragma GCC unroll 8
-  for (F& sum : acc) sum = Simd::set(0);
+  FOR_UNROLL (F& sum : acc) sum = Simd::set(0);
   for (int b = 0; b < n_blocks; ++b, ++block) {
 #pragma GCC unroll 1
     for (int span = 0; span < Block::kSpans; ++span, ++x) {
@@ -127,8 +126,7 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
             acc[v] = Simd::fma(joined_sum(narrow_scale(*block, span, 0, row), sum[0],
                                           narrow_scale(*block, span, 1, row), sum[1]),
                                x_scale, acc[v]);
-#pragma GCC unroll 2
-          for (int half = 0; half < 2; ++half) {
+          FOR_UNROLL (int half = 0; half < 2; ++half) {
             if constexpr (!kJoinsHalves<Simd, typename Block::Wide>)
               acc[v] = Simd::fma(Simd::to_float(sum[half]),
                                  Simd::mul(narrow_scale(*block, span, half, row), x_scale), acc[v]);
@@ -147,8 +145,7 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
       }
     }
   }
-#pragma GCC unroll 8
-  for (int v = 0; v < kGroupVectors; ++v) Simd::store(out + v * Simd::kLanes, acc[v]);
+  FOR_UNROLL (int v = 0; v < kGroupVectors; ++v) Simd::store(out + v * Simd::kLanes, acc[v]);
 }
 
 void multiply_narrow(const PackedMatrix& weight, int group, const Int8Rows& x, int token, float* out) {

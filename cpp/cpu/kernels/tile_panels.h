@@ -99,20 +99,16 @@ struct FloatTotals {
 
   __attribute__((always_inline)) void add_to(F (&sums)[kTokens][kVectors]) const {
     if (end == 0) return;
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; ++t)
-#pragma GCC unroll 8
-      for (int r = 0; r < kVectors; ++r)
+    FOR_UNROLL (int t = 0; t < kTokens; ++t)
+      FOR_UNROLL (int r = 0; r < kVectors; ++r)
         sums[t][r] = Simd::add(Simd::load(of[t] + r * Simd::kLanes), sums[t][r]);
   }
   // Takes over `sums`, which then restart at 0 from block `block` on.
   __attribute__((always_inline)) void take(F (&sums)[kTokens][kVectors], int block) {
     add_to(sums);
     end = block;
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; ++t)
-#pragma GCC unroll 8
-      for (int r = 0; r < kVectors; ++r) {
+    FOR_UNROLL (int t = 0; t < kTokens; ++t)
+      FOR_UNROLL (int r = 0; r < kVectors; ++r) {
         Simd::store(of[t] + r * Simd::kLanes, sums[t][r]);
         sums[t][r] = Simd::set(0);
       }
@@ -129,10 +125,8 @@ template <class Product, int kVectors, int kTokens>
   constexpr int kTogether = kTokens > kFewPanelTokens ? kVectors : std::min(kVectors, kOfPanel);
   using Weights = typename Product::Weights;
   typename Product::Sum sums[kTokens][kVectors];
-#pragma GCC unroll 16
-  for (int t = 0; t < kTokens; ++t)
-#pragma GCC unroll 8
-    for (int r = 0; r < kVectors; ++r) sums[t][r] = product.first(token + t);
+  FOR_UNROLL (int t = 0; t < kTokens; ++t)
+    FOR_UNROLL (int r = 0; r < kVectors; ++r) sums[t][r] = product.first(token + t);
   const auto* block = static_cast<const std::uint8_t*>(from.blocks) +
                       std::size_t(v / kOfPanel) * kPanelBytes +
                       std::size_t(v % kOfPanel * Simd::kLanes) * kRowBytes;
@@ -141,11 +135,9 @@ template <class Product, int kVectors, int kTokens>
     return std::size_t(r / kOfPanel) * kPanelBytes + std::size_t(r % kOfPanel * Simd::kLanes) * kRowBytes;
   };
   if constexpr (AddsRests<Product>) {
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; ++t)
+    FOR_UNROLL (int t = 0; t < kTokens; ++t)
       for (const auto& rest : product.rests(token + t))
-#pragma GCC unroll 8
-        for (int r = 0; r < kVectors; ++r)
+        FOR_UNROLL (int r = 0; r < kVectors; ++r)
           sums[t][r] = Product::add(sums[t][r], Weights::load(block + rest.offset + offset_of(r)),
                                     Simd::set_int(rest.codes));
   }
@@ -156,25 +148,21 @@ template <class Product, int kVectors, int kTokens>
     lines.step();
     if constexpr (SumsFloats<Product>)
       if (b == totals.end + Product::kSumBlocks) totals.take(sums, b);
-#pragma GCC unroll 8
-    for (int g = 0; g < kVectors; g += kTogether) {
+    FOR_UNROLL (int g = 0; g < kVectors; g += kTogether) {
 #pragma GCC unroll 4
       for (int first = 0; first < kPanelSteps; first += Weights::kSteps)
         unrolled<Weights::kSteps>([&](auto i) __attribute__((always_inline)) {
           const int step = first + i;
           decltype(Weights::load(block)) weights[kTogether];
-#pragma GCC unroll 8
-          for (int r = 0; r < kTogether; ++r) {
+          FOR_UNROLL (int r = 0; r < kTogether; ++r) {
             const auto* at = block + std::size_t(step) * kStepBytes + offset_of(g + r);
             weights[r] = Weights::load(at);
             if (Weights::kFetches && kTokens > kFewPanelTokens / 2 && (g + r) % kOfPanel == 0)
               __builtin_prefetch(at + 4 * kPanelBytes);
           }
-#pragma GCC unroll 16
-          for (int t = 0; t < kTokens; ++t) {
+          FOR_UNROLL (int t = 0; t < kTokens; ++t) {
             const auto value = Product::value(x + std::size_t(t) * from.x_stride + 4 * step);
-#pragma GCC unroll 8
-            for (int r = 0; r < kTogether; ++r)
+            FOR_UNROLL (int r = 0; r < kTogether; ++r)
               sums[t][g + r] = Product::add(sums[t][g + r], weights[r], value);
           }
         });
@@ -185,10 +173,8 @@ template <class Product, int kVectors, int kTokens>
   // Copies stay in registers: stores of floats may alias the object of a reference.
   const Product of = product;
   const ProductOutput to = out;
-#pragma GCC unroll 16
-  for (int t = 0; t < kTokens; ++t)
-#pragma GCC unroll 8
-    for (int r = 0; r < kVectors; ++r) {
+  FOR_UNROLL (int t = 0; t < kTokens; ++t)
+    FOR_UNROLL (int r = 0; r < kVectors; ++r) {
       const int row = (v + r) * Simd::kLanes;
       deliver(to, token + t, row, of.finish(sums[t][r], token + t, row));
     }

@@ -303,8 +303,7 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
       prefetch_span(block, span, kFetchAhead);
       const auto* q = tile->q[span / 2] + lane;
       const std::int16_t(*sums)[kSuperSums] = tile->sums + lane;
-#pragma GCC unroll 2
-      for (int p = 0; p < 2; ++p) {
+      FOR_UNROLL (int p = 0; p < 2; ++p) {
         const int row = p * kPanelRows;
         I sum[kTokens][2];
         unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
@@ -342,8 +341,7 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
         }
       }
     }
-#pragma GCC unroll 2
-    for (int p = 0; p < 2; ++p) {
+    FOR_UNROLL (int p = 0; p < 2; ++p) {
       const F unit = load_floats(block->scale_unit + p * kPanelRows);
       const F minus_min_unit = minus_min_units(*block, p * kPanelRows);
       const F weights = weight_sum[p].times(unit, minus_min_unit);

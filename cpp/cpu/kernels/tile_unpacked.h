@@ -83,15 +83,12 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
   // Adds four steps in 16 bits before widening their sum: 6 additions and 2 widenings per block, not 8 and 4.
   constexpr bool kFours = !kAdds && !kHalfwords && kHalfwordSteps<S, Block> >= 4 && kSteps % 4 == 0;
   const ActivationTile::Terms* terms = x.terms + token;
-#pragma GCC unroll 2
-  for (int h = 0; h < kSums; ++h) {
+  FOR_UNROLL (int h = 0; h < kSums; ++h) {
     I sum[kTokens][kRows];
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; ++t) {
+    FOR_UNROLL (int t = 0; t < kTokens; ++t) {
       I start[2];
       first_sums<S, Block>(terms[t], start);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
+      FOR_UNROLL (int r = 0; r < kRows; ++r) {
         if constexpr (kAdds)
           sum[t][r] = S::sum_halfwords(
               S::set_int(0), S::halfwords(S::set_int(terms[t].start_half), S::set_int(terms[t].start)),
@@ -101,43 +98,30 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
       }
     }
     if constexpr (kFours) {
-#pragma GCC unroll 2
-      for (int first = h * kSteps; first < (h + 1) * kSteps; first += 4) {
+      FOR_UNROLL (int first = h * kSteps; first < (h + 1) * kSteps; first += 4) {
         I pairs[kTokens][kRows];
-#pragma GCC unroll 4
-        for (int step = first; step < first + 4; ++step) {
+        FOR_UNROLL (int step = first; step < first + 4; ++step) {
           I codes[kRows];
-#pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r) codes[r] = S::in_register(block.codes[step][r]);
-#pragma GCC unroll 16
-          for (int t = 0; t < kTokens; ++t) {
+          FOR_UNROLL (int r = 0; r < kRows; ++r) codes[r] = S::in_register(block.codes[step][r]);
+          FOR_UNROLL (int t = 0; t < kTokens; ++t) {
             const I value = S::broadcast4(x.q[token + t] + 4 * step);
-#pragma GCC unroll 16
-            for (int r = 0; r < kRows; ++r)
+            FOR_UNROLL (int r = 0; r < kRows; ++r)
               pairs[t][r] = S::add_pairs(step == first ? S::no_halfwords() : pairs[t][r], codes[r], value);
           }
         }
-#pragma GCC unroll 16
-        for (int t = 0; t < kTokens; ++t)
-#pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r)
+        FOR_UNROLL (int t = 0; t < kTokens; ++t)
+          FOR_UNROLL (int r = 0; r < kRows; ++r)
             sum[t][r] = S::in_register(S::sum_halfwords(sum[t][r], pairs[t][r]));
       }
     }
-#pragma GCC unroll 8
-    for (int step = h * kSteps; step < (h + 1) * kSteps && !kFours; step += kTogether) {
+    FOR_UNROLL (int step = h * kSteps; step < (h + 1) * kSteps && !kFours; step += kTogether) {
       I codes[kTogether][kRows];
-#pragma GCC unroll 2
-      for (int i = 0; i < kTogether; ++i)
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) codes[i][r] = S::in_register(block.codes[step + i][r]);
-#pragma GCC unroll 16
-      for (int t = 0; t < kTokens; ++t) {
+      FOR_UNROLL (int i = 0; i < kTogether; ++i)
+        FOR_UNROLL (int r = 0; r < kRows; ++r) codes[i][r] = S::in_register(block.codes[step + i][r]);
+      FOR_UNROLL (int t = 0; t < kTokens; ++t) {
         I values[kTogether];
-#pragma GCC unroll 2
-        for (int i = 0; i < kTogether; ++i) values[i] = S::broadcast4(x.q[token + t] + 4 * (step + i));
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
+        FOR_UNROLL (int i = 0; i < kTogether; ++i) values[i] = S::broadcast4(x.q[token + t] + 4 * (step + i));
+        FOR_UNROLL (int r = 0; r < kRows; ++r) {
           if constexpr (kHalfwords)
             sum[t][r] = S::add_pairs(sum[t][r], codes[0][r], values[0]);
           else if constexpr (kAdds)
@@ -148,13 +132,11 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
         }
       }
     }
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; ++t) {
+    FOR_UNROLL (int t = 0; t < kTokens; ++t) {
       const F scale = S::set(terms[t].scale);
       I start[2];
       first_sums<S, Block>(terms[t], start);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
+      FOR_UNROLL (int r = 0; r < kRows; ++r) {
         if constexpr (kHalfwords) sum[t][r] = S::sum_halfwords(start[h], sum[t][r]);
         float* total = out + std::size_t(t) * stride + r * S::kLanes;
         F next = S::fma(S::to_float(sum[t][r]), S::mul(block.scale[h][r], scale), S::load(total));

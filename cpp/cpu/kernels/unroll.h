@@ -1,0 +1,20 @@
+// Loops with a constant number of iterations, without a branch.
+#pragma once
+
+#include <utility>
+
+#define FOR_UNROLL(...) _Pragma("GCC unroll 16") for (__VA_ARGS__)
+
+namespace metal_prefill::cpu {
+namespace {
+
+// Calls body with 0 .. kCount - 1 as constants: intrinsics take lanes as constants.
+template <int kCount, typename Body>
+inline __attribute__((always_inline)) void unrolled(Body&& body) {
+  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (body(std::integral_constant<int, i>()), ...);
+  }(std::make_integer_sequence<int, kCount>());
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu
