@@ -85,7 +85,7 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
     const std::size_t embedded = std::max(std::size_t(config_.embedding_width()),
                                           std::size_t(config_.n_layers) * std::size_t(config_.per_layer_dim));
     scratch.embedded = Buffer(embedded * sizeof(float), "a row of an embedding");
-    scratch.rows = reserve_normed(config_, weights_, rows_of_own(team.size()), scratch.normed);
+    scratch.rows = reserve_rows(config_.dim, weights_.dim_input, rows_of_own(team.size()), scratch.normed);
   }
 }
 

@@ -74,13 +74,13 @@ Routes take_routes(Layout& layout, const Config& c, int rows) {
 
 }  // namespace
 
-Buffer reserve_normed(const Config& c, const Weights& weights, int rows, Activations& out) {
+Buffer reserve_rows(int columns, const Forms& forms, int rows, Activations& out) {
   const auto lay_out = [&](std::byte* base) {
     Layout layout(base, std::size_t(rows));
-    out = layout.activations(std::size_t(c.dim), weights.dim_input, Layout::Float32::kAlways);
+    out = layout.activations(std::size_t(columns), forms, Layout::Float32::kAlways);
     return layout.bytes();
   };
-  Buffer memory(lay_out(nullptr), "the norm of a thread's rows");
+  Buffer memory(lay_out(nullptr), "rows of activations");
   lay_out(memory.data());
   return memory;
 }

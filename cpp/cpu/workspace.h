@@ -106,8 +106,8 @@ struct AttentionSplits {
 inline int rows_of_own(int threads) {
   return std::clamp(threads / 4, 1, kTileTokens);
 }
-// Allocates memory for the norm of rows of the stream, which `out` then refers to.
-Buffer reserve_normed(const Config& config, const Weights& weights, int rows, Activations& out);
+// Allocates memory for rows in float32 and in the formats of `forms`, which `out` then refers to.
+Buffer reserve_rows(int columns, const Forms& forms, int rows, Activations& out);
 
 // Memory for `rows` rows. Named as in the forward pass.
 struct Workspace {

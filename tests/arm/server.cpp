@@ -58,12 +58,6 @@ struct Value {
   Value(std::int64_t i) : integer(i) {}
   Value(double f) : tag('f'), number(f) {}
   Value(std::string s) : tag('s'), bytes(std::move(s)) {}
-  template <typename T>
-  Value(const std::vector<T>& values)
-      : tag('a'),
-        bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)),
-        element(sizeof(T)),
-        shape{values.size(), 1} {}
 };
 using Values = std::vector<Value>;
 
@@ -121,15 +115,6 @@ struct Parameter<cpu::calls::Array<T, kDimensions>> {
   }
 };
 
-Values to_values(const cpu::calls::QuantizedRows& rows) {
-  Values values;
-  for (const auto* field : {&rows.q, &rows.scale, &rows.scaled_sum, &rows.start, &rows.start_half}) {
-    Value& value = values.emplace_back(*field);
-    value.shape[0] = rows.tokens;
-    value.shape[1] = field->size() / rows.tokens;
-  }
-  return values;
-}
 Values to_values(const std::vector<std::string>& names) {
   Values values;
   for (const std::string& name : names) values.push_back(Value(name));
@@ -235,32 +220,17 @@ std::vector<std::string> device_name() {
   return {session->engine().device_name()};
 }
 
+// clang-format off
 const std::map<std::string, Call> kCalls = {
+#define METAL_PREFILL_CALL(name) {#name, on_values(cpu::calls::name)},
+    METAL_PREFILL_KERNEL_CALLS(METAL_PREFILL_CALL)
+#undef METAL_PREFILL_CALL
     {"kernel_sets", on_values(cpu::calls::kernel_sets)},
-    {"quantize", on_values(cpu::calls::quantize)},
-    {"multiply_int8", on_values(cpu::calls::multiply_int8)},
-    {"multiply_float", on_values(cpu::calls::multiply_float)},
-    {"multiply_float_panels", on_values(cpu::calls::multiply_float_panels)},
-    {"multiply_rotated", on_values(cpu::calls::multiply_rotated)},
-    {"rotate", on_values(cpu::calls::rotate)},
-    {"multiply_half", on_values(cpu::calls::multiply_half)},
-    {"rms_norm", on_values(cpu::calls::rms_norm)},
-    {"layer_norm", on_values(cpu::calls::layer_norm)},
-    {"rope", on_values(cpu::calls::rope)},
-    {"add_products", on_values(cpu::calls::add_products)},
-    {"gated", on_values(cpu::calls::gated)},
-    {"scan", on_values(cpu::calls::scan)},
-    {"soft_cap", on_values(cpu::calls::soft_cap)},
-    {"relative_scores", on_values(cpu::calls::relative_scores)},
-    {"apply_gate", on_values(cpu::calls::apply_gate)},
-    {"delta_rule", on_values(cpu::calls::delta_rule)},
-    {"sum_exp", on_values(cpu::calls::sum_exp)},
-    {"half_to_float", on_values(cpu::calls::half_to_float)},
-    {"attention", on_values(cpu::calls::attention)},
     {"open_model", on_values(open_model)},
     {"device_name", on_values(device_name)},
     {"forward_prompt", on_values(forward_prompt)},
 };
+// clang-format on
 
 void answer() {
   const auto n = read_value<std::uint32_t>();

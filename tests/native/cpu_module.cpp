@@ -50,19 +50,6 @@ auto on_arrays(Result (*call)(Parameters...)) {
   };
 }
 
-// (q [tokens, cols], scale, scaled_sum, start, start_half [tokens, blocks]), float64.
-nb::tuple quantize(const std::string& set, const Python<calls::Matrix>::Type& x, int first) {
-  auto rows =
-      std::make_unique<calls::QuantizedRows>(calls::quantize(set, Python<calls::Matrix>::view(x), first));
-  calls::QuantizedRows& r = *rows;
-  nb::capsule owner(rows.release(), [](void* p) noexcept { delete static_cast<calls::QuantizedRows*>(p); });
-  const auto array = [&](std::vector<double>& values) {
-    return nb::ndarray<nb::numpy, double, nb::ndim<2>>(
-        values.data(), {r.tokens, r.tokens > 0 ? values.size() / r.tokens : 0}, owner);
-  };
-  return nb::make_tuple(array(r.q), array(r.scale), array(r.scaled_sum), array(r.start), array(r.start_half));
-}
-
 // How often each item of each phase was computed, when a team runs `phases` in each of `jobs` calls; one list
 // per phase, its length the number of items. An item of a phase sees the count of the same item of the phase
 // before.
@@ -93,51 +80,9 @@ double squares(const calls::Vector& x) {
 }
 
 void bind_kernels(nb::module_& m) {
-  m.def("quantize", quantize, "set"_a, "x"_a, "first"_a = 0,
-        "Activations in 8 bits: (q, scale, scaled_sum, start, start_half).");
-  m.def("multiply_int8", on_arrays(calls::multiply_int8), "set"_a, "type"_a, "weight"_a, "rows"_a, "x"_a,
-        "first"_a, "out"_a, "Product of a packed matrix and quantized activations.");
-  m.def("multiply_float", on_arrays(calls::multiply_float), "set"_a, "weight"_a, "cols"_a, "x"_a, "out"_a,
-        "Product of 32 rows and activations in float32.");
-  m.def("multiply_float_panels", on_arrays(calls::multiply_float_panels), "set"_a, "weight"_a, "cols"_a,
-        "x"_a, "out"_a, "Product of 32 rows and activations in float32.");
-  m.def("multiply_half", on_arrays(calls::multiply_half), "set"_a, "weight"_a, "bfloat16"_a, "x"_a, "out"_a,
-        "The same for few tokens, with weights in 16 bits.");
-  m.def("multiply_pairs", on_arrays(calls::multiply_pairs), "set"_a, "type"_a, "weight"_a, "rows"_a, "x"_a,
-        "first"_a, "out"_a, "Product of weights and activations rounded to bfloat16.");
-  m.def("multiply_rotated", on_arrays(calls::multiply_rotated), "set"_a, "type"_a, "weight"_a, "rows"_a,
-        "x"_a, "first"_a, "wide"_a, "activation"_a, "out"_a,
-        "Product of rotated weights and activations in 8 or 16 bits, and its activation, if not -1.");
-  m.def("rotate", on_arrays(calls::rotate), "set"_a, "x"_a, "wide"_a, "codes"_a, "scales"_a,
-        "The form of activations in products of rotated rows.");
-  m.def("round_to_bfloat16", on_arrays(calls::round_to_bfloat16), "set"_a, "x"_a, "out"_a,
-        "The form of activations in products of pairs.");
-  m.def("rms_norm", on_arrays(calls::rms_norm), "set"_a, "x"_a, "weight"_a, "eps"_a, "out"_a,
-        "RMSNorm of a row.");
-  m.def("layer_norm", on_arrays(calls::layer_norm), "set"_a, "x"_a, "weight"_a, "bias"_a, "eps"_a, "out"_a,
-        "LayerNorm of a row, without a bias if that is empty.");
-  m.def("rope", on_arrays(calls::rope), "set"_a, "head"_a, "cos_sin"_a, "neox"_a,
-        "Rotation of a head, in place.");
-  m.def("gated", on_arrays(calls::gated), "set"_a, "gate"_a, "up"_a, "activation"_a, "out"_a,
-        "SwiGLU, or GeGLU by tanh or by erf.");
-  m.def("add_products", on_arrays(calls::add_products), "set"_a, "products"_a, "bias"_a, "columns"_a, "add"_a,
-        "out"_a, "Products of a group with a bias, which may be empty, or added to what is there.");
-  m.def("scan", on_arrays(calls::scan), "set"_a, "x"_a, "b"_a, "c"_a, "dt"_a, "factors"_a, "piece"_a,
-        "state"_a, "out"_a, "The recurrence of one head of a state-space layer.");
-  m.def("soft_cap", on_arrays(calls::soft_cap), "set"_a, "cap"_a, "x"_a, "cap * tanh(x / cap), in place.");
-  m.def("relative_scores", on_arrays(calls::relative_scores), "set"_a, "q"_a, "k"_a, "keys"_a, "queries"_a,
-        "row_of"_a, "scale"_a, "out"_a,
-        "scale * (q . keys[row] + k[j] . queries[row]); the row of position j is entry n - 1 - j.");
-  m.def("apply_gate", on_arrays(calls::apply_gate), "set"_a, "gate"_a, "x"_a, "x * sigmoid(gate), in place.");
-  m.def("delta_rule", on_arrays(calls::delta_rule), "set"_a, "q"_a, "k"_a, "v"_a, "decay"_a, "beta"_a,
-        "state"_a, "out"_a, "A token of the gated delta rule; the state is changed.");
-  m.def("sum_exp", on_arrays(calls::sum_exp), "set"_a, "x"_a, "shift"_a, "Sum of exp(x - shift).");
-  m.def("half_to_float", on_arrays(calls::half_to_float), "set"_a, "values"_a, "bfloat16"_a, "out"_a,
-        "Conversion of 16-bit floats.");
-  m.def("attention", on_arrays(calls::attention), "set"_a, "q"_a, "keys"_a, "values"_a, "kv_dtype"_a,
-        "window"_a, "scale"_a, "first"_a, "count"_a, "out"_a, "sinks"_a, "exact"_a = false,
-        "both_ways"_a = false, "key_multiple"_a = 0, "by_splits"_a = false,
-        "Attention of one group of heads; sinks may be empty.");
+#define METAL_PREFILL_CALL(name) m.def(#name, on_arrays(calls::name));
+  METAL_PREFILL_KERNEL_CALLS(METAL_PREFILL_CALL)
+#undef METAL_PREFILL_CALL
   nb::class_<Workload>(m, "Workload", "A step of the engine, or a limit of the machine, to be timed.")
       .def("run", &Workload::run, "repetitions"_a, nb::call_guard<GilRelease>(),
            "Seconds that the repetitions take.")

@@ -62,6 +62,39 @@ struct SuperTiles : TileMemory<SuperTile> {
   }
 };
 
+// A matrix of a file, packed for products in a mode.
+struct PackedWeight : Linear {
+  Buffer blocks;
+
+  PackedWeight(const Kernels& kernels, Compute compute, std::uint32_t type, const Bytes& weight, int rows,
+               std::size_t cols)
+      : Linear(linear_of({"weight", TensorType(type), rows, int(cols),
+                          reinterpret_cast<const std::byte*>(weight.data()), weight.shape(0)},
+                         compute, kernels)),
+        blocks(packed.group_bytes() * std::size_t(packed.groups()), "weights") {
+    require(tensor.bytes == row_bytes(tensor.type, cols) * std::size_t(rows), "weight has another size");
+    require(packed.packing != Packing::kNone, "the type is not packed in this mode");
+    packed.blocks = blocks.data();
+    const Buffer memory(packing_bytes_of(*this), "memory to pack");
+    for (int group = 0; group < packed.groups(); ++group) pack(*this, group, kernels, memory.data());
+  }
+};
+
+void require_room(const OutMatrix& out, std::size_t rows, int groups) {
+  require(out.shape(0) >= rows && int(out.shape(1)) >= groups * kGroupRows, "out is too small");
+}
+
+// Rows as a kernel takes them, padded with zeros.
+FloatRows padded_rows(const Matrix& rows) {
+  return {const_cast<float*>(rows.data()), rows.shape(1)};
+}
+
+void require_padded(const Matrix& weight, int cols, const Matrix& x, const OutMatrix& out) {
+  const std::size_t padded = round_up(std::size_t(cols), kFloatPad);
+  require(weight.shape(0) == kGroupRows && weight.shape(1) == padded && x.shape(1) == padded, "wrong shape");
+  require_room(out, x.shape(0), 1);
+}
+
 }  // namespace
 
 std::vector<std::string> kernel_sets() {
@@ -70,52 +103,31 @@ std::vector<std::string> kernel_sets() {
   return names;
 }
 
-QuantizedRows quantize(const std::string& set, const Matrix& x, int first) {
+void quantize(const std::string& set, const Matrix& x, int first, OutBytes codes, OutMatrix terms) {
   const Tiles tiles(kernels_named(set), x, first);
-  const std::size_t tokens = x.shape(0), blocks = std::size_t(tiles.rows.blocks);
-  const auto collect = [&](std::size_t cols, auto&& value) {
-    std::vector<double> out;
-    out.reserve(tokens * cols);
-    for (std::size_t t = 0; t < tokens; ++t) {
-      const int token = first + int(t);
-      for (std::size_t c = 0; c < cols; ++c)
-        out.push_back(double(value(tiles.rows.tile(token), token % kTileTokens, c)));
+  const std::size_t tokens = x.shape(0), cols = x.shape(1), blocks = std::size_t(tiles.rows.blocks);
+  require(codes.shape(0) == tokens && codes.shape(1) == cols && terms.shape(0) == tokens &&
+              terms.shape(1) == 4 * blocks,
+          "wrong shape");
+  for (std::size_t t = 0; t < tokens; ++t) {
+    const int token = first + int(t), lane = token % kTileTokens;
+    for (std::size_t b = 0; b < blocks; ++b) {
+      const ActivationTile& tile = tiles.rows.tile(token)[b];
+      std::copy_n(tile.q[lane], kBlockCols, codes.data() + t * cols + b * kBlockCols);
+      const auto& [scale, scaled_sum, start, start_half] = tile.terms[lane];
+      const float values[] = {scale, scaled_sum, float(start), float(start_half)};
+      std::copy_n(values, 4, terms.data() + 4 * (t * blocks + b));
     }
-    return out;
-  };
-  const auto code = [](const ActivationTile* x, int t, std::size_t c) { return x[c / 32].q[t][c % 32]; };
-  return {
-      .tokens = tokens,
-      .blocks = blocks,
-      .q = collect(blocks * kBlockCols, code),
-      .scale =
-          collect(blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].terms[t].scale; }),
-      .scaled_sum = collect(
-          blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].terms[t].scaled_sum; }),
-      .start =
-          collect(blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].terms[t].start; }),
-      .start_half = collect(
-          blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].terms[t].start_half; }),
-  };
+  }
 }
 
 void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weight, int rows, const Matrix& x,
                    int first, OutMatrix out) {
   const Kernels& kernels = kernels_named(set);
-  const int cols = int(x.shape(1)), tokens = int(x.shape(0));
-  const Tensor tensor{
-      "weight",       TensorType(type), rows, cols, reinterpret_cast<const std::byte*>(weight.data()),
-      weight.shape(0)};
-  require(tensor.bytes == row_bytes(tensor.type, std::size_t(cols)) * std::size_t(rows),
-          "weight has another size");
-  Linear linear = linear_of(tensor, Compute::kInt8, kernels);
-  PackedMatrix& packed = linear.packed;
-  const Buffer blocks(packed.group_bytes() * std::size_t(packed.groups()), "weights");
-  packed.blocks = blocks.data();
-  require(packed.packing != Packing::kNone, "the type is not quantized");
-  require(int(out.shape(0)) >= tokens && int(out.shape(1)) >= packed.groups() * kGroupRows,
-          "out is too small");
-  for (int group = 0; group < packed.groups(); ++group) pack_group(tensor, group, packed.group(group));
+  const int tokens = int(x.shape(0));
+  const PackedWeight linear(kernels, Compute::kInt8, type, weight, rows, x.shape(1));
+  const PackedMatrix& packed = linear.packed;
+  require_room(out, x.shape(0), packed.groups());
   // Kernels that compute whole tiles must leave the rows before the first one unchanged.
   constexpr float kGuard = -54321.0f;
   const std::size_t stride = out.shape(1), before = kTileTokens * stride, size = out.shape(0) * stride;
@@ -141,34 +153,29 @@ void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weig
 }
 
 void multiply_float(const std::string& set, const Matrix& weight, int cols, const Matrix& x, OutMatrix out) {
-  const std::size_t padded = round_up(std::size_t(cols), kFloatPad);
-  require(weight.shape(0) == kGroupRows && weight.shape(1) == padded && x.shape(1) == padded, "wrong shape");
-  require(out.shape(0) >= x.shape(0) && out.shape(1) >= kGroupRows, "out is too small");
-  kernels_named(set).multiply_float({const_cast<float*>(weight.data()), padded}, cols,
-                                    {const_cast<float*>(x.data()), padded}, 0, int(x.shape(0)), out.data(),
+  require_padded(weight, cols, x, out);
+  kernels_named(set).multiply_float(padded_rows(weight), cols, padded_rows(x), 0, int(x.shape(0)), out.data(),
                                     out.shape(1), {});
 }
 
 void multiply_float_panels(const std::string& set, const Matrix& weight, int cols, const Matrix& x,
                            OutMatrix out) {
-  const std::size_t padded = round_up(std::size_t(cols), kFloatPad);
-  require(weight.shape(0) == kGroupRows && weight.shape(1) == padded && x.shape(1) == padded, "wrong shape");
-  require(out.shape(0) >= x.shape(0) && out.shape(1) >= kGroupRows, "out is too small");
+  require_padded(weight, cols, x, out);
   const Kernels& kernels = kernels_named(set);
-  const int n_blocks = int(padded) / kFloatPad;
+  const int n_blocks = int(x.shape(1)) / kFloatPad;
   const Buffer blocks(std::size_t(n_blocks) * sizeof(FloatBlock), "weights");
-  kernels.to_blocks({const_cast<float*>(weight.data()), padded}, n_blocks, blocks.as<FloatBlock>());
-  kernels.multiply_float_panels(blocks.as<FloatBlock>(), n_blocks, {const_cast<float*>(x.data()), padded}, 0,
-                                int(x.shape(0)), {out.data(), out.shape(1)}, {});
+  kernels.to_blocks(padded_rows(weight), n_blocks, blocks.as<FloatBlock>());
+  kernels.multiply_float_panels(blocks.as<FloatBlock>(), n_blocks, padded_rows(x), 0, int(x.shape(0)),
+                                {out.data(), out.shape(1)}, {});
 }
 
 void multiply_half(const std::string& set, const Halves& weight, bool bfloat16, const Matrix& x,
                    OutMatrix out) {
   const std::size_t cols = x.shape(1);
   require(cols % kFloatPad == 0 && weight.shape(0) == kGroupRows * cols, "wrong shape");
-  require(out.shape(0) >= x.shape(0) && out.shape(1) >= kGroupRows, "out is too small");
-  kernels_named(set).multiply_half(weight.data(), bfloat16, int(cols), {const_cast<float*>(x.data()), cols},
-                                   0, int(x.shape(0)), out.data(), out.shape(1));
+  require_room(out, x.shape(0), 1);
+  kernels_named(set).multiply_half(weight.data(), bfloat16, int(cols), padded_rows(x), 0, int(x.shape(0)),
+                                   out.data(), out.shape(1));
 }
 
 void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& weight, int rows,
@@ -176,17 +183,9 @@ void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& wei
   const Kernels& kernels = kernels_named(set);
   require(kernels.multiply_pairs, "the set has no products of bfloat16 pairs");
   const std::size_t cols = x.shape(1), tokens = x.shape(0), padded = round_up(cols, kPairPad);
-  const Tensor tensor{
-      "weight",       TensorType(type), rows, int(cols), reinterpret_cast<const std::byte*>(weight.data()),
-      weight.shape(0)};
-  require(tensor.bytes == row_bytes(tensor.type, cols) * std::size_t(rows), "weight has another size");
-  Linear linear = linear_of(tensor, Compute::kBf16, kernels);
-  PackedMatrix& packed = linear.packed;
-  require(int(out.shape(0)) >= int(tokens) && int(out.shape(1)) >= packed.groups() * kGroupRows,
-          "out is too small");
-  const Buffer blocks(packed.group_bytes() * std::size_t(packed.groups()), "weights");
-  packed.blocks = blocks.data();
-  for (int group = 0; group < packed.groups(); ++group) pack_group(tensor, group, packed.group(group));
+  const PackedWeight linear(kernels, Compute::kBf16, type, weight, rows, cols);
+  const PackedMatrix& packed = linear.packed;
+  require_room(out, tokens, packed.groups());
   // Unused rows of the last tile are NaN.
   const std::size_t stride = padded + kPairPad, n_rows = round_up(std::size_t(first) + tokens, kTileTokens);
   const Buffer memory((n_rows + kTileTokens) * stride * sizeof(std::uint16_t), "activations");
@@ -209,18 +208,10 @@ void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& w
                       const Matrix& x, int first, bool wide, int activation, OutMatrix out) {
   const Kernels& kernels = kernels_named(set);
   const std::size_t cols = x.shape(1), tokens = x.shape(0);
-  const Tensor tensor{
-      "weight",       TensorType(type), rows, int(cols), reinterpret_cast<const std::byte*>(weight.data()),
-      weight.shape(0)};
-  require(tensor.bytes == row_bytes(tensor.type, cols) * std::size_t(rows), "weight has another size");
-  Linear linear = linear_of(tensor, wide ? Compute::kInt16 : Compute::kW8A8, kernels);
+  const PackedWeight linear(kernels, wide ? Compute::kInt16 : Compute::kW8A8, type, weight, rows, cols);
   require(linear.wide() == wide, "the set has no products in 16 bits");
-  PackedMatrix& packed = linear.packed;
-  require(out.shape(0) >= tokens && int(out.shape(1)) >= packed.groups() * kGroupRows, "out is too small");
-  const Buffer blocks(packed.group_bytes() * std::size_t(packed.groups()), "weights");
-  packed.blocks = blocks.data();
-  const Buffer scratch(packing_bytes_of(linear), "scratch");
-  for (int group = 0; group < packed.groups(); ++group) pack(linear, group, kernels, scratch.data());
+  const PackedMatrix& packed = linear.packed;
+  require_room(out, tokens, packed.groups());
   // Unused rows of the last tile hold any codes.
   const std::size_t stride = RotatedRows::stride_of(cols, wide, kernels.limit_pairs);
   const std::size_t n_rows = round_up(std::size_t(first) + tokens, kTileTokens);
@@ -228,8 +219,9 @@ void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& w
       terms(n_rows * sizeof(RotatedRows::Terms), "terms");
   std::memset(codes.data(), 0x55, codes.bytes());
   const RotatedRows activations{codes.data(), stride, terms.as<RotatedRows::Terms>()};
+  const Buffer row(scratch_bytes_of(linear), "a row");
   for (std::size_t t = 0; t < tokens; ++t)
-    kernels.rotate_activations(x.data() + t * cols, int(cols), wide, scratch.as<float>(), activations,
+    kernels.rotate_activations(x.data() + t * cols, int(cols), wide, row.as<float>(), activations,
                                first + int(t));
   require(activation >= -1 && activation <= int(Activation::kClampedSilu), "no such activation");
   const auto kind = Activation(activation);

@@ -33,14 +33,9 @@ using OutMatrix = Array<float, 2>;
 // Names, fastest first.
 std::vector<std::string> kernel_sets();
 
-// The fields of ActivationTile, token by token.
-struct QuantizedRows {
-  std::size_t tokens, blocks;
-  std::vector<double> q;                                     // [tokens][32 * blocks]
-  std::vector<double> scale, scaled_sum, start, start_half;  // [tokens][blocks]
-};
-// The first row of x becomes token `first`.
-QuantizedRows quantize(const std::string& set, const Matrix& x, int first);
+// The fields of ActivationTile: codes [tokens, cols], and for each block of a token `terms`, [tokens, 4 *
+// blocks]: scale, scaled_sum, start and start_half. The first row of x becomes token `first`.
+void quantize(const std::string& set, const Matrix& x, int first, OutBytes codes, OutMatrix terms);
 
 // out[i, 32 * g + r] for tokens first + i, i < len(x). `out` may be wider: columns beyond the groups are
 // unchanged.
@@ -92,5 +87,14 @@ void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutV
 void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values,
                const std::string& kv_dtype, int window, float scale, int first, int count, OutMatrix out,
                const Vector& sinks, bool exact, bool both_ways, int key_multiple, bool by_splits);
+
+// Calls F(name) for every function of a kernel.
+// clang-format off
+#define METAL_PREFILL_KERNEL_CALLS(F) \
+  F(quantize) F(multiply_int8) F(multiply_float) F(multiply_float_panels) F(multiply_half) F(multiply_pairs) \
+  F(multiply_rotated) F(rotate) F(add_products) F(round_to_bfloat16) F(rms_norm) F(layer_norm) F(rope) \
+  F(gated) F(scan) F(soft_cap) F(relative_scores) F(apply_gate) F(delta_rule) F(sum_exp) F(half_to_float) \
+  F(attention)
+// clang-format on
 
 }  // namespace metal_prefill::cpu::calls

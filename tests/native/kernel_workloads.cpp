@@ -23,20 +23,20 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-FloatRows random_rows(Buffer& memory, int rows, int cols) {
-  const std::size_t stride = round_up(std::size_t(cols), kFloatPad);
-  memory = Buffer(std::size_t(rows) * stride * sizeof(float), "rows");
+// Allocates rows in these formats; they have random values in float32, and none in the others yet.
+Activations random_rows(Buffer& memory, int rows, int cols, const Forms& forms = {}) {
+  Activations out;
+  memory = reserve_rows(cols, forms, rows, out);
   std::minstd_rand random(1);
   std::uniform_real_distribution<float> values(-1.0f, 1.0f);
-  const FloatRows out{memory.as<float>(), stride};
   for (int r = 0; r < rows; ++r)
-    for (int c = 0; c < cols; ++c) out.row(r)[c] = values(random);
+    for (int c = 0; c < cols; ++c) out.f32.row(r)[c] = values(random);
   return out;
 }
 
 struct ProductState {
   const Kernels& kernels;
-  Buffer file, packed, input, tiles, super_tiles, pairs, rotated, terms, output;
+  Buffer file, packed, input, output;
   std::vector<Linear> copies;
   std::vector<Scratch> scratch;
   Activations x;
@@ -153,40 +153,14 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
     w.copies.push_back(linear);
   }
 
-  w.x.f32 = random_rows(w.input, tokens, cols);
-  w.x.int8.blocks = cols / kBlockCols;
-  const std::size_t n_tiles = std::size_t(tokens + kTileTokens - 1) / kTileTokens;
-  w.tiles = Buffer(n_tiles * std::size_t(w.x.int8.blocks) * sizeof(ActivationTile), "activations");
-  w.x.int8.tiles = w.tiles.as<ActivationTile>();
-  for (int t = 0; t < tokens; ++t)
-    kernels.quantize(w.x.f32.row(t), w.x.f32.stride, t % kTileTokens, 1, w.x.int8.blocks, w.x.int8.tile(t));
-  if (w.copies[0].super) {
-    w.x.super.blocks = cols / kSuperCols;
-    w.super_tiles = Buffer(n_tiles * std::size_t(w.x.super.blocks) * sizeof(SuperTile), "activations");
-    w.x.super.tiles = w.super_tiles.as<SuperTile>();
-    for (int t = 0; t < tokens; ++t)
-      kernels.quantize_super(w.x.f32.row(t), t % kTileTokens, w.x.super.blocks, w.x.super.tile(t));
-  }
-  if (w.copies[0].pairs) {
-    w.x.bfloat16.stride = std::size_t(cols) + kPairPad;
-    w.pairs = Buffer(n_tiles * kTileTokens * w.x.bfloat16.stride * sizeof(std::uint16_t), "activations");
-    w.x.bfloat16.data = w.pairs.as<std::uint16_t>();
-    kernels.round_to_bfloat16(w.x.f32.data, w.x.f32.stride, tokens, cols, w.x.bfloat16.data,
-                              w.x.bfloat16.stride);
-  }
-  if (w.copies[0].rotated()) {
-    w.x.rotated.stride = RotatedRows::stride_of(std::size_t(cols), false, kernels.limit_pairs);
-    w.rotated = Buffer(n_tiles * kTileTokens * w.x.rotated.stride, "activations");
-    w.x.rotated.data = w.rotated.data();
-    w.terms = Buffer(std::size_t(tokens) * sizeof(RotatedRows::Terms), "activations");
-    w.x.rotated.terms = w.terms.as<RotatedRows::Terms>();
-    std::vector<float> row(round_up(std::size_t(cols), kRotatedCols));
-    for (int t = 0; t < tokens; ++t)
-      kernels.rotate_activations(w.x.f32.row(t), cols, false, row.data(), w.x.rotated, t);
-  }
-  w.out = random_rows(w.output, tokens, rows);
   w.scratch.resize(std::size_t(threads));
   for (Scratch& scratch : w.scratch) scratch.weights = Buffer(scratch_bytes_of(linear), "weights");
+  Forms forms;
+  forms.add(linear);
+  forms.rests = linear.rotated() && kernels.limit_pairs;
+  w.x = random_rows(w.input, tokens, cols, forms);
+  Team(1).run([&](Worker& worker) { round_rows({worker, kernels, w.scratch[0]}, w.x, 0, tokens, 0, cols); });
+  w.out = random_rows(w.output, tokens, rows).f32;
   return std::make_unique<Workload>(
       threads,
       [work](Worker& worker, int i) {
@@ -219,10 +193,10 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
   for (int t = 0; t < tokens; ++t) rows.push_back({0, 0, t, t, w.pages.data()});
   add_tiles(w.tiles, rows, 0, query_tile_rows(tokens, kv_heads, threads), rows.back().position + 1);
   std::reverse(w.tiles.begin(), w.tiles.end());  // as in a pass: the largest first
-  w.q = random_rows(w.q_memory, tokens, heads * head_dim);
-  w.k = random_rows(w.k_memory, tokens, kv_heads * head_dim);
-  w.v = random_rows(w.v_memory, tokens, kv_heads * head_dim);
-  w.out = random_rows(w.out_memory, tokens, heads * head_dim);
+  w.q = random_rows(w.q_memory, tokens, heads * head_dim).f32;
+  w.k = random_rows(w.k_memory, tokens, kv_heads * head_dim).f32;
+  w.v = random_rows(w.v_memory, tokens, kv_heads * head_dim).f32;
+  w.out = random_rows(w.out_memory, tokens, heads * head_dim).f32;
   for (int t = 0; t < tokens; t += kKeyBlock) {
     std::byte* page = w.pages[std::size_t(t / kPagePositions)];
     const int in_page = t % kPagePositions, count = std::min(kKeyBlock, tokens - t);

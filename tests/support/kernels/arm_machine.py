@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from metal_prefill import _core
 from support.kernels.cpu_testing import cpu_testing
@@ -26,6 +27,8 @@ PROCESSORS = {"neon_i8mm": "max", "neon_dotprod": "cortex-a76", "neon": "cortex-
 # Not on Arm, nor under a sanitizer, which cannot see another process.
 SANITIZED = _core.has_emulator and bool(_core.emulator.sanitizer)
 SETS = [] if platform.machine() in ("arm64", "aarch64") or SANITIZED else list(PROCESSORS)
+Floats = NDArray[np.float32]
+NO_SINKS: Floats = np.zeros(0, np.float32)
 TYPES = {"i": struct.Struct("<q"), "f": struct.Struct("<d")}
 
 
@@ -60,7 +63,7 @@ class ArmMachine:
         for index, contents in zip(values[returned::2], values[returned + 1 :: 2], strict=True):
             out = arguments[index]
             out[...] = contents.view(out.dtype).reshape(out.shape)
-        results = [v.view(np.float64) if isinstance(v, np.ndarray) else v for v in values[:returned]]
+        results = values[:returned]
         return results if returned > 1 else results[0] if returned else None
 
     def _receive(self, n: int) -> bytes:
@@ -109,15 +112,29 @@ class Kernels:
     """The functions of `_cpu_testing`; their first argument, the name of the set, selects where they run."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(isa: str, *arguments: Any, **options: Any) -> Any:
-            if name == "attention":
-                options.setdefault("sinks", np.zeros(0, np.float32))
-            if isa not in SETS:
-                return getattr(cpu_testing(), name)(isa, *arguments, **options)
-            if name == "attention":
-                arguments += (options["sinks"],)
-                arguments += tuple(options.get(name, False) for name in ("exact", "both_ways"))
-                arguments += (options.get("key_multiple", 0), options.get("by_splits", False))
-            return machine_of(isa).call(name, isa, *arguments)
+        def call(isa: str, *arguments: Any) -> Any:
+            if isa in SETS:
+                return machine_of(isa).call(name, isa, *arguments)
+            return getattr(cpu_testing(), name)(isa, *arguments)
 
         return call
+
+    def quantize(self, isa: str, x: Floats, first: int) -> tuple[NDArray[np.float64], ...]:
+        """Return codes [tokens, cols], then scale, scaled_sum, start and start_half [tokens, blocks]."""
+        codes, terms = np.zeros(x.shape, np.int8), np.zeros((len(x), x.shape[1] // 8), np.float32)
+        self.__getattr__("quantize")(isa, x, first, codes, terms)
+        of_blocks = terms.reshape(len(x), -1, 4).astype(np.float64)
+        return codes.astype(np.float64), *np.moveaxis(of_blocks, 2, 0)
+
+    def attention(
+        self,
+        *arguments: Any,
+        sinks: Floats = NO_SINKS,
+        exact: bool = False,
+        both_ways: bool = False,
+        key_multiple: int = 0,
+        by_splits: bool = False,
+    ) -> None:
+        """Compute attention, without the options unless they are given."""
+        options = (sinks, exact, both_ways, key_multiple, by_splits)
+        self.__getattr__("attention")(*arguments, *options)
