@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kernels.cost_tables import SMOLLM, smollm_shape, with_table
+from support.kernels.cost_tables import RECURRENT, SMOLLM, smollm_shape, with_table
 from support.places import ROOT
 from support.uniform_shape import uniform_shape
 
@@ -226,19 +226,7 @@ def test_a_tensor_type_without_counts_is_named() -> None:
 
 
 def test_recurrent_layers_take_the_tokens_in_order() -> None:
-    config = replace(
-        SMOLLM,
-        architecture="qwen35",
-        layer_kinds=("gated_delta", "attention"),
-        n_layers=2,
-        conv_taps=4,
-        query_gate=True,
-        scan_heads=4,
-        scan_groups=2,
-        scan_key_dim=32,
-        scan_value_dim=32,
-    )
-    shape = uniform_shape(config, "f32", "f32")
+    shape = uniform_shape(replace(SMOLLM, **RECURRENT), "f32", "f32")
     short, long = (
         sum(
             time_of(CHIPS["m4"], work_of(d)).total

@@ -12,14 +12,14 @@ import pytest
 from metal_kernels import KernelLibrary
 from support import small_models
 from support.folders import encoder_folders
-from support.kernels.cost_tables import SMOLLM, with_cores
+from support.kernels.cost_tables import RECURRENT, SMOLLM, with_cores
 from support.kernels.emulated_gpu import require_emulator
 from support.small_models import TYPES
 from support.uniform_shape import uniform_shape
 
 from metal_prefill import DeviceError, Model, UnsupportedModelError, _core, synth
 from metal_prefill.conversion import convert
-from metal_prefill.files import GGUFFile, ModelConfig
+from metal_prefill.files import GGUFFile
 from metal_prefill.gpu._cost_model import CHIPS, plan, shape_of, time_of, work_of
 from metal_prefill.gpu._cost_model.shapes import Shape
 from metal_prefill.gpu._trace import Dispatch, decode_args
@@ -166,17 +166,6 @@ def test_experts_of_an_encoder_have_biases_and_attention_has_sinks(tmp_path: Pat
             assert {d.args[field] for d in dispatches if d.kernel.startswith(start)} == {1}
 
 
-_RECURRENT = {
-    "architecture": "qwen35",
-    "layer_kinds": ("gated_delta", "attention"),
-    "n_layers": 2,
-    "conv_taps": 4,
-    "query_gate": True,
-    "scan_heads": 4,
-    "scan_groups": 2,
-    "scan_key_dim": 32,
-    "scan_value_dim": 32,
-}
 _ENCODER = {
     "architecture": "bert",
     "causal": False,
@@ -208,8 +197,8 @@ _EXPERTS = {
             {**_EXPERTS, "architecture": "privacy-filter", "n_experts": 4, "has_head": False},
             "attention sinks",
         ),
-        ({**_RECURRENT, "scan_key_dim": 264}, "states of 264 rows; it takes at most 256"),
-        ({**_RECURRENT, "scan_value_dim": 33}, "a recurrence of 132 values; it takes multiples of 8"),
+        ({**RECURRENT, "scan_key_dim": 264}, "states of 264 rows; it takes at most 256"),
+        ({**RECURRENT, "scan_value_dim": 33}, "a recurrence of 132 values; it takes multiples of 8"),
         ({**_EXPERTS, "n_experts": 513}, "513 experts; it takes at most 512"),
         ({**_EXPERTS, "n_experts": 4, "norm_kind": "layer"}, "experts after a LayerNorm; it takes RMSNorm"),
     ],
@@ -269,19 +258,8 @@ def test_tensors_with_the_same_input_are_one_product_for_each_run_of_a_type(
     assert len({d.args["out_stride"] for d in first}) == 1
 
 
-SMALL = ModelConfig(
-    architecture="llama",
-    n_layers=2,
-    dim=256,
-    n_heads=4,
-    n_kv_heads=2,
-    key_dim=64,
-    value_dim=64,
-    ffn_dim=768,
-    vocab_size=320,
-    context_length=300,
-    norm_eps=1e-5,
-    rope_dim=64,
+SMALL = replace(
+    SMOLLM, n_layers=2, dim=256, n_heads=4, n_kv_heads=2, ffn_dim=768, vocab_size=320, context_length=300
 )
 LLAMA_7B = replace(
     SMALL, n_layers=1, dim=4096, n_heads=32, n_kv_heads=32, key_dim=128, value_dim=128, ffn_dim=11008,

@@ -22,6 +22,19 @@ SMOLLM = ModelConfig(
     rope_dim=64,
 )
 
+# Fields of a model with a recurrent layer before one with attention.
+RECURRENT: dict[str, Any] = {
+    "architecture": "qwen35",
+    "layer_kinds": ("gated_delta", "attention"),
+    "n_layers": 2,
+    "conv_taps": 4,
+    "query_gate": True,
+    "scan_heads": 4,
+    "scan_groups": 2,
+    "scan_key_dim": 32,
+    "scan_value_dim": 32,
+}
+
 
 def smollm_shape() -> Shape:
     """Return the shape of SmolLM-135M with layers in Q4_0 and embedding in Q8_0."""
