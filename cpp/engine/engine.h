@@ -64,7 +64,10 @@ struct MetalOptions {
   bool is_measured = false;        // for timing only: stores no pipelines and keeps no memory resident
   // Libraries and pipelines that several engines share; null: this one has its own.
   std::shared_ptr<metal::SharedKernels> shared_kernels;
-  std::string no_matmul_tensor;  // why matmul_tensor is not used; empty: used if it is faster
+  // Of a GPU with matrix units: why they are not used, empty if they are, and whether they are used for tall
+  // tiles of products and for attention.
+  std::string no_matmul_tensor;
+  bool tall_tiles = true, attention_tensor = true;
 };
 
 struct EngineOptions {

@@ -217,7 +217,9 @@ void bind_model(nb::module_& m) {
           "share_kernels", [](MetalOptions& self) { self.shared_kernels = make_shared_kernels(); },
           "Let the engines that are built from now on share libraries and pipelines.")
       .def("end_sharing", [](MetalOptions& self) { self.shared_kernels = nullptr; })
-      .def_rw("no_matmul_tensor", &MetalOptions::no_matmul_tensor);
+      .def_rw("no_matmul_tensor", &MetalOptions::no_matmul_tensor)
+      .def_rw("tall_tiles", &MetalOptions::tall_tiles)
+      .def_rw("attention_tensor", &MetalOptions::attention_tensor);
   nb::class_<EngineOptions>(m, "EngineOptions", "Options of an engine.")
       .def(nb::init<>())
       .def_rw("threads", &EngineOptions::threads)

@@ -1,21 +1,20 @@
-"""Products on the matrix units of an M5, on an emulated one: used where everything passes, else done without.
+"""Kernels on the matrix units of an emulated M5: those that cannot be built or are wrong are not used.
 
 On a Mac these tests are skipped.
 """
 
 import logging
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.kernels.emulated_gpu import open_metal, require_emulator
-from support.programs import finished
 
 from metal_prefill import DeviceError, _core, synth
 from metal_prefill.commands import doctor_report
+from metal_prefill.gpu import _self_test
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
@@ -33,8 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def be_m5(**limits: Any) -> None:
-    """Make the device an M5 of its own name, since the trial of a GPU is made once per process."""
-    gpu.set_limits(gpu.Limits(apple_family=M5, name=f"M5 {limits}", **limits))
+    gpu.set_limits(gpu.Limits(apple_family=M5, **limits))
 
 
 def logits_of(path: Path) -> tuple[Floats, tuple[int, int, int]]:
@@ -64,32 +62,18 @@ def plain(path: Path) -> Floats:
     return logits
 
 
-TALL, ATTENTION = "matmul_tensor_f16_tall", "attention_tensor_f16_64"
-NARROW, WIDE = "matmul_tensor_f16_narrow", "matmul_tensor_f16_wide"
+TALL, ATTENTION, NARROW = "matmul_tensor_q4_0_tall", "attention_tensor_f16_64", "matmul_tensor_q4_0_narrow"
 
 
 @pytest.mark.parametrize(
     ("limits", "expected", "reason"),
     [
         ({}, (1, 1, 1), ""),
-        ({"wrong_kernels": {TALL}}, (1, 0, 1), ""),
         ({"broken_kernels": {TALL}}, (1, 0, 1), ""),
-        ({"wrong_kernels": {ATTENTION}}, (1, 1, 0), ""),
-        ({"wrong_kernels": {"attention_tensor_f16_128"}}, (1, 1, 0), ""),
         ({"broken_kernels": {ATTENTION}}, (1, 1, 0), ""),
-        (
-            {"metal_tensor": False},
-            (0, 0, 0),
-            "matmul_tensor.metal do not compile: .*'metal_tensor' file not found",
-        ),
-        ({"wrong_kernels": {NARROW}}, (0, 0, 0), r"_f16_narrow' is wrong: result 0 is 195\.26"),
-        ({"wrong_kernels": {WIDE}}, (0, 0, 0), r"_f16_wide' is wrong: result 0 is 195\.26"),
-        ({"broken_kernels": {WIDE}}, (0, 0, 0), "_f16_wide' cannot be built: .*compiler service"),
-        (
-            {"broken_kernels": {"matmul_tensor_q4_0_narrow"}},
-            (0, 0, 0),
-            "_q4_0_narrow' cannot be built: .*compiler",
-        ),
+        ({"broken_kernels": {TALL, ATTENTION}}, (1, 0, 0), ""),
+        ({"broken_kernels": {NARROW}}, (0, 0, 0), f"{NARROW}' cannot be built: .*compiler service"),
+        ({"metal_tensor": False}, (0, 0, 0), "matmul_tensor.metal do not compile: .*'metal_tensor' file"),
         (
             {"max_threads": {"matmul_tensor_swiglu_q4_0_narrow": 96}},
             (0, 0, 0),
@@ -98,7 +82,7 @@ NARROW, WIDE = "matmul_tensor_f16_narrow", "matmul_tensor_f16_wide"
     ],
     ids=str,
 )
-def test_an_m5_uses_the_tensor_kernels_that_pass(
+def test_an_m5_uses_the_tensor_kernels_that_can_be_built(
     path: Path, plain: Floats, limits: dict[str, Any], expected: tuple[int, int, int], reason: str
 ) -> None:
     be_m5(**limits)
@@ -111,49 +95,7 @@ def test_an_m5_uses_the_tensor_kernels_that_pass(
         assert re.search(reason, native.inspector().no_matmul_tensor)
         del native
     assert gpu.live_objects() == 0
-    assert _core.metal_device()["matmul_tensor"] == "where it passes a trial"
-
-
-def test_the_trial_runs_once_per_process_and_is_stored(path: Path, own_cache: Path) -> None:
-    sources = ("matmul_tensor.metal", "attention_tensor.metal")
-
-    def compiled_by(*names: str) -> list[int]:
-        counts = []
-        for name in names:
-            gpu.set_limits(gpu.Limits(apple_family=M5, name=name))
-            gpu.forget_compiled_libraries()
-            with open_metal(path) as model:
-                assert model.stats()["matmul_tensor"] == 1
-            compiled = [library.name for library in gpu.compiled_libraries()]
-            counts.append(sum(map(compiled.count, sources)))
-        return counts
-
-    gpu.set_limits(gpu.Limits(apple_family=M5, name="tried"))
-    gpu.forget_compiled_libraries()
-    _core.metal_device()
-    assert gpu.compiled_libraries() == []
-    # Two libraries of the trial, and two of the model's types and heads.
-    assert compiled_by("tried", "tried") == [4, 2]
-    (stored,) = own_cache.rglob("*.trial")
-    for damaged in ("", "a\n", "x" * 10):
-        stored.write_text(damaged)
-    process = finished([sys.executable, "-c", OPENED_ELSEWHERE, str(path)], check=True)
-    assert process.stdout.split() == ["4", "2"]  # the damaged file is replaced
-
-
-# Opens a model in a new process each time; prints the number of libraries of tensor kernels.
-OPENED_ELSEWHERE = """
-import os, sys
-from metal_prefill import Model, _core
-for _ in range(2):
-    if os.fork() == 0:
-        gpu = _core.emulator
-        gpu.set_limits(gpu.Limits(apple_family=10, name="tried"))
-        with Model(sys.argv[1], device="metal"):
-            print(sum("tensor" in library.name for library in gpu.compiled_libraries()), flush=True)
-        os._exit(0)
-    os.wait()
-"""
+    assert _core.metal_device()["matmul_tensor"] == "where it passes the self-test"
 
 
 def test_tensor_kernels_agree_with_float64(path: Path) -> None:
@@ -173,21 +115,36 @@ def test_unrelated_kernel_failures_do_not_disable_tensors(path: Path) -> None:
     assert gpu.live_objects() == 0
 
 
-def test_the_self_test_finds_wrong_tensor_products(
-    path: Path,
-    checking: None,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.usefixtures("checking")
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [({NARROW}, (0, 0, 0)), ({TALL}, (1, 0, 1)), ({ATTENTION}, (1, 1, 0)), ({TALL, ATTENTION}, (1, 0, 0))],
+    ids=str,
+)
+def test_the_self_test_excludes_wrong_tensor_kernels(
+    path: Path, caplog: pytest.LogCaptureFixture, wrong: set[str], expected: tuple[int, int, int]
 ) -> None:
-    be_m5(wrong_kernels={"matmul_tensor_q4_0_narrow"})
+    be_m5(wrong_kernels=wrong)
     for _ in range(2):  # the second time from the first result
         caplog.clear()
-        with (
-            caplog.at_level(logging.WARNING, "metal_prefill"),
-            open_metal(path, kv_memory=1 << 19) as model,
-        ):
-            assert model.stats()["matmul_tensor"] == 0
-        assert "matrix units are disabled" in caplog.text
-        assert "matmul_tensor_q4_0_narrow: value 0 is 195.26" in caplog.text
+        with caplog.at_level(logging.WARNING, "metal_prefill"):
+            assert logits_of(path)[1] == expected
+        assert "kernels on matrix units are disabled" in caplog.text
+        assert all(f"{kernel}: value 0 is 195.26" in caplog.text for kernel in wrong)
+
+
+@pytest.mark.usefixtures("checking")
+def test_a_tensor_kernel_that_fails_is_excluded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = iter([DeviceError(f"the GPU failed in {TALL}: lost")])
+
+    def compare(*arguments: Any) -> tuple[set[str], list[Any]]:
+        for error in attempts:
+            raise error
+        return set(), []
+
+    monkeypatch.setattr(_self_test, "kernel_differences", compare)
+    be_m5()
+    assert logits_of(path)[1] == (1, 0, 1)
 
 
 def test_the_environment_disables_tensor_kernels(

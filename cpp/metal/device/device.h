@@ -49,8 +49,7 @@ class Device {
  public:
   // Throws DeviceError unless the GPU is of Apple's seventh family or later, or passes the trial.
   Device();
-  // The device of an engine. Uses matrix units if the GPU has them and they pass a trial, which compiles
-  // kernels. From then on the GPU's driver compiles on any number of threads.
+  // The device of an engine. From then on the GPU's driver compiles on any number of threads.
   static Device of_engine(const MetalOptions& options);
 
   // Returns the same device, which counts allocations and commands in `counters` and must not outlive it.

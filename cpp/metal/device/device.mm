@@ -74,20 +74,19 @@ void compile_concurrently(id<MTLDevice> device) {
 #endif
 }
 
-// The result of a trial, which runs once per process and GPU.
-template <typename Result, typename Make>
-Result known_result(id<MTLDevice> device, const Make& make) {
+// The failure of a trial, which runs once per process and GPU.
+std::string known_failure(id<MTLDevice> device, id<MTLCommandQueue> queue) {
   static std::mutex mutex;
-  static auto& known = *new std::map<std::string, Result>;
+  static auto& known = *new std::map<std::string, std::string>;
   const std::string gpu =
       std::to_string(device.registryID) + " " + device.name.UTF8String + " " + families_of(device);
   {
     const std::scoped_lock lock(mutex);
     if (const auto found = known.find(gpu); found != known.end()) return found->second;
   }
-  const Result result = make();
+  const std::string failure = failure_of_trial(device, queue);
   const std::scoped_lock lock(mutex);
-  return known[gpu] = result;
+  return known[gpu] = failure;
 }
 
 // Why the command buffer failed.
@@ -110,9 +109,7 @@ Tuning tuning_of(id<MTLDevice> device, id<MTLCommandQueue> queue) {
     if ([device supportsFamily:MTLGPUFamily(1000 + tuning.family)]) return tuning;
   // On Intel Macs' GPUs with their own memory, barriers do not order dispatches of a concurrent encoder.
   const std::string failure =
-      device.hasUnifiedMemory
-          ? known_result<std::string>(device, [&] { return failure_of_trial(device, queue); })
-          : "it has memory of its own";
+      device.hasUnifiedMemory ? known_failure(device, queue) : "it has memory of its own";
   if (failure.empty()) return kTunings.back();
   throw DeviceError("the GPU '" + std::string(device.name.UTF8String) + "' of the families " +
                     families_of(device) + " is not supported: " + failure +
@@ -156,19 +153,9 @@ Device::Device() : device_((require_unforked(), find_device())), debug_(debug_re
 
 Device Device::of_engine(const MetalOptions& options) {
   Device device;
-  Tuning& tuning = device.tuning_;
-  tuning = tuned_by(options, tuning);
   if (device.native_) compile_concurrently(device.device_);
-  if (!tuning.matmul_tensor) return device;
-  TensorFailures failures{.any = options.no_matmul_tensor};
-  if (failures.any.empty())
-    failures = known_result<TensorFailures>(device.device_, [&] {
-      return stored_failures_of_tensor_trial(device.device_, device.queue_, options.pipeline_folder);
-    });
-  tuning.matmul_tensor = failures.any.empty();
-  tuning.tall_tiles = failures.tall.empty();
-  tuning.attention_tensor = failures.attention.empty();
-  device.no_matmul_tensor_ = std::move(failures.any);
+  if (device.tuning_.matmul_tensor) device.no_matmul_tensor_ = options.no_matmul_tensor;
+  device.tuning_ = tuned_by(options, device.tuning_);
   return device;
 }
 

@@ -83,12 +83,12 @@ std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& opti
       delete engine;
     });
   };
-  try {
-    return make(options);
-  } catch (const metal::TensorKernelError& error) {
-    EngineOptions without = options;
-    without.metal.no_matmul_tensor = error.what();
-    return make(without);
+  for (EngineOptions chosen = options;;) {
+    try {
+      return make(chosen);
+    } catch (const metal::TensorKernelError& error) {
+      error.exclude(chosen.metal);
+    }
   }
 }
 
@@ -106,7 +106,8 @@ std::map<std::string, std::string> metal_device() {
   try {
     const metal::Device device;
     return {{"name", device.name()},
-            {"matmul_tensor", device.tuning().matmul_tensor ? "where it passes a trial" : "not for this GPU"},
+            {"matmul_tensor",
+             device.tuning().matmul_tensor ? "where it passes the self-test" : "not for this GPU"},
             {"families", device.families()},
             {"tuned_as_family", std::to_string(device.tuning().family)},
             {"tuned_for_cores", std::to_string(device.tuning().cores)},

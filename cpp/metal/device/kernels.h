@@ -22,7 +22,20 @@ namespace metal_prefill::metal {
 // An error of a kernel that needs tensors (see needs_tensors). A pass can use other kernels instead.
 class TensorKernelError : public DeviceError {
  public:
-  using DeviceError::DeviceError;
+  TensorKernelError(Kernel kernel, const std::string& message) : DeviceError(message), kernel_(kernel) {}
+
+  // Excludes the kernel, and with it those that serve the same purpose.
+  void exclude(MetalOptions& options) const {
+    if (kernel_ == Kernel::kAttentionTensor)
+      options.attention_tensor = false;
+    else if (is_tall(kernel_))
+      options.tall_tiles = false;
+    else
+      options.no_matmul_tensor = what();
+  }
+
+ private:
+  Kernel kernel_;
 };
 
 // Libraries and pipelines that engines of one device share.

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <exception>
+#include <map>
 #include <set>
 #include <string>
 #include <string_view>
@@ -24,7 +25,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::size_t kSimdWidth = 32;  // width that the shaders assume
 
 [[noreturn]] void fail(const KernelKey& key, const std::string& message) {
-  if (needs_tensors(key.kernel)) throw TensorKernelError(message);
+  if (needs_tensors(key.kernel)) throw TensorKernelError(key.kernel, message);
   throw DeviceError(message);
 }
 
@@ -32,14 +33,19 @@ constexpr std::size_t kSimdWidth = 32;  // width that the shaders assume
 Libraries open_libraries_of(id<MTLDevice> device, const std::vector<KernelKey>& keys,
                             const std::set<std::string>& variants) {
   Libraries libraries = open_libraries(device, variants);
-  std::set<std::string_view> sources;
+  std::map<std::string_view, Kernel> sources;
   for (const KernelKey& key : keys)
-    if (needs_tensors(key.kernel))
-      sources.insert(key.kernel == Kernel::kAttentionTensor ? kAttentionTensorSource : kMatmulTensorSource);
-  try {
-    for (const std::string_view source : sources) libraries.add(open_tensors(device, source, variants));
-  } catch (const DeviceError& error) {
-    throw TensorKernelError(error.what());
+    if (needs_tensors(key.kernel)) {
+      const bool attends = key.kernel == Kernel::kAttentionTensor;
+      sources.emplace(attends ? kAttentionTensorSource : kMatmulTensorSource,
+                      attends ? key.kernel : Kernel::kMatmulTensorNarrow);
+    }
+  for (const auto& [source, kernel] : sources) {
+    try {
+      libraries.add(open_tensors(device, source, variants));
+    } catch (const DeviceError& error) {
+      throw TensorKernelError(kernel, error.what());
+    }
   }
   return libraries;
 }

@@ -11,8 +11,8 @@
 #include <optional>
 #include <string_view>
 
-#include "checksum.h"
 #include "device.h"
+#include "embedded_shaders.h"
 
 namespace metal_prefill::metal {
 
@@ -22,13 +22,28 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kSuffix = ".pipelines";
 
+// FNV-1a: detects damage, not manipulation.
+std::string checksum(std::string_view text) {
+  std::uint64_t sum = 14695981039346656037u;
+  for (const char c : text) sum = (sum ^ std::uint8_t(c)) * 1099511628211u;
+  char digits[17];
+  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(sum));
+  return digits;
+}
+
 // Checksum of a file; empty if it cannot be read.
 std::optional<std::string> checksum_of(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return std::nullopt;
-  Checksum sum;
-  sum.add(std::string(std::istreambuf_iterator<char>(file), {}));
-  return sum.text();
+  return checksum(std::string(std::istreambuf_iterator<char>(file), {}));
+}
+
+// Checksum of kernels on a device. It covers the shaders' text, which changes while the package is developed.
+std::string checksum_of(id<MTLDevice> device, std::span<const std::string> kernels) {
+  std::string text = device.name.UTF8String;
+  for (const std::string& kernel : kernels) text += "\n" + kernel;
+  for (std::size_t i = 0; i < kShaderSourceCount; ++i) text += kShaderSources[i].text;
+  return checksum(text);
 }
 
 id<MTLBinaryArchive> open(id<MTLDevice> device, const std::string& path) {
@@ -42,7 +57,7 @@ id<MTLBinaryArchive> open(id<MTLDevice> device, const std::string& path) {
 
 PipelineArchive::PipelineArchive(id<MTLDevice> device, const std::string& folder,
                                  std::span<const std::string> kernels)
-    : device_(device), folder_(folder), set_(folder.empty() ? "" : checksum_of_kernels(device, kernels)) {}
+    : device_(device), folder_(folder), set_(folder.empty() ? "" : checksum_of(device, kernels)) {}
 
 std::vector<std::string> PipelineArchive::files() const {
   std::vector<std::string> found;

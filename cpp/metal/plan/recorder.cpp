@@ -58,8 +58,7 @@ std::vector<Dispatch> plan(const Model& shape, int tokens, int position, RowOutp
   if (tokens < 1 || position < 0)
     throw std::invalid_argument("cannot plan " + std::to_string(tokens) + " tokens at position " +
                                 std::to_string(position));
-  Tuning tuning = tuned_by(options.metal, tuned_for(tuning_of(family), gpu));
-  tuning.matmul_tensor = tuning.matmul_tensor && options.metal.no_matmul_tensor.empty();
+  const Tuning tuning = tuned_by(options.metal, tuned_for(tuning_of(family), gpu));
   validate(shape);
   check_supported(shape, options);
   const Config& c = shape.config;

@@ -64,6 +64,9 @@ inline Tuning tuned_by(const MetalOptions& options, Tuning tuning) {
   if (options.buffer_work > 0) tuning.buffer_work = options.buffer_work;
   tuning.fused_norm = options.fused_norm.value_or(tuning.fused_norm);
   if (options.matvec_rows > 0) tuning.matvec_rows = options.matvec_rows;
+  tuning.matmul_tensor = tuning.matmul_tensor && options.no_matmul_tensor.empty();
+  tuning.tall_tiles = options.tall_tiles;
+  tuning.attention_tensor = options.attention_tensor;
   return tuning;
 }
 

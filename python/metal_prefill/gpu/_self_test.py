@@ -9,6 +9,7 @@ size class of the model file, because some GPUs misread large files only.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,10 +30,13 @@ _log = logging.getLogger("metal_prefill")
 
 # Prompt lengths that select the kernels for many tokens, for one token, and for a few.
 QUICK = (9, 1, 2)
+# And the length that selects each kind of tiles on matrix units.
+_TALL = _core.shader_constants["MATMUL_TALL_TOKENS"] + 2
 _AHEAD = 4  # tokens
 # Bytes. Files in the same class share a result, as some GPUs misread files of 2.5 GB or more.
 _SIZE_CLASS = 1 << 30
-_ON_TENSORS = ("matmul_tensor_", "attention_tensor_")  # name prefixes of kernels that an engine can replace
+# Kernels that an engine can replace, by the start of a finding.
+_ON_TENSORS = re.compile(r"(?:matmul|attention)_tensor_\w+")
 
 
 def known_tokens(n: int, vocab_size: int, first: int = 0) -> NDArray[np.int32]:
@@ -130,11 +134,16 @@ def _findings(engine: _core.Engine, config: ModelConfig, file_bytes: int) -> lis
     key = cache_key([engine.device_name, kernels, file_bytes // _SIZE_CLASS])
     known = read_known(path)
     if key not in known:
+        lengths = (*QUICK, _TALL) if any(map(_ON_TENSORS.match, kernels)) else QUICK
         try:
-            wrong = [str(difference) for difference in kernel_differences(session, config, QUICK)[1]]
+            wrong = [str(difference) for difference in kernel_differences(session, config, lengths)[1]]
             known[key] = wrong or order_differences(engine, config)
         except NumericalError as error:  # not stored, as the file may be the cause
             return [str(error)]
+        except DeviceError as error:
+            if failed := _ON_TENSORS.search(str(error)):
+                return [f"{failed[0]}: {error}"]
+            raise
         write_known(path, known)
     return known[key]
 
@@ -148,8 +157,9 @@ def build_checked(
 ) -> _core.Engine:
     """Build a GPU engine that passes the self-test.
 
-    If only kernels that use matrix units are faulty, the engine is built without them. Then the fastest way
-    to decode is selected. Raises DeviceError, which names them, if other kernels are faulty.
+    If only kernels that use matrix units are faulty, the engine is built without those of the same purpose:
+    tall tiles, attention, or products and all others. Then the fastest way to decode is selected. Raises
+    DeviceError, which names them, if other kernels are faulty.
     """
     if not _fastest_decode.is_wanted("METAL_PREFILL_CHECK"):
         return builder.build("metal", options)
@@ -157,9 +167,9 @@ def build_checked(
     try:
         engine = builder.build("metal", options)
         wrong = _findings(engine, config, file_bytes)
-        if wrong and all(text.startswith(_ON_TENSORS) for text in wrong):
-            options.metal.no_matmul_tensor = "; ".join(wrong)
-            _log.warning("matrix units are disabled because they compute wrong results: %s", "; ".join(wrong))
+        while wrong and all(map(_ON_TENSORS.match, wrong)):
+            _exclude(wrong, options.metal)
+            _log.warning("kernels on matrix units are disabled because they are wrong: %s", "; ".join(wrong))
             engine = builder.build("metal", options)
             wrong = _findings(engine, config, file_bytes)
         if wrong:
@@ -170,6 +180,18 @@ def build_checked(
         return _with_fastest_decode(engine, builder, options, config, file_bytes)
     finally:
         options.metal.end_sharing()
+
+
+def _exclude(wrong: list[str], options: _core.MetalOptions) -> None:
+    """Exclude kernels that use matrix units, by their findings."""
+    for text in wrong:
+        kernel = text.partition(":")[0]
+        if kernel.startswith("attention"):
+            options.attention_tensor = False
+        elif kernel.endswith("_tall"):
+            options.tall_tiles = False
+        else:
+            options.no_matmul_tensor = "; ".join(wrong)
 
 
 def _with_fastest_decode(
