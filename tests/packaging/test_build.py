@@ -102,7 +102,7 @@ done
 echo compiled > "$out"
 """
 LIBRARIAN_MISSING = WITH_TOOLCHAIN.replace("while", 'case "$3" in metallib) exit 72 ;; esac\nwhile', 1)
-REJECTING = 'case "$9" in */trial.metal|*/rope.metal) echo "${9##*/}: error: no type"; exit 1 ;; esac\nwhile'
+REJECTING = 'case "$9" in */scan.metal|*/rope.metal) echo "${9##*/}: error: no type"; exit 1 ;; esac\nwhile'
 TWO_REJECTED = WITH_TOOLCHAIN.replace("while", REJECTING, 1)
 
 
@@ -110,7 +110,7 @@ XCRUNS: list[tuple[str | None, list[str]]] = [  # with the messages of the build
     (None, ["No such file or directory: 'xcrun'"]),
     (WITHOUT_TOOLCHAIN, ["error: cannot execute tool 'metal' due to missing Metal Toolchain"]),
     (LIBRARIAN_MISSING, ["exit code 72"]),
-    (TWO_REJECTED, ["rope.metal: error: no type", "trial.metal: error: no type"]),
+    (TWO_REJECTED, ["rope.metal: error: no type", "scan.metal: error: no type"]),
     (WITH_TOOLCHAIN, []),
 ]
 

@@ -47,7 +47,7 @@ bool debug_requested();
 
 class Device {
  public:
-  // Throws DeviceError unless the GPU is of Apple's seventh family or later, or passes the trial.
+  // Throws DeviceError if the GPU has memory of its own.
   Device();
   // The device of an engine. From then on the GPU's driver compiles on any number of threads.
   static Device of_engine(const MetalOptions& options);

@@ -5,10 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <mutex>
 
-#include "trial.h"
 #include "waits.h"
 
 extern "C" void* objc_autoreleasePoolPush(void);
@@ -74,21 +71,6 @@ void compile_concurrently(id<MTLDevice> device) {
 #endif
 }
 
-// The failure of a trial, which runs once per process and GPU.
-std::string known_failure(id<MTLDevice> device, id<MTLCommandQueue> queue) {
-  static std::mutex mutex;
-  static auto& known = *new std::map<std::string, std::string>;
-  const std::string gpu =
-      std::to_string(device.registryID) + " " + device.name.UTF8String + " " + families_of(device);
-  {
-    const std::scoped_lock lock(mutex);
-    if (const auto found = known.find(gpu); found != known.end()) return found->second;
-  }
-  const std::string failure = failure_of_trial(device, queue);
-  const std::scoped_lock lock(mutex);
-  return known[gpu] = failure;
-}
-
 // Why the command buffer failed.
 std::string failure_of(id<MTLCommandBuffer> commands) {
   NSError* error = commands.error;
@@ -102,18 +84,17 @@ std::string failure_of(id<MTLCommandBuffer> commands) {
 }
 
 // Returns the row of the family. Other GPUs, such as that of a virtual machine on macOS, get the most
-// conservative row if they pass the trial.
-Tuning tuning_of(id<MTLDevice> device, id<MTLCommandQueue> queue) {
+// conservative row. The self-test at first contact finds out whether they can run the kernels.
+Tuning tuning_of(id<MTLDevice> device) {
   static_assert(MTLGPUFamilyApple7 == 1007);
   for (const Tuning& tuning : kTunings)
     if ([device supportsFamily:MTLGPUFamily(1000 + tuning.family)]) return tuning;
   // On Intel Macs' GPUs with their own memory, barriers do not order dispatches of a concurrent encoder.
-  const std::string failure =
-      device.hasUnifiedMemory ? known_failure(device, queue) : "it has memory of its own";
-  if (failure.empty()) return kTunings.back();
+  if (device.hasUnifiedMemory) return kTunings.back();
   throw DeviceError("the GPU '" + std::string(device.name.UTF8String) + "' of the families " +
-                    families_of(device) + " is not supported: " + failure +
-                    ". Apple Silicon (M1 or later) is needed; use device='cpu'");
+                    families_of(device) +
+                    " is not supported: it has memory of its own. Apple Silicon (M1 or later) is needed; use "
+                    "device='cpu'");
 }
 
 }  // namespace
@@ -148,7 +129,7 @@ Device::Device() : device_((require_unforked(), find_device())), debug_(debug_re
   fence_ = [device_ newFence];
   if (!queue_ || !fence_)
     throw DeviceError("the Metal device '" + name() + "' gave no command queue or no fence");
-  tuning_ = tuned_for(tuning_of(device_, queue_), name());
+  tuning_ = tuned_for(tuning_of(device_), name());
 }
 
 Device Device::of_engine(const MetalOptions& options) {

@@ -24,12 +24,10 @@ struct Libraries {
   void add(const Libraries& others) { by_kernel.insert(others.by_kernel.begin(), others.by_kernel.end()); }
 };
 
-// Opens the libraries of all sources except those of the functions below. If compiled here, they have these
+// Opens the libraries of all sources except those of tensor kernels. If compiled here, they have these
 // variants of kernels (see shaders/variants.h) and all kernels without variants. Throws DeviceError naming a
 // source that does not compile.
 Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants);
-// Opens the library of the trial, which the others do not contain.
-Libraries open_trial(id<MTLDevice> device);
 // Implements compile_shaders.
 std::vector<CompiledSource> compile_sources(id<MTLDevice> device);
 // Opens the library of one source of tensor kernels, with these variants. Always compiled here and

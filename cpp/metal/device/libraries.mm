@@ -18,8 +18,6 @@ namespace metal_prefill::metal {
 
 namespace {
 
-constexpr std::string_view kTrial = "trial.metal";
-
 // The compiled library in this module's folder, if the build made one.
 id<MTLLibrary> compiled_library(id<MTLDevice> device) {
   Dl_info info;
@@ -103,12 +101,6 @@ Libraries with_kernels(const std::vector<id<MTLLibrary>>& libraries, bool compil
   return opened;
 }
 
-template <typename Wanted>
-Libraries open(id<MTLDevice> device, const std::set<std::string>& variants, const Wanted& wanted) {
-  if (id<MTLLibrary> compiled = compiled_library(device)) return with_kernels({compiled}, true);
-  return with_kernels(compile(device, variants, wanted), false);
-}
-
 }  // namespace
 
 id<MTLFunction> Libraries::function(const std::string& kernel) const {
@@ -117,12 +109,9 @@ id<MTLFunction> Libraries::function(const std::string& kernel) const {
 }
 
 Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants) {
-  return open(device, variants,
-              [](std::string_view source) { return source != kTrial && !is_tensor_source(source); });
-}
-
-Libraries open_trial(id<MTLDevice> device) {
-  return open(device, {}, [](std::string_view source) { return source == kTrial; });
+  if (id<MTLLibrary> compiled = compiled_library(device)) return with_kernels({compiled}, true);
+  const auto wanted = [](std::string_view source) { return !is_tensor_source(source); };
+  return with_kernels(compile(device, variants, wanted), false);
 }
 
 std::vector<CompiledSource> compile_sources(id<MTLDevice> device) {
