@@ -198,25 +198,3 @@ struct block_nvfp4 {  // 4 groups of 16: x = d * value[q] / 2; a d has 4 bits of
 #define IQ2_MAGNITUDES 8, 25, 43
 #define IQ3_XXS_MAGNITUDES 4, 12, 20, 28, 36, 44, 52, 62
 #define IQ3_S_MAGNITUDES 1, 3, 5, 7, 9, 11, 13, 15
-
-static_assert(sizeof(block_q4_0) == 18, "Q4_0 block");
-static_assert(sizeof(block_q4_1) == 20, "Q4_1 block");
-static_assert(sizeof(block_q5_0) == 22, "Q5_0 block");
-static_assert(sizeof(block_q5_1) == 24, "Q5_1 block");
-static_assert(sizeof(block_q8_0) == 34, "Q8_0 block");
-static_assert(sizeof(block_q4_K) == 144, "Q4_K block");
-static_assert(sizeof(block_q5_K) == 176, "Q5_K block");
-static_assert(sizeof(block_q6_K) == 210, "Q6_K block");
-static_assert(sizeof(block_q2_K) == 84, "Q2_K block");
-static_assert(sizeof(block_q3_K) == 110, "Q3_K block");
-static_assert(sizeof(block_iq2_xxs) == 66, "IQ2_XXS block");
-static_assert(sizeof(block_iq2_xs) == 74, "IQ2_XS block");
-static_assert(sizeof(block_iq2_s) == 82, "IQ2_S block");
-static_assert(sizeof(block_iq3_xxs) == 98, "IQ3_XXS block");
-static_assert(sizeof(block_iq3_s) == 110, "IQ3_S block");
-static_assert(sizeof(block_iq4_nl) == 18, "IQ4_NL block");
-static_assert(sizeof(block_iq4_xs) == 136, "IQ4_XS block");
-static_assert(sizeof(block_tq1_0) == 54, "TQ1_0 block");
-static_assert(sizeof(block_tq2_0) == 66, "TQ2_0 block");
-static_assert(sizeof(block_mxfp4) == 17, "MXFP4 block");
-static_assert(sizeof(block_nvfp4) == 36, "NVFP4 block");

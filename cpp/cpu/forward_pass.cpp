@@ -4,8 +4,8 @@
 #include <cmath>
 #include <utility>
 
+#include "../base/processor.h"
 #include "../base/release_pages.h"
-#include "kernels/processor.h"
 
 namespace metal_prefill::cpu {
 

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "../cpu/kernels/kernels.h"
-#include "../cpu/kernels/processor.h"
 #include "bindings.h"
 
 namespace nb = nanobind;
@@ -15,16 +14,6 @@ using namespace nb::literals;
 namespace metal_prefill::python {
 
 using namespace cpu;
-
-namespace {
-
-std::vector<std::string> kernel_sets() {
-  std::vector<std::string> names;
-  for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
-  return names;
-}
-
-}  // namespace
 
 void bind_machine(nb::module_& m) {
   m.def("kernel_sets", kernel_sets, "Names of the sets that this machine runs, fastest first.");

@@ -6,10 +6,11 @@
 #include <cstdint>
 #include <limits>
 
+#include "../base/processor.h"
+
 // The default target of x86 has vectors of two doubles; these functions take half the time with vectors of
 // four.
 #if defined(__x86_64__)
-#include <cpuid.h>
 #define METAL_PREFILL_WIDE __attribute__((target("avx2")))
 #else
 #define METAL_PREFILL_WIDE
@@ -23,25 +24,9 @@ namespace {
 constexpr std::size_t kLanes = 16;  // partial results that do not wait for each other
 constexpr double kLowest = -700;    // smaller values have weight 0: no sum of such small weights matters
 
-#if defined(__x86_64__)
-// Replaces __builtin_cpu_supports, which reads a table that zig's runtime library lacks.
-bool detect_avx2() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;
-  unsigned xcr_low = 0, xcr_high = 0;
-  asm("xgetbv" : "=a"(xcr_low), "=d"(xcr_high) : "c"(0));
-  if ((xcr_low & 0x06) != 0x06) return false;  // the system must save 256-bit registers
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 5 & 1);
-}
-#endif
-
 bool has_wide_vectors() {
-#if defined(__x86_64__)
-  static const bool has = detect_avx2();
+  static const bool has = processor_features().avx2;
   return has;
-#else
-  return false;
-#endif
 }
 
 // exp(x) for x <= 0, -inf included: 2^n * exp(r) with |r| <= ln(2) / 2, where the Taylor polynomial of degree

@@ -225,7 +225,7 @@ const std::map<std::string, Call> kCalls = {
 #define METAL_PREFILL_CALL(name) {#name, on_values(cpu::calls::name)},
     METAL_PREFILL_KERNEL_CALLS(METAL_PREFILL_CALL)
 #undef METAL_PREFILL_CALL
-    {"kernel_sets", on_values(cpu::calls::kernel_sets)},
+    {"kernel_sets", on_values(cpu::kernel_sets)},
     {"open_model", on_values(open_model)},
     {"device_name", on_values(device_name)},
     {"forward_prompt", on_values(forward_prompt)},

@@ -15,7 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cpu/kernels/processor.h"
+#include "base/processor.h"
 
 namespace {
 
@@ -228,12 +228,12 @@ void install() {
 
 }  // namespace
 
-using metal_prefill::cpu::ProcessorFeatures;
+using metal_prefill::ProcessorFeatures;
 
-// metal_prefill::cpu::processor_features().
-extern "C" ProcessorFeatures __real__ZN13metal_prefill3cpu18processor_featuresEv();
-extern "C" [[gnu::used]] ProcessorFeatures __wrap__ZN13metal_prefill3cpu18processor_featuresEv() {
-  ProcessorFeatures features = __real__ZN13metal_prefill3cpu18processor_featuresEv();
+// metal_prefill::processor_features().
+extern "C" ProcessorFeatures __real__ZN13metal_prefill18processor_featuresEv();
+extern "C" [[gnu::used]] ProcessorFeatures __wrap__ZN13metal_prefill18processor_featuresEv() {
+  ProcessorFeatures features = __real__ZN13metal_prefill18processor_featuresEv();
   const char* wanted = std::getenv("METAL_PREFILL_EMULATE_AMX");
   if (wanted && *wanted && features.avx512bf16 && !features.amx) {
     install();

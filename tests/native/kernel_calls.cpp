@@ -97,12 +97,6 @@ void require_padded(const Matrix& weight, int cols, const Matrix& x, const OutMa
 
 }  // namespace
 
-std::vector<std::string> kernel_sets() {
-  std::vector<std::string> names;
-  for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
-  return names;
-}
-
 void quantize(const std::string& set, const Matrix& x, int first, OutBytes codes, OutMatrix terms) {
   const Tiles tiles(kernels_named(set), x, first);
   const std::size_t tokens = x.shape(0), cols = x.shape(1), blocks = std::size_t(tiles.rows.blocks);

@@ -30,9 +30,6 @@ using OutHalves = Array<std::uint16_t, 1>;
 using OutVector = Array<float, 1>;
 using OutMatrix = Array<float, 2>;
 
-// Names, fastest first.
-std::vector<std::string> kernel_sets();
-
 // The fields of ActivationTile: codes [tokens, cols], and for each block of a token `terms`, [tokens, 4 *
 // blocks]: scale, scaled_sum, start and start_half. The first row of x becomes token `first`.
 void quantize(const std::string& set, const Matrix& x, int first, OutBytes codes, OutMatrix terms);

@@ -6,9 +6,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "../../base/processor.h"
 #include "../../engine/engine.h"
 #include "kernels.h"
-#include "processor.h"
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
@@ -149,6 +149,12 @@ std::vector<const Kernels*> available_kernels() {
   if (pairs < floats && floats != available.end() && pair_speedup() < kMinPairSpeedup)
     std::swap(*pairs, *floats);
   return available;
+}
+
+std::vector<std::string> kernel_sets() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+  return names;
 }
 
 std::vector<std::string> built_sets() {

@@ -411,8 +411,13 @@ const Kernels& select_kernels();
 // machine has no such products. Decides whether avx512bf16 comes before avx512vnni.
 double pair_speedup();
 
-// Sets that were built and that this machine runs, fastest first.
+// Sets the result of pair_speedup() of an earlier process on the same processor; has no effect after a
+// measurement, or on a processor without such products.
+void use_pair_speedup(double speedup);
+
+// Sets that were built and that this machine runs, fastest first, and their names.
 std::vector<const Kernels*> available_kernels();
+std::vector<std::string> kernel_sets();
 
 // Names of all sets that were built, whether this machine runs them or not, fastest first.
 std::vector<std::string> built_sets();

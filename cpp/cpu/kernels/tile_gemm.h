@@ -2,7 +2,7 @@
 // included before).
 #pragma once
 
-#include "processor.h"
+#include "../../base/processor.h"
 #include "tile_blocks.h"
 #include "tile_unpacked.h"
 

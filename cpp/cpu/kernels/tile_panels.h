@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "../../base/processor.h"
 #include "prefetch.h"
-#include "processor.h"
 #include "row_activations.h"
 
 namespace metal_prefill::cpu {

@@ -58,72 +58,48 @@ enum class Packing {
 
 enum class Bfloat16 : std::uint16_t {};
 
-// Step j holds columns 4j to 4j + 3 in the low nibbles and 16 + 4j to 19 + 4j in the high ones: 4.5 bits per
-// weight.
-struct alignas(64) NibbleBlock {  // Q4_0
-  static constexpr int kBits = 4, kZero = 8, kMaxCode = 15;
-  std::uint8_t codes[2][4][kPanelRows][4];
+// Base of wide blocks. With 4 bits, step j holds columns 4j to 4j + 3 in the low nibbles and 16 + 4j to
+// 19 + 4j in the high ones; with 8 bits, columns 4j to 4j + 3.
+template <int kBitsOf, int kZeroOf, int kMaxCodeOf>
+struct WideCodes {
+  static constexpr int kBits = kBitsOf, kZero = kZeroOf;
+  static constexpr int kMaxCode = kMaxCodeOf;  // the largest that occurs
+  std::uint8_t codes[2][kBits][kPanelRows][4];
+};
+
+struct alignas(64) NibbleBlock : WideCodes<4, 8, 15> {  // Q4_0: 4.5 bits per weight
+  std::uint16_t scale[kGroupRows];                      // f16
+};
+struct alignas(64) NibbleMinBlock : WideCodes<4, 0, 15> {
+  float scale[kGroupRows], min[kGroupRows];
+};
+struct alignas(64) NibbleF16MinBlock : WideCodes<4, 0, 15> {  // Q4_1
+  std::uint16_t scale[kGroupRows], min[kGroupRows];           // f16
+};
+struct alignas(64) ByteBlock : WideCodes<8, 128, 255> {  // Q8_0
+  std::uint16_t scale[kGroupRows];                       // f16
+};
+struct alignas(64) ByteFloatBlock : WideCodes<8, 128, 255> {
+  float scale[kGroupRows];
+};
+struct alignas(64) FiveBitByteBlock : WideCodes<8, 16, 31> {
   std::uint16_t scale[kGroupRows];  // f16
 };
-
-struct alignas(64) NibbleMinBlock {
-  static constexpr int kBits = 4, kZero = 0, kMaxCode = 15;
-  std::uint8_t codes[2][4][kPanelRows][4];
-  float scale[kGroupRows];
-  float min[kGroupRows];
+struct alignas(64) ByteMinBlock : WideCodes<8, 0, 31> {
+  float scale[kGroupRows], min[kGroupRows];
 };
-
-struct alignas(64) NibbleF16MinBlock {  // Q4_1
-  static constexpr int kBits = 4, kZero = 0, kMaxCode = 15;
-  std::uint8_t codes[2][4][kPanelRows][4];
-  std::uint16_t scale[kGroupRows], min[kGroupRows];  // f16
-};
-
-// Step j holds columns 4j to 4j + 3. Codes are kMaxCode at most.
-struct alignas(64) ByteBlock {  // Q8_0
-  static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
-  std::uint8_t codes[2][8][kPanelRows][4];
-  std::uint16_t scale[kGroupRows];  // f16
-};
-
-struct alignas(64) ByteFloatBlock {
-  static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
-  std::uint8_t codes[2][8][kPanelRows][4];
-  float scale[kGroupRows];
-};
-
-struct FiveBitByteBlock : ByteBlock {
-  static constexpr int kZero = 16, kMaxCode = 31;
-};
-
-struct alignas(64) ByteMinBlock {
-  static constexpr int kBits = 8, kZero = 0, kMaxCode = 31;
-  std::uint8_t codes[2][8][kPanelRows][4];
-  float scale[kGroupRows];
-  float min[kGroupRows];
-};
-
 // Scales and minima per 16 columns.
-struct alignas(64) ByteHalvesBlock {
-  static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
-  std::uint8_t codes[2][8][kPanelRows][4];
+struct alignas(64) ByteHalvesBlock : WideCodes<8, 128, 255> {
   float half_scale[2][kGroupRows];
 };
-
 // Scales are also integers times a float, for sets that add both halves of a block as integers.
-struct alignas(64) SixBitByteHalvesBlock {
-  static constexpr int kBits = 8, kZero = 32, kMaxCode = 63;
-  std::uint8_t codes[2][8][kPanelRows][4];
+struct alignas(64) SixBitByteHalvesBlock : WideCodes<8, 32, 63> {
   float half_scale[2][kGroupRows];  // for other sets
   std::int8_t scale_code[2][kGroupRows];
   float scale_unit[kGroupRows];
 };
-
-struct alignas(64) ByteHalvesMinBlock {
-  static constexpr int kBits = 8, kZero = 0, kMaxCode = 3;
-  std::uint8_t codes[2][8][kPanelRows][4];
-  float half_scale[2][kGroupRows];
-  float half_min[2][kGroupRows];
+struct alignas(64) ByteHalvesMinBlock : WideCodes<8, 0, 3> {
+  float half_scale[2][kGroupRows], half_min[2][kGroupRows];
 };
 
 static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 &&

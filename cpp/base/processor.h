@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-namespace metal_prefill::cpu {
+namespace metal_prefill {
 
 // Instruction sets of the processor whose registers the system also saves.
 struct ProcessorFeatures {
@@ -24,8 +24,4 @@ bool prefetches_few_tokens();
 // serves more products. On Intel's processors three quarters of the cache, at least 384 KB; on others 384 KB.
 std::size_t bytes_at_once();
 
-// Sets the result of pair_speedup() of an earlier process on the same processor; has no effect after a
-// measurement, or on a processor without such products.
-void use_pair_speedup(double speedup);
-
-}  // namespace metal_prefill::cpu
+}  // namespace metal_prefill

@@ -2,14 +2,17 @@
 
 #include <algorithm>
 
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#endif
 
-namespace metal_prefill::cpu {
+namespace metal_prefill {
+
+#if defined(__x86_64__)
 
 namespace {
 
@@ -48,6 +51,7 @@ std::size_t l2_bytes() {
 
 }  // namespace
 
+// Replaces __builtin_cpu_supports, which reads a table that zig's runtime library lacks.
 ProcessorFeatures processor_features() {
   ProcessorFeatures features;
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -72,11 +76,7 @@ ProcessorFeatures processor_features() {
   return features;
 }
 
-}  // namespace metal_prefill::cpu
-
 #else
-
-namespace metal_prefill::cpu {
 
 namespace {
 
@@ -89,11 +89,11 @@ std::size_t l2_bytes() {
 
 }  // namespace
 
-}  // namespace metal_prefill::cpu
+ProcessorFeatures processor_features() {
+  return {};
+}
 
 #endif
-
-namespace metal_prefill::cpu {
 
 bool prefetches_few_tokens() {
   static const bool prefetches = is_intel();
@@ -106,4 +106,4 @@ std::size_t bytes_at_once() {
   return bytes;
 }
 
-}  // namespace metal_prefill::cpu
+}  // namespace metal_prefill
