@@ -38,14 +38,12 @@ def test_attention_decode(run: Run, shape: dict[str, Any], cache: type) -> None:
 def test_attention_decode_over_several_threadgroups(run: Run) -> None:
     for splits in [2, 5]:
         for sequence in [(1, 300), (2, 3)]:
-            case = Case(sequence)
-            case.decode(run, splits)
+            Case(sequence).decode(run, splits)
 
 
 def test_attention_decode_in_a_window(run: Run) -> None:
     for splits in [1, 4]:
-        case = Case((2, 200), (1, 60), (1, 10), window=50)  # the first splits see no key at all
-        case.decode(run, splits)
+        Case((2, 200), (1, 60), (1, 10), window=50).decode(run, splits)  # the first splits see no key at all
 
 
 @pytest.mark.parametrize("dims", PREFILL_SIZES)
@@ -72,8 +70,7 @@ def test_a_row_of_attention_decode_is_bit_identical_to_that_row_alone(run: Run) 
 @caches
 def test_attention_prefill(run: Run, shape: dict[str, Any], cache: type) -> None:
     for sequences in [[(1, 0)], [(9, 0)], [(33, 0)], [(17, 45)], [(9, 120), (40, 0), (1, 70)]]:
-        case = Case(*sequences, cache=cache, **shape)
-        case.prefill(run)
+        Case(*sequences, cache=cache, **shape).prefill(run)
 
 
 @pytest.mark.emulator
@@ -85,28 +82,23 @@ def test_attention_prefill_finds_the_elements_of_a_lane(run: Run, dims: int) -> 
     options = emulator.options()
     options.matrix_layout = emulator.MatrixLayout.CONSECUTIVE
     emulator.set_options(options)
-    case = Case((33, 40), (1, 70), heads=(4, 2), dims=(dims, dims))
-    case.prefill(run)
+    Case((33, 40), (1, 70), heads=(4, 2), dims=(dims, dims)).prefill(run)
 
 
 @pytest.mark.parametrize("simdgroups", [1, 4])
 def test_attention_prefill_at_tile_boundaries(run: Run, simdgroups: int) -> None:
     for tokens in [2, 7, 8, 31, 32, 129]:
-        case = Case((tokens, 0))
-        case.prefill(run, simdgroups)
+        Case((tokens, 0)).prefill(run, simdgroups)
 
 
 def test_attention_prefill_after_other_chunks(run: Run) -> None:
     for position in [31, 32, 33, PAGE - 12, PAGE - 1, PAGE, PAGE + 1, 512]:
-        case = Case((12, position))
-        case.prefill(run)
+        Case((12, position)).prefill(run)
 
 
 def test_attention_at_any_position_within_a_page(run: Run) -> None:
-    decode = Case(*((1, p) for p in range(2 * PAGE)), heads=(3, 1), dims=(32, 32))
-    decode.decode(run)
-    prefill = Case(*((2, p) for p in range(2 * PAGE)), heads=(3, 1), dims=(32, 32))
-    prefill.prefill(run)
+    Case(*((1, p) for p in range(2 * PAGE)), heads=(3, 1), dims=(32, 32)).decode(run)
+    Case(*((2, p) for p in range(2 * PAGE)), heads=(3, 1), dims=(32, 32)).prefill(run)
 
 
 _RELATIVE: dict[str, Any] = {"heads": (3, 3), "both_ways": True, "relative_rows": 40}
@@ -115,8 +107,7 @@ _RELATIVE: dict[str, Any] = {"heads": (3, 3), "both_ways": True, "relative_rows"
 @pytest.mark.parametrize("cache", [np.float16, np.float32])
 @pytest.mark.parametrize("dims", [16, 64])
 def test_relative_scores(run: Run, dims: int, cache: type) -> None:
-    case = Case((50, 0), (3, 0), (130, 0), dims=(dims, dims), cache=cache, **_RELATIVE)
-    case.added(run, 16)
+    Case((50, 0), (3, 0), (130, 0), dims=(dims, dims), cache=cache, **_RELATIVE).added(run, 16)
 
 
 # Prompts, in 8x8 matrices and on the matrix units of newer GPUs.
@@ -127,34 +118,29 @@ Prefill = Callable[..., Array]
 @prompts
 def test_prompts_in_a_window(run: Run, prefill: Prefill) -> None:
     for window in [1, 8, 40]:
-        case = Case((50, 60), (20, 10), window=window)
-        prefill(case, run)
+        prefill(Case((50, 60), (20, 10), window=window), run)
 
 
 @prompts
 def test_bidirectional_prompts(run: Run, prefill: Prefill) -> None:
     for window in [0, 1, 16, 41]:
-        case = Case((50, 0), (3, 0), (70, 0), window=window, both_ways=True)
-        prefill(case, run)
+        prefill(Case((50, 0), (3, 0), (70, 0), window=window, both_ways=True), run)
 
 
 @prompts
 def test_prompts_with_alibi(run: Run, prefill: Prefill) -> None:
     for heads in [(8, 8), (12, 12), (6, 2), (1, 1)]:
-        case = Case((50, 0), (3, 0), (100, 0), heads=heads, both_ways=True, max_alibi_bias=8.0)
-        prefill(case, run)
+        prefill(Case((50, 0), (3, 0), (100, 0), heads=heads, both_ways=True, max_alibi_bias=8.0), run)
 
 
 @prompts
 def test_prompts_with_a_position_bias(run: Run, prefill: Prefill) -> None:
-    case = Case((50, 0), (3, 0), (140, 0), heads=(3, 3), both_ways=True, position_bias=True)
-    prefill(case, run)
+    prefill(Case((50, 0), (3, 0), (140, 0), heads=(3, 3), both_ways=True, position_bias=True), run)
 
 
 @prompts
 def test_prompts_with_relative_positions(run: Run, prefill: Prefill) -> None:
-    case = Case((50, 0), (3, 0), (140, 0), **_RELATIVE)
-    prefill(case, run)
+    prefill(Case((50, 0), (3, 0), (140, 0), **_RELATIVE), run)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +164,7 @@ def test_prompts_with_sinks(run: Run, prefill: Prefill, shape: dict[str, Any], s
 def test_attention_with_scores_far_apart(run: Run, position: int) -> None:
     case = Case((20, position), spread=60.0)
     case.decode(run, within=5e-4)  # float32 scores of about 200
-    case = Case((20, position), spread=60.0, cache=np.float32)
-    case.prefill(run)
+    Case((20, position), spread=60.0, cache=np.float32).prefill(run)
 
 
 HEADS = [((9, 3), 64), ((4, 4), 64), ((8, 1), 64), ((5, 1), 128), ((4, 2), 128)]
@@ -193,22 +178,19 @@ heads = pytest.mark.parametrize(("heads", "dims"), HEADS, ids=str)
 def test_attention_tensor(
     run: Run, heads: tuple[int, int], dims: int, sequences: list[tuple[int, int]]
 ) -> None:
-    case = Case(*sequences, heads=heads, dims=(dims, dims))
-    case.prefill_on_tensors(run)
+    Case(*sequences, heads=heads, dims=(dims, dims)).prefill_on_tensors(run)
 
 
 def test_attention_tensor_at_every_end_of_a_page(run: Run) -> None:
     """Positions after the last key hold NaN in the pages of the test."""
     for position in [0, 1, 30, 31, 32, PAGE - 12, PAGE - 1, PAGE, 2 * PAGE - 20]:
         for tokens in (2, 12, 33):
-            case = Case((tokens, position))
-            case.prefill_on_tensors(run)
+            Case((tokens, position)).prefill_on_tensors(run)
 
 
 @pytest.mark.parametrize("dims", [64, 128])
 def test_attention_tensor_with_limited_scores(run: Run, dims: int) -> None:
-    case = Case((50, 60), (20, 10), dims=(dims, dims), spread=3.0, score_cap=1.5)
-    case.prefill_on_tensors(run)
+    Case((50, 60), (20, 10), dims=(dims, dims), spread=3.0, score_cap=1.5).prefill_on_tensors(run)
 
 
 def test_attention_tensor_with_scores_far_apart(run: Run) -> None:

@@ -73,6 +73,7 @@ TALL, ATTENTION, NARROW = "matmul_tensor_q4_0_tall", "attention_tensor_f16_64", 
         ({"broken_kernels": {ATTENTION}}, (1, 1, 0), ""),
         ({"broken_kernels": {TALL, ATTENTION}}, (1, 0, 0), ""),
         ({"broken_kernels": {NARROW}}, (0, 0, 0), f"{NARROW}' cannot be built: .*compiler service"),
+        ({"broken_sources": {"attention_tensor.metal"}}, (1, 1, 0), ""),
         ({"metal_tensor": False}, (0, 0, 0), "matmul_tensor.metal do not compile: .*'metal_tensor' file"),
         (
             {"max_threads": {"matmul_tensor_swiglu_q4_0_narrow": 96}},
