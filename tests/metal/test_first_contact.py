@@ -14,7 +14,7 @@ from typing import Any
 import metal_kernels
 import numpy as np
 import pytest
-from support.kernels.emulated_gpu import open_with, require_emulator, set_matrix_layout
+from support.kernels.emulated_gpu import open_with, require_emulator
 
 from metal_prefill import DeviceError, KVMemoryError, Model, _core, synth
 
@@ -88,23 +88,6 @@ def test_a_gpu_with_memory_of_its_own_is_rejected(path: Path) -> None:
     assert "problem" in _core.metal_device()
     assert not _core.metal_available()
     assert gpu.live_objects() == 0
-
-
-@pytest.mark.parametrize("layout", ["COLUMNS", "SHIFTED"])
-def test_a_gpu_whose_lanes_hold_other_elements_of_a_matrix_is_rejected(
-    checking: None, path: Path, layout: str
-) -> None:
-    set_matrix_layout(layout)
-    with pytest.raises(DeviceError, match=f"{layout}' computes wrong results: attention_prefill"):
-        open_with(path, name=f"{VIRTUAL} {layout}", apple_family=5)
-
-
-def test_a_gpu_with_another_order_of_the_elements_of_a_matrix_is_used(
-    checking: None, path: Path, expected: int
-) -> None:
-    set_matrix_layout("CONSECUTIVE")
-    with open_with(path, name=f"{VIRTUAL} in order", apple_family=5) as model:
-        assert model.forward_prompt(PROMPT) == expected
 
 
 @pytest.mark.parametrize("buffer_bytes", [0, 256 * 1024], ids=["one buffer", "many"])
