@@ -20,6 +20,7 @@ from support.kernels.kernel_cases import (
     Floats,
     batches_of,
     bfloat16,
+    computed,
     cpu,
     each_set,
     guarded,
@@ -145,9 +146,7 @@ def test_the_quantized_product_is_exact(isa: str) -> None:
         x[7, :256] = 0
         x[8, :2] = -127.5, 127.5  # in a super-block both are in the middle between two steps
         expected = exact_product(values, *rounded(isa, kind, x))
-        out = guarded(33, 96)
-        cpu.multiply_int8(isa, int(kind), raw, rows, x, 0, out)
-        actual = inside(out, 33, 96)
+        actual = computed("multiply_int8", isa, kind, raw, rows, x, 0)
         np.testing.assert_array_equal(actual[:, rows:], 0)  # the group is filled up with zeros
         # Integer sums are exact; the remaining error is float32 rounding, once per block of activations.
         assert np.abs(actual[:, :rows] - expected).max() <= 2e-6 * np.abs(expected).max(), (kind.name, cols)
@@ -193,10 +192,8 @@ def test_integer_sums_are_exact_at_the_extremes(isa: str) -> None:
             x = np.full((17, 256), sign, np.float32)
             q, scale = rounded(isa, kind, x)
             assert np.all(q == sign * (255 if isa == "amx" and kind in INTEGER_SCALES else 127))
-            out = guarded(17, 32)
-            cpu.multiply_int8(isa, int(kind), raw, 32, x, 0, out)
             expected = exact_product(values, q, scale)
-            error = np.abs(inside(out, 17, 32) - expected).max()
+            error = np.abs(computed("multiply_int8", isa, kind, raw, 32, x, 0) - expected).max()
             assert error <= 2e-6 * np.abs(values).max() * 256, kind.name
 
 
@@ -209,28 +206,20 @@ def test_product_of_a_token_does_not_depend_on_the_batch(isa: str) -> None:
         batches = batches_of(isa) if kind in (*COMMON, *INTEGER_SCALES) else (*BATCHES[:7], 17, 33)
         # 37 different tokens, repeated: a prime, so that no two tiles of a batch start with the same one.
         tokens = normal(37, cols)
-        alone = np.empty((len(tokens), 64), np.float32)
-        for t in range(len(tokens)):
-            cpu.multiply_int8(isa, int(kind), raw, 64, tokens[t : t + 1], 0, alone[t : t + 1])
+        alone = np.concatenate([computed("multiply_int8", isa, kind, raw, 64, x, 0) for x in tokens[:, None]])
         x, single = (np.resize(rows, (batches[-1], rows.shape[1])) for rows in (tokens, alone))
         for batch in batches:
             for first in (0, 5) if batch <= 33 else (5,):
-                out = guarded(batch, 64)
-                cpu.multiply_int8(isa, int(kind), raw, 64, x[:batch], first, out)
-                np.testing.assert_array_equal(
-                    inside(out, batch, 64), single[:batch], err_msg=f"batch {batch} at {first}"
-                )
+                actual = computed("multiply_int8", isa, kind, raw, 64, x[:batch], first)
+                np.testing.assert_array_equal(actual, single[:batch], err_msg=f"batch {batch} at {first}")
 
 
 def test_quantized_products_are_bit_identical_on_all_sets_with_fma() -> None:
     """AVX2, AVX-512, AMX and NEON run the same float operations in the same order."""
     raw, _ = random_weight(Type.Q4_0, 64, 576)
     x = normal(40, 576)
-    results = []
-    for isa in SETS:
-        if isa != "scalar":
-            results.append(guarded(40, 64))
-            cpu.multiply_int8(isa, int(Type.Q4_0), raw, 64, x, 0, results[-1])
+    sets = [isa for isa in SETS if isa != "scalar"]
+    results = [computed("multiply_int8", isa, Type.Q4_0, raw, 64, x, 0) for isa in sets]
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
@@ -288,10 +277,9 @@ def test_products_are_exact_after_limits_were_measured_on_the_thread(isa: str) -
         assert cpu_testing().peak_workload(isa, limit, 1).run(2) > 0
         for kind in (Type.Q4_0, Type.Q6_K):
             raw, values = random_weight(kind, 32, 256)
-            out = guarded(32, 32)
-            cpu.multiply_int8(isa, int(kind), raw, 32, x, 0, out)
             exact = exact_product(values, *rounded(isa, kind, x))
-            assert np.abs(inside(out, 32, 32) - exact).max() <= 1e-5 * np.abs(exact).max()
+            actual = computed("multiply_int8", isa, kind, raw, 32, x, 0)
+            assert np.abs(actual - exact).max() <= 1e-5 * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])

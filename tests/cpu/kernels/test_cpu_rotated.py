@@ -15,10 +15,10 @@ from support.kernels.kernel_cases import (
     SETS,
     Floats,
     bfloat16,
+    computed,
     cpu,
     each_set,
     guarded,
-    inside,
     normal,
     random_weight,
     widened,
@@ -165,9 +165,7 @@ def test_the_product_of_rotated_rows_is_exact_and_the_same_for_any_tile(isa: str
             expected = product_of(rotated(isa, np.ascontiguousarray(values), wide), rotated(isa, x, wide))
             for batch in [n for n in BATCHES if n <= 33] + [70]:
                 for first in (0, 3):
-                    out = guarded(batch, 96)
-                    cpu.multiply_rotated(isa, int(kind), raw, rows, x[:batch], first, wide, -1, out)
-                    actual = inside(out, batch, 96)
+                    actual = computed("multiply_rotated", isa, kind, raw, rows, x[:batch], first, wide, -1)
                     case = f"wide: {wide}, {kind.name}, {cols} columns, batch {batch} at {first}"
                     np.testing.assert_array_equal(actual[:, :rows], expected[:batch], err_msg=case)
                     np.testing.assert_array_equal(actual[:, rows:], 0, err_msg=case)
@@ -182,13 +180,11 @@ def test_products_of_the_largest_codes_are_exact(isa: str) -> None:
     x = np.ascontiguousarray(codes.reshape(70, 4, 64) @ rotation(64).T, np.float32).reshape(70, 256)
     found = rotated(isa, x, False)
     np.testing.assert_array_equal(found[0], codes)
+    raw = x.view(np.uint8).reshape(-1)
     for batch in (1, 2, 7, 70):
-        out = guarded(batch, 96)
-        cpu.multiply_rotated(
-            isa, int(Type.F32), x.view(np.uint8).reshape(-1), 70, x[:batch], 0, False, -1, out
-        )
+        actual = computed("multiply_rotated", isa, Type.F32, raw, 70, x[:batch], 0, False, -1)
         expected = product_of(found, (found[0][:batch], found[1][:batch]))
-        np.testing.assert_array_equal(inside(out, batch, 96)[:, :70], expected)
+        np.testing.assert_array_equal(actual[:, :70], expected)
 
 
 @each_set
@@ -196,11 +192,10 @@ def test_the_activation_of_a_product_is_that_of_its_values(isa: str) -> None:
     rows, cols = 128, 128
     raw, x = normal(rows, cols).view(np.uint8).reshape(-1), normal(70, cols, seed=1)
     for wide, kind in product(forms(isa), range(5)):
-        outs = []
-        for activation in (-1, kind):
-            out = guarded(70, rows)
-            cpu.multiply_rotated(isa, int(Type.F32), raw, rows, x, 0, wide, activation, out)
-            outs.append(np.ascontiguousarray(inside(out, 70, rows)))
+        outs = [
+            np.ascontiguousarray(computed("multiply_rotated", isa, Type.F32, raw, rows, x, 0, wide, a))
+            for a in (-1, kind)
+        ]
         expected = np.empty(70 * rows, np.float32)
         factor = 0 if kind == 4 else 1  # the clamped one adds 1
         cpu.gated(isa, outs[0].reshape(-1), np.full_like(expected, factor), kind, expected)
@@ -215,14 +210,9 @@ def test_the_largest_sums_do_not_overflow(isa: str) -> None:
         for sign, cols in product((1, -1), (64, 1 << 17)):
             x = np.zeros((tokens, cols), np.float32)
             x[:, ::64] = 1  # all columns of a block are as large after the rotation
-            weight = np.ascontiguousarray(x[:1]) * np.float32(sign)
-            out = guarded(tokens, 32)
-            cpu.multiply_rotated(
-                isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 1, x, 0, wide, -1, out
-            )
-            np.testing.assert_allclose(
-                inside(out, tokens, 32)[:, 0], sign * cols / 64, rtol=1e-6, err_msg=f"wide: {wide}"
-            )
+            raw = (x[0] * np.float32(sign)).view(np.uint8)
+            actual = computed("multiply_rotated", isa, Type.F32, raw, 1, x, 0, wide, -1)
+            np.testing.assert_allclose(actual[:, 0], sign * cols / 64, rtol=1e-6, err_msg=f"wide: {wide}")
 
 
 PAIR_SETS = [isa for isa in NATIVE_SETS if isa in ("avx512bf16", "amx")]
@@ -252,10 +242,7 @@ def file_bytes(kind: Type, weight: Floats) -> npt.NDArray[np.uint8]:
 
 def paired_weights(isa: str, kind: Type, raw: npt.NDArray[np.uint8], rows: int, cols: int) -> Floats:
     """Return weights as products of pairs take them: the products of an identity matrix."""
-    groups = -(-rows // 32)
-    out = guarded(cols, 32 * groups)
-    cpu.multiply_pairs(isa, int(kind), raw, rows, np.eye(cols, dtype=np.float32), 0, out)
-    return inside(out, cols, 32 * groups).T
+    return computed("multiply_pairs", isa, kind, raw, rows, np.eye(cols, dtype=np.float32), 0).T
 
 
 FLOATS = [Type.F32, Type.F16, Type.BF16]
@@ -303,9 +290,7 @@ def test_the_product_of_pairs_is_that_of_rounded_numbers(isa: str, kind: Type, c
     single = None
     for batch in reversed(BATCHES):
         for first in (0, 3):
-            out = guarded(batch, 32)
-            cpu.multiply_pairs(isa, int(kind), raw, 32, x[:batch], first, out)
-            actual = inside(out, batch, 32)
+            actual = computed("multiply_pairs", isa, kind, raw, 32, x[:batch], first)
             assert np.all(np.abs(actual - expected[:batch]) <= error[:batch])
             single = actual if single is None else single
             np.testing.assert_array_equal(actual, single[:batch], err_msg=f"batch {batch}")
@@ -322,19 +307,17 @@ def test_the_matrix_unit_adds_even_and_odd_columns_separately() -> None:
             even += np.outer(x[:, column], weight[:, column])
             odd += np.outer(x[:, column + 1], weight[:, column + 1])
         sums += even + odd
-    out = guarded(19, 32)
-    cpu.multiply_pairs("amx", int(Type.BF16), file_bytes(Type.BF16, weight), 32, x, 0, out)
-    np.testing.assert_array_equal(inside(out, 19, 32), sums)
+    actual = computed("multiply_pairs", "amx", Type.BF16, file_bytes(Type.BF16, weight), 32, x, 0)
+    np.testing.assert_array_equal(actual, sums)
 
 
 @each_pair_set
 def test_products_of_pairs_flush_subnormal_numbers(isa: str) -> None:
     weight, x = np.full((32, 32), 2.0**-70, np.float32), np.full((2, 32), 2.0**-60, np.float32)
     x[1] = 2.0**-50
-    out = guarded(2, 32)
-    cpu.multiply_pairs(isa, int(Type.BF16), file_bytes(Type.BF16, weight), 32, x, 0, out)
-    np.testing.assert_array_equal(inside(out, 2, 32)[0], 0)
-    np.testing.assert_array_equal(out[1, :32], np.float32(2.0**-115))
+    actual = computed("multiply_pairs", isa, Type.BF16, file_bytes(Type.BF16, weight), 32, x, 0)
+    np.testing.assert_array_equal(actual[0], 0)
+    np.testing.assert_array_equal(actual[1], np.float32(2.0**-115))
 
 
 @each_pair_set

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +77,16 @@ def inside(out: Floats, rows: int, cols: int) -> Floats:
     assert np.all(out[:, cols:] == SENTINEL), "wrote after the last column"
     assert not np.isnan(out[:rows, :cols]).any(), "left a value unwritten"
     return out[:rows, :cols]
+
+
+def computed(
+    name: str, isa: str, kind: Type, raw: npt.NDArray[Any], rows: int, x: Floats, *options: Any
+) -> Floats:
+    """Return the result of a product, with the rows of the weight filled up to whole groups of 32."""
+    columns = -(-rows // 32) * 32
+    out = guarded(len(x), columns)
+    getattr(cpu, name)(isa, int(kind), raw, rows, x, *options, out)
+    return inside(out, len(x), columns)
 
 
 def bfloat16(x: Floats) -> npt.NDArray[np.uint16]:
