@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/kernels/kernels.h"
 #include "engine/batch.h"
 #include "kernel_calls.h"
 #include "model/tensors.h"

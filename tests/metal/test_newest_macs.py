@@ -81,7 +81,7 @@ TALL, ATTENTION, NARROW = "matmul_tensor_q4_0_tall", "attention_tensor_f16_64", 
             "_swiglu_q4_0_narrow' needs threadgroups of 128 threads; .* at most 96",
         ),
     ],
-    ids=str,
+    ids=["all", "no tall", "no attention", "neither", "no narrow", "no source", "no headers", "few threads"],
 )
 def test_an_m5_uses_the_tensor_kernels_that_can_be_built(
     path: Path, plain: Floats, limits: dict[str, Any], expected: tuple[int, int, int], reason: str
@@ -120,7 +120,7 @@ def test_unrelated_kernel_failures_do_not_disable_tensors(path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [({NARROW}, (0, 0, 0)), ({TALL}, (1, 0, 1)), ({ATTENTION}, (1, 1, 0)), ({TALL, ATTENTION}, (1, 0, 0))],
-    ids=str,
+    ids=["narrow", "tall", "attention", "two"],
 )
 def test_the_self_test_excludes_wrong_tensor_kernels(
     path: Path, caplog: pytest.LogCaptureFixture, wrong: set[str], expected: tuple[int, int, int]
@@ -131,7 +131,7 @@ def test_the_self_test_excludes_wrong_tensor_kernels(
         with caplog.at_level(logging.WARNING, "metal_prefill"):
             assert logits_of(path)[1] == expected
         assert "kernels on matrix units are disabled" in caplog.text
-        assert all(f"{kernel}: value 0 is 195.26" in caplog.text for kernel in wrong)
+        assert all(f"{kernel}: value 0 is " in caplog.text for kernel in wrong)
 
 
 @pytest.mark.usefixtures("checking")
