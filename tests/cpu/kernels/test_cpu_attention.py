@@ -112,7 +112,8 @@ def test_attention(isa: str) -> None:
         if kv_dtype == "q8_0" and (key_dim % 32 or value_dim % 32):  # its blocks have 32 dimensions
             continue
         q, keys, values, expected = attention_case(kv_dtype, heads, key_dim, value_dim, window, both_ways)
-        inputs, options = (isa, q, keys, values, kv_dtype, window, key_dim**-0.5), {"both_ways": both_ways}
+        inputs = (isa, q, keys, values, kv_dtype, window, key_dim**-0.5)
+        options: dict[str, Any] = {"both_ways": both_ways}
         bound = error_of(isa, kv_dtype) * np.abs(expected).max()
         single = singles(expected, bound, *inputs, **options)
         for first, count in ((0, 32), (16, 16), (32, 5), (3, 7)):
