@@ -2,20 +2,18 @@
 
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
-Renewed = TypeVar("Renewed")
-
-_renewals: WeakKeyDictionary[object, Callable[[object], None]] = WeakKeyDictionary()
+_renewals: WeakKeyDictionary[object, Callable[[Any], None]] = WeakKeyDictionary()
 
 
-def renew_in_child(thing: Renewed, renew: Callable[[Renewed], None]) -> None:
+def renew_in_child(thing: object, renew: Callable[[Any], None]) -> None:
     """Call a method of an object in each forked process, such as one that replaces locks.
 
     Another thread of the parent may have held a lock, and does not exist in the child to release it.
     """
-    _renewals[thing] = renew  # type: ignore[assignment]  # it is called with this object only
+    _renewals[thing] = renew
 
 
 def _renew() -> None:

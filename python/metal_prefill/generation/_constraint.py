@@ -369,7 +369,14 @@ class Constraint:
 
     def _in_thread(self, *request: Any) -> futures.Future[Answer]:
         """Send a request in a thread, after the answer to the one before."""
-        self._latest = in_thread(_ask_after, self._latest, self._compiled, self, request)
+        earlier, compiled = self._latest, self._compiled
+
+        def ask() -> Answer:
+            if earlier is not None:
+                futures.wait([earlier])
+            return compiled.ask(self, *request)
+
+        self._latest = in_thread(ask)
         return self._latest
 
     def mask(self) -> bytes:
@@ -377,11 +384,3 @@ class Constraint:
         if self._step is not None:
             self._step.check()
         return self._mask
-
-
-def _ask_after(
-    earlier: futures.Future[Answer] | None, compiled: _Compiled, text: Constraint, request: tuple[Any, ...]
-) -> Answer:
-    if earlier is not None:
-        futures.wait([earlier])
-    return compiled.ask(text, *request)
