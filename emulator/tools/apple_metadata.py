@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from macho_protocols import Library
-
 # A wheel for a Mac, whatever this machine is.
 PLATFORMS = [
     "macosx_11_0_universal2",
@@ -55,11 +53,9 @@ class Framework:
     enums: dict[str, int] = field(default_factory=dict)
     constants: set[str] = field(default_factory=set)
     functions: set[str] = field(default_factory=set)
-    # Class to selector to [return type, argument types...]; None for an unknown type. Methods of
+    # Class to selector to [return type, argument types...]; None for an unknown type. Methods of all
     # protocols are listed under NSObject.
     selectors: dict[str, dict[str, list[str | None]]] = field(default_factory=dict)
-    # Protocol to "-selector" to type encoding, for the protocols that the binding itself refers to.
-    protocols: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 def read_framework(wheel: Path, name: str) -> Framework:
@@ -67,9 +63,6 @@ def read_framework(wheel: Path, name: str) -> Framework:
     framework = Framework()
     with zipfile.ZipFile(wheel) as archive:
         tree = ast.parse(archive.read(f"{name}/_metadata.py"))
-        for member in archive.namelist():
-            if member.startswith(f"{name}/_{name}.") and member.endswith(".so"):
-                framework.protocols = Library(archive.read(member)).protocols()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             _read_assignment(framework, node.targets[0].id, node.value)

@@ -25,7 +25,6 @@ SUFFIXES = (".h", ".mm", ".cpp", ".inc")
 def too_new(declared: Declared, apple: Framework, sdk: str) -> set[str]:
     """Return the identifiers that the headers declare and an SDK does not."""
     known = {selector for methods in apple.selectors.values() for selector in methods}
-    known |= {selector[1:] for methods in apple.protocols.values() for selector in methods}
     selectors = {
         selector[1:]
         for protocol, methods in declared.protocols.items()

@@ -18,7 +18,6 @@ NEEDED = "needs clang (Debian: apt-get install clang-19) and PyPI"
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the bindings that list the contents of each SDK."""
-    pytest.importorskip("lief", reason="needs lief (pip install lief)")
     folder = tmp_path_factory.mktemp("sdks")
     try:
         if not any(shutil.which(name) for name in check_metal_api.COMPILERS):
