@@ -23,8 +23,6 @@ struct ValidationError : std::logic_error {
 long live_objects();
 std::map<std::string, long> live_objects_by_class();
 
-enum class StorageMode : std::uint8_t { kShared = 0, kPrivate = 2 };
-
 struct BufferInfo {
   std::string label;
   std::size_t length = 0;

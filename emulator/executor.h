@@ -9,6 +9,7 @@
 // rest when the command runs.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -75,12 +76,10 @@ struct Pipeline {
   std::uint32_t max_threads = kMaxThreads;
 };
 
-// Formats "kernel 'name', dispatch 3" for messages; dispatches of a command buffer are numbered.
-inline std::string describe(const Pipeline& pipeline, int dispatch) {
-  return std::string("kernel '") + pipeline.kernel->name + "', dispatch " + std::to_string(dispatch);
-}
+enum class StorageMode : std::uint8_t { kShared = 0, kPrivate = 2 };
 
-// The memory of a buffer.
+// A buffer: its memory, and what the Metal classes know about it. It is separate from the Objective-C object:
+// command buffers keep it while they run, even if the object is freed.
 class Allocation {
  public:
   virtual ~Allocation() = default;
@@ -91,6 +90,12 @@ class Allocation {
   virtual void* view(std::size_t) { return nullptr; }
   std::size_t bytes = 0;
   std::uint64_t device_address = 0;  // if the executor's device has separate memory
+
+  std::string label;
+  StorageMode storage_mode = StorageMode::kShared;
+  bool untracked = false;              // MTLHazardTrackingModeUntracked
+  void* caller_memory = nullptr;       // of a no-copy buffer
+  std::atomic<bool> released = false;  // the object is deallocated
 };
 
 // Allocates host memory with a guarded end: an access past it faults (or is reported by AddressSanitizer),
@@ -108,10 +113,13 @@ using GuardHandler = void (*)(const Allocation& missed, std::size_t overrun, boo
 // Sets the handler of the calling thread while it runs kernels; null otherwise.
 void set_guard_handler(GuardHandler handler);
 
+// A buffer from an offset on, or the data of setBytes, or nothing.
 struct BoundBuffer {
-  std::shared_ptr<Allocation> allocation;  // null: setBytes data in `bytes`, or nothing is bound
+  std::shared_ptr<Allocation> allocation;
   std::size_t offset = 0;
-  std::vector<std::byte> bytes;
+  std::vector<std::byte> bytes;  // of setBytes
+
+  std::size_t length() const { return allocation ? allocation->bytes - offset : bytes.size(); }
 };
 
 struct DispatchCommand {
@@ -122,6 +130,12 @@ struct DispatchCommand {
   std::vector<std::size_t> threadgroup_bytes;  // by index
   int number = 0;                              // index in its command buffer, for messages
 };
+
+// Formats "kernel 'name', dispatch 3" for messages.
+inline std::string describe(const DispatchCommand& command) {
+  return std::string("kernel '") + command.pipeline->kernel->name + "', dispatch " +
+         std::to_string(command.number);
+}
 
 struct CopyCommand {
   BoundBuffer from, to;

@@ -59,10 +59,6 @@ std::byte* distinct_address(const Kernel& kernel, const DispatchCommand& command
   return view ? view + own.offset : address_of(own);
 }
 
-std::size_t length_of(const BoundBuffer& buffer) {
-  return buffer.allocation ? buffer.allocation->bytes - buffer.offset : buffer.bytes.size();
-}
-
 // Threads that run threadgroups. The caller of `run` takes part as worker 0.
 class Pool {
  public:
@@ -226,7 +222,7 @@ class CpuExecutor final : public Executor {
     work.kernel = work.options.checked ? entry.checked : entry.plain;
     work.grid = command.grid;
     work.group = command.group;
-    work.label = describe(*command.pipeline, command.number);
+    work.label = describe(command);
     for (const KernelArgument& argument : kernel.arguments) {
       const auto index = static_cast<std::size_t>(argument.index);
       if (argument.space == KernelArgument::Space::kThreadgroup) {
@@ -242,7 +238,7 @@ class CpuExecutor final : public Executor {
       work.buffers[index] = address;
       const auto begin = reinterpret_cast<std::uintptr_t>(address);
       work.bindings.push_back({.begin = begin,
-                               .end = begin + length_of(bound),
+                               .end = begin + bound.length(),
                                .index = argument.index,
                                .name = argument.name,
                                .writable = argument.writable,

@@ -24,7 +24,7 @@ Address address_of(const BoundBuffer& buffer) {
 }
 
 void fail(const DispatchCommand& command, const std::string& why) {
-  throw std::runtime_error(describe(*command.pipeline, command.number) + ": " + why);
+  throw std::runtime_error(describe(command) + ": " + why);
 }
 
 Launch make_launch(const DispatchCommand& command, std::size_t stage, const Upload& upload) {

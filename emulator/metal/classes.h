@@ -12,7 +12,6 @@
 #include "encoded.h"
 #include "foundation.h"
 #include "state.h"
-#include "validation.h"
 
 extern "C" {
 Class object_getClass(id object);
@@ -54,11 +53,11 @@ inline void require_open(bool ended, const char* call) {
 
 @interface EmulatorBuffer : NSObject <MTLBuffer> {
  @package
-  std::shared_ptr<metal_emulator::BufferState> _state;
+  std::shared_ptr<metal_emulator::Allocation> _memory;
 }
-- (instancetype)initWithState:(std::shared_ptr<metal_emulator::BufferState>)state
-                      options:(MTLResourceOptions)options
-                  deallocator:(void (^)(void* pointer, NSUInteger length))deallocator;
+- (instancetype)initWithMemory:(std::shared_ptr<metal_emulator::Allocation>)memory
+                       options:(MTLResourceOptions)options
+                   deallocator:(void (^)(void* pointer, NSUInteger length))deallocator;
 @end
 
 @interface EmulatorLibrary : NSObject <MTLLibrary>
@@ -112,12 +111,9 @@ inline void require_open(bool ended, const char* call) {
 - (BOOL)retainedReferences;
 - (void)submit;
 // Called by encoders.
-- (void)encode:(metal_emulator::Command)command
-      bindings:(std::vector<metal_emulator::EncodedBinding>)bindings;
+- (void)encode:(metal_emulator::Command)command;
 - (void)waitForFence:(id<MTLFence>)fence;
 - (void)updateFence:(id<MTLFence>)fence;
-// Whether the bindings of commands must be kept, for messages and records.
-- (BOOL)describesBindings;
 - (int)nextDispatch;
 - (void)retainUntilCompleted:(id)object;
 - (void)encoderEnded:(BOOL)properly;

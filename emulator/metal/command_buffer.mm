@@ -16,13 +16,17 @@ namespace {
 
 constexpr std::size_t kUsualCommands = 256;  // per command buffer
 
+bool keeps_history() {
+  return locked([](State& state) { return state.history_depth_ > 0; });
+}
+
 }  // namespace
 
 @implementation EmulatorCommandBuffer {
   EmulatorCommandQueue* _queue;
   BOOL _retained;
-  BOOL _describes;  // keeps bindings for messages and records
-  Encoded _encoded;
+  BOOL _describes;  // keeps commands for messages and records
+  Commands _commands;
   int _dispatches;
   BOOL _encoderOpen;
   std::string _violation;  // an encoder was released before endEncoding
@@ -44,8 +48,8 @@ constexpr std::size_t kUsualCommands = 256;  // per command buffer
     _queue = queue;
     _retained = retained;
     State& state = State::get();
-    _describes = state.validates() || state.keeps_history() || options().checked ||
-                 limits().watchdog_steps > 0 || limits().out_of_memory;
+    _describes = state.validates() || keeps_history() || options().checked || limits().watchdog_steps > 0 ||
+                 limits().out_of_memory;
     _untracked = std::make_shared<UntrackedUse>((__bridge const void*)queue);
   }
   return self;
@@ -88,45 +92,44 @@ constexpr std::size_t kUsualCommands = 256;  // per command buffer
 - (void)requireUncommitted:(const char*)call {
   if (self.committed) throw ValidationError(std::string(call) + ": the command buffer was already committed");
 }
-- (void)becomeStatus:(MTLCommandBufferStatus)status {
-  std::lock_guard lock(_mutex);
-  _status = status;
-  _changed.notify_all();
-}
 
 - (void)commit {
   [self requireUncommitted:"commit"];
   if (!_violation.empty()) throw ValidationError("commit: " + _violation);
   if (_encoderOpen) throw ValidationError("commit: an encoder of the command buffer has not ended encoding");
   if (State::get().validates()) {
-    if (const std::string misuse = find_misuse(_encoded); !misuse.empty())
+    if (const std::string misuse = find_misuse(_commands); !misuse.empty())
       throw ValidationError("commit: " + misuse);
   }
-  if (const auto refusal = State::get().next_commit_refusal()) throw ValidationError("commit: " + *refusal);
+  if (const auto refusal = locked([](State& state) { return state.commit_refusal_.next(); }))
+    throw ValidationError("commit: " + *refusal);
   UntrackedUse::commit(_untracked);
   State::get().count(&Counters::command_buffers);
   State::get().count(&Counters::dispatches, static_cast<std::uint64_t>(_dispatches));
   _aheadOfHost = [_queue committed:self];
-  [self becomeStatus:MTLCommandBufferStatusCommitted];
+  {
+    std::lock_guard lock(_mutex);
+    _status = MTLCommandBufferStatusCommitted;
+  }
   [_queue submit:self];
 }
 
 - (void)submit {
   State& state = State::get();
   const DeviceLimits limits = metal_emulator::limits();
-  if (!limits.endless_kernels.empty() && has_kernel(_encoded.commands, limits.endless_kernels)) {
+  if (!limits.endless_kernels.empty() && has_kernel(_commands, limits.endless_kernels)) {
     [[maybe_unused]] static auto& running = *new std::vector<EmulatorCommandBuffer*>;
     running.push_back(self);
     return;
   }
   state.begin_work();
   // Checks after the commands have run need them.
-  std::vector<Command> commands = _describes ? _encoded.commands : std::exchange(_encoded, {}).commands;
-  auto fault = state.next_command_buffer_fault();
+  Commands commands = _describes ? _commands : std::exchange(_commands, {});
+  auto fault = locked([](State& state) { return state.command_buffer_fault_.next(); });
   if (fault) truncate(commands, fault->dispatches);
   if (!limits.barriers) reorder(commands);
   if (limits.out_of_memory) {
-    if (const std::string excess = find_excess(_encoded, limits.working_set_bytes); !excess.empty()) {
+    if (const std::string excess = find_excess(commands, limits.working_set_bytes); !excess.empty()) {
       fault = CommandBufferFault{excess, MTLCommandBufferErrorOutOfMemory, 0};
       commands.clear();
     }
@@ -147,22 +150,25 @@ constexpr std::size_t kUsualCommands = 256;  // per command buffer
 - (void)finish:(const Completion&)completion fault:(const std::optional<CommandBufferFault>&)fault {
   std::string message = completion.error;
   NSInteger code = MTLCommandBufferErrorInternal;
-  if (message.empty() && State::get().validates()) message = find_misuse(_encoded);
-  if (message.empty()) message = find_overlap(_encoded, completion.statistics);
-  if (message.empty()) message = find_hazard(_encoded, completion.statistics);
+  if (message.empty() && State::get().validates()) message = find_misuse(_commands);
+  if (message.empty()) message = find_overlap(_commands, completion.statistics);
+  if (message.empty()) message = find_hazard(_commands, completion.statistics);
   if (message.empty()) {
-    message = find_timeout(_encoded, completion.statistics, limits().watchdog_steps);
+    message = find_timeout(_commands, completion.statistics, limits().watchdog_steps);
     if (!message.empty()) code = MTLCommandBufferErrorTimeout;
   }
   if (message.empty() && fault) {
     message = fault->message;
     code = fault->code;
   }
-  if (State::get().keeps_history()) {
+  if (keeps_history()) {
     CommandBufferRecord record{
         to_string(self.label), message, static_cast<bool>(_retained), _aheadOfHost, {}};
-    record.dispatches = make_records(_encoded, completion.statistics);
-    State::get().add_record(std::move(record));
+    record.dispatches = make_records(_commands, completion.statistics);
+    locked([&](State& state) {
+      state.history_.push_back(std::move(record));
+      while (state.history_.size() > state.history_depth_) state.history_.pop_front();
+    });
   }
   const bool failed = !message.empty();
   {
@@ -173,7 +179,7 @@ constexpr std::size_t kUsualCommands = 256;  // per command buffer
     _status = failed ? MTLCommandBufferStatusError : MTLCommandBufferStatusCompleted;
   }
   _references.clear();
-  _encoded = {};
+  _commands = Commands();
   [_queue commandBufferFinished];
   std::lock_guard lock(_mutex);
   _finished = true;
@@ -206,16 +212,15 @@ constexpr std::size_t kUsualCommands = 256;  // per command buffer
   _encoderOpen = YES;
   return [[EmulatorComputeEncoder alloc] initWithCommandBuffer:self dispatchType:type];
 }
-- (void)encode:(Command)command bindings:(std::vector<EncodedBinding>)bindings {
+- (void)encode:(Command)command {
   if (State::get().validates()) {
-    std::vector<Access> accesses = find_untracked(command, bindings);
+    std::vector<Access> accesses = find_bound(command, true);
     if (const auto conflict = _untracked->find_conflict(accesses)) throw ValidationError(*conflict);
     _untracked->add(std::move(accesses));
   }
   if (command.kind == Command::Kind::kDispatch) _dispatches++;
-  if (_encoded.commands.empty()) _encoded.commands.reserve(kUsualCommands);
-  _encoded.commands.push_back(std::move(command));
-  if (_describes) _encoded.bindings.push_back(std::move(bindings));
+  if (_commands.empty()) _commands.reserve(kUsualCommands);
+  _commands.push_back(std::move(command));
 }
 - (void)waitForFence:(id<MTLFence>)fence {
   _untracked->wait_for((__bridge const void*)checked_cast<EmulatorFence>(fence, "waitForFence"));
@@ -224,9 +229,6 @@ constexpr std::size_t kUsualCommands = 256;  // per command buffer
 - (void)updateFence:(id<MTLFence>)fence {
   _untracked->update((__bridge const void*)checked_cast<EmulatorFence>(fence, "updateFence"));
   if (_retained) _references.push_back(fence);
-}
-- (BOOL)describesBindings {
-  return _describes;
 }
 - (int)nextDispatch {
   return _dispatches;
@@ -239,6 +241,6 @@ constexpr std::size_t kUsualCommands = 256;  // per command buffer
   _untracked->end_encoder();
   if (properly) return;
   _violation = "an encoder was released without endEncoding (a Mac aborts the process there)";
-  State::get().add_violation(_violation);
+  locked([&](State& state) { state.violations_.push_back(_violation); });
 }
 @end

@@ -140,9 +140,9 @@ void check_length(NSUInteger length, const char* call) {
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
   const StorageMode mode = storage_mode(options, "newBufferWithLength");
   check_length(length, "newBufferWithLength");
-  auto state = State::get().allocate(length, mode);
-  if (!state) return nil;
-  return [[EmulatorBuffer alloc] initWithState:std::move(state) options:options deallocator:nil];
+  auto memory = State::get().allocate(length, mode);
+  if (!memory) return nil;
+  return [[EmulatorBuffer alloc] initWithMemory:std::move(memory) options:options deallocator:nil];
 }
 
 - (id<MTLBuffer>)newBufferWithBytes:(const void*)pointer
@@ -175,9 +175,9 @@ void check_length(NSUInteger length, const char* call) {
                           " is not a multiple of the page size, " + std::to_string(page));
   }
   if (!limits().no_copy) return nil;
-  auto state = State::get().wrap(pointer, length, StorageMode::kShared);
-  if (!state) return nil;
-  return [[EmulatorBuffer alloc] initWithState:std::move(state) options:options deallocator:deallocator];
+  auto memory = State::get().wrap(pointer, length);
+  if (!memory) return nil;
+  return [[EmulatorBuffer alloc] initWithMemory:std::move(memory) options:options deallocator:deallocator];
 }
 
 - (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError**)error {
@@ -201,9 +201,13 @@ void check_length(NSUInteger length, const char* call) {
     if (why = missing_header(*library, language); !why.empty()) break;
     EmulatorLibrary* found = [[EmulatorLibrary alloc] initWithLibrary:*library macros:macros];
     const bool fast_functions = options.mathFloatingPointFunctions == MTLMathFloatingPointFunctionsFast;
-    State::get().add_library({library->name, static_cast<bool>(options.fastMathEnabled), fast_functions,
-                              static_cast<int>(language), found.functionNames.count,
-                              static_cast<bool>(self.shouldMaximizeConcurrentCompilation)});
+    const LibraryRecord record{library->name,
+                               static_cast<bool>(options.fastMathEnabled),
+                               fast_functions,
+                               static_cast<int>(language),
+                               found.functionNames.count,
+                               static_cast<bool>(self.shouldMaximizeConcurrentCompilation)};
+    locked([&](State& state) { state.compiled_.push_back(record); });
     return found;
   }
   return fail(error, MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, why);

@@ -31,16 +31,16 @@ using namespace metal_emulator;
 namespace {
 
 // Throws ValidationError unless [offset, offset + size) is inside the buffer.
-const std::shared_ptr<BufferState>& check_range(id<MTLBuffer> buffer, NSUInteger offset, NSUInteger size,
-                                                const char* call, const char* what) {
-  const auto& state = checked_cast<EmulatorBuffer>(buffer, call)->_state;
-  const std::size_t length = state->info.length;
+const std::shared_ptr<Allocation>& check_range(id<MTLBuffer> buffer, NSUInteger offset, NSUInteger size,
+                                               const char* call, const char* what) {
+  const auto& memory = checked_cast<EmulatorBuffer>(buffer, call)->_memory;
+  const std::size_t length = memory->bytes;
   if (size == 0) throw ValidationError(std::string(call) + ": size is 0");
   if (offset > length || size > length - offset) {
     throw ValidationError(std::string(call) + ": " + what + " bytes " + std::to_string(offset) + " to " +
                           std::to_string(offset + size) + " of a buffer of " + std::to_string(length));
   }
-  return state;
+  return memory;
 }
 
 // On macOS, offsets and sizes of copies and fills are multiples of 4 bytes.
@@ -71,14 +71,12 @@ void check_units(const char* call, std::initializer_list<NSUInteger> values) {
   }
   Command command;
   command.kind = Command::Kind::kCopy;
-  command.copy.from = {from->allocation, sourceOffset, {}};
-  command.copy.to = {to->allocation, destinationOffset, {}};
+  command.copy.from = {from, sourceOffset, {}};
+  command.copy.to = {to, destinationOffset, {}};
   command.copy.bytes = size;
   [_commandBuffer retainUntilCompleted:source];
   [_commandBuffer retainUntilCompleted:destination];
-  [_commandBuffer
-        encode:std::move(command)
-      bindings:{{0, "source", from, sourceOffset, false}, {1, "destination", to, destinationOffset, true}}];
+  [_commandBuffer encode:std::move(command)];
 }
 
 - (void)fillBuffer:(id<MTLBuffer>)buffer range:(NSRange)range value:(uint8_t)value {
@@ -87,10 +85,10 @@ void check_units(const char* call, std::initializer_list<NSUInteger> values) {
   check_units("fillBuffer", {range.location, range.length});
   Command command;
   command.kind = Command::Kind::kFill;
-  command.fill.to = {to->allocation, range.location, {}};
+  command.fill.to = {to, range.location, {}};
   command.fill.bytes = range.length;
   command.fill.value = value;
   [_commandBuffer retainUntilCompleted:buffer];
-  [_commandBuffer encode:std::move(command) bindings:{{0, "destination", to, range.location, true}}];
+  [_commandBuffer encode:std::move(command)];
 }
 @end

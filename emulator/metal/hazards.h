@@ -29,6 +29,7 @@ class HazardTracker {
   // part. Bindings of a buffer at different offsets are assumed to use different parts, and those at the same
   // offset to conflict. kTouched: the accessed bytes.
   enum class Known { kBound, kTouched };
+  HazardTracker() = default;
   explicit HazardTracker(Known known) : known_(known) {}
 
   // Everything before the barrier finishes before anything after it starts.
@@ -47,7 +48,7 @@ class HazardTracker {
  private:
   bool meet(const Access& a, const Access& b) const;
 
-  Known known_;
+  Known known_ = Known::kBound;
   std::vector<Access> accesses_;
 };
 

@@ -30,8 +30,8 @@ using namespace metal_emulator;
   std::size_t bytes = 0;
   const bool kept = limits().keeps_unused && counters().command_buffers == _commandBuffersBefore;
   if (!_requested && kept) return;
-  for (EmulatorBuffer* buffer : _committed) bytes += _requested ? buffer->_state->info.length : 0;
-  State::get().change_resident_bytes(_resident, bytes);
+  for (EmulatorBuffer* buffer : _committed) bytes += _requested ? buffer->_memory->bytes : 0;
+  locked([&](State& state) { state.resident_bytes_ += bytes - _resident; });
   _resident = bytes;
 }
 - (void)requestResidency {
@@ -48,7 +48,7 @@ using namespace metal_emulator;
   if (!_requested) return;
   const auto now = std::chrono::steady_clock::now();
   const bool lapsed = lapse.count() > 0 && now - std::exchange(_lastNeeded, now) > lapse;
-  if (!State::get().loses_residency() && !lapsed) return;
+  if (!locked([](State& state) { return std::exchange(state.loses_residency_, false); }) && !lapsed) return;
   State::get().count(&Counters::residency_faults);
   State::get().count(&Counters::residency_fault_bytes, _resident);
 }

@@ -15,7 +15,6 @@ namespace metal_emulator {
 namespace {
 
 constexpr unsigned kBackgroundThreads = 4;
-constexpr std::size_t kRememberedLibraries = 256;
 thread_local int worker_depth = 0;
 
 std::uint64_t from_environment(const char* name) {
@@ -61,6 +60,10 @@ std::shared_ptr<Allocation> stale(Executor& executor, const void* memory, std::s
   return copy;
 }
 
+bool allocation_fails() {
+  return locked([](State& state) { return state.allocation_fault_.next().has_value(); });
+}
+
 }  // namespace
 
 WorkerScope::WorkerScope() {
@@ -87,93 +90,33 @@ State::State() : executor_(make_executor()) {
   limits_ = completed({});
 }
 
-bool State::allocation_fails() {
-  std::lock_guard lock(mutex_);
-  return until_allocation_fault_.ends();
-}
-
-std::shared_ptr<BufferState> State::keep(std::shared_ptr<Allocation> allocation, BufferInfo info) {
-  if (!allocation) return nullptr;
-  auto buffer = std::make_shared<BufferState>();
-  buffer->allocation = std::move(allocation);
-  buffer->info = std::move(info);
+std::shared_ptr<Allocation> State::keep(std::shared_ptr<Allocation> buffer) {
+  if (!buffer) return nullptr;
   std::lock_guard lock(mutex_);
   buffers_.push_back(buffer);
   counters_.buffers++;
   return buffer;
 }
 
-std::shared_ptr<BufferState> State::allocate(std::size_t length, StorageMode mode) {
+std::shared_ptr<Allocation> State::allocate(std::size_t length, StorageMode mode) {
   if (allocation_fails()) return nullptr;
-  return keep(executor_->allocate(length, mode != StorageMode::kPrivate), {{}, length, mode, false});
+  auto buffer = executor_->allocate(length, mode != StorageMode::kPrivate);
+  if (buffer) buffer->storage_mode = mode;
+  return keep(std::move(buffer));
 }
 
-std::shared_ptr<BufferState> State::wrap(void* memory, std::size_t length, StorageMode mode) {
+std::shared_ptr<Allocation> State::wrap(void* memory, std::size_t length) {
   if (allocation_fails()) return nullptr;
   const std::uint64_t right = limits().stale_no_copy;
-  auto allocation = right > 0 && length > right ? stale(*executor_, memory, length, right)
-                                                : executor_->wrap(memory, length);
-  auto buffer = keep(std::move(allocation), {{}, length, mode, true});
+  auto buffer = right > 0 && length > right ? stale(*executor_, memory, length, right)
+                                            : executor_->wrap(memory, length);
   if (buffer) buffer->caller_memory = memory;
-  return buffer;
-}
-
-void State::release(const std::shared_ptr<BufferState>& buffer) {
-  std::lock_guard lock(mutex_);
-  buffer->released = true;
-  std::erase(buffers_, buffer);
-}
-
-void State::set_label(BufferState& buffer, const std::string& label) {
-  std::lock_guard lock(mutex_);
-  buffer.info.label = label;
-}
-
-std::string State::label(const BufferState& buffer) {
-  std::lock_guard lock(mutex_);
-  return buffer.info.label;
-}
-
-void State::change_resident_bytes(std::size_t before, std::size_t after) {
-  std::lock_guard lock(mutex_);
-  resident_bytes_ += after - before;
-}
-
-std::optional<CommandBufferFault> State::next_command_buffer_fault() {
-  std::lock_guard lock(mutex_);
-  return until_command_buffer_fault_.ends() ? std::optional(command_buffer_fault_) : std::nullopt;
-}
-
-std::optional<std::string> State::next_commit_refusal() {
-  std::lock_guard lock(mutex_);
-  return until_commit_refusal_.ends() ? std::optional(commit_refusal_) : std::nullopt;
+  return keep(std::move(buffer));
 }
 
 void State::count(std::uint64_t Counters::* counter, std::uint64_t times) {
   std::lock_guard lock(mutex_);
   counters_.*counter += times;
-}
-
-void State::add_library(LibraryRecord record) {
-  std::lock_guard lock(mutex_);
-  compiled_.push_back(std::move(record));
-  if (compiled_.size() > kRememberedLibraries) compiled_.pop_front();
-}
-
-void State::add_violation(const std::string& message) {
-  std::lock_guard lock(mutex_);
-  violations_.push_back(message);
-}
-
-bool State::keeps_history() {
-  std::lock_guard lock(mutex_);
-  return history_depth_ > 0;
-}
-
-void State::add_record(CommandBufferRecord record) {
-  std::lock_guard lock(mutex_);
-  history_.push_back(std::move(record));
-  while (history_.size() > history_depth_) history_.pop_front();
 }
 
 void State::begin_work() {
@@ -223,14 +166,6 @@ void State::serve_background() {
 
 namespace {
 
-// Calls `use` with the locked state.
-template <typename Use>
-auto locked(const Use& use) {
-  State& state = State::get();
-  std::lock_guard lock(state.mutex_);
-  return use(state);
-}
-
 // Calls `use` with the locked state once nothing runs.
 template <typename Use>
 auto settled(const Use& use) {
@@ -270,7 +205,8 @@ void set_limits(const DeviceLimits& limits) {
 std::vector<BufferInfo> live_buffers() {
   return settled([](State& state) {
     std::vector<BufferInfo> infos;
-    for (const auto& buffer : state.buffers_) infos.push_back(buffer->info);
+    for (const auto& buffer : state.buffers_)
+      infos.push_back({buffer->label, buffer->bytes, buffer->storage_mode, buffer->caller_memory != nullptr});
     return infos;
   });
 }
@@ -279,29 +215,25 @@ std::size_t resident_bytes() {
 }
 
 void fail_allocation(int nth) {
-  locked([&](State& state) { state.until_allocation_fault_ = {nth}; });
+  locked([&](State& state) { state.allocation_fault_ = {nth, true}; });
 }
 bool allocation_will_fail() {
-  return locked([](State& state) { return state.until_allocation_fault_.calls > 0; });
+  return locked([](State& state) { return state.allocation_fault_.calls > 0; });
 }
 void fail_command_buffer(int nth, const std::string& message, long code, int dispatches) {
-  locked([&](State& state) {
-    state.until_command_buffer_fault_ = {nth};
-    state.command_buffer_fault_ = {message, code, dispatches};
-  });
+  locked([&](State& state) { state.command_buffer_fault_ = {nth, {message, code, dispatches}}; });
 }
 void refuse_commit(int nth, const std::string& message) {
-  locked([&](State& state) {
-    state.until_commit_refusal_ = {nth};
-    state.commit_refusal_ = message;
-  });
+  locked([&](State& state) { state.commit_refusal_ = {nth, message}; });
 }
 void lose_residency() {
-  State::get().loses_residency_ = true;
+  locked([](State& state) { state.loses_residency_ = true; });
 }
 void clear_faults() {
   locked([](State& state) {
-    state.until_allocation_fault_ = state.until_command_buffer_fault_ = state.until_commit_refusal_ = {};
+    state.allocation_fault_ = {};
+    state.command_buffer_fault_ = {};
+    state.commit_refusal_ = {};
     state.loses_residency_ = false;
   });
 }
@@ -311,7 +243,7 @@ Counters counters() {
 }
 
 std::vector<LibraryRecord> compiled_libraries() {
-  return locked([](State& state) { return std::vector(state.compiled_.begin(), state.compiled_.end()); });
+  return locked([](State& state) { return state.compiled_; });
 }
 void forget_compiled_libraries() {
   locked([](State& state) { state.compiled_.clear(); });

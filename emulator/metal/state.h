@@ -2,7 +2,6 @@
 // emulator.h read and change it.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -16,20 +15,13 @@
 
 namespace metal_emulator {
 
-// The state of a buffer, separate from its Objective-C object: command buffers keep it while they run, even
-// if the object is freed.
-struct BufferState {
-  std::shared_ptr<Allocation> allocation;
-  BufferInfo info;
-  bool untracked = false;              // MTLHazardTrackingModeUntracked
-  void* caller_memory = nullptr;       // of a no-copy buffer
-  std::atomic<bool> released = false;  // the object is deallocated
-};
+// A fault that occurs once, in one of the next calls.
+template <typename Details>
+struct PlannedFault {
+  int calls = 0;  // until the one that fails; 0: none fails
+  Details details;
 
-// Counts down calls to the one that fails; 0: none fails.
-struct Countdown {
-  int calls = 0;
-  bool ends() { return calls > 0 && --calls == 0; }
+  std::optional<Details> next() { return calls > 0 && --calls == 0 ? std::optional(details) : std::nullopt; }
 };
 
 struct CommandBufferFault {
@@ -48,25 +40,10 @@ class State {
   bool validates() const { return validates_; }
 
   // Null if there is no memory, or if a test requested a failure.
-  std::shared_ptr<BufferState> allocate(std::size_t length, StorageMode mode);
-  std::shared_ptr<BufferState> wrap(void* memory, std::size_t length, StorageMode mode);
-  void release(const std::shared_ptr<BufferState>& buffer);
-  void set_label(BufferState& buffer, const std::string& label);
-  std::string label(const BufferState& buffer);
-  void change_resident_bytes(std::size_t before, std::size_t after);
-
-  bool loses_residency() { return loses_residency_.exchange(false); }
-  std::optional<CommandBufferFault> next_command_buffer_fault();
-  std::optional<std::string> next_commit_refusal();
+  std::shared_ptr<Allocation> allocate(std::size_t length, StorageMode mode);
+  std::shared_ptr<Allocation> wrap(void* memory, std::size_t length);
 
   void count(std::uint64_t Counters::* counter, std::uint64_t times = 1);
-
-  void add_library(LibraryRecord record);
-
-  void add_violation(const std::string& message);
-
-  bool keeps_history();
-  void add_record(CommandBufferRecord record);
 
   // Marks work that runs on other threads. wait_idle returns at once on a thread that does such work.
   void begin_work();
@@ -75,21 +52,22 @@ class State {
   // Runs `task` as work on one of a few threads.
   void run_in_background(std::function<void()> task);
 
-  // Used by the functions of emulator.h.
-  std::mutex mutex_;
   std::unique_ptr<Executor> executor_;
   bool validates_ = true;
+
+  // The mutex guards everything below, and the labels of buffers: see `locked`.
+  std::mutex mutex_;
   ExecutorOptions options_;
   DeviceLimits limits_;
-  std::vector<std::shared_ptr<BufferState>> buffers_;
+  std::vector<std::shared_ptr<Allocation>> buffers_;
   std::size_t resident_bytes_ = 0;
-  Countdown until_allocation_fault_, until_command_buffer_fault_, until_commit_refusal_;
-  CommandBufferFault command_buffer_fault_;
-  std::string commit_refusal_;
-  std::atomic<bool> loses_residency_ = false;
+  PlannedFault<bool> allocation_fault_;
+  PlannedFault<CommandBufferFault> command_buffer_fault_;
+  PlannedFault<std::string> commit_refusal_;
+  bool loses_residency_ = false;
   Counters counters_;
   std::vector<std::string> violations_;
-  std::deque<LibraryRecord> compiled_;
+  std::vector<LibraryRecord> compiled_;
   std::deque<CommandBufferRecord> history_;
   std::size_t history_depth_ = 0;
 
@@ -102,10 +80,17 @@ class State {
 
  private:
   State();
-  std::shared_ptr<BufferState> keep(std::shared_ptr<Allocation> allocation, BufferInfo info);
-  bool allocation_fails();
+  std::shared_ptr<Allocation> keep(std::shared_ptr<Allocation> buffer);
   void serve_background();
 };
+
+// Calls `use` with the locked state.
+template <typename Use>
+auto locked(const Use& use) {
+  State& state = State::get();
+  std::lock_guard lock(state.mutex_);
+  return use(state);
+}
 
 // Marks the calling thread as doing the emulator's work while in scope.
 class WorkerScope {

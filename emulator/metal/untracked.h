@@ -16,7 +16,7 @@ namespace metal_emulator {
 // One encoder's uses of untracked buffers.
 struct EncoderUse {
   std::uint64_t number = 0;  // unique
-  HazardTracker tracker{HazardTracker::Known::kBound};
+  HazardTracker tracker;
   std::vector<const void*> waits, updates;  // fences
   std::set<std::uint64_t> after;            // numbers of encoders that finish before this one starts
 };

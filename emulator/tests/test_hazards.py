@@ -40,8 +40,8 @@ def test_read_after_write_without_a_barrier(library: KernelLibrary, emulator: An
     encoder = Encoder(library)
     encoder.store(0)
     expected = (
-        r"kernel 'load', dispatch 1, buffer\(0\) 'x' reads bytes 0 to 256 of a buffer that "
-        r"kernel 'store', dispatch 0, buffer\(0\) 'y' writes, with no memory barrier"
+        r"kernel 'load', dispatch 1, buffer\(0\) 'x' = \"first\" reads bytes 0 to 256 of a buffer that "
+        r"kernel 'store', dispatch 0, buffer\(0\) 'y' = \"first\" writes, with no memory barrier"
     )
     with pytest.raises(emulator.ValidationError, match=expected):
         encoder.load(0)
