@@ -15,7 +15,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -44,28 +43,18 @@ struct Dim3 {
   std::uint64_t volume() const { return std::uint64_t{x} * y * z; }
 };
 
+using Kernel = abi::Kernel;
 using KernelArgument = abi::Argument;
+using ShaderLibrary = abi::Library;
 
-struct Kernel {
-  const char* name;
-  std::span<const KernelArgument> arguments;
-  const void* entry;                  // defined by the executor
-  const char* selected_by = nullptr;  // macro that restores a kernel despite the guard; null: always present
-};
-
-struct ShaderLibrary {
-  const char* name;         // file name of the .metal source
-  std::string_view source;  // the exact text for newLibraryWithSource
-  std::span<const Kernel> kernels;
-  // Macros that the options of newLibraryWithSource may define as 1: the guard omits kernels, a selector
-  // restores those that it selects.
-  const char* guard = nullptr;  // null if there is none
-  std::span<const char* const> selectors;
-  unsigned metal_version = 0;  // language version it was compiled with: 300 is Metal 3.0
-};
+inline std::string_view source_of(const ShaderLibrary& library) {
+  return {library.source.data(), library.source.size()};
+}
 
 // Libraries linked into this binary, in no particular order.
 std::vector<const ShaderLibrary*> registered_libraries();
+// The library that was compiled from the same source with checks; null if there is none.
+const ShaderLibrary* checked_variant(const ShaderLibrary& library);
 
 // A kernel that is ready to run. Executors may derive from it.
 struct Pipeline {

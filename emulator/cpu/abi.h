@@ -158,6 +158,18 @@ struct ThreadgroupLayout {
   }
 };
 
+// A constant array.
+template <class T>
+struct Span {
+  const T* first;
+  u64 count;
+
+  constexpr const T* data() const { return first; }
+  constexpr u64 size() const { return count; }
+  constexpr const T* begin() const { return first; }
+  constexpr const T* end() const { return first + count; }
+};
+
 // A buffer or threadgroup argument of a kernel. Built-in arguments, such as thread positions, are not listed.
 struct Argument {
   enum class Space : u8 { kDevice, kConstant, kThreadgroup };
@@ -172,8 +184,7 @@ struct Argument {
 
 struct Kernel {
   const char* name;
-  const Argument* arguments;
-  u32 argument_count;
+  Span<Argument> arguments;
   u32 max_threads;  // 0: no limit in the source
   void (*call)(const Invocation& invocation);
   const ThreadgroupLayout* layout;
@@ -181,16 +192,15 @@ struct Kernel {
 };
 
 struct Library {
-  const char* name;
-  const char* source;
-  u64 source_bytes;
-  const Kernel* kernels;
-  u32 kernel_count;
-  bool checked;                  // every memory access calls the executor
-  const char* guard;             // macro that omits kernels; null if there is none
-  const char* const* selectors;  // macros that restore them
-  u32 selector_count;
-  u32 metal_version;  // value of __METAL_VERSION__ that it was compiled with
+  const char* name;   // file name of the .metal source
+  Span<char> source;  // the exact text for newLibraryWithSource
+  Span<Kernel> kernels;
+  bool checked;  // every memory access calls the executor
+  // Macros that the options of newLibraryWithSource may define as 1: the guard omits kernels, a selector
+  // restores those that it selects.
+  const char* guard;  // null if there is none
+  Span<const char*> selectors;
+  u32 metal_version;  // value of __METAL_VERSION__ that it was compiled with: 300 is Metal 3.0
 };
 
 }  // namespace metal_emulator::abi

@@ -13,16 +13,15 @@
 #include <thread>
 
 #include "../submissions.h"
-#include "library.h"
 #include "threadgroup.h"
 
 namespace metal_emulator {
 namespace cpu {
 namespace {
 
-const KernelEntry& entry_of(const Kernel& kernel) {
-  return *static_cast<const KernelEntry*>(kernel.entry);
-}
+struct CpuPipeline final : Pipeline {
+  const Kernel* checked = nullptr;  // null if the shaders were built without checks
+};
 
 // Time after which other threads help with a dispatch, unless the options set a number of threads: most
 // dispatches end before other threads have woken up. ThreadSanitizer finds races between threadgroups only on
@@ -145,13 +144,13 @@ class CpuExecutor final : public Executor {
   }
 
   std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel) override {
-    auto pipeline = std::make_shared<Pipeline>();
+    auto pipeline = std::make_shared<CpuPipeline>();
     pipeline->library = &library;
     pipeline->kernel = &kernel;
-    const KernelEntry& entry = entry_of(kernel);
-    const abi::Kernel& table = *(entry.plain ? entry.plain : entry.checked);
-    pipeline->static_threadgroup_bytes = table.layout->declared;
-    pipeline->max_threads = table.max_threads ? std::min(table.max_threads, kMaxThreads) : kMaxThreads;
+    if (const ShaderLibrary* checked = checked_variant(library))
+      pipeline->checked = checked->kernels.data() + (&kernel - library.kernels.data());
+    pipeline->static_threadgroup_bytes = kernel.layout->declared;
+    pipeline->max_threads = kernel.max_threads ? std::min(kernel.max_threads, kMaxThreads) : kMaxThreads;
     return pipeline;
   }
 
@@ -215,11 +214,11 @@ class CpuExecutor final : public Executor {
   std::string dispatch(const DispatchCommand& command, const ExecutorOptions& options,
                        DispatchStatistics& statistics) {
     const Kernel& kernel = *command.pipeline->kernel;
-    const KernelEntry& entry = entry_of(kernel);
+    const Kernel* checked = static_cast<const CpuPipeline&>(*command.pipeline).checked;
     Work work;
     work.options = options;
-    work.options.checked = options.checked && entry.checked;
-    work.kernel = work.options.checked ? entry.checked : entry.plain;
+    work.options.checked = options.checked && checked;
+    work.kernel = work.options.checked ? checked : &kernel;
     work.grid = command.grid;
     work.group = command.group;
     work.label = describe(command);

@@ -100,8 +100,7 @@ void ThreadgroupRunner::missed_guard(const Allocation& missed, std::size_t overr
   ThreadgroupRunner& runner = of(abi::current_worker());
   const auto* begin = static_cast<const std::byte*>(const_cast<Allocation&>(missed).host());
   std::string binding = "a buffer that is not bound";
-  for (u32 i = 0; i < runner.work_->kernel->argument_count; i++) {
-    const abi::Argument& argument = runner.work_->kernel->arguments[i];
+  for (const abi::Argument& argument : runner.work_->kernel->arguments) {
     if (argument.space == abi::Argument::Space::kThreadgroup) continue;
     const auto* bound = static_cast<const std::byte*>(runner.work_->buffers[argument.index]);
     if (bound >= begin && bound <= begin + missed.bytes) {

@@ -174,8 +174,7 @@ void ThreadgroupRunner::place_threadgroup_memory() {
     accesses_.add_threadgroup_variable(layout.variables[i].name, address + layout.variables[i].offset,
                                        layout.variables[i].bytes);
   }
-  for (u32 i = 0; i < work_->kernel->argument_count; i++) {
-    const abi::Argument& argument = work_->kernel->arguments[i];
+  for (const abi::Argument& argument : work_->kernel->arguments) {
     if (argument.space == abi::Argument::Space::kThreadgroup &&
         header_->threadgroup_arguments[argument.index]) {
       accesses_.add_threadgroup_variable(

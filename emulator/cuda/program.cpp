@@ -46,7 +46,7 @@ ParameterLayout layout_of(const Kernel& kernel) {
 
 Program::Program(const Device& device, const ShaderLibrary& library, const Kernel& kernel)
     : device_(device), kernel_(kernel), layout_(layout_of(kernel)) {
-  const Image* image = find_image(library.name, library.source);
+  const Image* image = find_image(library.name, source_of(library));
   if (!image) {
     throw std::runtime_error(std::string("'") + library.name + "' was not compiled for NVIDIA GPUs");
   }

@@ -191,7 +191,7 @@ void check_length(NSUInteger length, const char* call) {
   const std::set<std::string> macros = macros_of(options);
   std::string why = "this source text was not compiled ahead of time into the binary";
   for (const ShaderLibrary* library : registered_libraries()) {
-    if (library->source != text) continue;
+    if (source_of(*library) != text) continue;
     if (limits().broken_sources.contains(library->name)) {
       why = std::string(library->name) + ":1:1: error: this compiler rejects it";
       break;

@@ -79,7 +79,7 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
   return to_ns(_kernel->name);
 }
 - (std::string)identity {
-  return device_name() + "; " + checksum_of(_library->source) + "; " + _kernel->name;
+  return device_name() + "; " + checksum_of(source_of(*_library)) + "; " + _kernel->name;
 }
 - (std::shared_ptr<const Pipeline>)prepare {
   State& state = State::get();
@@ -97,7 +97,7 @@ NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
   }
   if (limits.broken_kernels.contains(_kernel->name))
     throw std::runtime_error("XPC_ERROR_CONNECTION_INTERRUPTED: the compiler service failed");
-  if (!limits.simdgroup_matrix && _library->source.find("simdgroup_matrix") != std::string_view::npos)
+  if (!limits.simdgroup_matrix && source_of(*_library).find("simdgroup_matrix") != std::string_view::npos)
     throw std::runtime_error("the GPU has no simdgroup_matrix");
   state.count(&Counters::pipelines);
   return pipeline;

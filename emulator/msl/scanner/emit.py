@@ -63,7 +63,7 @@ def cpu_table(program: Program, name: str, source: str, macros: Macros, selected
         lines += _arguments(entry, number)
         bindings = sum(a.kind in ("buffer", "threadgroup") for a in entry.kernel.arguments)
         rows.append(
-            f'    {{"{entry.host_name}", kArguments{number}, {bindings}, '
+            f'    {{"{entry.host_name}", {{kArguments{number}, {bindings}}}, '
             f"{entry.kernel.max_threads}, &Entry{number}::call, Entry{number}::layout, "
             f"{_text(selected_by.get(entry.host_name))}}},"
         )
@@ -71,9 +71,9 @@ def cpu_table(program: Program, name: str, source: str, macros: Macros, selected
     lines += [f"const char kSource[] =\n{raw_string(source)};"]
     lines += [f"const char* const kSelectors[] = {{{', '.join(map(_text, [*macros.selectors, None]))}}};"]
     lines += [
-        f'const Library kLibrary = {{"{name}", kSource, sizeof(kSource) - 1, kKernels, {len(rows)}, '
-        f"MSL_CHECKED, {_text(macros.guard)}, kSelectors, "
-        f"{len(macros.selectors)}, __METAL_VERSION__}};",
+        f'const Library kLibrary = {{"{name}", {{kSource, sizeof(kSource) - 1}}, {{kKernels, {len(rows)}}}, '
+        f"MSL_CHECKED, {_text(macros.guard)}, {{kSelectors, "
+        f"{len(macros.selectors)}}}, __METAL_VERSION__}};",
         "struct Registration {",
         "  Registration() { metal_emulator_register(&kLibrary); }",
         "} registration;",
