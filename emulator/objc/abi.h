@@ -84,10 +84,7 @@ struct Class {
 
 struct Category {
   const char* name;
-  const char* class_name;
-  MethodList* instance_methods;
-  MethodList* class_methods;
-  void *protocols, *properties, *class_properties;
+  void* contents[6];
 };
 
 // One per linked image: the bounds of its sections with Objective-C data.

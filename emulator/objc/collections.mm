@@ -1,19 +1,18 @@
 // NSArray and NSDictionary over standard containers.
 #import <Foundation/Foundation.h>
 
+#include <map>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
 
-struct Hash {
-  std::size_t operator()(id key) const { return [key hash]; }
-};
-struct Equal {
-  bool operator()(id a, id b) const { return [a isEqual:b]; }
-};
+// Keys of dictionaries are strings.
+std::string text_of(id key) {
+  return static_cast<NSString*>(key).UTF8String;
+}
 
 // Writes up to `capacity` of `items` from the enumeration's position into `buffer`.
 template <typename Items>
@@ -82,7 +81,7 @@ NSUInteger enumerate(const Items& items, NSFastEnumerationState* state, id __uns
 
 @implementation NSDictionary {
  @protected
-  std::unordered_map<id, id, Hash, Equal> _values;
+  std::map<std::string, std::pair<id, id>> _entries;  // key and value, by the key's text
 }
 
 + (instancetype)dictionary {
@@ -96,28 +95,28 @@ NSUInteger enumerate(const Items& items, NSFastEnumerationState* state, id __uns
     if (!objects[i] || !keys[i]) {
       throw std::invalid_argument("NSDictionary: key or object " + std::to_string(i) + " is nil");
     }
-    dictionary->_values[[(id)keys[i] copy]] = objects[i];
+    dictionary->_entries[text_of(keys[i])] = {keys[i], objects[i]};
   }
   return dictionary;
 }
 
 - (NSUInteger)count {
-  return _values.size();
+  return _entries.size();
 }
 - (id)objectForKeyedSubscript:(id)key {
-  const auto found = _values.find(key);
-  return found == _values.end() ? nil : found->second;
+  const auto found = _entries.find(text_of(key));
+  return found == _entries.end() ? nil : found->second.second;
 }
 - (id)copyWithZone:(NSZone*)zone {
   NSDictionary* copy = [NSDictionary dictionary];
-  copy->_values = _values;
+  copy->_entries = _entries;
   return copy;
 }
 - (NSUInteger)countByEnumeratingWithState:(NSFastEnumerationState*)state
                                   objects:(id __unsafe_unretained[])buffer
                                     count:(NSUInteger)capacity {
   std::vector<id __unsafe_unretained> keys;
-  for (const auto& [key, value] : _values) keys.push_back(key);
+  for (const auto& [text, entry] : _entries) keys.push_back(entry.first);
   return enumerate(keys, state, buffer, capacity);
 }
 @end
@@ -125,6 +124,6 @@ NSUInteger enumerate(const Items& items, NSFastEnumerationState* state, id __uns
 @implementation NSMutableDictionary
 - (void)setObject:(id)object forKeyedSubscript:(id<NSCopying>)key {
   if (!object || !key) throw std::invalid_argument("NSMutableDictionary: key or object is nil");
-  _values[[(id)key copy]] = object;
+  _entries[text_of(key)] = {key, object};
 }
 @end

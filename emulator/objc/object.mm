@@ -34,12 +34,6 @@ BOOL class_respondsToSelector(Class cls, SEL selector);
 - (Class)class {
   return object_getClass(self);
 }
-- (BOOL)isEqual:(id)object {
-  return self == object;
-}
-- (NSUInteger)hash {
-  return reinterpret_cast<NSUInteger>(self) >> 4;
-}
 - (BOOL)isKindOfClass:(Class)cls {
   for (Class c = object_getClass(self); c; c = class_getSuperclass(c)) {
     if (c == cls) return YES;

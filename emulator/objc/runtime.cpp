@@ -27,13 +27,12 @@ namespace metal_emulator::objc {
 namespace {
 
 // Methods found for messages, by class and unique name. None is ever removed.
-using FoundMethods = std::map<std::pair<Class*, const char*>, std::atomic<Slot*>>;
+using FoundMethods = std::map<std::pair<Class*, const char*>, Slot*>;
 
 // Never destroyed, as objects may be released while the process exits.
 struct Tables {
   std::shared_mutex mutex;
   FoundMethods found;
-  std::unordered_map<std::string, Class*> classes;
   std::unordered_set<std::string> names;
 };
 
@@ -89,7 +88,6 @@ void load_class(Class* cls) {
   lay_out_ivars(cls);
   add_methods(cls, cls->methods);
   add_methods(meta, meta->methods);
-  tables().classes[cls->name] = cls;
 }
 
 void run_on_ivars(Class* cls, Object* object, const char* name, bool superclass_first) {
@@ -127,11 +125,6 @@ Slot* find_locked(Class* cls, const char* unique_name) {
   return nullptr;
 }
 
-// Repeats all lookups, as a new image may add methods that change their results.
-void find_again_locked() {
-  for (auto& [method, slot] : tables().found) slot = find_locked(method.first, method.second);
-}
-
 Slot* find_and_remember(Class* cls, const Selector* selector) {
   std::unique_lock lock(tables().mutex);
   Slot* slot = find_locked(cls, selector->name);
@@ -147,7 +140,7 @@ Slot* find_and_remember(Class* cls, const Selector* selector) {
 // Null if the method is not cached.
 Slot* find_remembered(Class* cls, const Selector* selector) {
   const auto* found = cached_method(cls, selector->name).load(std::memory_order_acquire);
-  return found && found->first == std::pair(cls, selector->name) ? found->second.load() : nullptr;
+  return found && found->first == std::pair(cls, selector->name) ? found->second : nullptr;
 }
 
 Slot* require_method(Class* cls, const Selector* selector) {
@@ -202,12 +195,8 @@ void __objc_load(Image* image) {
     if (*c) load_class(*c);
   }
   for (Category* c = image->categories; c < image->categories_end; c++) {
-    if (!c->name) continue;
-    Class* cls = tables().classes.at(c->class_name);
-    add_methods(cls, c->instance_methods);
-    add_methods(cls->isa, c->class_methods);
+    if (c->name) throw std::logic_error(std::string("categories are not supported: ") + c->name);
   }
-  find_again_locked();
 }
 
 Slot* objc_msg_lookup_sender(Object** receiver, Selector* selector, Object*) {

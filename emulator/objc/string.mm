@@ -4,17 +4,8 @@
 
 #include <stdexcept>
 #include <string>
-#include <string_view>
 
 #include "abi.h"
-
-namespace {
-
-std::string_view view(NSString* string) {
-  return string.UTF8String;
-}
-
-}  // namespace
 
 @implementation NSString {
   std::string _text;
@@ -31,12 +22,6 @@ std::string_view view(NSString* string) {
 
 - (id)copyWithZone:(NSZone*)zone {
   return self;
-}
-- (BOOL)isEqual:(id)other {
-  return self == other || ([other isKindOfClass:[NSString class]] && view(self) == view(other));
-}
-- (NSUInteger)hash {
-  return std::hash<std::string_view>{}(view(self));
 }
 - (NSString*)description {
   return self;

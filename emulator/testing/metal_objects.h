@@ -67,7 +67,9 @@ template <typename T, typename Start>
 Object<T> made(const char* call, const Start& start) {
   const auto result = std::make_shared<std::promise<std::pair<T, NSError*>>>();
   start([result](T object, NSError* error) { result->set_value({object, error}); });
-  const auto [object, error] = result->get_future().get();
+  // A shared future keeps the object: if the handler leaks what it has captured, a test finds the object
+  // alive.
+  const auto [object, error] = result->get_future().share().get();
   return require(object, error, call);
 }
 
@@ -79,6 +81,5 @@ nb::class_<Object<T>> bind_object(nb::module_& m, const char* name) {
 
 void bind_device(nb::module_& m);
 void bind_commands(nb::module_& m);
-void bind_objc_checks(nb::module_& m);
 
 }  // namespace metal_testing

@@ -11,7 +11,6 @@ NB_MODULE(_metal_testing, m) {
   nanobind::exception<metal_testing::MetalError>(m, "MetalError", PyExc_RuntimeError);
   metal_testing::bind_device(m);
   metal_testing::bind_commands(m);
-  metal_testing::bind_objc_checks(m);
 #ifdef METAL_EMULATOR
   nanobind::module_ emulator = m.def_submodule("emulator", "Introspection of this module's Metal emulator.");
   metal_emulator::bind_emulator(emulator);

@@ -27,7 +27,7 @@ mapfile -t files < <(printf '%s\n' tests/metal/test_metal_engine.py \
   tests/engine/test_{batch,q8_cache,concurrency,experts,aliasing,allocation_faults}.py tests/generation/test_speculation.py \
   tests/generation/scheduler/test_*.py tests/engine/test_{encoders,outputs,prefix_tree}.py tests/tasks/test_embedding.py \
   tests/engine/recurrent/test_*.py tests/tasks/encoders/test_*.py tests/metal/test_*.py \
-  emulator/tests/test_{language,algorithms,buffer_ends,hazards,metal_objects,metal_validation,objective_c,sanitizers}.py |
+  emulator/tests/test_{language,algorithms,buffer_ends,hazards,metal_objects,metal_validation,sanitizers}.py |
   awk '!seen[$0]++')
 python=$PWD/.venv/bin/python
 build=$PWD/build/sanitize-$name

@@ -7,8 +7,6 @@ NS_ASSUME_NONNULL_BEGIN
 @class NSString;
 
 @protocol NSObject
-- (BOOL)isEqual:(nullable id)object;
-@property(readonly) NSUInteger hash;
 - (Class)class;
 - (BOOL)isKindOfClass:(Class)aClass;
 - (BOOL)respondsToSelector:(SEL)aSelector;
