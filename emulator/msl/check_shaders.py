@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check Metal sources for errors that Apple's compiler would report, as far as clang can find them.
 
-A source is scanned for words and declarations that Metal does not have, then compiled as C++ for OpenCL,
+A source is scanned for words and literals that Metal does not have, then compiled as C++ for OpenCL,
 which shares Metal's address spaces and vector types, and clang's syntax tree is searched for pointers without
 address space. No code is made. Passing is not proof that Apple's compiler accepts a source.
 

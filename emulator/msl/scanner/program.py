@@ -53,7 +53,7 @@ def translate_for_check(path: Path, metal_version: int, flags: list[str]) -> tup
     Raises SourceError as `translate` does.
     """
     tokens, found = _scan(path, metal_version, flags)
-    errors = lint(tokens, found)
+    errors = lint(tokens)
     program = analyze(tokens, found)
     rewrite(tokens, found, program, check=True)
     return emit.unit(tokens, "check") + "\n" + emit.check_table(program), errors
