@@ -45,7 +45,7 @@ NOT_EXPORTED = {"NSMakeRange"}
 class Declared:
     """Declarations of the headers."""
 
-    protocols: dict[str, dict[str, str]] = field(default_factory=dict)  # "-selector" to type encoding
+    protocols: dict[str, dict[str, str]] = field(default_factory=dict)  # selector to type encoding
     classes: dict[str, list[str]] = field(default_factory=dict)  # selectors
     enums: dict[str, int] = field(default_factory=dict)
     constants: set[str] = field(default_factory=set)
@@ -106,13 +106,10 @@ def read_encodings(declared: Declared, include: Path, imports: str) -> None:
     )
     ir = compile_for_mac(include, text, "-S", "-emit-llvm")
     strings = dict(re.findall(r'(@OBJC_METH_VAR_\w+(?:\.\d+)?) = .*? c"(.*?)\\00"', ir))
-    for kind, sign in (("INSTANCE", "-"), ("CLASS", "+")):
-        lists = re.findall(rf'@"_OBJC_\$_PROTOCOL_{kind}_METHODS_(?:OPT_)?(\w+)" = (.*)', ir)
-        for protocol, entries in lists:
-            for selector, types in re.findall(
-                r"{ ptr (@OBJC_METH_VAR_NAME\S*), ptr (@OBJC_METH_VAR_TYPE\S*),", entries
-            ):
-                declared.protocols[protocol][sign + strings[selector]] = strings[types]
+    lists = re.findall(r'@"_OBJC_\$_PROTOCOL_(?:INSTANCE|CLASS)_METHODS_(?:OPT_)?(\w+)" = (.*)', ir)
+    for protocol, entries in lists:
+        pairs = re.findall(r"{ ptr (@OBJC_METH_VAR_NAME\S*), ptr (@OBJC_METH_VAR_TYPE\S*),", entries)
+        declared.protocols[protocol] |= {strings[selector]: strings[types] for selector, types in pairs}
 
 
 def split_encoding(encoding: str) -> list[str]:
@@ -157,20 +154,28 @@ def normalize(type_encoding: str) -> str:
     return re.sub(r"\^\{(\w+|\?)=.*\}", r"^{\1}", text)
 
 
-def check_protocols(declared: Declared, apple: dict[str, Framework]) -> list[str]:
-    """Return the differences between the protocols."""
+def check_methods(declared: Declared, apple: dict[str, Framework]) -> list[str]:
+    """Return the differences between methods.
+
+    Of classes only Metal's are checked, and only for their names: pyobjc annotates few of Foundation's.
+    """
+    owners: list[tuple[str, str, dict[str, str]]]  # name, the name that its annotations have, methods
+    owners = [(name, "NSObject", methods) for name, methods in declared.protocols.items()]
+    owners += [
+        (name, name, dict.fromkeys(selectors, ""))
+        for name, selectors in declared.classes.items()
+        if name.startswith("MTL")
+    ]
     problems = []
-    for protocol, methods in declared.protocols.items():
-        annotated = apple["Metal" if protocol.startswith("MTL") else "Foundation"].selectors.get(
-            "NSObject", {}
-        )
+    for owner, annotated_as, methods in owners:
+        framework = apple["Metal" if owner.startswith("MTL") else "Foundation"]
+        annotated = framework.selectors.get(annotated_as, {})
         for selector, encoding in methods.items():
-            where = f"{selector[0]}[{protocol} {selector[1:]}]"
-            if selector[1:] in annotated:
-                if (protocol, selector[1:]) not in AMBIGUOUS:
-                    problems += compare_types(where, split_encoding(encoding), annotated[selector[1:]])
-            elif selector[1:] not in UNANNOTATED.get(protocol, set()):
+            where = f"-[{owner} {selector}]"
+            if selector not in annotated and selector not in UNANNOTATED.get(owner, set()):
                 problems.append(f"{where}: unknown to Apple's framework")
+            elif encoding and selector in annotated and (owner, selector) not in AMBIGUOUS:
+                problems += compare_types(where, split_encoding(encoding), annotated[selector])
     return problems
 
 
@@ -182,22 +187,6 @@ def compare_types(where: str, ours: list[str], apple: list[str | None]) -> list[
         for name, mine, other in zip(names, ours, apple, strict=True)
         if other is not None and re.sub(r"{\w+=", "{?=", mine) != re.sub(r"{\w+=", "{?=", normalize(other))
     ]
-
-
-def check_classes(declared: Declared, apple: dict[str, Framework]) -> list[str]:
-    """Return methods of Metal's classes that Apple's do not have.
-
-    Foundation's classes are checked less: pyobjc annotates few of their methods.
-    """
-    problems = []
-    for cls, selectors in declared.classes.items():
-        if not cls.startswith("MTL"):
-            continue
-        annotated = apple["Metal"].selectors.get(cls, {})
-        for selector in selectors:
-            if selector not in annotated and selector not in UNANNOTATED.get(cls, set()):
-                problems.append(f"-[{cls} {selector}]: unknown to Apple's framework")
-    return problems
 
 
 def check_values(declared: Declared, apple: dict[str, Framework]) -> list[str]:
@@ -224,9 +213,7 @@ def read_apple(cache: Path) -> dict[str, Framework]:
 def check(include: Path, apple: dict[str, Framework]) -> tuple[list[str], str]:
     """Return the differences and a summary of what was compared."""
     declared = read_headers(include)
-    problems = (
-        check_protocols(declared, apple) + check_classes(declared, apple) + check_values(declared, apple)
-    )
+    problems = check_methods(declared, apple) + check_values(declared, apple)
     methods = sum(len(methods) for methods in declared.protocols.values())
     summary = (
         f"{methods} methods of {len(declared.protocols)} protocols, {len(declared.enums)} enum values, "

@@ -26,7 +26,7 @@ def too_new(declared: Declared, apple: Framework, sdk: str) -> set[str]:
     """Return the identifiers that the headers declare and an SDK does not."""
     known = {selector for methods in apple.selectors.values() for selector in methods}
     selectors = {
-        selector[1:]
+        selector
         for protocol, methods in declared.protocols.items()
         if protocol.startswith("MTL")
         for selector in methods

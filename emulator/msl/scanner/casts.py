@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from .tokens import TokenList
 
-ELEMENTS = ("float", "half", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "bool")
+ELEMENTS = ("float", "half", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong")
 VECTORS = frozenset(f"{element}{width}" for element in ELEMENTS for width in (2, 3, 4))
 EXPRESSION_WORDS = ("return", "case", "else", "do")  # names that an expression may follow
 NOT_BEFORE_TYPE = (".", "->", "~", "class", "struct", "enum", "operator", "typename", "using", "namespace")

@@ -97,23 +97,15 @@ struct Pointee {
   MSL_INLINE static T from(void*) { return T(); }
 };
 template <class T>
-struct Extent {
-  static constexpr ulong bytes = sizeof(T), alignment = alignof(T);
-};
-template <>
-struct Extent<void> {
-  static constexpr ulong bytes = 1, alignment = 1;
-};
-template <>
-struct Extent<const void> : Extent<void> {};
-template <class T>
-struct Pointee<T*> : Extent<T> {
+struct Pointee<T*> {
   static constexpr bool writable = !__is_const(T), reference = false;
+  static constexpr ulong bytes = sizeof(T), alignment = alignof(T);
   MSL_INLINE static T* from(void* memory) { return static_cast<T*>(memory); }
 };
 template <class T>
-struct Pointee<T&> : Extent<T> {
+struct Pointee<T&> {
   static constexpr bool writable = !__is_const(T), reference = true;
+  static constexpr ulong bytes = sizeof(T), alignment = alignof(T);
   MSL_INLINE static T& from(void* memory) { return *static_cast<T*>(memory); }
 };
 

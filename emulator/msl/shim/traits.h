@@ -26,9 +26,6 @@ struct array {
 };
 #endif
 
-enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
-MSL_INLINE constexpr mem_flags operator|(mem_flags a, mem_flags b) {
-  return static_cast<mem_flags>(static_cast<uint>(a) | static_cast<uint>(b));
-}
+enum class mem_flags : uint { mem_device = 1, mem_threadgroup = 2 };
 
 }  // namespace metal

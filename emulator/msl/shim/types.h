@@ -3,8 +3,8 @@
 // Vectors are clang's ext_vector_type, with Metal's sizes, alignments, swizzles and operators. The scanner rewrites
 // constructors to msl::construct, and refuses casts.
 //
-// Comparisons of vectors return vectors of integers of the same width, 0 or -1, as in OpenCL. Therefore bool2 to
-// bool4 are int2 to int4, which take more memory than Metal's.
+// Comparisons of vectors return vectors of integers of the same width, 0 or -1, as in OpenCL. There are no vectors
+// of bool.
 #pragma once
 
 #if !MSL_CHECK
@@ -15,17 +15,13 @@ typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef unsigned long ulong;
 typedef __SIZE_TYPE__ size_t;
-typedef __PTRDIFF_TYPE__ ptrdiff_t;
 typedef char int8_t;
 typedef short int16_t;
 typedef int int32_t;
-typedef long int64_t;
 typedef uchar uint8_t;
 typedef ushort uint16_t;
 typedef uint uint32_t;
 typedef ulong uint64_t;
-typedef ulong uintptr_t;
-typedef long intptr_t;
 
 #define MSL_FOR_INTEGERS(X) X(char) X(uchar) X(short) X(ushort) X(int) X(uint) X(long) X(ulong)
 #define MSL_FOR_FLOATS(X) X(float) X(half)
@@ -37,9 +33,6 @@ typedef long intptr_t;
   typedef T T##3 __attribute__((ext_vector_type(3))); \
   typedef T T##4 __attribute__((ext_vector_type(4)));
 MSL_FOR_NUMBERS(MSL_DEFINE_VECTORS)
-typedef int2 bool2;
-typedef int3 bool3;
-typedef int4 bool4;
 
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
@@ -134,9 +127,6 @@ using ::vec;
   using ::T##3;            \
   using ::T##4;
 MSL_FOR_NUMBERS(MSL_USE_VECTORS)
-using ::bool2;
-using ::bool3;
-using ::bool4;
 
 template <class T, class A>
 MSL_INLINE T as_type(A value) {

@@ -2,25 +2,6 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// out[group] = sum of the group's share of x. Threads: any multiple of 32.
-kernel void reduce_sum(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
-                       constant uint& n [[buffer(2)]], uint position [[thread_position_in_grid]],
-                       uint threads [[threads_per_grid]], uint group [[threadgroup_position_in_grid]],
-                       ushort lane [[thread_index_in_simdgroup]],
-                       ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                       ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float partial[32];
-  float sum = 0;
-  for (uint i = position; i < n; i += threads) sum += x[i];
-  sum = simd_sum(sum);
-  if (lane == 0) partial[simdgroup] = sum;
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (simdgroup == 0) {
-    sum = simd_sum(lane < simdgroups ? partial[lane] : 0.0f);
-    if (lane == 0) out[group] = sum;
-  }
-}
-
 // out[i] = the sum of x plus the sum of squares, one value per thread. If `planted`, memory is written again
 // before all have read it.
 kernel void reduce_twice(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
