@@ -155,6 +155,10 @@ def test_untracked_buffers_require_a_fence_between_encoders(library: KernelLibra
     with pytest.raises(emulator.ValidationError, match=r"dispatch 1, buffer\(0\) 'x'.*with no fence between"):
         untracked.encode(command_buffer, "load")
     untracked.encode(command_buffer, "load", offset=32)
+    blit = command_buffer.blit_encoder()
+    with pytest.raises(emulator.ValidationError, match='copyFromBuffer, source = "untracked" reads'):
+        blit.copy(untracked.buffer, 0, untracked.target, 0, 16)
+    blit.end()
 
 
 def test_untracked_buffers_require_a_wait_between_command_buffers(

@@ -27,13 +27,6 @@ def test_all_devices_are_the_same_object(metal_testing: Any, device: Any, emulat
     assert other.name == device.name
 
 
-@pytest.mark.parametrize(("family", "last"), [(7, 1007), (9, 1009)])
-def test_device_has_the_configured_family(device: Any, emulator: Any, family: int, last: int) -> None:
-    emulator.set_limits(emulator.Limits(apple_family=family))
-    assert [f for f in range(1001, 1011) if device.supports_family(f)] == list(range(1001, last + 1))
-    assert not device.supports_family(4001)
-
-
 def test_shared_buffers_are_zeroed_and_visible(device: Any, emulator: Any) -> None:
     buffer = device.new_buffer(1000, label="x")
     (info,) = emulator.live_buffers()
@@ -105,14 +98,6 @@ def test_the_deallocator_runs_when_the_buffer_is_released(device: Any, emulator:
     del buffer
     assert emulator.live_buffers() == []
     assert alive() is None
-
-
-def test_a_failed_allocation_returns_nil(device: Any, emulator: Any) -> None:
-    emulator.fail_allocation(2)
-    first = device.new_buffer(16)
-    with pytest.raises(MemoryError):
-        device.new_buffer(16)
-    assert device.new_buffer(16).length == first.length
 
 
 def test_library_lists_its_functions(library: KernelLibrary) -> None:
@@ -209,19 +194,6 @@ def test_a_retained_pipeline_lives_until_the_command_buffer_completes(
     assert "EmulatorComputePipeline" not in emulator.live_objects_by_class()
 
 
-def test_an_injected_fault_fails_only_its_command_buffer(
-    device: Any, library: KernelLibrary, emulator: Any
-) -> None:
-    emulator.fail_command_buffer(2, "out of luck", code=8)
-    for expected in ("completed", "error", "completed"):
-        command_buffer = library.queue.command_buffer()
-        command_buffer.commit()
-        command_buffer.wait()
-        assert command_buffer.status == expected
-        if expected == "error":
-            assert (command_buffer.error, command_buffer.error_code) == ("out of luck", 8)
-
-
 def test_dispatches_before_a_fault_take_effect(device: Any, library: KernelLibrary, emulator: Any) -> None:
     buffer = device.new_buffer(8)
     emulator.fail_command_buffer(1, "half way", dispatches=1)
@@ -230,18 +202,6 @@ def test_dispatches_before_a_fault_take_effect(device: Any, library: KernelLibra
             library.encode(encoder, "store", [buffer, u32(position), u32(9)], threads=1)
     assert command_buffer.error == "half way"
     assert buffer.contents.view(np.uint32).tolist() == [9, 0]
-
-
-def test_a_refused_commit_throws_and_the_next_succeeds(
-    library: KernelLibrary, emulator: Any, metal_testing: Any
-) -> None:
-    emulator.refuse_commit(2, "no more")
-    x, y = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
-    library.dispatch("add", [x, x, y], groups=1, threads=8)
-    with pytest.raises(metal_testing.emulator.ValidationError, match="commit: no more"):
-        library.dispatch("add", [x, x, np.zeros_like(y)], groups=1, threads=8)
-    library.dispatch("add", [x, x, np.zeros_like(y)], groups=1, threads=8)
-    np.testing.assert_array_equal(y, 2 * x)
 
 
 def test_fast_exponentials_have_the_maximum_error_on_request(library: KernelLibrary, emulator: Any) -> None:
@@ -340,27 +300,3 @@ def test_checked_mode_counts_the_bytes_of_each_binding(
     ]
     unique = [(binding.unique_bytes_read, binding.unique_bytes_written) for binding in bindings]
     assert unique == [(400, 0), (400, 0), (0, 400)]
-
-
-def test_counters_count(library: KernelLibrary, emulator: Any) -> None:
-    before = emulator.counters()
-    counts = (before.command_buffers, before.dispatches, before.buffers)
-    library.dispatch("add", [np.ones(4, np.float32)] * 3, groups=1, threads=4)
-    after = emulator.counters()
-    assert (after.command_buffers, after.dispatches, after.buffers) == (
-        counts[0] + 1,
-        counts[1] + 1,
-        counts[2] + 3,
-    )
-
-
-def test_ten_thousand_objects_leave_nothing_behind(
-    device: Any, library: KernelLibrary, emulator: Any
-) -> None:
-    before = emulator.live_objects()
-    for _ in range(1000):
-        with encoded(library.queue, "blit") as (command_buffer, encoder):
-            encoder.fill(device.new_buffer(64), 0, 64, 1)
-        del command_buffer, encoder
-    assert emulator.live_objects() == before
-    assert emulator.live_buffers() == []

@@ -15,43 +15,6 @@ EMULATOR = HERE.parent
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("clang")]
 
-HEADER = ".version 7.8\n.target sm_80\n.address_size 64\n"
-ASSEMBLY = (
-    HEADER
-    + """
-	// .globl	first
-.extern .shared .align 16 .b8 msl_threadgroup_memory[];
-.shared .align 16 .b8 staged[64];
-.shared .align 16 .b8 unused[64];
-.global .align 4 .b8 table[8] = {1, 2, 3, 4, 5, 6, 7, 8};
-.func (.param .b32 func_retval0) helper
-(
-	.param .b32 helper_param_0
-)
-{
-	ld.global.u32 	%r1, [table];
-	ret;
-}
-.visible .entry first(
-	.param .align 16 .b8 first_param_0[64]
-)
-{
-	{
-	call.uni (retval0), helper, (param0);
-	}
-	ret;
-}
-.visible .entry second(
-	.param .align 16 .b8 second_param_0[64]
-)
-{
-	mov.u32 	%r1, staged;  // of this kernel
-	// await
-	ret;
-}
-"""
-)
-
 
 def compile_source(path: Path, folder: Path) -> dict[str, str]:
     """Return the modules of a Metal source."""
@@ -69,26 +32,34 @@ def write(folder: Path, body: str) -> Path:
     return path
 
 
-def test_each_entry_has_a_module_with_its_dependencies() -> None:
-    modules = ptx.split(ASSEMBLY, "some.metal")
-    assert list(modules) == ["first", "second"]
-    assert all(module.startswith(HEADER) for module in modules.values())
-    assert "helper_param_0" in modules["first"]
-    assert "table[8]" in modules["first"]
-    assert "staged" not in modules["first"]
-    assert "staged[64]" in modules["second"]
-    assert "// await" in modules["second"]
-    assert "table" not in modules["second"]
-    assert "of this kernel" not in modules["second"]
-    assert not any("unused" in module for module in modules.values())
+def test_each_entry_has_a_module_with_its_variables_alone(tmp_path: Path) -> None:
+    modules = compile_source(
+        write(tmp_path, """
+constant uint table[5] = {3, 1, 4, 1, 5};
+kernel void first(device uint* x [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {
+  x[i] = table[x[i]];
+}
+kernel void second(device uint* x [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {
+  threadgroup uint staged[64];
+  staged[i] = x[i];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  x[i] = staged[63 - i];
+}"""), tmp_path,
+    )  # fmt: skip
+    for entry, variable, other in (
+        ("kernel_0_values", "table", "staged"),
+        ("kernel_1_values", "staged", "table"),
+    ):
+        assert re.search(rf"^\.(global|shared) .*{variable}\w*\[", modules[entry], re.M)
+        assert modules[entry].count(variable) > 1, "it is used"
+        assert other not in modules[entry]
 
 
 def test_undefined_symbols_are_rejected() -> None:
-    declaration = ".extern .func (.param .b32 r) expf\n(\n\t.param .b32 p\n)\n;\n"
-    declared = ASSEMBLY.replace(".func (.param", declaration + ".func (.param")
-    assert ptx.split(declared, "some.metal")
+    declared = ".version 7.8\n.extern .func expf\n;\n.visible .entry first(\n)\n{\n\tret;\n}\n"
+    assert list(ptx.split(declared, "some.metal")) == ["first"]
     with pytest.raises(SourceError, match=r"some.metal: first needs 'expf', which is defined nowhere"):
-        ptx.split(declared.replace("[table]", "[expf]"), "some.metal")
+        ptx.split(declared.replace("ret", "call expf"), "some.metal")
 
 
 def test_parameters_have_the_offsets_that_the_executor_uses(tmp_path: Path) -> None:
