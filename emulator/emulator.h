@@ -45,8 +45,8 @@ Counters counters();
 // Faults, each of which occurs once. `nth` counts from 1, which is the next call.
 void fail_allocation(int nth);  // newBuffer… returns nil
 bool allocation_will_fail();    // whether the failure is still pending
-// The command buffer runs `dispatches` of its dispatches, then fails with MTLCommandBufferErrorDomain `code`.
-void fail_command_buffer(int nth, const std::string& message, long code = 1, int dispatches = 0);
+// The command buffer runs `dispatches` of its dispatches, then fails.
+void fail_command_buffer(int nth, const std::string& message, int dispatches = 0);
 void refuse_commit(int nth, const std::string& message);  // commit throws a ValidationError
 void lose_residency();                                    // the next residency set that is used has lapsed
 void clear_faults();

@@ -136,7 +136,7 @@ void bind_emulator(nb::module_& m) {
   m.def("fail_allocation", &fail_allocation, "nth"_a = 1);
   m.def("allocation_will_fail", &allocation_will_fail);
   m.def("fail_command_buffer", &fail_command_buffer, "nth"_a = 1, "message"_a = "injected fault",
-        "code"_a = 1, "dispatches"_a = 0);
+        "dispatches"_a = 0);
   m.def("refuse_commit", &refuse_commit, "nth"_a = 1, "message"_a = "injected fault");
   m.def("lose_residency", &lose_residency);
   m.def("clear_faults", &clear_faults);

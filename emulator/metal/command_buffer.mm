@@ -125,29 +125,33 @@ bool keeps_history() {
   state.begin_work();
   // Checks after the commands have run need them.
   Commands commands = _describes ? _commands : std::exchange(_commands, {});
-  auto fault = locked([](State& state) { return state.command_buffer_fault_.next(); });
-  if (fault) truncate(commands, fault->dispatches);
+  std::string failure;
+  if (const auto fault = locked([](State& state) { return state.command_buffer_fault_.next(); })) {
+    truncate(commands, fault->dispatches);
+    failure = fault->message;
+  }
   if (!limits.barriers) reorder(commands);
   if (limits.out_of_memory) {
     if (const std::string excess = find_excess(commands, limits.working_set_bytes); !excess.empty()) {
-      fault = CommandBufferFault{excess, MTLCommandBufferErrorOutOfMemory, 0};
+      failure = excess;
       commands.clear();
     }
   }
   if (!limits.wrong_kernels.empty()) plant_mistakes(commands, limits.wrong_kernels);
   // The object lives until the commands have completed, and is released before the work counts as done.
-  state.executor().submit(std::move(commands), [object = self, fault](const Completion& completion) mutable {
-    const WorkerScope scope;
-    {
-      const AutoreleasePool pool;
-      [object finish:completion fault:fault];
-      object = nil;
-    }
-    State::get().end_work();
-  });
+  state.executor().submit(std::move(commands),
+                          [object = self, failure](const Completion& completion) mutable {
+                            const WorkerScope scope;
+                            {
+                              const AutoreleasePool pool;
+                              [object finish:completion failure:failure];
+                              object = nil;
+                            }
+                            State::get().end_work();
+                          });
 }
 
-- (void)finish:(const Completion&)completion fault:(const std::optional<CommandBufferFault>&)fault {
+- (void)finish:(const Completion&)completion failure:(const std::string&)failure {
   std::string message = completion.error;
   NSInteger code = MTLCommandBufferErrorInternal;
   if (message.empty() && State::get().validates()) message = find_misuse(_commands);
@@ -157,10 +161,7 @@ bool keeps_history() {
     message = find_timeout(_commands, completion.statistics, limits().watchdog_steps);
     if (!message.empty()) code = MTLCommandBufferErrorTimeout;
   }
-  if (message.empty() && fault) {
-    message = fault->message;
-    code = fault->code;
-  }
+  if (message.empty()) message = failure;
   if (keeps_history()) {
     CommandBufferRecord record{
         to_string(self.label), message, static_cast<bool>(_retained), _aheadOfHost, {}};

@@ -220,8 +220,8 @@ void fail_allocation(int nth) {
 bool allocation_will_fail() {
   return locked([](State& state) { return state.allocation_fault_.calls > 0; });
 }
-void fail_command_buffer(int nth, const std::string& message, long code, int dispatches) {
-  locked([&](State& state) { state.command_buffer_fault_ = {nth, {message, code, dispatches}}; });
+void fail_command_buffer(int nth, const std::string& message, int dispatches) {
+  locked([&](State& state) { state.command_buffer_fault_ = {nth, {message, dispatches}}; });
 }
 void refuse_commit(int nth, const std::string& message) {
   locked([&](State& state) { state.commit_refusal_ = {nth, message}; });

@@ -26,7 +26,6 @@ struct PlannedFault {
 
 struct CommandBufferFault {
   std::string message;
-  long code = 0;
   int dispatches = 0;
 };
 

@@ -80,10 +80,10 @@ def compile_unit(cpp: Path, output: Path, metal_version: int, checked: bool, fla
     run(command)
 
 
-def compile_ptx(cpp: Path, metal_version: int, flags: list[str], name: str) -> dict[str, str]:
+def compile_ptx(cpp: Path, metal_version: int, name: str) -> dict[str, str]:
     """Return the modules of a translated source for NVIDIA GPUs by the names of their entries."""
     command = [find_clang(), *PTX_FLAGS, f"-D__METAL_VERSION__={metal_version}", "-I", str(HERE / "shim"),
-               "-I", str(HERE.parent / "cuda"), *flags, str(cpp), "-o", "-"]  # fmt: skip
+               "-I", str(HERE.parent / "cuda"), str(cpp), "-o", "-"]  # fmt: skip
     return ptx.split(run(command), name)
 
 
@@ -124,9 +124,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--depfile", help="write a Make rule with the files that are read")
     parser.add_argument("--checked", action="store_true", help="let every memory access call the executor")
     parser.add_argument("--sanitize", default="", metavar="LIST", help="such as address,undefined or thread")
-    parser.add_argument(
-        "--flag", dest="flags", action="append", default=[], help="more flags of the compiler"
-    )
     options = parser.parse_args(arguments)
     macros = flags_of(options)
     if options.depfile:
@@ -148,19 +145,14 @@ def main(arguments: list[str] | None = None) -> int:
         cpp = options.output.with_name(f"{options.output.name}.cpp")
         cpp.write_text(text, encoding="utf-8")
         if options.ptx:
-            modules = compile_ptx(cpp, options.metal_version, options.flags, options.source.name)
+            modules = compile_ptx(cpp, options.metal_version, options.source.name)
             if options.output.suffix == ".ptx":
                 options.output.write_text("".join(modules.values()), encoding="utf-8")
             else:
                 embed_ptx(modules, options.source, options.output)
             return 0
-        compile_unit(
-            cpp,
-            options.output,
-            options.metal_version,
-            options.checked,
-            [*sanitizer_flags(options.sanitize), *options.flags],
-        )
+        flags = sanitizer_flags(options.sanitize)
+        compile_unit(cpp, options.output, options.metal_version, options.checked, flags)
     except SourceError as error:
         print(error, file=sys.stderr)
         return 1

@@ -44,7 +44,6 @@ void bind_command_buffer(nb::module_& m) {
       .def_prop_ro(
           "error",
           [](const CommandBuffer& self) { return to_string(self.object.error.localizedDescription); }, kPool)
-      .def_prop_ro("error_code", [](const CommandBuffer& self) { return self.object.error.code; })
       .def_prop_ro("gpu_start", [](const CommandBuffer& self) { return self.object.GPUStartTime; })
       .def_prop_ro("gpu_end", [](const CommandBuffer& self) { return self.object.GPUEndTime; })
       .def(

@@ -20,7 +20,7 @@ def compile_source(path: Path, folder: Path) -> dict[str, str]:
     """Return the modules of a Metal source."""
     cpp = folder / "unit.cpp"
     cpp.write_text(translate(path, "ptx", 300, []))
-    return compile_ptx(cpp, 300, [], path.name)
+    return compile_ptx(cpp, 300, path.name)
 
 
 def write(folder: Path, body: str) -> Path:

@@ -153,5 +153,5 @@ def test_products_compile_for_nvidia_gpus(tmp_path: Path) -> None:
     source = tmp_path / "k.metal"
     source.write_text(HEAD + PRODUCT.format(**RIGHT))
     cpp.write_text(translate(source, "ptx", 400, []))
-    modules = compile_ptx(cpp, 400, [], source.name)
+    modules = compile_ptx(cpp, 400, source.name)
     assert [".visible .entry" in module for module in modules.values()] == [True, True]

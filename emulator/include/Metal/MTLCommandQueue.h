@@ -21,7 +21,6 @@ FOUNDATION_EXPORT NSErrorDomain const MTLCommandBufferErrorDomain;
 typedef NS_ERROR_ENUM(MTLCommandBufferErrorDomain, MTLCommandBufferError){
     MTLCommandBufferErrorInternal = 1,
     MTLCommandBufferErrorTimeout = 2,
-    MTLCommandBufferErrorOutOfMemory = 8,
 };
 
 @protocol MTLCommandBuffer <NSObject>
