@@ -69,12 +69,12 @@ void* map_inaccessible(std::size_t bytes) {
 }
 
 // Maps shared pages again, with a guard after them; null if they cannot be mapped twice.
-void* map_again(void* memory, std::size_t bytes) {
+char* map_again(void* memory, std::size_t bytes) {
   void* place = map_inaccessible(bytes + kGuardBytes);
   if (!place) return nullptr;
   // An old size of zero duplicates the mapping, which only MAP_SHARED supports.
   void* view = mremap(memory, 0, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, place);
-  if (view != MAP_FAILED) return view;
+  if (view != MAP_FAILED) return static_cast<char*>(view);
   munmap(place, bytes + kGuardBytes);
   return nullptr;
 }
@@ -149,23 +149,22 @@ class FreeMappings {
 // Further mappings of whole pages, created on first use. Private pages are then replaced by shared ones.
 class Views {
  public:
-  Views(char* memory, std::size_t bytes, bool shared = true)
-      : memory_(memory), bytes_(bytes), shared_(shared) {}
+  Views(char* memory, std::size_t bytes, bool shared) : memory_(memory), bytes_(bytes), shared_(shared) {}
   Views(const Views&) = delete;
   Views& operator=(const Views&) = delete;
   ~Views() {
-    for (void* view : views_) munmap(view, bytes_ + kGuardBytes);
+    for (char* view : views_) munmap(view, bytes_ + kGuardBytes);
   }
   // Null if the pages cannot be mapped twice.
   char* get(std::size_t number) {
     std::lock_guard lock(mutex_);
     if (!shared_ && !share()) return nullptr;
     while (views_.size() < number) {
-      void* view = map_again(memory_, bytes_);
+      char* view = map_again(memory_, bytes_);
       if (!view) return nullptr;
       views_.push_back(view);
     }
-    return static_cast<char*>(views_[number - 1]);
+    return views_[number - 1];
   }
 
  private:
@@ -184,13 +183,14 @@ class Views {
   const std::size_t bytes_;
   bool shared_;
   std::mutex mutex_;
-  std::vector<void*> views_;
+  std::vector<char*> views_;
 };
 
+// Pages followed by a guard. Shared pages can be mapped twice; reusable ones may become those of later buffers.
 class GuardedAllocation final : public Allocation {
  public:
-  GuardedAllocation(char* mapping, std::size_t data_bytes, std::size_t length, bool shared)
-      : mapping_(mapping), data_bytes_(data_bytes), shared_(shared), views_(mapping, data_bytes, shared) {
+  GuardedAllocation(char* mapping, std::size_t data_bytes, std::size_t length, bool shared, bool reusable)
+      : mapping_(mapping), data_bytes_(data_bytes), reusable_(reusable), views_(mapping, data_bytes, shared) {
     bytes = length;
     first_ = mapping + data_bytes - round_up(length, kAlignment);
     std::memset(first_ + length, kCanary, slack());
@@ -202,7 +202,7 @@ class GuardedAllocation final : public Allocation {
   ~GuardedAllocation() override {
     the_only<Guards>().remove(mapping_ + data_bytes_, kGuardBytes);
     ASAN_UNPOISON_MEMORY_REGION(first_ + bytes, slack());
-    if (shared_ && the_only<FreeMappings>().keep(mapping_, data_bytes_)) return;
+    if (reusable_ && the_only<FreeMappings>().keep(mapping_, data_bytes_)) return;
     munmap(mapping_, data_bytes_ + kGuardBytes);
   }
   void* host() override { return first_; }
@@ -224,33 +224,19 @@ class GuardedAllocation final : public Allocation {
 
   char* const mapping_;
   const std::size_t data_bytes_;
-  const bool shared_;
+  const bool reusable_;
   char* first_;
   Views views_;
 };
 
-// The caller's pages, accessed through a second mapping if `view` is not null.
-class WrappedAllocation final : public Allocation {
+// The caller's memory itself.
+class UnguardedAllocation final : public Allocation {
  public:
-  WrappedAllocation(void* memory, void* view, std::size_t length)
-      : memory_(memory), view_(view), views_(static_cast<char*>(view), length) {
-    bytes = length;
-    if (view_) the_only<Guards>().add(static_cast<char*>(view_) + bytes, kGuardBytes, this);
-  }
-  WrappedAllocation(const WrappedAllocation&) = delete;
-  WrappedAllocation& operator=(const WrappedAllocation&) = delete;
-  ~WrappedAllocation() override {
-    if (!view_) return;
-    the_only<Guards>().remove(static_cast<char*>(view_) + bytes, kGuardBytes);
-    munmap(view_, bytes + kGuardBytes);
-  }
-  void* host() override { return view_ ? view_ : memory_; }
-  void* view(std::size_t number) override { return view_ ? views_.get(number) : nullptr; }
+  UnguardedAllocation(void* memory, std::size_t length) : memory_(memory) { bytes = length; }
+  void* host() override { return memory_; }
 
  private:
   void* const memory_;
-  void* const view_;
-  Views views_;
 };
 
 // Written by the signal handler for `landing`, which runs instead of the faulting instruction.
@@ -356,7 +342,7 @@ std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fil
   if (shared && (fill != 0xff || !large)) {
     if (char* mapping = the_only<FreeMappings>().take(data_bytes)) {
       std::memset(mapping, fill, data_bytes);
-      return std::make_shared<GuardedAllocation>(mapping, data_bytes, bytes, true);
+      return std::make_shared<GuardedAllocation>(mapping, data_bytes, bytes, true, true);
     }
   }
   auto* mapping = static_cast<char*>(map_inaccessible(data_bytes + kGuardBytes));
@@ -369,14 +355,16 @@ std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fil
     return nullptr;
   }
   const bool lazy = fill == 0xff && large && map_filled(mapping, data_bytes);
-  auto allocation = std::make_shared<GuardedAllocation>(mapping, data_bytes, bytes, shared && !lazy);
+  const bool reusable = shared && !lazy;
+  auto allocation = std::make_shared<GuardedAllocation>(mapping, data_bytes, bytes, reusable, reusable);
   if (fill != 0 && !lazy) std::memset(allocation->host(), fill, bytes);  // new pages are zero
   return allocation;
 }
 
 std::shared_ptr<Allocation> wrap_memory(void* memory, std::size_t bytes, bool guarded) {
-  void* view = guarded ? map_again(memory, bytes) : nullptr;
-  return std::make_shared<WrappedAllocation>(memory, view, bytes);
+  char* view = guarded ? map_again(memory, bytes) : nullptr;
+  if (!view) return std::make_shared<UnguardedAllocation>(memory, bytes);
+  return std::make_shared<GuardedAllocation>(view, bytes, bytes, true, false);
 }
 
 void set_guard_handler(GuardHandler handler) {

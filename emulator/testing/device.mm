@@ -13,6 +13,10 @@
 #include <optional>
 #include <vector>
 
+// Tests call what a Mac has, old and new, without a guard for each call.
+#pragma clang diagnostic ignored "-Wdeprecated-declarations"
+#pragma clang diagnostic ignored "-Wunguarded-availability-new"
+
 using namespace nanobind::literals;
 
 namespace metal_testing {
@@ -85,19 +89,13 @@ Library new_library(const Device& self, const std::string& source,
                     const std::map<std::string, std::string>& macros, bool fast_math,
                     std::optional<std::tuple<int, int>> language) {
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
-#pragma clang diagnostic push
-#pragma clang diagnostic ignored "-Wdeprecated-declarations"
   options.fastMathEnabled = fast_math;
-#pragma clang diagnostic pop
 #if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
-#pragma clang diagnostic push
-#pragma clang diagnostic ignored "-Wunguarded-availability-new"
   if ([options respondsToSelector:@selector(setMathFloatingPointFunctions:)]) {
     options.mathMode = fast_math ? MTLMathModeFast : MTLMathModeSafe;
     options.mathFloatingPointFunctions =
         fast_math ? MTLMathFloatingPointFunctionsFast : MTLMathFloatingPointFunctionsPrecise;
   }
-#pragma clang diagnostic pop
 #endif
   if (language)
     options.languageVersion = MTLLanguageVersion((std::get<0>(*language) << 16) + std::get<1>(*language));
@@ -183,8 +181,6 @@ Pipeline archived_pipeline(const Device& self, const Function& function, const A
 }
 
 #if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
-#pragma clang diagnostic ignored "-Wunguarded-availability-new"
-
 id<MTLResidencySet> set_of(const ResidencySet& self) {
   return self.object;
 }
