@@ -36,7 +36,7 @@ def check_table(program: Program) -> str:
     lines = []
     for entry in program.instantiations:
         described = ", ".join(parameter(a) for a in entry.kernel.arguments)
-        lines.append(f'#line {entry.line} "{entry.file}"')
+        lines.append(f'#line {entry.place.line} "{entry.place.file}"')
         arguments = f"decltype({entry.expression})" + (f", {described}" if described else "")
         lines.append(f'static_assert(::msl::Checked<{arguments}>::value, "{entry.host_name}");')
     return "\n".join(lines) + "\n"
@@ -58,7 +58,7 @@ def cpu_table(program: Program, name: str, source: str, macros: Macros, selected
     rows = []
     for number, entry in enumerate(program.instantiations):
         described = "".join(f", {parameter(a)}" for a in entry.kernel.arguments)
-        lines.append(f'#line {entry.line} "{entry.file}"')
+        lines.append(f'#line {entry.place.line} "{entry.place.file}"')
         lines.append(f"using Entry{number} = ::msl::Entry<&{entry.expression}{described}>;")
         lines += _arguments(entry, number)
         bindings = sum(a.kind in ("buffer", "threadgroup") for a in entry.kernel.arguments)
@@ -89,7 +89,7 @@ def ptx_table(program: Program) -> str:
     for number, entry in enumerate(program.instantiations):
         described = "".join(f", {parameter(a)}" for a in entry.kernel.arguments)
         constants = sum(1 << i for i, a in enumerate(entry.kernel.arguments) if a.space == "constant")
-        lines.append(f'#line {entry.line} "{entry.file}"')
+        lines.append(f'#line {entry.place.line} "{entry.place.file}"')
         lines.append(f"MSL_ENTRY({number}, &{entry.expression}, {constants}u{described})")
     return "\n".join(lines) + "\n"
 

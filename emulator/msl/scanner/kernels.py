@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from .attributes import Attribute, attributes, evaluate
 from .declarations import Declaration
-from .tokens import SourceError, TokenList
+from .tokens import SourceError, Token, TokenList
 
 SPACES = ("device", "constant", "threadgroup", "thread")
 BUILTINS = (
@@ -42,8 +42,7 @@ class Kernel:
 
     name: str
     scope: tuple[str, ...]
-    file: str
-    line: int
+    place: Token  # the first one
     arguments: list[Argument]
     declaration: Declaration
     max_threads: int
@@ -62,8 +61,7 @@ class Instantiation:
 
     host_name: str
     expression: str
-    line: int
-    file: str
+    place: Token
     kernel: Kernel
 
 
@@ -85,18 +83,14 @@ def analyze(tokens: TokenList, found: list[Declaration]) -> Program:
     for kernel in program.kernels:
         if kernel.template_arguments is None:
             host_name = kernel.host_name or kernel.name
-            program.instantiations.append(
-                Instantiation(host_name, kernel.path, kernel.line, kernel.file, kernel)
-            )
+            program.instantiations.append(Instantiation(host_name, kernel.path, kernel.place, kernel))
     for declaration in found:
         if declaration.instantiation and is_kernel(tokens, declaration):
             program.instantiations.append(_instantiation(tokens, declaration, by_name))
     names: dict[str, Instantiation] = {}
     for instantiation in program.instantiations:
         if instantiation.host_name in names:
-            raise tokens[instantiation.kernel.declaration.begin].error(
-                f"two kernels named '{instantiation.host_name}'"
-            )
+            raise instantiation.place.error(f"two kernels named '{instantiation.host_name}'")
         names[instantiation.host_name] = instantiation
     return program
 
@@ -128,7 +122,6 @@ def _kernel(tokens: TokenList, declaration: Declaration) -> Kernel:
     assert declaration.parameters is not None
     opening, closing = declaration.parameters
     name = tokens.at(opening - 1)
-    first = tokens[declaration.head]
     if tokens.at(opening - 2) != "void":
         raise tokens[opening - 1].error(f"kernel '{name}' must return void")
     max_threads = 0
@@ -146,8 +139,7 @@ def _kernel(tokens: TokenList, declaration: Declaration) -> Kernel:
     return Kernel(
         name,
         declaration.scope,
-        first.file,
-        first.line,
+        tokens[declaration.head],
         arguments,
         declaration,
         max_threads,
@@ -234,14 +226,12 @@ def _instantiation(tokens: TokenList, declaration: Declaration, kernels: dict[st
         closing = tokens.closing_angle(index)
         if closing is None or tokens.at(index - 1) not in kernels or tokens.at(closing + 1) not in ("(", ";"):
             continue
-        first = tokens[index - 1]
-        kernel = kernels[first.text]
+        kernel = kernels[tokens.at(index - 1)]
         host_name = _host_name(_head_attributes(tokens, declaration))
         return Instantiation(
             host_name or kernel.name + tokens.text(index, closing + 1),
             kernel.path + tokens.written(index, closing + 1),
-            first.line,
-            first.file,
+            tokens[index - 1],
             kernel,
         )
     raise tokens[declaration.begin].error("instantiation of an unknown kernel template")
