@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compile a Metal source for an executor: to C++, to assembly for NVIDIA GPUs, or to an object.
+"""Compile a Metal source for an executor: to an object, or to assembly for NVIDIA GPUs.
 
 Examples
 --------
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path)
-    parser.add_argument("-o", "--output", type=Path, required=True, help=".cpp: only translate")
+    parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--ptx", action="store_true", help="for NVIDIA GPUs; -o .ptx: only compile")
     add_options(parser)
     parser.add_argument("--guard", help="macro that omits all kernels that no --select restores")
@@ -138,9 +138,6 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if options.sanitize:
             text = without_unrolling(text)
-        if options.output.suffix == ".cpp":
-            options.output.write_text(text, encoding="utf-8")
-            return 0
         # Compiled where it stays: compilers' caches compare paths.
         cpp = options.output.with_name(f"{options.output.name}.cpp")
         cpp.write_text(text, encoding="utf-8")
