@@ -4,7 +4,6 @@ The driver compiles a module when it is loaded. With a module for each kernel it
 """
 
 import re
-from dataclasses import dataclass
 
 from .tokens import SourceError
 
@@ -12,22 +11,10 @@ from .tokens import SourceError
 AWAIT = "// await"
 NAME = re.compile(r"[A-Za-z_$%][\w$]*")
 ENTRY = re.compile(r"\.entry\s+(\w+)")
-FUNCTION = re.compile(r"\.func\b(?:\s*\([^)]*\))?\s*([\w$]+)")
 VARIABLES = (".global", ".const", ".visible .global", ".visible .const")
 VARIABLE = re.compile(
     r"\.(?:global|shared|const)\b.*?([A-Za-z_$][\w$]*)\s*(?:\[[^\]]*\])*\s*(?:=.*)?;\s*$", re.S
 )
-
-
-@dataclass(slots=True)
-class _Item:
-    name: str
-    text: str
-    entry: bool
-    external: bool
-
-    def names(self) -> set[str]:
-        return set(NAME.findall(self.text))
 
 
 def _statements(assembly: str) -> list[str]:
@@ -49,41 +36,32 @@ def _statements(assembly: str) -> list[str]:
 
 
 def split(assembly: str, source: str) -> dict[str, str]:
-    """Return for the name of each entry a module with all that it needs, and nothing else.
+    """Return for the name of each entry a module with its variables, and nothing else.
 
     Raises
     ------
     SourceError
-        An entry needs a function that no GPU and no header has, such as one of the C library.
+        There is a function: kernels contain all that they call, so that this one has no definition, such as
+        one of the C library.
     """
     header: list[str] = []
     rest: list[str] = []
     for line in assembly.splitlines():
         directive = line.lstrip().startswith((".version", ".target", ".address_size"))
         (header if directive else rest).append(line)
-    items: dict[str, _Item] = {}
+    entries: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for text in _statements("\n".join(rest)):
         head = text.split("{", 1)[0]
         if match := ENTRY.search(head):
-            items[match[1]] = _Item(match[1], text, True, False)
-        elif match := FUNCTION.search(head) or VARIABLE.search(text):
-            known = items.get(match[1])
-            declaration = text.endswith(";") and ".func" in head
-            if known and declaration:
-                continue
-            external = ".extern" in head and "msl_threadgroup_memory" not in text
-            items[match[1]] = _Item(match[1], text, False, external)
+            entries[match[1]] = text
+        elif match := VARIABLE.search(text):
+            variables[match[1]] = text
         else:
-            raise SourceError(f"{source}: not understood in the assembly: {text[:200]}")
+            raise SourceError(f"{source}: neither a kernel nor a variable in the assembly: {text[:200]}")
     modules = {}
-    for entry in (item for item in items.values() if item.entry):
-        needed, pending = {entry.name}, [entry]
-        while pending:
-            for name in pending.pop().names() & items.keys() - needed:
-                if items[name].external:
-                    raise SourceError(f"{source}: {entry.name} needs '{name}', which is defined nowhere")
-                needed.add(name)
-                pending.append(items[name])
-        body = "\n".join(item.text for item in items.values() if item.name in needed)
-        modules[entry.name] = "\n".join([*header, body]) + "\n"
+    for entry, body in entries.items():
+        names = set(NAME.findall(body))
+        needed = [text for name, text in variables.items() if name in names]
+        modules[entry] = "\n".join([*header, *needed, body]) + "\n"
     return modules
