@@ -19,7 +19,7 @@ namespace metal_emulator {
 template <typename Details>
 struct PlannedFault {
   int calls = 0;  // until the one that fails; 0: none fails
-  Details details;
+  Details details{};
 
   std::optional<Details> next() { return calls > 0 && --calls == 0 ? std::optional(details) : std::nullopt; }
 };
