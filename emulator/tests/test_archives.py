@@ -105,9 +105,3 @@ def test_memory_is_resident_after_commit_and_request(device: Any, emulator: Any)
     residency.request()
     del residency
     assert emulator.resident_bytes() == 0
-
-
-def test_systems_without_residency_sets_return_none(device: Any, emulator: Any) -> None:
-    emulator.set_limits(emulator.Limits(residency_sets=False))
-    with pytest.raises(RuntimeError, match="no residency sets"):
-        device.new_residency_set()

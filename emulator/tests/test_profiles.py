@@ -12,6 +12,7 @@ KERNELS = Path(__file__).parent / "kernels"
 
 
 def test_a_custom_name_does_not_hide_the_emulator(device: Any, emulator: Any) -> None:
+    assert "emulator" in device.name.lower()
     emulator.set_limits(emulator.Limits(name="Apple Paravirtual device", apple_family=5))
     assert device.name.startswith("Apple Paravirtual device (")
     assert "emulator" in device.name.lower()
