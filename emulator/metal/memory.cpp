@@ -186,7 +186,8 @@ class Views {
   std::vector<char*> views_;
 };
 
-// Pages followed by a guard. Shared pages can be mapped twice; reusable ones may become those of later buffers.
+// Pages followed by a guard. Shared pages can be mapped twice; reusable ones may become those of later
+// buffers.
 class GuardedAllocation final : public Allocation {
  public:
   GuardedAllocation(char* mapping, std::size_t data_bytes, std::size_t length, bool shared, bool reusable)
