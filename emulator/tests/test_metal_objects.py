@@ -41,6 +41,13 @@ def test_a_buffer_has_no_contents_of_freed_ones(device: Any) -> None:
         buffer.release()
 
 
+def test_later_buffers_do_not_get_the_memory_of_no_copy_buffers(device: Any) -> None:
+    memory = page_aligned(11)
+    device.new_buffer_no_copy(memory).release()
+    device.new_buffer(11 * PAGE).contents[:] = 7
+    assert not memory.any()
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_process_does_not_change_buffers_of_its_parent(device: Any) -> None:
     device.new_buffer(5 * PAGE).release()
