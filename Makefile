@@ -20,7 +20,7 @@ NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shade
 help: ## prints this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## installs clang 19, qemu and cross libraries where it can, and says in one line what it found, installs or misses
+setup: ## installs clang 19, qemu and cross libraries where it can, and reports in one line what it found, installed or lacks
 	@tools/build/setup_packages.sh
 
 # That of Apple's command-line tools is 3.9, with which pip fails minutes later.

@@ -134,6 +134,13 @@ def test_prompts_of_a_folder_and_of_the_caller(tmp_path: Path) -> None:
         st.SentenceTransformer(folder.path, default_prompt_name="x", device="cpu")
 
 
+def test_queries_and_documents_need_no_prompts(demo_path: Path) -> None:
+    model = st.MultiVectorEncoder(str(demo_path))  # whose file and card define none
+    vectors = [model.encode_query("a king"), model.encode_document("a king"), model.encode("a king")]
+    np.testing.assert_array_equal(vectors[0], vectors[2])
+    np.testing.assert_array_equal(vectors[1], vectors[2])
+
+
 def test_a_folder_without_pooling_takes_the_mean(tmp_path: Path) -> None:
     folder = model_folders.bert(tmp_path / "m", model_type="bert").write()
     with Model(folder, device="cpu") as plain_model:

@@ -121,8 +121,10 @@ def test_a_message_completes_a_control_token_after_its_white_space() -> None:
     for content in (" 7|>", "  8|>", "7|>", "\n 7|> 8|>"):
         pieces = template.render([{"role": "user", "content": content}], {})
         assert pieces == [(f"<|reserved{content}", False)]
+    long = ChatTemplate("{{ messages[0].content }}", [" " * 1000 + "|>"])
     begin = time.process_time()
-    template.render([{"role": "user", "content": " " * 500_000}], {})
+    for rendered in (template, long):
+        rendered.render([{"role": "user", "content": " " * 500_000}], {})
     assert time.process_time() - begin < 1
 
 

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -105,10 +106,10 @@ def execute(arguments: argparse.Namespace) -> None:
         tokens = sum(map(len, encoded.prompts[before:]))
     with replacing(arguments.output) as path:
         if kind == ".npy":
-            os.replace(part.path, path)
+            shutil.copyfile(part.path, path)
         else:
             _write_parquet(path, arguments.column or text_files.DEFAULT_COLUMN, texts, np.load(part.path))
-            part.path.unlink()
+    part.path.unlink()
     print(summary(len(texts) - before, before, tokens, seconds), file=sys.stderr)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from metal_prefill.commands import common, text_files
@@ -71,9 +72,11 @@ def execute(arguments: argparse.Namespace) -> None:
             raise common.UsageError("--unicode changes the positions of characters: not for labels of tokens")
         if finds:
             options = {} if threshold is None else {"threshold": threshold}
-            found = model.find_entities(texts, labels, truncate=arguments.truncate, **options)
+            find = partial(model.find_entities, texts, labels, **options)
         else:
-            found = model.label_tokens(texts, strategy=arguments.strategy, truncate=arguments.truncate)
+            find = partial(model.label_tokens, texts, strategy=arguments.strategy)
+        with common.progress_bar("texts", "texts") as progress:
+            found = find(truncate=arguments.truncate, progress=progress)
     for i, entities in enumerate(found):
         if arguments.json:
             print(json.dumps({"index": i, "entities": [asdict(entity) for entity in entities]}))

@@ -245,7 +245,7 @@ class Constraint:
     """The constraint of one text, token by token.
 
     Raises ValueError if more than one is given, ConstraintError if it cannot be read, takes too much time,
-    memory or depth, or nothing satisfies it, MissingExtraError if llguidance is not installed.
+    memory or stack, or nothing satisfies it, MissingExtraError if llguidance is not installed.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class Constraint:
     @property
     def slow(self) -> bool:
         """Whether the latest answer for its source took longer than a batch waits."""
-        return self._compiled.slow
+        return self._known is not None and self._known.slow
 
     def send(self, tokens: Sequence[int], most_forced: int, room: int) -> None:
         """Send the request of :meth:`advance` in a thread, unless it was sent before."""
@@ -333,7 +333,7 @@ class Constraint:
         """Advance by tokens, as far as the mask allows them, and by forced tokens.
 
         Takes the answer to :meth:`send`, which had the same arguments, if that was called before. Raises
-        ConstraintError if the request took too much time, memory or depth.
+        ConstraintError if the request took too much time, memory or stack.
         """
         given = list(map(int, tokens))
         if self.pending is None:
@@ -368,13 +368,13 @@ class Constraint:
         return [masks[i * size : (i + 1) * size] for i in range(count)]
 
     def _in_thread(self, *request: Any) -> futures.Future[Answer]:
-        """Send a request in a thread, after the answer to the one before."""
-        earlier, compiled = self._latest, self._compiled
+        """Send a request in a thread, after the answer to the one before, whose error is also its own."""
+        earlier = self._latest
 
         def ask() -> Answer:
             if earlier is not None:
-                futures.wait([earlier])
-            return compiled.ask(self, *request)
+                earlier.result()
+            return self._compiled.ask(self, *request)
 
         self._latest = in_thread(ask)
         return self._latest

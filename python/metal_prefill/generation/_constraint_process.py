@@ -196,7 +196,8 @@ class ForkServer:
 
     def _start(self) -> None:
         folder = Path(__file__).parents[2]  # of the package, which editable installs do not have in the path
-        path = [*(entry for entry in sys.path if isinstance(entry, str)), str(folder)]
+        # The working directory, which an empty entry names, may have changed.
+        path = [*(entry for entry in sys.path if isinstance(entry, str) and entry), str(folder)]
         ours, theirs = socket.socketpair()
         with theirs:
             self._control = Connection(ours.detach())

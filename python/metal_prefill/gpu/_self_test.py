@@ -167,8 +167,7 @@ def build_checked(
     try:
         engine = builder.build("metal", options)
         wrong = _findings(engine, config, file_bytes)
-        while wrong and all(map(_ON_TENSORS.match, wrong)):
-            _exclude(wrong, options.metal)
+        while wrong and all(map(_ON_TENSORS.match, wrong)) and _exclude(wrong, options.metal):
             _log.warning("kernels on matrix units are disabled because they are wrong: %s", "; ".join(wrong))
             engine = builder.build("metal", options)
             wrong = _findings(engine, config, file_bytes)
@@ -182,8 +181,9 @@ def build_checked(
         options.metal.end_sharing()
 
 
-def _exclude(wrong: list[str], options: _core.MetalOptions) -> None:
-    """Exclude kernels that use matrix units, by their findings."""
+def _exclude(wrong: list[str], options: _core.MetalOptions) -> bool:
+    """Exclude kernels that use matrix units, by their findings; return whether they were used."""
+    before = options.attention_tensor, options.tall_tiles, options.no_matmul_tensor
     for text in wrong:
         kernel = text.partition(":")[0]
         if kernel.startswith("attention"):
@@ -192,6 +192,7 @@ def _exclude(wrong: list[str], options: _core.MetalOptions) -> None:
             options.tall_tiles = False
         else:
             options.no_matmul_tensor = "; ".join(wrong)
+    return before != (options.attention_tensor, options.tall_tiles, options.no_matmul_tensor)
 
 
 def _with_fastest_decode(

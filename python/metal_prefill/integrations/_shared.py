@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from metal_prefill.model import Model
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 class Opened(BaseModel):  # type: ignore[misc,unused-ignore]
     """A model, and the options with which it is opened."""
+
+    model_config = ConfigDict(extra="forbid")
 
     model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
     model_options: dict[str, Any] = Field(

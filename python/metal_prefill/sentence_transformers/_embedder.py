@@ -23,7 +23,7 @@ from metal_prefill.sentence_transformers.util import (
     quantize_embeddings,
 )
 from metal_prefill.tasks._embedding import EncodedTexts, embed_encoded, encode_texts
-from metal_prefill.tasks._prompts import role_of
+from metal_prefill.tasks._prompts import PLAIN, role_of
 from metal_prefill.tasks._text_passes import TextPasses
 
 BODY = "Transformer"  # class of the module that computes hidden states
@@ -262,7 +262,7 @@ class MultiVectorEncoder(VectorEncoder):
         if output_value != "token_embeddings" or token_pooling is not None:
             name = "token_pooling" if token_pooling is not None else f"output_value {output_value!r}"
             raise NotImplementedError(f"MultiVectorEncoder does not support {name}")
-        role, prompt = role_of(self.engine, "none", task), self._prompt(prompt, prompt_name)
+        role, prompt = role_of(self.engine, "none", task, PLAIN), self._prompt(prompt, prompt_name)
         parts, single = self._encoded(inputs, prompt, batch_size, show_progress_bar, role)
         found: list[Array] = []
         for encoded in parts:

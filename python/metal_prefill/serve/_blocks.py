@@ -37,7 +37,7 @@ class Format(Protocol):
 
 
 def _events(format_: Format, blocks: list[Block], made: Iterable[Added]) -> Iterator[dict[str, Any]]:
-    """Yield the events of what was added to blocks."""
+    """Yield the events of texts that were added to blocks."""
     for index, text, begins in made:
         if begins:
             if index > 0:

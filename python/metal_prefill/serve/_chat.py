@@ -245,9 +245,10 @@ class Block:
 
     kind: Literal["reasoning", "text", "call"]
     text: str = ""  # of a call, its arguments as JSON
-    # Of a call.
+    # Of a call; `number` counts those before it.
     name: str = ""
     call_id: str = ""
+    number: int = 0
 
 
 class Added(NamedTuple):
@@ -303,6 +304,7 @@ class ChatChoice(Choice):
         last = self.blocks[-1] if self.blocks else None
         continues = last is not None and (block is last or block.kind == last.kind != "call")
         if not continues:
+            block.number = 0 if last is None else last.number + (last.kind == "call")
             self.blocks.append(block)
         self.blocks[-1].text += text
         return Added(len(self.blocks) - 1, text, not continues)
@@ -357,9 +359,12 @@ class ChatChoice(Choice):
         block = self.blocks[index]
         if block.kind != "call":
             return {"content" if block.kind == "text" else "reasoning_content": text}
-        number = sum(other.kind == "call" for other in self.blocks[:index])
         whole = written_call(block.name, text, block.call_id)
-        return {"tool_calls": [{"index": number, **(whole if begins else {"function": {"arguments": text}})}]}
+        return {
+            "tool_calls": [
+                {"index": block.number, **(whole if begins else {"function": {"arguments": text}})}
+            ]
+        }
 
     def logprobs(self, tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
         def entry(token: int, value: float | None) -> dict[str, Any]:

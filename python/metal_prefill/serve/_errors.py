@@ -9,7 +9,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from metal_prefill._support.messages import as_fields, shortened
-from metal_prefill.errors import ClosedError, ConstraintError, DeviceError, KVMemoryError, MissingExtraError
+from metal_prefill.errors import (
+    ClosedError,
+    ConstraintError,
+    DeviceError,
+    KVMemoryError,
+    MissingExtraError,
+    UnsupportedModelError,
+)
 from metal_prefill.generation._constraint_process import NoWorkerError
 
 log = logging.getLogger("metal_prefill.serve")
@@ -69,6 +76,7 @@ _REFUSALS = {
     # A text that lacks pages waits for other texts to free theirs; this one exceeds the whole pool.
     KVMemoryError: "kv_memory_exceeded",
     ConstraintError: "invalid_constraint",
+    UnsupportedModelError: None,  # of a text that the tokenizers library cannot divide
     ValueError: None,
     TypeError: None,
 }

@@ -178,7 +178,7 @@ class RequiredCalls:
             self._begin = None
 
     def _parts(self, begin: int, end: int, last: bool) -> list[tuple[str | None, str]]:
-        """Return what is new of a call."""
+        """Return the new part of a call."""
         name = None
         if self._length is None:
             name = self._name(begin, end, last)

@@ -124,7 +124,7 @@ def label_tokens(
     decoding = _decoding_of(engine, strategy, transitions)
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
     spanned, cut = _encoded(engine, texts, rules)
-    warn_of_cut(cut, len(spanned), engine.max_context, "text")
+    warn_of_cut(cut, len(spanned), text_role(engine).limit, "text")
     found = _found(engine, spanned, decoding)
     # A token of white space alone is not an entity.
     return [

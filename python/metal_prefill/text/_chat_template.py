@@ -11,6 +11,7 @@ marker is then removed from the text between them.
 import itertools
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -374,18 +375,20 @@ class ChatTemplate:
     def _completion(self, text: str) -> int | None:
         """Return where a text, after white space, could complete a control token begun by the template."""
         first = len(text) - len(text.lstrip())
-        # An end may begin with white space.
-        longest = max(self._endings, default=0)
-        for start in range(first, max(first - longest, 0) - 1, -1):
-            if any(text[start : start + length] in ends for length, ends in self._endings.items()):
+        ends, longest = self._endings
+        for start in range(first, max(first - longest, 0) - 1, -1):  # an end may begin with white space
+            rest = text[start : start + longest]
+            # The only one with which it can begin.
+            at = bisect_right(ends, rest) - 1
+            if at >= 0 and rest.startswith(ends[at]):
                 return start
         return None
 
     @cached_property
-    def _endings(self) -> dict[int, set[str]]:
-        """Ends of control tokens, by their length."""
-        ends: dict[int, set[str]] = {}
-        for spelling in self._special:
-            for start in range(1, len(spelling)):
-                ends.setdefault(len(spelling) - start, set()).add(spelling[start:])
-        return ends
+    def _endings(self) -> tuple[list[str], int]:
+        """Ends of control tokens in order, without those that begin with another one; the largest length."""
+        ends: list[str] = []
+        for end in sorted({spelling[i:] for spelling in self._special for i in range(1, len(spelling))}):
+            if not (ends and end.startswith(ends[-1])):
+                ends.append(end)
+        return ends, max(map(len, ends), default=0)

@@ -49,7 +49,7 @@ def model_of(gguf: GGUFFile, vocabulary: Vocabulary) -> models.Model:
 
 
 def pipeline_of(gguf: GGUFFile, vocabulary: Vocabulary, *, begins: bool = True) -> Pipeline:
-    """Build what text passes before the model.
+    """Build the steps before the model.
 
     Unless text `begins`, it continues another one, and has no space of its own before it.
     """
@@ -167,8 +167,10 @@ def _word_piece(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bo
     unknown = _unknown_id(gguf, vocabulary, "[UNK]")
     plain[unknown] = False
 
+    user_defined = set(np.flatnonzero(vocabulary.types == TokenType.USER_DEFINED).tolist())
+
     def name(text: str, i: int) -> str:
-        if vocabulary.types[i] == TokenType.USER_DEFINED:
+        if i in user_defined:
             return vocabulary.spelled(i)
         return text[1:] if begins_word(text) else _CONTINUATION + text
 

@@ -66,7 +66,8 @@ class TokenSpan(NamedTuple):
     """A token, and the characters of the text from which it was made."""
 
     id: int
-    # First character, and the one after the last. Tokens that share a character have overlapping spans.
+    # First character, and the one after the last. Tokens that share a character have overlapping spans,
+    # as has the space that a vocabulary puts before a text, with its first character.
     start: int
     end: int
 
