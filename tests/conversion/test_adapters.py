@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from support.folders import adapter_folders, model_folders
 from support.folders.adapter_folders import RANK, TASKS, WORDS, adapter
-from support.folders.bert_relatives import gte
 from support.folders.encoder_folders import RECORDED
 from support.folders.model_folders import DIM, Folder, assert_same_tensors, read, values
 
@@ -50,7 +49,7 @@ ADDED: list[tuple[Callable[[Path], Folder], dict[str, tuple[int, int]], dict[str
     # Relative positions follow from the sums.
     (RECORDED["deberta"], {"encoder.layer.0.attention.self.key_proj": (DIM, DIM)}, {"lora_alpha": 80}, 20.0),
     # Several projections in one matrix are divided with it.
-    (gte, {f"{PREFIX}encoder.layer.1.attention.qkv_proj": (3 * DIM, DIM)}, {}, 2.0),
+    (RECORDED["gte"], {f"{PREFIX}encoder.layer.1.attention.qkv_proj": (3 * DIM, DIM)}, {}, 2.0),
 ]
 
 

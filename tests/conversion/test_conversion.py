@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from support.folders import (
-    bert_relatives,
     decoder_folders,
+    encoder_folders,
     entity_folders,
     model_folders,
     task_folders,
@@ -85,7 +85,7 @@ def test_matrices_have_the_requested_type(bert: Folder, tmp_path: Path, kind: st
     [
         (task_folders.CLASSIFIERS["bert"], {"cls.weight", "cls.output.weight"}),
         (task_folders.late_interaction, {"dense_2.weight"}),
-        (bert_relatives.distilbert_masked, {"mlm.weight"}),
+        (encoder_folders.distilbert_masked, {"mlm.weight"}),
         (entity_folders.RECORDED["bert"], {"entities.span.0.weight", "entities.forward.input.weight"}),
         (task_folders.hybrid, {"colbert.weight"}),
         (decoder_folders.RECORDED["granite_moe"], {"blk.0.ffn_gate_inp.weight"}),
@@ -197,7 +197,7 @@ READ: dict[str, tuple[Callable[[Path], Folder], str]] = {
     "entities": (entity_folders.RECORDED["modernbert and bert"], "labels_tokenizer/tokenizer.json"),
     "pickled entities": (partial(entity_folders.pickled, name="modernbert and bert"), "pytorch_model.bin"),
     "weights of tokens": (task_folders.hybrid, "sparse_linear.pt"),
-    "queries of a router": (bert_relatives.routed, "query_0_SparseStaticEmbedding/model.safetensors"),
+    "queries of a router": (encoder_folders.routed, "query_0_SparseStaticEmbedding/model.safetensors"),
     "ColBERT": (task_folders.stanford, "artifact.metadata"),
     "adapter": (_with_adapter, "adapter/adapter_model.safetensors"),
 }

@@ -1,7 +1,5 @@
 """States of encoders with random weights next to those of transformers and to float64 arithmetic."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +10,19 @@ from support.encoder_tasks import FileOf, opened
 from support.files.gguf_bytes import TRUE
 from support.files.gguf_mutator import with_entries
 from support.folders import bidirectional_folders
-from support.folders.bert_relatives import (
-    DISTILBERT,
-    GTE,
-    JINA_CODE,
-    MPNET,
-    distilbert,
-    gte,
-    jina_code,
-    mpnet,
-)
 from support.folders.encoder_folders import (
     CONTEXT,
-    NOMIC_MOE,
+    MASKED,
     PRIVACY_FILTERS,
     RECORD,
     RECORDED,
-    TEXT,
+    TEXTS,
     masked,
     rows_of,
     texts,
 )
-from support.folders.folder_reference import FolderTensors, nomic_moe_states, states
-from support.folders.model_folders import Folder, llama
-from support.kernels.float64 import softmax
+from support.folders.model_folders import assert_same_tensors, llama, read
+from support.folders.other_encoders import NOMIC_MOE, jina_code, jina_code_states, nomic_moe_states
 from support.small_models import with_tensor
 
 from metal_prefill import GGUFError, Model
@@ -81,14 +68,17 @@ def test_states_of_experts_without_gates_are_those_in_float64(device: str, tmp_p
             assert_close(device, found, expected)
 
 
-def test_a_vector_over_the_vocabulary_is_that_of_transformers(device: str, tmp_path: Path) -> None:
-    with opened(masked(tmp_path / "m").write(), device) as model:
-        (found,) = model.embed_sparse([TEXT])
-    with np.load(RECORD) as record:
-        expected = record["masked"]
-    vector = np.zeros_like(expected)
-    vector[found.ids] = found.weights
-    assert np.abs(vector - expected).max() <= {"cpu": 1e-5, "metal": 2e-3}[device] * expected.max()
+@pytest.mark.parametrize("name", MASKED)
+def test_vectors_over_the_vocabulary_are_those_of_transformers(
+    device: str, tmp_path: Path, name: str
+) -> None:
+    with opened(masked(tmp_path / "m", name).write(), device) as model, np.load(RECORD) as record:
+        for found, expected in zip(model.embed_sparse(TEXTS), record[f"{name}, masked"], strict=True):
+            assert (np.diff(found.ids) > 0).all()
+            assert (found.weights > 0).all()
+            vector = np.zeros_like(expected)
+            vector[found.ids] = found.weights
+            assert np.abs(vector - expected).max() <= {"cpu": 1e-5, "metal": 2e-3}[device] * expected.max()
 
 
 @pytest.mark.parametrize("compute", ["f32", "int8"])
@@ -126,50 +116,46 @@ def test_a_distance_without_a_row_is_refused(
         Model(path, device=device)
 
 
-NTK = {"type": "ntk", "factor": 8.0}
-# Prefixes of names, and those of modules.
-MADE: dict[str, tuple[Callable[[Path], Folder], str, dict[str, str]]] = {
-    "mpnet": (mpnet, "mpnet.", MPNET),
-    "distilbert": (distilbert, "", DISTILBERT),
-    "gte": (gte, "", GTE),
-    "gte, longer": (partial(gte, rope_scaling=NTK), "", GTE),
-    "jina code": (jina_code, "bert.", JINA_CODE),
-}
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_states_of_a_folder_match_float64(device: str, tmp_path: Path, name: str) -> None:
-    make, prefix, names = MADE[name]
-    folder = make(tmp_path / "folder")
+def test_states_of_jinas_bert_for_code_match_float64(device: str, tmp_path: Path) -> None:
+    folder = jina_code(tmp_path / "folder")
     with opened(convert(folder.write(), tmp_path / "m.gguf"), device) as model:
-        for tokens in (1, 9, 40, 64, 65, 300):
-            if tokens <= model.max_context:
-                ids = np.random.default_rng(tokens).integers(5, 300, tokens)
-                assert_close(device, hidden_states(model, ids), states(folder, ids, prefix, names))
+        for tokens in (1, 9, 40):
+            ids = np.random.default_rng(tokens).integers(5, 300, tokens)
+            assert_close(device, hidden_states(model, ids), jina_code_states(folder, ids))
+
+
+def test_gte_has_another_class_in_the_repositories_of_alibaba(tmp_path: Path) -> None:
+    fields, expected = read(convert(RECORDED["gte, longer"](tmp_path / "m").write(), tmp_path / "m.gguf"))
+    folder = RECORDED["gte"](tmp_path / "new")
+    folder.config |= {
+        "architectures": ["NewModel"],
+        "rope_theta": folder.config.pop("rope_parameters")["rope_theta"],
+        "rope_scaling": {"type": "ntk", "factor": 8.0},
+        "layer_norm_type": "layer_norm",
+        "position_embedding_type": "rope",
+    }
+    folder.tensors = {f"new.{name}": tensor for name, tensor in folder.tensors.items()}
+    found, tensors = read(convert(folder.write(), tmp_path / "new.gguf"))
+    rope = {key: value for key, value in fields.items() if key.startswith("gte.rope.")}
+    assert {key: found.get(key) for key in rope} == {
+        key: value if isinstance(value, str) else pytest.approx(value) for key, value in rope.items()
+    }
+    assert_same_tensors(tensors, expected)
 
 
 def test_pairs_of_mpnet_have_two_separators(tmp_path: Path) -> None:
-    with Model(mpnet(tmp_path / "folder").write()) as model:
+    folder = RECORDED["mpnet"](tmp_path / "folder")
+    ids = folder.loaded("tokenizer.json")["model"]["vocab"]
+    frame = {"sep": ["[SEP]", ids["[SEP]"]], "cls": ["[CLS]", ids["[CLS]"]]}
+    flags = dict.fromkeys(("trim_offsets", "add_prefix_space"), True)
+    folder.merge("tokenizer.json", post_processor={"type": "RobertaProcessing", **frame, **flags})
+    with Model(folder.write()) as model:
         first, second = (model.tokenizer.encode(text, add_bos=False) for text in ("a rose", "by any name"))
         begin, end = model.tokenizer.bos_id, model.tokenizer.eos_id
         assert model.tokenizer.frame.pair(first, second).ids == [
             *(begin, *first, end),
             *(end, *second, end),
         ]
-
-
-def test_classes_of_distilbert_follow_a_rectified_layer(tmp_path: Path) -> None:
-    folder = distilbert(tmp_path / "folder", "DistilBertForSequenceClassification")
-    with Model(folder.write(), compute="f32", kv_dtype="f32") as model:
-        words = model.tokenizer.encode("a rose by any name", add_bos=False)
-        ids = np.array([model.tokenizer.bos_id, *words, model.tokenizer.eos_id])
-        found = model.classify(["a rose by any name"])
-    t = FolderTensors(folder.tensors)
-    hidden = states(folder, ids, "distilbert.", DISTILBERT)
-    logits = t.linear("classifier", np.maximum(t.linear("pre_classifier", hidden[:1]), 0))[0]
-    expected = softmax(logits)
-    assert found.labels == ("NEGATIVE", "POSITIVE")
-    np.testing.assert_allclose(found.probabilities[0], expected, atol=1e-5)
 
 
 INTEGERS = "qwen3, integers"

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.folders import encoder_folders, model_folders
-from support.folders.bert_relatives import jina_code
 from support.folders.model_folders import LAYERS, Folder, assert_same_tensors, linear, read, values
+from support.folders.other_encoders import jina_code
 from support.folders.task_folders import TEXTS
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
@@ -36,6 +36,7 @@ def plain(path: Path) -> Folder:
         "position_embedding_type": "rotary",
         "rotary_emb_base": folder.config.pop("rope_parameters")["rope_theta"],
     }
+    folder.tensors = {f"roberta.{name}": tensor for name, tensor in folder.tensors.items()}
     modules = folder.pool().loaded("modules.json")
     modules[0] |= {"type": "custom_st.Transformer", "kwargs": ["task"]}
     folder.json("modules.json", modules)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.folders import (
-    bert_relatives,
     decoder_folders,
     encoder_folders,
     entity_folders,
@@ -472,7 +471,7 @@ gemma3 = partial(llama, architecture="Gemma3ForCausalLM", sliding_window=9)
 plain = model_folders.bert
 unigram = partial(plain, architecture="XLMRobertaModel", variant="unigram as written")
 SCORES = r"model.vocab\[5\] must be a token and its score, a number"
-splade, routed, pairs = bert_relatives.distilbert_masked, bert_relatives.routed, task_folders.generative
+splade, routed, pairs = encoder_folders.distilbert_masked, encoder_folders.routed, task_folders.generative
 SPLADE, ROUTER, QUERIES = "1_SpladePooling/config.json", "router_config.json", "query_0_SparseStaticEmbedding"
 classes, modern = (task_folders.CLASSIFIERS[name] for name in ("bert", "modernbert"))
 POOLER = "bert.pooler.dense"

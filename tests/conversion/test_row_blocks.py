@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.folders import decoder_folders, encoder_folders
+from support.folders import decoder_folders, encoder_folders, other_encoders
 from support.folders.model_folders import Folder
 
 from metal_prefill.conversion import _weights, convert
@@ -15,7 +15,7 @@ from metal_prefill.conversion import _weights, convert
 _ALL: dict[str, Callable[[Path], Folder]] = {
     **decoder_folders.RECORDED,
     **encoder_folders.RECORDED,
-    **encoder_folders.NOMIC_MOE,
+    **other_encoders.NOMIC_MOE,
 }
 # Matrices that are divided, turned or stacked, and those that are changed in another way.
 FOLDERS: dict[str, Callable[[Path], Folder]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from metal_kernels import KernelLibrary
 from support import small_models
-from support.folders import encoder_folders
+from support.folders.other_encoders import nomic_moe
 from support.kernels.cost_tables import RECURRENT, SMOLLM, with_cores
 from support.kernels.emulated_gpu import require_emulator
 from support.small_models import TYPES
@@ -213,8 +213,7 @@ def test_models_that_the_kernels_do_not_suit_are_refused(fields: dict[str, Any],
 
 def test_experts_before_a_norm_of_the_stream_take_eleven_dispatches(tmp_path: Path) -> None:
     for count in (8, 24):
-        size = encoder_folders.Size(32, 4, 64, 4)
-        folder = encoder_folders.nomic_moe(tmp_path / str(count), 1, size, experts=count, used=2)
+        folder = nomic_moe(tmp_path / str(count), 32, 4, 64, 4, experts=count, used=2)
         shape = shape_in(convert(folder.write(), tmp_path / f"{count}.gguf"))
         for tokens in (1, 9, 300):
             per_layer = Counter(d.layer for d in plan(shape, tokens, output="hidden"))

@@ -7,6 +7,7 @@ whose tokens see those after them. Run it when such a folder, encoder or text of
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ import transformers
 from record import Records, written
 from safetensors.torch import load_file
 from support import comparison, small_models
-from support.folders import adapter_folders, bidirectional_folders, decoder_folders, encoder_folders
+from support.folders import (
+    adapter_folders,
+    bidirectional_folders,
+    decoder_folders,
+    encoder_folders,
+    model_folders,
+)
 from tokenizers import Tokenizer
 
 from metal_prefill.bench._peers.padded_texts import load_encoder
@@ -49,10 +56,10 @@ def logits_of(folder: Path) -> Any:
 
 
 def encoder_states() -> dict[str, Any]:
-    """Return the hidden states of encoders, and the vector of one over the vocabulary."""
+    """Return the hidden states of encoders, and vectors over the vocabulary."""
     record: dict[str, Any] = {}
     for name, path in written(encoder_folders.RECORDED):
-        kind = transformers.T5EncoderModel if name.startswith("t5") else transformers.AutoModel
+        kind = getattr(transformers, config_of(path)["architectures"][0])
         model = kind.from_pretrained(path, attn_implementation="eager").float().eval()
         routed: dict[str, Any] = (
             {"output_router_logits": True} if name in encoder_folders.PRIVACY_FILTERS else {}
@@ -66,12 +73,16 @@ def encoder_states() -> dict[str, Any]:
                 used = model.config.num_experts_per_tok
                 margins = (best[..., used - 1] - best[..., used]).amin(dim=0)
                 record[f"{name}/{len(ids)}/margins"] = encoder_folders.rows_of(margins.numpy())
-    for name, path in written({"masked": encoder_folders.masked}):
+    folders = {name: partial(encoder_folders.masked, name=name) for name in encoder_folders.MASKED}
+    for name, path in written(folders):
         masked = transformers.AutoModelForMaskedLM.from_pretrained(path).float().eval()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        with torch.inference_mode():
-            logits = masked(**tokenizer(encoder_folders.TEXT, return_tensors="pt")).logits[0]
-        record[name] = torch.log1p(logits.relu()).amax(dim=0).numpy()
+        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        rows = []
+        for text in encoder_folders.TEXTS:
+            with torch.inference_mode():
+                logits = masked(torch.tensor([tokenizer.encode(text).ids])).logits[0]
+            rows.append(torch.log1p(logits.relu()).amax(dim=0).numpy())
+        record[f"{name}, masked"] = np.stack(rows)
     return record
 
 
@@ -143,8 +154,8 @@ def bidirectional(folder: Path, last: bool, normalized: bool) -> Any:
 
 def records() -> Records:
     """Yield shapes of tensors, logits, states and vectors."""
-    shapes = {name: json.dumps(tensors_of(made)) for name, made in decoder_folders.CONFIGS.items()}
-    yield decoder_folders.TENSORS, shapes
+    configs = decoder_folders.CONFIGS | encoder_folders.CONFIGS
+    yield model_folders.TENSORS, {name: json.dumps(tensors_of(config)) for name, config in configs.items()}
     decoders = {name: logits_of(folder) for name, folder in written(decoder_folders.RECORDED)}
     yield decoder_folders.RECORD, decoders
     yield encoder_folders.RECORD, encoder_states()

@@ -19,7 +19,7 @@ from record import Records, written
 from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
 from support import documented_uses, minilm_texts
-from support.folders import bert_relatives, task_folders
+from support.folders import encoder_folders, task_folders
 from support.folders.model_folders import CONTEXT
 from support.folders.task_folders import (
     CLASSIFIERS,
@@ -166,6 +166,6 @@ def records() -> Records:
         kind: {name: compute(folder) for name, folder in written(folders)}
         for kind, (compute, folders) in kinds.items()
     }
-    for name, folder in written({"sparse": bert_relatives.routed}):
+    for name, folder in written({"sparse": encoder_folders.routed}):
         record[name] = sparse(folder)
     yield task_folders.RECORD, record

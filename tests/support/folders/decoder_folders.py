@@ -3,10 +3,9 @@
 A folder is a configuration and the tensors that transformers saves for it, whose shapes are recorded, too.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,13 @@ from support.folders.model_folders import (
     QWEN35_PATTERN,
     VOCAB,
     Folder,
-    Shapes,
     filled,
+    shapes_of,
     tokenized,
 )
 from support.places import DATA
 
-RECORD, TENSORS = DATA / "transformers_folders.npz", DATA / "transformers_tensors.npz"
+RECORD = DATA / "transformers_folders.npz"
 IDS = np.random.default_rng(7).integers(2, 300, 37).astype(np.int32)  # a prompt
 ROWS = [0, 1, 7, 36]  # its tokens after which logits are recorded
 
@@ -372,14 +371,6 @@ CONFIGS: dict[str, Config] = {
     },
 }
 _DIFFERENCES = ("gemma2", "gemma3", "qwen35")  # whose norms are stored as differences from 1
-
-
-@cache
-def shapes_of(name: str) -> Shapes:
-    """Return the shapes of the tensors that transformers saves for a configuration."""
-    with np.load(TENSORS) as recorded:
-        listed = json.loads(str(recorded[name]))
-    return {tensor: tuple(shape) for tensor, shape in listed.items()}
 
 
 def folder(path: Path, name: str, **config: Any) -> Folder:

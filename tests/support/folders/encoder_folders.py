@@ -1,28 +1,33 @@
-"""Folders of encoders of the Hub with random weights, whose results are recorded with transformers.
+"""Small folders of encoders with random weights, whose results are recorded with transformers.
 
-The class of nomic-embed-text-v2-moe is not in transformers: its states are computed in float64.
+A folder is a configuration and the tensors that transformers saves for it, whose shapes are recorded, too.
 """
 
 import json
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors.numpy import save_file
 
-from support.folders import model_folders
-from support.folders.bert_relatives import splade_modules
-from support.folders.model_folders import Folder, Shapes, norm, repeated
+from support.folders import encoder_tokenizers, model_folders
+from support.folders.model_folders import Folder, filled, shapes_of, values
 from support.folders.tokenizer_folders import GPT_4O_PATTERN
 from support.places import DATA
 
 RECORD = DATA / "transformers_encoder_folders.npz"
 CONTEXT = 330
 LENGTHS = (1, 9, 300)  # of texts; the last is longer than pages, and than distances that are distinguished
-
-TEXT = "a rose by any name"  # whose vector over the vocabulary is recorded
+# Texts whose vectors over the vocabulary are recorded.
+TEXTS = ["a rose by any name", "", "would smell as sweet would smell as sweet"]
+_WORDS, _PIECES = 1517, 1202  # tokens of the vocabularies
+MASKED = ("albert", "distilbert", "gte")  # with a head that predicts masked tokens
+Config = Mapping[str, Any]
 
 
 def texts() -> Iterator[npt.NDArray[np.int64]]:
@@ -36,120 +41,35 @@ def rows_of(states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return states[chosen]
 
 
-class Size(NamedTuple):
-    """Dimensions of an encoder."""
-
-    dim: int
-    heads: int
-    ffn: int
-    layers: int
-
-
-def linear_of(names: dict[str, tuple[int, int]], *, bias: bool = True) -> Shapes:
-    """Return the shapes of matrices, then of their biases."""
-    shapes: Shapes = {f"{name}.weight": shape for name, shape in names.items()}
-    return shapes | ({f"{name}.bias": shape[:1] for name, shape in names.items()} if bias else {})
-
-
-def _embeddings(vocab: int, dim: int, *, types: int = 2, positions: int = CONTEXT) -> Shapes:
-    tables = {"word": vocab, "position": positions, "token_type": types}
-    shapes: Shapes = {f"embeddings.{name}_embeddings.weight": (n, dim) for name, n in tables.items() if n}
-    return shapes | norm("embeddings.LayerNorm", dim)
-
-
-def _filled(folder: Folder, prefix: str, shapes: Shapes, seed: int) -> Folder:
-    """Give a folder random tensors: matrices that keep the size of their input, and norms around 1."""
-    rng = np.random.default_rng(seed)
-    folder.tensors = {}
-    for name, shape in shapes.items():
-        values = rng.normal(0, 0.3 if len(shape) == 1 else 1.3 * shape[1] ** -0.5, shape)
-        if "norm" in name.lower() and name.endswith("weight"):
-            values += 1
-        folder.tensors[prefix + name] = values.astype(np.float32)
-    return folder
-
-
-def _bert(path: Path, name: str, size: Size, **config: Any) -> Folder:
-    folder = model_folders.bert(path, max_position_embeddings=CONTEXT)
-    folder.config |= {"architectures": [name], "hidden_size": size.dim, "num_hidden_layers": size.layers}
-    folder.config |= {"num_attention_heads": size.heads, "intermediate_size": size.ffn, **config}
-    return folder
-
-
-def _bert_layers(size: Size, end: str = "") -> Shapes:
-    dim, _, ffn, layers = size
-    names = {f"attention.self.{name}{end}": (dim, dim) for name in ("query", "key", "value")}
-    names |= {"attention.output.dense": (dim, dim), "intermediate.dense": (ffn, dim)}
-    layer = linear_of({**names, "output.dense": (dim, ffn)})
-    layer |= norm("attention.output.LayerNorm", dim) | norm("output.LayerNorm", dim)
-    return repeated("encoder.layer.{}.", layer, layers)
-
-
-def albert(path: Path, seed: int, size: Size, embedding: int, act: str, head: str = "") -> Folder:
-    """Make a folder of ALBERT, all of whose layers share their weights."""
-    config = {"model_type": "albert", "embedding_size": embedding, "hidden_act": act, "num_hidden_groups": 1}
-    folder = _bert(path, f"Albert{head or 'Model'}", size, **config)
-    dim, at = size.dim, "encoder.albert_layer_groups.0.albert_layers.0."
-    square = {f"{at}attention.{name}": (dim, dim) for name in ("query", "key", "value", "dense")}
-    shapes = _embeddings(folder.config["vocab_size"], embedding)
-    shapes |= linear_of({"encoder.embedding_hidden_mapping_in": (dim, embedding), "pooler": (dim, dim)})
-    shapes |= linear_of({**square, f"{at}ffn": (size.ffn, dim), f"{at}ffn_output": (dim, size.ffn)})
-    shapes |= norm(f"{at}attention.LayerNorm", dim) | norm(f"{at}full_layer_layer_norm", dim)
-    return _filled(folder, "albert." if head else "", shapes, seed)
-
-
-def electra(path: Path, seed: int, size: Size, embedding: int, head: str = "ForPreTraining") -> Folder:
-    """Make a folder of a small ELECTRA, whose embedding is narrower than its layers."""
-    folder = _bert(path, f"Electra{head}", size, model_type="electra", embedding_size=embedding)
-    shapes = _embeddings(folder.config["vocab_size"], embedding)
-    shapes |= linear_of({"embeddings_project": (size.dim, embedding)}) | _bert_layers(size)
-    return _filled(folder, "electra.", shapes, seed)
-
-
-def bert(path: Path, seed: int, size: Size) -> Folder:
-    """Make a folder of BERT with a long context."""
-    folder = _bert(path, "BertModel", size, model_type="bert")
-    shapes = _embeddings(folder.config["vocab_size"], size.dim) | _bert_layers(size)
-    return _filled(folder, "", shapes, seed)
-
-
-def deberta(
-    path: Path,
-    seed: int,
-    size: Size,
-    buckets: int = -1,
-    furthest: int = -1,
-    absolute: bool = False,
-    head: str = "",
-) -> Folder:
-    """Make a folder of DeBERTa; without buckets every distance up to the furthest has its own row."""
-    config = {
-        "model_type": "deberta-v2",
-        "relative_attention": True,
-        "position_buckets": buckets,
-        "max_relative_positions": furthest,
-        "norm_rel_ebd": "none" if absolute else "layer_norm",
-        "share_att_key": True,
-        "pos_att_type": "p2c|c2p",
-        "position_biased_input": absolute,
-        "type_vocab_size": 2 if absolute else 0,
-        "layer_norm_eps": 1e-7,
-        "pooler_hidden_size": size.dim,
+def _of(name: str, kind: str, dim: int, heads: int, ffn: int, layers: int, **settings: Any) -> Config:
+    """Return the configuration of a class from its dimensions."""
+    return {
+        "architectures": [name],
+        "model_type": kind,
+        "hidden_size": dim,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": CONTEXT,
+        "vocab_size": _WORDS,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+        "hidden_act": "gelu",
+        "pad_token_id": 0,
+        **settings,
     }
-    folder = _bert(path, f"DebertaV2{head or 'Model'}", size, **config)
-    types, positions = (2, CONTEXT) if absolute else (0, 0)
-    shapes = _embeddings(folder.config["vocab_size"], size.dim, types=types, positions=positions)
-    span = buckets if buckets > 0 else furthest
-    shapes["encoder.rel_embeddings.weight"] = (2 * span, size.dim)
-    shapes |= {} if absolute else norm("encoder.LayerNorm", size.dim)
-    return _filled(folder, "deberta." if head else "", shapes | _bert_layers(size, "_proj"), seed)
 
 
-def t5(path: Path, seed: int, size: Size, width: int, act: str) -> Folder:
-    """Make a folder of T5's encoder."""
-    dim, heads, ffn, layers = size
-    folder = model_folders.bert(path, "XLMRobertaModel", "unigram")
-    folder.config = {
+def _with_head(config: Config, task: str, labels: tuple[str, ...] = ("x",)) -> Config:
+    """Return the configuration of a class with a head, and a context that texts of tests exceed."""
+    name = config["architectures"][0].removesuffix("Model")
+    short = {} if task == "MaskedLM" else {"max_position_embeddings": model_folders.CONTEXT}
+    head = {"id2label": {str(i): label for i, label in enumerate(labels)}}
+    return {**config, "architectures": [f"{name}For{task}"], **head, **short}
+
+
+def _t5(dim: int, heads: int, ffn: int, layers: int, width: int, act: str) -> Config:
+    return {
         "architectures": ["T5EncoderModel"],
         "model_type": "t5",
         "d_model": dim,
@@ -160,254 +80,228 @@ def t5(path: Path, seed: int, size: Size, width: int, act: str) -> Folder:
         "feed_forward_proj": act,
         "n_positions": CONTEXT,
         "relative_attention_num_buckets": 32,
-        "vocab_size": folder.config["vocab_size"],
+        "vocab_size": _PIECES,
         "pad_token_id": 1,
     }
-    shapes: Shapes = {"shared.weight": (folder.config["vocab_size"], dim)}
-    inner = ("wi_0", "wi_1") if act.startswith("gated") else ("wi",)
-    for layer in range(layers):
-        at = f"encoder.block.{layer}.layer."
-        shapes |= {f"{at}0.SelfAttention.{name}.weight": (heads * width, dim) for name in "qkv"}
-        shapes[f"{at}0.SelfAttention.o.weight"] = (dim, heads * width)
-        if layer == 0:
-            shapes[f"{at}0.SelfAttention.relative_attention_bias.weight"] = (32, heads)
-        shapes |= {f"{at}1.DenseReluDense.{name}.weight": (ffn, dim) for name in inner}
-        shapes[f"{at}1.DenseReluDense.wo.weight"] = (dim, ffn)
-        shapes |= {f"{at}{i}.layer_norm.weight": (dim,) for i in (0, 1)}
-    folder = _filled(folder, "", shapes | {"encoder.final_layer_norm.weight": (dim,)}, seed)
-    for name, tensor in folder.tensors.items():
-        if name.endswith("SelfAttention.q.weight"):  # scores are not divided by the width of heads
-            folder.tensors[name] = tensor * np.float32(width**-0.5)
-    return folder
 
 
-def jina_v3(path: Path, seed: int, size: Size, base: float) -> Folder:
-    """Make a folder of jina-embeddings-v3 as transformers has it, with the names of Jina's own class."""
-    config = {
-        "model_type": "jina_embeddings_v3",
-        "rope_parameters": {"rope_type": "default", "rope_theta": base},
-        "type_vocab_size": 1,
-        "layer_norm_eps": 1e-5,
-        "pad_token_id": 1,
-    }
-    folder, (dim, _, ffn, layers) = _bert(path, "JinaEmbeddingsV3Model", size, **config), size
-    shapes = _rotated(folder.config["vocab_size"], dim)
-    layer = linear_of({"mixer.Wqkv": (3 * dim, dim), "mixer.out_proj": (dim, dim)})
-    layer |= (
-        linear_of({"mlp.fc1": (ffn, dim), "mlp.fc2": (dim, ffn)}) | norm("norm1", dim) | norm("norm2", dim)
-    )
-    return _filled(folder, "roberta.", shapes | repeated("encoder.layers.{}.", layer, layers), seed)
+_albert = partial(_of, "AlbertModel", "albert", num_hidden_groups=1)
+_electra = partial(_of, "ElectraModel", "electra")
+_bert = partial(_of, "BertModel", "bert")
+# Without buckets every distance up to the furthest has its own row.
+_deberta = partial(
+    _of,
+    "DebertaV2Model",
+    "deberta-v2",
+    relative_attention=True,
+    norm_rel_ebd="layer_norm",
+    share_att_key=True,
+    pos_att_type="p2c|c2p",
+    position_biased_input=False,
+    type_vocab_size=0,
+    layer_norm_eps=1e-7,
+)
 
 
-def _rotated(vocab: int, dim: int) -> Shapes:
-    shapes = _embeddings(vocab, dim, types=1, positions=0)
-    return {name.replace("embeddings.LayerNorm", "emb_ln"): shape for name, shape in shapes.items()}
+def _jina_v3(*sizes: int, base: float) -> Config:
+    rope = {"rope_type": "default", "rope_theta": base}
+    usual = {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1}
+    return _of("JinaEmbeddingsV3Model", "jina_embeddings_v3", *sizes, rope_parameters=rope, **usual)
 
 
-def nomic_moe(path: Path, seed: int, size: Size, experts: int, used: int, every: int = 2) -> Folder:
-    """Make a folder of nomic-embed-text-v2-moe, with experts in some layers."""
-    dim, heads, ffn, layers = size
-    folder = model_folders.bert(path)
-    folder.config = {
-        "architectures": ["NomicBertModel"],
-        "model_type": "nomic_bert",
-        "n_embd": dim,
-        "n_head": heads,
-        "n_inner": ffn,
-        "n_layer": layers,
-        "n_positions": CONTEXT,
-        "layer_norm_epsilon": 1e-5,
-        "activation_function": "gelu",
-        "rotary_emb_base": 10000,
-        "rotary_emb_fraction": 1.0,
-        "rotary_emb_interleaved": False,
-        "rotary_emb_scale_base": None,
-        "num_experts": experts,
-        "moe_top_k": used,
-        "moe_every_n_layers": every,
-        "moe_normalize_expert_weights": False,
-        "type_vocab_size": 1,
-        "vocab_size": folder.config["vocab_size"],
-        **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), True),
-        **dict.fromkeys(("causal", "prenorm", "expert_choice_router"), False),
-    }
-    shapes = _rotated(folder.config["vocab_size"], dim)
-    for layer in range(layers):
-        at = f"encoder.layers.{layer}."
-        shapes |= linear_of({f"{at}attn.Wqkv": (3 * dim, dim), f"{at}attn.out_proj": (dim, dim)})
-        shapes |= norm(f"{at}norm1", dim) | norm(f"{at}norm2", dim)
-        if layer % every == 1:
-            shapes |= {f"{at}mlp.experts.mlp.{name}": (experts * ffn, dim) for name in ("w1", "w2")}
-            shapes |= {f"{at}mlp.experts.bias": (dim,), f"{at}mlp.router.layer.weight": (experts, dim)}
-        else:
-            shapes |= linear_of({f"{at}mlp.fc1": (ffn, dim), f"{at}mlp.fc2": (dim, ffn)})
-    return _filled(folder, "", shapes, seed)
+def _gte(**rope: Any) -> Config:
+    stated = {"rope_type": "default", "rope_theta": 500.0, **rope}
+    usual = {"vocab_size": _PIECES, "type_vocab_size": 1, "pad_token_id": 1}
+    return _of("GteModel", "gte", 32, 4, 64, 2, rope_parameters=stated, **usual)
 
 
+_DISTILBERT = {
+    "architectures": ["DistilBertModel"],
+    "model_type": "distilbert",
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 64,
+    "max_position_embeddings": CONTEXT,
+    "activation": "gelu",
+    "vocab_size": _WORDS,
+    "pad_token_id": 0,
+}
 # Labels of OpenAI Privacy Filter with two kinds of parts.
 PRIVACY_TAGS = ("O", *(f"{tag}-{label}" for label in ("private_person", "secret") for tag in "BIES"))
 
 
-def privacy_filter(
-    path: Path,
-    seed: int,
-    size: Size,
-    kv_heads: int,
-    width: int,
-    experts: int,
-    used: int,
-    band: int = 128,
-    rope: dict[str, Any] | None = None,
-    biases: bool = True,
-    head: str = "Model",
-) -> Folder:
-    """Make a folder of OpenAI Privacy Filter, whose body is that of gpt-oss with a window on both sides.
-
-    Sinks and the limits of experts have effects: sinks are as large as scores, and some gates exceed 7.
-    """
-    dim, heads, ffn, layers = size
-    path.mkdir(parents=True, exist_ok=True)
-    model_folders.byte_level_tokenizer(path, pattern=GPT_4O_PATTERN)
-    tokenizer = json.loads((path / "tokenizer.json").read_bytes())
-    (path / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": None}))
+def _privacy_filter(
+    *sizes: int, kv_heads: int, width: int, experts: int, used: int, band: int = 128, **rope: Any
+) -> Config:
+    """Return a configuration of OpenAI Privacy Filter: gpt-oss with a window on both sides."""
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 256}
-    config = {
-        "architectures": [f"OpenAIPrivacyFilter{head}"],
-        "model_type": "openai_privacy_filter",
-        "hidden_size": dim,
-        "num_hidden_layers": layers,
-        "intermediate_size": ffn,
+    settings = {
         "head_dim": width,
-        "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "num_local_experts": experts,
         "num_experts_per_tok": used,
         "sliding_window": band,
-        "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,
-        "attention_bias": biases,
-        "rope_parameters": {"rope_theta": 1e4, "beta_fast": 32.0, "beta_slow": 1.0, **yarn, **(rope or {})},
+        "attention_bias": True,
+        "rope_parameters": {"rope_theta": 1e4, "beta_fast": 32.0, "beta_slow": 1.0, **yarn, **rope},
         "vocab_size": 304,
         "pad_token_id": 1,
         "eos_token_id": 1,
     }
-    prefix = "" if head == "Model" else "model."
-    shapes: Shapes = {"embed_tokens.weight": (304, dim), "norm.weight": (dim,)}
-    rows = {"q": heads * width, "k": kv_heads * width, "v": kv_heads * width}
-    projections = {f"self_attn.{name}_proj": (n, dim) for name, n in rows.items()}
-    projections["self_attn.o_proj"] = (dim, heads * width)
-    layer = linear_of(projections, bias=biases) | linear_of({"mlp.router": (experts, dim)})
-    layer |= {f"{name}_layernorm.weight": (dim,) for name in ("input", "post_attention")}
-    layer["self_attn.sinks"] = (heads,)
-    for name, inputs, outputs in (("gate_up", dim, 2 * ffn), ("down", ffn, dim)):
-        layer[f"mlp.experts.{name}_proj"] = (experts, inputs, outputs)
-        layer[f"mlp.experts.{name}_proj_bias"] = (experts, outputs)
-    shapes |= repeated("layers.{}.", layer, layers)
-    folder = _filled(Folder(path, config, {}), prefix, shapes, seed)
-    sizes = {"sinks": 4.0, "gate_up_proj": 2.0, "gate_up_proj_bias": 4.0, "router.weight": 2.0}
-    # As in trained models, layers add less to the stream than it has, and keys allow for the factor of YaRN.
-    # Otherwise errors grow from layer to layer: without the next line, and with larger gates, computing in
-    # float64 with operands of products that are rounded to half precision has an NMSE of 1.5e-5.
-    sizes |= {"embed_tokens.weight": 8.0, "k_proj.weight": 0.5, "o_proj.weight": 0.7, "down_proj": 0.2}
-    for name, tensor in folder.tensors.items():
-        factor = next((factor for end, factor in sizes.items() if name.endswith(end)), 1.0)
-        folder.tensors[name] = tensor * np.float32(factor)
-    return folder
+    return _of("OpenAIPrivacyFilterModel", "openai_privacy_filter", *sizes, **settings)
 
 
-def private_parts(path: Path) -> Folder:
-    """Make a folder of OpenAI Privacy Filter with its head."""
-    folder = privacy_filter(path, 1, Size(64, 4, 32, 2), 2, 16, 8, 4, head="ForTokenClassification")
-    return with_head(folder, linear_of({"score": (len(PRIVACY_TAGS), 64)}), PRIVACY_TAGS)
-
-
-def with_head(folder: Folder, shapes: Shapes, labels: tuple[str, ...] = ("x",)) -> Folder:
-    folder.config["id2label"] = {str(i): label for i, label in enumerate(labels)}
-    rng = np.random.default_rng(9)
-    folder.tensors |= {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
-    return folder
-
-
-def pairs(path: Path, name: str) -> Folder:
-    """Make a folder of `RECORDED` with a head that scores pairs."""
-    folder = RECORDED[name](path, head="ForSequenceClassification")
-    dim = folder.config["hidden_size"]
-    folder.config |= {"max_position_embeddings": model_folders.CONTEXT, "max_relative_positions": CONTEXT}
-    for tensor in folder.tensors:
-        if tensor.endswith("position_embeddings.weight"):
-            folder.tensors[tensor] = folder.tensors[tensor][: model_folders.CONTEXT]
-    head = {"deberta": {"pooler.dense": (dim, dim)}, "electra": {"classifier.dense": (dim, dim)}}.get(
-        name, {}
-    )
-    output = "classifier.out_proj" if name == "electra" else "classifier"
-    return with_head(folder, linear_of({**head, output: (1, dim)}))
-
-
-def tags(path: Path, labels: tuple[str, ...]) -> Folder:
-    """Make a folder of DeBERTa with a head that labels tokens."""
-    folder = RECORDED["deberta"](path, head="ForTokenClassification")
-    return with_head(folder, linear_of({"classifier": (len(labels), folder.config["hidden_size"])}), labels)
-
-
-def masked(path: Path) -> Folder:
-    """Make a SPLADE folder of ALBERT, whose head is as narrow as its embedding."""
-    folder = RECORDED["albert"](path, head="ForMaskedLM")
-    dim, width = folder.config["hidden_size"], folder.config["embedding_size"]
-    shapes = linear_of({"predictions.dense": (width, dim)}) | norm("predictions.LayerNorm", width)
-    with_head(folder, {**shapes, "predictions.bias": (folder.config["vocab_size"],)})
-    splade_modules(folder)
-    return folder
-
-
-PRIVACY_FILTERS: dict[str, Callable[..., Folder]] = {
-    "privacy filter": partial(
-        privacy_filter, seed=1, size=Size(64, 4, 32, 3), kv_heads=2, width=16, experts=8, used=4
-    ),
-    "privacy filter, odd": partial(
-        privacy_filter,
-        seed=2,
-        size=Size(72, 6, 40, 2),
-        kv_heads=3,
-        width=20,
-        experts=3,
-        used=1,
-        band=7,
-        rope={"truncate": True, "attention_factor": 1.5},
-        biases=False,
-    ),
-    "privacy filter, many experts": partial(
-        privacy_filter,
-        seed=3,
-        size=Size(32, 7, 24, 2),
-        kv_heads=1,
-        width=32,
-        experts=64,
-        used=8,
-        band=40,
-        rope={"rope_type": "default"},
+PRIVACY_FILTERS: dict[str, Config] = {
+    "privacy filter": _privacy_filter(64, 4, 32, 3, kv_heads=2, width=16, experts=8, used=4),
+    "privacy filter, odd": {
+        **_privacy_filter(
+            *(72, 6, 40, 2),
+            kv_heads=3,
+            width=20,
+            experts=3,
+            used=1,
+            band=7,
+            truncate=True,
+            attention_factor=1.5,
+        ),
+        "attention_bias": False,
+    },
+    "privacy filter, many experts": _privacy_filter(
+        32, 7, 24, 2, kv_heads=1, width=32, experts=64, used=8, band=40, rope_type="default"
     ),
 }
-RECORDED: dict[str, Callable[..., Folder]] = {
-    "albert": partial(albert, seed=1, size=Size(32, 4, 64, 3), embedding=16, act="gelu_new"),
-    "albert, odd": partial(albert, seed=2, size=Size(72, 3, 88, 5), embedding=40, act="gelu"),
-    "albert, wide": partial(albert, seed=3, size=Size(32, 2, 56, 2), embedding=48, act="relu"),
-    "electra": partial(electra, seed=1, size=Size(64, 4, 96, 2), embedding=16),
-    "electra, odd": partial(electra, seed=2, size=Size(72, 3, 40, 3), embedding=24),
-    "t5": partial(t5, seed=1, size=Size(32, 3, 64, 2), width=16, act="relu"),
-    "t5, gated": partial(t5, seed=2, size=Size(40, 5, 72, 3), width=8, act="gated-gelu"),
-    "t5, odd": partial(t5, seed=3, size=Size(36, 2, 50, 2), width=20, act="gated-silu"),
-    "deberta": partial(deberta, seed=1, size=Size(32, 4, 64, 2), buckets=16),
-    "deberta, absolute": partial(deberta, seed=2, size=Size(72, 3, 88, 3), furthest=20, absolute=True),
-    "deberta, far": partial(deberta, seed=3, size=Size(64, 1, 40, 2), buckets=64),
-    "jina v3": partial(jina_v3, seed=1, size=Size(32, 4, 64, 2), base=20000.0),
-    "jina v3, odd": partial(jina_v3, seed=2, size=Size(72, 3, 88, 3), base=500.0),
-    "jina v3, one head": partial(jina_v3, seed=3, size=Size(64, 1, 56, 2), base=20000.0),
+_STATES: dict[str, Config] = {
+    "albert": _albert(32, 4, 64, 3, embedding_size=16, hidden_act="gelu_new"),
+    "albert, odd": _albert(72, 3, 88, 5, embedding_size=40),
+    "albert, wide": _albert(32, 2, 56, 2, embedding_size=48, hidden_act="relu"),
+    "electra": _electra(64, 4, 96, 2, embedding_size=16),
+    "electra, odd": _electra(72, 3, 40, 3, embedding_size=24),
+    "t5": _t5(32, 3, 64, 2, width=16, act="relu"),
+    "t5, gated": _t5(40, 5, 72, 3, width=8, act="gated-gelu"),
+    "t5, odd": _t5(36, 2, 50, 2, width=20, act="gated-silu"),
+    "deberta": _deberta(32, 4, 64, 2, position_buckets=16),
+    "deberta, absolute": _deberta(
+        *(72, 3, 88, 3),
+        max_relative_positions=20,
+        norm_rel_ebd="none",
+        position_biased_input=True,
+        type_vocab_size=2,
+    ),
+    "deberta, far": _deberta(64, 1, 40, 2, position_buckets=64),
+    "jina v3": _jina_v3(32, 4, 64, 2, base=20000.0),
+    "jina v3, odd": _jina_v3(72, 3, 88, 3, base=500.0),
+    "jina v3, one head": _jina_v3(64, 1, 56, 2, base=20000.0),
+    "mpnet": _of(
+        *("MPNetModel", "mpnet", 32, 4, 64, 2),
+        layer_norm_eps=1e-5,
+        relative_attention_num_buckets=32,
+        pad_token_id=1,
+    ),
+    "distilbert": _DISTILBERT,
+    "gte": _gte(),
+    # The same as the kind ntk with a factor of 8, of Alibaba's own class (https://kexue.fm/archives/9706).
+    "gte, longer": _gte(rope_type="linear", rope_theta=8 * 500.0, factor=8.0 ** (2 / 8)),
     **PRIVACY_FILTERS,
 }
-NOMIC_MOE: dict[str, Callable[[Path], Folder]] = {
-    "nomic moe": partial(nomic_moe, seed=1, size=Size(32, 4, 64, 4), experts=8, used=2),
-    "nomic moe, odd": partial(nomic_moe, seed=2, size=Size(72, 3, 88, 3), experts=5, used=3),
-    "nomic moe, one of three": partial(
-        nomic_moe, seed=3, size=Size(48, 2, 40, 5), experts=3, used=1, every=3
+CONFIGS: dict[str, Config] = {
+    **_STATES,
+    "bert": _bert(32, 4, 64, 2),
+    "bert, small": _bert(64, 2, 64, 1),
+    **{f"bert, {width} columns": _bert(width, 2, 16, 1) for width in (8, 24, 40)},
+    "deberta, 48 columns": _deberta(48, 4, 64, 2, position_buckets=16, max_relative_positions=64),
+    "t5, two heads": _t5(32, 2, 64, 2, width=16, act="gated-gelu"),
+    "albert, pairs": _with_head(_STATES["albert"], "SequenceClassification"),
+    "electra, pairs": _with_head(_STATES["electra"], "SequenceClassification"),
+    "deberta, pairs": {
+        **_with_head(_STATES["deberta"], "SequenceClassification"),
+        "max_relative_positions": CONTEXT,
+    },
+    "gte, pairs": _with_head(_STATES["gte"], "SequenceClassification"),
+    "distilbert, classes": _with_head(_DISTILBERT, "SequenceClassification", ("NEGATIVE", "POSITIVE")),
+    "deberta, tags": _with_head(
+        _STATES["deberta"], "TokenClassification", ("B-PER", "O", "I-PER", "B-LOC", "I-LOC")
     ),
+    "privacy filter, tags": _with_head(
+        _privacy_filter(64, 4, 32, 2, kv_heads=2, width=16, experts=8, used=4),
+        "TokenClassification",
+        PRIVACY_TAGS,
+    ),
+    **{f"{name}, masked": _with_head(_STATES[name], "MaskedLM") for name in MASKED},
 }
+# Factors of tensors of OpenAI Privacy Filter. Sinks are as large as scores, and some gates exceed 7. As in
+# trained models, layers add less to the stream than it has, and keys allow for the factor of YaRN. Otherwise
+# errors grow from layer to layer: without these factors, and with larger gates, computing in float64 with
+# operands of products that are rounded to half precision has an NMSE of 1.5e-5.
+_FACTORS = {
+    "sinks": 4.0,
+    "gate_up_proj": 2.6,
+    "gate_up_proj_bias": 4.0,
+    "router.weight": 2.6,
+    "embed_tokens.weight": 10.0,
+    "k_proj.weight": 0.65,
+    "o_proj.weight": 0.9,
+    "down_proj": 0.26,
+}
+
+
+def folder(path: Path, name: str, **config: Any) -> Folder:
+    """Make a folder of one of `CONFIGS`, some of whose fields may have other values."""
+    settings = {**deepcopy(dict(CONFIGS[name])), **config}
+    path.mkdir(parents=True, exist_ok=True)
+    factors: dict[str, float] = {}
+    if name.startswith("privacy filter"):
+        factors = _FACTORS
+        model_folders.byte_level_tokenizer(path, pattern=GPT_4O_PATTERN)
+        tokenizer = json.loads((path / "tokenizer.json").read_bytes())
+        (path / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": None}))
+    elif name.startswith("t5"):  # scores are not divided by the width of heads
+        factors = {"SelfAttention.q.weight": settings["d_kv"] ** -0.5}
+    if not name.startswith("privacy filter"):
+        encoder_tokenizers.write_recorded(path, "unigram" if settings["vocab_size"] == _PIECES else "uncased")
+    made = Folder(path, settings, filled(shapes_of(name)))
+    for tensor in made.tensors:
+        made.tensors[tensor] *= next((f for end, f in factors.items() if tensor.endswith(end)), 1.0)
+    return made
+
+
+RECORDED: dict[str, Callable[..., Folder]] = {name: partial(folder, name=name) for name in _STATES}
+private_parts = partial(folder, name="privacy filter, tags")
+
+
+# Vectors over the vocabulary, from the head that predicts masked tokens.
+_SPARSE = "sentence_transformers.sparse_encoder.models."
+
+
+def masked(path: Path, name: str) -> Folder:
+    """Make a SPLADE folder."""
+    made = folder(path, f"{name}, masked")
+    made.json("1_SpladePooling/config.json", {"pooling_strategy": "max", "activation_function": "relu"})
+    return made.modules({"": "MLMTransformer", "1_SpladePooling": "SpladePooling"}, _SPARSE)
+
+
+distilbert_masked = partial(masked, name="distilbert")
+
+
+def routed(path: Path) -> Folder:
+    """Make a SPLADE folder whose queries are weights of their tokens."""
+    made = distilbert_masked(path)
+    query, pooling = "query_0_SparseStaticEmbedding", "document_1_SpladePooling"
+    kinds = {query: "SparseStaticEmbedding", "": "MLMTransformer", pooling: "SpladePooling"}
+    made.modules({"": "Router"})
+    made.json(
+        "router_config.json",
+        {
+            "types": {name: f"{_SPARSE}{kind}.{kind}" for name, kind in kinds.items()},
+            "structure": {"query": [query], "document": ["", pooling]},
+            "parameters": {"default_route": "document", "allow_empty_key": True},
+        },
+    )
+    made.json("config_sentence_transformers.json", {"model_type": "SparseEncoder"})
+    (path / "1_SpladePooling").rename(path / pooling)
+    made.json(f"{query}/config.json", {"frozen": False})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(path / name, path / query / name)
+    weights = np.abs(values((made.config["vocab_size"],), 11))
+    save_file({"weight": np.where(weights > 0.02, weights, 0)}, path / query / "model.safetensors")
+    return made

@@ -5,12 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors.numpy import save_file
 
 from support.folders import encoder_folders, encoder_tokenizers, task_folders
-from support.folders.encoder_folders import Size, linear_of
-from support.folders.model_folders import Folder, Shapes, Values
+from support.folders.model_folders import Folder, Shapes, filled, linear
 from support.folders.torch_files import write_torch_file
 from support.places import DATA
 
@@ -32,11 +30,17 @@ CALLS: dict[str, dict[str, Any]] = {
     "nested, several labels": {"flat_ner": False, "multi_label": True},
 }
 THRESHOLDS = {
-    "bert, names": (0.83, 0.66, 0.86, 0.68),
-    "bert, words": (0.46, 0.455, 0.462, 0.45),
-    "deberta, words": (0.3,),
-    "modernbert and bert": (0.45, 0.45, 0.5, 0.5),
-    "deberta and bert, words": (0.32,),
+    "deberta": (0.945,),
+    "deberta, listed": (0.54,),
+    "bert": (0.95,),
+    "bert, names": (0.97, 0.96, 0.973, 0.968),
+    "bert, no recurrence": (0.984,),
+    "bert, words": (0.385, 0.38, 0.388, 0.386),
+    "deberta, words": (0.464,),
+    "modernbert": (0.9,),
+    "t5": (0.929,),
+    "modernbert and bert": (0.93, 0.9, 0.95, 0.94),
+    "deberta and bert, words": (0.28,),
 }
 
 
@@ -64,20 +68,23 @@ def pickled(path: Path, name: str) -> EntityFolder:
     return folder
 
 
+_GAIN = 1.2  # of matrices, some of which follow a ReLU
+
+
 def _head(mode: str, width: int, dim: int, *, recurrent: bool) -> Shapes:
     """Return the shapes of the tensors after the encoder."""
     shapes: Shapes = {}
     if width != dim:
-        shapes |= linear_of({"token_rep_layer.projection": (width, dim)})
+        shapes |= linear("token_rep_layer.projection", width, dim)
     for end in ("", "_reverse") if recurrent else ():
         shapes[f"rnn.lstm.weight_ih_l0{end}"] = (2 * width, width)
         shapes[f"rnn.lstm.weight_hh_l0{end}"] = (2 * width, width // 2)
         shapes |= {f"rnn.lstm.bias_{part}_l0{end}": (2 * width,) for part in ("ih", "hh")}
     if mode == "token_level":
-        shapes |= linear_of({f"scorer.proj_{name}": (2 * width, width) for name in ("token", "label")})
-        return shapes | linear_of(
-            {"scorer.out_mlp.0": (4 * width, 3 * width), "scorer.out_mlp.3": (3, 4 * width)}
-        )
+        for name in ("token", "label"):
+            shapes |= linear(f"scorer.proj_{name}", 2 * width, width)
+        shapes |= linear("scorer.out_mlp.0", 4 * width, 3 * width) | linear("scorer.out_mlp.3", 3, 4 * width)
+        return shapes
     span = "span_rep_layer.span_rep_layer."
     inputs = {
         f"{span}project_start": 1,
@@ -86,14 +93,13 @@ def _head(mode: str, width: int, dim: int, *, recurrent: bool) -> Shapes:
         "prompt_rep_layer": 1,
     }
     for name, factor in inputs.items():
-        shapes |= linear_of({f"{name}.0": (4 * width, factor * width), f"{name}.3": (width, 4 * width)})
+        shapes |= linear(f"{name}.0", 4 * width, factor * width) | linear(f"{name}.3", width, 4 * width)
     return shapes
 
 
 def entities(
     path: Path,
     body: Callable[[Path], Folder],
-    seed: int,
     width: int = 32,
     *,
     mode: str = "markerV0",
@@ -119,11 +125,6 @@ def entities(
             for i, text in enumerate(("[FLERT]", "<<ENT>>", "<<SEP>>"))
         ]
         folder.json("tokenizer.json", content)
-    rng = np.random.default_rng(seed)
-
-    def drawn(shape: tuple[int, ...]) -> Values:
-        return rng.normal(0, 0.3 if len(shape) == 1 else 1.3 * shape[1] ** -0.5, shape).astype(np.float32)
-
     tensors = {BODY + name: tensor for name, tensor in folder.tensors.items()}
     table = next(
         name
@@ -131,13 +132,12 @@ def entities(
         if name.endswith(("word_embeddings.weight", "tok_embeddings.weight", "shared.weight"))
     )
     dim = tensors[table].shape[1]
-    tensors[table] = drawn((first + 3 * (labels is None), dim)) * 3
+    tensors[table] = filled({table: (first + 3 * (labels is None), dim)})[table] * 4
     dim = folder.config.get("hidden_size") or dim
-    shapes = _head(mode, width, dim, recurrent=recurrent)
-    tensors |= {name: drawn(shape) for name, shape in shapes.items()}
+    tensors |= filled(_head(mode, width, dim, recurrent=recurrent), gain=_GAIN)
     for name in ("prompt_rep_layer.3.weight", "scorer.out_mlp.3.weight"):
         if name in tensors:  # scores whose probabilities differ in float32
-            tensors[name] = (tensors[name] / 4).astype(np.float32)
+            tensors[name] /= 4
     settings = {
         "model_name": str(path),
         "encoder_config": {
@@ -159,8 +159,7 @@ def entities(
         tensors |= {LABELS_BODY + name: tensor for name, tensor in other.tensors.items()}
         size = other.config["hidden_size"]
         if size != width:
-            layers = linear_of({"token_rep_layer.labels_projection": (width, size)})
-            tensors |= {name: drawn(shape) for name, shape in layers.items()}
+            tensors |= filled(linear("token_rep_layer.labels_projection", width, size))
         settings |= {"labels_encoder": str(other.path), "labels_encoder_config": {**other.config}}
     return EntityFolder(path, settings, tensors)
 
@@ -170,29 +169,29 @@ def _modern(path: Path) -> Folder:
     return folder.merge("tokenizer_config.json", model_max_length=300)
 
 
-_BERT = partial(encoder_folders.bert, seed=1, size=Size(32, 4, 64, 2))
-_SMALL_BERT = partial(encoder_folders.bert, seed=4, size=Size(64, 2, 64, 1))
-_DEBERTA = partial(encoder_folders.deberta, seed=2, size=Size(48, 4, 64, 2), buckets=16, furthest=64)
-_T5 = partial(encoder_folders.t5, seed=3, size=Size(32, 2, 64, 2), width=16, act="gated-gelu")
+_BERT = partial(encoder_folders.folder, name="bert")
+_SMALL_BERT = partial(encoder_folders.folder, name="bert, small")
+_DEBERTA = partial(encoder_folders.folder, name="deberta, 48 columns")
+_T5 = partial(encoder_folders.folder, name="t5, two heads")
 
 RECORDED: dict[str, Callable[[Path], EntityFolder]] = {
-    "deberta": partial(entities, body=_DEBERTA, seed=11, tokenizer="unigram"),
-    "deberta, listed": partial(entities, body=_DEBERTA, seed=12, width=48, listed=True),
-    "bert": partial(entities, body=_BERT, seed=13),
-    "bert, names": partial(entities, body=_BERT, seed=14, width=24, embed_ent_token=False),
-    "bert, no recurrence": partial(entities, body=_BERT, seed=15, recurrent=False),
-    "bert, words": partial(entities, body=_BERT, seed=16, mode="token_level", tokenizer="cased"),
-    "deberta, words": partial(entities, body=_DEBERTA, seed=17, mode="token_level", listed=True),
-    "modernbert": partial(entities, body=_modern, seed=18, listed=True),
-    "t5": partial(entities, body=_T5, seed=19),
-    "modernbert and bert": partial(entities, body=_modern, seed=20, labels=_SMALL_BERT),
+    "deberta": partial(entities, body=_DEBERTA, tokenizer="unigram"),
+    "deberta, listed": partial(entities, body=_DEBERTA, width=48, listed=True),
+    "bert": partial(entities, body=_BERT),
+    "bert, names": partial(entities, body=_BERT, width=24, embed_ent_token=False),
+    "bert, no recurrence": partial(entities, body=_BERT, recurrent=False),
+    "bert, words": partial(entities, body=_BERT, mode="token_level", tokenizer="cased"),
+    "deberta, words": partial(entities, body=_DEBERTA, mode="token_level", listed=True),
+    "modernbert": partial(entities, body=_modern, listed=True),
+    "t5": partial(entities, body=_T5),
+    "modernbert and bert": partial(entities, body=_modern, labels=_SMALL_BERT),
     "deberta and bert, words": partial(
-        entities, body=_DEBERTA, seed=21, width=24, mode="token_level", labels=_SMALL_BERT
+        entities, body=_DEBERTA, width=24, mode="token_level", labels=_SMALL_BERT
     ),
 }
 
 
 def calls_of(name: str) -> dict[str, dict[str, Any]]:
     """Return the arguments of the calls that are recorded of a folder: all for one of each mode."""
-    thresholds = THRESHOLDS.get(name, (0.4,))
-    return {call: {**CALLS[call], "threshold": t} for call, t in zip(CALLS, thresholds, strict=False)}
+    thresholds = zip(CALLS, THRESHOLDS[name], strict=False)
+    return {call: {**CALLS[call], "threshold": threshold} for call, threshold in thresholds}

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from metal_prefill.conversion import convert
 from support.files.gguf_mutator import take_apart
-from support.folders import bidirectional_folders, encoder_folders
+from support.folders import bidirectional_folders, encoder_folders, other_encoders
 from support.folders.model_folders import Folder
 from support.places import DATA
 
@@ -19,7 +19,7 @@ FOLDERS: dict[str, Callable[[Path], Folder]] = {
     "t5encoder, gated": encoder_folders.RECORDED["t5, gated"],
     "llama-embed": bidirectional_folders.RECORDED["llama"],
     "jina-bert-v3": encoder_folders.RECORDED["jina v3"],
-    "nomic-bert-moe": encoder_folders.NOMIC_MOE["nomic moe"],
+    "nomic-bert-moe": other_encoders.NOMIC_MOE["nomic moe"],
 }
 ARCHITECTURES = {name.partition(",")[0] for name in FOLDERS}
 # Keys that this project's conversion adds.

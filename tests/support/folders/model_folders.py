@@ -19,7 +19,9 @@ from support.comparison import VERSE
 from support.files.gguf_reader import GGUFReader
 from support.folders import encoder_tokenizers
 from support.folders.tokenizer_folders import trained_byte_level
+from support.places import DATA
 
+TENSORS = DATA / "transformers_tensors.npz"
 Values = npt.NDArray[np.float32]
 IDENTITY = "torch.nn.modules.linear.Identity"
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
@@ -170,15 +172,23 @@ def values(shape: tuple[int, ...], seed: int = 0) -> Values:
     return np.random.default_rng([seed, *shape]).normal(0, 0.1, shape).astype(np.float32)
 
 
-def filled(shapes: Mapping[str, tuple[int, ...]], norm: float = 1) -> dict[str, Values]:
+@cache
+def shapes_of(name: str) -> Shapes:
+    """Return the shapes of the tensors that transformers saves for a recorded configuration."""
+    with np.load(TENSORS) as recorded:
+        listed = json.loads(str(recorded[name]))
+    return {tensor: tuple(shape) for tensor, shape in listed.items()}
+
+
+def filled(shapes: Mapping[str, tuple[int, ...]], norm: float = 1, gain: float = 1) -> dict[str, Values]:
     """Return random values that follow from the names of tensors.
 
-    Matrices keep the size of their inputs, and factors of norms and layers are around `norm`.
+    Matrices multiply the size of their inputs by `gain`, and factors of norms and layers are around `norm`.
     """
     found: dict[str, Values] = {}
     for name, shape in shapes.items():
-        is_factor = ("norm" in name and name.endswith("weight")) or name.endswith("layer_scalar")
-        center, size = (norm * is_factor, 0.3) if len(shape) == 1 else (0, shape[-1] ** -0.5)
+        is_factor = ("norm" in name.lower() and name.endswith("weight")) or name.endswith("layer_scalar")
+        center, size = (norm * is_factor, 0.3) if len(shape) == 1 else (0, gain * shape[-1] ** -0.5)
         drawn = np.random.default_rng(crc32(name.encode())).normal(center, size, shape)
         found[name] = drawn.astype(np.float32)
     return found

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from metal_prefill.synth._tokenizer import gpt2_vocabulary
 from support.folders import encoder_folders
-from support.folders.bert_relatives import gte
 from support.folders.model_folders import (
     CONTEXT,
     DIM,
@@ -100,15 +99,6 @@ def _electra_tags(path: Path) -> Folder:
     for name, shape in linear("classifier", len(TAGS)).items():
         folder.add({name: shape}, 9, size=3)
     return folder
-
-
-def _gte_pairs(path: Path) -> Folder:
-    folder = gte(path, prefix="new.")
-    folder.config |= {
-        "architectures": ["NewForSequenceClassification"],
-        "max_position_embeddings": CONTEXT,
-    }
-    return _headed(folder, "new.pooler.dense")
 
 
 def _roberta(path: Path, task: str) -> Folder:
@@ -390,10 +380,10 @@ RANKERS: dict[str, Callable[[Path], Folder]] = {
     "bert": _bert_texts,
     "bert, output as it is": partial(_bert_texts, sentence_transformers={"activation_fn": IDENTITY}),
     "electra": _electra_pairs,
-    "gte": _gte_pairs,
-    "albert": partial(encoder_folders.pairs, name="albert"),
-    "electra, projected": partial(encoder_folders.pairs, name="electra"),
-    "deberta": partial(encoder_folders.pairs, name="deberta"),
+    "gte": partial(encoder_folders.folder, name="gte, pairs"),
+    "albert": partial(encoder_folders.folder, name="albert, pairs"),
+    "electra, projected": partial(encoder_folders.folder, name="electra, pairs"),
+    "deberta": partial(encoder_folders.folder, name="deberta, pairs"),
     "xlm-roberta": lambda path: _headed(
         _roberta(path, "Sequence"), "classifier.dense", output="classifier.out_proj"
     ),
@@ -401,6 +391,7 @@ RANKERS: dict[str, Callable[[Path], Folder]] = {
     "modernbert, first token": _MODERN,
 }
 CLASSIFIERS: dict[str, Callable[[Path], Folder]] = {
+    "distilbert": partial(encoder_folders.folder, name="distilbert, classes"),
     "bert": partial(_bert_texts, labels=_CLASSES),
     "bert, independent labels": partial(
         _bert_texts, labels=_CLASSES, problem_type="multi_label_classification"
@@ -410,7 +401,7 @@ CLASSIFIERS: dict[str, Callable[[Path], Folder]] = {
 TAGGERS: dict[str, Callable[[Path], Folder]] = {
     "bert": lambda path: _headed(_bert(path, "ForTokenClassification", "cased"), labels=TAGS),
     "electra": _electra_tags,
-    "deberta": partial(encoder_folders.tags, labels=TAGS),
+    "deberta": partial(encoder_folders.folder, name="deberta, tags"),
     "xlm-roberta": lambda path: _headed(_roberta(path, "Token"), labels=TAGS),
     "modernbert": partial(_modern, name="ModernBertForTokenClassification", labels=TAGS),
 }

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from support.encoder_tasks import FileOf, scores_of
 from support.folders import bidirectional_folders, entity_folders, task_folders
-from support.folders.bert_relatives import distilbert_masked
-from support.folders.encoder_folders import private_parts
+from support.folders.encoder_folders import distilbert_masked, private_parts
 from support.folders.model_folders import Folder
 from support.folders.task_folders import DOCUMENTS, LATE, MODULES, QUERY, RANKERS, TAGGERS, TEXTS
 

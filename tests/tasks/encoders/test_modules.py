@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import save_file
 from support.encoder_tasks import NEAR, FileOf, opened
 from support.folders import encoder_folders, model_folders, task_folders
-from support.folders.encoder_folders import Size
 from support.folders.model_folders import DIM, Folder, values
 from support.folders.task_folders import MODULES, TEXTS, recorded, static
 from support.kernels.float64 import gelu, sigmoid, silu
@@ -135,7 +134,7 @@ def test_pooled_states_are_those_of_all_tokens(
 def test_states_of_any_width_are_pooled(tmp_path: Path) -> None:
     """Sums of several columns are in registers together; other widths have a rest."""
     for width in (8, 24, 40):
-        folder = encoder_folders.bert(tmp_path / f"{width}", 1, Size(width, 2, 16, 1)).write()
+        folder = encoder_folders.folder(tmp_path / f"{width}", f"bert, {width} columns").write()
         with opened(convert(folder, tmp_path / f"{width}.gguf")) as model:
             passes, texts = TextPasses(model.engine), [np.arange(1, 6, dtype=np.int32)]
             (states,) = pooled_states(passes, "none", texts)

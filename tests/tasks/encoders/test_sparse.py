@@ -1,26 +1,23 @@
-"""Vectors over the vocabulary, and three kinds of vectors from one pass, next to float64 arithmetic."""
+"""Vectors over the vocabulary, and three kinds of vectors from one pass."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.encoder_tasks import NEAR, opened
 from support.folders import task_folders
-from support.folders.bert_relatives import distilbert_masked, gte_masked, routed, vocabulary_vector
-from support.folders.folder_reference import FolderTensors
+from support.folders.encoder_folders import RECORD, TEXTS, distilbert_masked, routed
 from support.folders.model_folders import Folder
+from support.folders.other_encoders import FolderTensors
 from support.folders.task_folders import ACTIVE, COLBERT, SPARSE, recorded
 from support.folders.task_folders import TEXTS as SOME
 from support.folders.torch_files import pickled, write_torch_file
-from support.kernels.float64 import Array
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
 from metal_prefill.sentence_transformers import SparseEncoder
-
-TEXTS = ["a rose by any name", "", "would smell as sweet would smell as sweet"]
 
 
 @pytest.fixture
@@ -36,27 +33,6 @@ def model(folder: Folder, device: str) -> Iterator[Model]:
         yield model
 
 
-def expected(folder: Folder, model: Model, text: str) -> Array:
-    words = model.tokenizer.encode(text, add_bos=False)
-    ids = np.array([model.tokenizer.bos_id, *words, model.tokenizer.eos_id])
-    return vocabulary_vector(folder, ids)
-
-
-@pytest.mark.parametrize("make", [distilbert_masked, gte_masked])
-def test_vectors_over_the_vocabulary_match_float64(
-    tmp_path: Path, device: str, make: Callable[[Path], Folder]
-) -> None:
-    folder = make(tmp_path / "folder")
-    with Model(folder.write(), device=device, compute="f32", kv_dtype="f32") as model:
-        for text, found in zip(TEXTS, model.embed_sparse(TEXTS), strict=True):
-            wanted = expected(folder, model, text)
-            assert (np.diff(found.ids) > 0).all()
-            assert (found.weights > 0).all()
-            dense = np.zeros_like(wanted)
-            dense[found.ids] = found.weights
-            assert np.abs(dense - wanted).max() <= 2e-3 * wanted.max()  # half precision of Metal
-
-
 def test_the_largest_values_are_kept_on_request(folder: Folder, model: Model) -> None:
     whole, found = (model.embed_sparse(TEXTS[:1], max_active=most)[0] for most in (None, 5))
     kept = np.sort(whole.ids[np.argsort(-whole.weights, kind="stable")[:5]])
@@ -66,8 +42,8 @@ def test_the_largest_values_are_kept_on_request(folder: Folder, model: Model) ->
 
 def test_sparse_encoder_has_the_interface_of_sentence_transformers(folder: Folder) -> None:
     encoder = SparseEncoder(folder.path, model_kwargs={"dtype": "float32"}, device="cpu")
-    with Model(folder.path, device="cpu", compute="f32", kv_dtype="f32") as model:
-        wanted = np.stack([expected(folder, model, text) for text in TEXTS])
+    with np.load(RECORD) as record:
+        wanted = record["distilbert, masked"]
     found = encoder.encode(TEXTS)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
     assert encoder.encode(TEXTS[0]).shape == (encoder.get_embedding_dimension(),)
