@@ -89,10 +89,11 @@ void softmax_span(const AttentionHead& head, int row, int span, AttentionTile<kR
   const auto begin = [&](int r) { return tile.begin[r] - span * kKeySpan; };
   const auto end = [&](int r) { return tile.end[r] - span * kKeySpan; };
   const auto sees = [&](int r) { return begin(r) < kKeySpan && end(r) > 0 && begin(r) < end(r); };
+  const bool has_terms = has_score_terms(head);
   for (int r = 0; r < kRows; ++r) {
     if (!sees(r)) continue;
     float* p = tile.p[r];
-    if (has_score_terms(head)) add_score_terms(head, row + r, span, n, p);
+    if (has_terms) add_score_terms(head, row + r, span, n, p);
     for (int i = 0; i < begin(r); ++i) p[i] = -kInfinity;
     for (int i = end(r); i < n; ++i) p[i] = -kInfinity;
     F largest = Simd::set(-kInfinity);

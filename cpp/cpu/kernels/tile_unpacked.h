@@ -174,9 +174,11 @@ void unpacked_blocks(const Block* blocks, int n_blocks, const Int8Rows& x, int f
           const int left = n - done, share = left >= 2 * kTokens ? kTokens
                                              : left > kTokens    ? (left + 1) / 2
                                                                  : left;
-          with_count<kTokens>(share, [&](auto tokens) {
-            multiply_unpacked<S, Block, tokens>(block, tile, token + done,
-                                                first_out + std::size_t(t + done) * stride, stride);
+          // Variables of the loops, captured by reference, would be reloaded from memory.
+          const int at = token + done;
+          float* rows = first_out + std::size_t(t + done) * stride;
+          with_count<kTokens>(share, [=, &block, &tile](auto tokens) __attribute__((always_inline)) {
+            multiply_unpacked<S, Block, tokens>(block, tile, at, rows, stride);
           });
           done += share;
         }
