@@ -1,6 +1,7 @@
 """Files that conversion writes, opened by llama.cpp: the same tokens, vectors and logits."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,13 @@ def yarn(path: Path) -> Folder:
     return model_folders.llama(path, rope_parameters={**rope, "attention_factor": 2.0})
 
 
-# llama.cpp ignores the windows of phi3 and starcoder2, and that of exaone4 unless it has 64 layers. Keys and
-# values of its delta rule have one width.
+# llama.cpp ignores the windows of phi3 and starcoder2, and that of exaone4 unless it has 64 layers. It takes
+# the factors of LongRoPE for a context of at least 256 tokens, and divides the scores of Gemma 2 and 3 by the
+# root of the width of a head. Keys and values of its delta rule have one width.
+_OTHERS = ("window", "moe", "experts", "gemma", "short texts", "two widths")
 DECODERS = [
-    make
-    for name, make in decoder_folders.RECORDED.items()
-    if not any(word in name for word in ("window", "moe", "experts", "gemma4", "two widths"))
+    *(make for name, make in decoder_folders.RECORDED.items() if not any(word in name for word in _OTHERS)),
+    *(partial(decoder_folders.RECORDED[name], query_pre_attn_scalar=16) for name in ("gemma2", "gemma3")),
 ]
 
 
