@@ -47,7 +47,7 @@ COUNTED: dict[str, Callable[[Dispatch], Work]] = {
 }
 
 # Lowest and highest ratio of measured to predicted speed, for prompts and for passes of a few tokens, as
-# docs/measurements/cost-model.md records them: the lowest on an H200, the highest of published speeds.
+# docs/cost_model.md records them: the lowest on an H200, the highest of published speeds.
 SPREAD = {"prompt": (0.79, 1.16), "token": (0.79, 1.05)}
 
 

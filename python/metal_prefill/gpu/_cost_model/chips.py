@@ -12,7 +12,7 @@ of an A19, which are 128 FMA for each of four schedulers. That a unit keeps its 
 [PLAN] 1.27 microseconds a dispatch, measured by others on an M4; another probe is quoted as 2.05.
 [JL] Metal.jl issue 783: about 0.15 ms from committing a command buffer to waking up after it.
 [EST] An estimate: no measurement for Apple's GPUs was found. An NVIDIA H200's is 32 cycles.
-[FIT] Fitted to published speeds: see docs/measurements/cost-model.md.
+[FIT] Fitted to published speeds: see docs/cost_model.md.
 """
 
 from dataclasses import dataclass, replace
