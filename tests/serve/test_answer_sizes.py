@@ -11,12 +11,28 @@ import pytest
 from support.servers.running_server import Running, events, running
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
-from metal_prefill import Model
+from metal_prefill import Model, serve
 from metal_prefill.serve import _endpoint, _generation, _vectors
 from metal_prefill.serve._chat import ChatChoice
 from metal_prefill.serve._completions import CompletionChoice
-from metal_prefill.serve._generation import MOST_ESCAPED, Choice
+from metal_prefill.serve._generation import MOST_ANSWER, MOST_ESCAPED, Choice
 from metal_prefill.serve._service import MOST_SCORED, Service
+
+PATHS = {  # a new one needs a limit on its answers
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"),
+    *("/v1/embeddings", "/embed", "/predict", "/rerank", "/v1/rerank", "/v2/rerank"),
+}
+
+
+def test_the_largest_answers_of_a_default_server_are_bounded(cpu_model: Model) -> None:
+    app = serve.app(cpu_model)
+    assert {route.path for route in app.routes if "POST" in route.methods} == PATHS  # type: ignore[attr-defined]
+    service, settings = app.state.service, app.state.service.settings
+    # Besides texts and tokens, an answer has fields: 256 bytes for each text, and 1 MiB in all.
+    ranked = MOST_ESCAPED * settings.max_body + 256 * settings.max_inputs
+    for largest in (ranked, len("1234567,") * service.most_text, 2 * MOST_ESCAPED * service.most_text):
+        assert largest <= MOST_ANSWER + (1 << 20)
 
 
 def test_a_number_and_a_byte_of_text_have_a_longest_form_in_json() -> None:

@@ -44,6 +44,15 @@ def test_more_texts_than_the_queue_holds_are_rejected(cpu_model: Model) -> None:
         assert server.post("/v1/completions", {**BODY, "n": 3}).status_code == 200
 
 
+def test_the_texts_of_a_request_are_limited(cpu_model: Model) -> None:
+    with running(cpu_model, max_texts=4) as server:
+        for param in ("n", "best_of"):
+            refused = server.refused("/v1/completions", {**BODY, param: 5})
+            assert (refused["param"], refused["code"]) == (param, "too_many_texts")
+            assert refused["message"] == "the request asks for 5 texts; the limit is 4"
+            assert server.post("/v1/completions", {**BODY, param: 4}).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_ends_at_the_time_limit(cpu_model: Model, stream: bool) -> None:
     with running(cpu_model, max_seconds=0.3) as server:
@@ -110,6 +119,7 @@ def test_a_key_is_required(cpu_model: Model) -> None:
         for key in ("right", "also right"):
             assert len(list(server.client(api_key=key).models.list())) == 1
         assert server.get("/v1/models/demo/health").status_code == 401
+        assert server.get("/v1/models", headers={"authorization": "bearer right"}).status_code == 200
         for wrong in ("Basic right", "right", "Bearer", "Bearer rightly", "Bearer right also right"):
             assert server.get("/v1/models", headers={"authorization": wrong}).status_code == 401
         for encoding, status in (("utf-8", 200), ("latin-1", 401)):

@@ -1,6 +1,7 @@
 """Tools and reasoning over HTTP, whole and in streams; and documents to answer from."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,15 @@ def ask(server: Running, regex: str | None = None, **options: Any) -> Any:
     with server.client() as client:
         answer = client.chat.completions.create(**asked)
         with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
-            assert parts(stream.until_done().current_completion_snapshot) == parts(answer)
+            chunks = [event.chunk for event in stream if event.type == "chunk"]
+            whole = stream.current_completion_snapshot
+    assert parts(whole) == parts(answer)
+    ids = [call.id for call in whole.choices[0].message.tool_calls or ()]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call_id) for call_id in ids)
+    deltas = [choice.delta.to_dict() for chunk in chunks for choice in chunk.choices]
+    kinds = [kind for delta in deltas for kind in ("content", "reasoning_content") if delta.get(kind)]
+    assert kinds == sorted(kinds, reverse=True)  # reasoning before the answer
     return answer
 
 

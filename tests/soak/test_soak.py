@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.allocation_faults import require_failing_allocations
 from support.small_models import write
-from support.soak import Worker, opened, rounds, soak
+from support.soak import Worker, assert_released, opened, rounds, soak
 from support.tiny_models import TINY_MODELS
 
 SEED = os.environ.get("SOAK_SEED", "1")
@@ -24,12 +24,16 @@ def test_a_history_of_one_thread_matches_an_oracle(device: str, tmp_path: Path) 
     """The calls of a seed are the same in every run."""
     path = write(tmp_path / "m.gguf", TINY_MODELS["gemma3"])
     model, oracle = opened(path, device)
-    with model, model.session() as shared:
-        worker = Worker(model, oracle, [shared], tmp_path, "5")
-        for _ in range(120 if device == "cpu" else 20):
-            worker.step()
+    with model:
+        with model.session() as shared:
+            worker = Worker(model, oracle, [shared], tmp_path, "11")
+            for _ in range(120 if device == "cpu" else 30):
+                worker.step()
+            worker.close()
         assert worker.refused == 0
-        worker.close()
+        assert len(worker.calls) == 12  # all kinds
+        assert worker.largest_batch == 4
+        assert_released(model)
     oracle.close()
 
 

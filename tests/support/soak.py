@@ -93,8 +93,12 @@ class Worker:
 
     Attributes
     ----------
-    calls, refused : int
-        Calls that were compared, and calls that raised for lack of memory.
+    calls : Counter of str
+        Calls of each kind that were compared.
+    refused : int
+        Calls that raised for lack of memory.
+    largest_batch : int
+        Sessions of the largest batch.
     """
 
     def __init__(self, model: Model, oracle: Oracle, shared: list[Session], folder: Path, seed: str) -> None:
@@ -102,7 +106,8 @@ class Worker:
         self._random = Random(seed)
         self._held: list[Held] = []
         self._name = seed
-        self.calls = self.refused = 0
+        self.calls = Counter[str]()
+        self.refused = self.largest_batch = 0
 
     def run(self, end: float) -> None:
         """Make calls until a time of the monotonic clock."""
@@ -112,7 +117,7 @@ class Worker:
 
     def step(self) -> None:
         """Make a call."""
-        calls = (
+        kinds = (
             *(self._append, self._append, self._append, self._reuse, self._score, self._rewind, self._fork),
             *(self._save_and_load, self._batch, self._cancel, self._texts, self._tasks, self._leave),
             self._join,
@@ -122,8 +127,9 @@ class Worker:
                 self._held.append(Held(self._model.session(max_context=CONTEXT)))
             return
         try:
-            self._random.choice(calls)()
-            self.calls += 1
+            call = self._random.choice(kinds)
+            call()
+            self.calls[call.__name__] += 1
         except REFUSALS:
             self.refused += 1
         for held in self._held:
@@ -201,18 +207,24 @@ class Worker:
 
     def _batch(self) -> None:
         chosen = self._random.sample(self._held, self._random.randrange(1, len(self._held) + 1))
-        ids = [self._tokens(60) for _ in chosen]
+        self.largest_batch = max(self.largest_batch, len(chosen))
+        ids = [self._tokens(self._random.choice((2, 9, 60))) for _ in chosen]
         for held, tokens in zip(chosen, ids, strict=True):
             self._room(held, len(tokens))
+        outputs: list[Any] = self._random.choices(("logits", "greedy", "none"), k=len(chosen))
         results = self._model.forward_batch(
-            [held.session for held in chosen], ids, output="logits", return_errors=True
+            [held.session for held in chosen], ids, output=outputs, return_errors=True
         )
-        for held, tokens, result in zip(chosen, ids, results, strict=True):
+        for held, tokens, output, result in zip(chosen, ids, outputs, results, strict=True):
             if isinstance(result, REFUSALS):
                 self.refused += 1
                 continue
             held.tokens += tokens
-            assert result.tobytes() == self._oracle.logits(held.tokens)
+            if output == "none":
+                assert result is None
+                continue
+            expected = np.frombuffer(self._oracle.logits(held.tokens), np.float32)
+            assert np.array_equal(result, expected if output == "logits" else expected.argmax())
 
     def _cancel(self) -> None:
         held, ids = self._any(), self._tokens(150)
@@ -355,6 +367,15 @@ def opened(path: Path, device: str) -> tuple[Model, Oracle]:
     return model, Oracle(path, device, chunk)
 
 
+def assert_released(model: Model) -> None:
+    """Check that a model without open sessions holds no pages but those of its prefix cache."""
+    while any(thread.name == "metal_prefill engine loop" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    gc.collect()  # sessions that texts were written with
+    stats = model.stats()
+    assert stats["kv_pool_bytes"] == stats["prefix_bytes"]
+
+
 def soak(path: Path, device: str, folder: Path, seconds: float, seed: str) -> dict[str, int]:
     """Have threads work for some time, and return counts.
 
@@ -374,15 +395,11 @@ def soak(path: Path, device: str, folder: Path, seconds: float, seed: str) -> di
         worker.result()
     for session in shared:
         session.close()
-    while any(thread.name == "metal_prefill engine loop" for thread in threading.enumerate()):
-        time.sleep(0.01)
-    gc.collect()  # sessions that texts were written with
-    stats = model.stats()
-    assert stats["kv_pool_bytes"] == stats["prefix_bytes"]
+    assert_released(model)
     model.close()
     oracle.close()
     return {
-        "calls": sum(worker.calls for worker in workers),
+        "calls": sum(worker.calls.total() for worker in workers),
         "refused": sum(worker.refused for worker in workers),
         "failed allocations": faults,
     }
