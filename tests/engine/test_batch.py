@@ -203,6 +203,14 @@ def test_the_prefix_cache_is_bounded_and_evicts_the_oldest(device: str, tiny_dem
         assert reused == [PAGE + 1, 0]
 
 
+def test_cached_pages_are_evicted_for_prompts(device: str, tiny_demo_path: Path) -> None:
+    page = page_bytes(tiny_demo_path, device)
+    with Model(tiny_demo_path, device=device, kv_memory=4 * page, prefix_memory=4 * page) as model:
+        for seed in range(6):
+            with model.session() as session:
+                session.forward_prompt(ids_for(model, 3 * PAGE, seed), reuse=True)
+
+
 def test_a_fork_and_a_loaded_session_have_a_namespace(tiny_demo_path: Path, tmp_path: Path) -> None:
     with Model(tiny_demo_path, device="cpu") as model:
         prompt = ids_for(model, 2 * PAGE)

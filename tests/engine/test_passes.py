@@ -58,6 +58,14 @@ def test_a_request_of_several_passes_has_the_result_of_one(model: Model) -> None
         assert np.array_equal(request.take_result(), whole)
 
 
+def test_a_prefix_is_computed_once_by_the_passes_of_a_scheduler(model: Model) -> None:
+    requests = [_core.Request.logits(model.session().native, ids, reuse=True) for ids in prompts()]
+    finish(model, requests, rows=60)
+    assert sum(request.computed for request in requests) == SHARED + sum(OWN)
+    for request, ids in zip(requests, prompts(), strict=True):
+        assert np.array_equal(request.take_result(), model.session().forward_prompt_logits(ids))
+
+
 def test_log_probabilities_of_a_prefix_are_copied(model: Model) -> None:
     scratch = _core.Scratch(model.engine.core)
     requests = [_core.Request.log_probs(scratch, ids, len(ids) - 1) for ids in prompts()]

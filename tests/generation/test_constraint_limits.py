@@ -36,9 +36,31 @@ def rules(n: int) -> Source:
     return {"grammar": "\n".join(["start: r0", *lines, f'r{n}: "a"'])}
 
 
-def definitions(n: int) -> Source:
-    chain: Source = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(n)}
-    return {"json_schema": {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{n}": {"type": "null"}}}}
+def terminals(n: int) -> Source:
+    lines = [f'T{i}: "b" T{i + 1}' for i in reversed(range(n))]
+    return {"grammar": "\n".join([f'T{n}: "a"', *lines, "start: T0"])}
+
+
+def definitions(link: Callable[[Source], Source]) -> Callable[[int], Source]:
+    """Return a function that makes a chain of definitions, linked by `link`."""
+
+    def schema(n: int) -> Source:
+        chain = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(n)}
+        return {"json_schema": {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{n}": {"type": "null"}}}}
+
+    return schema
+
+
+CHAINS = {
+    "rules": rules,
+    "terminals": terminals,
+    "references": definitions(lambda ref: ref),
+    "objects": definitions(lambda ref: {"type": "object", "properties": {"x": ref}, "required": ["x"]}),
+    "arrays": definitions(lambda ref: {"type": "array", "items": ref, "minItems": 1, "maxItems": 1}),
+    "anyOf": definitions(lambda ref: {"anyOf": [ref, {"type": "integer"}]}),
+    "allOf": definitions(lambda ref: {"allOf": [ref]}),
+    "oneOf": definitions(lambda ref: {"oneOf": [ref]}),
+}
 
 
 def refused(model: Model, **source: Any) -> str:
@@ -89,7 +111,7 @@ def test_the_time_and_memory_of_a_source_are_limited(
         Constraint(model.tokenizer, regex="(a{900}){900}")
 
 
-@pytest.mark.parametrize("chain", [rules, definitions])
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_a_stack_overflow_ends_only_a_worker(model: Model, chain: Callable[[int], Source]) -> None:
     """The compiler recurses over rules and definitions that each name the next."""
     assert Constraint(model.tokenizer, **chain(300)).mask()
