@@ -187,7 +187,7 @@ class Model:
             device,
             options,
             max_context=max_context,
-            compute=one_of("compute", compute, dict(zip(CHOICES, CHOICES, strict=True))),
+            compute=one_of("compute", compute, CHOICES),
             kv_dtype=kv_dtype,
             mmap=mmap,
             pack_cache=pack_cache,

@@ -3,7 +3,7 @@
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from itertools import islice
 from numbers import Real
 from typing import Any, TypeAlias
@@ -56,11 +56,11 @@ def check_prompt_options(reuse: object, progress: object) -> None:
         raise TypeError(f"progress must be callable or None, got {type(progress).__name__}")
 
 
-def one_of(name: str, value: str, choices: Mapping[str, Any]) -> Any:
-    """Return the choice named by `value`; raise ValueError for an unknown name."""
+def one_of(name: str, value: str, choices: Collection[str]) -> Any:
+    """Return `value`, or what `choices` maps it to; raise ValueError for an unknown name."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-    return choices[value]
+    return choices[value] if isinstance(choices, Mapping) else value
 
 
 def items_of(name: str, values: Any) -> list[Any]:

@@ -30,10 +30,6 @@ MODES = tuple(_HELP)  # the first one is measured if none is named
 _OWN = ("command", "version", "execute", "mode", "model", "demo", "json")
 
 
-def _lengths(text: str) -> list[int]:
-    return common.positives(text) if text else []
-
-
 def _names(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
@@ -41,7 +37,7 @@ def _names(text: str) -> list[str]:
 def _numbers(parser: argparse.ArgumentParser, flags: str, text: str, default: Sequence[int] = ()) -> None:
     shown = f" (default: {','.join(map(str, default))})" if default else ""
     parser.add_argument(
-        *flags.split(), type=_lengths, default=list(default), metavar="N,N,...", help=text + shown
+        *flags.split(), type=common.positives, default=list(default), metavar="N,N,...", help=text + shown
     )
 
 

@@ -75,8 +75,8 @@ port = _integers(0, 65535)  # 0 picks a free one
 
 
 def positives(text: str) -> list[int]:
-    """Parse comma-separated positive integers, for argparse."""
-    return [positive(word) for word in text.split(",")]
+    """Parse comma-separated positive integers, or none, for argparse."""
+    return [positive(word) for word in text.split(",")] if text else []
 
 
 def add_option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
@@ -210,9 +210,9 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
 
 def _read_entities(keys: Keys, dim: int) -> EntityHead | None:
     if (key := f"{ENTITY_KEYS}mode") not in keys.gguf.metadata:
-        names = (n for n in keys.gguf.tensors if n in ENTITY_TENSORS or n.startswith(LABEL_ENCODER))
-        if (left := next(names, None)) is not None:
-            raise keys.error(f"tensor {left} requires {key}, which is missing")
+        tensors = keys.gguf.tensors
+        names = (n for n in tensors if n in ENTITY_TENSORS or n.startswith(LABEL_ENCODER))
+        _check_needed(keys, names, key)
         return None
     entities = read_entity_head(keys, dim)
     if entities.label_tokens is None:
@@ -226,9 +226,7 @@ def _read_entities(keys: Keys, dim: int) -> EntityHead | None:
 def _read_vocabulary_pooling(keys: Keys, dim: int) -> VocabularyPooling | None:
     tensors, suffix = keys.gguf.tensors, "vocabulary_pooling"
     if not keys.has(suffix):
-        left = next((name for name in (*MASKED, QUERY_WEIGHTS) if name in tensors), None)
-        if left is not None:
-            raise keys.error(f"tensor {left} requires {keys.architecture}.{suffix}, which is missing")
+        _check_needed(keys, (*MASKED, QUERY_WEIGHTS), f"{keys.architecture}.{suffix}")
         return None
     missing = next((name for name in ("mlm.weight", "mlm.norm.weight") if name not in tensors), None)
     if missing is not None:
@@ -242,6 +240,14 @@ def _read_vocabulary_pooling(keys: Keys, dim: int) -> VocabularyPooling | None:
     for name in ("mlm.output.bias", QUERY_WEIGHTS):
         _check_vector(keys, name, vocabulary)
     return _one_of(keys, f"{keys.architecture}.{suffix}", VOCABULARY_POOLINGS, "")
+
+
+def _check_needed(keys: Keys, names: Iterable[str], needed: str) -> None:
+    """Raise an error if a file has one of these tensors, but not the one, or the key, that they need."""
+    tensors = keys.gguf.tensors
+    found = next((name for name in names if name in tensors), None)
+    if found is not None and needed not in tensors:
+        raise keys.error(f"tensor {found} requires {needed}, which is missing")
 
 
 def _one_of(keys: Keys, key: str, known: Sequence[_Name], default: str) -> _Name:
@@ -275,8 +281,7 @@ def _read_steps(keys: Keys, dim: int) -> tuple[tuple[str, ...], int]:
         raise keys.error(f"{key} is {stated!r}, must name a layer once")
     for name in (*DENSE, NORM):
         _check_presence(keys, name, listed=name in stated)
-    if DENSE[1] in stated and DENSE[0] not in stated:
-        raise keys.error(f"tensor {DENSE[1]}.weight requires {DENSE[0]}.weight, which is missing")
+    _check_needed(keys, [f"{DENSE[1]}.weight"], f"{DENSE[0]}.weight")
     width = dim
     for name in stated:
         if name in DENSE:
@@ -305,8 +310,7 @@ def _check_presence(keys: Keys, name: str, *, listed: bool) -> None:
             f"{architecture}.{name}_feat_in and _out declare a layer of {declared[1]} to {declared[0]}, but "
             f"tensor {name}.weight is missing"
         )
-    if missing and f"{name}.bias" in tensors:
-        raise keys.error(f"tensor {name}.bias requires {name}.weight, which is missing")
+    _check_needed(keys, [f"{name}.bias"], f"{name}.weight")
     if missing == listed:
         problem = "is missing" if missing else "is not listed"
         raise keys.error(f"tensor {name}.weight {problem}, unlike in {architecture}.embedding_steps")
@@ -314,10 +318,8 @@ def _check_presence(keys: Keys, name: str, *, listed: bool) -> None:
 
 def _layer(keys: Keys, name: str, width: int) -> int:
     """Return the number of outputs of a layer with `width` inputs; 0 if the file does not have it."""
-    tensors = keys.gguf.tensors
-    if f"{name}.weight" not in tensors:
-        if f"{name}.bias" in tensors:
-            raise keys.error(f"tensor {name}.bias requires {name}.weight, which is missing")
+    _check_needed(keys, [f"{name}.bias"], f"{name}.weight")
+    if f"{name}.weight" not in keys.gguf.tensors:
         return 0
     rows, columns = _matrix_shape(keys, f"{name}.weight")
     if columns != width:
@@ -327,18 +329,15 @@ def _layer(keys: Keys, name: str, width: int) -> int:
 
 
 def _read_labels(keys: Keys, dim: int) -> tuple[str, ...]:
-    key, tensors = f"{keys.architecture}.classifier.output_labels", keys.gguf.tensors
+    key = f"{keys.architecture}.classifier.output_labels"
     stated: list[str] = keys.gguf.metadata.typed(key, "array[string]", default=[])
     width = _layer(keys, "cls", dim) or dim
     for end in ("weight", "bias"):
         _check_vector(keys, f"cls.norm.{end}", width)
-    if "cls.norm.bias" in tensors and "cls.norm.weight" not in tensors:
-        raise keys.error("tensor cls.norm.bias requires cls.norm.weight, which is missing")
+    _check_needed(keys, ["cls.norm.bias"], "cls.norm.weight")
     count = _layer(keys, "cls.output", width)
     if count == 0:
-        left = next((name for name in CLASSIFIER if name in tensors), None)
-        if left is not None:
-            raise keys.error(f"tensor {left} requires cls.output.weight, which is missing")
+        _check_needed(keys, CLASSIFIER, "cls.output.weight")
         if stated:
             raise keys.error(f"{key} names {len(stated)} labels, but tensor cls.output.weight is missing")
         return ()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 import numpy as np
@@ -105,8 +105,11 @@ class Options:
         return self.temperature == 0 and not self.logit_bias and penalties == (1, 0, 0)
 
 
-class SamplingOptions(TypedDict, total=False):
-    """How to choose tokens: the fields of :class:`metal_prefill.generation.Options`."""
+SAMPLING = tuple(option.name for option in fields(Options))  # options that choose tokens
+
+
+class TextOptions(TypedDict, total=False):
+    """Options of a text: those of `SAMPLING`, and others of :meth:`metal_prefill.Session.generate`."""
 
     temperature: float
     top_k: int
@@ -117,11 +120,6 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     logit_bias: Mapping[int, float]
-
-
-class TextOptions(SamplingOptions, total=False):
-    """Options of a text, as :meth:`metal_prefill.Session.generate` explains them."""
-
     seed: int | None
     stop: str | int | Sequence[str | int]
     min_tokens: int
@@ -141,9 +139,7 @@ def sampling_of(options: TextOptions) -> Options:
     if unknown := options.keys() - TextOptions.__annotations__.keys():
         known = ", ".join(sorted(TextOptions.__annotations__))
         raise TypeError(f"{min(unknown)!r} is not an option of a text; options are {known}")
-    given: dict[str, Any] = {
-        name: value for name, value in options.items() if name in SamplingOptions.__annotations__
-    }
+    given: dict[str, Any] = {name: value for name, value in options.items() if name in SAMPLING}
     if given.get("logit_bias") is None:
         given.pop("logit_bias", None)
     return Options(**given)

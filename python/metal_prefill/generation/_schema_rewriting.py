@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 # JSON Schema keywords whose value maps names to schemas, and keywords whose value is not a schema.
-NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-VALUES = frozenset({"const", "enum", "default", "examples"})
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"const", "enum", "default", "examples"})
 _MAXIMA = frozenset({"maximum", "exclusiveMaximum"})
 _BOUNDS = _MAXIMA | {"minimum", "exclusiveMinimum", "multipleOf"}
 _LARGEST = 2**63 - 1  # llguidance's largest integer, to which it lowers larger bounds
@@ -18,7 +18,7 @@ _LARGEST = 2**63 - 1  # llguidance's largest integer, to which it lowers larger 
 def _check_numbers(whole: Any) -> None:
     """Raise `ValueError` if llguidance, which reads numbers as float64, would change an integer."""
     todo: list[Any] = []
-    for schema in _schemas(whole):
+    for schema in schemas_in(whole):
         for key in schema.keys() & {"const", "enum", *_BOUNDS}:
             # A larger maximum excludes nothing that can be written.
             if not (key in _MAXIMA and isinstance(schema[key], int) and schema[key] >= _LARGEST):
@@ -60,7 +60,7 @@ def rewrite_schema(source: str) -> str:
         return source
     _check_numbers(whole)
     changed = False
-    for schema in list(_schemas(whole)):
+    for schema in list(schemas_in(whole)):
         if isinstance(name := schema.get("format"), str) and not _is_known(name):
             del schema["format"]
             changed = True
@@ -72,7 +72,7 @@ def rewrite_schema(source: str) -> str:
     return json.dumps(whole) if changed else source
 
 
-def _schemas(whole: Any) -> Iterator[dict[str, Any]]:
+def schemas_in(whole: Any) -> Iterator[dict[str, Any]]:
     """Yield the objects of a schema that are schemas themselves."""
     todo = [whole]
     while todo:
@@ -82,9 +82,9 @@ def _schemas(whole: Any) -> Iterator[dict[str, Any]]:
         elif isinstance(part, dict):
             yield part
             for key, item in part.items():
-                if key in NAMED and isinstance(item, dict):
+                if key in _NAMED and isinstance(item, dict):
                     todo += item.values()
-                elif key not in VALUES:
+                elif key not in _VALUES:
                     todo.append(item)
 
 

@@ -141,7 +141,7 @@ class SentenceTransformer(VectorEncoder):
             float32 ``[texts, dim]``, or ``[dim]`` for one text.
         """
         self._check_call(options, device)
-        one_of("output_value", str(output_value), {"sentence_embedding": 0, "token_embeddings": 0, "None": 0})
+        one_of("output_value", str(output_value), ("sentence_embedding", "token_embeddings", "None"))
         count = self.truncate_dim if truncate_dim is None else truncate_dim
         inputs, prompt = sentences if inputs is None else inputs, self._prompt(prompt, prompt_name)
         parts, single = self._encoded(inputs, prompt, batch_size, show_progress_bar)

@@ -150,7 +150,7 @@ def quantize_embeddings(
     int8 and uint8 divide the range of each dimension, in `ranges` (``[2, dim]``) or of other vectors, into
     256 steps. ``"binary"`` and ``"ubinary"`` keep the sign of each value, eight to a byte.
     """
-    one_of("precision", precision, dict.fromkeys(("float32", "int8", "uint8", "binary", "ubinary")))
+    one_of("precision", precision, ("float32", "int8", "uint8", "binary", "ubinary"))
     array = as_array(embeddings)
     if array.dtype.kind in "iu":
         raise TypeError(f"embeddings to quantize must be floating point, got {array.dtype}")

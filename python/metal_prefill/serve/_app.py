@@ -15,9 +15,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from metal_prefill.model import Model
+from metal_prefill.serve import _chat, _completions, _forms, _messages, _responses, _vectors
 from metal_prefill.serve._activity import pass_number
-from metal_prefill.serve._chat import chat
-from metal_prefill.serve._completions import complete, detokenize, tokenize
 from metal_prefill.serve._endpoint import (
     OPENAI,
     Endpoint,
@@ -30,27 +29,11 @@ from metal_prefill.serve._endpoint import (
     server_names,
 )
 from metal_prefill.serve._errors import ApiError, answer_error
-from metal_prefill.serve._forms import (
-    ChatForm,
-    CompletionForm,
-    DetokenizeForm,
-    EmbeddingForm,
-    EmbedForm,
-    Form,
-    PredictForm,
-    RerankForm,
-    TokenizeForm,
-)
-from metal_prefill.serve._messages import STYLE as MESSAGES
-from metal_prefill.serve._messages import CountForm, MessagesForm, count_tokens, messages
-from metal_prefill.serve._responses import STYLE as RESPONSES
-from metal_prefill.serve._responses import KeptConversations, ResponsesForm, responses
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._settings import Settings
-from metal_prefill.serve._vectors import embed, embed_inputs, predict, rank
 from metal_prefill.text._segmentation import let_threads_run
 
-_Form = TypeVar("_Form", bound=Form)
+_Form = TypeVar("_Form", bound=_forms.Form)
 
 
 def make_app(model: Model, settings: Settings) -> Starlette:
@@ -123,23 +106,24 @@ def make_app(model: Model, settings: Settings) -> Starlette:
     ) -> Route:
         return Route(path, Endpoint(service, form, answer, style), methods=["POST"])
 
+    responses = partial(_responses.responses, _responses.KeptConversations())
     app = Starlette(
         routes=[
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
-            post("/v1/completions", CompletionForm, complete),
-            post("/v1/chat/completions", ChatForm, chat),
-            post("/v1/responses", ResponsesForm, partial(responses, KeptConversations()), RESPONSES),
-            post("/v1/messages", MessagesForm, messages, MESSAGES),
-            post("/v1/messages/count_tokens", CountForm, count_tokens, MESSAGES),
-            post("/v1/embeddings", EmbeddingForm, embed),
-            post("/embed", EmbedForm, embed_inputs),
-            post("/predict", PredictForm, predict),
-            post("/rerank", RerankForm, rank),
-            post("/v1/rerank", RerankForm, rank),
-            post("/v2/rerank", RerankForm, rank),  # the path of Cohere's client
-            post("/tokenize", TokenizeForm, tokenize),
-            post("/detokenize", DetokenizeForm, detokenize),
+            post("/v1/completions", _forms.CompletionForm, _completions.complete),
+            post("/v1/chat/completions", _forms.ChatForm, _chat.chat),
+            post("/v1/responses", _responses.ResponsesForm, responses, _responses.STYLE),
+            post("/v1/messages", _messages.MessagesForm, _messages.messages, _messages.STYLE),
+            post("/v1/messages/count_tokens", _messages.CountForm, _messages.count_tokens, _messages.STYLE),
+            post("/v1/embeddings", _forms.EmbeddingForm, _vectors.embed),
+            post("/embed", _forms.EmbedForm, _vectors.embed_inputs),
+            post("/predict", _forms.PredictForm, _vectors.predict),
+            post("/rerank", _forms.RerankForm, _vectors.rank),
+            post("/v1/rerank", _forms.RerankForm, _vectors.rank),
+            post("/v2/rerank", _forms.RerankForm, _vectors.rank),  # the path of Cohere's client
+            post("/tokenize", _forms.TokenizeForm, _completions.tokenize),
+            post("/detokenize", _forms.DetokenizeForm, _completions.detokenize),
             Route("/health", health),
             Route("/metrics", metrics),
             Route("/activity", activity),

@@ -12,7 +12,6 @@ from typing import Any
 import h11
 import uvicorn
 from starlette.applications import Starlette
-from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from metal_prefill.serve._endpoint import CLOSING_SECONDS
@@ -79,16 +78,6 @@ def allow_files(settings: Settings) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _refusal(settings: Settings) -> ASGIApp:
-    """Return the answer to connections beyond the limit, which is an application."""
-    return ApiError(
-        f"{settings.max_connections} connections are open, which is the limit of this server; retry later",
-        status=503,
-        code="too_many_connections",
-        headers={**RETRY, "Connection": "close"},
-    ).response()
-
-
 class _TooManyChunksError(Exception):
     """Body in many small chunks."""
 
@@ -136,11 +125,17 @@ class _LimitedProtocol(H11Protocol):
         self._unsent, self._took = 0, 0.0
         self._look = self.loop.call_later(self._pause, self._look_after)
         self._half_closed: asyncio.TimerHandle | None = None
-        beyond = len(self.connections) - self._settings.max_connections
+        limit = self._settings.max_connections
+        beyond = len(self.connections) - limit
         if beyond > REFUSED:
             transport.abort()
         elif beyond > 0:
-            self.app = _refusal(self._settings)
+            self.app = ApiError(
+                f"{limit} connections are open, which is the limit of this server; retry later",
+                status=503,
+                code="too_many_connections",
+                headers={**RETRY, "Connection": "close"},
+            ).response()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._look.cancel()

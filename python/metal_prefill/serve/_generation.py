@@ -13,7 +13,7 @@ import msgspec
 
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation._constraint_process import NoWorkerError
-from metal_prefill.generation._sampling import SamplingOptions
+from metal_prefill.generation._sampling import SAMPLING
 from metal_prefill.generation._stream import Stream
 from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._errors import ApiError, unsupported
@@ -42,7 +42,7 @@ def options_of(form: TextForm, tokenizer: Tokenizer) -> dict[str, Any]:
         "seed": None if form.seed is None else form.seed % 2**64,
         "stop": _stops(form),
     }
-    for name in (*SamplingOptions.__annotations__, "min_tokens", "regex", "grammar"):
+    for name in (*SAMPLING, "min_tokens", "regex", "grammar"):
         if (value := getattr(form, name)) is not None:
             options[name] = value
     if form.repetition_penalty is not None:

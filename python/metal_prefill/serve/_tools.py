@@ -1,11 +1,12 @@
 """Calls of tools that a request requires: their schema, and their parser."""
 
+import copy
 import json
 import re
 from collections.abc import Collection
 from typing import Any
 
-from metal_prefill.generation._schema_rewriting import NAMED, VALUES
+from metal_prefill.generation._schema_rewriting import schemas_in
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm, ToolChoice
 from metal_prefill.text._json_calls import Brackets
@@ -77,65 +78,44 @@ def _parameters(tool: dict[str, Any], number: int) -> dict[str, Any]:
     given = tool.get("function", tool).get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(given, dict):
         raise ApiError(f"{where} must be a JSON schema, got {json.dumps(given):.80}", param=where)
-    # No reference is resolved against it.
-    given = {key: value for key, value in given.items() if key != "$id"}
     try:
-        found: dict[str, Any] = _moved(given, f"#/$defs/tool{number}", where, closed=not _combines(given))
+        found: dict[str, Any] = copy.deepcopy(given)
     except RecursionError:
         raise ApiError(f"{where} is nested too deeply", param=where) from None
-    return _closed(found)
-
-
-def _moved(value: Any, root: str, where: str, closed: bool) -> Any:
-    """Return a schema with references rewritten to paths below `root`, and objects closed if `closed`."""
-    if isinstance(value, list):
-        return [_moved(item, root, where, closed) for item in value]
-    if not isinstance(value, dict):
-        return value
-    moved: dict[str, Any] = {}
-    for key, item in value.items():
-        if key in VALUES:
-            moved[key] = item
-        elif key in NAMED and isinstance(item, dict):
-            moved[key] = {name: _moved(schema, root, where, closed) for name, schema in item.items()}
-        elif key == "$ref" and isinstance(item, str):
-            if item != "#" and not item.startswith("#/"):
+    found.pop("$id", None)  # no reference is resolved against it
+    schemas = list(schemas_in(found))
+    closes_all = not any(map(_combines, schemas))
+    for schema in schemas:
+        if isinstance(reference := schema.get("$ref"), str):
+            if reference != "#" and not reference.startswith("#/"):
                 raise ApiError(
-                    f"{where}: $ref {item!r:.80} is not supported; references are '#' or begin with '#/'",
+                    f"{where}: $ref {reference!r:.80} is not supported; references are '#' or begin with "
+                    "'#/'",
                     param=where,
                 )
-            moved[key] = root + item[1:]
-        elif key == "$id" and isinstance(item, str):
-            raise ApiError(f"{where}: $id {item!r:.80} is supported at the top only", param=where)
-        else:
-            moved[key] = _moved(item, root, where, closed)
-    return _closed(moved) if closed else moved
+            schema["$ref"] = f"#/$defs/tool{number}{reference[1:]}"
+        if isinstance(identifier := schema.get("$id"), str):
+            raise ApiError(f"{where}: $id {identifier!r:.80} is supported at the top only", param=where)
+        if closes_all or schema is found:
+            _close(schema)
+    return found
 
 
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that forbids unnamed properties, unless it states otherwise."""
+def _close(schema: dict[str, Any]) -> None:
+    """Forbid unnamed properties of an object, unless its schema states otherwise."""
     describing = [key for key in _DESCRIBING if key in schema]
     if describing != ["properties"] or not schema.keys().isdisjoint(_SAID):
-        return schema
+        return
     properties, required = schema["properties"], schema.get("required", [])
-    if not isinstance(required, list) or any(
-        not isinstance(name, str) or name not in properties for name in required
-    ):
-        return schema
-    return {**schema, "additionalProperties": False}
+    if isinstance(required, list) and all(isinstance(name, str) and name in properties for name in required):
+        schema["additionalProperties"] = False
 
 
-def _combines(value: Any) -> bool:
+def _combines(schema: dict[str, Any]) -> bool:
     """Whether several parts of a schema may describe the same object."""
-    if isinstance(value, list):
-        return any(map(_combines, value))
-    if not isinstance(value, dict):
-        return False
-    several = sum(key in value for key in _DESCRIBING) > 1 or not value.keys().isdisjoint(_COMBINING)
-    parts = value.get("allOf")
-    if several or (isinstance(parts, list) and len(parts) > 1):
-        return True
-    return any(_combines(item) for key, item in value.items() if key not in VALUES)
+    several = sum(key in schema for key in _DESCRIBING) > 1 or not schema.keys().isdisjoint(_COMBINING)
+    parts = schema.get("allOf")
+    return several or (isinstance(parts, list) and len(parts) > 1)
 
 
 MOST_CALLS = 16  # that an answer may be required to have

@@ -100,7 +100,7 @@ def classify(
     if labels is None:
         prompts, doubles, cut = encode_for_head(engine, texts, rules)
         logits = head_logits(TextPasses(engine), prompts, doubles)
-        warn_of_cut(cut, len(logits), engine.max_context, "text")
+        warn_of_cut(cut, len(logits), engine.max_context)
         found = probabilities_of(engine.head, logits).astype(np.float32)
         return Classification(engine.head.labels, found, logits, np.ones(logits.shape, np.int64))
     if not engine.config.has_head:
@@ -148,7 +148,7 @@ def classify(
         for context, label_ids in made:
             check_length(engine, len(context) + len(label_ids) - 1, name_of(len(pairs)))
             pairs.append((context, label_ids))
-    warn_of_cut([i for i in cut if i < len(given)], len(given), engine.max_context, "text")
+    warn_of_cut([i for i in cut if i < len(given)], len(given), engine.max_context)
     shape = (len(all_texts), len(labels))
     log_probs = score_continuations(TextPasses(engine), pairs, name_of)
     likelihoods = np.array([of_label.sum(dtype=np.float64) for of_label in log_probs]).reshape(shape)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._support.arguments import Progress, integer, items_of
+from metal_prefill._support.arguments import Progress, integer, items_of, one_of
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._task_config import POOLINGS, Pooling, TextPooling
@@ -181,9 +181,7 @@ def check_pooling(engine: Engine, pooling: str | None) -> Pooling:
                 "choose one, such as 'mean' or 'last', as the model's card requires"
             )
         pooling = stated
-    kind = next((known for known in POOLINGS if known == pooling), None)
-    if kind is None:
-        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}; got {pooling!r}")
+    kind: Pooling = one_of("pooling", pooling, POOLINGS)
     if pooling == "rank":
         raise ValueError("pooling 'rank' gives scores of pairs of texts: use rerank, or classify")
     if pooling == "cls" and engine.config.causal:

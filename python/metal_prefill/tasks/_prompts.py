@@ -116,9 +116,9 @@ class PromptRules(NamedTuple):
 
     def checked(self) -> PromptRules:
         """Return the rules; raises ValueError for an unknown one."""
-        one_of("truncate", self.truncate, {"error": None, "end": None})
+        one_of("truncate", self.truncate, ("error", "end"))
         if self.unicode is not None:
-            one_of("unicode", self.unicode, {"NFC": None})
+            one_of("unicode", self.unicode, ("NFC",))
         if self.split_special_tokens not in (True, False, None):
             kind = type(self.split_special_tokens).__name__
             raise TypeError(f"split_special_tokens must be a bool or None, got {kind}")
@@ -154,10 +154,10 @@ def cut_message(cut: Sequence[int], count: int, context: int, noun: str) -> str:
     )
 
 
-def warn_of_cut(cut: Sequence[int], count: int, context: int, noun: str) -> None:
+def warn_of_cut(cut: Sequence[int], count: int, context: int) -> None:
     """Warn the caller of a model's method of the texts that lost their ends."""
     if cut:
-        warnings.warn(cut_message(cut, count, context, noun), stacklevel=3)
+        warnings.warn(cut_message(cut, count, context, "text"), stacklevel=3)
 
 
 def named(indices: Sequence[int], noun: str) -> str:

@@ -28,14 +28,12 @@ OutputRows: TypeAlias = int | Literal["all"] | None
 
 PROMPT = "prompt {}".format
 
-_OUTPUTS: dict[str, BatchOutput] = {name: name for name in get_args(BatchOutput)}
-
 
 def _checked(
     vocab_size: int, session: Session, tokens: TokenIds, output: BatchOutput, rows: OutputRows
 ) -> tuple[BatchOutput, Ids, int]:
     """Check the arguments of `forward_batch` for a session; return output, token ids and number of rows."""
-    kind: BatchOutput = one_of("output", output, _OUTPUTS)
+    kind: BatchOutput = one_of("output", output, get_args(BatchOutput))
     context, position = session.native.max_context, session.native.position
     unread = int(kind == "log_probs")
     ids = token_array(tokens, vocab_size, context=context, position=position, unread=unread)

@@ -119,12 +119,12 @@ def label_tokens(
     """
     engine = model.engine
     if strategy is not None:
-        one_of("strategy", strategy, dict.fromkeys(STRATEGIES))
+        one_of("strategy", strategy, STRATEGIES)
     _check_labels(engine)
     decoding = _decoding_of(engine, strategy, transitions)
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
     spanned, cut = _encoded(engine, texts, rules)
-    warn_of_cut(cut, len(spanned), text_role(engine).limit, "text")
+    warn_of_cut(cut, len(spanned), text_role(engine).limit)
     found = _found(engine, spanned, decoding)
     # A token of white space alone is not an entity.
     return [
@@ -167,7 +167,7 @@ def _decoding_of(engine: Engine, strategy: str | None, transitions: Mapping[str,
     if strategy != "viterbi":
         raise ValueError(f"transitions need the strategy 'viterbi', got {strategy!r}")
     for name, value in transitions.items():
-        one_of("transitions", name, dict.fromkeys(TransitionBiases._fields))
+        one_of("transitions", name, TransitionBiases._fields)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"transitions[{name!r}] must be a number, got {type(value).__name__}")
         if not math.isfinite(value):
