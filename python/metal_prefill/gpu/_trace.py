@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -90,7 +89,7 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[list[Step], dict[str, Any]
 
 # Fields of a dispatch that a trace has under the same names.
 _WRITTEN = ("layer", "grid", "threads", "threadgroup_bytes", "after_barrier", "buffers", "runs")
-_CODES = {"u32_t": "I", "u64_t": "Q", "float": "f"}
+_FORMATS = {"u32_t": "u4", "float": "f4"}
 
 
 @dataclass(frozen=True)
@@ -117,36 +116,32 @@ class Dispatch:
         return self.grid[0] * self.grid[1] * self.grid[2]
 
 
-def _fields(name: str, base: int) -> Iterator[tuple[str, struct.Struct, int, bool]]:
-    for field, kind, offset, count in _core.args_structs[name][1]:
-        if kind == "u64_t":  # offsets into the weights
-            continue
-        if kind in _CODES:
-            yield field, struct.Struct(f"={count}{_CODES[kind]}"), base + offset, count > 1
-        else:
+def _fields(struct: str, base: int) -> Iterator[tuple[str, Any, int]]:
+    """Yield name, format and offset of each field, also of nested structs."""
+    for name, kind, offset, count in _core.args_structs[struct][1]:
+        if kind in _FORMATS:
+            yield name, (_FORMATS[kind], count) if count > 1 else _FORMATS[kind], base + offset
+        elif kind != "u64_t":  # offsets into the weights
             yield from _fields(kind, base + offset)
 
 
 @cache
-def _layout(name: str) -> tuple[tuple[str, struct.Struct, int, bool], ...]:
-    return tuple(_fields(name, 0))
+def layout_of(struct: str) -> np.dtype[Any]:
+    """Return the NumPy dtype of a struct that kernels read or write, without offsets into the weights."""
+    # Nested structs repeat some fields, with the same values.
+    fields = {name: (format, offset) for name, format, offset in _fields(struct, 0)}
+    formats, offsets = zip(*fields.values(), strict=True)
+    size = _core.args_structs[struct][0]
+    return np.dtype({"names": [*fields], "formats": formats, "offsets": offsets, "itemsize": size})
 
 
 def decode_args(args_struct: str, data: bytes) -> dict[str, Any]:
     """Return the fields of an argument struct by name."""
-    size = _core.args_structs[args_struct][0]
-    if len(data) != size:
-        raise ValueError(f"{args_struct} must have {size} bytes, got {len(data)}")
-    args: dict[str, Any] = {}
-    for name, layout, offset, is_array in _layout(args_struct):
-        values = layout.unpack_from(data, offset)
-        args[name] = list(values) if is_array else values[0]
-    return args
-
-
-def layout_of(struct: str) -> np.dtype[Any]:
-    """Return the NumPy dtype of a struct that kernels read or write in arrays."""
-    return np.dtype([(name, _CODES[kind]) for name, kind, _, _ in _core.args_structs[struct][1]])
+    layout = layout_of(args_struct)
+    if len(data) != layout.itemsize:
+        raise ValueError(f"{args_struct} must have {layout.itemsize} bytes, got {len(data)}")
+    (values,) = np.frombuffer(data, layout)
+    return {name: values[name].tolist() for name in layout.names or ()}
 
 
 def from_core(dispatches: Sequence[_core.Dispatch]) -> list[Dispatch]:

@@ -10,7 +10,7 @@ as printing and comparing, take bounded time.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextvars import ContextVar
-from functools import update_wrapper
+from functools import update_wrapper, wraps
 from string import Formatter
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -255,36 +255,29 @@ def _counted(values: Iterable[Any]) -> Iterator[Any]:
 
 def _metered(function: _Function, guard: Guard) -> _Function:
     """Wrap a filter or test so that each call is charged for its input, its guard and its output."""
-    passes = getattr(function, "jinja_pass_arg", None)
+    needs_context = hasattr(function, "jinja_pass_arg")  # Jinja passes it as the first argument
 
-    def call(context: Context, *arguments: Any, **named: Any) -> Any:
-        budget = budget_of_call.get()
-        budget.charge(_CALL + size_of([arguments, named]))
-        budget.room_for(guard(*arguments, **named))
-        if passes is None:
-            result = function(*arguments, **named)
-        else:
-            first = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
-            result = function(first[passes.name], *arguments, **named)
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        budget, own = budget_of_call.get(), arguments[needs_context:]
+        budget.charge(_CALL + size_of([own, named]))
+        budget.room_for(guard(*own, **named))
+        result = function(*arguments, **named)
         return _counted(result) if isinstance(result, Iterator) else budget.checked(result)
 
-    # Functions that need a context are not called during compilation, when there is no budget.
-    return pass_context(call)
+    return call
 
 
-@pass_context
-def _checked(_: Context, value: Any) -> Any:
+def _checked(value: Any) -> Any:
     return budget_of_call.get().checked(value)
 
 
-@pass_context
-def _tick(_: Context, expressions: int) -> str:
+def _tick(expressions: int) -> str:
     budget_of_call.get().charge(NODE * expressions)
     return ""
 
 
-@pass_context
-def _iterated(_: Context, values: Any, expressions: int) -> Any:
+def _iterated(values: Any, expressions: int) -> Any:
     """Charge the selection of a loop's elements, before its body runs."""
     if isinstance(values, Sized):
         budget_of_call.get().charge(NODE * expressions * len(values))
@@ -292,9 +285,10 @@ def _iterated(_: Context, values: Any, expressions: int) -> Any:
     return _counted(values)
 
 
-def _finalize(value: Any) -> Any:
-    budget = budget_of_call.get(None)  # none during compilation, which finalizes constant text
-    return value if budget is None else budget.checked(value)
+# Without a context, Jinja would compute constant output during compilation, when there is no budget.
+@pass_context
+def _finalize(_: Context, value: Any) -> Any:
+    return _checked(value)
 
 
 def _weight(body: Iterable[nodes.Node]) -> int:
@@ -340,9 +334,8 @@ def _insert_charges(node: nodes.Node) -> nodes.Node:
 
 class _Namespace(Namespace):
     def __repr__(self) -> str:
-        return (
-            "<Namespace>"  # its contents could be namespaces that contain others twice, of exponential size
-        )
+        # Its contents could be namespaces that contain others twice, of exponential size.
+        return "<Namespace>"
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -387,20 +380,16 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value) and (methods is None or attr in methods)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Charge ``str.format``, which bypasses `call`."""
+        """Charge ``str.format``, which bypasses `call`; ``format_map`` is not among the safe attributes."""
         inner = super().wrap_str_format(value)
         if inner is None or value.__name__ != "format":
-            return inner and self._refuse_format_map
+            return None
 
         def call(*arguments: Any, **named: Any) -> str:
             budget_of_call.get().room_for(_format(value.__self__, *arguments, **named))
             return inner(*arguments, **named)
 
         return update_wrapper(call, value)
-
-    @staticmethod
-    def _refuse_format_map(*_: object) -> str:
-        raise TemplateLimitError("format_map is not supported")
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Charge a call for its input, the guard of its method and its output."""
