@@ -21,7 +21,12 @@ from metal_prefill.files._model_tensors import collect_tensors, core_config
 from metal_prefill.files._task_config import PooledHead, Prompts, TextLengths, read_head
 from metal_prefill.hub._local_file import default_model_path, local_file, source_name
 from metal_prefill.storage import _pack_cache, _session_file
-from metal_prefill.storage._cache_folder import pipeline_folder, remove_old_pipelines
+from metal_prefill.storage._cache_folder import (
+    PIPELINE_LIMIT,
+    PIPELINES,
+    pipeline_folder,
+    remove_oldest,
+)
 from metal_prefill.storage._kernel_set import kernel_set, settle_pair_speed
 
 if TYPE_CHECKING:
@@ -353,7 +358,8 @@ def _gpu_engine(
 
     try:
         engine = _self_test.build_checked(builder, options, config, len(gguf.mapping))
-        remove_old_pipelines(options.metal.pipeline_folder)
+        if options.metal.pipeline_folder:
+            remove_oldest(PIPELINES, PIPELINE_LIMIT)
         return engine
     except (DeviceError, UnsupportedModelError) as error:
         if not automatic:

@@ -129,7 +129,7 @@ def test_the_least_recently_used_archives_are_deleted(
     notes = own_cache / "pipelines" / "older" / "notes.txt"
     notes.write_text("not ours")
     os.utime(notes, (0, 0))
-    monkeypatch.setattr(_cache_folder, "PIPELINE_LIMIT", used.stat().st_size + 1500)
+    monkeypatch.setattr("metal_prefill.engine.PIPELINE_LIMIT", used.stat().st_size + 1500)
     assert compiled_by_opening(path)[0] == 0  # reading makes it the most recently used one
     assert archives(own_cache) == sorted([used, others[2]])
     assert notes.exists()

@@ -446,7 +446,7 @@ def _content(model: SmallModel) -> bytes:
                 data[whole] = np.concatenate([data.pop(part) for part in parts])
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        _file.write(path, "Small", model, "F32", tensors, lambda tensor: data[tensor.name])
+        _file.write(path, "Small", model, "F32", tensors, (data[tensor.name] for tensor in tensors))
         return path.read_bytes()
 
 

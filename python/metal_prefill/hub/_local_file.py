@@ -185,7 +185,6 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
             convert(folder, temporary, name=name, adapter=adapter, encoders=encoders, progress=progress)
             if _key(folder, adapter, encoders) != key:
                 raise GGUFError(f"{folder}: changed while it was converted; open it again")
-        # Processes that have mapped a deleted file keep it.
         remove_oldest(PATTERN, LIMIT - path.stat().st_size, keep=path)
     with suppress(OSError):  # a read-only file system cannot record the time of use
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from metal_prefill._support.atomic_write import replacing
 
+PIPELINES = "pipelines/*/*.pipelines"  # for all devices, OS builds and package versions
 PIPELINE_LIMIT = 256 << 20  # bytes of all compiled pipelines; those of a model take a few megabytes
 
 
@@ -53,20 +54,6 @@ def pipeline_folder(emulated: bool) -> str:
     return str(cache_folder() / "pipelines" / cache_key()[:16])
 
 
-def remove_old_pipelines(folder: str) -> None:
-    """Delete the least recently used compiled pipelines beyond `PIPELINE_LIMIT`.
-
-    The limit includes files for other devices, OS builds and package versions. A process that has a deleted
-    file open can continue to use it. `folder` is a result of `pipeline_folder`, which may be empty.
-    """
-    if not folder:
-        return
-    for path in beyond_limit(stored_files("pipelines/*/*.pipelines"), PIPELINE_LIMIT):
-        with suppress(OSError):
-            path.unlink()
-            path.parent.rmdir()  # fails if the folder contains other files
-
-
 class StoredFile(NamedTuple):
     """A file in the cache folder; later uses sort after earlier ones."""
 
@@ -85,10 +72,15 @@ def stored_files(pattern: str) -> list[StoredFile]:
     return sorted(found, reverse=True)
 
 
-def remove_oldest(pattern: str, limit: int, keep: Path) -> None:
-    """Delete the least recently used files until all but one to keep have at most `limit` bytes."""
+def remove_oldest(pattern: str, limit: int, keep: Path | None = None) -> None:
+    """Delete the least recently used files until all but one to keep have at most `limit` bytes.
+
+    A process that has a deleted file open can continue to use it.
+    """
     for path in beyond_limit([file for file in stored_files(pattern) if file.path != keep], limit):
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
+            path.parent.rmdir()  # fails if the folder contains other files
 
 
 def beyond_limit(files: Iterable[tuple[float, int, Path]], limit: int) -> Iterator[Path]:

@@ -24,12 +24,7 @@ import numpy.typing as npt
 from metal_prefill import _core
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.storage._cache_folder import (
-    cache_folder,
-    remove_oldest,
-    sample_starts,
-    version,
-)
+from metal_prefill.storage._cache_folder import cache_folder, remove_oldest, sample_starts, version
 from metal_prefill.storage._kernel_set import kernel_set
 from metal_prefill.storage._session_file import fingerprint
 
@@ -105,8 +100,8 @@ def _store(path: Path, key: str, packed: Bytes) -> None:
     try:
         if size > most:
             raise OSError(f"{size} bytes exceed the cache limit of {most} bytes")
-        path.parent.mkdir(parents=True, exist_ok=True)
         remove_oldest(PATTERN, most - size, keep=path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Some file systems store times with a resolution of two seconds.
         modified = int(time.time()) // 2 * 2 * 10**9
         with replacing(path) as part:

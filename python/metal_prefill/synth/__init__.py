@@ -6,13 +6,10 @@ magnitude through all layers, attention depends on the context, and the logits d
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from metal_prefill._support.arguments import Progress
 from metal_prefill.files._gguf_writer import check_header
@@ -27,22 +24,11 @@ from metal_prefill.synth._shape import (
     ScanShape,
     check,
 )
-from metal_prefill.synth._tensors import (
-    TOKEN_TYPES,
-    Role,
-    Tensor,
-    draw,
-    llama3_rope_factors,
-    long_rope_factors,
-    rows_of_distances,
-    stacked,
-    tensors,
-    with_types,
-)
+from metal_prefill.synth._tensors import TOKEN_TYPES, stacked, tensors, values_of, with_types
 
 __all__ = [
     "PRESETS", "ROPE_SCALINGS", "TENSOR_TYPES", "TIED", "TOKEN_TYPES", "ExpertShape", "LayerShape",
-    "ModelShape", "ScanShape", "llama3_rope_factors", "synthesize",
+    "ModelShape", "ScanShape", "synthesize",
 ]  # fmt: skip
 
 _BERT: Mapping[str, Any] = {"architecture": "bert", "tokenizer": "bert", "norm_eps": 1e-12}
@@ -160,29 +146,6 @@ def write_preset_outline(path: Path, preset: str) -> Path:
     return path
 
 
-class _Weights:
-    """Random weights, from a separate random number stream for each tensor."""
-
-    def __init__(self, shape: ModelShape, listed: Sequence[Tensor], seed: int) -> None:
-        self.shape = shape
-        drawn = [tensor.name for tensor in listed if tensor.role not in (Role.FACTORS, Role.ROWS)]
-        self.streams = dict(zip(drawn, np.random.SeedSequence(seed).spawn(len(drawn)), strict=True))
-
-    def __call__(self, tensor: Tensor) -> NDArray[Any]:
-        shape = self.shape
-        if tensor.role is Role.FACTORS and shape.layered is not None:
-            return shape.layered.factors(tensor.count)
-        if tensor.role is Role.FACTORS and shape.rope_scaling == "longrope":
-            return long_rope_factors(tensor.name, tensor.count, shape.rope_factor)
-        if tensor.role is Role.FACTORS:
-            return llama3_rope_factors(
-                shape.rotated, shape.rope_base, shape.rope_factor, shape.context_before
-            )
-        if tensor.role is Role.ROWS:
-            return rows_of_distances(shape.relative_rows, tensor.count)
-        return draw(np.random.Generator(np.random.SFC64(self.streams[tensor.name])), tensor)
-
-
 def synthesize(
     path: str | os.PathLike[str],
     *,
@@ -261,6 +224,6 @@ def synthesize(
         raise ValueError(f"seed {seed}: must not be negative")
     whole = stacked(tensors(shape, tensor_type, embedding_type), shape)
     listed = [with_types(tensor, overrides or {}) for tensor in whole]
-    weights = _Weights(shape, listed, seed)
-    write(path, f"Synthetic {preset}", shape, tensor_type, listed, weights, progress, check_header)
+    values = values_of(listed, shape, seed)
+    write(path, f"Synthetic {preset}", shape, tensor_type, listed, values, progress, check_header)
     return Path(path)

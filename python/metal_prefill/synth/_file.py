@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,9 @@ def write(
     shape: ModelShape,
     tensor_type: str,
     tensors: Sequence[Tensor],  # tensors in file order
-    # Function that returns the bytes of a tensor; called in file order, so that only one tensor is in memory
-    # at a time.
-    values: Callable[[Tensor], NDArray[Any]],
+    # Values of each tensor. An iterator can compute them when they are written, so that only one tensor is in
+    # memory at a time.
+    values: Iterable[NDArray[Any]],
     progress: Progress | None = None,  # function called after each tensor with the bytes so far and in total
     check: Callable[[Path], None] = lambda path: None,  # function called when the header is written
 ) -> None:
@@ -150,8 +150,8 @@ def write(
             except (GGUFError, UnsupportedModelError) as error:
                 raise ValueError(str(error).removeprefix(f"{part}: ")) from None
             done, total = 0, sum(tensor.size for tensor in tensors)
-            for tensor in tensors:
-                writer.write_tensor_data(values(tensor))
+            for tensor, data in zip(tensors, values, strict=True):
+                writer.write_tensor_data(data)
                 done += tensor.size
                 if progress is not None:
                     progress(done, total)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -265,7 +266,7 @@ def with_types(tensor: Tensor, overrides: Mapping[str, str]) -> Tensor:
     return tensor
 
 
-def llama3_rope_factors(
+def _llama3_rope_factors(
     rope_dims: int, base: float, factor: float, original_context: int
 ) -> NDArray[np.float32]:
     """Return the divisors of the RoPE frequencies that extend the context in Llama 3.1.
@@ -289,13 +290,35 @@ def rows_of_distances(rows: int, count: int) -> NDArray[np.float32]:
     return np.clip(np.arange(count) - count // 2 + rows // 2, 0, rows - 1).astype(np.float32)
 
 
-def long_rope_factors(name: str, count: int, factor: float) -> NDArray[np.float32]:
+def _long_rope_factors(name: str, count: int, factor: float) -> NDArray[np.float32]:
     """Return divisors of the RoPE frequencies, as LongRoPE has them for long and for short contexts.
 
     Factors of published models were found by a search. These grow in a similar way: from 1 for the fastest
     pair to `factor` for the slowest, or to 1.1 for short contexts.
     """
     return np.geomspace(1.0, factor if "long" in name else 1.1, count, dtype=np.float32)
+
+
+def _factors(tensor: Tensor, shape: ModelShape) -> NDArray[np.float32]:
+    """Return the divisors of the RoPE frequencies."""
+    if shape.layered is not None:
+        return shape.layered.factors(tensor.count)
+    if shape.rope_scaling == "longrope":
+        return _long_rope_factors(tensor.name, tensor.count, shape.rope_factor)
+    return _llama3_rope_factors(shape.rotated, shape.rope_base, shape.rope_factor, shape.context_before)
+
+
+def values_of(listed: Iterable[Tensor], shape: ModelShape, seed: int) -> Iterator[NDArray[Any]]:
+    """Yield the values of each tensor, with a separate stream of random numbers for each that is drawn."""
+    seeds = np.random.SeedSequence(seed)
+    for tensor in listed:
+        if tensor.role is Role.FACTORS:
+            yield _factors(tensor, shape)
+        elif tensor.role is Role.ROWS:
+            yield rows_of_distances(shape.relative_rows, tensor.count)
+        else:
+            (stream,) = seeds.spawn(1)
+            yield draw(np.random.Generator(np.random.SFC64(stream)), tensor)
 
 
 def draw(rng: np.random.Generator, tensor: Tensor) -> Bytes:
