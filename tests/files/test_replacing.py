@@ -20,8 +20,6 @@ from metal_prefill import Model, OutputError, synth
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.storage import _session_file
 
-CLI = [sys.executable, "-m", "metal_prefill.cli"]
-
 
 def save(path: Path) -> None:
     with Model(device="cpu", threads=1) as model, model.session() as session:
@@ -33,23 +31,11 @@ def write_model(path: Path) -> None:
     synth.synthesize(path, preset="tiny")
 
 
-def command(*arguments: str) -> Callable[[Path], None]:
-    def run(path: Path) -> None:
-        words = [str(path) if a == "PATH" else a for a in arguments]
-        done = finished([*CLI, *words])
-        if done.returncode:
-            raise OutputError(0, done.stderr, str(path))
-
-    return run
-
-
-WRITERS = {
-    "save": save,
-    "synth": write_model,
-    "bench --json": command(
-        "bench", "--demo", "-p", "4", "-n", "0", "-r", "1", "--patience", "0", "--json", "PATH"
-    ),
-}
+def write_report(path: Path) -> None:
+    options = ["--demo", "-p", "4", "-n", "0", "-r", "1", "--patience", "0", "--json", str(path)]
+    done = finished([sys.executable, "-m", "metal_prefill.cli", "bench", *options])
+    if done.returncode:
+        raise OutputError(0, done.stderr, str(path))
 
 
 def make_socket(path: Path) -> None:
@@ -59,7 +45,10 @@ def make_socket(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("write", "make", "kind"),
-    [*((write, os.mkfifo, "FIFO") for write in WRITERS.values()), (save, make_socket, "socket")],
+    [
+        *((write, os.mkfifo, "FIFO") for write in (save, write_model, write_report)),
+        (save, make_socket, "socket"),
+    ],
 )
 def test_special_files_are_rejected_and_kept(
     tmp_path: Path, write: Callable[[Path], None], make: Callable[[Path], None], kind: str

@@ -4,7 +4,6 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.kernels.cost_tables import RECURRENT, SMOLLM, smollm_shape, with_table
@@ -55,6 +54,10 @@ def test_ranges_combine_the_errors_with_the_time_between_dispatches(smollm: Shap
         assert low < prediction.tokens_per_second < high
 
 
+# A threadgroup of four simdgroups without instructions and bytes.
+IDLE = Work(1, 4, Ops(), trips=0, dram_bytes=0, cached_bytes=0, fetched_bytes=0, core_bytes=0)
+
+
 def test_a_dispatch_takes_the_largest_of_its_bounds() -> None:
     chip = replace(
         CHIPS["m4"],
@@ -67,45 +70,33 @@ def test_a_dispatch_takes_the_largest_of_its_bounds() -> None:
         core_bytes=64,
         dispatch_us=3,
     )
-    idle = Work(1, 4, Ops(), 0, 0, 0, 0, 0)
-    assert time_of(chip, idle).total == 3
+    assert time_of(chip, IDLE).total == 3
     # 50,000 bytes at 50 GB/s are a microsecond.
-    memory = time_of(chip, replace(idle, dram_bytes=50_000))
+    memory = time_of(chip, replace(IDLE, dram_bytes=50_000))
     assert memory.bounds["memory"] == pytest.approx(1)
     assert memory.bound == "memory"
     assert memory.total == pytest.approx(4)
-    assert time_of(chip, replace(idle, fetched_bytes=200_000)).bounds["cache"] == pytest.approx(1)
-    assert time_of(chip, replace(idle, core_bytes=64_000)).bounds["core"] == pytest.approx(1)
+    assert time_of(chip, replace(IDLE, fetched_bytes=200_000)).bounds["cache"] == pytest.approx(1)
+    assert time_of(chip, replace(IDLE, core_bytes=64_000)).bounds["core"] == pytest.approx(1)
     # Four simdgroups on four schedulers: 1,000 FMA each are 1,000 cycles.
-    assert time_of(chip, replace(idle, ops=Ops(alu=1000))).bounds["issue"] == pytest.approx(1)
+    assert time_of(chip, replace(IDLE, ops=Ops(alu=1000))).bounds["issue"] == pytest.approx(1)
     # Conversions have a pipeline that yields one in four cycles; two other instructions fit in that time.
-    assert time_of(chip, replace(idle, ops=Ops(slow=250, alu=500))).bounds["issue"] == pytest.approx(1)
-    assert time_of(chip, replace(idle, ops=Ops(slow=250, alu=600))).bounds["issue"] == pytest.approx(1.1)
+    assert time_of(chip, replace(IDLE, ops=Ops(slow=250, alu=500))).bounds["issue"] == pytest.approx(1)
+    assert time_of(chip, replace(IDLE, ops=Ops(slow=250, alu=600))).bounds["issue"] == pytest.approx(1.1)
     # Ten accesses, each waiting for the previous one, at 342 ns.
-    assert time_of(chip, replace(idle, trips=10, dram_bytes=1)).bounds["latency"] == pytest.approx(3.42)
+    assert time_of(chip, replace(IDLE, trips=10, dram_bytes=1)).bounds["latency"] == pytest.approx(3.42)
     # Activations that the last cache cannot hold go to memory.
-    large = replace(idle, cached_bytes=50e6)
+    large = replace(IDLE, cached_bytes=50e6)
     assert time_of(chip, large).bounds["memory"] == pytest.approx(1000)
     assert time_of(replace(chip, slc_bytes=100e6), large).bounds["memory"] == 0
 
 
 def test_threadgroups_queue_on_full_cores() -> None:
     chip = replace(CHIPS["m4"], cores=2, threads=256)
-    work = Work(
-        groups=8,
-        simdgroups=4,
-        ops=Ops(),
-        trips=1,
-        dram_bytes=1,
-        cached_bytes=0,
-        fetched_bytes=0,
-        core_bytes=0,
-    )
-    once = time_of(chip, replace(work, groups=4)).bounds["latency"]
-    assert time_of(chip, work).bounds["latency"] == pytest.approx(2 * once)
-    assert time_of(chip, replace(work, groups=4, threadgroup_bytes=60 << 10)).bounds[
-        "latency"
-    ] == pytest.approx(2 * once)
+    work = replace(IDLE, groups=4, trips=1, dram_bytes=1)
+    once = time_of(chip, work).bounds["latency"]
+    for queued in (replace(work, groups=8), replace(work, threadgroup_bytes=60 << 10)):
+        assert time_of(chip, queued).bounds["latency"] == pytest.approx(2 * once)
 
 
 def test_bytes_and_products_of_a_prompt(smollm: Shape) -> None:
@@ -158,23 +149,14 @@ def test_an_m5_multiplies_on_its_matrix_units(smollm: Shape) -> None:
     assert time_of(CHIPS["m4"], work).bounds["issue"] == float("inf")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "kernel"),
-    [
-        ((), {}, "rmsnorm_f32"),
-        (("--fused-norm",), {"fused_norm": True}, "rmsnorm_matvec_q4_0"),
-    ],
-)
+@pytest.mark.parametrize(("fused", "kernel"), [(False, "rmsnorm_f32"), (True, "rmsnorm_matvec_q4_0")])
 def test_the_command_predicts_each_way_to_decode(
-    capsys: pytest.CaptureFixture[str],
-    smollm: Shape,
-    arguments: tuple[str, ...],
-    options: dict[str, Any],
-    kernel: str,
+    capsys: pytest.CaptureFixture[str], smollm: Shape, fused: bool, kernel: str
 ) -> None:
-    (row,) = json.loads(run(capsys, "--chip", "m4-max", "-p", "0", "-n", "1", "--json", *arguments))
+    arguments = ["--chip", "m4-max", "-p", "0", "-n", "1", "--json", *["--fused-norm"] * fused]
+    (row,) = json.loads(run(capsys, *arguments))
     chip = CHIPS["m4-max"]
-    expected = predict(chip, plan(smollm, 1, family=chip.family, gpu=chip.gpu, **options), 1)
+    expected = predict(chip, plan(smollm, 1, family=chip.family, gpu=chip.gpu, fused_norm=fused), 1)
     assert row["predicted_seconds"] == pytest.approx(expected.seconds)
     assert kernel in {d.kernel for d in expected.dispatches}
 

@@ -14,7 +14,7 @@ from support.small_models import ENCODERS, write
 from metal_prefill import ContextOverflowError, DeviceError, Model, _core, cli, synth
 from metal_prefill.commands.trace import trace_session
 from metal_prefill.gpu._cost_model import COUNTED, work_of
-from metal_prefill.gpu._trace import HOST_CLOCK, Step, chrome_trace, read_trace, runs_on_host
+from metal_prefill.gpu._trace import HOST_CLOCK, chrome_trace, read_trace, runs_on_host
 
 PROMPT, DECODED = 40, 2
 
@@ -30,11 +30,6 @@ def path(tmp_path: Path) -> Path:
 def model(metal: None, path: Path) -> Iterator[Model]:
     with Model(path, device="metal", chunk_tokens=24) as opened:
         yield opened
-
-
-def trace(model: Model, decode: int = 0, prompt: int = PROMPT) -> list[Step]:
-    with model.session() as session:
-        return trace_session(session, list(range(1, prompt + 1)), decode)
 
 
 BYTES = ("bytes_read", "bytes_written", "unique_bytes_read", "unique_bytes_written")
@@ -133,18 +128,6 @@ def test_counted_work_matches_the_shapes(model: Model, path: Path) -> None:
     assert checked == {"matvec_q4_0", "matmul_q4_0_narrow", "matmul_q4_0_split"}
 
 
-def assert_bytes_predicted(found: list[Any], rel: float) -> None:
-    """Compare the bytes that the emulator counted, each once, with those of the cost model."""
-    modelled = [(d, bindings) for d, bindings in found if d.kernel.startswith(tuple(COUNTED))]
-    assert {"matvec", "attention", "rope"} <= {d.kernel.split("_")[0] for d, _ in modelled}
-    for d, bindings in modelled:
-        work = work_of(d)
-        moved = sum(
-            b["unique_bytes_read"] + b["unique_bytes_written"] for n, b in bindings.items() if n != "args"
-        )
-        assert work.dram_bytes + work.cached_bytes == pytest.approx(moved, rel=rel, abs=64), d
-
-
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     "options", [{}, {"kv_dtype": "f32"}, {"fused_norm": True}, {"chunk_tokens": 6}, {"chunk_tokens": 512}]
@@ -152,7 +135,13 @@ def assert_bytes_predicted(found: list[Any], rel: float) -> None:
 def test_the_cost_model_predicts_the_counted_bytes(path: Path, metal: None, options: Any) -> None:
     """Each byte once: weights, activations and cache, for products and attention."""
     with Model(path, device="metal", **options) as model:
-        assert_bytes_predicted(counted(model, DECODED), 0.02)
+        found = [(d, b) for d, b in counted(model, DECODED) if d.kernel.startswith(tuple(COUNTED))]
+    assert {"matvec", "attention", "rope"} <= {d.kernel.split("_")[0] for d, _ in found}
+    for d, bindings in found:
+        del bindings["args"]
+        moved = sum(b["unique_bytes_read"] + b["unique_bytes_written"] for b in bindings.values())
+        work = work_of(d)
+        assert work.dram_bytes + work.cached_bytes == pytest.approx(moved, rel=0.02, abs=64), d
 
 
 @pytest.mark.emulator
@@ -167,18 +156,14 @@ def test_the_cost_model_counts_the_biases_of_experts(metal: None, tmp_path: Path
         assert work_of(d).ops.memory > without.ops.memory
 
 
-def events_of(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    written = json.loads(file.read_text())
-    return written, [event for event in written["traceEvents"] if event["ph"] == "X"]
-
-
 def test_the_command_writes_a_chrome_trace(
     metal: None, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "trace.json"
     arguments = ["trace", "-m", str(path), "--device", "metal", "-p", "10", "-n", "2", "-o", str(out)]
     assert cli.main(arguments) == 0
-    written, events = events_of(out)
+    written = json.loads(out.read_text())
+    events = [event for event in written["traceEvents"] if event["ph"] == "X"]
     assert set(written) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert written["otherData"]["n_prompt"] == 10
     assert "ran in a separate command buffer" in written["otherData"]["dispatches"]
@@ -201,7 +186,8 @@ def test_the_command_writes_a_chrome_trace(
 
 
 def test_a_trace_can_be_read_again(model: Model, tmp_path: Path) -> None:
-    steps = trace(model, DECODED)
+    with model.session() as session:
+        steps = trace_session(session, range(1, PROMPT + 1), DECODED)
     (tmp_path / "t.json").write_text(json.dumps(chrome_trace(steps, {"device": "some GPU"})))
     read, metadata = read_trace(tmp_path / "t.json")
     assert metadata == {"device": "some GPU"}
@@ -236,10 +222,8 @@ def test_the_cpu_engine_has_no_dispatches(
 
 
 def test_decoding_of_an_encoder_is_not_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, out = (
-        synth.synthesize(tmp_path / "m.gguf", preset="minilm-l6", layers=1, vocab=320),
-        tmp_path / "t.json",
-    )
+    file = synth.synthesize(tmp_path / "m.gguf", preset="minilm-l6", layers=1, vocab=320)
+    out = tmp_path / "t.json"
     command = ["trace", "-m", str(file), "--device", "metal", "-p", "4", "-o", str(out)]
     assert cli.main([*command, "-n", "1"]) == 2
     assert "is an encoder, which does not generate" in capsys.readouterr().err
