@@ -145,7 +145,7 @@ def open_variant(path: Path, variant: TokenizerVariant, **changes: Any) -> Token
 
 def write_vocabulary(path: Path, vocabulary: dict[str, Any], variant: TokenizerVariant) -> Path:
     """Write a file that holds a vocabulary and no tensors."""
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(None, "llama")
     if "name" in vocabulary:
         writer.add_name(vocabulary["name"])
     writer.add_context_length(512)
@@ -158,8 +158,7 @@ def write_vocabulary(path: Path, vocabulary: dict[str, Any], variant: TokenizerV
     given = {name: vocabulary.get(name) for name in ("tokens", "types", "scores", "merges")}
     writer.add_vocabulary(SimpleNamespace(model=variant.kind, pre=variant.pre, ids=ids, **given))
     writer.add_add_space_prefix(variant.space_prefix)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
+    writer.write_header(path, [])
     writer.close()
     return path
 

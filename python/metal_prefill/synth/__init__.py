@@ -7,6 +7,7 @@ magnitude through all layers, attention depends on the context, and the logits d
 
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,11 +139,8 @@ def write_preset_outline(path: Path, preset: str) -> Path:
     """
     shape = PRESETS[preset]
     listed = stacked(tensors(shape, "Q4_0", "Q8_0"), shape)
-    writer = writer_of("outline", shape, "Q4_0")
-    try:
+    with closing(writer_of("outline", shape, "Q4_0")) as writer:
         writer.write_header(path, [tensor.outline for tensor in listed])
-    finally:
-        writer.close()
     return path
 
 

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -142,21 +143,18 @@ def write(
     if shape.pooling is not None:
         writer.add_add_eos_token(True)
     writer.add_add_space_prefix(vocabulary.model == "llama")
-    with replacing(path) as part:
+    with replacing(path) as part, closing(writer):
+        writer.write_header(part, [tensor.outline for tensor in tensors])
         try:
-            writer.write_header(part, [tensor.outline for tensor in tensors])
-            try:
-                check(part)
-            except (GGUFError, UnsupportedModelError) as error:
-                raise ValueError(str(error).removeprefix(f"{part}: ")) from None
-            done, total = 0, sum(tensor.size for tensor in tensors)
-            for tensor, data in zip(tensors, values, strict=True):
-                writer.write_tensor_data(data)
-                done += tensor.size
-                if progress is not None:
-                    progress(done, total)
-        finally:
-            writer.close()
+            check(part)
+        except (GGUFError, UnsupportedModelError) as error:
+            raise ValueError(str(error).removeprefix(f"{part}: ")) from None
+        done, total = 0, sum(tensor.size for tensor in tensors)
+        for tensor, data in zip(tensors, values, strict=True):
+            writer.write_tensor_data(data)
+            done += tensor.size
+            if progress is not None:
+                progress(done, total)
 
 
 def writer_of(name: str, shape: ModelShape, tensor_type: str) -> GGUFWriter:

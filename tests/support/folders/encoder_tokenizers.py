@@ -52,9 +52,7 @@ def open_folder(folder: Path) -> Tokenizer:
     vocabulary = read_vocabulary(folder, Fields.read_if_present(folder / "config.json"))
     add_vocabulary(writer, vocabulary, Fields(folder, {"type_vocab_size": 2}))
     path = folder / "vocabulary.gguf"
-    writer.write_header_to_file(path)
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
+    writer.write_header(path, [])
     writer.close()
     return Tokenizer(GGUFFile(path))
 
