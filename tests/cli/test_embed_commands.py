@@ -256,6 +256,7 @@ def test_documents_are_printed_in_order(tmp_path: Path, output: Run, errors: Run
     assert output(*command, *documents).splitlines() == [f"{r.score:.4f}  {r.document}" for r in ranked]
     assert json.loads(output(*command, *documents, "--json", "-n", "1")) == asdict(ranked[0])
     assert "has a classification head" in errors(*command, "a", "--how", "late")
+    assert "document 1: " in errors(*command[:-2], "a", "a b " * 900, code=1)
     printed = errors(*command, "a", "a b " * 900, code=0)
     assert "warning: 1 of 2 documents did not fit the context of 200 tokens" in printed
 

@@ -174,6 +174,17 @@ def test_ctrl_c_interrupts_the_wait_for_a_session(model: Model, wait: Callable[[
     assert session.position == len(PROMPT)
 
 
+def test_the_slower_of_two_generators_on_a_session_raises(model: Model) -> None:
+    alone = list(model.session().generate("JULIET:", 12))
+    session = model.session()
+    first, second = session.generate("ROMEO:", 12), session.generate("JULIET:", 12)
+    next(first)
+    begun = [next(second)]
+    with pytest.raises(SessionBusyError, match="another call changed the session while text was generated"):
+        list(first)
+    assert begun + list(second) == alone
+
+
 @pytest.mark.parametrize(
     ("change", "temperature"),
     [
@@ -182,7 +193,6 @@ def test_ctrl_c_interrupts_the_wait_for_a_session(model: Model, wait: Callable[[
         (lambda s: s.forward_token(5), 0.0),
         (lambda s: s.forward_prompt([5], reuse=True), 0.8),
         (lambda s: s.score([5, 6]), 0.0),
-        (lambda s: next(s.generate("JULIET:", 12)), 0.0),
     ],
 )
 def test_a_generator_raises_if_its_session_was_changed(

@@ -18,6 +18,7 @@ from support.threads import in_use, running_threads
 
 from metal_prefill import ForkError, Model
 from metal_prefill._support.cached_property import cached_property
+from metal_prefill.text import Tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
@@ -208,6 +209,11 @@ def test_threads_compute_a_cached_attribute_once_and_a_child_does_not_wait_for_t
     for thread in threads:
         thread.join()
     assert found == [[os.getpid()]] * 3
+
+
+def test_tokenizers_prepare_their_structures_in_such_attributes() -> None:
+    for name in ("_model", "_words", "_finders", "_divisible", "_longest_token", "_splits_pieces"):
+        assert isinstance(vars(Tokenizer)[name], cached_property), name
 
 
 EXITING_CHILD = """

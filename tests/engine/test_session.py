@@ -88,12 +88,15 @@ def test_overflow_of_the_context_changes_nothing(device: str, fast_demo_path: Pa
 
 
 def test_reuse_counts_the_whole_prompt_against_the_context(device: str, fast_demo_path: Path) -> None:
-    with Model(fast_demo_path, device=device, max_context=len(PROMPT)) as model:
-        model.forward_prompt(PROMPT)
+    with Model(fast_demo_path, device=device, max_context=len(PROMPT)) as model, model.session() as session:
+        expected = session.forward_prompt(PROMPT)
         with pytest.raises(ContextOverflowError, match=r"0 \+ 41"):
-            model.forward_prompt([*PROMPT, 1], reuse=True)
-        assert model.position == len(PROMPT)
-        assert model.forward_prompt(PROMPT, reuse=True) >= 0
+            session.forward_prompt([*PROMPT, 1], reuse=True)
+        assert session.position == len(PROMPT)
+        assert session.forward_prompt(PROMPT, reuse=True) == expected
+        assert session.stats()["tokens_reused"] == len(PROMPT) - 1
+        session.forward_prompt(PROMPT[:30], reuse=True)
+        assert (session.position, session.stats()["tokens_reused"]) == (30, 29)
 
 
 def test_a_text_that_is_scored_has_two_tokens_and_leaves_the_position(demo: Model) -> None:

@@ -355,7 +355,7 @@ def test_a_worker_that_crashes_again_fails_only_the_text(
     assert not other.advance(a).take()
 
 
-@pytest.mark.parametrize("how", ["dropped", "ended", "cancelled"])
+@pytest.mark.parametrize("how", ["dropped", "ended", "cancelled", "closed"])
 def test_a_worker_releases_finished_texts(model: Model, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     compiled = Constraint(model.tokenizer, regex="[ab]{9}")._compiled
     released: list[int] = []
@@ -373,6 +373,11 @@ def test_a_worker_releases_finished_texts(model: Model, monkeypatch: pytest.Monk
         pieces = model.generate("A:", 20, regex="[ab]{9}")
         next(iter(pieces))
         del pieces
+    elif how == "closed":
+        with model.session() as session:
+            stream = session.stream("A:", 20, regex="[ab]{9}")
+            next(stream)
+        del stream
     else:
         scheduler = Scheduler(model)
         kept = scheduler.submit("A:", 20, regex="[ab]{9}")

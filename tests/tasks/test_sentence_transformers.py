@@ -166,6 +166,9 @@ def test_activations_of_cross_encoders(made: Paths) -> None:
         st.CrossEncoder(made.pairs, num_labels=2)
     model.max_length = 12  # its name in earlier versions
     assert model.max_length == model.max_seq_length == 12
+    shorter = st.CrossEncoder(made.pairs, max_length=12).predict(PAIRS)
+    np.testing.assert_array_equal(model.predict(PAIRS), shorter)
+    assert not np.array_equal(shorter, st.CrossEncoder(made.pairs, max_length=20).predict(PAIRS))
 
 
 def test_modules_are_in_their_order(tmp_path: Path, made: Paths, model: st.SentenceTransformer) -> None:

@@ -10,7 +10,7 @@ from support.scheduled_texts import TEXTS, alone, passes_until_it_ends
 from metal_prefill import Model, Scheduler, Session, _core
 from metal_prefill.generation import Stream
 from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, ROWS_PER_WRITING
-from metal_prefill.generation._stream import PendingCall
+from metal_prefill.generation._stream import PendingCall, make_streams
 
 
 def test_prompts_enter_as_others_end(cpu: Model) -> None:
@@ -26,6 +26,17 @@ def test_prompts_enter_as_others_end(cpu: Model) -> None:
     for index, _ in cpu.generate_many(prompts(), 4, max_streams=4):
         begun.add(index)
         assert taken <= max(begun) + 1 + 5  # they are not all read immediately
+
+
+def test_prompts_of_one_namespace_compute_a_common_prefix_once(cpu: Model) -> None:
+    """A prompt that waited for another namespace to compute its prefix would reveal it by its time."""
+    for number, (spaces, rows) in enumerate(((("one", "one"), 42), (("one", "two"), 84))):
+        scheduler = Scheduler(cpu)
+        for i, space in enumerate(spaces):
+            prompt = [number + 1, *range(40), i]
+            scheduler.enter(make_streams(cpu.engine, prompt, 1, 1, prefix_namespace=space))
+        scheduler.step()
+        assert scheduler.last_pass.prompts == rows
 
 
 def call_of(session: Session, ids: list[int]) -> PendingCall:
