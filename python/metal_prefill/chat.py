@@ -176,7 +176,7 @@ class Conversation:
             for piece in self.session.stream(tokens, max_tokens, **options):
                 self.finish_reason = piece.finish_reason
                 if parser is not None:
-                    parts = parser.step(piece.text) + (parser.flush() if piece.finish_reason else [])
+                    parts = parser.step(piece.text, last=piece.finish_reason is not None)
                     calls += [part.with_id for part in parts if isinstance(part, ToolCall)]
                     piece = replace(piece, text="".join(part for part in parts if isinstance(part, str)))
                 made += piece.text

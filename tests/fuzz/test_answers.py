@@ -57,12 +57,11 @@ def in_pieces(text: str, random: Random) -> tuple[str, list[ToolCall]]:
     parser = ToolCallParser(TOOLS)
     largest = random.choice((1, 3, 20, 1000))
     parts: list[str | ToolCall] = []
-    at = 0
-    while at < len(text):
+    at, end = 0, len(text) + random.choice((0, 1))  # the last piece may be empty
+    while at < end:
         size = random.randint(1, largest)
-        parts += parser.step(text[at : at + size])
+        parts += parser.step(text[at : at + size], last=at + size >= end)
         at += size
-    parts += parser.flush()
     assert "" not in parts
     calls = [part for part in parts if isinstance(part, ToolCall)]
     for call in calls:

@@ -233,8 +233,10 @@ TEXTS = [
 ]
 
 
-def by_pieces_of(parser: ToolCallParser, text: str, size: int) -> list[str | ToolCall]:
-    return list(parser.parts(text[i : i + size] for i in range(0, len(text), size)))
+def by_pieces_of(parser: ToolCallParser, text: str, size: int) -> Iterator[str | ToolCall]:
+    for i in range(0, len(text), size):
+        yield from parser.step(text[i : i + size])
+    yield from parser.step("", last=True)
 
 
 def by_pieces(text: str, size: int) -> tuple[str, list[ToolCall]]:
@@ -379,7 +381,7 @@ def steps_of(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            by_pieces_of(ToolCallParser([CLOCK]), text, size)
+            list(by_pieces_of(ToolCallParser([CLOCK]), text, size))
         finally:
             sys.settrace(before)
     return steps
@@ -436,8 +438,7 @@ def test_text_is_passed_on_as_soon_as_it_is_certain() -> None:
     assert parser.step('"a": 1}') == [' {"a": 1}']
     assert parser.step('{"name": "f", "argu') == []
     assert parser.step('ments": {}}') == [ToolCall("f", {})]
-    assert parser.step(" and") == [" and"]
-    assert parser.flush() == []
+    assert parser.step(" and", last=True) == [" and"]
 
 
 @pytest.mark.parametrize(

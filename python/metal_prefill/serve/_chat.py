@@ -279,7 +279,7 @@ class ChatChoice(Choice):
             made += [self._add(Block("reasoning"), reasoning)] if reasoning else []
         parts: list[str | ToolCall] = [text]
         if self.parser is not None:
-            parts = self.parser.step(text) + (self.parser.flush() if self.ended else [])
+            parts = self.parser.step(text, last=self.ended)
         for part in parts:
             if isinstance(part, ToolCall):
                 call = Block("call", name=part.name, call_id=part.id or new_call_id())

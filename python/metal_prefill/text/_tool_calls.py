@@ -36,7 +36,7 @@ import itertools
 import re
 import secrets
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -178,8 +178,7 @@ def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None
     >>> parse_tool_calls('Let me check. <tool_call>{"name": "clock", "arguments": {}}</tool_call>')
     ParsedAnswer(text='Let me check.', calls=[ToolCall(name='clock', arguments={}, id=None)])
     """
-    parser = ToolCallParser(tools)
-    parts = parser.step(text) + parser.flush()
+    parts = ToolCallParser(tools).step(text, last=True)
     return ParsedAnswer(
         "".join(part for part in parts if isinstance(part, str)),
         [part for part in parts if isinstance(part, ToolCall)],
@@ -230,7 +229,7 @@ class ToolCallParser:
     ['Let me check.']
     >>> parser.step('_call>{"name": "clock", "arguments": {}}')
     [ToolCall(name='clock', arguments={}, id=None)]
-    >>> parser.step("</tool_call>") + parser.flush()
+    >>> parser.step("</tool_call>", last=True)
     []
     """
 
@@ -249,25 +248,17 @@ class ToolCallParser:
         self._closing: tuple[str, ...] = ()  # texts that end the last call, in addition to tags
         self._in_lines = False  # the last call is in Python without brackets, and may be followed by others
 
-    def step(self, piece: str) -> list[str | ToolCall]:
-        """Add a piece of the answer and return the texts and calls that are now decided, in order."""
+    def step(self, piece: str, *, last: bool = False) -> list[str | ToolCall]:
+        """Add a piece of the answer and return the texts and calls that are now decided, in order.
+
+        With the `last` piece, the rest is decided, too.
+        """
         self._arrived.append(piece)
         if self._value is not None:
             self._scan(self._value, piece)
-        return self._advance(final=False)
-
-    def parts(self, pieces: Iterable[str]) -> Iterator[str | ToolCall]:
-        """Yield the texts and calls of a whole answer as its pieces arrive."""
-        for piece in pieces:
-            yield from self.step(piece)
-        yield from self.flush()
-
-    def flush(self) -> list[str | ToolCall]:
-        """End the answer and return the text and calls that were held back."""
-        made = self._advance(final=True)
-        if not self._called and self._space:
+        made = self._advance(last)
+        if last and self._space and not self._called:
             made.append("".join(self._space))
-        self._space = []
         return made
 
     def _advance(self, final: bool) -> list[str | ToolCall]:
