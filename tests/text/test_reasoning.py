@@ -32,7 +32,7 @@ def with_tags(text: str, tags: Tags) -> str:
 
 
 def parts(begun: bool, pieces: list[str], tags: Tags = THINK) -> tuple[str, str]:
-    parser = ReasoningParser(begun=begun, tags=tags)
+    parser = ReasoningParser(ReasoningGate(begun=begun, tags=tags))
     made = [parser.step(piece) for piece in pieces] + [parser.step("", last=True)]
     return "".join(part.reasoning for part in made), "".join(part.answer for part in made)
 
@@ -48,7 +48,7 @@ def test_parts_do_not_depend_on_the_division_of_the_text(name: str, tags: Tags) 
 
 
 def test_text_arrives_as_soon_as_it_is_decided() -> None:
-    parser = ReasoningParser(begun=False)
+    parser = ReasoningParser(ReasoningGate(begun=False))
     assert parser.step("<think>It") == ("It", "")
     assert parser.step(" is <") == (" is", "")
     assert parser.step(" late") == (" < late", "")
@@ -66,7 +66,7 @@ def test_a_prompt_may_begin_the_reasoning() -> None:
 
 
 def test_pending_white_space_takes_linear_time() -> None:
-    parser = ReasoningParser(begun=True)
+    parser = ReasoningParser(ReasoningGate(begun=True))
     begin = time.process_time()
     for _ in range(200_000):
         parser.step(" ")

@@ -37,7 +37,7 @@ from metal_prefill.serve._tools import (
     written_call,
 )
 from metal_prefill.session import Piece
-from metal_prefill.text._reasoning import ReasoningParser
+from metal_prefill.text._reasoning import ReasoningGate, ReasoningParser
 from metal_prefill.text._tokenizer import Tokenizer
 from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, new_call_id, tool_names
 
@@ -236,7 +236,8 @@ def _reasoning_parser(form: ChatForm, tokenizer: Tokenizer, stream: Stream) -> R
         return None
     # A constraint holds for the whole text, which therefore has no end of reasoning that it does not mention.
     is_free = stream.text.guide is None
-    return ReasoningParser(begun=is_free and tokenizer.ends_in_reasoning(stream.prompt.tolist()), tags=tags)
+    begun = is_free and tokenizer.ends_in_reasoning(stream.prompt.tolist())
+    return ReasoningParser(ReasoningGate(begun=begun, tags=tags))
 
 
 @dataclass

@@ -168,17 +168,6 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(element)
 
 
-def _environment() -> LimitedEnvironment:
-    environment = LimitedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.limit()
-    return environment
-
-
 class ChatTemplate:
     """A chat template, and the control tokens that it may produce but messages may not.
 
@@ -207,7 +196,13 @@ class ChatTemplate:
                 f"more than {MOST_ENDS}"
             )
         try:
-            self._environment = _environment()
+            self._environment = LimitedEnvironment(
+                {"tojson": _tojson},
+                {"raise_exception": _raise_exception, "strftime_now": _strftime_now},
+                trim_blocks=True,
+                lstrip_blocks=True,
+                extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+            )
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"line {error.lineno} of the chat template: {error.message}") from None

@@ -23,6 +23,47 @@ class Parsed(NamedTuple):
     answer: str
 
 
+class ReasoningGate:
+    """Division of a text, as it is generated, into its reasoning with both tags and the answer after it."""
+
+    def __init__(
+        self,
+        *,
+        begun: bool,  # whether the prompt ends within reasoning; see `begins_in`
+        tags: Tags = THINK,  # texts around the reasoning
+    ) -> None:
+        self.tags, self.begun = tags, begun
+        self.is_answer = False  # whether the answer has begun
+        self._seen = ""  # text that may begin with the tag; within reasoning, its last characters
+
+    def step(self, piece: str) -> tuple[str, str]:
+        """Add a piece; return the new text of the reasoning and of the answer."""
+        if self.is_answer:
+            return "", piece
+        if not self.begun:
+            piece, self._seen = self._seen + piece, ""
+            stripped = piece.lstrip()
+            if self.tags.begin.startswith(stripped):
+                self._seen = piece
+                return "", ""
+            self.begun = stripped.startswith(self.tags.begin)
+            self.is_answer = not self.begun
+            if self.is_answer:
+                return "", piece
+        text = self._seen + piece
+        end = text.find(self.tags.end)
+        if end < 0:
+            self._seen = text[1 - len(self.tags.end) :]
+            return piece, ""
+        self.is_answer = True
+        cut = end + len(self.tags.end) - len(self._seen)
+        return piece[:cut], piece[cut:]
+
+    def flush(self) -> str:
+        """End the text, and return the pending text, which belongs to the answer."""
+        return "" if self.begun or self.is_answer else self._seen
+
+
 class ReasoningParser:
     r"""Incremental separation of the reasoning from the answer that follows it.
 
@@ -32,7 +73,7 @@ class ReasoningParser:
 
     Examples
     --------
-    >>> parser = ReasoningParser(begun=False)
+    >>> parser = ReasoningParser(ReasoningGate(begun=False))
     >>> parser.step("<think>\nIt is")
     Parsed(reasoning='It is', answer='')
     >>> parser.step(" late.\n</thi")
@@ -41,15 +82,9 @@ class ReasoningParser:
     Parsed(reasoning='', answer='Good night.')
     """
 
-    def __init__(
-        self,
-        *,
-        begun: bool,  # whether the prompt ends within reasoning; see `begins_in`
-        tags: Tags = THINK,  # texts around the reasoning
-    ) -> None:
-        self.tags = tags
-        self._gate = ReasoningGate(begun=begun, tags=tags)
-        self._begun, self._ended = begun, False  # whether the tags of the reasoning are known
+    def __init__(self, gate: ReasoningGate) -> None:
+        self._gate, self.tags = gate, gate.tags
+        self._begun, self._ended = gate.begun, False  # whether the tags of the reasoning are known
         self._started = False  # whether the current part has text
         self._space: list[str] = []  # white space that is part of the text only if more text follows
         self._tail = ""  # text that may be the start of the tag that ends the reasoning
@@ -85,48 +120,6 @@ class ReasoningParser:
         made = "".join(self._space) + text if self._started else text
         self._started, self._space = True, [body[len(text) :]]
         return made
-
-
-class ReasoningGate:
-    """Division of a text, as it is generated, into its reasoning with both tags and the answer after it."""
-
-    def __init__(
-        self,
-        *,
-        begun: bool,  # whether the prompt ends within reasoning; see `begins_in`
-        tags: Tags = THINK,  # texts around the reasoning
-    ) -> None:
-        self._tags = tags
-        self._begun = begun
-        self.is_answer = False  # whether the answer has begun
-        self._seen = ""  # text that may begin with the tag; within reasoning, its last characters
-
-    def step(self, piece: str) -> tuple[str, str]:
-        """Add a piece; return the new text of the reasoning and of the answer."""
-        if self.is_answer:
-            return "", piece
-        if not self._begun:
-            piece, self._seen = self._seen + piece, ""
-            stripped = piece.lstrip()
-            if self._tags.begin.startswith(stripped):
-                self._seen = piece
-                return "", ""
-            self._begun = stripped.startswith(self._tags.begin)
-            self.is_answer = not self._begun
-            if self.is_answer:
-                return "", piece
-        text = self._seen + piece
-        end = text.find(self._tags.end)
-        if end < 0:
-            self._seen = text[1 - len(self._tags.end) :]
-            return piece, ""
-        self.is_answer = True
-        cut = end + len(self._tags.end) - len(self._seen)
-        return piece[:cut], piece[cut:]
-
-    def flush(self) -> str:
-        """End the text, and return the pending text, which belongs to the answer."""
-        return "" if self._begun or self.is_answer else self._seen
 
 
 def _overlap(text: str, tag: str) -> int:

@@ -8,6 +8,7 @@ as printing and comparing, take bounded time.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextvars import ContextVar
 from functools import update_wrapper, wraps
@@ -41,9 +42,9 @@ class Budget:
     """Work budget of one rendering, in units; reading or producing a character costs one."""
 
     def __init__(self, messages: object) -> None:
-        self.max_value = MAX_VALUE
-        size, _ = self.measure(messages, limit=False)
-        self.max_value += 4 * size
+        self.max_value = sys.maxsize
+        size, _ = self.measure(messages)
+        self.max_value = MAX_VALUE + 4 * size
         self.left = self.total = MAX_WORK + WORK_PER_SIZE * size
 
     def charge(self, units: int) -> None:
@@ -51,7 +52,7 @@ class Budget:
         if self.left < 0:
             raise TemplateLimitError(f"more than {self.total} units of work")
 
-    def measure(self, value: object, limit: bool = True) -> tuple[int, int]:
+    def measure(self, value: object) -> tuple[int, int]:
         """Return the size of a value in characters, including its elements, and its nesting depth.
 
         An element that is contained twice counts twice, as when printed. Values that double by containing
@@ -76,7 +77,7 @@ class Budget:
                 elif isinstance(item, (range, *_VIEWS)):
                     size += NODE * len(item)
                     below += item if not isinstance(item, range) else ()
-                if limit and size + NODE * len(below) > self.max_value:
+                if size + NODE * len(below) > self.max_value:
                     raise TemplateLimitError(f"a value has more than {self.max_value} characters")
             level = below
         return size, depth
@@ -343,16 +344,17 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self,
+        filters: Mapping[str, _Function],  # with names in `FILTERS`, in place of Jinja's
+        functions: Mapping[str, _Function],  # global functions
+        **options: Any,
+    ) -> None:
         super().__init__(finalize=_finalize, optimized=False, **options)
         self.globals.pop("lipsum")  # produces any number of paragraphs
-        self.globals["namespace"] = _Namespace
-
-    def limit(self) -> None:
-        """Wrap all filters and tests; call once, after adding custom ones."""
-        self.filters = {
-            name: _metered(cast(_Function, self.filters[name]), guard) for name, guard in FILTERS.items()
-        }
+        self.globals.update(functions, namespace=_Namespace)
+        known: dict[str, Any] = {**self.filters, **filters}
+        self.filters = {name: _metered(known[name], guard) for name, guard in FILTERS.items()}
         self.filters |= {" checked": _checked, " tick": _tick, " iterated": _iterated}
         self.tests = {name: _metered(cast(_Function, test), no_guard) for name, test in self.tests.items()}
 
