@@ -7,12 +7,7 @@ from typing import Any
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill.gpu._kernel_checks.captured import (
-    Captured,
-    Expected,
-    Values,
-    rms_normed,
-)
+from metal_prefill.gpu._kernel_checks.captured import Captured, Expected, Values, rms_normed
 from metal_prefill.gpu._trace import layout_of
 
 _PAGE = _core.shader_constants["PAGE_POSITIONS"]

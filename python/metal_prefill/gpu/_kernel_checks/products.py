@@ -21,22 +21,16 @@ _TYPES = {kind.name.lower(): number for number, kind in SUPPORTED_TYPES.items()}
 
 
 class Matrix:
-    """Stacked weight matrices, unpacked by row; by default those of a product."""
+    """Stacked weight matrices of a product, or a single matrix of a given shape, unpacked by row."""
 
-    def __init__(
-        self,
-        d: Captured,
-        *,
-        columns: int | None = None,
-        rows: list[int] | None = None,
-        offsets: list[int] | None = None,
-    ) -> None:
+    def __init__(self, d: Captured, single: tuple[int, int] | None = None) -> None:
         self._data = d.before(0, np.uint8)
-        self._type = _TYPES[_type_of(d.kernel)]
-        self._columns = d.args["in_dim"] if columns is None else columns
+        self._type = _TYPES[max((name for name in _TYPES if f"_{name}" in d.kernel), key=len)]
         self._row_bytes = d.args["row_bytes"]
-        self._offsets = d.offsets if offsets is None else offsets
-        self._rows = d.args["rows"] if rows is None else rows
+        if single is None:
+            self._rows, self._columns, self._offsets = d.args["rows"], d.args["in_dim"], d.offsets
+        else:
+            self._rows, self._columns, self._offsets = [single[0]], single[1], [0]
 
     def rows(self, indices: npt.NDArray[np.int64]) -> Values:
         """Return rows of the stack, float64 ``[indices][columns]``."""
@@ -54,14 +48,9 @@ class Matrix:
         return np.array(found, np.float64)
 
 
-def _type_of(kernel: str) -> str:
-    words = [name for name in sorted(_TYPES, key=len, reverse=True) if f"_{name}" in kernel]
-    return words[0]
-
-
 def embed(d: Captured) -> Expected:
     dim, tokens = d.args["dim"], d.some(d.args["tokens"])
-    table = Matrix(d, columns=dim, rows=[d.args["vocab_size"]], offsets=[0])
+    table = Matrix(d, (d.args["vocab_size"], dim))
     ids = d.before(1, np.int32)[:: d.args["id_stride"]]
     for token, row in zip(tokens, table.rows(ids[tokens].astype(np.int64)), strict=True):
         where = slice(token * dim, (token + 1) * dim)
@@ -107,7 +96,7 @@ def choose_experts(d: Captured) -> Expected:
         d.floats(binding, experts) if args[has] else np.zeros(experts)
         for binding, has in ((2, "has_bias"), (3, "has_offset"))
     )
-    router = Matrix(d, columns=dim, rows=[experts], offsets=[0]).rows(np.arange(experts))
+    router = Matrix(d, (experts, dim)).rows(np.arange(experts))
     for token in d.some(d.grid[0]):
         x = d.floats(4, slice(token * dim, (token + 1) * dim))
         products = router @ (rms_normed(x, norm, args["eps"]) if args["has_norm"] else x) + offset

@@ -7,14 +7,7 @@ import numpy as np
 
 from metal_prefill import _core
 from metal_prefill.gpu._kernel_checks.attention import rope_append
-from metal_prefill.gpu._kernel_checks.captured import (
-    SILU,
-    Captured,
-    Expected,
-    Values,
-    activate,
-    rms_normed,
-)
+from metal_prefill.gpu._kernel_checks.captured import SILU, Captured, Expected, Values, activate, rms_normed
 from metal_prefill.gpu._trace import layout_of
 
 _STATE_ROW = layout_of("StateRow")
