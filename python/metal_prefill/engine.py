@@ -21,12 +21,7 @@ from metal_prefill.files._model_tensors import collect_tensors, core_config
 from metal_prefill.files._task_config import PooledHead, Prompts, TextLengths, read_head
 from metal_prefill.hub._local_file import default_model_path, local_file, source_name
 from metal_prefill.storage import _pack_cache, _session_file
-from metal_prefill.storage._cache_folder import (
-    PIPELINE_LIMIT,
-    PIPELINES,
-    pipeline_folder,
-    remove_oldest,
-)
+from metal_prefill.storage._cache_folder import PIPELINE_LIMIT, PIPELINES, pipeline_folder, remove_oldest
 from metal_prefill.storage._kernel_set import kernel_set, settle_pair_speed
 
 if TYPE_CHECKING:

@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-from support.folders import (
-    decoder_folders,
-    encoder_folders,
-    entity_folders,
-    model_folders,
-    task_folders,
-)
+from support.folders import decoder_folders, encoder_folders, entity_folders, model_folders, task_folders
 from support.folders.adapter_folders import QUERY, adapter
 from support.folders.model_folders import CONTEXT, DIM, Folder, linear, read, types_of
 

@@ -11,13 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.folders import (
-    decoder_folders,
-    encoder_folders,
-    entity_folders,
-    model_folders,
-    task_folders,
-)
+from support.folders import decoder_folders, encoder_folders, entity_folders, model_folders, task_folders
 from support.folders.adapter_folders import QUERY, adapter
 from support.folders.decoder_folders import FULL_HEAD, HEAD, WIDTH, long_rope
 from support.folders.entity_folders import BODY, LABELS_BODY

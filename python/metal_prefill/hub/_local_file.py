@@ -22,12 +22,7 @@ from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import GGUFError, MissingExtraError
 from metal_prefill.hub._download import fetch, fetch_folder
-from metal_prefill.storage._cache_folder import (
-    cache_folder,
-    remove_oldest,
-    sample_starts,
-    version,
-)
+from metal_prefill.storage._cache_folder import cache_folder, remove_oldest, sample_starts, version
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>.+)")

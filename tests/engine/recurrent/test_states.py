@@ -10,14 +10,7 @@ import pytest
 from support.engine_options import set_engine_options
 from support.kinds import assert_equals_fresh, assert_same, fresh, ids_of
 from support.native_requests import choose
-from support.recurrent import (
-    ARCHITECTURES,
-    LARGE,
-    PAGEWISE,
-    interval,
-    page_bytes,
-    state_bytes,
-)
+from support.recurrent import ARCHITECTURES, LARGE, PAGEWISE, interval, page_bytes, state_bytes
 from support.small_models import MODELS, write
 from support.threads import at_once
 from support.tiny_models import TINY_RECURRENT

@@ -15,11 +15,7 @@ from support.tiny_models import TINY_RECURRENT
 
 from metal_prefill import Model, Scheduler
 from metal_prefill.generation import Stream
-from metal_prefill.generation._scheduler import (
-    LEAST_PROMPT_ROWS,
-    ROWS_PER_WRITING,
-    SHORT_PROMPT,
-)
+from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, ROWS_PER_WRITING, SHORT_PROMPT
 from metal_prefill.generation._stream import make_streams
 
 Make = Callable[[Model, int], list[Stream]]

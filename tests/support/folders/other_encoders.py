@@ -27,15 +27,7 @@ from support.folders.model_folders import (
     repeated,
     weights,
 )
-from support.kernels.float64 import (
-    Array,
-    alibi_slope,
-    attention,
-    gelu,
-    layer_norm,
-    rotate,
-    softmax,
-)
+from support.kernels.float64 import Array, alibi_slope, attention, gelu, layer_norm, rotate, softmax
 
 
 class FolderTensors:
