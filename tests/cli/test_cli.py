@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import comparison
-from support.programs import Run, finished
+from support.programs import Run, Terminal, finished
 from support.scheduled_texts import alone
 
 import metal_prefill
@@ -26,19 +26,10 @@ from metal_prefill.generation import Options
 
 COMMAND = [sys.executable, "-m", "metal_prefill"]
 PROMPT = "ROMEO:\n"
-NO_DEVICE = {k: v for k, v in os.environ.items() if k != "METAL_PREFILL_DEVICE"}
 
 
 def spawn(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=NO_DEVICE
-    )
-
-
-@pytest.fixture(autouse=True)
-def _plain_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("METAL_PREFILL_TRACEBACK", raising=False)
-    monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
+    return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_help_lists_every_command(output: Run) -> None:
@@ -241,7 +232,7 @@ def test_a_missing_folder_is_reported_before_any_work(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_is_reported(unbuffered: str) -> None:
-    env = {**NO_DEVICE, "PYTHONUNBUFFERED": unbuffered}
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         command = [*COMMAND, "run", "-p", PROMPT, "-n", "1"]
         process = finished(command, stdout=full, stderr=subprocess.PIPE, capture_output=False, env=env)
@@ -355,10 +346,6 @@ def test_progress_is_not_shown_in_a_pipe() -> None:
 
 
 def test_progress_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")

@@ -19,7 +19,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "TEXT", ["-p", "ROMEO:", "-n", "8"])
     monkeypatch.setattr(demo, "BENCH", ["-p", "32", "-n", "4", "-r", "1", "--patience", "0"])
-    monkeypatch.delenv("METAL_PREFILL_TRACEBACK", raising=False)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.programs import Run
+from support.programs import Run, Terminal
 from support.small_models import CLASSIFIERS, write
 
 from metal_prefill import Model
@@ -54,11 +54,6 @@ def test_texts_may_be_arguments_or_lines_of_stdin_and_vectors_are_printed(
     for line, text, vector in zip(shown, texts, vectors, strict=True):
         assert line.endswith(f" ... {len(vector)} values]  {text}")
         assert line.startswith(f"[{vector[0]:7.4f} ")
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(

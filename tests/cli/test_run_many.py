@@ -24,12 +24,6 @@ COMMAND = [sys.executable, "-m", "metal_prefill.cli", "run", "--device", "cpu"]
 SPEAKERS = ["ROMEO:\n", "JULIET:\n", "HAMLET:\n", "First Citizen:\n", "MENENIUS:\n"]
 
 
-@pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("METAL_PREFILL_TRACEBACK", raising=False)
-    monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
-
-
 def write_lines(path: Path, *values: Any) -> Path:
     path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
     return path
@@ -46,8 +40,8 @@ def run(*arguments: str | Path) -> int:
     return cli.main([*RUN, *map(str, arguments)])
 
 
-@pytest.fixture(name="uneven")
-def uneven_prompts(tmp_path: Path) -> Path:
+@pytest.fixture
+def uneven(tmp_path: Path) -> Path:
     """Prompts of which later ones end before earlier ones."""
     return write_lines(
         tmp_path / "uneven.jsonl",

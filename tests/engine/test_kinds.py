@@ -24,6 +24,7 @@ from support.kinds import (
 )
 from support.native_requests import choose
 from support.recurrent import interval
+from support.scheduled_texts import tokens_alone
 from support.small_models import MODELS, write, write_with_nan
 
 from metal_prefill import Model, NumericalError
@@ -196,10 +197,7 @@ def test_unwritten_positions_are_never_read(
 def test_rejected_drafts_restore_the_state_before_them(model: Model) -> None:
     """Seven drafts, of which the one at index `wrong` is wrong; 7: none."""
     ids = ids_of(66)
-    with model.session() as session:
-        chosen = [session.forward_prompt(ids)]
-        for _ in range(7):
-            chosen.append(session.forward_token_greedy(chosen[-1]))
+    chosen = tokens_alone(model, ids, 8)
     for wrong in some(model, (0, 1, 4, 7)):
         drafts = chosen[:7]
         if wrong < 7:
@@ -278,12 +276,7 @@ def test_scheduled_texts_are_those_of_single_tokens(model: Model) -> None:
     for index, piece in model.stream_many(prompts, 8):
         assert not isinstance(piece, Exception)
         texts[index].append(piece.token)
-    for prompt, text in zip(prompts, texts, strict=True):
-        with model.session() as session:
-            expected = [session.forward_prompt(prompt)]
-            while len(expected) < 8:
-                expected.append(session.forward_token_greedy(expected[-1]))
-        assert text == expected
+    assert texts == [tokens_alone(model, prompt, 8) for prompt in prompts]
 
 
 def test_a_later_session_finds_prefixes_at_their_snapshots(model: Model) -> None:

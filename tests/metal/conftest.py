@@ -51,7 +51,8 @@ def checking(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a small model; some files of tests have another `path`."""
-    return synth.synthesize(tmp_path_factory.mktemp("tiny") / "m.gguf", preset="tiny", layers=2, vocab=320)
+    file = tmp_path_factory.mktemp("tiny") / "m.gguf"
+    return synth.synthesize(file, preset="tiny", layers=2, vocab=320, context=512)
 
 
 @pytest.fixture(scope="module")

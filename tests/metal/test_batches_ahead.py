@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.kernels.emulated_gpu import command_buffers_of, require_emulator
 from support.native_requests import choose
+from support.scheduled_texts import tokens_alone
 from support.small_models import SmallModel, write_with_nan
 
 from metal_prefill import DeviceError, Model, Scheduler, _core
@@ -33,15 +34,7 @@ def model(path: Path) -> Iterator[Model]:
 
 @pytest.fixture(scope="module")
 def wanted(model: Model) -> list[list[int]]:
-    """Compute the tokens that follow each prompt, each alone once the previous one is known."""
-    texts = []
-    for prompt in PROMPTS:
-        with model.session() as session:
-            text = [session.forward_prompt(prompt)]
-            while len(text) < 2 * TOKENS:
-                text.append(session.forward_token_greedy(text[-1]))
-        texts.append(text)
-    return texts
+    return [tokens_alone(model, prompt, 2 * TOKENS) for prompt in PROMPTS]
 
 
 class Pass(NamedTuple):
@@ -142,10 +135,7 @@ def test_a_prompt_may_enter_while_others_are_in_flight(
     model: Model, wanted: list[list[int]], late: list[int]
 ) -> None:
     """Also one of a few tokens, which would share the pass of theirs."""
-    with model.session() as session:
-        alone = [session.forward_prompt(late)]
-        while len(alone) < TOKENS:
-            alone.append(session.forward_token_greedy(alone[-1]))
+    alone = tokens_alone(model, late, TOKENS)
     texts = Texts(model)
 
     def run() -> None:

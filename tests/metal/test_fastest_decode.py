@@ -19,12 +19,6 @@ gpu = require_emulator()
 decode_seconds = _fastest_decode.decode_seconds
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Return a model of which all lanes of a simdgroup share a row."""
-    return synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=1, vocab=320)
-
-
 @pytest.fixture(autouse=True)
 def unknown_gpu(checking: None, own_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METAL_PREFILL_TUNE", "1")

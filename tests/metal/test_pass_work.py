@@ -103,16 +103,15 @@ def test_a_failure_in_any_command_buffer_of_a_pass_changes_nothing(
 ) -> None:
     set_engine_options(monkeypatch, metal_buffer_work=WORK)
     with open_with(deep_path) as model, model.session() as session:
+        session.forward_prompt(PROMPT)
         wanted = session.forward_prompt_logits(LONG)
         buffers = int(session.stats()["command_buffers"])
-        for nth in (1, 2, buffers):
-            session.reset()
-            session.forward_prompt(PROMPT)
-            gpu.fail_command_buffer(nth, message="the GPU had enough")
+        session.rewind(len(PROMPT))
+        for nth, dispatches in ((1, 0), (1, 7), (2, 0), (buffers, 3)):
+            gpu.fail_command_buffer(nth, message="the GPU had enough", dispatches=dispatches)
             with pytest.raises(DeviceError, match=r"96 tokens at position 40: the GPU had enough"):
                 session.forward_prompt(LONG)
             assert session.position == len(PROMPT)
-        session.reset()
         np.testing.assert_array_equal(session.forward_prompt_logits(LONG), wanted)
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -17,7 +17,7 @@ from support.kernels.emulated_gpu import require_emulator
 from support.small_models import TYPES
 from support.uniform_shape import uniform_shape
 
-from metal_prefill import DeviceError, Model, UnsupportedModelError, _core, synth
+from metal_prefill import DeviceError, Model, UnsupportedModelError, _core
 from metal_prefill.conversion import convert
 from metal_prefill.files import GGUFFile
 from metal_prefill.gpu._cost_model import CHIPS, plan, shape_of, time_of, work_of
@@ -29,22 +29,10 @@ pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 gpu = require_emulator()
 GPUS = ((7, "Apple M1"), (8, "Apple M2 Max"), (9, "Apple M4"), (10, "Apple M5"), (10, "Apple M5 Max"))
 
-MODELS: dict[str, dict[str, Any]] = {
-    "as SmolLM": {"preset": "smollm-135m", "layers": 1, "vocab": 512},
-    "another type of V": {"preset": "tiny", "overrides": {"*.attn_v.weight": "Q8_0"}, "vocab": 512},
-    "F16": {"preset": "tiny", "tensor_type": "F16", "vocab": 512},
-    "gate and up of two types": {"preset": "tiny", "overrides": {"*.ffn_up.weight": "Q5_0"}, "vocab": 512},
-    "wide heads": {
-        "preset": "tiny",
-        "dim": 512,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 128,
-        "ffn": 640,
-        "layers": 2,
-        "vocab": 512,
-    },
-}
+MODELS = (
+    *("smollm shape", "mixed K-quants", "16-bit floats", "head_dim 128"),
+    "gemma4, gate and up of two types",
+)
 OPTIONS: list[dict[str, Any]] = [{}, {"fused_norm": True}, {"kv_dtype": "f32", "chunk_tokens": 40}]
 
 
@@ -91,15 +79,15 @@ def comparable(dispatches: list[Dispatch]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("name", "family", "chip"),
     [
-        *(("as SmolLM", *chosen) for chosen in GPUS),
-        *((name, 9, "Apple M4") for name in MODELS if name != "as SmolLM"),
-        ("wide heads", *GPUS[-1]),
+        *((MODELS[0], *chosen) for chosen in GPUS),
+        *((name, 9, "Apple M4") for name in MODELS[1:]),
+        ("head_dim 128", *GPUS[-1]),
     ],
 )
 def test_a_plan_lists_the_dispatches_that_reach_the_gpu(
-    tmp_path: Path, name: str, family: int, chip: str
+    model_path: Callable[[str], Path], name: str, family: int, chip: str
 ) -> None:
-    path = synth.synthesize(tmp_path / "m.gguf", **MODELS[name])
+    path = model_path(name)
     shape = shape_in(path)
     claim(family, chip)
     for options in OPTIONS:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.forked import in_child
 from support.kernels.emulated_gpu import command_buffers_of, require_emulator
+from support.scheduled_texts import tokens_alone
 from support.small_models import MODELS, write
 
 from metal_prefill import DeviceError, Model, Session, SessionBusyError
@@ -35,12 +36,7 @@ def session(model: Model) -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def wanted(model: Model) -> list[int]:
-    """Tokens after the prompt, each computed once the previous one is known."""
-    with model.session() as session:
-        tokens = [session.forward_prompt(PROMPT)]
-        while len(tokens) < TOKENS:
-            tokens.append(session.forward_token_greedy(tokens[-1]))
-    return tokens
+    return tokens_alone(model, PROMPT, TOKENS)
 
 
 def tokens_of(session: Session, n: int = TOKENS, **options: Any) -> list[int]:

@@ -20,13 +20,6 @@ PROMPT, DECODED = 40, 2
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return synth.synthesize(
-        tmp_path / "m.gguf", preset="tiny", dim=96, heads=6, kv_heads=2, head_dim=32, vocab=320
-    )
-
-
-@pytest.fixture
 def model(metal: None, path: Path) -> Iterator[Model]:
     with Model(path, device="metal", chunk_tokens=24) as opened:
         yield opened

@@ -1,5 +1,6 @@
 """Programs that tests run to their end."""
 
+import io
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +9,13 @@ from pathlib import Path
 from typing import Any
 
 Run = Callable[..., str]  # runs a program with arguments; returns what it prints
+
+
+class Terminal(io.StringIO):
+    """A stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def finished(command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:

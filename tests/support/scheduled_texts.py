@@ -16,6 +16,15 @@ def alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> str:
         return "".join(session.generate(prompt, max_tokens, **options))
 
 
+def tokens_alone(model: Model, prompt: Any, n: int) -> list[int]:
+    """Compute the most probable tokens after a prompt, each once the previous one is known."""
+    with model.session() as session:
+        tokens = [session.forward_prompt(prompt)]
+        while len(tokens) < n:
+            tokens.append(session.forward_token_greedy(tokens[-1]))
+    return tokens
+
+
 def answer_alone(model: Model, messages: list[Any], max_tokens: int, **options: Any) -> str:
     """Answer a conversation in a separate session."""
     prompt = model.tokenizer.apply_chat_template(messages)

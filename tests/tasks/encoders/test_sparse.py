@@ -1,7 +1,6 @@
 """Vectors over the vocabulary, and three kinds of vectors from one pass."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +26,9 @@ def folder(tmp_path: Path) -> Folder:
     return folder
 
 
-@pytest.fixture
-def model(folder: Folder, device: str) -> Iterator[Model]:
+def test_the_largest_values_are_kept_on_request(folder: Folder, device: str) -> None:
     with Model(folder.path, device=device, compute="f32", kv_dtype="f32") as model:
-        yield model
-
-
-def test_the_largest_values_are_kept_on_request(folder: Folder, model: Model) -> None:
-    whole, found = (model.embed_sparse(TEXTS[:1], max_active=most)[0] for most in (None, 5))
+        whole, found = (model.embed_sparse(TEXTS[:1], max_active=most)[0] for most in (None, 5))
     kept = np.sort(whole.ids[np.argsort(-whole.weights, kind="stable")[:5]])
     np.testing.assert_array_equal(found.ids, kept)
     np.testing.assert_array_equal(found.weights, whole.weights[np.isin(whole.ids, kept)])
