@@ -75,12 +75,10 @@ _ARGUMENTS = (
     *("tokenizer_args", "processor_kwargs", "processing_kwargs"),
 )
 _HARMLESS = (
-    *(
-        *("trust_remote_code", "torch_dtype", "dtype", "attn_implementation", "device_map", "revision"),
-        "use_fast",
-    ),
+    *("trust_remote_code", "torch_dtype", "dtype", "attn_implementation", "device_map", "revision"),
+    *("use_fast", "use_safetensors", "low_cpu_mem_usage"),
     *("add_pooling_layer", "unpad_inputs", "use_memory_efficient_attention", "reference_compile"),
-    *("model_max_length", "padding_side", "truncation_side", "use_safetensors", "low_cpu_mem_usage"),
+    *("model_max_length", "padding_side", "truncation_side"),
 )
 _LOGARITHMS = {"relu": 1, "log1p_relu": 2}  # how often SPLADE takes the logarithm
 # Activations of dense layers, by the last part of the name of their class.

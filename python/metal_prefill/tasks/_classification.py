@@ -14,7 +14,7 @@ from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.tasks._embedding import check_length, checked_texts, encode_tokens
 from metal_prefill.tasks._pairs import encode_continuation, encode_pair, score_continuations
 from metal_prefill.tasks._pooled_head import logits_of, probabilities_of, softmax
-from metal_prefill.tasks._prompts import PromptRules, errors_of, shortened, text_role, warn_of_cut
+from metal_prefill.tasks._prompts import PromptRules, cut_notes, errors_of, shortened, text_role, warn
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 
 TextOrPair = str | tuple[str, str]
@@ -100,7 +100,7 @@ def classify(
     if labels is None:
         prompts, doubles, cut = encode_for_head(engine, texts, rules)
         logits = head_logits(TextPasses(engine), prompts, doubles)
-        warn_of_cut(cut, len(logits), engine.max_context)
+        warn(cut_notes(cut, len(logits), engine.max_context))
         found = probabilities_of(engine.head, logits).astype(np.float32)
         return Classification(engine.head.labels, found, logits, np.ones(logits.shape, np.int64))
     if not engine.config.has_head:
@@ -148,7 +148,7 @@ def classify(
         for context, label_ids in made:
             check_length(engine, len(context) + len(label_ids) - 1, name_of(len(pairs)))
             pairs.append((context, label_ids))
-    warn_of_cut([i for i in cut if i < len(given)], len(given), engine.max_context)
+    warn(cut_notes([i for i in cut if i < len(given)], len(given), engine.max_context))
     shape = (len(all_texts), len(labels))
     log_probs = score_continuations(TextPasses(engine), pairs, name_of)
     likelihoods = np.array([of_label.sum(dtype=np.float64) for of_label in log_probs]).reshape(shape)

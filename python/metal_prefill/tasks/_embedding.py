@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
@@ -19,13 +18,14 @@ from metal_prefill.tasks._pooled_head import embedding_of
 from metal_prefill.tasks._prompts import (
     PromptRules,
     TextRole,
-    cut_message,
+    cut_notes,
     named,
     numbered,
     role_of,
     shortened,
     text_role,
     unpooled_tokens,
+    warn,
 )
 from metal_prefill.tasks._text_passes import TEXT, Block, Ids, NameOf, TextPasses, finite, pooled_blocks
 
@@ -70,7 +70,7 @@ class EncodedTexts(NamedTuple):
 
     def notes(self) -> list[str]:
         """Return a message for each of `cut` and `empty` that names texts."""
-        notes = [cut_message(self.cut, len(self.prompts), self.role.limit, "text")] if self.cut else []
+        notes = cut_notes(self.cut, len(self.prompts), self.role.limit)
         if empty := self.empty:
             notes.append(
                 f"{len(empty)} of {len(self.prompts)} texts have no tokens, and vectors of zeros: "
@@ -279,8 +279,7 @@ def embed(
     """
     engine, rules = model.engine, PromptRules(truncate, unicode, split_special_tokens).checked()
     encoded = encode_texts(engine, texts, role_of(engine, check_pooling(engine, pooling), instruction), rules)
-    for note in encoded.notes():
-        warnings.warn(note, stacklevel=2)
+    warn(encoded.notes())
     return embed_encoded(
         TextPasses(engine),
         encoded,

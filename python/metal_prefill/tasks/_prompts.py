@@ -146,18 +146,16 @@ def shortened(tokenizer: Tokenizer, text: str, excess_of: Callable[[str], int]) 
     return text
 
 
-def cut_message(cut: Sequence[int], count: int, context: int, noun: str) -> str:
-    """Return a message that counts and names the texts that lost their ends."""
-    return (
-        f"{len(cut)} of {count} {noun}s did not fit the context of {context} tokens and "
-        f"lost their ends: {named(cut, noun)}"
-    )
+def cut_notes(cut: Sequence[int], count: int, context: int, noun: str = "text") -> list[str]:
+    """Return a note that counts and names the texts that lost their ends, if there are any."""
+    fate = f"did not fit the context of {context} tokens and lost their ends"
+    return [f"{len(cut)} of {count} {noun}s {fate}: {named(cut, noun)}"] if cut else []
 
 
-def warn_of_cut(cut: Sequence[int], count: int, context: int) -> None:
-    """Warn the caller of a model's method of the texts that lost their ends."""
-    if cut:
-        warnings.warn(cut_message(cut, count, context, "text"), stacklevel=3)
+def warn(notes: Iterable[str]) -> None:
+    """Warn the caller of a model's method."""
+    for note in notes:
+        warnings.warn(note, stacklevel=3)
 
 
 def named(indices: Sequence[int], noun: str) -> str:

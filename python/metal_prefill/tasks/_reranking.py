@@ -1,7 +1,6 @@
 """Ranks of documents by their relevance to a query, from the score of each pair."""
 
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,13 +28,14 @@ from metal_prefill.tasks._pooled_head import logits_of, sigmoid
 from metal_prefill.tasks._prompts import (
     PromptRules,
     card_of,
-    cut_message,
+    cut_notes,
     document_role,
     errors_of,
     numbered,
     prompt_form,
     query_role,
     shortened,
+    warn,
 )
 from metal_prefill.tasks._similarity import maxsim
 from metal_prefill.tasks._text_passes import Ids, TextPasses, finite, pooled_states
@@ -176,8 +176,7 @@ def rerank(
         integer("top_n", top_n, 1)
     engine, rules = model.engine, PromptRules(truncate, unicode, split_special_tokens).checked()
     ranking = encode_documents(engine, query, documents, Options(instruction, template, how, rules, label))
-    for note in ranking.notes:
-        warnings.warn(note, stacklevel=2)
+    warn(ranking.notes)
     return ranking.ranked(TextPasses(engine), top_n)
 
 
@@ -211,7 +210,7 @@ def encode_documents(engine: Engine, query: str, documents: Sequence[str], optio
         cut += [i] if pair.second_cut else []
         query_cut |= pair.first_cut
     notes = [CUT_QUERY if kind == "late" else CUT_WITH_DOCUMENT] if query_cut else []
-    notes += [cut_message(cut, len(prompts), limit, "document")] if cut else []
+    notes += cut_notes(cut, len(prompts), limit, "document")
     return Ranking(documents, prompts, len(cut) + query_cut, notes, score)
 
 

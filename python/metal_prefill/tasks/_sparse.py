@@ -13,7 +13,7 @@ from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.files._task_config import QUERY_WEIGHTS
 from metal_prefill.tasks._embedding import check_pooling, encode_texts, vector_width
 from metal_prefill.tasks._pooled_head import embedding_of, positive_weights, token_vectors, vocabulary_vector
-from metal_prefill.tasks._prompts import PromptRules, TextRole, text_role, warn_of_cut
+from metal_prefill.tasks._prompts import PromptRules, TextRole, cut_notes, text_role, warn
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled, pooled_states, reported
 
 
@@ -78,7 +78,7 @@ def embed_sparse(
     one_of("instruction", str(instruction), ("query", "document", "None"))
     role = sparse_role(engine, instruction)
     encoded = encode_texts(engine, texts, role, rules)
-    warn_of_cut(encoded.cut, len(encoded.prompts), role.limit)
+    warn(cut_notes(encoded.cut, len(encoded.prompts), role.limit))
     vectors = sparse_vectors(engine, encoded.prompts, role, most)
     return list(reported(vectors, len(encoded.prompts), progress))
 
@@ -189,7 +189,7 @@ def embed_hybrid(
     pooling = check_pooling(engine, None)
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
     encoded = encode_texts(engine, texts, rules=rules)
-    warn_of_cut(encoded.cut, len(encoded.prompts), engine.max_context)
+    warn(cut_notes(encoded.cut, len(encoded.prompts), engine.max_context))
     count = len(encoded.prompts)
     found = HybridVectors(np.empty((count, vector_width(engine, pooling, None)), np.float32), [], [])
     all_states = pooled_states(TextPasses(engine), "none", encoded.prompts)

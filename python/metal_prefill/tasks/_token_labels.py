@@ -15,7 +15,7 @@ from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.files._task_config import TransitionBiases
 from metal_prefill.tasks._embedding import checked_texts, encode_tokens
 from metal_prefill.tasks._pooled_head import logits_of, probabilities_of
-from metal_prefill.tasks._prompts import PromptRules, errors_of, text_role, warn_of_cut
+from metal_prefill.tasks._prompts import PromptRules, cut_notes, errors_of, text_role, warn
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states, reported
 from metal_prefill.text._tokenizer import TokenSpan
 
@@ -124,7 +124,7 @@ def label_tokens(
     decoding = _decoding_of(engine, strategy, transitions)
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
     spanned, cut = _encoded(engine, texts, rules)
-    warn_of_cut(cut, len(spanned), text_role(engine).limit)
+    warn(cut_notes(cut, len(spanned), text_role(engine).limit))
     found = _found(engine, spanned, decoding)
     # A token of white space alone is not an entity.
     return [
