@@ -256,10 +256,8 @@ class ChatTemplate:
             _with_reasoning(_complete(message, f"messages[{i}]"))
             for i, message in enumerate(_plain_all("message", messages))
         ]
-        plain_tools, plain_documents = (
-            _plain_all("tool", tools or ()),
-            _plain_all("document", documents or ()),
-        )
+        plain_tools = _plain_all("tool", tools or ())
+        plain_documents = _plain_all("document", documents or ())
         if plain_documents and not self.reads("documents"):
             raise ChatTemplateError("the chat template does not support documents; put them into a message")
         (plain_variables,) = _plain_all("variable", [untrusted or {}])

@@ -104,10 +104,8 @@ def scan(d: Captured) -> Expected:
     def step(state: Values, row: int) -> tuple[Values, Values]:
         x, b, c = np.split(convolved[row].astype(np.float64), [heads * dim, heads * dim + groups * rows])
         b, c = (np.repeat(part.reshape(groups, rows), heads // groups, axis=0) for part in (b, c))
-        x, gate = (
-            x.reshape(heads, dim),
-            projected[row * a["row_stride"] :][: a["row_stride"]].astype(np.float64),
-        )
+        x = x.reshape(heads, dim)
+        gate = projected[row * a["row_stride"] :][: a["row_stride"]].astype(np.float64)
         delta = np.logaddexp(0.0, gate[a["dt_column"] :][:heads] + bias)
         state = np.exp(delta * rates)[:, None, None] * state + (delta[:, None] * b)[:, :, None] * x[:, None]
         y = ((c[:, :, None] * state).sum(axis=1) + skip[:, None] * x).reshape(-1)
