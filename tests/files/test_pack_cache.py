@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.programs import Run
 from support.small_models import MODELS, write
 
-from metal_prefill import Model, cli
+from metal_prefill import Model
 from metal_prefill.engine import CHOICES
 from metal_prefill.storage import _pack_cache
 from metal_prefill.storage._cache_folder import stored_files
@@ -212,22 +213,16 @@ def test_the_least_recently_used_entry_is_evicted_first(
         opened(paths[1])
 
 
-def test_the_command_lists_and_clears(
-    path: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def said(*arguments: str) -> str:
-        assert cli.main(["cache", *arguments]) == 0
-        return capsys.readouterr().out
-
-    assert said() == "entries: 0; 0.0 MiB of at most 8,192 MiB\n"
+def test_the_command_lists_and_clears(path: Path, folder: Path, tmp_path: Path, output: Run) -> None:
+    assert output("cache") == "entries: 0; 0.0 MiB of at most 8,192 MiB\n"
     opened(path)
     used = only_entry(folder).stat().st_atime_ns
     assert opened(write(tmp_path / "second.gguf", MODELS["qwen3"])) is not None
-    listed = said()
+    listed = output("cache")
     assert "entries: 2;" in listed
     assert "model.gguf-" in "".join(listed.split())
     assert max(entry.stat().st_atime_ns for entry in folder.glob("model*")) == used  # listing is no use
-    cleared = said("--clear")
+    cleared = output("cache", "--clear")
     assert cleared.count("deleted") == 2
     assert "entries: 0 of 2 kept; 0.0 MiB" in cleared
     assert list(folder.iterdir()) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.kernels.cost_tables import RECURRENT, SMOLLM, smollm_shape, with_table
 from support.places import ROOT
+from support.programs import Run
 from support.uniform_shape import uniform_shape
 
 from metal_prefill import UnsupportedModelError, cli
@@ -151,10 +152,10 @@ def test_an_m5_multiplies_on_its_matrix_units(smollm: Shape) -> None:
 
 @pytest.mark.parametrize(("fused", "kernel"), [(False, "rmsnorm_f32"), (True, "rmsnorm_matvec_q4_0")])
 def test_the_command_predicts_each_way_to_decode(
-    capsys: pytest.CaptureFixture[str], smollm: Shape, fused: bool, kernel: str
+    output: Run, smollm: Shape, fused: bool, kernel: str
 ) -> None:
     arguments = ["--chip", "m4-max", "-p", "0", "-n", "1", "--json", *["--fused-norm"] * fused]
-    (row,) = json.loads(run(capsys, *arguments))
+    (row,) = json.loads(output("predict", *arguments))
     chip = CHIPS["m4-max"]
     expected = predict(chip, plan(smollm, 1, family=chip.family, gpu=chip.gpu, fused_norm=fused), 1)
     assert row["predicted_seconds"] == pytest.approx(expected.seconds)
@@ -220,31 +221,26 @@ def test_recurrent_layers_take_the_tokens_in_order() -> None:
     assert long / short == pytest.approx(2, rel=0.1)
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(["predict", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def test_the_command_labels_its_figures_as_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = run(capsys, "--chip", "m4", "-p", "512", "-n", "2")
+def test_the_command_labels_its_figures_as_predicted(output: Run) -> None:
+    printed = output("predict", "--chip", "m4", "-p", "512", "-n", "2")
     assert "pp512 on m4, predicted" in printed
     assert "tg2 on m4, predicted" in printed
     assert "predicted µs" in printed
     assert command.NOTE in printed
-    rows = json.loads(run(capsys, "--chip", "m1", "-p", "32", "--json"))
+    rows = json.loads(output("predict", "--chip", "m1", "-p", "32", "--json"))
     assert [(row["test"], row["chip"], row["predicted"]) for row in rows] == [("pp32", "m1", True)]
     assert not {key for row in rows for key in row if key.endswith(("_ts", "seconds"))} - {
         "predicted_ts",
         "predicted_seconds",
     }
     low, high = rows[0]["predicted_ts_range"]
-    assert f"predicted: {low:,.0f} to {high:,.0f} tok/s" in run(capsys, "--chip", "m1", "-p", "32")
+    assert f"predicted: {low:,.0f} to {high:,.0f} tok/s" in output("predict", "--chip", "m1", "-p", "32")
     gpu_us = sum(kernel["predicted_us"] for kernel in rows[0]["kernels"])
     assert gpu_us + CHIPS["m1"].wait_us == pytest.approx(rows[0]["predicted_seconds"] * 1e6)
 
 
-def test_the_command_reads_a_model(capsys: pytest.CaptureFixture[str], demo_path: Path) -> None:
-    rows = json.loads(run(capsys, "-m", str(demo_path), "-p", "100", "-n", "1", "--json"))
+def test_the_command_reads_a_model(output: Run, demo_path: Path) -> None:
+    rows = json.loads(output("predict", "-m", str(demo_path), "-p", "100", "-n", "1", "--json"))
     assert [row["test"] for row in rows] == ["pp100", "tg1"]
     layers = (rows[0]["dispatches"] - 5) // 8
     assert rows[1]["dispatches"] == 7 * layers + 5
@@ -266,23 +262,21 @@ def test_usage_errors_are_reported(
     assert message in capsys.readouterr().err
 
 
-def test_the_command_compares_with_a_trace(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, smollm: Shape
-) -> None:
+def test_the_command_compares_with_a_trace(output: Run, tmp_path: Path, smollm: Shape) -> None:
     def timed(dispatches: list[Dispatch]) -> list[Dispatch]:
         return [replace(d, start=i * 1e-3, end=i * 1e-3 + 5e-6) for i, d in enumerate(dispatches)]
 
     steps = [Step(32, timed(plan(smollm, 32))), Step(1, timed(plan(smollm, 1, position=32)))]
     file = tmp_path / "trace.json"
     file.write_text(json.dumps(chrome_trace(steps, {"device": "a GPU"})))
-    rows = json.loads(run(capsys, "--trace", str(file), "--chip", "m4", "--json"))
+    rows = json.loads(output("predict", "--trace", str(file), "--chip", "m4", "--json"))
     assert [row["test"] for row in rows] == ["pp32", "tg1"]
     expected = predict(CHIPS["m4"], steps[0].dispatches, 32)
     assert rows[0]["predicted_seconds"] == pytest.approx(expected.seconds)
     assert rows[0]["trace_seconds"] == pytest.approx(245 * 5e-6, rel=1e-3)
     norms = next(kernel for kernel in rows[0]["kernels"] if kernel["kernel"] == "rmsnorm_f16")
     assert norms["trace_us"] == pytest.approx(59 * 5, rel=1e-3)
-    assert "in the trace µs" in run(capsys, "--trace", str(file))
+    assert "in the trace µs" in output("predict", "--trace", str(file))
     # Times of the emulator on a CPU are not compared with it.
     file.write_text(json.dumps(chrome_trace(steps, {"device": "an emulator", "clock": HOST_CLOCK})))
-    assert "in the trace µs" not in run(capsys, "--trace", str(file))
+    assert "in the trace µs" not in output("predict", "--trace", str(file))
