@@ -224,6 +224,10 @@ def test_a_contradictory_file_is_rejected(tmp_path: Path) -> None:
         with pytest.raises(error, match=message):
             Model(path, device="cpu")
     Model(with_entries(path, whole, {"gemma-embedding.dense_2_feat_out": None}), device="cpu").close()
+    with_entries(path, whole, dict.fromkeys(f"gemma-embedding.dense_2_feat_{end}" for end in ("in", "out")))
+    path.write_bytes(path.read_bytes().replace(b"dense_2.weight", b"dense_2.wrongs"))
+    with pytest.raises(GGUFError, match=r"tensor dense_3.weight requires dense_2.weight, which is missing"):
+        Model(path, device="cpu")
 
 
 def test_the_end_of_a_text_is_marked_if_the_file_requires_it(embedder: Path, tmp_path: Path) -> None:
