@@ -103,6 +103,10 @@ def test_the_deallocator_runs_when_the_buffer_is_released(device: Any, emulator:
     assert alive() is None
 
 
+def test_literals_and_enumeration_are_those_of_objective_c(metal_testing: Any) -> None:
+    assert metal_testing.literals(12) == ["", "1", "a longer literal"] * 12
+
+
 def test_library_lists_its_functions(library: KernelLibrary) -> None:
     expected = (
         "add scale negate4 reverse static_scratch store store_twice load limited exponentials matrix_places"
