@@ -18,11 +18,6 @@ Ids = npt.NDArray[np.int32]
 FEW = 8  # tokens of a sequence in a pass, up to which Metal is bit-identical to single tokens
 
 
-def assert_same_cache(model: Model, actual: Session, expected: Session, few: bool = False) -> None:
-    for rows, wanted in zip(contents(actual), contents(expected), strict=True):
-        assert_same(model, np.frombuffer(rows, np.float16), np.frombuffer(wanted, np.float16), few)
-
-
 def alone(model: Model, *pieces: Ids) -> Session:
     """Compute these pieces in a session without company."""
     session = model.session()
@@ -33,7 +28,7 @@ def alone(model: Model, *pieces: Ids) -> Session:
 
 def page_bytes(path: Path, device: Any) -> int:
     with Model(path, device=device) as model:
-        return int(alone(model, ids_for(model, 1)).stats()["kv_cache_bytes"])
+        return int(model.stats()["kv_page_bytes"])
 
 
 def test_forks_share_the_pages_of_their_common_prefix(tiny_demo: Model) -> None:
@@ -94,7 +89,8 @@ def test_a_nan_sequence_does_not_affect_others(
         few = max(lengths) <= FEW
         for session, result, wanted, ids in zip(sessions, results, expected, prompts, strict=True):
             assert_same(model, result, wanted, few)
-            assert_same_cache(model, session, alone(model, ids), few)
+            for rows, kept in zip(contents(session), contents(alone(model, ids)), strict=True):
+                assert_same(model, np.frombuffer(rows, np.float16), np.frombuffer(kept, np.float16), few)
 
 
 def test_nothing_is_computed_with_invalid_arguments(tiny_demo: Model, tiny_demo_path: Path) -> None:

@@ -85,9 +85,8 @@ def test_scratches_share_prefixes_with_no_others_and_release_their_pages(model: 
 
 
 def test_many_texts_need_the_memory_of_those_in_progress(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, model.session() as session:
-        session.forward_prompt([1])
-        page = int(session.stats()["kv_cache_bytes"])
+    with Model(demo_path, device="cpu") as model:
+        page = int(model.stats()["kv_page_bytes"])
     with Model(demo_path, device="cpu", kv_memory=8 * page, prefix_memory=0, chunk_tokens=64) as model:
         scratch = _core.Scratch(model.engine.core)
         requests = [_core.Request.hidden(scratch, ids_of(40, i)) for i in range(100)]

@@ -18,7 +18,6 @@ from metal_prefill.gpu._cost_model import (
     CHIPS,
     SPREAD,
     Ops,
-    Shape,
     UnknownKernelError,
     Work,
     plan,
@@ -30,10 +29,7 @@ from metal_prefill.gpu._cost_model.shapes import shape_of
 from metal_prefill.gpu._trace import HOST_CLOCK, Dispatch, Step, chrome_trace
 from metal_prefill.synth import synthesize
 
-
-@pytest.fixture
-def smollm() -> Shape:
-    return smollm_shape()
+SHAPE = smollm_shape()
 
 
 def attention_products(dispatches: list[Dispatch]) -> float:
@@ -42,10 +38,10 @@ def attention_products(dispatches: list[Dispatch]) -> float:
     return sum(w.groups * w.simdgroups * w.ops.mma for w in works) * 512
 
 
-def test_ranges_combine_the_errors_with_the_time_between_dispatches(smollm: Shape) -> None:
+def test_ranges_combine_the_errors_with_the_time_between_dispatches() -> None:
     m4 = CHIPS["m4"]
     for tokens, kind in ((512, "prompt"), (1, "token")):
-        prediction = predict(m4, plan(smollm, tokens), tokens, waits=1)
+        prediction = predict(m4, plan(SHAPE, tokens), tokens, waits=1)
         low, high = prediction.tokens_per_second_range
         ends = [
             tokens / (prediction.seconds + len(prediction.times) * (us - m4.dispatch_us) / 1e6)
@@ -100,9 +96,9 @@ def test_threadgroups_queue_on_full_cores() -> None:
         assert time_of(chip, queued).bounds["latency"] == pytest.approx(2 * once)
 
 
-def test_bytes_and_products_of_a_prompt(smollm: Shape) -> None:
+def test_bytes_and_products_of_a_prompt() -> None:
     """106.2 million weights in Q4_0 are read once, in 8x8x8 products of 512 FMA each."""
-    dispatches = plan(smollm, 512)
+    dispatches = plan(SHAPE, 512)
     matmuls = [(d, work_of(d)) for d in dispatches if d.kernel.startswith("matmul")]
     weights = 29 * (960 * 576 + 576 * 576 + 3 * 1536 * 576) + 960 * 576  # the last layer: Q, K, V alone
     assert sum(work.dram_bytes for _, work in matmuls) == weights / 32 * 18
@@ -127,10 +123,10 @@ def test_the_shape_of_a_preset_is_that_of_its_file(tmp_path: Path, preset: str) 
         assert command._shape(argparse.Namespace(model=None, preset=preset)) == shape_of(gguf)
 
 
-def test_an_m5_multiplies_on_its_matrix_units(smollm: Shape) -> None:
+def test_an_m5_multiplies_on_its_matrix_units() -> None:
     """Users of llama.cpp report 2 to 3 times; docs/cost_model.md explains the basis of the rate."""
     m5 = CHIPS["m5"]
-    plans = [plan(smollm, 512, family=m5.family, matmul_tensor=units) for units in (True, False)]
+    plans = [plan(SHAPE, 512, family=m5.family, matmul_tensor=units) for units in (True, False)]
     on_units, plain = (
         [work_of(d) for d in dispatches if d.kernel.startswith("matmul")] for dispatches in plans
     )
@@ -151,36 +147,34 @@ def test_an_m5_multiplies_on_its_matrix_units(smollm: Shape) -> None:
 
 
 @pytest.mark.parametrize(("fused", "kernel"), [(False, "rmsnorm_f32"), (True, "rmsnorm_matvec_q4_0")])
-def test_the_command_predicts_each_way_to_decode(
-    output: Run, smollm: Shape, fused: bool, kernel: str
-) -> None:
+def test_the_command_predicts_each_way_to_decode(output: Run, fused: bool, kernel: str) -> None:
     arguments = ["--chip", "m4-max", "-p", "0", "-n", "1", "--json", *["--fused-norm"] * fused]
     (row,) = json.loads(output("predict", *arguments))
     chip = CHIPS["m4-max"]
-    expected = predict(chip, plan(smollm, 1, family=chip.family, gpu=chip.gpu, fused_norm=fused), 1)
+    expected = predict(chip, plan(SHAPE, 1, family=chip.family, gpu=chip.gpu, fused_norm=fused), 1)
     assert row["predicted_seconds"] == pytest.approx(expected.seconds)
     assert kernel in {d.kernel for d in expected.dispatches}
 
 
-def test_larger_workloads_take_longer(smollm: Shape) -> None:
+def test_larger_workloads_take_longer() -> None:
     m4 = CHIPS["m4"]
     for lengths in ((1, 2, 8), (9, 32, 128, 512, 1024)):  # with another kernel for the products each
-        times = [predict(m4, plan(smollm, n), n).seconds for n in lengths]
+        times = [predict(m4, plan(SHAPE, n), n).seconds for n in lengths]
         assert times == sorted(times)
-    decode = [predict(m4, plan(smollm, 1, position=p), 1).seconds for p in (0, 127, 500, 2000)]
+    decode = [predict(m4, plan(SHAPE, 1, position=p), 1).seconds for p in (0, 127, 500, 2000)]
     assert decode == sorted(decode)
     by_chip = [
-        predict(CHIPS[c], plan(smollm, 512), 512).seconds for c in ("m1", "m2", "m4", "m4-pro", "m4-max")
+        predict(CHIPS[c], plan(SHAPE, 512), 512).seconds for c in ("m1", "m2", "m4", "m4-pro", "m4-max")
     ]
     assert by_chip == sorted(by_chip, reverse=True)
 
 
-def test_the_goals_on_an_m4(smollm: Shape) -> None:
+def test_the_goals_on_an_m4() -> None:
     """Goals of the design: two of three by the lowest values, decode by the middle."""
     m4 = CHIPS["m4"]
-    assert predict(m4, plan(smollm, 512), 512, waits=1).tokens_per_second_range[0] > 10_000
-    assert predict(m4, plan(smollm, 32), 32, waits=1).tokens_per_second_range[0] > 5_000
-    assert predict(m4, plan(smollm, 1, position=128), 1).tokens_per_second > 600
+    assert predict(m4, plan(SHAPE, 512), 512, waits=1).tokens_per_second_range[0] > 10_000
+    assert predict(m4, plan(SHAPE, 32), 32, waits=1).tokens_per_second_range[0] > 5_000
+    assert predict(m4, plan(SHAPE, 1, position=128), 1).tokens_per_second > 600
 
 
 def test_the_page_shows_the_predictions_of_the_model() -> None:
@@ -189,11 +183,11 @@ def test_the_page_shows_the_predictions_of_the_model() -> None:
     assert with_table(text) == text
 
 
-def test_plans_reject_invalid_arguments(smollm: Shape) -> None:
+def test_plans_reject_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="cannot plan 0 tokens at position 0"):
-        plan(smollm, 0)
+        plan(SHAPE, 0)
     with pytest.raises(ValueError, match="unknown GPU family 6; known are 10, 9, 8, 7"):
-        plan(smollm, 1, family=6)
+        plan(SHAPE, 1, family=6)
     odd = uniform_shape(replace(SMOLLM, dim=572), "f16", "f16")
     with pytest.raises(
         UnsupportedModelError, match="a plan needs dimensions that are multiples of 8, got dim 572"
@@ -262,11 +256,11 @@ def test_usage_errors_are_reported(
     assert message in capsys.readouterr().err
 
 
-def test_the_command_compares_with_a_trace(output: Run, tmp_path: Path, smollm: Shape) -> None:
+def test_the_command_compares_with_a_trace(output: Run, tmp_path: Path) -> None:
     def timed(dispatches: list[Dispatch]) -> list[Dispatch]:
         return [replace(d, start=i * 1e-3, end=i * 1e-3 + 5e-6) for i, d in enumerate(dispatches)]
 
-    steps = [Step(32, timed(plan(smollm, 32))), Step(1, timed(plan(smollm, 1, position=32)))]
+    steps = [Step(32, timed(plan(SHAPE, 32))), Step(1, timed(plan(SHAPE, 1, position=32)))]
     file = tmp_path / "trace.json"
     file.write_text(json.dumps(chrome_trace(steps, {"device": "a GPU"})))
     rows = json.loads(output("predict", "--trace", str(file), "--chip", "m4", "--json"))

@@ -297,14 +297,13 @@ def test_a_session_plans_from_its_position_and_computes_nothing(tiny_demo_path: 
             assert session.plan(tokens) == plan(shape, tokens, position=300)
         assert session.position == 300
         assert (session.stats(), gpu.counters().dispatches, gpu.counters().buffers) == before
-        assert comparable(plan(shape, 1, position=300)) == encoded_by(session)
+        gpu.set_history_depth(1)
+        session.forward_token_greedy(3)
+    encoded = [
+        (d.kernel, tuple(d.grid), tuple(d.group), d.after_barrier) for d in gpu.history()[-1].dispatches
+    ]
+    assert encoded == comparable(plan(shape, 1, position=300))
     assert "attention_combine" in {d.kernel for d in plan(shape, 1, position=300)}
-
-
-def encoded_by(session: Any) -> list[tuple[Any, ...]]:
-    gpu.set_history_depth(1)
-    session.forward_token_greedy(3)
-    return [(d.kernel, tuple(d.grid), tuple(d.group), d.after_barrier) for d in gpu.history()[-1].dispatches]
 
 
 def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) -> set[str]:

@@ -202,9 +202,8 @@ def test_evicted_prefixes_are_not_listed(demo_path: Path) -> None:
 
 def test_listing_does_not_count_as_use_of_a_prefix(demo_path: Path) -> None:
     """The least recently used page is evicted first, however often the endpoint is read."""
-    with Model(demo_path, device="cpu") as model, model.session() as session:
-        session.forward_prompt([1] * 65)
-        page = session.native.memory_bytes() // 2
+    with Model(demo_path, device="cpu") as model:
+        page = int(model.stats()["kv_page_bytes"])
     with Model(demo_path, device="cpu", prefix_memory=2 * page) as model, running(model) as server:
         for prompt in ([1] * 60, [2] * 60):
             complete(server, prompt, max_tokens=1)
