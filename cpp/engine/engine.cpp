@@ -4,6 +4,8 @@
 #include <new>
 #include <utility>
 
+#include "../base/long_wait.h"
+
 namespace metal_prefill {
 
 CallCounters& CallCounters::operator+=(const CallCounters& other) {
@@ -38,7 +40,12 @@ Session::~Session() {
         cache_.release();  // leaked: another thread was changing it, so that its form is unknown
     return;
   }
-  if (remembers_) remember(cached());
+  // A thread that takes pages holds their pool's lock while it waits for a pass, which needs the GIL now and
+  // then.
+  long_wait([this] {
+    if (remembers_) remember(cached());
+    cache_.reset();
+  });
 }
 
 std::size_t Session::cached() const {

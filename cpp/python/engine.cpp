@@ -265,7 +265,7 @@ void bind_engines(nb::module_& m) {
           "The weights as the engine packed them itself, not a copy; none if it did not.")
       .def("finish", &Engine::finish, nb::call_guard<GilRelease>(),
            "Wait for work that continues after calls, such as writing compiled shaders to disk.")
-      .def("stats", &Engine::stats);
+      .def("stats", &Engine::stats, nb::call_guard<GilRelease>());
 }
 
 }  // namespace metal_prefill::python

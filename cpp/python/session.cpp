@@ -114,7 +114,7 @@ void bind_sessions(nb::module_& m) {
       .def("memory_bytes", &Session::memory_bytes)
       .def("inspector", &SessionInspector::of, nb::keep_alive<0, 1>(),
            "An inspector of the session's passes; None if the engine makes no dispatches.")
-      .def("stats", &Session::stats);
+      .def("stats", &Session::stats, nb::call_guard<GilRelease>());
 }
 
 }  // namespace metal_prefill::python
