@@ -51,9 +51,11 @@ def test_matrices_have_the_requested_type_and_preserve_activation_variance(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q6_K"])
-def test_every_column_of_a_block_varies(tmp_path: Path, kind: str) -> None:
+def test_columns_of_a_block_and_layers_vary(tmp_path: Path, kind: str) -> None:
     path = synth.synthesize(tmp_path / "m.gguf", **WIDE, tensor_type=kind)
-    assert (read(path)[1]["blk.0.ffn_up.weight"].std(axis=0) > 0).all()
+    _, tensors = read(path)
+    assert (tensors["blk.0.ffn_up.weight"].std(axis=0) > 0).all()
+    assert (tensors["blk.0.ffn_up.weight"] != tensors["blk.1.ffn_up.weight"]).any()
     if kind == "Q8_0":
         data = next(t.data for t in GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
         integers = data.reshape(-1, 34)[:, 2:].view(np.int8)

@@ -31,13 +31,13 @@ def execute(arguments: argparse.Namespace) -> None:
     """Run the prompt and write the file."""
     from metal_prefill import __version__
     from metal_prefill._support.atomic_write import replacing
+    from metal_prefill.gpu._self_test import known_tokens
     from metal_prefill.gpu._trace import GPU_CLOCK, HOST_CLOCK, SERIALIZED, chrome_trace, runs_on_host
 
     output: Path = arguments.output
     with replacing(output) as part:  # report an unwritable file before the work
         with common.open_model(arguments, generates=arguments.n_gen > 0) as model:
-            vocab = model.config.vocab_size
-            tokens = [(5 + 7 * i) % vocab for i in range(arguments.prompt)]
+            tokens = known_tokens(arguments.prompt, model.config.vocab_size).tolist()
             with model.session() as session, common.progress_bar("tracing", "tokens") as progress:
                 steps = trace_session(session, tokens, arguments.n_gen, progress)
             metadata = {
