@@ -24,6 +24,18 @@ def continuation(session: Session, token: int, n: int) -> list[int]:
     return made
 
 
+def test_greedy_token_is_the_argmax_of_the_logits(demo: Model) -> None:
+    session = demo.session()
+    token = session.forward_prompt(PROMPT)
+    assert session.position == len(PROMPT)
+    following = session.forward_token_greedy(token)
+    assert session.position == len(PROMPT) + 1
+    session.reset()
+    assert session.position == 0
+    assert token == int(np.argmax(session.forward_prompt_logits(PROMPT)))
+    assert following == int(np.argmax(session.forward_token(token)))
+
+
 def test_the_lowest_id_wins_a_tie(device: str, tmp_path: Path) -> None:
     """Tokens with the same embedding have the same logit; their rows are near to each other, or far."""
     plain = write(tmp_path / "plain.gguf", SmallModel(layers=1, embedding="F32", types={"*": "F32"}))

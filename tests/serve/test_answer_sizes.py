@@ -223,7 +223,7 @@ def test_they_are_kept_as_json_until_the_answer(server: Running, monkeypatch: py
         def counted(choice: Choice) -> dict[str, Any]:
             assert not any(piece.top_logprobs for piece in choice.pieces)
             sizes.append(held.size)
-            return whole(choice)  # type: ignore[no-any-return]
+            return whole(choice)
 
         monkeypatch.setattr(kind, "whole", counted)
 

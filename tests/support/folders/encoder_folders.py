@@ -105,7 +105,7 @@ _deberta = partial(
 
 def _jina_v3(*sizes: int, base: float) -> Config:
     rope = {"rope_type": "default", "rope_theta": base}
-    usual = {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1}
+    usual: dict[str, Any] = {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1}
     return _of("JinaEmbeddingsV3Model", "jina_embeddings_v3", *sizes, rope_parameters=rope, **usual)
 
 
@@ -136,7 +136,7 @@ def _privacy_filter(
 ) -> Config:
     """Return a configuration of OpenAI Privacy Filter: gpt-oss with a window on both sides."""
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 256}
-    settings = {
+    settings: dict[str, Any] = {
         "head_dim": width,
         "num_key_value_heads": kv_heads,
         "num_local_experts": experts,
