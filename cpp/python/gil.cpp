@@ -21,9 +21,13 @@ void stop_this_thread() noexcept {
   for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
 }
 
+bool interpreter_exits_elsewhere() noexcept {
+  return exiting.load() && exiting_thread.load() != std::this_thread::get_id();
+}
+
 AskingForGil::AskingForGil() noexcept {
   asking_threads.fetch_add(1);
-  if (!exiting.load() || exiting_thread.load() == std::this_thread::get_id()) return;
+  if (!interpreter_exits_elsewhere()) return;
   asking_threads.fetch_sub(1);
   stop_this_thread();
 }

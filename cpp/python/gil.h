@@ -21,6 +21,9 @@ namespace metal_prefill {
 // GIL through this header. Waits, without the GIL, for threads that are requesting it.
 void interpreter_exits();
 
+// Whether another thread has called it, so that a thread that has the GIL must not release it.
+bool interpreter_exits_elsewhere() noexcept;
+
 // While one exists, the interpreter does not start to end: it waits until this thread has the GIL. After
 // interpreter_exits() was called, the constructor returns only in the thread that called it.
 class AskingForGil {

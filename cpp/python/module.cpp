@@ -38,8 +38,10 @@ void check_signals() {
 
 // Engine threads have no Python state. Once the interpreter has ended, no other thread needs the GIL.
 void wait_without_gil(const std::function<void()>& wait) {
-  if (Py_IsInitialized() && PyGILState_GetThisThreadState() && !metal_prefill::gil_is_released)
-    metal_prefill::without_gil(wait);
+  using namespace metal_prefill;
+  if (Py_IsInitialized() && PyGILState_GetThisThreadState() && !gil_is_released &&
+      !interpreter_exits_elsewhere())
+    without_gil(wait);
   else
     wait();
 }

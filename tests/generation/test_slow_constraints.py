@@ -22,13 +22,14 @@ class Gate:
     """Holds back answers of constraints, and counts the requests that arrive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, action: str = "advance") -> None:
-        self.open = threading.Event()
+        self.open, self.reached = threading.Event(), threading.Event()
         self.arrived = 0
         real = _Compiled.ask
 
         def ask(compiled: _Compiled, text: Constraint, asked: str, *arguments: Any) -> Any:
             if asked == action:
                 self.arrived += 1
+                self.reached.set()
                 assert self.open.wait(60)
             return real(compiled, text, asked, *arguments)
 
@@ -55,6 +56,7 @@ def test_other_texts_continue_while_a_constraint_is_slow(
         for stream, text in scheduler.step():
             texts[stream] += text
     assert texts == {slow: "", other: expected[1]}
+    assert gate.reached.wait(60)
     assert gate.arrived == 1
     if late_before:
         assert constraint.ahead([1], begin + 60) == []
