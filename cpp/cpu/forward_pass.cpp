@@ -167,7 +167,7 @@ ForwardPass::BlockOutput ForwardPass::mix(const Context& c, int layer, const Row
     case LayerKind::kAttentionAndStateSpace:
       return scan(c, layer, wanted);
     case LayerKind::kGatedDelta:
-      return delta_rule(c, layer, wanted);
+      return gated_delta(c, layer, wanted);
     case LayerKind::kAttention:
       break;
   }
@@ -289,7 +289,7 @@ ForwardPass::BlockOutput ForwardPass::scan(const Context& c, int layer, const Ro
   return {w.scan_out, kNoTensor, m.post_attn_norm, work_.scan};
 }
 
-ForwardPass::BlockOutput ForwardPass::delta_rule(const Context& c, int layer, const Rows& wanted) {
+ForwardPass::BlockOutput ForwardPass::gated_delta(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layer(layer);
   const int n = all_.count();
@@ -307,7 +307,7 @@ ForwardPass::BlockOutput ForwardPass::delta_rule(const Context& c, int layer, co
                           .out = work_.scanned};
   multiply(c, {{w.delta_gate, gate}, {w.delta_qkv, qkv}, {w.delta_alpha, alpha}, {w.delta_beta, beta}},
            attention_input(c, m, n), n);
-  gated_delta(c, step, all_.rows, sequences_);
+  cpu::gated_delta(c, step, all_.rows, sequences_);
   keep_rows(c, work_.x, config_.dim, wanted.rows);
   const Norm of_heads = {m.delta_norm, kNoTensor, config_.scan_value_dim, config_.norm_eps, NormKind::kRms};
   gated_norm(c, of_heads, step.out, gate, wanted.rows, config_.scan_heads, work_.scan);

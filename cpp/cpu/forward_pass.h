@@ -85,7 +85,7 @@ class ForwardPass {
   BlockOutput short_convolution(const Context& c, int layer, const Rows& wanted);
   ConvStep conv_step(int layer, const FloatRows& in) const;
   BlockOutput scan(const Context& c, int layer, const Rows& wanted);
-  BlockOutput delta_rule(const Context& c, int layer, const Rows& wanted);
+  BlockOutput gated_delta(const Context& c, int layer, const Rows& wanted);
   AttentionStep attention_step(int layer) const;
   void project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
                    const AttentionItems& items, const Rows& all, const Rows& wanted);

@@ -60,7 +60,7 @@ void scan_columns(const Context& c, const DeltaStep& step, std::span<const Row> 
                               .beta = rates[config.scan_heads],
                               .key_dim = n,
                               .columns = columns};
-    c.kernels.delta_rule(token, state, step.out.row(row.index) + place);
+    c.kernels.gated_delta(token, state, step.out.row(row.index) + place);
     if (row.next)
       for (int i = 0; i < n; ++i)
         std::copy_n(state + i * kDeltaColumns, columns, row.next + first + std::ptrdiff_t(i) * width);

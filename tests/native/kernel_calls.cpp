@@ -345,8 +345,8 @@ void apply_gate(const std::string& set, const Vector& gate, OutVector x) {
   kernels_named(set).apply_gate(gate.data(), int(gate.shape(0)), x.data());
 }
 
-void delta_rule(const std::string& set, const Vector& q, const Vector& k, const Vector& v, float decay,
-                float beta, OutMatrix state, OutVector out) {
+void gated_delta(const std::string& set, const Vector& q, const Vector& k, const Vector& v, float decay,
+                 float beta, OutMatrix state, OutVector out) {
   require(q.shape(0) == k.shape(0) && state.shape(0) == k.shape(0) && state.shape(1) == kDeltaColumns &&
               v.shape(0) <= kDeltaColumns && out.shape(0) >= v.shape(0),
           "wrong shape");
@@ -357,7 +357,7 @@ void delta_rule(const std::string& set, const Vector& q, const Vector& k, const 
                             .beta = beta,
                             .key_dim = int(k.shape(0)),
                             .columns = int(v.shape(0))};
-  kernels_named(set).delta_rule(token, state.data(), out.data());
+  kernels_named(set).gated_delta(token, state.data(), out.data());
 }
 
 double sum_exp(const std::string& set, const Vector& x, float shift) {

@@ -72,8 +72,8 @@ void relative_scores(const std::string& set, const Vector& q, const Matrix& k, c
                      const Matrix& queries, const Vector& row_of, float scale, OutVector out);
 void apply_gate(const std::string& set, const Vector& gate, OutVector x);
 // A token for as many columns as v has; `state` is [len(k), kDeltaColumns].
-void delta_rule(const std::string& set, const Vector& q, const Vector& k, const Vector& v, float decay,
-                float beta, OutMatrix state, OutVector out);
+void gated_delta(const std::string& set, const Vector& q, const Vector& k, const Vector& v, float decay,
+                 float beta, OutMatrix state, OutVector out);
 double sum_exp(const std::string& set, const Vector& x, float shift);
 void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutVector out);
 // Causal attention of one group of heads: q [tokens, heads * key_dim] are the last tokens of the keys and
@@ -90,7 +90,7 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
 #define METAL_PREFILL_KERNEL_CALLS(F) \
   F(quantize) F(multiply_int8) F(multiply_float) F(multiply_float_panels) F(multiply_half) F(multiply_pairs) \
   F(multiply_rotated) F(rotate) F(add_products) F(round_to_bfloat16) F(rms_norm) F(layer_norm) F(rope) \
-  F(gated) F(scan) F(soft_cap) F(relative_scores) F(apply_gate) F(delta_rule) F(sum_exp) F(half_to_float) \
+  F(gated) F(scan) F(soft_cap) F(relative_scores) F(apply_gate) F(gated_delta) F(sum_exp) F(half_to_float) \
   F(attention)
 // clang-format on
 

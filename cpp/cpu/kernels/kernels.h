@@ -373,7 +373,7 @@ struct Kernels {
   // x *= sigmoid(gate).
   void (*apply_gate)(const float* gate, int n, float* x);
   // S = decay * S; S += k * beta * (v - k S); out = q S. `state` is S, [key_dim][kDeltaColumns].
-  void (*delta_rule)(const DeltaToken& token, float* state, float* out);
+  void (*gated_delta)(const DeltaToken& token, float* state, float* out);
   // out[j] = scale * (q . keys[row] + k[j] . queries[row]).
   void (*relative_scores)(const RelativeQuery& query, float* out);
   // Sum of exp(x - shift).

@@ -8,7 +8,7 @@ namespace {
 
 // A token reads the columns of the matrix twice: first to predict its value, then to update them. Eight sums
 // hide the latency of an FMA; those of one column are added in a fixed order.
-void delta_rule(const DeltaToken& token, float* state, float* out) {
+void gated_delta(const DeltaToken& token, float* state, float* out) {
   constexpr int kVectors = kDeltaColumns / Simd::kLanes, kSums = kVectors < 8 ? 8 / kVectors : 1;
   static_assert(kVectors * Simd::kLanes == kDeltaColumns);
   F sums[kSums][kVectors], added[kVectors];

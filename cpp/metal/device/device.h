@@ -42,7 +42,7 @@ enum class References { kRetained, kUnretained };
 
 // True when the environment variable is set to anything but 0.
 bool is_set(const char* variable);
-// True when METAL_PREFILL_DEBUG or GPU_DEBUG is set: every buffer can then be read on the host.
+// True when GPU_DEBUG is set: every buffer can then be read on the host.
 bool debug_requested();
 
 class Device {

@@ -119,7 +119,7 @@ bool is_set(const char* variable) {
 }
 
 bool debug_requested() {
-  return is_set("METAL_PREFILL_DEBUG") || is_set("GPU_DEBUG");
+  return is_set("GPU_DEBUG");
 }
 
 Device::Device() : device_((require_unforked(), find_device())), debug_(debug_requested()) {

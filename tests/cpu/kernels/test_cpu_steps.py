@@ -123,7 +123,7 @@ def test_gate_of_a_head(isa: str) -> None:
 
 
 @each_set
-def test_delta_rule(isa: str) -> None:
+def test_gated_delta(isa: str) -> None:
     """Three tokens, one after the other; columns that are not there stay zero."""
     for keys, columns in [(1, 32), (7, 5), (20, 1), (128, 32)]:
         state, out = np.zeros((keys, 32), np.float32), np.full(36, SENTINEL, np.float32)
@@ -132,7 +132,7 @@ def test_delta_rule(isa: str) -> None:
         for t, (decay, beta) in enumerate([(0.9, 0.7), (0.01, 1.0), (1.0, 0.0)]):
             q, k, v = normal(keys, seed=t), normal(keys, seed=t + 3), normal(columns, seed=t + 6)
             k /= np.float32(np.linalg.norm(k))
-            cpu.delta_rule(isa, q, k, v, decay, beta, state, out)
+            cpu.gated_delta(isa, q, k, v, decay, beta, state, out)
             token = (np.array([part], np.float64) for part in (q, k, v, decay, beta))
             (expected,), (found,) = delta_step(expected[None], *token)
             np.testing.assert_allclose(out[:columns], found, rtol=1e-5, atol=1e-5)
