@@ -63,7 +63,8 @@ def _numbered(names: Sequence[str | None], vocabulary: Vocabulary) -> list[str]:
 
     The library numbers other tokens after these.
     """
-    taken = {*names, *vocabulary.tokens}
+    spaced = " " in "".join(vocabulary.tokens)
+    taken = {*names, *vocabulary.tokens} if spaced else set[str]()
     last = {name: i for i, name in enumerate(names)}
 
     def unused(i: int) -> str:
@@ -167,17 +168,12 @@ def _word_piece(gguf: GGUFFile, vocabulary: Vocabulary, plain: npt.NDArray[np.bo
     unknown = _unknown_id(gguf, vocabulary, "[UNK]")
     plain[unknown] = False
 
-    user_defined = set(np.flatnonzero(vocabulary.types == TokenType.USER_DEFINED).tolist())
-
-    def name(text: str, i: int) -> str:
-        if i in user_defined:
-            return vocabulary.spelled(i)
-        return text[1:] if begins_word(text) else _CONTINUATION + text
-
     pieces = [
-        name(text, i) if is_plain and text else None
-        for i, (text, is_plain) in enumerate(zip(vocabulary.tokens, plain.tolist(), strict=True))
+        (text[1:] if begins_word(text) else _CONTINUATION + text) if is_plain and text else None
+        for text, is_plain in zip(vocabulary.tokens, plain.tolist(), strict=True)
     ]
+    for i in np.flatnonzero(plain & (vocabulary.types == TokenType.USER_DEFINED)).tolist():
+        pieces[i] = vocabulary.spelled(i)
     names = _numbered(pieces, vocabulary)
     return models.WordPiece(
         {name: i for i, name in enumerate(names)},
