@@ -278,7 +278,7 @@ class Constraint:
         self._mask = self._compiled.mask  # of the next token; empty where there is none, or an error
 
     def begin(self) -> None:
-        """Have no worker and no request, also in a forked process, which compiles the source again."""
+        """Start without a worker and requests, as in a forked process, which compiles the source again."""
         if self._release is not None:
             self._release.detach()
         self.worker: Worker | None = None

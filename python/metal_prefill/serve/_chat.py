@@ -323,7 +323,9 @@ class ChatChoice(Choice):
     def finish_reason(self) -> str | None:
         """Reason that the answer ended, ``"tool_calls"`` if it ends with calls; None while it continues."""
         reason = super().finish_reason
-        return "tool_calls" if reason == "stop" and not self.cut and self.calls else reason
+        if reason != "stop" or self.cut or all(block.kind != "call" for block in self.blocks):
+            return reason
+        return "tool_calls"
 
     @property
     def reasoning_tokens(self) -> int:

@@ -1,6 +1,6 @@
-"""Pieces of texts: the tokens that the tokenizers library makes of them.
+"""Segmentation of text into tokens by the tokenizers library.
 
-WordPiece makes tokens of words one by one, and looking up those of ASCII text takes less time.
+WordPiece segments each word alone, so that tokens of ASCII words are looked up instead, in less time.
 """
 
 from __future__ import annotations
