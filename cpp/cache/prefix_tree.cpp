@@ -125,7 +125,7 @@ bool PrefixTree::insert(std::string_view name_space, std::span<const TokenId> to
   }
   while (oldest_ && bytes_held() > max_pages_ * pool_.page_bytes()) {
     ++examined_;
-    // A prompt keeps its first page, as later prompts read the interval of its uses.
+    // Keeps the first page of a prompt, whose interval between uses later prompts read.
     const bool may_shorten = last && last->parent->parent && last->children.empty();
     Entry& evicted = may_shorten && is_due_before(*oldest_, *last) ? *last : *oldest_;
     if (&evicted == last) last = may_shorten ? last->parent : nullptr;

@@ -1,9 +1,8 @@
 // States of recurrent layers, which summarize all tokens before a position.
 //
-// A slot of a pool holds the states of all recurrent layers of a model at one position of a sequence, in
-// float32. A pass reads one slot and writes others, and no slot is written twice. A fork, a snapshot, and a
-// session that has to return to the position where a call began therefore only hold references, as they do to
-// pages.
+// A slot of a pool holds the float32 states of all recurrent layers of a model at one position of a sequence.
+// A pass reads one slot and writes others, and no slot is written twice. Forks, snapshots, and sessions that
+// may return to the start of a call therefore only hold references, as they do to pages.
 #pragma once
 
 #include <cstddef>
@@ -89,7 +88,7 @@ class StatePool {
 
   // Takes a slot. Throws as PagePool::take does.
   StateRef take() { return {slots_, slots_.take(1).front()}; }
-  // Positions between the snapshots of a long sequence: those whose pages take the memory of one snapshot, or
+  // Positions between the snapshots of a long sequence: as many as fill pages of the size of one snapshot, or
   // a fixed number if pages have no K and V.
   int interval() const { return interval_; }
   // Whether a pass writes a state after each draft. If states are too large for that, accepted drafts are

@@ -50,7 +50,7 @@ void prepare_head(const Context& c, const AttentionStep& step, const Norm& norm,
   norm_at(QkNormPlace::kRotatedHeads);
 }
 
-// Counts one of `n` parts as done. Returns whether it was the last one, and then resets the count.
+// Counts one of `n` parts as done. Returns true, and resets the count, if it was the last one.
 bool is_last(std::atomic<int>& done, int n) {
   if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < n) return false;
   done.store(0, std::memory_order_relaxed);

@@ -21,7 +21,7 @@ namespace {
 
 #if METAL_PREFILL_ASAN
 
-// AddressSanitizer knows the ends of malloc's blocks, but not those of mapped pages.
+// Mapped pages would hide overruns from AddressSanitizer, which knows only the ends of malloc's blocks.
 void* allocate(std::size_t bytes) {
   void* p = nullptr;
   if (posix_memalign(&p, 64, bytes) != 0) return nullptr;

@@ -37,8 +37,8 @@ void check_cache(const Config& config, KvType type) {
                                   " are not a multiple of: use kv_dtype='f16'");
 }
 
-// Products of bfloat16 pairs round as coarsely as 8-bit products, but several times as coarsely as products
-// of 16-bit weights. With such weights, attention is therefore in float32.
+// Attention on pairs of bfloat16 rounds about as coarsely as 8-bit products, but several times as coarsely as
+// products of 16-bit weights. With such weights, attention is in float32.
 KvLayout kv_layout(const Kernels& kernels, const EngineOptions& options, const Model& model) {
   if (options.kv_type == KvType::kQ8_0) return KvLayout::kQ8;
   if (options.kv_type == KvType::kF32) return KvLayout::kFloat;

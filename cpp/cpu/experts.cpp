@@ -9,7 +9,7 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-// Added to the sum of sigmoid scores, which may be tiny, as in the published models.
+// Added to the sum of sigmoid scores, which may be tiny; the published models use the same value.
 constexpr float kSigmoidEps = 1e-6f;
 
 // Replaces the router's products of a row by scores.

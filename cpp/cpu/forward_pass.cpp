@@ -217,8 +217,8 @@ void ForwardPass::add_layer_input(const Context& c, int layer, const StreamRows&
   add_residual(c, {w.per_layer_out, kNoTensor, m.per_layer_post_norm, gated}, rows);
 }
 
-// Number of rows for which one thread finishes a layer: their activations stay in its L2 cache, and no thread
-// waits for another. All `rows` if each thread would get too few, if weights are unpacked, which takes as
+// Number of rows for which one thread finishes a layer, so that activations stay in its L2 cache and no
+// thread waits for another. All `rows` if threads would get too few, if weights are unpacked, which takes as
 // long for few rows as for many, or if rows are sorted by expert.
 int ForwardPass::rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int rows) const {
   constexpr int kLeast = 32;
@@ -489,7 +489,7 @@ void ForwardPass::use_logits(const Context& c, std::span<const Wanted> wanted) {
   });
 }
 
-// Lists the rows of the pass and those of the last layer, and reserves memory for them.
+// Lists the rows of the pass and of its last layer, and reserves memory for them.
 void ForwardPass::plan(std::span<Chunk> chunks) {
   int n = 0, n_wanted = 0, n_used = 0;
   std::size_t n_pages = 0, longest = 0;

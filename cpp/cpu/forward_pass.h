@@ -23,10 +23,10 @@ class ForwardPass {
   ForwardPass(const Model& model, const EngineOptions& options, const Kernels& kernels, const KvPages& cache,
               const StateSlots& states, Team& team);
 
-  // Maximum rows that pass through the layers together. Up to this number, a step's output is still cached
-  // for the next step, which saves more time than reading the weights again for further rows costs. More
-  // threads have larger caches, and more rows leave fewer threads idle. Widening weights takes as long as
-  // computing many rows. A text whose tokens attend to later ones is not divided.
+  // Maximum rows that pass through the layers together. With more, weights are read less often, but a step's
+  // output is no longer cached for the next step. The limit grows with the threads and their caches, and if
+  // weights are widened, which takes as long as computing many rows. A text whose tokens attend to later ones
+  // is not divided.
   int max_rows() const {
     const int threads = team_.size();
     if (!config_.causal) return std::max(config_.context_length, std::min(128 * threads, 2048));

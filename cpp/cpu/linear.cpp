@@ -8,7 +8,7 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-// Maximum tokens of an item: what it unpacks is used for all, and its results fit the L1 cache.
+// Maximum tokens of an item: they share unpacked weights, and their results fit the L1 cache.
 constexpr int kTokenBlock = 192;
 // Maximum if quantized weights are widened to pairs, which takes as long as many tokens, or if panels of
 // bytes or pairs come from memory.
@@ -67,8 +67,8 @@ int most_tokens(const Linear& linear) {
   return ready || unpacking_tokens(linear) > kTileTokens ? kLongTokenBlock : kTokenBlock;
 }
 
-// Divides rows into blocks; an item is a group of weights and a block of tokens. Few blocks unpack weights
-// rarely; more blocks keep all threads busy until the end. Chooses the number that finishes first.
+// Divides rows into blocks; an item is a group of weights and a block of tokens. Fewer blocks unpack weights
+// less often; more blocks keep all threads busy until the end. Chooses the number that finishes first.
 TokenBlocks blocks_of(int rows, int groups, int threads, int most, int unpacking) {
   TokenBlocks best = {rows, 0, 0};
   int best_cost = 0;
@@ -373,8 +373,8 @@ void multiply(const Context& c, std::initializer_list<Product> products, const N
   for (const Product& p : products) runs += runs_of(p);
   for_each_of(c, runs * blocks.count, x, [&](int item) {
     if (fetch) fetch->fetch_share(item, runs * blocks.count);
-    // Panels wait for activations: a block of tokens, which stays in the L2 cache, is multiplied by all
-    // groups. Other groups are unpacked, and are then in the cache for the next block.
+    // Consecutive items share a block of tokens with panels, which are bound by activations: the block stays
+    // in the L2 cache. Otherwise they share a group, which is unpacked again from the cache.
     const int block = in_panels ? item / runs : item % blocks.count;
     int run = in_panels ? item % runs : item / blocks.count;
     const Product* p = products.begin();

@@ -68,8 +68,8 @@ struct Norm {
 // out = norm(x). out may be x.
 void apply(const Kernels& kernels, const Norm& norm, const float* x, float* out);
 
-// Rows that a step multiplies: activations, or the norm of few rows of x, which each thread computes itself,
-// as waiting for other threads takes longer.
+// Rows that a step multiplies: activations, or the norm of few rows of x. Each thread computes that norm
+// itself, which takes less time than waiting for other threads.
 class NormedRows {
  public:
   explicit NormedRows(const Activations& rows) : rows_(rows) {}
@@ -289,7 +289,7 @@ class AttentionItems {
   // Prefetches the parts of the cache that an item reads first.
   void fetch(int i) const;
   // Prefetches one of `shares` shares of the items, one for each thread, during products, which leave memory
-  // idle. Attention would wait for it.
+  // idle. Attention would otherwise wait for it.
   void fetch_share(int share, int shares) const;
 
  private:
@@ -299,8 +299,8 @@ class AttentionItems {
   int splits_, heads_, group_;  // query heads per key-value head: group_
 };
 // Stores normalized and rotated keys, and values, of a pass in the cache. With few rows, the thread that
-// computes the last columns of a head stores it, which saves a phase. Many rows have a separate phase: a
-// single thread would take longer, since half of the columns are in the caches of other cores.
+// computes the last columns of a head stores it, which saves a phase. Many rows are stored in a separate
+// phase, since half of a head's columns are in the caches of other cores.
 class CacheWriter {
  public:
   // `blocks` are add_key_blocks() of the rows. `done`, [2][n_kv_heads], counts the finished products of a
@@ -308,8 +308,8 @@ class CacheWriter {
   CacheWriter(const AttentionStep& step, std::span<const Row> rows, std::span<const RowRange> blocks,
               std::atomic<int>* done);
 
-  // Whether store_columns() stores products of the part directly: for many rows, which are not changed before
-  // they are stored, in a layout without blocks of columns. They need not be written anywhere else.
+  // Whether store_columns() stores products of the part directly. Requires many rows that are not changed
+  // before they are stored, and a layout without blocks of columns. The products need no other destination.
   bool takes_columns(CachePart part) const;
   // Stores columns [column, column + columns) of some rows; their products are kGroupRows floats apart.
   void store_columns(const Context& c, CachePart part, int column, int columns, RowRange rows,

@@ -162,9 +162,9 @@ void Team::stop() {
   stopping_.store(false, std::memory_order_relaxed);
 }
 
-// Linux may wake a thread on the waker's core even if others are idle: if cores were busy recently, it does
-// not look for idle ones. The woken thread then waits for the caller, which never waits for a thread outside
-// the body: during calls of a few milliseconds it would never run.
+// Linux may wake a thread on the waker's core even if others are idle: it does not look for idle cores if
+// cores were recently busy. The thread then waits for the caller, which never waits for a thread outside the
+// body: during calls of a few milliseconds it would never run.
 void Team::keep_core() {
 #ifdef __linux__
   const int core = sched_getcpu();

@@ -1,12 +1,11 @@
 // A persistent team of threads that runs a function on all of its members at once.
 //
-// Within it, `for_each` divides work: every thread begins with its own contiguous share of the items. Once
-// that is done, and unless the others are about to finish, it takes items from their shares. So all finish
-// together even if one is slower, and memory is read in order. An item has the same result on any thread.
+// Within it, `for_each` divides work: every thread begins with its own contiguous share of the items. It then
+// takes items from other shares, unless these are almost done. All threads thus finish together even if one
+// is slower, and memory is read in order. An item has the same result on any thread.
 //
-// A phase (one for_each) is over when its items are done, not when all threads have arrived: a preempted
-// thread delays the others only while it has an item. When it continues it passes through the phases that it
-// missed.
+// A phase (one for_each) ends when its items are done, not when all threads have arrived: a preempted thread
+// delays the others only while it has an item, and skips the phases that it missed.
 //
 // A forked process has none of the threads: its next run starts them anew.
 #pragma once
@@ -96,8 +95,7 @@ class Team {
   using Body = void (*)(void*, Worker&);
   static constexpr std::uint32_t kOpen = 1u << 31;
 
-  // Next item of a thread's share, tagged with the phase, so that others can take items of a thread that has
-  // not arrived yet.
+  // Next item of a thread's share, tagged with the phase, so that others can take items of a late thread.
   struct alignas(128) Share {
     std::atomic<std::uint64_t> next{0};  // phase << 32 | item
   };

@@ -40,8 +40,7 @@ Session::~Session() {
         cache_.release();  // leaked: another thread was changing it, so that its form is unknown
     return;
   }
-  // A thread that takes pages holds their pool's lock while it waits for a pass, which needs the GIL now and
-  // then.
+  // A thread that takes pages holds the pool's lock while it waits for a pass, which may need the GIL.
   long_wait([this] {
     if (remembers_) remember(cached());
     cache_.reset();
@@ -79,7 +78,7 @@ std::size_t Session::keep_known(std::span<const TokenId> tokens, std::size_t roo
   return known;
 }
 
-// Sets the tokens of the session to a prefix of those in the cache. Later rows of the cache no longer count.
+// Reduces the tokens of the session to a prefix of the cached ones. Later rows of the cache are ignored.
 void Session::keep_first(std::span<const TokenId> tokens) {
   const std::scoped_lock lock(state_mutex_);
   tokens_.assign(tokens.begin(), tokens.end());
@@ -93,7 +92,7 @@ void Session::remember_pages() {
   if (remembers_ && full > remembered_ && remember(full * kPagePositions)) remembered_ = full;
 }
 
-// Returns false if memory runs out: the call itself has succeeded, and later prompts only find less.
+// Returns false if memory runs out: the call itself has succeeded, and later prompts find shorter prefixes.
 bool Session::remember(std::size_t positions) try {
   SequenceStates* states = cache_->states();
   const auto points = states ? states->points(int(positions)) : std::vector<StatePoint>();

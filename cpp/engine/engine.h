@@ -64,8 +64,8 @@ struct MetalOptions {
   bool is_measured = false;        // for timing only: stores no pipelines and keeps no memory resident
   // Libraries and pipelines that several engines share; null: this one has its own.
   std::shared_ptr<metal::SharedKernels> shared_kernels;
-  // Of a GPU with matrix units: why they are not used, empty if they are, and whether they are used for tall
-  // tiles of products and for attention.
+  // Reason why a GPU's matrix units are not used, empty if they are or if it has none; and whether they
+  // compute tall tiles of products and attention.
   std::string no_matmul_tensor;
   bool tall_tiles = true, attention_tensor = true;
 };
@@ -75,7 +75,7 @@ struct EngineOptions {
   Compute compute = Compute::kInt8;
   KvType kv_type = KvType::kF16;
   int chunk_tokens = 512;  // tokens of a prompt that go through the layers together
-  int max_context = 0;     // context that the page layout is optimized for; 0: the model's
+  int max_context = 0;     // context for which the page layout is optimized; 0: the model's
   std::size_t prefix_memory = std::size_t(256) << 20;  // most bytes of pages kept for later sessions
   // Bytes of K and V that all sessions may hold together; 0: half of the memory, and on a GPU at most half of
   // its working set without the weights.
@@ -189,7 +189,7 @@ class Session {
   // Keep the known prefix of a prompt with kReuse, and update `cache_bytes_` and `reused_`.
   std::size_t keep_known(std::span<const TokenId> tokens, std::size_t room);
   void keep_first(std::span<const TokenId> tokens);
-  // Drops rows of the cache after those of `tokens_`. Requires that `state_mutex_` is locked.
+  // Drops rows of the cache after the session's tokens. Requires that `state_mutex_` is locked.
   void drop_uncounted_rows();
   // Lets other sessions find the full pages.
   void remember_pages();

@@ -32,8 +32,8 @@ struct Choices {
 // The ids of the largest logits.
 struct GreedyOutput {
   Choices choices;
-  // The chosen token will be appended next. In a chunk: a pass with the chosen token follows, at the next
-  // position, together with those of the other chunks; the cache has room for it.
+  // The chosen token will be appended next. In a chunk: the chosen tokens of all chunks follow in one pass,
+  // at the next positions, for which the caches have room.
   bool continues = false;
 };
 

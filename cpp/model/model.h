@@ -1,4 +1,4 @@
-// A model as the engines see it: hyperparameters and views of weights that stay in the mapped file.
+// A model for the engines: hyperparameters and views of weights that stay in the mapped file.
 #pragma once
 
 #include <bit>
@@ -105,8 +105,8 @@ struct Config {
   std::size_t state_values(int layer) const { return conv_state_values(layer) + matrix_state_values(layer); }
   int window(int layer) const { return layer_window.empty() ? 0 : layer_window[layer]; }
 
-  // A pass keeps the residual stream divided by residual_scale. A block then adds its output without a
-  // factor, and RMSNorm of the stream with stream_eps() equals RMSNorm of the undivided one with norm_eps.
+  // A pass keeps the residual stream divided by residual_scale, so that a block adds its output without a
+  // factor. RMSNorm of that stream with stream_eps() equals RMSNorm of the undivided one with norm_eps.
   float stream_embedding_scale() const { return embedding_scale / residual_scale; }
   float stream_eps() const { return block_eps() / (residual_scale * residual_scale); }
   float block_eps() const {  // of norms of a block's output
@@ -204,8 +204,8 @@ struct Model {
 #include "tensors.inc"
 };
 
-// Checks every shape and extent against the configuration and the mapping.
-// Throws std::invalid_argument naming the tensor, what it is and what was expected.
+// Checks every shape and extent against the configuration and the mapping. Throws std::invalid_argument
+// naming the tensor, its value and the expected one.
 void validate(const Model& model);
 
 // Place of each layer's K and V in a page: its index among the layers with their own K and V, or the place of

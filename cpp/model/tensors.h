@@ -74,8 +74,8 @@ inline constexpr LayerTensor kLayerTensors[] = {
 #include "tensors.inc"
 };
 
-// Calls visit(row, tensor, layer) for every tensor that a model can have, layer by layer, including absent
-// ones but not those of other kinds of layers. Tensors outside the layers have layer -1.
+// Calls visit(row, tensor, layer) for every tensor that a model of these kinds of layers can have, layer by
+// layer, including absent ones. Tensors outside the layers have layer -1.
 template <class AnyModel, class Visit>
 void for_each_tensor(AnyModel& model, const Visit& visit) {
   for (const auto& [row, member] : kModelTensors) visit(row, model.*member, -1);

@@ -1,9 +1,9 @@
 // Releases and acquires the GIL so that a thread survives the end of the interpreter.
 //
 // When Python exits while a daemon thread is inside a call, that thread must never request the GIL again.
-// While the interpreter ends, CPython up to 3.13 answers with pthread_exit(), which unwinds the stack through
-// destructors that must not throw or need the GIL; once it has ended, there is no interpreter to ask. Both
-// abort the process. Here such a thread stops instead, as in Python 3.14, while the process exits.
+// During finalization, CPython up to 3.13 answers with pthread_exit(), which unwinds the stack through
+// destructors that must not throw or need the GIL; afterwards there is no interpreter. Both abort the
+// process. Here such a thread stops instead, as in Python 3.14, while the process exits.
 #pragma once
 
 #include <Python.h>
@@ -17,15 +17,15 @@ namespace metal_prefill {
 
 [[noreturn]] void stop_this_thread() noexcept;
 
-// Called by Python's atexit, before the interpreter starts to end: from then on no other thread requests the
-// GIL through this header. Waits, without the GIL, for threads that are requesting it.
+// Called by Python's atexit, before finalization: from then on no other thread requests the GIL through this
+// header. Waits, without the GIL, for threads that are requesting it.
 void interpreter_exits();
 
 // Whether another thread has called it, so that a thread that has the GIL must not release it.
 bool interpreter_exits_elsewhere() noexcept;
 
-// While one exists, the interpreter does not start to end: it waits until this thread has the GIL. After
-// interpreter_exits() was called, the constructor returns only in the thread that called it.
+// While one exists, finalization does not begin: it waits until this thread has the GIL. After a call of
+// interpreter_exits(), the constructor returns only in the thread that made it.
 class AskingForGil {
  public:
   AskingForGil() noexcept;

@@ -51,7 +51,7 @@ nb::python_error os_error() {
   return nb::python_error();
 }
 
-// Python's mmap on macOS would flush the disk's write cache before it maps a file.
+// Python's mmap on macOS would first flush the disk's write cache.
 nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>> map_file(int descriptor, std::size_t bytes) {
   struct stat status;
   if (fstat(descriptor, &status) != 0) throw os_error();

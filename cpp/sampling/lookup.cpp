@@ -7,7 +7,7 @@ namespace metal_prefill {
 namespace {
 
 constexpr int kLong = 5;    // minimum length of a match whose place is kept
-constexpr int kEnough = 4;  // how many of the latest 8 tokens must agree there
+constexpr int kEnough = 4;  // minimum number of the latest 8 tokens that agree there
 
 }  // namespace
 

@@ -1,8 +1,8 @@
 // Drafts of the tokens that follow a text, copied from one of two earlier places in the text.
 //
 // The first is after the previous occurrence of the longest suffix of the text. If a text repeats a part with
-// changes, such as the rows of a table, nothing matches right after a change. The second is therefore the
-// place of an earlier long match: it is assumed to continue, with one token replaced by another, as long as
+// changes, such as the rows of a table, there is no match right after a change. The second place therefore
+// keeps an earlier long match, which is assumed to continue with one token replaced by another as long as
 // enough of the latest tokens agree.
 #pragma once
 
@@ -18,7 +18,7 @@ namespace metal_prefill {
 
 class Lookup {
  public:
-  // `forced` tokens were not chosen, so an earlier occurrence says nothing about their continuation.
+  // `forced` tokens were not chosen, so earlier occurrences do not predict their continuation.
   void append(std::span<const TokenId> tokens, bool forced);
 
   // Length of the longest suffix that occurred before, without forced tokens at its end; at least 1 if there

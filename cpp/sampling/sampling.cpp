@@ -38,8 +38,8 @@ void shrink(std::vector<Candidate>& found, std::size_t count) {
   found.resize(count);
 }
 
-// Finds the `count` largest values above -inf, in any order; of equal ones, those of lowest index. Each value
-// is read once, and rarely compared with more than the smallest of the best so far.
+// Finds the `count` largest values above -inf, in any order; ties go to the lowest index. Reads each value
+// once, and rarely compares it with more than the smallest of the best so far.
 template <typename Candidate>
 void find_best(std::span<const float> values, std::size_t count, std::vector<Candidate>& found) {
   found.clear();
@@ -262,8 +262,8 @@ void Sampler::keep_top_p(double target) {
   keep_fewest(target);
 }
 
-// Keeps the fewest candidates with the smallest keys, among equal ones those of lowest id, whose weights sum
-// to `target`. Bisects until the last kept candidate is found, so that few of them are sorted.
+// Keeps the fewest candidates with the smallest keys, ties by lowest id, whose weights sum to `target`.
+// Bisects until the last kept candidate is found, so that few of them are sorted.
 void Sampler::keep_fewest(double target) {
   const auto is_before = [](const Candidate& a, const Candidate& b) {
     return a.key != b.key ? a.key < b.key : a.id < b.id;

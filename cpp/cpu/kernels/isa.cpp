@@ -94,11 +94,11 @@ constexpr Built kBuilt[] = {
 #undef METAL_PREFILL_KERNELS
 };
 
-// Some processors compute products of pairs of bfloat16 (the first set) no faster than those in float32 (the
-// second): one instruction of pairs a cycle, or two with half as many products each.
+// On some processors, products of bfloat16 pairs (the first set) are no faster than in float32 (the second):
+// they issue one pair instruction a cycle, but two FMAs with half as many products each.
 constexpr const char* kPairSet = "avx512bf16";
 constexpr const char* kFloatSet = "avx512vnni";
-constexpr double kMinPairSpeedup = 1.5;  // between 1 and 2, near which all processors are
+constexpr double kMinPairSpeedup = 1.5;  // measured speedups are near 1 or near 2
 
 std::atomic<double> known_speedup{0};  // of use_pair_speedup()
 

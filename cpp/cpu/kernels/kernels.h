@@ -385,8 +385,8 @@ struct Kernels {
                      void* keys, int position);
   void (*store_values)(const float* value, std::size_t step, int count, int dim, int stride, KvLayout layout,
                        void* values, int position);
-  // The fastest layout for attention if the cache is in f16. All sets also support the others, with products
-  // in float32. Keys in pairs are padded with zeros to a multiple of key_multiple.
+  // Fastest layout for attention if the cache is in f16. All sets support the other layouts in float32. Keys
+  // in pairs are padded with zeros to a multiple of key_multiple.
   KvLayout half_layout = KvLayout::kHalf;
   int key_multiple = 1;
   // Computes tokens [first, first + count), count <= kQueryTile.

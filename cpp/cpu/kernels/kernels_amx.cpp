@@ -187,7 +187,7 @@ void amx_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int fi
                   out + std::size_t(count - rest + t) * stride + panel * kPanelRows);
 }
 
-// Multiplies a single token and prefetches the next group, without which memory is read at 5/6 of the speed.
+// Multiplies a single token. Prefetches the next group; without that, reads reach 5/6 of the speed.
 template <class Block>
 void amx_token(const PackedMatrix& weight, int group, const Int8Rows& x, int token, float* out) {
   constexpr Fetch kEveryBlock = {.begin = 0, .every = 1};

@@ -7,10 +7,10 @@
 // the same layout.
 //
 // A tile of one quad keeps the 8 vectors of a block in registers and multiplies up to 8 pairs of tokens by
-// them. A pair costs 8 smmla, 2 conversions, 2 multiplications and 2 multiply-adds for four rows, unpacking
-// 16 operations for all pairs: 16 operations a pair where sdot takes 23.5, so about 1.5 times its speed where
-// both issue at the same rate. 16 sums, 8 codes, 2 scales, one vector of a pair's columns, one of its scales,
-// and 2 integer sums: 30 of the 32 registers.
+// them. For four rows, a pair costs 8 smmla, 2 conversions, 2 multiplications and 2 multiply-adds, and
+// unpacking 16 operations for all pairs: 16 operations a pair, compared with 23.5 for sdot, so about 1.5
+// times as fast if both issue at the same rate. 30 of the 32 registers are in use: 16 sums, 8 codes, 2
+// scales, a vector of a pair's columns, its scales, and 2 integer sums.
 #include "tile_neon.h"
 #include "tile_rotated.h"
 

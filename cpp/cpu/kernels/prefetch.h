@@ -9,8 +9,8 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// The innermost cache that lines are fetched into. A core can have only a few lines in flight into L1, and
-// more of them delay its loads: with the weights of 3 to 8 tokens of Q8_0 this doubled the time on Zen 4.
+// Innermost cache to prefetch into. A core can have only a few lines in flight to L1, and further ones delay
+// its loads: prefetching the weights of Q8_0 for 3 to 8 tokens into L1 doubled the time on Zen 4.
 enum class CacheLevel { kL2 = 2, kL1 = 3 };
 
 template <CacheLevel kLevel>

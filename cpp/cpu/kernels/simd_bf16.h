@@ -1,5 +1,5 @@
-// Products of bfloat16 pairs (AVX512_BF16). Pairs are integers until they are multiplied, as clang 16
-// supports few operations on vectors of bfloat16.
+// Products of bfloat16 pairs (AVX512_BF16). Pairs are integers until they are multiplied: clang 16 supports
+// few operations on vectors of bfloat16.
 #pragma once
 
 #include <cstdint>

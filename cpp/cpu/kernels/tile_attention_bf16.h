@@ -109,9 +109,9 @@ inline void raise_shift(AttentionStrip& strip, int row, float shift, int stride)
 }
 
 // Converts scores of a span to bfloat16 weights 2^(score - shift), and adds them to the sums. The shift is
-// the largest score of the first span, and changes only if a later score is far above it, so that weights
-// rarely wait for the largest score, and sums rarely for a factor. No row sees more than the first `n`
-// positions: weights of others are zero, and stored up to a multiple of 32.
+// the largest score of the first span. It changes only if a later score is far above it, so that weights
+// rarely depend on a new maximum and sums are rarely rescaled. No row sees more than the first `n` positions;
+// weights of others are zero, and stored up to a multiple of 32.
 template <bool kWhole>
 inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, int row, int rows, int span,
                                                         int n, int stride, const float (*scores)[kKeySpan],
@@ -168,8 +168,8 @@ inline __attribute__((always_inline)) void bf16_weights(const AttentionHead& hea
     bf16_softmax<false>(strip, row, rows, span, n, stride, scores, p);
 }
 
-// acc += p * v over the first `n` positions of a span, for kVectors vectors of columns. If only the first
-// half of a pair was stored, only that half counts: the other may hold NaN.
+// acc += p * v over the first `n` positions of a span, for kVectors vectors of columns. With an odd `n`, only
+// the first half of the last pair counts: the other may hold NaN.
 template <int kRows, int kVectors>
 void bf16_values(const AttentionStrip& strip, const std::uint16_t (*p)[kKeySpan], int n, int column,
                  int stride, float* out) {

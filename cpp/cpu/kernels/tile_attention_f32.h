@@ -191,9 +191,9 @@ struct StoredSpan {
   }
 };
 
-// Computes scores, weights and values of a span. With `more`, prefetches the next span, which memory would
-// otherwise deliver too late: floats line by line between their products, as many requests at once gained
-// nothing, bytes at once.
+// Computes scores, weights and values of a span. With `more`, prefetches the next span, which would otherwise
+// arrive too late: bytes all at once, floats line by line between products, since requesting all of them at
+// once gained nothing.
 template <int kRows, typename Span, typename Tile>
 void attention_span(const AttentionHead& head, int row, int span, bool more, Span& elements, Tile& tile) {
   const auto next = [&](const void* at, int stride) {

@@ -108,9 +108,8 @@ struct WidenedQ8Span {
   }
 };
 
-// For few tokens, codes are converted to float32 between products, without a copy to share. Vectors of sums
-// for kRows rows: enough to hide the latency of a product, with registers left for codes, scales and factors
-// on AVX2.
+// Vectors of sums for kRows rows of few tokens, which convert codes to float32 between products: enough to
+// hide the latency of a product, with registers left for codes, scales and factors on AVX2.
 template <int kRows>
 constexpr int kWidenedVectors = kRows >= Simd::kAttentionRows ? 2 : 4;
 
@@ -220,9 +219,9 @@ struct Digits {
   }
 };
 
-// Calls take(r, v, sum) with the sums of products of codes and of the numbers at [first, first + count),
-// which are in one block, of each row of digits. The codes of four places, for a vector, are followed by
-// those of the next vector after `vector_step` bytes, and by those of the next places after `step` bytes.
+// For each row of digits, calls take(r, v, sum) with the sums of products of codes and numbers [first, first
+// + count), which are in one block. The codes of the next vector are `vector_step` bytes away, those of the
+// next four places `step` bytes.
 template <int kRows, int kVectors, int kPlaces, int kBlock, typename Take>
 inline __attribute__((always_inline)) void multiply_digits(const Digits<kPlaces, kBlock>* digits, int first,
                                                            int count, const std::byte* codes,
@@ -262,8 +261,8 @@ void begin_tile(const AttentionHead& head, int row, Q8Tile<kRows>& tile) {
   for (int r = 0; r < kRows; ++r) tile.q_unit[r] = tile.q_digits[r].split(tile.q[r], head.key_dim);
 }
 
-// Vectors of sums of each digit for kRows rows: enough to hide the latency of a product, with registers left
-// for GCC, which copies some sums.
+// Vectors of sums of each digit for kRows rows: enough to hide the latency of a product. GCC needs some
+// registers to copy sums.
 template <int kRows>
 constexpr int kDigitVectors = kRows >= Simd::kAttentionRows ? 1 : 2;
 

@@ -78,8 +78,8 @@ template <class S, class Block, int kRows, int kTokens>
         multiply(kParts, codes, 16 + 4 * step);
       }
     } else if constexpr (kTokens == 1) {
-      // Memory bounds this case: few load instructions read in order, each with one stride, which the
-      // processor's prefetcher detects. It cannot track seventeen that step from block to block.
+      // Bound by memory: a few load instructions, each with one stride, so that the processor's prefetcher
+      // detects them. It cannot track seventeen that step from block to block.
       const auto add_step = [&](int chain, int r, int step) __attribute__((always_inline)) {
         sum[chain][r][0] = Simd::template dot<Block::kZero>(sum[chain][r][0], row_codes(step, r),
                                                             Simd::broadcast4(x->q[token] + 4 * step));
@@ -166,7 +166,7 @@ template <class S, class Block, int kRows, int kTokens>
 template <class Block, int kTokens>
 void int8_tokens(const Block* block, int n_blocks, const ActivationTile* x, int token, float* out,
                  std::size_t stride, Fetch fetch) {
-  // A single token reads a whole block at once: in passes over parts of it, memory would wait for products.
+  // A single token reads whole blocks: with passes over parts of a block, reads would wait for products.
   constexpr int kRows = kTokens == 1 ? Simd::kInt8RowsOfOne : Simd::kInt8Rows;
   for (int v = 0; v < kGroupRows / Simd::kLanes; v += kRows)
     int8_tile<Simd, Block, kRows, kTokens>(block, n_blocks, v, x, token, out, stride,
@@ -178,9 +178,9 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
                  std::size_t stride) {
   const int n_blocks = weight.blocks_per_row();
   const auto* block = reinterpret_cast<const Block*>(weight.group(group));
-  // If vectors are short, two tokens multiply bytes separately: the first reads memory line by line, as a
-  // single token does, and the second finds the lines in the cache. Together they take 1.1 times as long
-  // there, and half as long with vectors of sixteen.
+  // With short vectors, two tokens are multiplied separately: the first reads memory line by line, as a
+  // single token does, and the second finds the lines in the cache. Multiplied together they take 1.1 times
+  // as long, but half as long with vectors of sixteen.
   if (Block::kBits == 8 && Simd::kLanes < 16 && count == 2) {
     for (int t = first; t < first + count; ++t, out += stride)
       int8_tokens<Block, 1>(block, n_blocks, x.tile(t), t % kTileTokens, out, stride, Fetch{});
@@ -188,9 +188,9 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
   }
   if constexpr (UnpacksBlocks<Simd>)
     if (count > kFewTokens<Simd>) return unpacked_blocks<Simd>(block, n_blocks, x, first, count, out, stride);
-  // The next group is prefetched during the last few passes over this one: in one pass of few tokens, memory
-  // could not keep up. Some processors prefetch better for single passes, but bytes for several tokens are
-  // more streams than they follow.
+  // Prefetches the next group during the last few passes over this one: a single pass of few tokens would be
+  // too short. Some processors' prefetchers do better for single passes, but cannot follow the streams of
+  // several tokens with weights in bytes.
   constexpr int kFetchPasses = 4;
   const auto passes_of = [](int n) { return ceil_div(n, Simd::kInt8Tokens); };
   int passes = 0;  // remaining

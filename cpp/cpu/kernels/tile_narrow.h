@@ -9,15 +9,14 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Vectors of rows in a group.
 constexpr int kGroupVectors = kGroupRows / Simd::kLanes;
 
 // Prefetch distance of the weights of a single token, in bytes.
 constexpr std::size_t kFetchAhead = 8192;
 
-// Prefetches a span's share of the block `ahead` bytes later into the L2 cache. The loads of a span are too
-// many streams for the processor's prefetcher: without this, a token reads 8 GB/s of the 24 GB/s of a single
-// stream.
+// Prefetches a span's share of the block `ahead` bytes later into the L2 cache. A span's loads are more
+// streams than the processor prefetches: without this, a token reads 8 GB/s instead of a single stream's 24
+// GB/s.
 template <class Block>
 inline void prefetch_span(const Block* block, int span, std::size_t ahead) {
   constexpr std::size_t kBytes = ceil_div(sizeof(Block), std::size_t(64) * Block::kSpans) * 64;

@@ -16,9 +16,9 @@ constexpr int kPanelSteps = 16;       // of a block
 constexpr std::size_t kRowBytes = 4;  // of a row in a step
 constexpr std::size_t kStepBytes = kPanelRows * kRowBytes, kPanelBytes = kPanelSteps * kStepBytes;
 
-// So few tokens are bound by memory. Weights are read in order, panel by panel, so that the processor
-// prefetches them: with both panels at a time, Zen 4 read a token's weights at a third of the speed. Prefetch
-// instructions make a token 1.1 to 1.3 times as fast on a Xeon.
+// Up to this many tokens, products are bound by memory. They read weights in order, panel by panel, so that
+// the processor prefetches them: with both panels at a time, Zen 4 read a token's weights at a third of the
+// speed. Prefetch instructions make a token 1.1 to 1.3 times as fast on a Xeon.
 constexpr int kFewPanelTokens = 6;
 constexpr std::size_t kFewTokensAhead = 8192;  // bytes
 
@@ -77,8 +77,8 @@ inline void each_group(const PackedMatrix& weight, GroupRange groups, const Prod
 struct FourBytes {
   static constexpr bool kFetches = false;             // whether blocks are prefetched into the L1 cache
   static constexpr int kTokens = Simd::kPanelTokens;  // maximum of a tile
-  // A quarter of the steps that the compiler unrolls, a whole block: with fewer, GCC 12 loads the offsets of
-  // tokens from the stack, 1.1 to 1.7 times as slow with AVX2 and AVX-VNNI.
+  // The compiler unrolls four times as many, a whole block. With fewer, GCC 12 loads the offsets of tokens
+  // from the stack and products take 1.1 to 1.7 times as long with AVX2 and AVX-VNNI.
   static constexpr int kSteps = kPanelSteps / 4;
   static I load(const std::uint8_t* p) { return Simd::load_codes(p); }
 };
@@ -180,7 +180,6 @@ template <class Product, int kVectors, int kTokens>
     }
 }
 
-// Number of vectors of rows in a tile.
 constexpr int tile_vectors(int tokens) {
   return tokens == 1 ? kGroupRows / Simd::kLanes : Simd::kPanelVectors;
 }

@@ -17,7 +17,7 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Factor by which rows of the matrices are too long, a power of two. A row's scale compensates for it.
+// Norm of the rows of the matrices, a power of two. A row's scale compensates for it.
 constexpr float kRotationLength = 8;
 
 // Replaces each of four vectors, kQuarter apart, by their sum minus twice itself: twice a reflection.

@@ -99,8 +99,8 @@ inline bool has_score_terms(const AttentionHead& head) {
   return head.cap != 0 || head.slopes || head.bias || head.added;
 }
 
-// Caps the scores of a row of an item for `n` positions of a span, and adds the other terms.
-// Not inlined: few models have such terms, and each copy takes registers from a loop over all spans.
+// Caps the scores of a row of an item for `n` positions of a span, and adds the other terms. Not inlined: few
+// models have such terms, and each copy would take registers from a loop over all spans.
 [[gnu::noinline]] void add_score_terms(const AttentionHead& head, int row, int span, int n, float* scores) {
   const auto [token, h] = token_and_head(head, row);
   const int first = span * kKeySpan, own = head.position + int(token) - first;

@@ -272,8 +272,8 @@ void super_tiles(const PackedMatrix& weight, int group, const SuperRows& x, int 
   for (auto& sums : acc) std::memset(sums, 0, std::size_t(tiles) * sizeof(float[kTileTokens][kPanelRows]));
   for (int b = 0; b < n_blocks; ++b)
     for (int p = 0; p < 2; ++p) {
-      // Prefetches the next group, which is read after the products of this one. A few lines at a time: more
-      // would wait for each other.
+      // Prefetches the next group, which is read after the products of this one, a few lines at a time: more
+      // would delay each other.
       unpack(block[b], p, table, panel,
              [&](int span) { prefetch_half_span(block + b, span, p, weight.group_bytes()); });
       multiply_panel<Block>(panel, x.tile(first) + b, std::size_t(n_blocks), tiles, acc[p]);

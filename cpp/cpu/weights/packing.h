@@ -30,7 +30,7 @@ constexpr int kFloatPad = 16;     // columns of a block of floats
 constexpr int kRotatedCols = 64;  // columns of a block of rotated rows
 // Integer sums over this many columns fit: 127 * 127 * 131072 < 2^31.
 constexpr int kMaxRotatedCols = 1 << 17;
-// The largest code in 16 bits of rows of `cols` columns: with it, sums fit.
+// Largest 16-bit code with which sums of products over `cols` columns fit 32 bits.
 inline int widest_code(int cols) {
   const double code = std::sqrt(2147483647.0 / round_up(cols, kRotatedCols));
   return code < 32767 ? int(code) : 32767;

@@ -76,12 +76,12 @@ struct Forms {
 // reading them there would load pages of the adjacent matrices.
 Buffer gather_vectors(Model& model);
 
-// Whether products round so coarsely that attention in pairs of bfloat16 adds little.
+// Whether products round so coarsely that attention in pairs of bfloat16 adds little error.
 bool rounds_coarsely(const Model& model, Compute compute);
 
 class Weights {
  public:
-  // Packs all matrices that are not left in the file, on all threads; then the file's pages may leave memory.
+  // Packs all matrices that are not left in the file, on all threads, and then releases the file's pages.
   // Uses Model::packed instead, if it has the right size. The model must outlive it.
   Weights(const Model& model, Compute compute, const Kernels& kernels, Team& team);
 
@@ -106,8 +106,8 @@ class Weights {
   bool were_packed() const { return were_packed_; }
   // The filter of a convolution, [taps][channels].
   const float* filter(int layer) const { return filters_[std::size_t(layer)].data(); }
-  // Copies Model::packed once, in the first pass, so that opening is not delayed: a mapped file has small
-  // pages, from which a token of a small model takes 1.4 times as long.
+  // Copies Model::packed once, in the first pass, so that opening is not delayed: reads from a mapped file,
+  // with its small pages, make a token of a small model 1.4 times as slow.
   void settle(Team& team);
 
  private:

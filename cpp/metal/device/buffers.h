@@ -16,10 +16,10 @@
 
 namespace metal_prefill::metal {
 
-// The weights as Metal buffers without a copy: views of the mapped file, each of which is only a small part
-// of the GPU's memory, since macOS evicts and restores whole buffers. Each tensor is inside one view; views
-// may share pages. Copies are made only of tensors at addresses that kernels cannot read from, and of the
-// whole file if the GPU is not native (see Device) or Metal refuses to map it.
+// The weights as Metal buffers without a copy: views of the mapped file, each a small part of the GPU's
+// memory, since macOS evicts and restores whole buffers. Each tensor is inside one view; views may share
+// pages. Copies only tensors at addresses that kernels cannot read from, or the whole file if the GPU is not
+// native (see Device) or Metal refuses to map it.
 class WeightBuffers final : public WeightViews {
  public:
   WeightBuffers(const Device& device, const Model& model);

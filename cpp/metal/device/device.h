@@ -36,8 +36,7 @@ enum class Access {
   kHost,  // reads and writes: Shared
 };
 
-// Whether a command buffer retains the buffers that it uses. Metal does so at each dispatch, which takes
-// time.
+// Whether a command buffer retains its buffers. Metal does so at each dispatch, which takes time.
 enum class References { kRetained, kUnretained };
 
 // True when the environment variable is set to anything but 0.

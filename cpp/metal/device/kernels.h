@@ -24,7 +24,7 @@ class TensorKernelError : public DeviceError {
  public:
   TensorKernelError(Kernel kernel, const std::string& message) : DeviceError(message), kernel_(kernel) {}
 
-  // Excludes the kernel, and with it those that serve the same purpose.
+  // Excludes the kernel and all others with the same purpose.
   void exclude(MetalOptions& options) const {
     if (kernel_ == Kernel::kAttentionTensor)
       options.attention_tensor = false;

@@ -36,7 +36,7 @@ class MetalEncoder final : public Encoder {
  private:
   void begin();
   void commit();
-  // Whether another command buffer may, and should, begin with the step.
+  // Whether another command buffer can and should begin with the step.
   bool cuts_before(const Step& step) const;
 
   const Device& device_;

@@ -9,7 +9,7 @@
 
 namespace metal_prefill::metal {
 
-// Loads the pages of parts of a mapping into memory in order, on a thread. Residency would request them in a
+// Loads parts of a mapping into memory in order, on a thread. Residency would request the pages in a
 // different order, which takes longer from a disk.
 class ReadAhead {
  public:

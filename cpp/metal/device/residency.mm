@@ -23,7 +23,7 @@ constexpr std::size_t kSetsOfDevice = 20;  // sets of equal size that fill the w
 // Bytes in the sets of all Residency objects of this process.
 std::atomic<std::size_t> of_process{0};
 
-// Maximum bytes of the process. Beyond it, other programs lose their memory.
+// Maximum bytes of the process. With more, macOS would evict the memory of other programs.
 std::size_t most_of_process(id<MTLDevice> device) {
   return std::min<std::size_t>(device.recommendedMaxWorkingSetSize, half_of_the_memory() / 10 * 13);
 }

@@ -13,9 +13,9 @@
 
 namespace metal_prefill::metal {
 
-// Synchronizes the use of an engine's slots, both pages and states. Their buffers belong to the holder of the
-// mutex: they are not replaced, and no other thread accesses them. Command buffers of an earlier holder may
-// still access them on the GPU, so passes of one engine run in order.
+// Synchronizes the use of an engine's slots, both pages and states. Only the holder of the mutex accesses and
+// replaces their buffers on the host. Command buffers of an earlier holder may still access them on the GPU,
+// so passes of one engine run in order.
 struct SlotUse {
   std::mutex mutex;
   // The last of these command buffers; null if there is none. Encoders of passes wait for it by the fence.

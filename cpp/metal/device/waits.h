@@ -33,7 +33,7 @@ enum class Interrupts { kTaken, kIgnored };
 void wait_for(id<MTLCommandBuffer> commands, Interrupts interrupts);
 // The same for destructors, without interruption and for a few seconds only.
 void wait_briefly_for(id<MTLCommandBuffer> commands) noexcept;
-// Whether a command buffer never completed. The GPU may still use its buffers, so that engines are not freed.
+// Whether a command buffer never completed. The GPU may still use its buffers, so engines must not be freed.
 bool gpu_is_lost() noexcept;
 
 // Starts `n` jobs on Metal's own threads and returns their results. A job receives its index and a function

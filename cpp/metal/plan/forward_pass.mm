@@ -16,7 +16,7 @@ void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers)
 
   embed(pass);
   for (int layer = 0; layer < config_.n_layers; ++layer) {
-    // The last layer with K, V or a state of its own stores those of every row, and continues only with rows
+    // The last layer with K, V or a state of its own stores them for every row, and continues only with rows
     // that have an output. Later layers only have those rows.
     e.enter_layer(layer);
     encode_layer(pass, layer, layer <= last_stored_ ? pass.all : pass.wanted,

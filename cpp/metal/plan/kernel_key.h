@@ -82,7 +82,7 @@ enum class Kernel {
       kCount
 };
 
-// Whether a kernel is one of shaders/matmul_tensor.metal or attention_tensor.metal, which not every device
+// Whether a kernel is in shaders/matmul_tensor.metal or attention_tensor.metal, which not every device
 // compiles.
 constexpr bool needs_tensors(Kernel kernel) {
   return (kernel >= Kernel::kMatmulTensorNarrow && kernel <= Kernel::kMatmulTensorSwigluTall) ||

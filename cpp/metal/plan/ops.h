@@ -150,8 +150,8 @@ void attention_decode(Encoder& e, const View& q, const Sequences& sequences, con
 // rope_append and attention_decode of sequences with one token each.
 void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
                            const LayerCache& cache, const AttentionOutput& output, RopeAttentionArgs args);
-// One dispatch, or several if one would have more work than a command buffer (see Tuning). `additions` are a
-// position bias or the result of relative_scores, `sinks` those of the heads; unused ones may be any buffer.
+// Splits dispatches that have more work than a command buffer should (see Tuning). `additions` is a position
+// bias or the result of relative_scores. Unused `additions` and `sinks` may be any buffer.
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
                        const View& additions, const View& sinks, const View& out, AttentionArgs args);
 // Keys and queries of relative positions, and the row of each distance.

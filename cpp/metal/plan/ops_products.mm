@@ -149,15 +149,15 @@ struct MatmulKernels {
                                            : TileKind{wide, kWide, kWide, costs.wide});
     found.push_back(tuning.matmul_tensor ? TileKind{tensor_narrow, kNarrow, kNarrow, costs.tensor_narrow}
                                          : TileKind{narrow, kNarrow, kNarrow, costs.narrow});
-    // Not on matrix units, even if there are any: so few tiles wait for memory.
+    // Does not use matrix units, even if there are any: so few tiles are bound by memory.
     if (split && args.tokens <= u32_t(kMostSplitTokens))
       found.push_back({*split, kNarrow, kNarrow, costs.split, MATMUL_PARTS * MATMUL_THREADS});
     return found;
   }
 };
 
-// Cycles of a step: each core computes its tiles in order, or several at a time while they wait. `rows`
-// includes gate and up.
+// Cycles of a step: each core computes its tiles one after another, or overlaps several that wait for memory.
+// `rows` includes gate and up.
 std::size_t step_cycles(const Tuning& tuning, const TileKind& kind, std::size_t rows, std::size_t tokens) {
   const std::size_t counted = std::min(tokens, std::size_t(kMostTiledTokens));
   const std::size_t tiles = ceil_div(rows, kind.rows) * ceil_div(counted, kind.tokens);

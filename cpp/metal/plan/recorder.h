@@ -12,7 +12,6 @@ namespace metal_prefill::metal {
 // Copies a step, so that it outlives the call.
 Dispatch describe(const Step& step, KvType cache);
 
-// Lists dispatches.
 class Recorder final : public Encoder {
  public:
   using Encoder::Encoder;

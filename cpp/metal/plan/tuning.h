@@ -11,9 +11,9 @@
 
 namespace metal_prefill::metal {
 
-// Cost of a step of MATMUL_K columns in a matmul with tiles of one kind, in cycles of a core, for Q4_0.
-// `work`: of the schedulers or of threadgroup memory, whichever is more. `alone`: of a threadgroup alone on
-// its core. Other types need more cycles of both, so that the same tiles suit them.
+// Cost of a step of MATMUL_K columns of a tile in a matmul with Q4_0, in cycles of a core. `work`: of the
+// schedulers or of threadgroup memory, whichever is more. `alone`: of a threadgroup that has a core for
+// itself. Other types need more cycles of both, so that the same tiles suit them.
 struct TileCost {
   int work, alone;
   int resident;  // threadgroups that are resident on a core at the same time

@@ -1,4 +1,4 @@
-// Buffers as the forward pass uses them: a name and a location. Only their owner knows their type.
+// Buffers of the forward pass: a name and a location. Only a buffer's owner knows its type.
 #pragma once
 
 #include <cstddef>
