@@ -174,7 +174,7 @@ struct CachedKeys {
     }
   }
 
-  // Loads the first of keys [first, end), of which a simdgroup has those `step` apart.
+  // Loads a simdgroup's first keys of [first, end). Its steps are `step` keys apart.
   void begin(Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first, uint end, uint step,
              ushort lane) {
     if (first >= end) return;

@@ -31,7 +31,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   constexpr bool kStaged = PREFILL_STAGES_QUERY(kDims, sizeof(T));
   constexpr ushort kQueryRow = PREFILL_QUERY_BYTES(kDims, sizeof(T)) / sizeof(T);
   // If registers suffice, the loads of a whole step are in flight together: first the keys, then the values.
-  // Those that no row sees are loaded, too: a step is within a page, and no branch guards a load.
+  // They include keys that no row sees: a step is within a page, and a branch would delay the loads.
   constexpr bool kAhead = kWhole && PREFILL_LOADS_AHEAD(kDims, sizeof(T));
   constexpr ushort kBlocks = PREFILL_KEYS / 8;
   // Loops over a query in registers are unrolled fully: variables cannot index registers.

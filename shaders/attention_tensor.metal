@@ -1,6 +1,6 @@
 // Attention of many tokens on the matrix units of an M5, which only Metal 4 exposes: half operands, float32
-// sums, online softmax. Bindings and arguments are those of attention_prefill.metal; the assumptions about
-// tensors are those of matmul_tensor.metal.
+// sums, online softmax. Bindings and arguments are as in attention_prefill.metal, assumptions about tensors
+// as in matmul_tensor.metal.
 //
 // A threadgroup computes a tile of ATTENTION_TENSOR_ROWS stacked rows. A step is a product with PREFILL_KEYS
 // keys, a softmax with two threads per row, and a product with as many values. Keys and values are read from
@@ -149,7 +149,7 @@ template <ushort kDims>
     }
   }
 
-  // Normalizes the part of the output that each thread has.
+  // Normalizes each thread's part of the output.
   sum += simd_shuffle_xor(sum, 1);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // factors were read
   if (half_of_row == 0) of_row[row] = mine.divisor(sum, best);

@@ -1,9 +1,9 @@
 // The elements of an 8x8 block that a lane holds.
 //
 // Metal's specification leaves this to the GPU, so kernels that compute with the elements of a block
-// determine it at run time. They rely on two facts that hold on the GPUs of all known families, while the
-// self-test rejects others: a lane has two adjacent elements of a row, at the same places of every block,
-// and the indices of the four lanes that share a row differ in the same two bits, or sets of bits.
+// determine it at run time. They rely on two facts that hold for all known GPU families; the self-test
+// rejects other GPUs. A lane has two adjacent elements of a row, at the same places of every block. The
+// indices of the four lanes that share a row differ in the same two bits, or sets of bits.
 #pragma once
 
 #include <metal_simdgroup_matrix>

@@ -413,8 +413,8 @@ struct BF16 : PlainItems {
   }
 };
 
-// An item between its load and its store by a matmul, during the products of the previous step. This one
-// holds values that are dequantized before these products begin.
+// An item that a matmul has loaded and not yet stored, during the products of the previous step. By default
+// it is dequantized before these products begin.
 template <typename W>
 struct Held {
   float4 a, b;
@@ -425,9 +425,8 @@ struct Held {
   }
 };
 
-// Holds the item in its quantized form, which takes fewer registers and delays the wait for the load until
-// the store. The product is in float, since a GPU may flush half operands below 6e-5, as scales often are, to
-// zero.
+// Keeps the item quantized, which takes fewer registers and delays the wait for the load until the store.
+// Multiplies in float, since a GPU may flush half operands below 6e-5 to zero, as scales often are.
 template <>
 struct Held<Q4_0> {
   ushort2 pairs;

@@ -1,5 +1,5 @@
-// Feed-forwards with experts: the choice of experts, and products of few rows. Those of many rows are in
-// matmul_experts.metal.
+// Feed-forwards with experts: the choice of experts, and products of few rows. matmul_experts.metal has the
+// products of many rows.
 #include <metal_stdlib>
 
 #include "args.h"

@@ -1,5 +1,5 @@
 // Products of weights with many tokens on the matrix units of an M5, which only Metal 4 exposes: half
-// operands, float32 sums. Bindings, arguments and geometry are those of matmul.metal.
+// operands, float32 sums. Bindings, arguments and geometry are as in matmul.metal.
 // clang-format off: the last of these depends on the others
 #include <metal_stdlib>
 #include <metal_tensor>
@@ -105,9 +105,9 @@ template <typename W, ushort kTokens, ushort kRows>
 }
 
 // Tall tiles: MATMUL_TALL_TOKENS tokens and MATMUL_WIDE_TILE rows, for at least as many tokens and a multiple
-// of MATMUL_K columns. Only the weights are staged. Activations are read from device memory: those of so many
-// tokens would take too much threadgroup memory, and copying them would take as long as the products. The
-// last tile ends with the last token, so that no operand has an edge.
+// of MATMUL_K columns. Only weights are staged. Activations of so many tokens are read from device memory:
+// they would take too much threadgroup memory, and copying them as long as the products. The last tile ends
+// with the last token, so that no operand has an edge.
 template <typename W>
 struct Tall {
   static constant constexpr ushort kTokens = MATMUL_TALL_TOKENS, kRows = MATMUL_WIDE_TILE;

@@ -5,9 +5,9 @@
 // multiplies them by the token's values, and keeps its part of the sum in a register. Shuffles add the parts.
 // Threadgroup memory and barriers are not needed, so simdgroups never wait for each other.
 //
-// These kernels are bound by reading the weights, and so by the number of loads in flight. A lane therefore
-// loads several items before it multiplies the first, and no load depends on a branch. With several tokens,
-// an item is dequantized once per tile of tokens.
+// These kernels are bound by reads of the weights, which need many loads in flight. A lane therefore loads
+// several items before it multiplies the first, and no load depends on a branch. With several tokens, an item
+// is dequantized once per tile of tokens.
 #include <metal_stdlib>
 
 #include "args.h"

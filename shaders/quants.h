@@ -167,7 +167,7 @@ struct block_iq4_xs {  // 8 groups of 32: x = d * (scale - 32) * value[q], group
   u8_t qs[128];
 };
 
-struct block_tq1_0 {  // x = d * (q - 1); five digits of base 3 in a byte, four in those of qh
+struct block_tq1_0 {  // x = d * (q - 1); five base-3 digits in a byte of qs, four in a byte of qh
   u8_t qs[48];
   u8_t qh[4];
   fp16_t d;
@@ -190,8 +190,8 @@ struct block_nvfp4 {  // 4 groups of 16: x = d * value[q] / 2; a d has 4 bits of
   u8_t qs[32];
 };
 
-// Values of 4-bit codes. Those of IQ4_NL and IQ4_XS are denser around zero; those of MXFP4 and NVFP4 are the
-// floats of 2 exponent bits and 1 of fraction, doubled.
+// Values of 4-bit codes. IQ4_NL and IQ4_XS have more values near zero; MXFP4 and NVFP4 have the floats of 2
+// exponent bits and 1 fraction bit, doubled.
 #define IQ4_VALUES -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 #define MXFP4_VALUES 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
 // Magnitudes of the levels in a grid.

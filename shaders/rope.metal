@@ -22,7 +22,7 @@ struct Append {
   device T* k_cache;
   device T* v_cache;
 
-  // Processes a head of a token with a simdgroup; heads are those of q, then of k and of v.
+  // Processes a head of a token with a simdgroup. Heads of q come first, then those of k and v.
   void append(uint head, uint token, constant RopeArgs& args, ushort lane) const {
     const uint position = rows[token].position, in_page = position % PAGE_POSITIONS;
     device const uint* block_table = pages + rows[token].pages;
