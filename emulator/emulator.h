@@ -12,14 +12,14 @@
 
 namespace metal_emulator {
 
-// A use of the API on which Apple's validation layer aborts. Thrown by the call. A mistake that is found only
-// when a command runs makes the command buffer fail, with the same message in its NSError.
+// A use of the API on which Apple's validation layer aborts. The call throws it. If the error is found only
+// when a command runs, the command buffer fails with the same message in its NSError.
 struct ValidationError : std::logic_error {
   using std::logic_error::logic_error;
 };
 
-// Number of Objective-C objects that are not deallocated yet. Waits until nothing runs, so that the result
-// does not depend on the progress of other threads.
+// Number of Objective-C objects that are not deallocated yet. Waits until nothing runs, so that other threads
+// do not change the result.
 long live_objects();
 std::map<std::string, long> live_objects_by_class();
 
@@ -68,7 +68,7 @@ struct DeviceLimits {
   std::uint32_t simd_width = kSimdWidth;   // reported for all kernels; they always run with 32
   std::set<std::string> broken_sources;    // file names of sources that do not compile
   std::set<std::string> broken_kernels;    // kernels that cannot become pipelines
-  std::set<std::string> aborting_kernels;  // becoming pipelines ends the process, as drivers do
+  std::set<std::string> aborting_kernels;  // compiling them to pipelines ends the process, as some drivers do
   std::set<std::string> endless_kernels;   // kernels whose command buffers never complete
   std::set<std::string> wrong_kernels;     // kernels whose first output is overwritten in its first bytes
   // A command buffer fails as if the watchdog of a Mac had ended it, if its kernels, or a single dispatch,
@@ -86,7 +86,7 @@ struct DeviceLimits {
   bool binary_archives = true;
   bool metal_tensor = true;    // false: there is no such header, nor MetalPerformancePrimitives
   bool out_of_memory = false;  // command buffers fail if their buffers exceed working_set_bytes
-  bool unified_memory = true;  // false: the GPU reports its own memory, as those of Intel Macs do
+  bool unified_memory = true;  // false: the GPU reports its own memory, as on Intel Macs
   bool compiler = true;        // false: compilation of sources and pipelines never ends
   bool barriers = true;        // false: adjacent dispatches of a command buffer are swapped
   bool survives_fork = true;   // false: requesting the device in a forked process aborts it

@@ -24,7 +24,7 @@
 
 namespace metal_emulator {
 
-// The only object of a type. Never destroyed, as others may use it while the process exits.
+// The only object of a type. Never destroyed, since other objects may use it while the process exits.
 template <typename T>
 T& the_only() {
   static T* const instance = new T;
@@ -67,8 +67,8 @@ struct Pipeline {
 
 enum class StorageMode : std::uint8_t { kShared = 0, kPrivate = 2 };
 
-// A buffer: its memory, and what the Metal classes know about it. It is separate from the Objective-C object:
-// command buffers keep it while they run, even if the object is freed.
+// A buffer: its memory, and its state in the Metal classes. Separate from the Objective-C object, which may
+// be freed while command buffers that use the memory run.
 class Allocation {
  public:
   virtual ~Allocation() = default;

@@ -17,7 +17,7 @@ namespace {
 constexpr std::size_t kNearEnd = 1 << 16, kNearBegin = 256;
 constexpr std::uintptr_t kNullPages = 1 << 16;
 
-// Number of host threads that run kernels in checked mode. Others may not be on a fiber.
+// Number of host threads that run kernels in checked mode. If it is 0, the caller may not be on a fiber.
 std::atomic<int> recording{0};
 
 inline AccessRecorder* current_recorder() {

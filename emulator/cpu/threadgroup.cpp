@@ -244,8 +244,6 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   return error_;
 }
 
-// Fibers.
-
 abi::Fiber& ThreadgroupRunner::bind_fiber(unsigned thread) {
   abi::Simdgroup& simdgroup = simdgroups_[thread / abi::kLanes];
   const u32 bit = 1u << thread % abi::kLanes;
@@ -347,8 +345,6 @@ void ThreadgroupRunner::retire(abi::Fiber& fiber) {
   if (chosen != &fiber) switch_to(&fiber, chosen);
 }
 
-// Scheduling.
-
 std::uint64_t ThreadgroupRunner::random() {
   rng_ ^= rng_ << 13;
   rng_ ^= rng_ >> 7;
@@ -395,8 +391,8 @@ int ThreadgroupRunner::pick(unsigned after) {
   return static_cast<int>(group * abi::kLanes + next_member(simdgroups_[group].ready, after % abi::kLanes));
 }
 
-// Returns the next lane's fiber if that lane is ready on the adjacent fiber, as usual; otherwise null. Uses
-// branches, which processors predict, rather than loads, for which they would wait.
+// Returns the next lane's fiber if that lane is ready on the adjacent fiber, as usual; otherwise null.
+// Branches, which processors predict, take less time here than loads.
 inline abi::Fiber* ThreadgroupRunner::next_lane(abi::Fiber& self) const {
   const u32 next = 2u << self.lane;  // 0 for the last lane
   const bool adjacent = !rng_ && self.simdgroup->ready & ~self.simdgroup->fresh & next &&
@@ -420,8 +416,6 @@ void ThreadgroupRunner::transfer(abi::Fiber& self, unsigned thread) {
   if (thread == self.thread) return;
   switch_to(&self, &bind_fiber(thread));
 }
-
-// Simdgroup operations and barriers.
 
 void ThreadgroupRunner::arrive(abi::Worker& worker, abi::Fiber& fiber, const abi::Operation& operation,
                                abi::Place place) {
@@ -454,8 +448,8 @@ void ThreadgroupRunner::wait_for(abi::Fiber& fiber, const abi::Operation& operat
   fail_waiting("divergence: lanes of a simdgroup execute different operations");
 }
 
-// Computes the matrix products that lanes have requested. Different requests are an error, as some lanes took
-// another branch.
+// Computes the matrix products that lanes have requested. Lanes that request different products have taken
+// different branches, which is an error.
 int ThreadgroupRunner::run_queue(abi::Simdgroup& simdgroup) {
   abi::MatrixQueue& queue = *simdgroup.queue;
   return queue.products[0].lanes ? queue.run(queue) : -1;

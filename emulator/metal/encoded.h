@@ -13,7 +13,7 @@ namespace metal_emulator {
 using Commands = std::vector<Command>;
 using Statistics = std::vector<DispatchStatistics>;  // of the dispatches that ran
 
-// Uses of buffers, of all or of those that Metal does not track: their bytes from the bound offset on.
+// Uses of buffers, or only of untracked ones: their bytes from the bound offset on.
 std::vector<Access> find_bound(const Command& command, bool untracked_alone = false);
 // Describes conflicts between dispatches by the bytes that they accessed; empty if there are none.
 std::string find_hazard(const Commands& commands, const Statistics& statistics);

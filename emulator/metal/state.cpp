@@ -49,7 +49,7 @@ DeviceLimits completed(DeviceLimits limits) {
   return limits;
 }
 
-// Separate memory of the GPU in place of the caller's: its first `right` bytes, then zeros.
+// Separate memory of the GPU in place of the caller's: the first `right` bytes are copied, others are zero.
 std::shared_ptr<Allocation> stale(Executor& executor, const void* memory, std::size_t length,
                                   std::size_t right) {
   auto copy = executor.allocate(length, true);
@@ -161,8 +161,6 @@ void State::serve_background() {
     end_work();
   }
 }
-
-// Functions of emulator.h.
 
 namespace {
 

@@ -1,4 +1,4 @@
-// NSObject and NSBlock. Compiled without ARC, whose entry points call them.
+// NSObject and NSBlock. Compiled without ARC, since ARC's entry points call them.
 #import <Foundation/Foundation.h>
 
 extern "C" {

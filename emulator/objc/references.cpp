@@ -38,8 +38,8 @@ struct Census {
 };
 
 thread_local std::vector<Object*> autorelease_stack;
-// The object that a method has just autoreleased as its return value. A caller that keeps it takes it from
-// the top of the stack instead of retaining it again, so that the pool does not release it.
+// The object that a method has just autoreleased as its return value. A caller that keeps it takes the
+// reference from the top of the stack instead of retaining the object again.
 thread_local Object* just_returned = nullptr;
 
 // Takes over the reference that the callee put into the pool. Returns whether there was one.

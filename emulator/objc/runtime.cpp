@@ -59,7 +59,7 @@ long align_up(long value, long alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
-// Places ivars after those of the superclass, whose size is not known earlier.
+// Places ivars after those of the superclass, whose size is known only now.
 void lay_out_ivars(Class* cls) {
   const long own = cls->instance_size < 0 ? -cls->instance_size : cls->instance_size;
   long base = cls->superclass ? cls->superclass->instance_size : 0;

@@ -13,7 +13,7 @@
 #include <optional>
 #include <vector>
 
-// Tests call what a Mac has, old and new, without a guard for each call.
+// Tests call both old and new functions without a guard for each call.
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
 #pragma clang diagnostic ignored "-Wunguarded-availability-new"
 

@@ -1,6 +1,6 @@
-// The floating-point functions of shaders, for float, half and their vectors. Results are those of the host's float
-// functions, or of ptx_math.h's, rounded to half if the argument is half. The fast ones are the same, with three
-// exceptions: exp on GPUs is less exact; on CPUs they have errors on request; and on CPUs the result for an infinite
+// The floating-point functions of shaders, for float, half and their vectors. They use the host's float
+// functions, or ptx_math.h, and round to half if the argument is half. Fast functions differ in three ways:
+// exp on GPUs is less exact; on CPUs they have errors on request; and on CPUs the result for an infinite
 // argument is NaN, since Metal's fast functions may assume finite arguments.
 #pragma once
 

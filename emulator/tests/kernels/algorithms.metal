@@ -21,7 +21,7 @@ kernel void reduce_twice(device const float* x [[buffer(0)]], device float* out 
   out[i] = sum + simd_sum(lane < simdgroups ? partial[lane] : 0.0f);
 }
 
-// Where each thread of a grid that is not a multiple of the threadgroup is.
+// Position of each thread in a grid that is not a multiple of the threadgroup.
 struct Place {
   uint3 in_grid, group, group_size, grid;
   uint index, lane, simdgroup, simdgroups;

@@ -8,8 +8,6 @@ constant float table[4] = {1.0, 2.5, 3.0h, 4e1};  // unsuffixed literals are flo
 constant constexpr uint kWidth = 4;
 enum Slots { kFirst = 2, kSecond };
 
-// Vectors.
-
 kernel void vector_values(device float* out [[buffer(0)]]) {
   float4 a = float4(1, 2, 3, 4), b(0.5f), c = float4(a.xy, 7, 8), d = float4(9, a.zw, 10);
   a.xz = b.yw;  // swizzles may be assigned

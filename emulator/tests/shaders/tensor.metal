@@ -17,7 +17,7 @@ enum Mistake {
   kOneSimdgroup,    // only simdgroup 0 multiplies
   kOneLane,         // only lane 0 of each simdgroup multiplies
   kUnwrittenStore,  // stored before anything was computed
-  kNoBarrier,       // reads what other threads may not have staged
+  kNoBarrier,       // reads operands that other threads may not have staged
 };
 
 // c[kM][kN] = a[kM][k] b[kN][k]^T. One threadgroup of kSimdgroups.
