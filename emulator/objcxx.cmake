@@ -1,5 +1,5 @@
-# Enables Objective-C++ with clang, whatever compiler builds the rest. GCC's Objective-C++ has neither ARC nor blocks.
-# To be included from the top CMakeLists.txt, since a language that a subdirectory enables is not known to its siblings.
+# Enables Objective-C++ with clang, also if another compiler builds the rest: GCC supports neither ARC nor blocks. Include
+# it from the top CMakeLists.txt: a language that a subdirectory enables is unknown to its siblings.
 if(NOT CMAKE_OBJCXX_COMPILER AND NOT DEFINED ENV{OBJCXX})
   if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
     set(CMAKE_OBJCXX_COMPILER "${CMAKE_CXX_COMPILER}")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Check Metal sources for errors that Apple's compiler would report, as far as clang can find them.
 
-A source is scanned for words and literals that Metal does not have, then compiled as C++ for OpenCL,
-which shares Metal's address spaces and vector types, and clang's syntax tree is searched for pointers without
-address space. No code is made. Passing is not proof that Apple's compiler accepts a source.
+Scans a source for words and literals that Metal does not support, then compiles it as C++ for OpenCL, which
+shares Metal's address spaces and vector types, and searches clang's syntax tree for pointers without address
+space. Generates no code. A source that passes may still be rejected by Apple's compiler.
 
 Example
 -------
@@ -27,7 +27,7 @@ from scanner.tokens import SourceError
 
 SHIM = Path(__file__).resolve().parent / "shim"
 PROLOGUE = '#define MSL_CHECK 1\n#include "msl.h"\n'
-# x86-64 rather than a GPU: it has half.
+# x86-64 rather than a GPU target, since it supports half.
 FLAGS = ["-x", "clcpp", "-target", "x86_64-unknown-linux-gnu", "-cl-std=clc++2021", "-Xclang",
          "-cl-ext=-all,+cl_khr_fp16,+__cl_clang_function_pointers,+__opencl_c_int64,"
          "+__opencl_c_generic_address_space", "-cl-no-stdinc", "-fsyntax-only", "-ferror-limit=0",
@@ -42,7 +42,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Wno-si
 
 
 def diagnostics(lines: list[str]) -> list[str]:
-    """Return clang's errors and warnings; one inside the shim has the place in the source that caused it."""
+    """Return clang's errors and warnings; those inside the shim name the source line that caused them."""
     found = []
     for index, line in enumerate(lines):
         match = re.match(r"(?P<file>.*):\d+:\d+: (?P<text>(?:fatal error|error|warning): .*)", line)
@@ -59,7 +59,7 @@ def diagnostics(lines: list[str]) -> list[str]:
 def precompile(folder: Path, metal_version: int) -> list[str]:
     """Compile the shim, once for all sources, and return the command that checks a source after it.
 
-    The syntax tree of such a source has no more of the shim than it uses.
+    The syntax tree of such a source contains only the parts of the shim that it uses.
     """
     header, compiled = folder / "prologue.h", folder / "prologue.pch"
     header.write_text(PROLOGUE, encoding="utf-8")
@@ -99,7 +99,7 @@ def check(source: Path, metal_version: int, flags: list[str], compiler: list[str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; see the module's text."""
+    """Run the command line; see the module docstring."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -31,12 +31,12 @@ LANGUAGE = ["-std=c++17", "-fsigned-char", "-fno-exceptions", "-fno-rtti", "-ffp
             "-Wno-constant-conversion", "-Wno-ignored-attributes", "-Wno-invalid-constexpr"]  # fmt: skip
 FLAGS = [*LANGUAGE, "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-Xclang",
          "-ffloat16-excess-precision=none"]  # fmt: skip
-# Everything is inlined: a call would take its arguments through memory. Simdgroup operations and barriers
+# Everything is inlined: calls would pass arguments through memory. Simdgroup operations and barriers
 # must not move into branches: functions are convergent.
 PTX_FLAGS = [*LANGUAGE, "-O3", "--target=nvptx64-nvidia-cuda", "-march=sm_80", "-Xclang", "-target-feature",
              "-Xclang", "+ptx78", "--cuda-path=/dev/null", "-nostdinc", "-fconvergent-functions",
              "-mllvm", "-inline-threshold=100000", "-Wno-unknown-cuda-version", "-S"]  # fmt: skip
-# Without the last option the store of "+=" would go uncounted after its load.
+# Without the last option, only the load of "+=" would be counted, not its store.
 CHECKED = ["-fsanitize=kernel-address", "-mllvm", "-asan-instrumentation-with-call-threshold=0",
            "-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0", "-mllvm",
            "-asan-kernel-mem-intrinsic-prefix=1", "-mllvm", "-asan-opt-same-temp=0"]  # fmt: skip
@@ -62,7 +62,7 @@ def sanitizer_flags(sanitizers: str) -> list[str]:
 
 
 def run(command: list[str]) -> str:
-    """Run a compiler, print its warnings and return its output; raises SourceError with its words."""
+    """Run a compiler, print its warnings and return its output; raises SourceError with its messages."""
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SourceError(result.stderr.strip())
@@ -102,14 +102,14 @@ def embed_ptx(modules: dict[str, str], source: Path, output: Path) -> None:
 
 
 def without_unrolling(translated: str) -> str:
-    """Prevent unrolling of loops: instrumented kernels would be too large. The embedded source stays."""
+    """Prevent unrolling of loops, which makes instrumented kernels too large. Keeps the embedded source."""
     code, source, table = translated.partition("const char kSource[]")
     unrolling = r"^[ \t]*#[ \t]*pragma[ \t]+unroll[^\n]*$|_Pragma\(\"unroll\"\)"
     return re.sub(unrolling, "", code, flags=re.MULTILINE) + source + table
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; see the module's text."""
+    """Run the command line; see the module docstring."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if options.sanitize:
             text = without_unrolling(text)
-        # Compiled where it stays: compilers' caches compare paths.
+        # A fixed path, since compilers' caches compare paths.
         cpp = options.output.with_name(f"{options.output.name}.cpp")
         cpp.write_text(text, encoding="utf-8")
         if options.ptx:

@@ -14,7 +14,7 @@ Size = int | tuple[int, ...]
 
 
 def testing_module() -> Any:
-    """Return the module through which tests call Metal; raises ImportError where it was not built."""
+    """Return the module through which tests call Metal; raises ImportError if it was not built."""
     return importlib.import_module("_metal_testing")
 
 
@@ -48,7 +48,7 @@ class KernelLibrary:
     Parameters
     ----------
     source
-        Text of the source, with local includes in place. On systems other than macOS it must be the text of a
+        Text of the source, with local includes in place. Except on macOS, it must be the text of a
         file that the test module was built with. None selects the compiled library.
     compiled
         Path of the compiled library.

@@ -20,7 +20,7 @@ KERNELS = Path(__file__).parent / "kernels"
 
 
 def fail_or_skip() -> NoReturn:
-    """Fail where the emulator is required; skip elsewhere."""
+    """Fail if the emulator is required, otherwise skip."""
     if os.environ.get("METAL_EMULATOR_REQUIRED"):
         pytest.fail(MISSING)
     pytest.skip(MISSING)
@@ -43,7 +43,7 @@ def metal_testing() -> Any:
 
 @pytest.fixture
 def emulator(metal_testing: Any) -> Iterator[Any]:
-    """Yield the emulator's introspection; afterwards nothing may be alive and no misuse unnoticed."""
+    """Yield the emulator's introspection; afterwards require that no objects live and no misuse occurred."""
     introspection = metal_testing.emulator
     introspection.take_violations()
     yield introspection
@@ -89,7 +89,7 @@ def device(metal_testing: Any, emulator: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest, emulator: Any) -> Iterator[KernelLibrary]:
-    """Yield the kernels of the source that the test module names, by default those for tests of the API."""
+    """Yield the kernels of the test module's source, by default host_api.metal."""
     source = getattr(request.module, "KERNEL_SOURCE", "host_api.metal")
     with closing(KernelLibrary((KERNELS / source).read_text())) as library:
         yield library

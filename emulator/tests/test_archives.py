@@ -10,7 +10,7 @@ SOURCE = (Path(__file__).parent / "kernels" / "host_api.metal").read_text()
 
 
 def parts(device: Any, **macros: str) -> set[str]:
-    """Return which of the kernels that macros select a library has."""
+    """Return the kernels of a library that macros select."""
     library = device.new_library(SOURCE, macros=macros)
     return {name for name in library.function_names if name.startswith("part_")}
 

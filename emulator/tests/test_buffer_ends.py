@@ -57,7 +57,7 @@ def test_a_read_past_the_end_is_found(device: Any, library: KernelLibrary, lengt
 
 @pytest.mark.usefixtures("checked_mode")
 def test_checked_mode_finds_any_read_past_the_end(device: Any, library: KernelLibrary) -> None:
-    for length, position in ((4, 1), (40, 10), (40, 11), (42, 10), (256, 100_000)):  # of 42 the last is cut
+    for length, position in ((4, 1), (40, 10), (40, 11), (42, 10), (256, 100_000)):  # 42 cuts an element
         command_buffer = run(library, "load", device.new_buffer(length), position)
         assert names(command_buffer.error, "load", "x")
 

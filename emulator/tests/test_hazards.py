@@ -1,4 +1,4 @@
-"""Dispatches of a concurrent encoder that need a barrier between them, and those that do not."""
+"""Dispatches of a concurrent encoder with and without a need for a barrier between them."""
 
 import time
 from typing import Any
@@ -249,14 +249,14 @@ def test_tracked_buffers_are_ordered_by_metal(library: KernelLibrary) -> None:
 
 
 class Addition:
-    """Sums of floats, of which the second addends and the sums are in one buffer.
+    """Sums of floats; the second addends and the sums are in one buffer.
 
     Parameters
     ----------
     addends, sums
         Offsets of bindings in the buffer, in bytes.
     private
-        The buffer is a large one of the GPU; `copied` receives its first part.
+        Use a large private buffer; `copied` receives its first part.
     """
 
     def __init__(self, library: KernelLibrary, addends: int, sums: int, private: bool = False) -> None:

@@ -113,7 +113,7 @@ def test_matrix_options(library: KernelLibrary, dtype: str) -> None:
     np.testing.assert_array_equal(blocks[0], p)
     np.testing.assert_array_equal(blocks[1], x.T @ y)
     np.testing.assert_array_equal(blocks[2], 40 * p)
-    extra = np.tile([100, 0], 32).reshape(8, 8)  # of each lane's two elements the first
+    extra = np.tile([100, 0], 32).reshape(8, 8)  # the first of each lane's two elements
     np.testing.assert_array_equal(blocks[3], 4 * p + extra)
     np.testing.assert_array_equal(blocks[4], 4 * p + extra)
     np.testing.assert_array_equal(copy, a)

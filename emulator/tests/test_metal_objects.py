@@ -152,7 +152,7 @@ def test_a_wait_is_counted_unless_the_host_has_seen_the_completion(
 ) -> None:
     command_buffer = library.queue.command_buffer()
     command_buffer.commit()
-    emulator.live_objects()  # waits until it is completed, which the program does not see
+    emulator.live_objects()  # waits until it has completed, unseen by the program
     before = emulator.counters().waits
     if asks:
         assert command_buffer.status == "completed"
@@ -247,7 +247,7 @@ def test_fast_functions_of_an_infinity_are_nan(library: KernelLibrary) -> None:
     np.testing.assert_allclose(y[3], [np.exp(3), np.exp(3), 8, np.exp(3)], rtol=1e-3)
 
 
-# The lane of each pair of neighbours, in the order of the matrix: of rows, or of columns.
+# The lane of each pair of adjacent elements of rows or columns, in the order of the matrix.
 LANES = {
     "APPLE": [first + lane for first in (0, 2, 4, 6, 16, 18, 20, 22) for lane in (0, 1, 8, 9)],
     "CONSECUTIVE": [*range(32)],
@@ -261,7 +261,7 @@ LANES = {
 def test_lanes_hold_the_elements_of_a_matrix_that_the_layout_sets(
     library: KernelLibrary, emulator: Any, layout: str, seed: int
 ) -> None:
-    """Results do not depend on it, unless a kernel asks which elements a lane has."""
+    """Results do not depend on the layout, unless a kernel determines a lane's elements."""
     options = emulator.Options(seed=seed, matrix_layout=getattr(emulator.MatrixLayout, layout))
     emulator.set_options(options)
     x = np.random.default_rng(1).integers(-9, 9, (8, 8)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Devices that are less than the emulator's own, as virtual machines, other GPUs and macOS make them."""
+"""Devices with fewer capabilities than the emulator's default, as in virtual machines and on other GPUs."""
 
 from pathlib import Path
 from typing import Any

@@ -56,7 +56,7 @@ kernel void second(device uint* x [[buffer(0)]], uint i [[thread_index_in_thread
 
 
 def test_functions_are_rejected() -> None:
-    """Everything that a kernel calls is inlined, but what is defined nowhere."""
+    """Only functions without a definition remain: all others are inlined."""
     with pytest.raises(SourceError, match=r"some.metal: neither a kernel nor .*: \.extern \.func expf"):
         ptx.split(".extern .func expf\n;\n.visible .entry first(\n)\n{\n\tcall expf;\n}\n", "some.metal")
 
@@ -81,7 +81,7 @@ kernel void place(device float* out [[buffer(5)]], uint i [[thread_position_in_g
         {int(n or 0) for n in re.findall(r"ld\.param[.\w]*\s+[^\n]*\[%rd\d+(?:\+(\d+))?\]", module)}
         for module in modules.values()
     )
-    assert {0, 16, 32, 48, 80} <= values  # out, large, shared; given.before and last themselves
+    assert {0, 16, 32, 48, 80} <= values  # out, large, shared; the values of given.before and last
     assert 80 not in addresses
 
 

@@ -16,7 +16,7 @@ from scanner.program import translate
 pytestmark = pytest.mark.emulator
 EMULATOR = Path(__file__).resolve().parents[1]
 PLANTED = EMULATOR / "tests" / "shaders" / "planted.metal"
-# Runs kernels, each in a fork, which a report ends; prints the exit status and messages of each.
+# Runs each kernel in a fork, which a report ends; prints the exit status and messages of each.
 DISPATCH = """
 import json, os, sys, tempfile
 import numpy as np
@@ -69,7 +69,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("clang")
 def test_sanitized_shaders_are_identified_by_their_full_source() -> None:
-    """Only the code changes: its loops are not unrolled."""
+    """Preventing unrolled loops changes only the compiled code."""
     source = EMULATOR / "tests" / "kernels" / "ceilings.metal"
     translated = translate(source, "cpu", 300, [])
     code, _, rest = without_unrolling(translated).partition("const char kSource[]")

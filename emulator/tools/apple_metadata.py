@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# A wheel for a Mac, whatever this machine is.
+# A wheel for a Mac, on any machine.
 PLATFORMS = [
     "macosx_11_0_universal2",
     "macosx_10_13_universal2",

@@ -35,7 +35,7 @@ UNANNOTATED = {
         "MTLBinaryArchiveDescriptor": "url",
     }.items()
 }
-# The bindings keep one type for a selector, whichever protocol has it: this one is MTLIOCommandBuffer's.
+# The bindings keep one type for a selector of several protocols: this one is MTLIOCommandBuffer's.
 AMBIGUOUS = {("MTLCommandBuffer", "status")}
 # Inline functions, which a binding does not import.
 NOT_EXPORTED = {"NSMakeRange"}
@@ -157,9 +157,9 @@ def normalize(type_encoding: str) -> str:
 def check_methods(declared: Declared, apple: dict[str, Framework]) -> list[str]:
     """Return the differences between methods.
 
-    Of classes only Metal's are checked, and only for their names: pyobjc annotates few of Foundation's.
+    Only names of Metal's classes are checked: pyobjc annotates few methods of Foundation's.
     """
-    owners: list[tuple[str, str, dict[str, str]]]  # name, the name that its annotations have, methods
+    owners: list[tuple[str, str, dict[str, str]]]  # name, name of its annotations, methods
     owners = [(name, "NSObject", methods) for name, methods in declared.protocols.items()]
     owners += [
         (name, name, dict.fromkeys(selectors, ""))

@@ -1,8 +1,7 @@
 """Find names in Objective-C++ sources that an older SDK of macOS does not have.
 
-The release of PyPI's pyobjc-framework-Metal made from an SDK lists the names of Metal in it. A name that the
-headers here declare, that a source uses and that the SDK lacks breaks the build with that SDK: a guard by
-``@available`` does not help, since the compiler does not know the name.
+The release of PyPI's pyobjc-framework-Metal made from an SDK lists Metal's names in that SDK. A source that
+uses a name of the headers here that the SDK lacks does not compile with it; ``@available`` does not help.
 """
 
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 from apple_metadata import WHEELS, Framework, download, read_framework
 from check_metal_api import INCLUDE, Declared, read_headers
 
-# macOS of the SDK: the last version of the bindings that was made from it.
+# The last version of the bindings made from the SDK of each macOS.
 SDKS = {"13": "9.2", "14": "10.3.2", "15": "11.1"}
 # Methods that the bindings do not annotate, and the first SDK whose metal-cpp sends them.
 UNANNOTATED_SINCE = {
@@ -38,13 +37,13 @@ def too_new(declared: Declared, apple: Framework, sdk: str) -> set[str]:
 
 
 def uses(folder: Path, names: set[str], sdk: int) -> list[str]:
-    """Return where the sources in a folder use one of the names, outside of comments and strings.
+    """Return the places at which sources in a folder use one of the names, outside of comments and strings.
 
-    What a newer SDK's ``#if`` holds, an older one does not compile.
+    Ignores code that an ``#if`` excludes with this SDK.
     """
     found = []
     for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
-        fences: list[bool] = []  # of the #if around a line: whether this SDK skips what is in it
+        fences: list[bool] = []  # for each #if around a line, whether this SDK skips its contents
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if directive := re.match(r"\s*#\s*(if|else|elif|endif)", line):
                 fence = FENCE.match(line)

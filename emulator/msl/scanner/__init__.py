@@ -1,1 +1,1 @@
-"""Turns Metal Shading Language into C++ for a CPU or for NVPTX, or into C++ for OpenCL to check it."""
+"""Translates Metal Shading Language to C++ for a CPU or NVPTX, or to C++ for OpenCL to check it."""

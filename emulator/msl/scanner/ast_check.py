@@ -1,7 +1,7 @@
 """Checks on clang's syntax tree of a source as C++ for OpenCL.
 
-C++ for OpenCL has a generic address space, to which a pointer without one points. Metal has none, so pointers
-without an address space are rejected here. So are recursion and lambdas.
+In C++ for OpenCL, a pointer without an address space points to the generic one, which Metal does not have.
+Such pointers are rejected here, as are recursion and lambdas.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ SPACES = ("__global", "__local", "__constant")
 
 
 class Checker:
-    """Walks a syntax tree in clang's JSON, where a location omits what the previous one contained."""
+    """Walks a syntax tree in clang's JSON, in which locations omit values equal to the previous ones."""
 
     def __init__(self, shim: str) -> None:
         self.shim = shim  # folder whose declarations are not checked
@@ -28,7 +28,7 @@ class Checker:
         return sorted(set(self.errors))
 
     def _place(self, location: Node | None) -> Place | None:
-        """Resolve a location as written in the Metal source; keeps what later locations omit."""
+        """Resolve a location as written in the Metal source; remembers values that later locations omit."""
         if not location:
             return None
         if "spellingLoc" in location or "expansionLoc" in location:
@@ -80,7 +80,7 @@ class Checker:
             self._member(node, place)
 
     def _call(self, node: Node, place: Place) -> None:
-        """Refuse a number for a vector in calls of Metal's functions, which have many overloads."""
+        """Reject numbers passed as vectors to Metal's functions, which have many overloads."""
         callee, *arguments = node.get("inner") or [{}]
         function = (callee.get("inner") or [{}])[0].get("referencedDecl", {})
         _, (file, _) = self.functions.get(function.get("id"), ("", (self.shim, 0)))
@@ -89,7 +89,7 @@ class Checker:
             self._error(place, f"'{name}' is given a number and a vector; make a vector of the number")
 
     def _member(self, node: Node, place: Place) -> None:
-        """Refuse a member function for thread objects that is called on an object elsewhere."""
+        """Reject a call of a member function for thread objects on an object in another address space."""
         inner = (node.get("inner") or [{}])[0]
         if inner.get("castKind") != "AddressSpaceConversion":
             return
@@ -117,5 +117,5 @@ class Checker:
 
 
 def _locations_only(node: Node) -> Node:
-    """Return a node whose locations are read, since later ones build on them, but which is not checked."""
+    """Return a node that is not checked, but whose locations are read, since later ones depend on them."""
     return {**node, "isImplicit": True, "kind": "CXXSkipped"}

@@ -1,8 +1,8 @@
-"""Rewrites vector constructors, and refuses casts to vectors.
+"""Rewrites vector constructors, and rejects casts to vectors.
 
-Vectors are clang's ``ext_vector_type``, which gives swizzles, operators and fast code, but C++ has no
-``float4(v.xy, 1, 2)`` for it, and its ``(int4)v`` reinterprets bits where Metal converts values. So, for a
-type T that is or may be a vector:
+Vectors are clang's ``ext_vector_type``, which provides swizzles, operators and fast code. But C++ has no
+``float4(v.xy, 1, 2)`` for it, and ``(int4)v`` reinterprets bits whereas Metal converts values. For a type T
+that is or may be a vector:
 
 =========================  ==============================
 ``T(a, b)``                ``::msl::construct<T>(a, b)``
@@ -24,7 +24,7 @@ OPERANDS = ("(", "-", "!", "~", "*", "&", "::")  # punctuation with which an ope
 
 
 class CastRewriter:
-    """Knows which names are vectors or may be, and rewrites their constructors."""
+    """Tracks the names that are or may be vectors, and rewrites their constructors."""
 
     def __init__(self, tokens: TokenList) -> None:
         self.tokens = tokens

@@ -51,7 +51,7 @@ def _declarations(tokens: TokenList, begin: int, end: int, scope: tuple[str, ...
 
 
 def _scope_name(tokens: TokenList, found: Declaration) -> tuple[str, ...]:
-    """Return the name that a namespace or class adds to qualified names; none where it is anonymous."""
+    """Return the name that a namespace or class adds to qualified names; none if it is anonymous."""
     assert found.body is not None
     names = []
     for index in tokens.outer(found.head, found.body[0]):

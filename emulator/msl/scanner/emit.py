@@ -22,8 +22,8 @@ def parameter(argument: Argument) -> str:
 def unit(tokens: TokenList, backend: str) -> str:
     """Return the prologue and the rewritten source, inside an anonymous namespace.
 
-    For the static check the source alone: C++ for OpenCL has no unnamed namespace with constant objects to
-    initialize, so the prologue can be compiled ahead.
+    For the static check, only the source: C++ for OpenCL supports no unnamed namespace with initialized
+    constant objects, so the prologue is compiled separately.
     """
     if backend == "check":
         return tokens.render()
@@ -52,7 +52,7 @@ def cpu_table(program: Program, name: str, source: str, macros: Macros, selected
     source
         Exact text that the host gives to newLibraryWithSource.
     macros, selected_by
-        The macros that a host may define, and the one that restores a kernel, for each that one restores.
+        Macros that a host may define, and for each kernel that a macro restores, that macro.
     """
     lines = ["namespace {", "namespace msl_table {", "using namespace ::metal_emulator::abi;"]
     rows = []

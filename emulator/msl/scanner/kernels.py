@@ -38,7 +38,7 @@ class Argument:
 
 @dataclass(slots=True)
 class Kernel:
-    """A kernel or kernel template; ``max_threads`` is 0 where no limit is given."""
+    """A kernel or kernel template; ``max_threads`` is 0 if no limit is given."""
 
     name: str
     scope: tuple[str, ...]
@@ -51,7 +51,7 @@ class Kernel:
 
     @property
     def path(self) -> str:
-        """Return the name from the global namespace on, so that it means no function of metal_stdlib."""
+        """Return the fully qualified name, which cannot refer to a function of metal_stdlib."""
         return "::".join(("", *self.scope, self.name))
 
 
@@ -96,7 +96,7 @@ def analyze(tokens: TokenList, found: list[Declaration]) -> Program:
 
 
 def is_kernel(tokens: TokenList, declaration: Declaration) -> bool:
-    """Whether the head says ``kernel`` or ``[[kernel]]`` before the name."""
+    """Whether the head contains ``kernel`` or ``[[kernel]]`` before the name."""
     for index in tokens.outer(declaration.head, declaration.head_end):
         if tokens[index].text == "(":
             return False
@@ -198,7 +198,7 @@ def _argument(tokens: TokenList, begin: int, end: int, kernel: str) -> Argument:
 def _check_indices(
     tokens: TokenList, declaration: Declaration, kernel: str, arguments: list[Argument]
 ) -> None:
-    """Refuse an index used twice."""
+    """Reject an index used twice."""
     taken: dict[tuple[str, int], str] = {}
     for argument in arguments:
         if argument.kind not in ("buffer", "threadgroup"):

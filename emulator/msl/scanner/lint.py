@@ -1,4 +1,4 @@
-"""Finds in the tokens of a source what Metal forbids and C++ for OpenCL accepts."""
+"""Finds constructs that Metal forbids and C++ for OpenCL accepts."""
 
 from collections.abc import Iterator
 

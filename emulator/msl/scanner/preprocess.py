@@ -29,12 +29,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def flags_of(options: argparse.Namespace) -> list[str]:
-    """Return the flags -D and -I that a command line has."""
+    """Return the -D and -I flags of a command line."""
     return [f"-D{d}" for d in options.defines] + [f"-I{i}" for i in options.include]
 
 
 def preprocess(source: str, metal_version: int, flags: list[str]) -> str:
-    """Expand macros and conditions; line markers stay.
+    """Expand macros and conditions, and keep line markers.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""From a Metal source to C++: the steps in order."""
+"""Translates a Metal source to C++."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def translate(
     flags
         Flags of the preprocessor.
     macros
-        Those by which a host may select kernels.
+        Macros by which a host may select kernels.
 
     Raises
     ------

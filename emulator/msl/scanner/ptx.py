@@ -1,13 +1,13 @@
 """Splits the assembly of a source for NVIDIA GPUs: one module for each kernel.
 
-The driver compiles a module when it is loaded. With a module for each kernel it compiles those that are used.
+The driver compiles a module when it is loaded: with one module per kernel, it compiles only used kernels.
 """
 
 import re
 
 from .tokens import SourceError
 
-# The place at which the executor may let a kernel wait for the previous one.
+# Placeholder for an instruction with which a kernel waits for the previous one.
 AWAIT = "// await"
 NAME = re.compile(r"[A-Za-z_$%][\w$]*")
 ENTRY = re.compile(r"\.entry\s+(\w+)")
@@ -36,13 +36,12 @@ def _statements(assembly: str) -> list[str]:
 
 
 def split(assembly: str, source: str) -> dict[str, str]:
-    """Return for the name of each entry a module with its variables, and nothing else.
+    """Return a module with only its variables for each entry, by name.
 
     Raises
     ------
     SourceError
-        There is a function: kernels contain all that they call, so that this one has no definition, such as
-        one of the C library.
+        The source calls a function without a definition, such as one of the C library. Others are inlined.
     """
     header: list[str] = []
     rest: list[str] = []

@@ -1,4 +1,4 @@
-"""Rewrites the parts of Metal that C++ does not have. Passes run in the order of ``rewrite``."""
+"""Rewrites the parts of Metal that are not C++. Passes run in the order of ``rewrite``."""
 
 import re
 
@@ -96,7 +96,7 @@ def _threadgroup_variables(tokens: TokenList, program: Program) -> None:
 def _threadgroup_variable(tokens: TokenList, index: int, end: int, kernel: Kernel) -> None:
     """Rewrite ``threadgroup T a[2], b;``; index is at ``threadgroup``, end at the semicolon."""
     position = index + 1
-    while position < end:  # the type ends before the first name that a bracket, comma or semicolon follows
+    while position < end:  # the type ends before the first name followed by a bracket, comma or semicolon
         if (closing := tokens.closing_angle(position)) is not None:
             position = closing
         elif tokens.kind(position) == "name" and (

@@ -1,4 +1,4 @@
-"""Kernels of a source that remain if the host defines macros when it compiles it."""
+"""Selects the kernels of a source by macros that the host defines when it compiles the source."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ class Macros:
     ``guard`` omits all kernels that no macro of ``selectors`` restores. Their value is 1.
     """
 
-    guard: str | None = None  # None: there are none
+    guard: str | None = None  # None: no macros
     selectors: tuple[str, ...] = ()
 
 
@@ -29,7 +29,7 @@ NO_MACROS = Macros()
 def select(
     path: Path, metal_version: int, flags: list[str], macros: Macros, kernels: list[str]
 ) -> dict[str, str]:
-    """Return the macro that restores a kernel, for each that one restores, as the preprocessor does.
+    """Return the macro that restores each kernel that the guard omits, as the preprocessor does.
 
     Raises
     ------
@@ -39,8 +39,7 @@ def select(
     guard = macros.guard
     if guard is None or guard not in path.read_text(encoding="utf-8"):
         return {}
-    # The list of files is made elsewhere. Where the macros themselves are defined for the compiler, only some
-    # kernels are compiled, and the host selects among those.
+    # The flags may define the macros, which limits the compiled kernels; the host selects among those.
     own = {guard, *macros.selectors}
     flags = [
         flag for flag in flags if flag.startswith(("-D", "-I")) and flag[2:].partition("=")[0] not in own

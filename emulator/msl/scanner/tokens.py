@@ -1,7 +1,7 @@
 """Tokens of a preprocessed Metal source.
 
 Passes rewrite a source by changing the ``out`` text of its tokens. White space, comments and line markers
-travel with the token after them and are never changed, so the output has the lines of the input.
+stay attached to the token after them, so the output has the lines of the input.
 """
 
 import re
@@ -21,8 +21,8 @@ TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-# Macros in the count of an unrolled loop are no longer known after the preprocessor. The count is only a
-# hint, so it is removed.
+# The count of an unrolled loop may name macros, which are unknown after the preprocessor. It is only a hint,
+# so it is removed.
 UNROLL_COUNT = re.compile(
     r"#\s*pragma\s+(?:clang\s+loop\s+)?unroll(?:_count)?\s*\(?\s*(?!enable|full|disable)[^()\s\d]"
 )
@@ -31,7 +31,7 @@ OPENING = {"(": ")", "[": "]", "{": "}"}
 
 
 class SourceError(Exception):
-    """A source that Metal would refuse, or that is outside of the modelled language."""
+    """A source that Metal would reject, or that is outside of the modelled language."""
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class TokenList(list[Token]):
     def closing_angle(self, index: int, *, certain: bool = False) -> int | None:
         """Return the ``>`` that closes the ``<`` at index; None for a comparison or another token.
 
-        A logical operator speaks for a comparison, unless it is ``certain`` that template parameters begin.
+        A logical operator implies a comparison, unless it is ``certain`` that template parameters begin.
         """
         depth = 0
         if self.at(index) != "<":
@@ -113,7 +113,7 @@ class TokenList(list[Token]):
     def outer(self, begin: int, end: int) -> Iterator[int]:
         """Yield the indices of tokens in [begin, end) that are not inside brackets or template arguments.
 
-        Of brackets, the opening ones are yielded.
+        Includes opening brackets.
         """
         index = begin
         while index < end:
@@ -133,7 +133,7 @@ class TokenList(list[Token]):
         return "".join((" " if t.space else "") + t.out for t in self[begin:end]).strip()
 
     def erase(self, begin: int, end: int) -> None:
-        """Write nothing for tokens [begin, end)."""
+        """Remove tokens [begin, end) from the output."""
         for token in self[begin:end]:
             token.out = ""
 
