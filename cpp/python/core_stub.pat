@@ -1,4 +1,4 @@
-# The emulator is there in test builds only, and its module is for tests.
+# Only test builds contain the emulator, and only tests use its module.
 ^_core\.emulator$:
     \from typing import Any
     emulator: Any
@@ -8,8 +8,8 @@
     \from typing import Any
     cpu: Any
 
-# Tables, whose types the generator does not look into: bytes of each struct, and name, type, offset and count of
-# its fields.
+# Tables, whose types the generator does not infer: bytes of each struct, and name, type, offset and count of its
+# fields.
 ^_core\.args_structs$:
     args_structs: dict[str, tuple[int, list[tuple[str, str, int, int]]]]
 
