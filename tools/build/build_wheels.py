@@ -5,10 +5,9 @@
     python tools/build/build_wheels.py --platforms manylinux_x86_64 --pythons 3.12  # one
 
 The compiler of the PyPI package ziglang builds for an old glibc or for musl and links its own C++ library, so
-the wheels need nothing but glibc 2.28 or musl 1.2. Python 3.12 and later share one wheel, for the stable ABI.
-Free-threaded Python has no stable ABI, so 3.14t has a wheel of its own, which is built if that interpreter is
-installed. Wheels for other systems are compiled, linked and inspected; those for this machine are also
-installed and run by `make test-wheels`.
+the wheels only need glibc 2.28 or musl 1.2. Python 3.12 and later share one wheel, for the stable ABI.
+Free-threaded Python has no stable ABI: 3.14t has a separate wheel, built if that interpreter is installed.
+Wheels for other systems are only inspected; `make test-wheels` also installs and runs those for this machine.
 """
 
 import argparse
@@ -36,7 +35,7 @@ C_LIBRARIES = {
     "manylinux": ((2, 28), "gnu.2.28", r"(libc|libm|libpthread|libdl|librt|ld-linux.*)\.so"),
     "musllinux": ((1, 2), "musl", r"libc\.so$"),
 }
-PYTHONS = ("3.10", "3.11", "3.12")  # the last one is for all later versions, too
+PYTHONS = ("3.10", "3.11", "3.12")  # the last one also covers all later versions
 FREE_THREADED = ("3.14t",)
 MAX_MEGABYTES = 12
 KERNELS = {
@@ -45,7 +44,7 @@ KERNELS = {
 }
 PLATFORMS = (*(f"{kind}_{processor}" for kind in C_LIBRARIES for processor in KERNELS), "macos")
 NATIVE = f"manylinux_{platform.machine()}"
-# Clang 18 takes registers of 512 bits for a feature of its own, which zig switches off.
+# Clang 18 has a separate feature for registers of 512 bits, which zig switches off.
 CASES = '    -mavx512f) arguments+=("$argument" -mevex512) ;;'
 
 
@@ -77,7 +76,7 @@ def _is_installed(version: str) -> bool:
 
 
 def tools_of(version: str, folder: Path) -> Path:
-    """Return the Python of an environment with the build tools, which is made once."""
+    """Return the Python of an environment with the build tools, and create it on first use."""
     environment = folder / f"python-{version}"
     python = environment / "bin" / "python"
     if not (environment / ".ready").exists():
@@ -128,7 +127,7 @@ def check_contents(wheel: Path, kernels: Sequence[str]) -> bytes:
     if not any(re.fullmatch(r"metal_prefill/data/.*\.gguf", name) for name in names):
         raise WheelError(f"{wheel.name} lacks the bundled model")
     for name in kernels:
-        if name.encode() + b"\0" not in library:  # their names are strings in the library
+        if name.encode() + b"\0" not in library:  # kernel names are strings in the library
             raise WheelError(f"{wheel.name}: the kernels {name} are missing")
     return library
 

@@ -25,7 +25,7 @@ DYLIBS = {
 
 SIGNATURES, CODE_DIRECTORY, SHA256 = 0xFADE0CC0, 0xFADE0C02, 2
 N_EXT, N_TYPE, N_UNDEFINED = 0x01, 0x0E, 0x00  # of a symbol
-DYNAMIC_LOOKUP = (0xFE, 0)  # as ordinal of a library: what dyld finds anywhere; zig writes 0
+DYNAMIC_LOOKUP = (0xFE, 0)  # as ordinal of a library: dyld searches all libraries; zig writes 0
 
 
 def check_signature(data: bytes, at: int) -> int:
@@ -81,7 +81,7 @@ def check_extension(data: bytes) -> list[str]:
     if "_MTLCreateSystemDefaultDevice" not in objc:
         raise WheelError("no Metal in it")
     looked_up = {name for name, symbol in undefined.items() if symbol.library_ordinal in DYNAMIC_LOOKUP}
-    if looked_up != python:  # all others were found in a library when linking
+    if looked_up != python:  # the linker found all others in a library
         raise WheelError(f"symbols that nothing has: {sorted(looked_up ^ python)}")
     pages = check_signature(data, found.code_signature.data_offset if found.has_code_signature else 0)
     return [
@@ -94,8 +94,8 @@ def check_extension(data: bytes) -> list[str]:
     ]
 
 
-# Zig's linker knows no response files and no bundles: Python's symbols are found at load time, and Python
-# loads a dynamic library as well.
+# Zig's linker supports neither response files nor bundles. Python also loads a dynamic library, whose Python
+# symbols are found at load time.
 CASES = """\
     -Wl,@*|-Wl,-S|-Wl,-x) ;;
     -bundle) arguments+=(-shared -Wl,-undefined,dynamic_lookup) ;;"""

@@ -1,8 +1,8 @@
-"""Hooks of mkdocs: pages of the site that are not files in docs/, and links as the repository writes them.
+"""Hooks of mkdocs: pages of the site that are not files in docs/, and links between files of the repository.
 
 Markdown files elsewhere in the repository become pages, as does each example. The pages of the reference are
-made from the public names of the package. A link to a file of the repository becomes one to its page; one to
-a file that has no page is a warning, and so an error.
+made from the public names of the package. Links to files of the
+repository become links to their pages; a link to a file without a page is a warning, and so an error.
 """
 
 import ast
@@ -60,7 +60,7 @@ def reference(page: str) -> str:
     names = public_names(module)
     if module == "metal_prefill":
         documented = {name for other, (_, m) in REFERENCE.items() if m != module for name in public_names(m)}
-        names.sort(key=lambda name: name not in ("Model", "Session"))  # the one most readers look for
+        names.sort(key=lambda name: name not in ("Model", "Session"))  # most readers look for these
         names = [
             name for name in names if name.endswith("Error") == (page == "errors") and name not in documented
         ]

@@ -1,4 +1,4 @@
-"""Extensions of griffe: roles in docstrings become links, and functions that a class names become methods."""
+"""Extensions of griffe: roles in docstrings become links, and functions assigned in classes methods."""
 
 import html
 import re

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Unpacks Debian's Python for 64-bit Arm in a folder, in which qemu-aarch64 runs it: tests/packaging/test_wheels.py installs the wheel
-# for Arm there. Needs apt-get and Debian's keys, and leaves the packages of this system as they are.
+# Unpacks Debian's Python for 64-bit Arm in a folder, in which qemu-aarch64 runs it and tests/packaging/test_wheels.py installs
+# the wheel for Arm. Needs apt-get and Debian's keys. Does not change this system's packages.
 #
 #   tools/build/fetch_arm_python.sh FOLDER    FOLDER/usr/bin/python3.13 afterwards
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds tests/arm, the CPU engine for 64-bit Arm, which tests run on an emulated processor. Without clang, the cross
-# libraries or qemu-user those tests are skipped, or fail where METAL_PREFILL_REQUIRE_EMULATOR is set. Nothing is to be
-# done on an Arm machine: there the other tests run the same kernels.
+# libraries or qemu-user those tests are skipped, or fail if METAL_PREFILL_REQUIRE_EMULATOR is set. Does nothing on an
+# Arm machine, on which the other tests run the same kernels.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

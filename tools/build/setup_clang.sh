@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Finds the clang that compiles shaders for the Metal emulator and prints the build options for pip. Without clang the
-# package builds all the same; the emulator's tests are then skipped, or fail where METAL_PREFILL_REQUIRE_EMULATOR is set.
+# package still builds, but the emulator's tests are skipped, or fail if METAL_PREFILL_REQUIRE_EMULATOR is set.
 set -euo pipefail
 
 . "$(dirname "$0")/setup_common.sh"

@@ -1,6 +1,6 @@
-# Shared by the setup scripts, to be sourced: questions about the system.
+# Functions for the setup scripts, which source this file.
 
-# The clang that shaders and Arm kernels are built with.
+# The clang for shaders and Arm kernels.
 find_clang() {
   for name in clang++-19 clang++-20 clang++-18; do
     if command -v "$name" >/dev/null; then command -v "$name"; return 0; fi
@@ -13,7 +13,7 @@ oldest_compilers() {
   sed -n 's/.*install GCC \([0-9]*\) or clang \([0-9]*\),.*/g++-\1 clang++-\2/p' "$(dirname "${BASH_SOURCE[0]}")/../../CMakeLists.txt"
 }
 
-# The browser that the page is tested in.
+# The browser for tests of the server's page.
 find_browser() {
   for name in chromium chromium-browser google-chrome google-chrome-stable; do
     if command -v "$name" >/dev/null; then command -v "$name"; return 0; fi
@@ -21,7 +21,7 @@ find_browser() {
   return 1
 }
 
-# Names functions and lines in the reports of sanitizers.
+# Resolves functions and lines in the reports of sanitizers.
 find_symbolizer() { command -v llvm-symbolizer-19 || command -v llvm-symbolizer; }
 
 # Whether tests run the kernels of 64-bit Arm on an emulated processor: on an Arm machine the other tests run them.
@@ -31,11 +31,11 @@ have_qemu() { command -v qemu-aarch64 >/dev/null; }
 
 have_arm_libraries() { compgen -G "/usr/lib/gcc-cross/aarch64-linux-gnu/*/libstdc++.a" >/dev/null; }
 
-# Packages of Debian's stable release, whatever this system is.
+# Packages of Debian's stable release, on any system.
 DEBIAN_KEYS=/usr/share/keyrings/debian-archive-keyring.gpg
 have_debian_sources() { command -v apt-get >/dev/null && [ -e "$DEBIAN_KEYS" ]; }
 
-# Lets apt-get use them, with lists and archives in a folder, and leaves the packages of this system as they are:
+# Makes apt-get use them, with lists and archives in a folder, without changing this system's packages:
 # use_debian_sources <folder> <architecture>
 use_debian_sources() {
   local kind

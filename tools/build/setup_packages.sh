@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs what the tests need of the system, with apt-get, and says so in one line: clang for the Metal emulator; cross
-# libraries and qemu-user for the kernels of 64-bit Arm; with the argument "browser", Chromium alone; with "compilers", the oldest
-# compilers that the package supports. Who may not install packages is told the command. Nothing else in
-# this project installs system packages. A package that cannot be installed is no error here: the builds say what they skip
-# without it, or fail where METAL_PREFILL_REQUIRE_EMULATOR is set.
+# Installs system packages for the tests with apt-get, and reports each in one line: clang for the Metal emulator; cross
+# libraries and qemu-user for the kernels of 64-bit Arm; with the argument "browser", only Chromium; with "compilers", the
+# oldest supported compilers. Without the permission to install packages, prints the command. Nothing else in this project
+# installs system packages. A failed installation is not an error here: builds report what they skip without a package, or
+# fail if METAL_PREFILL_REQUIRE_EMULATOR is set.
 set -euo pipefail
 
 . "$(dirname "$0")/setup_common.sh"
@@ -24,7 +24,7 @@ install() {
     return
   fi
   [ "$(id -u)" -ne 0 ] || apt-get update -qq >/dev/null || true  # what it could not fetch, the next command names
-  # Each release of Debian and Ubuntu has a version of its own; the oldest fits every clang.
+  # Releases of Debian and Ubuntu have different versions; the oldest works with every clang.
   cross=$(apt-cache search --names-only '^libstdc\+\+-[0-9]+-dev-arm64-cross$' | cut -d' ' -f1 | sort -V | head -1)
   packages=("${packages[@]/#libstdc++-dev-arm64-cross/${cross:-libstdc++-12-dev-arm64-cross}}")
   if [ "$(id -u)" -ne 0 ]; then

@@ -1,4 +1,4 @@
-"""Wheels for other systems, with commands for CMake that are made of the PyPI package ziglang."""
+"""Build wheels for other systems, with commands for CMake based on the PyPI package ziglang."""
 
 import os
 import shutil
@@ -8,8 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _ZIG = f'exec "{sys.executable}" -m ziglang'
-# Zig takes architectures for versions of a processor. CMake preprocesses with "-o -", which is a file to zig:
-# without it, zig prints as well.
+# Zig reads architectures as versions of a processor, and the "-" of CMake's "-o -" as a file name;
+# without this option, it prints preprocessed text.
 _COMPILER = """arguments=()
 for argument in "$@"; do
   case "$argument" in
@@ -28,7 +28,7 @@ class WheelError(Exception):
 
 
 def compiler(target: str, cases: str) -> str:
-    """Return the body of a compiler for C++, which treats some arguments by further cases of bash."""
+    """Return the bash body of a C++ compiler; further cases handle some arguments."""
     return _COMPILER % (cases, _ZIG, target)
 
 
@@ -44,7 +44,7 @@ def write_commands(folder: Path, **scripts: str) -> None:
 
 def build_wheel(
     python: Path,
-    work: Path,  # folder for all output, with the commands in its folder tools
+    work: Path,  # folder for all output, with the commands in its subfolder tools
     tag: str,  # of the platform
     *,
     system: tuple[str, str] | None,  # name and processor for CMake; None for this machine
@@ -83,9 +83,9 @@ def build_wheel(
 
 
 def _forget_python(build: Path) -> None:
-    """Let CMake find Python again in a build folder, whose objects stay: most of them do not use Python.
+    """Make CMake find Python again in a build folder, but keep the objects: most do not use Python.
 
-    With its own record of the folder, scikit-build-core would delete the objects for another environment.
+    Given its own record of the folder, scikit-build-core would delete the objects for another environment.
     """
     for name in ("CMakeCache.txt", ".skbuild-info.json"):
         (build / name).unlink(missing_ok=True)
@@ -94,8 +94,8 @@ def _forget_python(build: Path) -> None:
 def _python_headers(copy: Path, python: Path) -> Path:
     """Return the folder of the headers of a Python.
 
-    On Debian, Python's pyconfig.h only includes that of the host's processor, from a folder that zig does not
-    search. A copy replaces it with that one.
+    On Debian, Python's pyconfig.h only includes the host processor's file, from a folder that zig does not
+    search. Returns a copy that contains that file instead.
     """
     code = "import sysconfig as s; print(s.get_path('include'), s.get_config_var('MULTIARCH'), sep='\\n')"
     found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout

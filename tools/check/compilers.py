@@ -1,6 +1,6 @@
 """Check that the oldest supported compilers accept every source of the package that a build compiled.
 
-Only syntax is checked, and only of files that changed since the last time; by GCC, of C++ alone::
+Checks only the syntax, and only of files that changed since the last time; with GCC, only of C++::
 
     make lint
     .venv/bin/python tools/check/compilers.py build/emulator g++-11 clang++-14
@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKED = ("cpp/", "emulator/", "tests/native/")
-# Options that decide what a source means.
+# Options that affect the meaning of a source.
 KEPT = re.compile(r"-[DIm].+|-std=.+|-fblocks|-f(no-)?objc-(arc|runtime=.+)")
 RULES = """
 rule check
@@ -38,7 +38,7 @@ def rules_of(build: Path, folder: Path, compiler: str) -> str:
     lines = [RULES, f"compiler = {compiler}"]
     entries = json.loads((build / "compile_commands.json").read_text(encoding="utf-8"))
     for file, entry in {os.path.relpath(entry["file"], ROOT): entry for entry in entries}.items():
-        # Without Metal, the plan of a pass is compiled as C++, and other Objective-C++ is not compiled.
+        # GCC checks only the plan of a pass among .mm files: builds without Metal compile it as C++.
         is_plan = file.startswith("cpp/metal/plan/")
         if not file.startswith(CHECKED) or (file.endswith(".mm") and not is_plan and not clang):
             continue
@@ -52,7 +52,7 @@ def rules_of(build: Path, folder: Path, compiler: str) -> str:
 
 
 def main() -> int:
-    """Check all sources with each compiler; return 1 if one is refused or a required compiler is missing."""
+    """Check all sources with each compiler; return 1 if one is rejected or a required compiler is missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("build", type=Path, help="folder of a build")
     parser.add_argument("compilers", nargs="+", help="names of compilers")

@@ -1,12 +1,12 @@
-"""Change single operators, numbers and conditions of sources, and print the changes that no test notices.
+"""Change single operators, numbers and conditions of sources, and print the changes that all tests pass.
 
     make mutants                                   # 20 mutants of the files that differ from main
     python tools/check/mutate.py cpp/cache -n 50   # of these files or folders
     python tools/check/mutate.py . --seed 7        # of the whole project
 
 cosmic-ray mutates Python, universalmutator C++ and shaders. Each mutant is built in this checkout, in the
-folder of `make test`, and tested by the tests of its part; afterwards the file has its former text. Mutants
-that do not compile do not count. A survivor is a missing test, or does not change a result.
+folder of `make test`, and tested by the tests of its part; afterwards the file is restored. Mutants that do
+not compile are not counted. A survivor indicates a missing test, or does not change any result.
 """
 
 import argparse
@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "mutants"
 BIN = Path(sys.executable).parent  # cmake and ninja of the environment
 BUILDS = ("build/emulator", "build/metal", "build/testing")
-TIME_LIMIT_S = 600  # for the tests of a mutant; a mutant that hangs is noticed
-# Tests of each part of the project, by the prefix of its files; the first prefix that fits counts.
+TIME_LIMIT_S = 600  # for the tests of a mutant; one that hangs is noticed
+# Tests of each part of the project, by the prefix of its files; the first matching prefix applies.
 PYTHON = "python/metal_prefill/"
 _MODELS = "tests/engine/test_experts.py tests/engine/test_layered_models.py tests/engine/test_q8_cache.py"
 PARTS = {
@@ -63,7 +63,7 @@ def python_mutants(text: str) -> list[Mutant]:
     nodes = list(trees.ast_nodes(trees.get_ast(text)))
     found: list[Mutant] = []
     for name in plugins.operator_names():
-        # `|` is in annotations, which are not evaluated; arguments are names of variables.
+        # Skips `|`, which is used in unevaluated annotations, and operators that need names of variables.
         if "BitOr_" not in name and not plugins.get_operator(name).arguments():
             operator = plugins.get_operator(name)()
             count = sum(1 for node in nodes for _ in operator.mutation_positions(node))
@@ -154,7 +154,7 @@ def main() -> int:
     ]
     print(f"{len(mutants)} mutants of {len(files)} files, seed {options.seed}", flush=True)
     random.Random(options.seed).shuffle(mutants)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the file gets its former text then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # restores the file, too
     tried = survived = 0
     for file, mutant in mutants:
         if tried == options.n:

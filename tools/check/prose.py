@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PATTERNS = ("*.md", "*.py", "*.h", "*.cpp", "*.mm", "*.metal", "*.inc", "Makefile")
-PHRASES = {  # each has no good use in this project, whatever the sentence
+PHRASES = {  # none has a good use in this project
     r"\bto be had\b": "available",
     r"\bat hand\b": "available, or name the thing",
     r"\blet(s|ting)? go of\b": "release",

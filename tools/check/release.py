@@ -1,7 +1,7 @@
 """Compare the tag of a release with the version of the package and with the changelog.
 
-``python tools/check/release.py v1.2.3`` fails where the three do not name the same version. Without a tag it
-lists the files of a release and what a maintainer has to do by hand, the last step of ``make release-check``.
+``python tools/check/release.py v1.2.3`` fails unless all three name the same version. Without a tag it lists
+the files of a release and a maintainer's manual steps; that is the last step of ``make release-check``.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def problems(tag: str, pyproject: str, changelog: str) -> list[str]:
 
 
 def steps() -> str:
-    """Return a list of the files of a release, and of the steps that are left."""
+    """Return a list of the files of a release, and of the remaining steps."""
     pyproject = (ROOT / "pyproject.toml").read_text()
     version = stated_version(pyproject)
     files = [f"{path.stat().st_size / 1e6:5.1f} MB  {path.name}" for path in sorted(FILES.iterdir())]

@@ -4,13 +4,13 @@
 #   tools/check/sanitize.sh address [pytest arguments]    AddressSanitizer, LeakSanitizer, UndefinedBehaviorSanitizer
 #   tools/check/sanitize.sh thread [pytest arguments]     ThreadSanitizer
 #
-# Without arguments, the tests of all kernels, both engines and the emulator. Each file runs in a Python of its own: leaks
-# are looked for when a process ends and are then those of one file. What a file printed is in build/sanitize-*/tests, and
-# is shown where something was found. The first finding ends the file with its report; the other files are run all the
-# same.
+# Without arguments, runs the tests of all kernels, both engines and the emulator. Each file runs in a separate Python:
+# leaks, which are detected when a process ends, are thus attributed to a file. Output is written to
+# build/sanitize-*/tests, and printed if there are findings. The first finding ends its file; the other files still
+# run.
 #
-# Python itself is not instrumented: it preloads the sanitizer's runtime, and the package is used from a folder of its
-# own, so that the installed one stays as it is.
+# Python itself is not instrumented: it preloads the sanitizer's runtime, and imports the package from a separate folder, so
+# that the installed one is unchanged.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -21,7 +21,7 @@ case "${1-}" in
 esac
 name=$1
 shift
-# The longest come first, so that no core is idle at the end. The rest is about Python, or about what sanitizers leave out.
+# The longest come first, so that no core is idle at the end. Other tests are of Python, or of code that is not instrumented.
 mapfile -t files < <(printf '%s\n' tests/metal/test_metal_engine.py \
   tests/engine/test_{session,engine}.py tests/cpu/kernels/test_*.py tests/files/saved_sessions/test_*.py \
   tests/engine/test_{batch,q8_cache,concurrency,experts,aliasing,allocation_faults}.py tests/generation/test_speculation.py \
@@ -50,17 +50,17 @@ symbolizer=$(command -v llvm-symbolizer-19 || command -v llvm-symbolizer) ||
   { echo "error: there is no llvm-symbolizer (Debian: apt-get install llvm-19)" >&2; exit 1; }
 common="external_symbolizer_path=$symbolizer"
 export PYTHONPATH=$build/package
-# Leaks are found by following pointers through memory of malloc: Python's objects must be there too.
+# LeakSanitizer follows pointers through malloc's memory only, so Python's objects must be in it, too.
 export PYTHONMALLOC=malloc
 export ASAN_OPTIONS=$common:detect_leaks=1:allocator_may_return_null=1:detect_stack_use_after_return=0:handle_segv=1
 export LSAN_OPTIONS=suppressions=$PWD/tools/check/sanitize/leaks.txt:print_suppressions=0
 export UBSAN_OPTIONS=$common:halt_on_error=1:print_stacktrace=1
 export TSAN_OPTIONS=$common:halt_on_error=1:second_deadlock_stack=1:history_size=4:die_after_fork=0
 TSAN_OPTIONS+=:suppressions=$PWD/tools/check/sanitize/races.txt
-# The threads of NumPy's matrix products meet in ways that ThreadSanitizer, which does not see them, takes for races.
+# ThreadSanitizer does not see how the threads of NumPy's matrix products synchronize, and would report races.
 export OPENBLAS_NUM_THREADS=1
 export METAL_PREFILL_REQUIRE_EMULATOR=1 METAL_EMULATOR_REQUIRED=1
-# Interceptors of C++ exceptions look for libstdc++ when they are set up.
+# Interceptors of C++ exceptions require that libstdc++ is loaded first.
 test=(env LD_PRELOAD="$preload $("$clang" -print-file-name=libstdc++.so.6)"
       "$python" -m pytest --timeout=900 -p no:cacheprovider -p no:faulthandler --capture=sys)
 [ $# -eq 0 ] || exec "${test[@]}" "$@"
@@ -81,7 +81,7 @@ test_file() {
   fi
 }
 
-# Engines and emulator use more than one core by themselves; on two, two files at once take as long as one after the other.
+# Engines and emulator use several cores themselves: on two cores, two concurrent files take as long as successive ones.
 jobs=$((($(nproc) + 1) / 2)) running=0 failed=0
 for file in "${files[@]}"; do
   if ((running == jobs)); then wait -n || failed=1; else running=$((running + 1)); fi

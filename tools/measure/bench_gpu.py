@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """Measure the Metal engine on a GPU: speeds, the time of every kernel, and the limits of the GPU.
 
-It needs a build with METAL_PREFILL_EMULATOR_CUDA=ON and an NVIDIA GPU (``make bench-gpu``). Times of kernels
-come from a second process, in which the emulator puts an event between all dispatches; speeds come from the
-first, without events.
+Requires a build with METAL_PREFILL_EMULATOR_CUDA=ON and an NVIDIA GPU (``make bench-gpu``). One process
+measures speeds, a second one times of kernels, with an event of the emulator between all dispatches.
 
 Examples
 --------
@@ -37,16 +36,16 @@ DEPTH = 32  # tokens in the context before decoding
 # SmolLM-135M's shape in Q4_0 with a head in Q8_0: operations of the layers' weights for a token and of the
 # head for a prompt, and the bytes of both.
 LINEAR_FLOP, HEAD_FLOP, WEIGHT_BYTES = 212.3e6, 56.6e6, 89.8e6
-APPLE_FAMILY = 9  # the engine is tuned as for an M3 or M4
+APPLE_FAMILY = 9  # tunes the engine for an M3 or M4
 Record = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """A call of one pass or more, and what precedes it."""
+    """A call of one or more passes, and its preparation."""
 
     name: str
     tokens: int
-    session: Session  # has the statistics of the call
+    session: Session  # provides the statistics of the call
     prepare: Callable[[], object]
     run: Callable[[], object]
 
@@ -57,7 +56,7 @@ def prompt_of(n: int) -> np.ndarray[Any, Any]:
 
 
 def cases(model: Model) -> Iterator[Case]:
-    """Yield prompts, the next token of a sequence, and passes with a token of each of several sequences."""
+    """Yield prompts, the next token of a sequence, and passes with one token of each of several sequences."""
     for n in PROMPTS:
         session = model.session()
         name = f"{n} token{'s' * (n > 1)}"
@@ -217,7 +216,7 @@ def report(result: Record) -> list[str]:
 
 
 def main() -> int:
-    """Run the command line; see the module's text."""
+    """Run the command line; see the module docstring."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

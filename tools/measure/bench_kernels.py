@@ -1,8 +1,7 @@
 """Benchmark single steps of the CPU engine against the limits of this machine.
 
-``python tools/measure/bench_kernels.py`` times products and attention together with loops that only multiply
-registers, and with plain reading of memory: the share of these limits measures a kernel independently of the
-load of the machine.
+``python tools/measure/bench_kernels.py`` times products and attention together with register-only products
+and plain reads of memory. A kernel's share of these limits does not depend on the load of the machine.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from metal_prefill.bench import _machine
 from metal_prefill.bench._runner import Spread, spread
 from metal_prefill.commands import common
 
-# Rows and columns of SmolLM-135M: attention's output, Q K V as one, gate and up as one, down, the head.
+# Rows and columns of SmolLM-135M: attention's output, merged Q K V, merged gate and up, down, the head.
 SHAPES = ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576))
 HEAD_ROWS = 32_000  # a matrix with more is a head
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
@@ -46,7 +45,7 @@ def repetitions_for(workload: Workload, seconds: float) -> int:
 
 
 def limit_of(workload: Workload) -> Callable[[], float]:
-    """Return a function that measures a limit as multiply-adds, or else bytes, per second."""
+    """Return a function that measures a limit in multiply-adds or in bytes per second."""
     count = repetitions_for(workload, LIMIT_S)
     return lambda: count * (workload.multiply_adds or workload.bytes) / workload.run(count)
 
@@ -54,7 +53,7 @@ def limit_of(workload: Workload) -> Callable[[], float]:
 def measure(
     workload: Workload, products: Callable[[], float], memory: Callable[[], float], samples: int
 ) -> list[Spread]:
-    """Return multiply-adds per second, and their and the bytes' share of the limits next to each sample."""
+    """Return multiply-adds per second, and the shares of both limits, measured next to each sample."""
     count = repetitions_for(workload, SAMPLE_S)
     found = []
     before = products(), memory()
@@ -100,7 +99,7 @@ def cases(
 
 
 def share(part: Spread) -> str:
-    """Return a share in percent, with its range; empty if nothing is read."""
+    """Return a share in percent, with its range; empty without shares."""
     return part.text("{:.0%}".format) if part.median else ""
 
 

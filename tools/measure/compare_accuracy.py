@@ -1,7 +1,7 @@
 """Compare the logits of this package and of llama.cpp with each other and with float64 arithmetic.
 
-Prints the tables of ``docs/accuracy.md``. Every engine processes the same tokens, and all its logits are
-compared with those of the tests' float64 reference over the same dequantized weights::
+Prints the tables of ``docs/accuracy.md``. Every engine processes the same tokens. Its logits are compared
+with the tests' float64 reference for the same dequantized weights::
 
     pip install . llama-cpp-python
     python tools/measure/compare_accuracy.py                  # the bundled model, and SmolLM-135M's shape
@@ -34,8 +34,8 @@ from metal_prefill import Model, default_model_path, synth
 from metal_prefill.bench._machine import available_threads
 from metal_prefill.commands.perplexity import perplexity, windows
 
-CORRELATED_TOKENS = 64  # after which logits of types are compared
-WINDOW = 512  # tokens whose perplexity is computed together
+CORRELATED_TOKENS = 64  # tokens after which the logits of types are compared
+WINDOW = 512  # tokens of a window for perplexity
 
 Logits: TypeAlias = npt.NDArray[np.float64]  # [n, vocab]
 Tokens: TypeAlias = npt.NDArray[np.int64]
@@ -76,7 +76,7 @@ def log_softmax(logits: Logits) -> Logits:
 
 
 def comparison(actual: Logits, expected: Logits) -> list[str]:
-    """Return the cells of a row: the distance of `actual` from `expected`, over all positions."""
+    """Return the cells of a row: distances of `actual` from `expected`, over all positions."""
     correlations = [float(np.corrcoef(a, e)[0, 1]) for a, e in zip(actual, expected, strict=True)]
     same = int((actual.argmax(axis=1) == expected.argmax(axis=1)).sum())
     log_p, log_q = log_softmax(expected), log_softmax(actual)
@@ -90,14 +90,14 @@ def comparison(actual: Logits, expected: Logits) -> list[str]:
 
 
 def margin_where_different(actual: Logits, expected: Logits) -> float:
-    """Return the largest lead of `expected`'s choice where the two choose differently."""
+    """Return the largest lead of `expected`'s choice at positions at which the two choose differently."""
     chosen, wanted = actual.argmax(axis=1), expected.argmax(axis=1)
     rows = np.arange(len(expected))
     return float((expected[rows, wanted] - expected[rows, chosen]).max())
 
 
 def engines_of(path: Path) -> Engines:
-    """Name the engines that are compared on a model."""
+    """Return the engines to compare on a model, by name."""
     return {
         "metal_prefill, f32, f32 cache": lambda tokens: ours(path, tokens, "f32", "f32"),
         "metal_prefill, f32, f16 cache": lambda tokens: ours(path, tokens, "f32", "f16"),
@@ -191,9 +191,8 @@ def print_header(cells: Sequence[str]) -> None:
 def compare_types(source: Path, text: str, tokens: int, types: Sequence[str]) -> None:
     """Print the accuracy of types that llama.cpp quantizes a model to.
 
-    The perplexity of a text, and the similarity of the logits after each of the first tokens to those of
-    float32 products with the same weights: the correlation over the vocabulary, its median over the tokens,
-    and the lowest.
+    Prints the perplexity of a text, and the correlation over the vocabulary between the logits after each of
+    the first tokens and those of float32 products with the same weights: its median and its minimum.
     """
     ids, cut = windows_of(source, text, tokens)
     print(f"### {source.name}, quantized again: {len(ids)} tokens, windows of {min(WINDOW, len(ids))}\n")

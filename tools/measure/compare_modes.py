@@ -4,8 +4,8 @@ Texts are the longest paragraphs of this documentation and of other files::
 
     python tools/measure/compare_modes.py minilm path/to/all-mpnet-base-v2 --texts play.txt
 
-Each mode's vectors are compared with those of ``compute="f32"``: 1 - cosine, how many of the ten nearest
-neighbours of a text stay, and how often the rest of a paragraph is among the ten texts nearest to its first
+Compares each mode's vectors with ``compute="f32"``: 1 - cosine, the share of the ten nearest neighbours of a
+text that are the same, and how often the rest of a paragraph is among the ten texts nearest to its first
 sentence.
 """
 
@@ -33,7 +33,7 @@ def paragraphs(paths: list[Path], n: int) -> list[tuple[str, str]]:
     for path in paths:
         for block in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
             head, _, rest = " ".join(block.split()).partition(". ")
-            if len(head) > 30 and 60 < len(rest) < 600:  # which no model cuts
+            if len(head) > 30 and 60 < len(rest) < 600:  # no model truncates these
                 found.append((head, rest))
     return sorted(found, key=lambda pair: -len(pair[1]))[:n]
 

@@ -1,6 +1,6 @@
 """Draw the README's chart from the rows of benchmarks.
 
-Each test is a panel. The chart needs matplotlib, and the files that README.md's commands write::
+Each test has a panel. Requires matplotlib, and the files that README.md's commands write::
 
     python tools/measure/plot_peers.py docs/images/peers.png prompts.json vectors.json
 """

@@ -1,7 +1,7 @@
-"""Record what transformers and peft compute for small models with random weights.
+"""Record results of transformers and peft for small models with random weights.
 
-They are logits of decoders, hidden states of encoders, and vectors of models with adapters and of decoders
-whose tokens see those after them. Run it when such a folder, encoder or text of ``tests/support`` changes.
+Results are logits of decoders, hidden states of encoders, and vectors of models with adapters and of decoders
+with bidirectional attention. Run it when such a folder, encoder or text of ``tests/support`` changes.
 """
 
 import json
@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 from metal_prefill.bench._peers.padded_texts import load_encoder
 
 ADAPTED = {"small": "Qwen3", "nano": "EuroBert"}  # classes of the bodies
-OWN = ("architectures", "model_type", "task_names")  # fields that only the class of the model has
+OWN = ("architectures", "model_type", "task_names")  # fields specific to the class of the model
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def encoder_states() -> dict[str, Any]:
 
 
 def states_of_files() -> dict[str, Any]:
-    """Return the hidden states of encoders of the catalogue with matrices in float32, by lengths of texts."""
+    """Return the hidden states of the catalogue's encoders with float32 matrices, by lengths of texts."""
     record: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         for name, model in comparison.OF_TRANSFORMERS.items():
@@ -102,7 +102,7 @@ def states_of_files() -> dict[str, Any]:
 
 
 def body_of(folder: Path, kind: str, tensors: dict[str, torch.Tensor], **settings: Any) -> Any:
-    """Return the model without a head that a class of transformers makes of the tensors of a folder."""
+    """Return a transformers model without a head, made of the tensors of a folder."""
     fields = {name: value for name, value in config_of(folder).items() if name not in OWN}
     config = getattr(transformers, f"{kind}Config")(**fields)
     config.update(settings)
@@ -120,7 +120,7 @@ def states_of(model: Any, folder: Path, texts: Sequence[str]) -> list[Any]:
 
 
 def adapted(folder: Path, kind: str) -> Any:
-    """Return the vector of each text with each adapter: the state of its last token, of length 1."""
+    """Return the vector of each text with each adapter: the normalized state of its last token."""
     base = body_of(folder, kind, load_file(folder / "model.safetensors"))
     first, *others = adapter_folders.TASKS
     model = peft.PeftModel.from_pretrained(base, folder / "adapters" / first, adapter_name=first).eval()
@@ -142,7 +142,7 @@ def bidirectional(folder: Path, last: bool, normalized: bool) -> Any:
     tensors = load_file(folder / "model.safetensors")
     projection = tensors.pop("linear.weight", None)
     tensors.pop("lm_head.weight", None)
-    # A class with its own setting would take another window.
+    # Gemma3Text has a setting of its own: with is_causal, it would use a different window.
     model = body_of(folder, kind, tensors, **({} if kind == "Gemma3Text" else {"is_causal": False}))
     found = []
     for states in states_of(model, folder, bidirectional_folders.TEXTS):

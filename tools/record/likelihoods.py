@@ -1,4 +1,4 @@
-"""Record likelihoods of lm-eval with transformers, which reads a small model file of the tests.
+"""Record likelihoods of lm-eval with transformers for a small model file of the tests.
 
 Run it when a text of ``tests/support/choice_task.py`` changes.
 """

