@@ -1,11 +1,11 @@
-// Answers calls that come over standard input: the CPU engine's kernels, and the engine itself, for tests
-// that run it on an emulated processor. tests/support/kernels/arm_machine.py is the other end.
+// Executes calls of the CPU engine's kernels, and of the engine itself, from standard input, for tests that
+// run it on an emulated processor. tests/support/kernels/arm_machine.py is the client.
 //
 // A message is a list of values, each a tag and its contents: i (int64), f (double), s (string), a (array:
-// size of an element, two dimensions, bytes). Integers are 32 bits wide where nothing else is said. A request
-// begins with the name of the function; an answer with s and a message where that failed, else with the
-// number of values that the function returned. These follow, then every array that it wrote: which argument
-// it was, and its contents.
+// size of an element, two dimensions, bytes). Integers have 32 bits unless stated otherwise. A request begins
+// with the name of the function. An answer begins with s and a message if the call failed, else with the
+// number of values that the function returned. These follow, then every array that the function wrote: the
+// index of the argument, and the contents.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -32,7 +32,7 @@ namespace metal_prefill {
 namespace {
 
 void read_bytes(void* p, std::size_t n) {
-  if (std::fread(p, 1, n, stdin) != n) std::exit(0);  // the other end is gone
+  if (std::fread(p, 1, n, stdin) != n) std::exit(0);  // the client has ended
 }
 
 template <typename T>

@@ -35,9 +35,9 @@ void* or_throw(Allocate allocate) {
 
 extern "C" {
 
-// Makes the nth allocation from now on fail, on any thread; 0: none. Arguments and results are converted
-// while the GIL is held, and nanobind ends the process if that fails: those allocations count on request
-// only.
+// Makes the nth allocation from now on fail, on any thread; 0: none. Allocations by a thread that holds the
+// GIL count only on request: nanobind converts arguments and results with it, and ends the process if that
+// fails.
 EXPORTED void metal_prefill_fail_allocation(long nth, bool also_with_gil) {
   with_gil.store(also_with_gil, std::memory_order_relaxed);
   countdown.store(nth, std::memory_order_relaxed);
@@ -47,7 +47,7 @@ EXPORTED bool metal_prefill_allocation_will_fail() {
   return countdown.load(std::memory_order_relaxed) > 0;
 }
 
-// In the names of the linker, `operator new` is _Zn, w or a for arrays, the size, and further arguments.
+// In the linker's names, `operator new` is _Zn, w or a for arrays, the size, and further arguments.
 void* __real__Znwm(std::size_t bytes);
 void* __real__Znam(std::size_t bytes);
 void* __real__ZnwmSt11align_val_t(std::size_t bytes, std::align_val_t alignment);

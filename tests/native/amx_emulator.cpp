@@ -1,11 +1,11 @@
-// Runs the tile instructions of AMX where the processor lacks them, so that tests execute the kernels of that
-// set on every machine with AVX512-BF16.
+// Runs the tile instructions of AMX on processors that lack them, so that tests execute that set's kernels on
+// every machine with AVX512-BF16.
 //
-// A processor without AMX raises SIGILL at each of them. The handler decodes the instruction, does what
-// Intel's manual (Software Developer's Manual, volume 2, "TDPBF16PS" and others) specifies, and continues
-// after it. It does so only if METAL_PREFILL_EMULATE_AMX is set when the engine first asks for the features
-// of the processor: the linker replaces that function by the one here (`--wrap`), so no source of the engine
-// knows of it.
+// A processor without AMX raises SIGILL at each of these instructions. The handler decodes the instruction,
+// executes it as specified in Intel's manual (Software Developer's Manual, volume 2, "TDPBF16PS" and others),
+// and continues after it. It does so only if METAL_PREFILL_EMULATE_AMX is set when the engine first requests
+// the features of the processor: the linker replaces that function by the one here (`--wrap`), so the
+// engine's sources need no hooks.
 #include <immintrin.h>
 #include <signal.h>
 #include <ucontext.h>
@@ -56,7 +56,7 @@ std::uint64_t displacement(const std::uint8_t* at) {
   return std::uint64_t(std::int64_t(value));
 }
 
-// Returns false where the bytes are not a VEX instruction of the map that has the tile instructions.
+// Returns false unless the bytes are a VEX instruction of the map with the tile instructions.
 bool decode(const greg_t* registers, Instruction& out) {
   const auto* code = reinterpret_cast<const std::uint8_t*>(registers[REG_RIP]);
   constexpr int kMap0F38 = 2;
@@ -174,7 +174,7 @@ void multiply_bytes(int c, int a, int b) {
   }
 }
 
-// Returns false where a processor with AMX would raise an exception, or for another instruction.
+// Returns false for other instructions, and if a processor with AMX would raise an exception.
 bool execute(const Instruction& x) {
   switch (x.opcode << 2 | x.prefix) {
     case 0x49 << 2 | 0:
@@ -216,7 +216,7 @@ void on_illegal_instruction(int, siginfo_t*, void* context) {
   if (decode(registers, instruction) && execute(instruction))
     registers[REG_RIP] += greg_t(instruction.length);
   else
-    sigaction(SIGILL, &previous, nullptr);  // the instruction runs again, for the handler before this one
+    sigaction(SIGILL, &previous, nullptr);  // the instruction runs again, for the previous handler
 }
 
 void install() {

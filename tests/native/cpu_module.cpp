@@ -1,5 +1,5 @@
 // _cpu_testing: the kernels of each instruction set on NumPy arrays, single steps of the engine for timing,
-// and the prefix tree alone. Every function of a kernel takes the name of a set in _core.cpu.kernel_sets().
+// and the prefix tree. Every function for a kernel takes the name of a set in _core.cpu.kernel_sets().
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -50,9 +50,8 @@ auto on_arrays(Result (*call)(Parameters...)) {
   };
 }
 
-// How often each item of each phase was computed, when a team runs `phases` in each of `jobs` calls; one list
-// per phase, its length the number of items. An item of a phase sees the count of the same item of the phase
-// before.
+// Returns how often each item of each phase was computed if a team runs `phases` in each of `jobs` calls: a
+// list per phase with an entry per item. An item sees the count of the same item of the previous phase.
 std::vector<std::vector<int>> run_team(int threads, const std::vector<int>& phases, int jobs) {
   std::vector<std::vector<int>> counts;
   for (const int items : phases) counts.emplace_back(std::size_t(items));

@@ -20,7 +20,7 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-// Tiles for the rows of x, of which the first is token `first`, with blocks of some columns.
+// Memory of tiles with blocks of some columns for the rows of x, whose first row is token `first`.
 template <class Tile>
 struct TileMemory {
   Buffer memory;

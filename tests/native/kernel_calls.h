@@ -1,5 +1,5 @@
-// The kernels of each instruction set on plain arrays, for tests: shapes are checked, weights packed and
-// activations quantized. Every function names a set of those that this machine runs.
+// The kernels of each instruction set on plain arrays, for tests. Checks shapes, packs weights and quantizes
+// activations. Every function takes the name of a set that this machine runs.
 #pragma once
 
 #include <cstddef>
@@ -51,22 +51,22 @@ void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& wei
 // multiply_int8 in w8a8, or with `wide` in int16, with weights of any type.
 void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& weight, int rows,
                       const Matrix& x, int first, bool wide, int activation, OutMatrix out);
-// The codes of rows of x as products take them, filled up with zeros, and their scales.
+// The codes of rows of x in the order of products, padded with zeros, and their scales.
 void rotate(const std::string& set, const Matrix& x, bool wide, OutBytes codes, OutVector scales);
 void add_products(const std::string& set, const Matrix& products, const Vector& bias, int columns, bool add,
                   OutMatrix out);
 void round_to_bfloat16(const std::string& set, const Vector& x, OutHalves out);
 void rms_norm(const std::string& set, const Vector& x, const Vector& weight, float eps, OutVector out);
-// An empty bias: there is none.
+// An empty `bias` selects none.
 void layer_norm(const std::string& set, const Vector& x, const Vector& weight, const Vector& bias, float eps,
                 OutVector out);
 void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool neox);
 void gated(const std::string& set, const Vector& gate, const Vector& up, int activation, OutVector out);
-// A head of a state-space layer: x [tokens, dim], b and c [tokens, rows], dt [tokens], `factors` [3] are a,
-// the bias of dt and the skip. `state` [rows, dim] is read and written. Tokens go in calls of `piece`.
+// A head of a state-space layer: x [tokens, dim], b and c [tokens, rows], dt [tokens]; `factors` [3] are a,
+// the bias of dt and the skip. `state` [rows, dim] is read and written. Each call scans `piece` tokens.
 void scan(const std::string& set, const Matrix& x, const Matrix& b, const Matrix& c, const Vector& dt,
           const Vector& factors, int piece, OutMatrix state, OutMatrix out);
-// x times sigmoid(gate), in place.
+// x = cap * tanh(x / cap).
 void soft_cap(const std::string& set, float cap, OutVector x);
 void relative_scores(const std::string& set, const Vector& q, const Matrix& k, const Matrix& keys,
                      const Matrix& queries, const Vector& row_of, float scale, OutVector out);
@@ -77,10 +77,10 @@ void gated_delta(const std::string& set, const Vector& q, const Vector& k, const
 double sum_exp(const std::string& set, const Vector& x, float shift);
 void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutVector out);
 // Causal attention of one group of heads: q [tokens, heads * key_dim] are the last tokens of the keys and
-// values [positions, dim], in a cache of "f32", "f16" or "q8_0". Tokens [first, first + count) are answered
-// into out [tokens, heads * value_dim]. Keys are filled up to a multiple of `key_multiple` dimensions; 0:
-// that of the set. With `by_splits` each split of positions goes alone, and they are combined. `sinks` has
-// one for each head, or is empty.
+// values [positions, dim], in a cache of "f32", "f16" or "q8_0". Writes tokens [first, first + count) to out
+// [tokens, heads * value_dim]. Keys are padded to a multiple of `key_multiple` dimensions; 0 selects the
+// set's. With `by_splits`, each split of positions is computed separately, then combined. `sinks` has one
+// value per head, or is empty.
 void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values,
                const std::string& kv_dtype, int window, float scale, int first, int count, OutMatrix out,
                const Vector& sinks, bool exact, bool both_ways, int key_multiple, bool by_splits);

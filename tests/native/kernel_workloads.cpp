@@ -17,13 +17,13 @@ namespace metal_prefill::cpu {
 namespace {
 
 constexpr std::size_t kMaxWorkload = std::size_t(1) << 30;
-constexpr std::size_t kColdBytes = std::size_t(128) << 20;  // more than any cache before memory holds
+constexpr std::size_t kColdBytes = std::size_t(128) << 20;  // more than the caches hold
 
 void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-// Allocates rows in these formats; they have random values in float32, and none in the others yet.
+// Allocates rows in these formats, with random values in float32 only.
 Activations random_rows(Buffer& memory, int rows, int cols, const Forms& forms = {}) {
   Activations out;
   memory = reserve_rows(cols, forms, rows, out);
@@ -132,7 +132,7 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
           "the workload takes more than 1 GiB");
   w.file = Buffer(bytes, "weights");
   std::minstd_rand random(1);
-  // Any two of these bytes are a normal float16: scales are neither infinite nor subnormal.
+  // Any two of these bytes form a normal float16, so that scales are neither infinite nor subnormal.
   for (std::size_t i = 0; i < bytes; ++i) w.file.data()[i] = std::byte(0x20 | (random() >> 8 & 0x1f));
   const Tensor tensor{"weight", TensorType(type), rows, cols, w.file.data(), bytes};
 

@@ -30,12 +30,12 @@ class Workload {
   int next_ = 0;
 };
 
-// Names of the limits that a set has: products in registers of "int8", "float32" and perhaps "bfloat16", and
-// "memory" that is read.
+// Names of the limits of a set: register-only products of "int8", "float32" and, if supported, "bfloat16",
+// and reads of "memory".
 std::vector<std::string> peaks(const std::string& set);
 std::unique_ptr<Workload> peak_workload(const std::string& set, const std::string& what, int threads);
 // One matrix by `tokens` activations, with enough weights that they come from memory, as in a model.
-// `compute`: "int8" or "bf16".
+// `compute` is "int8" or "bf16".
 std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,
                                            int tokens, int threads, const std::string& compute);
 // Causal attention of a whole prompt in one layer, f16 cache.

@@ -23,7 +23,7 @@ using Tokens = std::vector<TokenId>;
 
 constexpr std::size_t kPageBytes = std::size_t(1) << 20;
 
-// Memory of blocks without contents.
+// Accounts for blocks without memory.
 class NoStore final : public PageStore {
  public:
   explicit NoStore(std::size_t bytes) : bytes_(bytes) {}
@@ -37,15 +37,15 @@ class NoStore final : public PageStore {
 
 class Tree {
  public:
-  // A state takes the memory of `state_pages`, which are also the pages between those that a session keeps;
-  // 0: there are none.
+  // A state takes the memory of `state_pages`, and sessions keep states at intervals of as many pages; 0: no
+  // states.
   Tree(std::size_t max_pages, std::size_t pool_pages, std::size_t state_pages)
       : state_store_(std::max(state_pages, std::size_t(1)) * kPageBytes),
         pool_(store_, pool_pages * kPageBytes),
         states_(state_store_, pool_pages * state_store_.page_bytes(), kPageBytes, nullptr),
         tree_(pool_, max_pages, state_pages > 0 ? &states_ : nullptr) {}
 
-  // As a session that computed these tokens, kept the states at these positions, and ended.
+  // Inserts like a session that computed these tokens, kept the states at these positions, and ended.
   bool insert(const std::string& name_space, const Tokens& tokens, const std::vector<int>& positions) {
     tree_.count_prompt();
     const std::vector<PageId> pages = pool_.take(pages_of(int(tokens.size())));
@@ -55,8 +55,8 @@ class Tree {
     pool_.release(pages);
     return inserted;
   }
-  // As a session that found a prefix of these tokens, and holds its pages until they are released and the
-  // state until it is deleted.
+  // Finds like a session that uses a prefix of these tokens, and holds its pages until they are released and
+  // the state until it is deleted.
   nb::tuple find(const std::string& name_space, const Tokens& tokens) {
     tree_.count_prompt();
     PrefixTree::Match match = tree_.find(name_space, tokens);
