@@ -1,4 +1,4 @@
-"""Allocations that fail on request: those of the CPU engine by the linker, those of Metal in the emulator."""
+"""Allocations that fail on request: of the CPU engine through the linker, of Metal in the emulator."""
 
 import ctypes
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def _native() -> Any:
 
 
 def require_failing_allocations(device: str) -> None:
-    """Skip a test where no allocation can be made to fail."""
+    """Skip a test if no allocation can be made to fail."""
     if device == "cpu":
         _native()
     elif not _core.has_emulator:
@@ -48,7 +48,7 @@ def failing_allocation(
     *,
     with_gil: bool = False,  # on the CPU, also count allocations while the thread holds the GIL
 ) -> Iterator[Fault]:
-    """Have the nth allocation within the block fail."""
+    """Make the nth allocation within the block fail."""
     require_failing_allocations(device)
     fault = Fault()
     if device == "metal":

@@ -1,4 +1,4 @@
-"""Engines and a machine that benchmarks can be tested with: how fast they are is given."""
+"""Engines and a machine of given speed, for tests of benchmarks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from metal_prefill.bench._engines import Engine, Identity, Ids, Options
 
 
 class RecordingEngine(Engine):
-    """An engine that remembers its calls and computes nothing."""
+    """Engine that records its calls and computes nothing."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -75,7 +75,7 @@ class FakeWorker:
 
 
 class SteadyCalibrator(_machine.Calibrator):
-    """Machine whose calibration takes the given times, then always its best one."""
+    """Machine whose calibration takes the given times, then always the shortest of them."""
 
     def __init__(self, *times_ns: int, best_ns: int = 1000) -> None:
         self.times = list(times_ns)

@@ -8,12 +8,12 @@ import numpy.typing as npt
 
 from metal_prefill import Model, Session
 
-# Bounds of a normalized squared error with float32 compute. Sums of a few hundred products in float32, and
-# float32 exponentials, are far below the first. The Metal engine multiplies in half (11 bits) with float32
-# sums: a relative error of 2^-11 for each operand, averaged over the products and passed through a few
-# layers, is below the second.
+# Bounds of a normalized squared error with float32 compute. Errors of float32 exponentials, and of sums of a
+# few hundred products, are far below the first. The Metal engine multiplies in half (11 bits) with float32
+# sums: a relative error of 2^-11 for each operand, averaged over products, is below the second after a few
+# layers.
 NMSE = {"cpu": 1e-9, "metal": 5e-6}
-LOWEST_COSINE = 0.9995  # of states with activations in 8 bits or bfloat16
+LOWEST_COSINE = 0.9995  # of states computed with activations in 8 bits or bfloat16
 
 
 def random_ids(n: int, vocab: int = 320, seed: int = 0) -> npt.NDArray[np.int64]:

@@ -1,6 +1,6 @@
-"""Compared with llama.cpp and transformers: texts and vocabularies to tokenize, models to compute.
+"""Texts and vocabularies to tokenize, and models to compute, for comparisons with llama.cpp and transformers.
 
-The tools that record their answers and the tests that compare with them share these definitions.
+The tools that record their results and the tests that compare with them share these definitions.
 """
 
 # ruff: noqa: RUF001  (the look-alikes are intended)
@@ -53,7 +53,7 @@ Leave not a rack behind. We are such stuff
 As dreams are made on, and our little life
 Is rounded with a sleep.
 """
-VERSE_WINDOW = 64  # tokens of a window in which llama.cpp's perplexity of the verse is recorded
+VERSE_WINDOW = 64  # tokens per window of llama.cpp's recorded perplexity of the verse
 
 PROSE = """\
 Before we proceed any further, hear me speak. "Speak, speak!" You are all resolved rather to die than to
@@ -110,7 +110,7 @@ def texts() -> list[str]:
 
 @dataclass(frozen=True)
 class TokenizerVariant:
-    """A way to read a vocabulary."""
+    """Settings with which a vocabulary is read."""
 
     kind: str  # "gpt2" or "llama"
     pre: str = "default"  # name of the pre-tokenizer
@@ -133,12 +133,12 @@ TOKENIZERS = {
 
 @cache
 def recorded() -> dict[str, Any]:
-    """Return vocabularies, texts, and the tokens that llama.cpp makes of them."""
+    """Return vocabularies, texts, and llama.cpp's tokens of them."""
     return json.loads(TOKENS.read_text())
 
 
 def open_variant(path: Path, variant: TokenizerVariant, **changes: Any) -> Tokenizer:
-    """Open a recorded vocabulary, changed or not."""
+    """Open a recorded vocabulary with the settings of a variant."""
     vocabulary = {**recorded()["vocabularies"][variant.kind], **changes}
     return Tokenizer(GGUFFile(write_vocabulary(path, vocabulary, variant)))
 
@@ -166,7 +166,7 @@ def write_vocabulary(path: Path, vocabulary: dict[str, Any], variant: TokenizerV
 PARTLY_ROTATED = ("qwen35", "gptneox", "phi2", "stablelm")
 
 
-# In float32, these differ from other models in numbers only: dimensions, the vocabulary, constants.
+# In float32, these differ from other models only in numbers: dimensions, the vocabulary, constants.
 _ALIKE = {
     *("16-bit floats", "gqa 1", "gqa 8", *(f"head_dim {n}" for n in (16, 32, 64, 80, 128))),
     *("narrower than its heads", "separate output", "vocabulary of 301", "vocabulary of 1021, separate"),
@@ -177,13 +177,13 @@ _ALIKE = {
 
 
 def compared_models() -> Iterator[tuple[str, SmallModel]]:
-    """Models that are compared with llama.cpp; those not about a tensor type are in float32.
+    """Return the models that are compared with llama.cpp, in float32 unless they test a tensor type.
 
-    So its rounding of activations does not hide a difference in the features. It requires heads of one
-    width, most of them rotated completely. It has windows of exaone4 only in models of 64 layers, and none in
-    starcoder2. In lfm2 all its heads are as wide as the model. In qwen35 keys and values of the delta rule
-    have one width, and the metadata sets the interval between layers with attention. Models of layers that
-    differ are not compared with it.
+    In float32, llama.cpp's rounding of activations does not hide differences. llama.cpp requires heads of one
+    width, most of them rotated completely. It supports windows of exaone4 only in models of 64 layers, and
+    none of starcoder2. It requires heads as wide as the model in lfm2. In qwen35 it requires keys and values
+    of the delta rule of one width, and a fixed interval between layers with attention. Models with different
+    layers are not compared.
     """
     for name, model in MODELS.items():
         scan = model.scan
@@ -221,20 +221,20 @@ OF_LLAMA_CPP = {
     for name, model in ENCODERS.items()
     if name == model.architecture
 }
-# The nomic-bert of transformers has no biases.
+# Transformers' nomic-bert has no biases.
 OF_TRANSFORMERS = {
     name: model for name, model in OF_LLAMA_CPP.items() if not model.qkv_bias and name != "jina-bert-v2"
 }
 
 
 def single_segments(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield texts for an encoder that have no separator."""
+    """Yield texts without a separator for an encoder."""
     for n in VECTOR_LENGTHS:
         yield np.random.default_rng(n).integers(5, model.vocab, n)
 
 
 def encoder_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield texts for an encoder: some are shorter, some longer than windows and pages, one is a pair."""
+    """Yield texts for an encoder, shorter and longer than windows and pages; one is a pair."""
     for tokens in single_segments(model):
         tokens[len(tokens) // 2] = SEPARATOR
         yield tokens
@@ -252,7 +252,7 @@ def tokens_for(model: SmallModel) -> npt.NDArray[np.int64]:
 
 
 def decoded(tokenizer: Tokenizer, text: str, *, parse_special: bool) -> str:
-    """Return what the tokens of a text decode to: with the spaces inserted before parts, but the first."""
+    """Return the decoded tokens of a text: includes the spaces inserted before all parts except the first."""
     if not tokenizer.space_prefix:
         return text
     parts = tokenizer.split(text, parse_special)

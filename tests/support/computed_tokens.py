@@ -1,4 +1,4 @@
-"""Numbers of tokens that go through a model in batches."""
+"""Counts the tokens that batches compute."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from metal_prefill import _core
 
 
 class ComputedTokens:
-    """Counts the rows that requests of batches have from now on, on all models."""
+    """Records the rows of each request of all later batches, of all models."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: list[int] = []  # rows of each request

@@ -1,7 +1,7 @@
-"""Uses of sentence-transformers that its documentation shows for inference, written anew.
+"""Uses of sentence-transformers from its documentation on inference, rewritten.
 
-Each function takes the package, so that the same code runs with sentence-transformers, whose results a tool
-records, and with the interface of this package.
+Each function takes the package as an argument: the same code runs with sentence-transformers, whose results a
+tool records, and with this package's interface.
 """
 
 import importlib
@@ -22,9 +22,9 @@ SENTENCES = [
 LONG = "The king is dead, long live the king, who was the queen? " * 40
 QUERY, DOCUMENTS = "who is the king?", ["The king is dead.", "A rose, by any other name", "x"]
 PAIRS = [("The king is dead.", "He lives"), ("a", "b c d")]
-# The type of sentence-transformers.
+# The dtype of sentence-transformers.
 EXACT: dict[str, Any] = {"device": "cpu", "model_kwargs": {"dtype": "float32"}}
-SHOWN = 12  # values of a vector that are recorded
+SHOWN = 12  # recorded values of a vector
 
 
 class Paths(NamedTuple):
@@ -185,7 +185,7 @@ def late_interaction(st: Any, paths: Paths) -> Any:
 _SITE = "https://sbert.net/"
 _EXAMPLES = f"{_SITE}examples/sentence_transformer/applications/"
 _EMBEDDINGS = f"{_EXAMPLES}computing-embeddings/README.html"
-# Address of each page with its topic.
+# Uses by the address of the page and its topic.
 USES: dict[str, Callable[[Any, Paths], Any]] = {
     f"{_SITE}docs/quickstart.html#sentence-transformer": quickstart,
     f"{_SITE}docs/quickstart.html#cross-encoder": cross_encoder,

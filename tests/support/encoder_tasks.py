@@ -1,4 +1,4 @@
-"""Shared by the tests of tasks of encoders."""
+"""Helpers of tests of encoders' tasks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ def opened(path: Path, device: str = "cpu", max_context: int | None = None) -> M
     return Model(path, device=device, compute="f32", kv_dtype="f32", max_context=max_context)
 
 
-# Tasks of encoders: folders, and calls for a list of texts, whose results can be compared.
+# Tasks of encoders: folders, and calls that compute comparable results of a list of texts.
 TASKS: dict[str, tuple[Callable[[Path], Folder], Callable[..., Any]]] = {
     "embed": (RANKERS["bert"], lambda m, texts, **o: m.embed(texts, pooling="mean", **o).tolist()),
     "rerank": (RANKERS["bert"], lambda m, texts, **o: m.rerank("q", texts, **o)),

@@ -1,4 +1,4 @@
-"""Options of engines that no argument of a model sets."""
+"""Options of engines without an argument of a model."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from metal_prefill import _core
 
 
 def set_engine_options(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
-    """Let engines made from now on have these options; those of Metal begin with ``metal_``."""
+    """Set options of engines created later; those of Metal begin with ``metal_``."""
 
     class Changed(_core.EngineOptions):
         def __init__(self) -> None:

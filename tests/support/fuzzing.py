@@ -1,4 +1,4 @@
-"""Shared by the fuzzers: duration, seed, and where inputs are kept."""
+"""Duration, seed and saved inputs of the fuzzers."""
 
 import faulthandler
 import itertools
@@ -14,9 +14,9 @@ from random import Random
 from support.places import ROOT, TESTS
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))  # of each target; 0: as many inputs as the suite takes
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))  # of each target; 0: the suite's number of inputs
 RENEWED = 2  # seconds after which a watch restarts: stopping its thread takes longer than many inputs
-PATIENCE = 120  # seconds after which an input counts as one that hangs; sanitizers make all ten times slower
+PATIENCE = 120  # seconds after which an input counts as hanging; sanitizers slow everything down tenfold
 REGRESSIONS = TESTS / "fuzz" / "regressions"
 FAILED = ROOT / "build" / "fuzz"
 
@@ -29,14 +29,14 @@ def _rounds(count: int) -> Iterator[Random]:
         while time.monotonic() < end if SECONDS else i < count:
             yield Random(f"{SEED}.{i}")
             i += 1
-    finally:  # also where an input failed
+    finally:  # also if an input failed
         print(f"{i:,} inputs, seed {SEED}")
 
 
 def sentence(grammar: Mapping[str, Sequence[str]], symbol: str, random: Random, depth: int) -> str:
-    """Return a random text of a symbol: one of its rows, in which ``@name`` is a text of another symbol.
+    """Return a random text of a symbol: one of its rows, in which texts of other symbols replace ``@name``.
 
-    The rows with symbols are nested to this depth at most, if there are others.
+    Prefers rows with symbols up to the given depth, and rows without beyond it.
     """
     rows = grammar[symbol]
     row = random.choice([row for row in rows if ("@" in row) == (depth > 0)] or rows)
@@ -52,10 +52,10 @@ def damaged(text: str, random: Random, pieces: Sequence[str]) -> str:
 def fuzz(
     target: str, count: int, make: Callable[[Random], bytes], use: Callable[[Path, Random], object]
 ) -> None:
-    """Use the inputs that failed once, then `count` made ones, or as many as the time allows.
+    """Use the inputs that failed earlier, then `count` generated ones, or as many as the time allows.
 
-    Each is in a file of this process, which remains if a test fails or the process ends. An input that takes
-    too long ends the process, with a traceback.
+    Each is written to a file of this process, which remains if a test fails or the process ends. An input
+    that takes too long ends the process, with a traceback.
     """
     FAILED.mkdir(parents=True, exist_ok=True)
     path = FAILED / f"{target}-{os.getpid()}"

@@ -4,7 +4,7 @@ from typing import Any
 
 from metal_prefill import Model
 
-# llguidance's time for it doubles with each space of a text, whatever its limits are.
+# llguidance's time for it doubles with each space of a text, with any limits.
 HANGING = '%ignore /[ ]+/\nstart: "b"+ | " "{3,90}'
 PLAIN: dict[str, Any] = {"prompt": "ROMEO:\n", "max_tokens": 12, "temperature": 0}
 

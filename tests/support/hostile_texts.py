@@ -19,7 +19,7 @@ _RANGES = (
     *((0x1D400, 0x1D7FF), (0x1F100, 0x1F2FF), (0x1F300, 0x1FAFF)),  # mathematical letters, squares, emoji
     # Private, noncharacters, tags.
     *((0xE000, 0xF8FF), (0xFDD0, 0xFDEF), (0xFFF0, 0xFFFF), (0xE0000, 0xE01EF)),
-    *((0x0, 0xD7FF), (0xE000, 0x10FFFF)),  # all but the surrogates
+    *((0x0, 0xD7FF), (0xE000, 0x10FFFF)),  # all except surrogates
 )
 _SPACES = (
     " \t\n\r\x0b\x0c\x1c\x1f\x85\u00a0\u1680\u2002\u2028\u2029\u202f"
@@ -52,7 +52,7 @@ def _piece(random: Random) -> str:
         return random.choice(_EMOJI)
     if kind < 0.68:  # a base with many marks
         return "a" + "".join(chr(random.randint(0x300, 0x36F)) for _ in range(random.choice((2, 10, 40))))
-    if kind < 0.7:  # longer than a word may be
+    if kind < 0.7:  # may exceed the maximum length of a word
         return random.choice(("x", "ab", "é", "中", "\u0301", "🎭")) * random.choice((40, 99, 100, 101, 300))
     word = random.choice(_WORDS.split())
     return random.choice((word, word.upper(), word.title(), word + " ", " " + word))

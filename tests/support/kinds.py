@@ -1,4 +1,4 @@
-"""One small model of each kind of layer and cache, and the comparison of sessions with fresh ones."""
+"""One small model of each kind of layer and cache, and comparisons of sessions with fresh ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 
 _SIZE: dict[str, Any] = {"dim": 32, "heads": 2, "ffn": 32}
 _ODD: dict[str, Any] = {"layers": 4, "heads": 2, "kv_heads": 1, "ffn": 35}
-# Models for tests of sessions: one for each kind of state that a session keeps.
+# Models for tests of sessions: one for each kind of a session's state.
 KINDS = {
     "biases": Kind(replace(TINY, **_SIZE, qkv_bias=True, value_dim=64)),
     "layers that differ": Kind(replace(TINY_MODELS["gemma4"], vocab=VOCAB)),
@@ -47,7 +47,7 @@ STEPS = {
     ),
     "experts": Kind(replace(TINY_EXPERTS["granitemoe"], vocab=VOCAB)),
 }
-# Caches that the Metal engine does not have, or that differ in the size of an element only.
+# Caches that the Metal engine does not support, or that differ only in the size of an element.
 CACHES = {
     "blocks": Kind(replace(TINY, value_dim=64), "q8_0"),
     "layers that differ, blocks": Kind(
@@ -69,23 +69,23 @@ def ids_of(n: int, seed: int = 0) -> Array:
 
 
 def long_ids(device: str) -> Array:
-    """Random tokens of three pages; on the CPU of five, more than it computes in a chunk."""
+    """Return random tokens of three pages, or of five on the CPU, more than it computes in a chunk."""
     return ids_of(300 if device.lower().startswith("cpu") else 140)
 
 
 def contents(session: Session) -> list[bytes]:
-    """K and V of each layer with attention, and the states of the others."""
+    """Return K and V of each layer with attention, and the states of the others."""
     return [np.asarray(part).tobytes() for part in session.native.export_state()[2]]
 
 
 def fresh(model: Model, ids: Sequence[int] | Array) -> tuple[Array, list[bytes]]:
-    """Logits and contents of a session that computes the tokens in one call."""
+    """Return logits and contents of a session that computes the tokens in one call."""
     with model.session() as session:
         return session.forward_prompt_logits(ids), contents(session)
 
 
 def assert_same(model: Model, actual: Any, expected: Any, few: bool = False) -> None:
-    """Compare bits, or on Metal values, unless passes had but a few tokens.
+    """Compare bits, or values on Metal unless passes had only a few tokens.
 
     Kernels for few and many tokens add in different orders (docs/kernels.md).
     """

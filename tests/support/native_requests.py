@@ -17,7 +17,7 @@ def choose(
     drafts: int = 0,
     sampler: _core.Sampler | None = None,
 ) -> list[int]:
-    """Append tokens, the last of which are drafts; return what is chosen, greedily if there is no sampler."""
+    """Append tokens, the last of which are drafts; return the chosen tokens, greedy without a sampler."""
     tokens = np.asarray(ids, np.int32)
     if sampler is None:
         request = _core.Request.greedy(core, tokens, drafts + 1, drafts=True)
@@ -27,7 +27,7 @@ def choose(
 
 
 def passes_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return a list that gets the rows and drafts of each request for a text after its prompt."""
+    """Return a list to which each request for a text after its prompt appends its rows and drafts."""
     passes: list[tuple[int, int]] = []
     request = Continuation.request
 

@@ -1,4 +1,4 @@
-"""K and V of several sequences in pages, in no order, among pages and rows full of NaN."""
+"""K and V of several sequences in unordered pages, among pages and rows full of NaN."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ PAGE = CONSTANTS["PAGE_POSITIONS"]
 
 
 class Pages:
-    """The pools of K and V of a layer, with room for sequences of the given lengths."""
+    """Pools of K and V of a layer, with room for sequences of the given lengths."""
 
     def __init__(self, lengths: Sequence[int], n_kv: int, dims: tuple[int, int], cache: Any) -> None:
         self.lengths, self.n_kv, self.dims = list(lengths), n_kv, dims
@@ -19,14 +19,14 @@ class Pages:
         pool = sum(counts) + 3
         order = np.random.default_rng(pool).permutation(pool)
         self.tables = np.split(order[: sum(counts)], np.cumsum(counts)[:-1])
-        # The block tables of the sequences follow each other, in the order of the sequences.
+        # Block tables are contiguous, in the order of the sequences.
         self.pages = np.concatenate(self.tables).astype(np.uint32)
         self.first = np.concatenate([[0], np.cumsum(counts)])
         self.stride = PAGE * n_kv * max(dims) + 8
         self.k, self.v = (Output([pool, self.stride], cache) for _ in range(2))
 
     def rows(self, sequence: int, values: bool) -> list[Array]:
-        """Return the places of a sequence's positions, [n_kv][dim] each."""
+        """Return views of a sequence's positions, [n_kv][dim] each."""
         pool, dim = (self.v, self.dims[1]) if values else (self.k, self.dims[0])
         row = self.n_kv * dim
         return [
@@ -50,7 +50,7 @@ class Pages:
         return self.k.check().copy(), self.v.check().copy()
 
     def row_table(self, rows: Sequence[tuple[int, int]], splits: Sequence[int] | None = None) -> Array:
-        """Make the PassRow of each (sequence, position), with its keys in as many splits."""
+        """Make the PassRow of each (sequence, position), with its number of splits."""
         table = np.zeros(len(rows), STRUCTS["PassRow"])
         for i, (sequence, position) in enumerate(rows):
             n = splits[i] if splits else 1

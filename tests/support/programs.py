@@ -1,4 +1,4 @@
-"""Programs that tests run to their end."""
+"""Runs programs for tests."""
 
 import io
 import re
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-Run = Callable[..., str]  # runs a program with arguments; returns what it prints
+Run = Callable[..., str]  # runs a program with arguments; returns its output
 
 
 class Terminal(io.StringIO):
@@ -19,12 +19,12 @@ class Terminal(io.StringIO):
 
 
 def finished(command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, whatever its exit code; options are those of `subprocess.run`."""
+    """Run a program and accept any exit code; options are those of `subprocess.run`."""
     return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, **options})
 
 
 def output(command: Sequence[str | Path], **options: Any) -> str:
-    """Return what a program prints, which must succeed; options are those of `subprocess.run`."""
+    """Return the output of a program, which must succeed; options are those of `subprocess.run`."""
     done = finished(command, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -32,7 +32,7 @@ def output(command: Sequence[str | Path], **options: Any) -> str:
 
 @contextmanager
 def serving(command: Sequence[str | Path], **options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run ``metal-prefill serve``, yield the process and its address, and kill it if it has not ended."""
+    """Run ``metal-prefill serve``, yield the process and its address, and kill it if it is still running."""
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
             assert process.stderr is not None

@@ -14,7 +14,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> Schema:
     if depth == 0 or rng.random() < 0.5:
         schemas: list[Schema] = [
             {"type": "integer", "minimum": low, "maximum": low + rng.randrange(200)},
-            # A number of any length would be one: models like to repeat digits.
+            # Unrestricted numbers may be long: models tend to repeat digits.
             {"type": "number", "minimum": 0, "maximum": rng.choice([1, 10, 99.5]), "multipleOf": 0.25},
             {"type": "boolean"},
             {"type": "null"},

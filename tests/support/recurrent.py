@@ -18,8 +18,8 @@ NAMES = (
     *("qwen35", "qwen35, recurrence last", "qwen35, odd dimensions"),
 )
 PAGEWISE = ("lfm2", "qwen35")  # states take at most the memory of a page, so that each has a snapshot
-# The state of a layer takes the memory of several pages, and none is written after a draft: 1,100 tokens of
-# 64 channels, or four matrices of 128 by 128.
+# States that take the memory of several pages and are not written after drafts: 1,100 tokens of 64 channels,
+# or four matrices of 128 by 128.
 _FEW: dict[str, Any] = {"dim": 64, "ffn": 64, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 64}
 _SCAN = ScanShape(inner=512, state=128, heads=4, groups=2, layers=(0,))
 LARGE = {
@@ -29,20 +29,20 @@ LARGE = {
 
 
 def page_bytes(model: Model) -> int:
-    """K and V in f16 of 64 positions, of the layers with attention."""
+    """Return the bytes of K and V in f16 of 64 positions, in the layers with attention."""
     c = model.config
     attend = sum("attention" in layer_kind(c, layer) for layer in range(c.n_layers))
     return attend * 64 * c.n_kv_heads * (c.key_dim + c.value_dim) * 2
 
 
 def state_bytes(model: Model) -> int:
-    """States of all layers in float32."""
+    """Return the bytes of the states of all layers in float32."""
     core = core_config(model.config)
     return sum(4 * core.state_values(layer) for layer in range(model.config.n_layers))
 
 
 def interval(model: Model) -> int:
-    """Positions between snapshots: whole pages that take as much memory, or 16 pages without K and V.
+    """Return the positions between snapshots: whole pages of as much memory, or 16 pages without K and V.
 
     A session without states continues from any position.
     """

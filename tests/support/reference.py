@@ -42,7 +42,7 @@ LAYER_NORM = (*BERT, "modern-bert", *BIASED, "stablelm", "cohere2")
 EXACT_GELU = ("bert", "deberta-v2", "modern-bert", "jina-bert-v2", "gptneox")
 TANH_GELU = (*GEMMA, "gpt2", "starcoder2", "phi2")
 PARALLEL = ("phi2", "cohere2")  # with one norm for both blocks
-# Names of the norm of the feed-forward.
+# Names of the feed-forward's norm.
 FEED_FORWARD_NORMS = {
     **dict.fromkeys(("qwen35", "privacy-filter"), "post_attention_norm"),
     **dict.fromkeys(PARALLEL, "attn_norm"),
@@ -57,7 +57,7 @@ ROTATES_HALVES = (
 
 
 def _convolved(inputs: Array, taps: Array) -> Array:
-    """Causal convolution of each channel with its filter, ``[channels, taps]``, the current token's last."""
+    """Convolve each channel causally with its filter, ``[channels, taps]``, the current token's tap last."""
     convolved = np.zeros_like(inputs)
     for back in range(min(taps.shape[1], len(inputs))):
         convolved[back:] += inputs[: len(inputs) - back] * taps[:, taps.shape[1] - 1 - back]
@@ -65,7 +65,7 @@ def _convolved(inputs: Array, taps: Array) -> Array:
 
 
 def _state(inputs: Array, taps: Array, matrices: npt.ArrayLike = ()) -> Array:
-    """Return what is kept of a text: the last inputs of a filter, and the matrices of a recurrence."""
+    """Return the state after a text: the last inputs of a filter, and the matrices of a recurrence."""
     before = np.zeros((taps.shape[1] - 1, inputs.shape[1]))
     last = np.concatenate([before, inputs])[len(inputs) :]
     return np.concatenate([last.ravel(), np.ravel(matrices)])
@@ -76,7 +76,7 @@ def _of_length_1(heads: Array) -> Array:
 
 
 def dequantized(rows: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
-    """Return the values of rows of blocks, all at once: `gguf` would take 16 rows at a time."""
+    """Return the values of rows of blocks, all at once: `gguf` would process 16 rows at a time."""
     values: npt.NDArray[np.float32] = quants.dequantize(rows.reshape(1, -1), kind)
     return values.reshape(*rows.shape[:-1], -1)
 
@@ -89,12 +89,12 @@ class Result:
     # After the last layer, before and after the output norm, ``[n, dim]``.
     residual: Array
     hidden: Array
-    # What a session keeps, by layer: keys after rotation and values, ``[n, kv_heads, key_dim]`` and
+    # A session's contents, by layer: rotated keys and values, ``[n, kv_heads, key_dim]`` and
     # ``[n, kv_heads, value_dim]``, if the layer has its own; then the state of its recurrence.
     kept: list[Array]
 
     def log_probs(self, tokens: npt.ArrayLike) -> Array:
-        """Log probability of each token given the previous ones, ``[n - 1]``."""
+        """Return the log probability of each token given the previous ones, ``[n - 1]``."""
         highest = self.logits.max(axis=1, keepdims=True)
         log_total = highest[:, 0] + np.log(np.exp(self.logits - highest).sum(axis=1))
         targets = np.asarray(tokens)[1:]
@@ -107,10 +107,9 @@ class ReferenceModel:
     def __init__(
         self,
         path: str | Path,  # GGUF file
-        # Type that keys and values are rounded to before attention reads them, as in a KV cache of that type;
-        # ``"q8_0"`` for blocks of that format.
+        # Type to which keys and values are rounded, as in a KV cache of that type; ``"q8_0"`` selects blocks.
         kv_dtype: npt.DTypeLike | Literal["q8_0"] = np.float64,
-        # Number of positions, which decides between the factors of LongRoPE; None selects that of the file.
+        # Number of positions, which selects the factors of LongRoPE; None: the file's.
         context: int | None = None,
     ) -> None:
         reader = GGUFReader(path)
@@ -137,7 +136,7 @@ class ReferenceModel:
         layer_norm = self.architecture in LAYER_NORM
         self.norm_eps: float = self._key(f"attention.layer_norm_{'' if layer_norm else 'rms_'}epsilon")
         self.rope_dim: int = self._key("rope.dimension_count", self.key_dim)
-        # By layer, by which share of it the score of a token's last expert exceeds the next best score.
+        # By layer, the relative margin of the score of a token's last expert over the next best score.
         self.route_margins: dict[int, Array] = {}
         self._split()
 
@@ -148,13 +147,13 @@ class ReferenceModel:
         x = x * self.scale["embedding_scale"]
         if self.architecture in GEMMA:
             x = x * math.sqrt(self.dim)
-        if not self.architecture.startswith("lfm2"):  # where the output norm has this name
+        if not self.architecture.startswith("lfm2"):  # whose output norm has this name
             x = self._norm("token_embd_norm", x + self._positions_and_types(ids))
         if "token_embd_proj.weight" in self.tensors:
             x = x @ self.tensors["token_embd_proj.weight"].T + self.tensors["token_embd_proj.bias"]
         inputs = self._inputs_of_layers(ids, x)
         kept: list[Array] = []
-        own: dict[bool, tuple[Array, Array]] = {}  # of the last layer with a window, and without one
+        own: dict[bool, tuple[Array, Array]] = {}  # of the last layer with and without a window
         for layer in range(self.n_layers):
             projected: Array = np.zeros_like(x)
             state: list[Array] = []
@@ -203,7 +202,7 @@ class ReferenceModel:
         return Result(logits, x, hidden, kept)
 
     def pooled(self, tokens: npt.ArrayLike) -> Array:
-        """Vector of a text, or the logits of its classes: ``[dim]`` or ``[classes]``."""
+        """Return the vector of a text, or the logits of its classes: ``[dim]`` or ``[classes]``."""
         states = self.forward(tokens).hidden
         pooling = self._key("pooling_type")
         x: Array = {1: states.mean(axis=0), 2: states[0], 3: states[-1], 4: states[-1]}[pooling]
@@ -213,7 +212,7 @@ class ReferenceModel:
         return x
 
     def _inputs_of_layers(self, ids: npt.NDArray[Any], x: Array) -> Array | None:
-        """Compute what layers read of the tokens themselves, ``[n, layers, width]``; None without it."""
+        """Compute the layers' inputs from the tokens themselves, ``[n, layers, width]``; None without any."""
         table = self.tensors.get("per_layer_token_embd.weight")
         if table is None:
             return None
@@ -224,11 +223,11 @@ class ReferenceModel:
         return (normed + math.sqrt(width) * table[ids].reshape(shape)) / math.sqrt(2)
 
     def _shared_layers(self) -> int:
-        """Return the number of last layers that attend to keys and values of earlier ones."""
+        """Return the number of last layers that use earlier layers' keys and values."""
         return int(self._key("attention.shared_kv_layers", 0))
 
     def _positions_and_types(self, ids: npt.NDArray[Any]) -> Array | float:
-        """Embeddings of positions and of segments, which end with a separator, ``[n, dim]``."""
+        """Return embeddings of positions and of segments, which end with a separator, ``[n, dim]``."""
         added: Array | float = 0.0
         if "position_embd.weight" in self.tensors:
             added = added + self.tensors["position_embd.weight"][: len(ids)]
@@ -287,7 +286,7 @@ class ReferenceModel:
         mixed = self._activated(_convolved(inputs, taps))
         q, k, v = np.split(mixed, [groups * keys, 2 * groups * keys], axis=1)
         q, k = (_of_length_1(part.reshape(n, groups, keys)) for part in (q, k))
-        # Value heads are stored so that those of one key head are `groups` apart.
+        # Value heads of one key head are stored `groups` apart.
         q, k = (np.tile(part, (1, heads // groups, 1)) for part in (q / math.sqrt(keys), k))
         v = v.reshape(n, heads, width)
         alpha = self._linear(layer, "ssm_alpha", h) + self.tensors[f"blk.{layer}.ssm_dt.bias"]
@@ -318,7 +317,7 @@ class ReferenceModel:
             ("attn_k", kv_heads, key_dim),
             ("attn_v", kv_heads, value_dim),
         ):
-            if f"blk.{layer}.{name}.weight" not in self.tensors:  # those of another layer take their place
+            if f"blk.{layer}.{name}.weight" not in self.tensors:  # another layer's keys and values are used
                 heads.append(np.zeros((len(x), count, width)))
                 continue
             projected = self._linear(layer, name, h)
@@ -356,7 +355,7 @@ class ReferenceModel:
     def _score_bias(
         self, layer: int, head: int, q: Array, k: Array, distance: npt.NDArray[np.int64]
     ) -> Array | float:
-        """Return what is added to the scores of a head for the distances of its keys."""
+        """Return the addends of a head's scores for the distances of its keys."""
         bias: Array | float = 0.0
         if self.architecture == "jina-bert-v2":
             bias = -alibi_slope(head, self.n_heads) * np.abs(distance)
@@ -422,7 +421,7 @@ class ReferenceModel:
         return out
 
     def decided(self, margin: float) -> npt.NDArray[np.bool_]:
-        """Whether the experts of each token of the last text have at least this margin in every layer."""
+        """Return whether each token's experts have at least this margin in every layer, for the last text."""
         smallest: Array = np.min(list(self.route_margins.values()), axis=0)
         return smallest >= margin
 
@@ -519,7 +518,7 @@ class ReferenceModel:
         """Split stacked matrices: q, k and v, and gate and up."""
         q, k = self.n_heads * self.key_dim, self.n_kv_heads * self.key_dim
         ffn = self._key("feed_forward_length")
-        if self.architecture == "gemma4":  # whose matrices are separate
+        if self.architecture == "gemma4":  # its matrices are separate
             return
         for layer in range(self.n_layers):
             at = f"blk.{layer}."
@@ -545,7 +544,7 @@ class ReferenceModel:
         return self._norm(f"blk.{layer}.{name}", x)
 
     def _norm(self, name: str, x: Array) -> Array:
-        """Norm where the model has one of that name."""
+        """Apply the norm of that name, if the model has one."""
         weight = self.tensors.get(f"{name}.weight", self.tensors.get(name))
         if weight is None:
             return x

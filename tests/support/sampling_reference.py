@@ -1,4 +1,4 @@
-"""An independent reference for samplers: NumPy, random numbers by their definition, log probabilities."""
+"""An independent reference for samplers in NumPy, with random numbers from their definition."""
 
 import math
 from collections.abc import Iterable
@@ -56,7 +56,7 @@ def sample(
     recent: Iterable[int] = (),
     **options: Any,
 ) -> int:
-    """Choose one token of finite logits as `Sampler` does with a random number from 0 to 1.
+    """Choose one token from finite logits like `Sampler`, given a random number from 0 to 1.
 
     `options` are the fields of `Options`.
     """
@@ -84,7 +84,7 @@ def sample(
 def reference_tokens(
     model: Model, ids: list[int], n: int, seed: int, constraint: Constraint | None = None, **options: Any
 ) -> list[int]:
-    """Choose tokens after a prompt by `sample` from exported logits, up to the end of a constraint."""
+    """Choose tokens after a prompt by `sample`, from exported logits, until a constraint ends."""
     made, allowed = list(ids), None
     with model.session() as session:
         logits = session.forward_prompt_logits(ids)

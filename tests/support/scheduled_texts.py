@@ -1,4 +1,4 @@
-"""Texts of the scheduler, and the same texts alone."""
+"""Computes texts with the scheduler, and the same texts separately."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -40,7 +40,7 @@ def texts_of(pieces: Any, n: int) -> list[str]:
 
 
 def finish(scheduler: Scheduler, begun: Mapping[Stream, str] | Iterable[Stream] = ()) -> dict[Stream, str]:
-    """Compute passes until nothing is left; return the texts of streams, which may have begun."""
+    """Compute passes until all streams have ended; return their texts. Streams may have begun earlier."""
     texts = defaultdict(str, begun if isinstance(begun, Mapping) else dict.fromkeys(begun, ""))
     while scheduler.busy:
         for stream, text in scheduler.step():

@@ -1,4 +1,4 @@
-"""Small synthetic models that between them have every tensor type, shape and feature of the format.
+"""Small synthetic models that together cover every tensor type, shape and feature of the format.
 
 Weights are random, scaled so that attention spreads over earlier tokens and activations keep their size.
 `MODELS` is the catalogue; `write` writes the file of one.
@@ -22,7 +22,7 @@ from support.files.gguf_mutator import take_apart
 from support.files.gguf_reader import GGUFReader
 
 TYPES = MATRIX_TYPES
-# Tried with every feature. The others differ from them only in how a row is read.
+# Types that are tested with every feature. Others differ only in how a row is read.
 COMMON_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
@@ -51,7 +51,7 @@ class SmallModel(ModelShape):
     embedding: str = "Q8_0"
     # Patterns of tensor names and their types; the last match wins.
     types: Mapping[str, str] = field(default_factory=lambda: {"*": "Q4_0"})
-    fused: bool = False  # whether matrices are stacked, as files of the architecture may have them
+    fused: bool = False  # whether matrices are stacked, as in some files of the architecture
     seed: int = 1
 
 
@@ -68,7 +68,7 @@ _GEMMA4 = SmallModel(
 
 
 def _named(models: Mapping[str, SmallModel]) -> dict[str, SmallModel]:
-    """Set the architecture with which the name of each model begins, unless the model has another one."""
+    """Set each model's architecture to the beginning of its name, unless the model sets another one."""
     found = {name: name.partition(",")[0] for name in models}
     for name, model in models.items():
         if found[name] not in ARCHITECTURES and model.architecture == SmallModel.architecture:
@@ -80,13 +80,13 @@ def _named(models: Mapping[str, SmallModel]) -> dict[str, SmallModel]:
 
 
 def _of_type(kind: str) -> SmallModel:
-    """Make every matrix of one type, the embedding and the output included; 256 fits all blocks."""
+    """Set the type of every matrix, including embedding and output; 256 columns fit all blocks."""
     shape = SmallModel(layers=1, dim=256, head_dim=64, ffn=256)
     return replace(shape, embedding=kind, output_type=kind, types={"*": kind})
 
 
 def _mixed(types: Mapping[str, str]) -> SmallModel:
-    """Make most matrices of Q4_K, and the others of these types."""
+    """Set most matrices to Q4_K, and the others to these types."""
     of_most = {"*": "Q4_K", "*.attn_v.*": "Q6_K"}
     return SmallModel(dim=256, head_dim=64, ffn=512, embedding="Q6_K", types=of_most | dict(types))
 
@@ -196,7 +196,7 @@ _OTHERS = _named(
         "smollm3": SmallModel(layers=5),
         "granite": SmallModel(
             qkv_bias=True,
-            norm_eps=0.01,  # which the scale of the residual stream must not change
+            norm_eps=0.01,  # the scale of the residual stream must not change it
             scales=_GRANITE_SCALES,
         ),
         "hunyuan-dense": SmallModel(head_dim=64),
@@ -277,7 +277,7 @@ _OTHERS = _named(
             scan=ScanShape(inner=256, state=48, heads=4, groups=2),
         ),
         "qwen35": _QWEN35,
-        # No interval describes these layers.
+        # These layers have no fixed interval.
         "qwen35, attention first and last": replace(
             _QWEN35, scan=ScanShape(inner=64, state=32, heads=2, layers=(1, 2))
         ),
@@ -322,11 +322,11 @@ _OTHERS = _named(
             scales=(),
             layered=LayerShape(3, 32, 4, inputs=64, shared=1, shared_ffn=96),
         ),
-        # Heads then differ from those of the model, not from one another.
+        # All layers' heads are equal, and differ from the model's.
         "gemma4, windows alone": replace(
             _GEMMA4, layers=2, layered=LayerShape(3, 32, 1, inputs=32, shared_ffn=192)
         ),
-        # The activation is then a dispatch of its own, with the width of the layer.
+        # The activation is then a separate dispatch, with the width of the layer.
         "gemma4, gate and up of two types": replace(_GEMMA4, types={"*": "Q4_0", "*.ffn_up.*": "Q8_0"}),
         "gemma4, without inputs": replace(_GEMMA4, layers=3, layered=LayerShape(3, 32, 2)),
         "gemma4, wide heads": replace(
@@ -341,7 +341,7 @@ _OTHERS = _named(
 )
 MODELS = {**_LLAMAS, **_OTHERS}
 
-# Models for embeddings and classes. All matrices are in float32, and the peers take them.
+# Models for embeddings and classes that the peers support, with all matrices in float32.
 _IN_FLOAT32 = SmallModel(types={"*": "F32"}, embedding="F32")
 _GEMMA_EMBEDDING = replace(_IN_FLOAT32, layers=7, rope_base=1e6, window=16, head_dim=64, pooling="mean")
 EMBEDDERS = _named(
@@ -385,7 +385,7 @@ ENCODERS = _named(
         "modern-bert": replace(_MODERN_BERT, rope_base=160000.0),
         "modern-bert, heads of 26": replace(_MODERN_BERT, rope_base=160000.0, **_HEADS_OF_26),
         "eurobert": replace(_ENCODER, tokenizer="gpt2", kv_heads=1),
-        # Each token goes through all experts: with fewer bits, others might be chosen.
+        # Each token uses all experts: with fewer bits, the choice of experts might differ.
         "privacy-filter, all experts": _PRIVACY_FILTER,
         "privacy-filter, rope factors": replace(
             _PRIVACY_FILTER, rope_scaling="llama3", window=129, kv_heads=3
@@ -412,7 +412,7 @@ CLASSIFIERS = _named(
 
 
 def write(path: str | Path, model: SmallModel) -> Path:
-    """Write the file of a model; the same model always has the same file."""
+    """Write the file of a model; equal models have equal files."""
     key = repr(model)
     if key not in _contents:
         if len(_contents) == MOST_KEPT:
@@ -422,21 +422,21 @@ def write(path: str | Path, model: SmallModel) -> Path:
     return Path(path)
 
 
-# Files of the last models: making one takes 10 ms, and many tests in a row share models.
+# Recently used files: making one takes 10 ms, and consecutive tests share models.
 MOST_KEPT = 64
 _contents: dict[str, bytes] = {}
 
 
 def _content(model: SmallModel) -> bytes:
-    # Scores of attention have a deviation of 2; the layers together add as much as the embedding.
+    # Attention scores have a deviation of 2; all layers together add as much as the embedding.
     residual = 2 * model.dim**-0.5 * model.layers**-0.5
     listed = _tensors.tensors(model, "F32", model.embedding, scores=1.4, residual=residual)
     tensors = [_tensors.with_types(t, model.types if _is_of_layer(t) else {}) for t in listed]
-    # The recorded results of llama.cpp and transformers are for values drawn from one stream of numbers:
-    # first the tensors outside the layers, then each layer's matrices, norms and biases.
+    # The recorded results of llama.cpp and transformers depend on this order of random numbers: first the
+    # tensors outside the layers, then each layer's matrices, norms and biases.
     rng = np.random.default_rng(model.seed)
     data = {tensor.name: _data(rng, tensor) for tensor in sorted(tensors, key=_turn)}
-    if model.layered is not None:  # other factors than these have no counterpart in transformers
+    if model.layered is not None:  # transformers supports only these factors
         count = next(tensor.count for tensor in tensors if tensor.role is Role.FACTORS)
         data["rope_freqs.weight"] = model.layered.factors(count).view(np.uint8)
     if model.fused:
@@ -451,7 +451,7 @@ def _content(model: SmallModel) -> bytes:
 
 
 def _is_of_layer(tensor: Tensor) -> bool:
-    """Return whether `SmallModel.types` apply to a tensor: not to routers, which no file has quantized."""
+    """Return whether `SmallModel.types` apply to a tensor: not to routers, which files never quantize."""
     return tensor.name.startswith(("blk.", "per_layer_")) and "ffn_gate_inp" not in tensor.name
 
 
@@ -460,14 +460,14 @@ _NORMS = (
     *("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"),
     *("attn_output_norm", "layer_output_norm", "ssm_norm", "attn_norm_2"),
 )
-# Turns of tensors outside the layers; -2 for the others.
+# Order of tensors outside the layers; -2 for the others.
 _FIRST = {"token_embd.weight": -5, "output_norm.weight": -4, "output.weight": -3, "attn_rel_b.weight": -1}
 _OUTSIDE = _FIRST | dict.fromkeys(("dense_2.weight", "dense_3.weight", "cls.output.weight"), 1 << 20)
 _ROLES = (Role.MATRIX, Role.NORM, Role.BIAS, Role.FILTER, Role.DECAY, Role.STEP, Role.ROWS, Role.SMALL_NORM)
 
 
 def _turn(tensor: Tensor) -> tuple[int, ...]:
-    """Order in which random numbers are drawn for a tensor; equal values keep the order of the file."""
+    """Return a sort key for the order of drawing random numbers; equal keys keep the order of the file."""
     if not tensor.name.startswith("blk."):
         return (_OUTSIDE.get(tensor.name, -2),)
     _, layer, *names = tensor.name.split(".")
@@ -476,7 +476,7 @@ def _turn(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
-    if tensor.role is Role.FACTORS:  # as Llama 3's: fast pairs keep their frequency, slow ones are divided
+    if tensor.role is Role.FACTORS:  # as in Llama 3: fast pairs keep their frequency, slow ones are divided
         last = 2.0 if "short" in tensor.name else 8.0
         return np.geomspace(1.0, last, tensor.count, dtype=np.float32).view(np.uint8)
     if tensor.role is Role.ROWS:
@@ -485,7 +485,7 @@ def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def with_tokenizer_of(path: Path, model: SmallModel, other: Path) -> Path:
-    """Write the file of a model with the tokenizer, and the chat template, of another file."""
+    """Write the file of a model with the tokenizer and the chat template of another file."""
     parts = take_apart(write(path, model))
     parts.metadata = [entry for entry in parts.metadata if not entry[0].startswith(b"tokenizer.")]
     parts.metadata += [entry for entry in take_apart(other).metadata if entry[0].startswith(b"tokenizer.")]

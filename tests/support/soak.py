@@ -1,7 +1,7 @@
-"""Work of many threads on one model at a time, compared with that of a model without other users.
+"""Work of many threads on one model, compared with that of a model without other users.
 
 Sessions belong to single threads, which know their tokens; a few are shared. Meanwhile allocations fail: a
-call may then raise, and its session must be unchanged.
+call may then raise, and must leave its session unchanged.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MOST_SESSIONS = 4  # of a thread
 MADE = 6  # tokens of a text
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "repeat_penalty": 1.1}
 GROWTH = 8 << 20  # bytes; memory kept by allocators varies by this amount from round to round
-MOST_STREAMS = 256  # texts of a server that are written at the same time, each with two jobs at most
-JOBS, JOB_S = "metal_prefill jobs", 120.0  # name of threads; a job ends after the time that a worker may take
+MOST_STREAMS = 256  # concurrent texts of a server, each with two jobs at most
+JOBS, JOB_S = "metal_prefill jobs", 120.0  # name of threads; maximum time of a job
 ROUND_S = 20.0
 SETTLING = 3  # rounds after which memory is stable
 # Sanitizers keep freed memory.
@@ -48,7 +48,7 @@ class Cancelled(Exception):
 
 
 class Oracle:
-    """One call at a time on a model without other users: no batches, no sharing, no other threads."""
+    """Makes one call at a time on a model without other users: no batches, no sharing, no other threads."""
 
     def __init__(self, path: Path, device: str, chunk_tokens: int) -> None:
         self._model = Model(path, device=device, threads=1, chunk_tokens=chunk_tokens, prefix_memory=0)
@@ -82,7 +82,7 @@ class Oracle:
 
 @dataclass
 class Held:
-    """A session of one thread, and the tokens that it must hold."""
+    """A session of one thread, and its expected tokens."""
 
     session: Session
     tokens: list[int] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Worker:
         self.refused = self.largest_batch = 0
 
     def run(self, end: float) -> None:
-        """Make calls until a time of the monotonic clock."""
+        """Make calls until a time of `time.monotonic`."""
         while time.monotonic() < end:
             self.step()
         self.close()
@@ -144,7 +144,7 @@ class Worker:
         return self._random.choice(self._held)
 
     def _tokens(self, most: int = 90) -> list[int]:
-        """Make a prompt, often with a prefix that other threads use as well."""
+        """Make a prompt, often with a prefix that other threads also use."""
         family, n = self._random.randrange(4), self._random.randrange(1, most)
         common = [(17 * i + 31 * family) % 280 for i in range(self._random.choice((0, 20, 64, 130)))]
         return [*common, *(self._random.randrange(280) for _ in range(n))][:most]
@@ -167,7 +167,7 @@ class Worker:
         held, ids = self._any(), self._tokens(150)
         try:
             logits = held.session.forward_prompt_logits(ids, reuse=True)
-        except REFUSALS:  # it keeps the finished part of the prompt, or its earlier tokens
+        except REFUSALS:  # the session keeps the finished part of the prompt, or its earlier tokens
             tokens = held.session.tokens
             assert tokens in (held.tokens, ids[: len(tokens)])
             held.tokens = tokens
@@ -243,7 +243,7 @@ class Worker:
         return self._tokens(50), self._random.randrange(1000)
 
     def _texts(self) -> None:
-        """Texts that are written together: prompts enter as others end."""
+        """Compute texts together: prompts enter as others end."""
         requests = [self._request() for _ in range(3)]
         texts = [""] * len(requests)
         prompts = [(ids, {"seed": seed}) for ids, seed in requests]
@@ -252,7 +252,7 @@ class Worker:
         assert texts == [self._oracle.text(ids, seed) for ids, seed in requests]
 
     def _tasks(self) -> None:
-        """Tasks that share the engine loop with those of other threads; one ends early."""
+        """Run tasks that share the engine loop with other threads' tasks; one ends early."""
         requests = [self._request() for _ in range(2)]
 
         async def write(ids: list[int], seed: int, most: int) -> str:
@@ -286,7 +286,7 @@ class Worker:
         assert self._oracle.text(ids, seed).startswith(first)
 
     def _join(self) -> None:
-        """Use a session shared with other threads: a prompt that replaces its contents."""
+        """Replace the contents of a session that is shared with other threads by a prompt."""
         session, ids = self._random.choice(self._shared), self._tokens(120)
         logits = session.forward_prompt_logits(ids, reuse=True)
         assert logits.tobytes() == self._oracle.logits(ids)
@@ -299,12 +299,12 @@ class Footprint:
     resident: int  # bytes
     descriptors: int
     threads: int  # without those of jobs
-    jobs: int  # threads that wait for the next job of a constraint: as many as there were jobs at a time
-    children: int  # processes that it started and that have not ended
+    jobs: int  # threads that wait for the next job of a constraint: as many as concurrent jobs so far
+    children: int  # running child processes
 
     @classmethod
     def now(cls) -> Footprint:
-        """Measure after jobs have ended and free memory was returned."""
+        """Measure after jobs have ended and free memory has been returned."""
         gc.collect()
         end = time.monotonic() + JOB_S
         while (jobs := [t.name for t in threading.enumerate()].count(JOBS)) > len(threads._idle):
@@ -318,7 +318,7 @@ class Footprint:
 
 
 def rounds(seconds: float, counts: Counter[str]) -> Iterator[tuple[int, float]]:
-    """Yield the number of each round and its seconds, until the time is over; nothing may grow meanwhile."""
+    """Yield the number of each round and its seconds until the time is over; then check that nothing grew."""
     end = time.monotonic() + seconds
     footprints: list[Footprint] = []
     while not footprints or time.monotonic() < end:
@@ -344,9 +344,9 @@ def _children() -> int:
 
 
 def fail_now_and_then(device: str, random: Random, end: float) -> int:
-    """Have single allocations fail until a time of the monotonic clock; return how many did.
+    """Make single allocations fail until a time of `time.monotonic`; return how many failed.
 
-    Metal has few: buffers, while pools grow.
+    On Metal there are few: only buffers, while pools grow.
     """
     most, pause = (100, 0.02) if device == "cpu" else (4, 2.0)
     came = 0
@@ -359,7 +359,7 @@ def fail_now_and_then(device: str, random: Random, end: float) -> int:
 
 def opened(path: Path, device: str) -> tuple[Model, Oracle]:
     """Open a model for workers, and its oracle."""
-    chunk = 64 if device == "cpu" else 8  # on Metal bits do not depend on the split up to 8 tokens
+    chunk = 64 if device == "cpu" else 8  # on Metal, bits do not depend on splits of up to 8 tokens
     page = 64 * 4 * 32 * 2 * 2
     model = Model(
         path, device=device, threads=2, chunk_tokens=chunk, prefix_memory=20 * page, kv_memory=200 * page
@@ -368,16 +368,16 @@ def opened(path: Path, device: str) -> tuple[Model, Oracle]:
 
 
 def assert_released(model: Model) -> None:
-    """Check that a model without open sessions holds no pages but those of its prefix cache."""
+    """Check that a model without open sessions holds only pages of its prefix cache."""
     while any(thread.name == "metal_prefill engine loop" for thread in threading.enumerate()):
         time.sleep(0.01)
-    gc.collect()  # sessions that texts were written with
+    gc.collect()  # frees sessions of texts
     stats = model.stats()
     assert stats["kv_pool_bytes"] == stats["prefix_bytes"]
 
 
 def soak(path: Path, device: str, folder: Path, seconds: float, seed: str) -> dict[str, int]:
-    """Have threads work for some time, and return counts.
+    """Run threads for some time, and return counts.
 
     Raises
     ------

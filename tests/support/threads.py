@@ -1,4 +1,4 @@
-"""Functions that several threads call at the same time, and a session that another thread uses."""
+"""Calls of functions by concurrent threads, and sessions in use by another thread."""
 
 import os
 import threading
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from metal_prefill import Session
 
-HANGS = 120  # seconds after which a thread is taken to hang; the machine may be busy
+HANGS = 120  # seconds after which a thread counts as hanging; the machine may be busy
 T = TypeVar("T")
 
 

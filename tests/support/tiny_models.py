@@ -1,4 +1,4 @@
-"""Models of a few small layers, for tests that open or run one very often, or on an emulated GPU."""
+"""Models of a few small layers, for tests that open or run them very often, or on an emulated GPU."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from metal_prefill.synth import ExpertShape, LayerShape, ScanShape
 from support.small_models import ENCODERS, EXPERTS, MODELS, SmallModel
 
-# For tests in which neither weights nor dimensions matter.
+# For tests that do not depend on weights or dimensions.
 TINY = SmallModel(dim=64, heads=3, kv_heads=1, ffn=64, seed=2)
 
 VOCAB = 280
@@ -38,8 +38,8 @@ TINY_ENCODERS = {
     "modern-bert": replace(ENCODERS["modern-bert"], layers=3, **_ENCODER_SIZE),
 }
 
-# For tests of how states are kept, which does not depend on dimensions. Two layers have states, with one of
-# attention between them unless all are recurrent.
+# For tests of states, which do not depend on dimensions. Two layers have states, with an attention layer
+# between them unless all are recurrent.
 _FEW: dict[str, Any] = {"dim": 32, "ffn": 32, "heads": 1, "kv_heads": 1, "head_dim": 32}
 _SCAN = ScanShape(inner=64, state=16, heads=2)
 _AROUND = (0, 2)

@@ -1,4 +1,4 @@
-"""Tools, and chat templates: one that describes them, and one of messages alone."""
+"""Tools, and chat templates with and without a description of tools."""
 
 WEATHER = {
     "type": "function",
@@ -9,7 +9,7 @@ WEATHER = {
     },
 }
 CLOCK = {"name": "clock", "parameters": {}}
-HERMES = (  # as Hermes 2 and Qwen 2.5 write tools, calls and results
+HERMES = (  # tools, calls and results in the form of Hermes 2 and Qwen 2.5
     "{% if tools %}<tools>{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}"
     "{{ '\n</tools>\n' }}{% endif %}"
     "{% for m in messages %}"
@@ -20,7 +20,7 @@ HERMES = (  # as Hermes 2 and Qwen 2.5 write tools, calls and results
     "</tool_call>{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-ITERATES = (  # as Mistral's and Qwen3.5's templates
+ITERATES = (  # in the form of Mistral's and Qwen3.5's templates
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{% if m.tool_calls is defined %}[CALLS]{% for call in m.tool_calls %}"
     "{% if call.id is not defined or call.id is not string or call.id | length != 9 %}"

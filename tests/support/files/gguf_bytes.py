@@ -85,7 +85,7 @@ def gguf(
     n_metadata: int | None = None,
     alignment: int = 32,
 ) -> bytes:
-    """Encode a file; the counts are claimed instead of the lists' own lengths."""
+    """Encode a file; given counts replace the lengths of the lists."""
     header = magic + u32(version)
     header += u64(len(tensors) if n_tensors is None else n_tensors)
     header += u64(len(metadata) if n_metadata is None else n_metadata)

@@ -1,4 +1,4 @@
-"""GGUF files with a few errors: parsed, changed and reassembled."""
+"""Parses GGUF files, and reassembles them with a few errors."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Parts:
         self.metadata[i] = (key, self.metadata[i][1] if kind is None else kind, value)
 
     def replace_tensor(self, name: str, *, new_name: str | None = None, kind: int | None = None) -> None:
-        """Change the name or the number of the type of a tensor, but not its bytes."""
+        """Change the name or the type number of a tensor, but not its bytes."""
         i = next(i for i, tensor in enumerate(self.tensors) if tensor[0] == name)
         _, dims, held, offset = self.tensors[i]
         self.tensors[i] = (new_name or name, dims, held if kind is None else kind, offset)
@@ -90,7 +90,7 @@ def mutate(parts: Parts, random: Random) -> bytes:
 
 
 def _some(parts: Parts, random: Random, wanted: bool) -> int | None:
-    """Choose an entry whose value is an array, or one whose value is not."""
+    """Choose an entry with an array, or one with another value."""
     found = [i for i, (_, kind, _) in enumerate(parts.metadata) if (kind == ARRAY) == wanted]
     return random.choice(found) if found else None
 
@@ -154,7 +154,7 @@ def _array(parts: Parts, random: Random) -> None:
     if i is None:
         return
     key, kind, value = parts.metadata[i]
-    if len(value) < 12:  # it was something else before its type was changed
+    if len(value) < 12:  # its type was changed from another one
         return
     element, count = struct.unpack_from("<IQ", value)
     body = bytearray(value[12:])
@@ -177,7 +177,7 @@ def _tensor(parts: Parts, random: Random) -> None:
     choice = random.randrange(6)
     if choice == 0:
         name = random.choice(("", "x" * 65, parts.tensors[0][0], "output.weight", "rope_freqs.weight"))
-    elif choice == 1 and dims:  # an earlier change may have removed all
+    elif choice == 1 and dims:  # an earlier change may have removed them
         dims = list(dims)
         dims[random.randrange(len(dims))] = random.choice((*INTEGERS, dims[0] * 2, dims[0] + 32))
     elif choice == 2:
@@ -199,7 +199,7 @@ def _counts(parts: Parts, random: Random) -> None:
 
 
 def _weights(parts: Parts, random: Random) -> None:
-    """Damage weights: NaN and infinity among them."""
+    """Damage weights, for example by NaN and infinity."""
     data = bytearray(parts.data)
     for _ in range(random.choice((1, 16, 256))):
         at = random.randrange(len(data) - 4)

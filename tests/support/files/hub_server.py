@@ -16,19 +16,19 @@ import pytest
 
 @dataclass
 class Repo:
-    """Files of one commit, and who may read them."""
+    """Files of one commit, and the token that may read them."""
 
     files: dict[str, bytes]
     revisions: tuple[str, ...] = ("main",)
-    token: str | None = None  # needed to see it at all
+    token: str | None = None  # required to see the repository
     gated: bool = False
     vanished: tuple[str, ...] = ()  # listed but missing
     cut: set[str] = field(default_factory=set)  # the connection breaks halfway through the next download
     listing: bytes | None = None  # replaces the body of its listing
     endless: bool = False  # the listing never ends
     silent: bool = False  # sends no answer until the server ends
-    status: int = 0  # replace those of all answers
-    headers: dict[str, str | None] = field(default_factory=dict)  # replace those of files; None omits one
+    status: int = 0  # replaces the status of all answers
+    headers: dict[str, str | None] = field(default_factory=dict)  # replace headers of files; None omits one
 
     @property
     def commit(self) -> str:
@@ -40,10 +40,10 @@ class Repo:
 
 @dataclass
 class Hub:
-    """Repositories, the address they are served at, and the requests that came."""
+    """Repositories, the address of their server, and the received requests."""
 
     repos: dict[str, Repo]
-    sign_in: int = 0  # status of the page that answers all requests, as that of a proxy does
+    sign_in: int = 0  # status of a page that answers all requests, as a proxy's sign-in page does
     url: str = ""
     requests: list[str] = field(default_factory=list)
     closing: threading.Event = field(default_factory=threading.Event)
@@ -71,7 +71,7 @@ def serve(repos: dict[str, Repo], sign_in: int = 0) -> Iterator[Hub]:
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
-    """Have the library, which is imported once, use the server at `url` and this cache."""
+    """Make the library, which is imported once, use the server at `url` and this cache."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     template = "/{repo_id}/resolve/{revision}/{filename}"
     constants = {"ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": url + template, "HF_HUB_CACHE": str(cache)}
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.close_connection = True
-        with suppress(OSError):  # until the client has had enough
+        with suppress(OSError):  # until the client closes the connection
             while not self.content.closing.is_set():
                 self.wfile.write(body)
 

@@ -1,4 +1,4 @@
-"""JSON that differs from the right one at a random place."""
+"""Changes JSON at a random place."""
 
 import copy
 from collections.abc import Sequence

@@ -87,6 +87,6 @@ def model_file(
             continue
         shape, kind = spec
         listed.append(tensor(name, list(reversed(shape)), kind, offset))
-        offset += -(-math.prod(shape) * 8 // 32) * 32  # room for eight bytes a value, the most of any type
+        offset += -(-math.prod(shape) * 8 // 32) * 32  # room for the largest type: eight bytes per value
     kept = [entry(key, *content) for key, content in entries.items() if content is not None]
     return gguf(kept, listed, bytes(offset))

@@ -7,7 +7,7 @@ _WIDTH = 110
 
 
 def dumps(value: Any, indent: int = 0) -> str:
-    """Return JSON in which a list of numbers, and all else that fits, takes one line."""
+    """Return JSON in which lists of numbers, and everything that fits, take one line."""
     line = json.dumps(value)
     if isinstance(value, dict):
         entries = [f"{json.dumps(key)}: {dumps(item, indent + 1)}" for key, item in value.items()]

@@ -1,4 +1,4 @@
-"""Saved sessions that are wrong in a few places."""
+"""Saved sessions with a few errors."""
 
 import json
 import struct
@@ -13,7 +13,7 @@ from support.files.json_mutator import changed
 
 
 def mutate_state(plain: bytes, random: Random) -> bytes:
-    """Change the header by its structure, the rest by its bytes; often with a matching checksum."""
+    """Change fields of the header or bytes of the rest; often with a matching checksum."""
     (length,) = struct.unpack_from("<Q", plain)
     header, body = json.loads(plain[8 : 8 + length]), bytearray(plain[8 + length :])
     odd: list[Any] = [0, -1, 2**63, 1.5, "x", None, [], {}, [0, 1], True, "F16", "I64", [[[]]], 10**30]

@@ -1,4 +1,4 @@
-"""Folders of LoRA adapters as peft saves them, and model folders that have several."""
+"""Folders of LoRA adapters as peft saves them, and model folders with several adapters."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ def adapter(
 
 
 def _jina_v5(made: Folder, **config: Any) -> Folder:
-    """Make a folder as jina-embeddings-v5 has it: an adapter for each task, and a class that pools."""
+    """Make a folder in the form of jina-embeddings-v5: an adapter for each task, and a class that pools."""
     made.config |= {
         "architectures": ["JinaEmbeddingsV5Model"],
         "model_type": "jina_embeddings_v5",
@@ -72,12 +72,12 @@ def _jina_v5(made: Folder, **config: Any) -> Folder:
 
 
 def small(path: Path) -> Folder:
-    """Make a folder of the model with a decoder, whose weights have the prefix of one with a head."""
+    """Make a folder of the decoder model, whose weights have the prefix of a model with a head."""
     return _jina_v5(folder(path, "qwen3"))
 
 
 def nano(path: Path) -> Folder:
-    """Make a folder of the model with an encoder."""
+    """Make a folder of the encoder model."""
     made = llama(path, "EuroBertModel")
     made.tensors = filled({name.removeprefix("model."): t.shape for name, t in made.tensors.items()})
     return _jina_v5(made, is_decoder=False, pad_token_id=0)

@@ -1,4 +1,4 @@
-"""Folders of decoders whose tokens see those after them, and texts whose vectors are recorded."""
+"""Folders of decoders with bidirectional attention, and texts with recorded vectors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ _CONTEXT = {"max_position_embeddings": 200, "use_sliding_window": False}
 
 
 def _body(made: Folder, name: str, **config: Any) -> Folder:
-    """Name a class without a head, whose tensors have no prefix, and pool its states by their mean."""
+    """Set a class without a head, whose tensors have no prefix, and mean pooling."""
     made.config |= {"architectures": [name], **_CONTEXT, **config}
     made.tensors.pop("lm_head.weight", None)
     made.tensors = {name.removeprefix("model."): tensor for name, tensor in made.tensors.items()}
@@ -23,7 +23,7 @@ def _body(made: Folder, name: str, **config: Any) -> Folder:
 
 
 def nemotron(path: Path) -> Folder:
-    """Make a folder as llama-nemotron-embed has it."""
+    """Make a folder in the form of llama-nemotron-embed."""
     name, made = "LlamaBidirectionalModel", llama(path)
     for tensor in made.tensors:  # so that attention has an effect
         if tensor.endswith("norm.weight"):
@@ -34,12 +34,12 @@ def nemotron(path: Path) -> Folder:
 
 
 def qwen3(path: Path) -> Folder:
-    """Make a folder of Qwen3 that states that its attention is not causal."""
+    """Make a folder of Qwen3 whose configuration sets attention that is not causal."""
     return _body(folder(path, "qwen3"), "Qwen3Model", is_causal=False)
 
 
 def voyage(path: Path) -> Folder:
-    """Make a folder as voyage-4-nano has it: states are projected before they are pooled."""
+    """Make a folder in the form of voyage-4-nano: projects states before pooling."""
     made = folder(path, "qwen3", tie_word_embeddings=True)
     del made.tensors["lm_head.weight"]
     made.tensors |= filled({"linear.weight": (PROJECTED, DIM)})
@@ -53,7 +53,7 @@ def voyage(path: Path) -> Folder:
 
 
 def pplx(path: Path) -> Folder:
-    """Make a folder as pplx-embed has it: the class implies the attention, and vectors are integers."""
+    """Make a folder in the form of pplx-embed: the class implies the attention, and vectors are integers."""
     made = _body(folder(path, "qwen3"), "PPLXQwen3Model", model_type="bidirectional_pplx_qwen3")
     modules = made.loaded("modules.json")[:2]
     quantizer = {"path": "", "type": "st_quantize.FlexibleQuantizer", "kwargs": ["quantization"]}
@@ -62,7 +62,7 @@ def pplx(path: Path) -> Folder:
 
 
 def gte_qwen2(path: Path) -> Folder:
-    """Make a folder as gte-Qwen2 has it: its class predicts text, but its attention is not causal."""
+    """Make a folder in the form of gte-Qwen2: its class predicts text, but its attention is not causal."""
     return folder(path, "qwen2", is_causal=False, **_CONTEXT).pool("lasttoken")
 
 

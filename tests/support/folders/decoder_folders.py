@@ -1,6 +1,6 @@
-"""Small folders of decoders with random weights, whose logits are recorded with transformers.
+"""Small folders of decoders with random weights and logits recorded with transformers.
 
-A folder is a configuration and the tensors that transformers saves for it, whose shapes are recorded, too.
+A folder is a configuration and the tensors that transformers saves for it, whose shapes are also recorded.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ from support.places import DATA
 
 RECORD = DATA / "transformers_folders.npz"
 IDS = np.random.default_rng(7).integers(2, 300, 37).astype(np.int32)  # a prompt
-ROWS = [0, 1, 7, 36]  # its tokens after which logits are recorded
+ROWS = [0, 1, 7, 36]  # tokens of the prompt with recorded logits
 
 HEAD = DIM // HEADS
 WIDTH = 24  # of an expert
@@ -36,7 +36,7 @@ Config = Mapping[str, Any]
 
 
 def _of(name: str, **settings: Any) -> Config:
-    """Return the configuration of a class, whose sizes and numbers of tokens are the same for all."""
+    """Return the configuration of a class; sizes and special tokens are the same for all classes."""
     return {
         **GROUPED,
         "architectures": [f"{name}ForCausalLM"],
@@ -50,7 +50,7 @@ def _of(name: str, **settings: Any) -> Config:
 
 
 def _with_images(text: Config, **settings: Any) -> Config:
-    """Return the configuration of a class with a part for images next to one for text."""
+    """Return the configuration of a class with parts for images and for text."""
     name = text["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
     vision: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size"), 16)
     vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": DIM, "num_position_embeddings": 4}
@@ -166,8 +166,8 @@ _QWEN35 = _of(  # a layer with a gated delta rule, then one with attention
     rope_parameters={**_PLAIN, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
     tie_word_embeddings=True,
 )
-# Gemma 4, whose layers have different heads and feed-forwards, and whose last layers attend to keys and
-# values of earlier ones.
+# Gemma 4: layers differ in heads and feed-forwards, and the last layers attend to earlier layers' keys and
+# values.
 WINDOW_HEAD, FULL_HEAD, INPUT = 12, 24, 20
 KINDS = [WINDOW, FULL, WINDOW, WINDOW, FULL]
 _GEMMA4 = _of(
@@ -370,11 +370,11 @@ CONFIGS: dict[str, Config] = {
         "global_head_dim": WINDOW_HEAD,
     },
 }
-_DIFFERENCES = ("gemma2", "gemma3", "qwen35")  # whose norms are stored as differences from 1
+_DIFFERENCES = ("gemma2", "gemma3", "qwen35")  # their norms are stored as differences from 1
 
 
 def folder(path: Path, name: str, **config: Any) -> Folder:
-    """Make a folder of one of `CONFIGS`, some of whose fields may have other values."""
+    """Make a folder of one of `CONFIGS` with changed fields."""
     pattern = QWEN35_PATTERN if name.startswith("qwen35") else None
     made = tokenized(path, {**deepcopy(dict(CONFIGS[name])), **config}, {}, pattern)
     made.tensors = filled(shapes_of(name), norm=0 if name.startswith(_DIFFERENCES) else 1)
@@ -382,7 +382,7 @@ def folder(path: Path, name: str, **config: Any) -> Folder:
 
 
 def wider(path: Path, width: int) -> Folder:
-    """Make a folder of Gemma 4 whose inputs of layers have another width."""
+    """Make a folder of Gemma 4 with wider inputs of layers."""
     made = folder(path, "gemma4", hidden_size_per_layer_input=width)
     sizes = {INPUT: width, len(KINDS) * INPUT: len(KINDS) * width}
     shapes = {name: tuple(sizes.get(n, n) for n in shape) for name, shape in shapes_of("gemma4").items()}

@@ -1,6 +1,6 @@
-"""Small folders of encoders with random weights, whose results are recorded with transformers.
+"""Small folders of encoders with random weights and results recorded with transformers.
 
-A folder is a configuration and the tensors that transformers saves for it, whose shapes are recorded, too.
+A folder is a configuration and the tensors that transformers saves for it, whose shapes are also recorded.
 """
 
 import json
@@ -22,7 +22,7 @@ from support.places import DATA
 
 RECORD = DATA / "transformers_encoder_folders.npz"
 CONTEXT = 330
-LENGTHS = (1, 9, 300)  # of texts; the last is longer than pages, and than distances that are distinguished
+LENGTHS = (1, 9, 300)  # of texts; the last exceeds pages and the distances that have separate buckets
 # Texts whose vectors over the vocabulary are recorded.
 TEXTS = ["a rose by any name", "", "would smell as sweet would smell as sweet"]
 _WORDS, _PIECES = 1517, 1202  # tokens of the vocabularies
@@ -88,7 +88,7 @@ def _t5(dim: int, heads: int, ffn: int, layers: int, width: int, act: str) -> Co
 _albert = partial(_of, "AlbertModel", "albert", num_hidden_groups=1)
 _electra = partial(_of, "ElectraModel", "electra")
 _bert = partial(_of, "BertModel", "bert")
-# Without buckets every distance up to the furthest has its own row.
+# Without buckets every distance up to the maximum has a row.
 _deberta = partial(
     _of,
     "DebertaV2Model",
@@ -134,7 +134,7 @@ PRIVACY_TAGS = ("O", *(f"{tag}-{label}" for label in ("private_person", "secret"
 def _privacy_filter(
     *sizes: int, kv_heads: int, width: int, experts: int, used: int, band: int = 128, **rope: Any
 ) -> Config:
-    """Return a configuration of OpenAI Privacy Filter: gpt-oss with a window on both sides."""
+    """Return a configuration of OpenAI Privacy Filter: gpt-oss with a bidirectional window."""
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 256}
     settings: dict[str, Any] = {
         "head_dim": width,
@@ -200,7 +200,7 @@ _STATES: dict[str, Config] = {
     ),
     "distilbert": _DISTILBERT,
     "gte": _gte(),
-    # The same as the kind ntk with a factor of 8, of Alibaba's own class (https://kexue.fm/archives/9706).
+    # Equals the type ntk with a factor of 8 in Alibaba's own class (https://kexue.fm/archives/9706).
     "gte, longer": _gte(rope_type="linear", rope_theta=8 * 500.0, factor=8.0 ** (2 / 8)),
     **PRIVACY_FILTERS,
 }
@@ -230,9 +230,9 @@ CONFIGS: dict[str, Config] = {
     **{f"{name}, masked": _with_head(_STATES[name], "MaskedLM") for name in MASKED},
 }
 # Factors of tensors of OpenAI Privacy Filter. Sinks are as large as scores, and some gates exceed 7. As in
-# trained models, layers add less to the stream than it has, and keys allow for the factor of YaRN. Otherwise
-# errors grow from layer to layer: without these factors, and with larger gates, computing in float64 with
-# operands of products that are rounded to half precision has an NMSE of 1.5e-5.
+# trained models, layers add less than the stream's size, and keys compensate for the factor of YaRN.
+# Otherwise errors grow from layer to layer: without these factors, and with larger gates, float64 with
+# operands of products rounded to half precision has an NMSE of 1.5e-5.
 _FACTORS = {
     "sinks": 4.0,
     "gate_up_proj": 2.6,
@@ -246,7 +246,7 @@ _FACTORS = {
 
 
 def folder(path: Path, name: str, **config: Any) -> Folder:
-    """Make a folder of one of `CONFIGS`, some of whose fields may have other values."""
+    """Make a folder of one of `CONFIGS` with changed fields."""
     settings = {**deepcopy(dict(CONFIGS[name])), **config}
     path.mkdir(parents=True, exist_ok=True)
     factors: dict[str, float] = {}
@@ -269,7 +269,7 @@ RECORDED: dict[str, Callable[..., Folder]] = {name: partial(folder, name=name) f
 private_parts = partial(folder, name="privacy filter, tags")
 
 
-# Vectors over the vocabulary, from the head that predicts masked tokens.
+# Vectors over the vocabulary from the masked-token head.
 _SPARSE = "sentence_transformers.sparse_encoder.models."
 
 
@@ -284,7 +284,7 @@ distilbert_masked = partial(masked, name="distilbert")
 
 
 def routed(path: Path) -> Folder:
-    """Make a SPLADE folder whose queries are weights of their tokens."""
+    """Make a SPLADE folder whose query vectors are weights of the tokens."""
     made = distilbert_masked(path)
     query, pooling = "query_0_SparseStaticEmbedding", "document_1_SpladePooling"
     kinds = {query: "SparseStaticEmbedding", "": "MLMTransformer", pooling: "SpladePooling"}

@@ -1,6 +1,6 @@
-"""Tokenizers of encoders as transformers writes them, in the variants that a file can describe.
+"""Tokenizers of encoders as transformers writes them, in all variants of the file.
 
-The tool that records the ids of transformers, and the tests that compare with them, share these definitions.
+The tool that records the ids of transformers and the tests that compare with them share these definitions.
 """
 
 import io
@@ -61,7 +61,7 @@ VOCABULARY_KEYS = "tokenizer.ggml."
 
 
 def open_vocabulary(folder: Path, base: Mapping[str, Value], **changes: Value | None) -> Tokenizer:
-    """Open a vocabulary of these entries, of which some are others or left out."""
+    """Open a vocabulary of these entries, some of them replaced or omitted."""
     entries = {**base, **changes}
     content = [entry(VOCABULARY_KEYS + key, *value) for key, value in entries.items() if value is not None]
     (folder / "v.gguf").write_bytes(gguf(content))
@@ -69,7 +69,7 @@ def open_vocabulary(folder: Path, base: Mapping[str, Value], **changes: Value | 
 
 
 def packed(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
-    """Return lists of numbers as one array: each list after its length."""
+    """Return lists of numbers as one array, in which each list follows its length."""
     return np.array([n for row in rows for n in (len(row), *row)], np.int32)
 
 
@@ -96,5 +96,5 @@ def write_recorded(folder: Path, name: str) -> Path:
 
 
 def open_recorded(folder: Path, name: str) -> Tokenizer:
-    """Open the tokenizer of a variant, whose files are written to the folder."""
+    """Open the tokenizer of a variant, and write its files to the folder."""
     return open_folder(write_recorded(folder, name))

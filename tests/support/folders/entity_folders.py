@@ -1,4 +1,4 @@
-"""Folders of GLiNER with random weights, and texts whose entities are recorded with its library."""
+"""Folders of GLiNER with random weights, and texts with entities recorded with its library."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +22,7 @@ TEXTS = [
     " \n",
     "The king is dead. " * 2,
 ]
-# Arguments of calls, and their thresholds by folder: between probabilities of the random weights.
+# Arguments of calls, and thresholds by folder: between probabilities of the random weights.
 CALLS: dict[str, dict[str, Any]] = {
     "flat": {},
     "several labels": {"multi_label": True},
@@ -47,7 +47,7 @@ THRESHOLDS = {
 class EntityFolder(Folder):
     """A folder with ``gliner_config.json``."""
 
-    pickled = False  # whether it has the weights as ``torch.save`` writes them
+    pickled = False  # whether `torch.save` wrote the weights
 
     def write(self, shards: int = 1) -> Path:
         """Write configuration and weights."""
@@ -103,10 +103,10 @@ def entities(
     width: int = 32,
     *,
     mode: str = "markerV0",
-    tokenizer: str = "",  # variant of `encoder_tokenizers`; by default that of the encoder's folder
-    listed: bool = False,  # whether the tokenizer has the tokens of labels, which the library adds otherwise
+    tokenizer: str = "",  # variant of `encoder_tokenizers`; by default the one of the encoder's folder
+    listed: bool = False,  # whether the tokenizer has the tokens of labels, which the library otherwise adds
     recurrent: bool = True,
-    # Encoder of labels; by default, that of texts reads them, too.
+    # Encoder of labels; by default, the encoder of texts.
     labels: Callable[[Path], Folder] | None = None,
     **config: Any,
 ) -> EntityFolder:
@@ -136,7 +136,7 @@ def entities(
     dim = folder.config.get("hidden_size") or dim
     tensors |= filled(_head(mode, width, dim, recurrent=recurrent), gain=_GAIN)
     for name in ("prompt_rep_layer.3.weight", "scorer.out_mlp.3.weight"):
-        if name in tensors:  # scores whose probabilities differ in float32
+        if name in tensors:  # makes probabilities differ in float32
             tensors[name] /= 4
     settings = {
         "model_name": str(path),
@@ -192,6 +192,6 @@ RECORDED: dict[str, Callable[[Path], EntityFolder]] = {
 
 
 def calls_of(name: str) -> dict[str, dict[str, Any]]:
-    """Return the arguments of the calls that are recorded of a folder: all for one of each mode."""
+    """Return the arguments of a folder's recorded calls: all calls for one folder of each mode."""
     thresholds = zip(CALLS, THRESHOLDS[name], strict=False)
     return {call: {**CALLS[call], "threshold": threshold} for call, threshold in thresholds}

@@ -1,4 +1,4 @@
-"""Folders of encoders whose files llama.cpp's converter also writes, and texts whose vectors are recorded."""
+"""Folders of encoders that llama.cpp's converter supports, and texts with recorded vectors."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,9 +27,9 @@ _OWN = (b".hidden_activation", b".embedding_normalize", b"t5encoder.attention.ca
 
 
 def written(folder: Path, name: str) -> Path:
-    """Write the file of a folder with the keys of llama.cpp's converter, and the pooling by the mean.
+    """Write the file of a folder with the keys of llama.cpp's converter, and mean pooling.
 
-    That converter leaves out the bias of the sum of experts.
+    That converter omits the bias of the sum of experts.
     """
     made = FOLDERS[name](folder / "m").pool("mean_tokens")
     made.tensors = {name: t for name, t in made.tensors.items() if not name.endswith("experts.bias")}

@@ -62,13 +62,13 @@ class Folder:
         self.tensors = tensors  # contents of ``model.safetensors``
 
     def add(self, shapes: Shapes, first: int = 0, size: float = 1, prefix: str = "") -> Folder:
-        """Add tensors with random values of seeds from the first on."""
+        """Add tensors with random values; seeds are consecutive."""
         for seed, (name, shape) in enumerate(shapes.items(), first):
             self.tensors[prefix + name] = size * values(shape, seed)
         return self
 
     def modules(self, places: Mapping[str, str], package: str = "sentence_transformers.models.") -> Folder:
-        """List modules of sentence-transformers: the kind of each, by its place."""
+        """List modules of sentence-transformers: the kind of each, by its path."""
         listed = [
             {"idx": i, "name": str(i), "path": place, "type": package + kind}
             for i, (place, kind) in enumerate(places.items())
@@ -116,7 +116,7 @@ class Folder:
         return json.loads((self.path / name).read_bytes())
 
     def list_words(self) -> Folder:
-        """Write a list of words in place of the tokenizer, as early folders of BERT have it."""
+        """Write a list of words instead of the tokenizer, as in early folders of BERT."""
         ids = self.loaded("tokenizer.json")["model"]["vocab"]
         (self.path / "vocab.txt").write_text("\n".join(sorted(ids, key=ids.get)) + "\n")
         (self.path / "tokenizer.json").unlink()
@@ -156,7 +156,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def save_bfloat16(tensors: dict[str, Values], path: Path) -> None:
-    """Write the upper halves of float32 values, which NumPy has no type for."""
+    """Write the upper halves of float32 values: NumPy has no bfloat16."""
     header, data = {}, b""
     for name, array in tensors.items():
         content = (array.view(np.uint32) >> 16).astype("<u2").tobytes()
@@ -181,9 +181,9 @@ def shapes_of(name: str) -> Shapes:
 
 
 def filled(shapes: Mapping[str, tuple[int, ...]], norm: float = 1, gain: float = 1) -> dict[str, Values]:
-    """Return random values that follow from the names of tensors.
+    """Return random values, with a seed from the names of tensors.
 
-    Matrices multiply the size of their inputs by `gain`, and factors of norms and layers are around `norm`.
+    Matrices scale their inputs by about `gain`, and factors of norms and layers are around `norm`.
     """
     found: dict[str, Values] = {}
     for name, shape in shapes.items():
@@ -207,7 +207,7 @@ def weights(at: str, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
 
 
 def repeated(at: str, layer: Mapping[str, tuple[int, ...]], layers: int = LAYERS) -> Shapes:
-    """Return the shapes of all layers, whose number is in `at`."""
+    """Return the shapes of all layers; `at` formats the layer's number."""
     return {at.format(i) + name: shape for i in range(layers) for name, shape in layer.items()}
 
 
@@ -219,7 +219,7 @@ def tokenized(path: Path, config: dict[str, Any], shapes: Shapes, pattern: str |
 
 
 def bert_layer(names: Mapping[str, str]) -> Shapes:
-    """Return the shapes of a layer of BERT, some of whose modules have other names."""
+    """Return the shapes of a layer of BERT with some renamed modules."""
     shapes: Shapes = {}
     for name, shape in BERT_LINEAR.items():
         shapes |= linear(names.get(name, name), *shape)
@@ -277,7 +277,7 @@ def _byte_level(size: int, pattern: str | None) -> str:
 
 
 def llama(path: Path, architecture: str = "LlamaForCausalLM", **config: Any) -> Folder:
-    """Make a folder of a Llama class, with the head of its task."""
+    """Make a folder of a Llama class with a task's head."""
     settings = {
         **GROUPED,
         "architectures": [architecture],

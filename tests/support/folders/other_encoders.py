@@ -1,6 +1,6 @@
-"""Folders of encoders whose classes transformers lacks, and their forward passes in float64.
+"""Folders of encoders that transformers does not support, and their forward passes in float64.
 
-They are Jina's BERT for code and nomic-embed-text-v2-moe. A pass reads tensors by the names of the folder.
+They are Jina's BERT for code and nomic-embed-text-v2-moe. A pass reads tensors by their names in the folder.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +31,7 @@ from support.kernels.float64 import Array, alibi_slope, attention, gelu, layer_n
 
 
 class FolderTensors:
-    """Tensors of a folder in float64, and steps that use them."""
+    """Tensors of a folder in float64, and the steps of a pass."""
 
     def __init__(self, tensors: Mapping[str, npt.NDArray[Any]], prefix: str = "", eps: float = 1e-12) -> None:
         self._tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
@@ -54,7 +54,7 @@ class FolderTensors:
 
 
 def attended(q: Array, k: Array, v: Array, heads: int, added: Iterable[Array | float] = repeat(0.0)) -> Array:
-    """Return attention of ``[n, dim]``; `added` is what `attention` adds to the scores of each head."""
+    """Return attention of ``[n, dim]``; `added` is added to the scores of each head."""
     n, width = len(q), q.shape[1] // heads
     q, k, v = (x.reshape(n, heads, width) for x in (q, k, v))
     return attention(q, k, v, width**-0.5, added).reshape(n, -1)
@@ -160,7 +160,7 @@ def nomic_moe_states(
 ) -> tuple[Array, Array]:
     """Return the states of nomic-embed-text-v2-moe after the last layer, and the router's least margins.
 
-    A margin is the difference of a row's products for its last expert and the next one.
+    A margin is the difference between a row's products for its last expert and for the next one.
     The router's scores are a softmax over all experts. The factors of the chosen experts are not normalized,
     and one bias is added to the sum.
     """

@@ -1,7 +1,6 @@
-"""Model folders for tasks, and texts on which they are compared with their own libraries.
+"""Model folders for tasks, and texts for comparisons with transformers and sentence-transformers.
 
-The tool that records results of transformers and sentence-transformers, and the tests that compare with them,
-share these definitions.
+The tool that records their results and the tests that compare with them share these definitions.
 """
 
 import json
@@ -41,7 +40,7 @@ LONG_DOCUMENT = "He is the king, and she was the queen. Long may they live!"
 DOCUMENTS = ["The king is dead.", "A rose, by any other name", "", "Long live the King! Éa", "x"]
 PAIRS = [("The king is dead.", "He lives"), ("a", "b c d"), ("", "The end")]
 TEXTS = ["Angela met the Queen in Rome.", "nothing", "Île-de-Ré, São  Paulo and I", "a b"]
-ACTIVE = 20  # values of vectors over the vocabulary that are recorded
+ACTIVE = 20  # recorded values of vectors over the vocabulary
 STRATEGIES = ("none", "simple", "first", "average", "max")
 TAGS = ("B-PER", "O", "I-PER", "B-LOC", "I-LOC")
 
@@ -54,7 +53,7 @@ def _labels(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _sized(folder: Folder) -> Folder:
-    """Scale norms and matrices, so that attention and heads have an effect and results differ."""
+    """Scale norms and matrices so that attention and heads affect results."""
     for name, array in folder.tensors.items():
         if array.ndim == 1 and "norm" in name.lower() and name.endswith("weight"):
             folder.tensors[name] = array + 1
@@ -147,10 +146,10 @@ def modern_body(path: Path, **config: Any) -> Folder:
 
 
 def _write_byte_level(path: Path) -> None:
-    """Write a tokenizer of bytes and merges, as ModernBERT has."""
+    """Write a tokenizer of bytes and merges, as in ModernBERT."""
     vocabulary = gpt2_vocabulary(MODERN_VOCAB)
     fixed = len(vocabulary.tokens) - len(vocabulary.merges)
-    # The first ids are those of the special tokens; as many merges are omitted.
+    # Special tokens have the first ids; as many merges are omitted.
     kept = [t for t, kind in zip(vocabulary.tokens[:fixed], vocabulary.types, strict=False) if kind == 1]
     merges = vocabulary.merges[: MODERN_VOCAB - len(MODERN_SPECIAL) - len(kept)]
     tokens = [*MODERN_SPECIAL, *kept, *(merge.replace(" ", "") for merge in merges)]
@@ -177,7 +176,7 @@ def _write_byte_level(path: Path) -> None:
 
 
 def late_interaction(path: Path) -> Folder:
-    """Make a folder with token projection, prompts and tokens that are not compared."""
+    """Make a folder with a token projection, prompts and excluded tokens."""
     return _projecting(_sized(_bert(path)))
 
 
@@ -205,7 +204,7 @@ COLBERT = {"weight": values((24, DIM), 3), "bias": values((24,), 4)}
 
 
 def hybrid(path: Path) -> Folder:
-    """Make a folder as bge-m3 has it, with heads that torch saved."""
+    """Make a folder in the form of bge-m3, with heads saved by torch."""
     folder = bert(path, "XLMRobertaModel", "unigram").pool("cls_token")
     write_torch_file(path / "sparse_linear.pt", SPARSE)
     write_torch_file(path / "colbert_linear.pt", COLBERT)
@@ -272,7 +271,7 @@ def stanford(path: Path, **settings: Any) -> Folder:
 
 
 def _modern_late(path: Path) -> Folder:
-    """Make a ModernBERT folder whose window does not reach from the end of an expanded query to the text."""
+    """Make a ModernBERT folder with a window that excludes the text at the end of an expanded query."""
     return _expanded(_projecting(modern_body(path)), strategy="min", attend=False, length=34)
 
 
@@ -302,7 +301,7 @@ def _chained(path: Path) -> Folder:
 
 
 def _without_prompt(path: Path) -> Folder:
-    """Make a folder whose vectors leave out the tokens of the prompt."""
+    """Make a folder whose vectors exclude the tokens of the prompt."""
     folder = _pooling(path, "mean_tokens", include_prompt=False)
     prompts = {"prompts": {"query": "who says: "}, "default_prompt_name": "query"}
     folder.json("config_sentence_transformers.json", prompts)
@@ -373,7 +372,7 @@ MODULES: dict[str, Callable[[Path], Folder]] = {
     "static, unigram": partial(static, variant="unigram"),
     "model2vec": _model2vec,
 }
-# Cross-encoders with a single output, classifiers of texts or pairs, and labels of tokens.
+# Cross-encoders with a single output, classifiers of texts or pairs, and token classifiers.
 _MODERN = partial(_modern, name="ModernBertForSequenceClassification", labels=("x",))
 _CLASSES = ("contradiction", "entailment", "neutral")
 RANKERS: dict[str, Callable[[Path], Folder]] = {
@@ -421,5 +420,5 @@ def recorded() -> dict[str, Any]:
 
 
 def rounded(array: Any) -> Any:
-    """Return numbers with the digits that float32 has."""
+    """Return numbers with the precision of float32."""
     return np.vectorize(lambda x: float(f"{x:.8g}"))(np.asarray(array, np.float64)).tolist()

@@ -36,7 +36,7 @@ def _train(
 
 
 def trained_byte_level(pattern: str | None, size: int, texts: list[str]) -> Tokenizer:
-    """Return a byte-level tokenizer with two control tokens, by default that of a Llama 3 model."""
+    """Return a byte-level tokenizer with two control tokens, by default a Llama 3 model's."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=pattern is None))
     split = pre_tokenizers.Split(Regex(pattern or PRE_TOKENIZERS["llama-bpe"].patterns[0]), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -46,7 +46,7 @@ def trained_byte_level(pattern: str | None, size: int, texts: list[str]) -> Toke
 
 
 def _with_tool(made: Json) -> Tokenizer:
-    """Return a tokenizer with a token that any text spells as ``<tool>``."""
+    """Return a tokenizer with a token ``<tool>`` that is matched in any text."""
     tokenizer = Tokenizer.from_str(json.dumps(made))
     tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
     return tokenizer
@@ -69,7 +69,7 @@ GPT_4O_PATTERN = (
 
 
 def byte_level(pattern: str | None = None) -> Json:
-    """Return a byte-level tokenizer, by default that of a Llama 3 model."""
+    """Return a byte-level tokenizer, by default a Llama 3 model's."""
     made = json.loads(trained_byte_level(pattern, 420, _TEXTS).to_str())
     return _framed(made, "<s> $A", "<s> $A <s> $B")
 
@@ -84,20 +84,20 @@ def _byte_fallback() -> Json:
 
 
 def llama_2() -> Json:
-    """Return a tokenizer whose normalizer begins each text with a space, as that of Llama 2."""
+    """Return a tokenizer whose normalizer adds a space before each text, as in Llama 2."""
     prepend = {"type": "Prepend", "prepend": "\u2581"}
     normalizer = {"type": "Sequence", "normalizers": [prepend, _SPACES]}
     return {**_byte_fallback(), "normalizer": normalizer, "pre_tokenizer": None}
 
 
 def mistral() -> Json:
-    """Return a tokenizer whose first text alone begins with a space, as that of Mistral."""
+    """Return a tokenizer that adds a space before the first text only, as in Mistral."""
     words = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
     return {**_byte_fallback(), "normalizer": None, "pre_tokenizer": words}
 
 
 def gemma() -> Json:
-    """Return a tokenizer that adds no space, as that of Gemma."""
+    """Return a tokenizer that adds no space, as in Gemma."""
     split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     return {**_byte_fallback(), "normalizer": dict(_SPACES), "pre_tokenizer": split}
 
@@ -127,7 +127,7 @@ TOKENIZERS: dict[str, Callable[[], Json]] = {
 
 _BYTE_FALLBACK = (decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse())
 _STRIPPED = decoders.Sequence([*_BYTE_FALLBACK, decoders.Strip(" ", 1, 0)])
-# As the folders of such models have them.
+# As in the folders of such models.
 DECODERS = {
     "byte level": decoders.ByteLevel(),
     "llama 2": _STRIPPED,
@@ -166,6 +166,6 @@ def write(folder: Path, made: Json, settings: Json | None = None, **config: Any)
 def opened(
     folder: Path, made: Json, settings: Json | None = None, **config: Any
 ) -> tuple[text.Tokenizer, Tokenizer]:
-    """Return the tokenizer of a folder that is written with these files, and that of the library."""
+    """Write a folder with these files; return its tokenizer, and the library's."""
     path = write(folder, made, settings, **config)
     return encoder_tokenizers.open_folder(path), Tokenizer.from_file(str(path / "tokenizer.json"))

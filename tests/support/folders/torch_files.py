@@ -20,7 +20,7 @@ def _numbers(*numbers: int) -> bytes:
 
 
 def pickled(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """Return a pickle of protocol 2 that names the tensors in files ``data/0``, ``data/1`` and so on."""
+    """Return a pickle of protocol 2 that refers to tensors in files ``data/0``, ``data/1`` and so on."""
     made = b"\x80\x02" + ORDERED + b"("
     for i, (name, tensor) in enumerate(tensors.items()):
         strides = [step // tensor.itemsize for step in tensor.strides]

@@ -1,4 +1,4 @@
-"""The CPU engine on emulated 64-bit Arm processors: `tests/arm` run by qemu, called like `_cpu_testing`."""
+"""The CPU engine on emulated 64-bit Arm processors: `tests/arm` in qemu, called like `_cpu_testing`."""
 
 import os
 import platform
@@ -22,9 +22,9 @@ MISSING = (
     "the Arm kernels cannot be run: they need clang 19, Debian's cross libraries and qemu (apt-get install "
     "clang-19 lld-19 qemu-user libstdc++-12-dev-arm64-cross); `make test` then builds them"
 )
-# The oldest processor for each set, so that a kernel of one set cannot lean on the instructions of another.
+# The oldest processor for each set, so that a kernel cannot use the instructions of another set.
 PROCESSORS = {"neon_i8mm": "max", "neon_dotprod": "cortex-a76", "neon": "cortex-a72"}
-# Not on Arm, nor under a sanitizer, which cannot see another process.
+# No sets on Arm, nor under sanitizers, which cannot observe another process.
 SANITIZED = _core.has_emulator and bool(_core.emulator.sanitizer)
 SETS = [] if platform.machine() in ("arm64", "aarch64") or SANITIZED else list(PROCESSORS)
 Floats = NDArray[np.float32]
@@ -38,7 +38,7 @@ class ArmMachine:
     def __init__(
         self,
         processor: str,  # as qemu names it
-        environment: dict[str, str] | None = None,  # variables on top of this process's own
+        environment: dict[str, str] | None = None,  # variables in addition to this process's
     ) -> None:
         qemu = shutil.which("qemu-aarch64")
         if qemu is None or not SERVER.exists():
@@ -51,7 +51,7 @@ class ArmMachine:
         )
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function; arrays that it writes are updated here."""
+        """Call a function, and update the arrays that it writes."""
         sent = self._process.stdin
         assert sent is not None
         sent.write(struct.pack("<I", 1 + len(arguments)) + b"".join(map(_encoded, (name, *arguments))))
@@ -104,12 +104,12 @@ def _encoded(value: Any) -> bytes:
 
 @cache
 def machine_of(isa: str) -> ArmMachine:
-    """Return the processor that runs a set, one for all tests."""
+    """Return the processor that runs a set, shared by all tests."""
     return ArmMachine(PROCESSORS[isa])
 
 
 class Kernels:
-    """The functions of `_cpu_testing`; their first argument, the name of the set, selects where they run."""
+    """The functions of `_cpu_testing`; the set that their first argument names selects the processor."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(isa: str, *arguments: Any) -> Any:
@@ -135,6 +135,6 @@ class Kernels:
         key_multiple: int = 0,
         by_splits: bool = False,
     ) -> None:
-        """Compute attention, without the options unless they are given."""
+        """Compute attention; options are off unless given."""
         options = (sinks, exact, both_ways, key_multiple, by_splits)
         self.__getattr__("attention")(*arguments, *options)

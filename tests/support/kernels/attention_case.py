@@ -1,4 +1,4 @@
-"""Queries over a cache in pages, and the attention kernels on them, compared with a float64 softmax."""
+"""Compares attention kernels over a cache in pages with a float64 softmax."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ PREFILL_SIZES = (64, 128, 256, 512)
 
 
 def attention_args(**fields: Any) -> Array:
-    """Make arguments without what is optional, unless it is given."""
+    """Make arguments; options are off unless given."""
     absent = dict.fromkeys(
         ("both_ways", "tiles", "alibi_heads", "max_alibi_bias", "position_bias", "added_keys", "has_sinks"), 0
     )
@@ -63,7 +63,7 @@ class Case:
         self.pages = Pages([sum(s) for s in sequences], self.n_kv, dims, cache)
         row = 0
         for i, (tokens, position) in enumerate(sequences):
-            # Contents depend on the shape of the sequence only, so a sequence alone has the same.
+            # Contents depend only on the shape of the sequence, so that a sequence alone has the same.
             rng = np.random.default_rng([tokens, position])
             shape = (tokens, self.n_heads * self.key_dim)
             self.q[row : row + tokens, : shape[1]] = spread * rng.standard_normal(shape)
@@ -99,7 +99,7 @@ class Case:
     def decode(
         self, run: Run, splits: int | Sequence[int] = 1, threads: int = 256, within: float = 1e-4
     ) -> Array:
-        """Run attention_decode with so many splits, of every row or of each."""
+        """Run attention_decode with this number of splits for all rows, or with one for each row."""
         each = [splits] * len(self.rows) if isinstance(splits, int) else splits
         most = max(each)
         size = next(s for s in DECODE_SIZES if s >= max(self.key_dim, self.value_dim))
@@ -126,7 +126,7 @@ class Case:
         return out.check()
 
     def tiles(self, rows: int) -> Array:
-        """Return the tiles of so many stacked rows."""
+        """Return the tiles, each with this number of stacked rows."""
         tiles, row = [], 0
         for i, (tokens, position) in enumerate(self.sequences):
             stacked = range(0, tokens * self.n_heads // self.n_kv, rows)
@@ -140,7 +140,7 @@ class Case:
     def _additions(self, run: Run) -> Array:
         if self.longest:
             return self.added(run, 16)
-        return self.position_bias if len(self.position_bias) else self.q  # any buffer, as it is not read
+        return self.position_bias if len(self.position_bias) else self.q  # any buffer: it is not read
 
     def prefill(self, run: Run, simdgroups: int = 4, **options: Any) -> Array:
         """Run attention_prefill, with a tile for each simdgroup."""
@@ -173,7 +173,7 @@ class Case:
         )
 
     def added(self, run: Run, tile_rows: int) -> Array:
-        """Run relative_scores, with tiles of so many rows."""
+        """Run relative_scores, with tiles of this number of rows."""
         tiles = self.tiles(tile_rows)
         out = Output([len(self.rows), self.n_heads, self.longest])
         check(

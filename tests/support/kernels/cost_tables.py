@@ -42,13 +42,13 @@ def smollm_shape() -> Shape:
 
 
 def predict_smollm(chip: Chip, tokens: int, position: int = 0, **options: Any) -> Prediction:
-    """Predict a prompt that a program waits for, or a token while the next is in flight."""
+    """Predict the time of a prompt that a program waits for, or of a token while the next is in flight."""
     dispatches = plan(smollm_shape(), tokens, position=position, family=chip.family, gpu=chip.gpu, **options)
     return predict(chip, dispatches, tokens, waits=int(tokens > 1))
 
 
 def with_cores(chip: Chip, cores: int) -> Chip:
-    """Return the variant of a chip that has fewer GPU cores, such as an M1 with seven."""
+    """Return a variant of a chip with fewer GPU cores, such as an M1 with seven."""
     return replace(chip, cores=cores, l2_gbs=chip.l2_gbs * cores / chip.cores)
 
 
@@ -75,7 +75,7 @@ def chips_table() -> str:
 
 
 def with_table(text: str) -> str:
-    """Return the text of docs/cost_model.md with its generated table renewed."""
+    """Return the text of docs/cost_model.md with its table generated anew."""
     begin, end = "<!-- table: chips -->\n", "\n<!-- end -->"
     first = text.index(begin) + len(begin)
     return text[:first] + chips_table() + text[text.index(end, first) :]

@@ -1,4 +1,4 @@
-"""The module through which tests call the CPU engine's kernels."""
+"""The extension module for calls of the CPU engine's kernels."""
 
 import importlib
 from functools import cache
@@ -15,11 +15,11 @@ MISSING = "the package was built without METAL_PREFILL_TESTING, which tests of k
 
 @cache
 def _with_emulated_amx() -> Any:
-    """Import it and let it run the kernels of AMX, emulated if the processor lacks them."""
+    """Import the module and enable the kernels of AMX, emulated if the processor lacks them."""
     module = importlib.import_module("_cpu_testing")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(EMULATE_AMX, "1")
-        module.kernel_sets()  # reads the processor's features, once
+        module.kernel_sets()  # reads the processor's features, only once
     return module
 
 
@@ -33,7 +33,7 @@ def native_sets() -> list[str]:
 
 
 def cpu_testing() -> Any:
-    """Return it; skips a test where the package lacks it, or fails where all tests must run."""
+    """Return the module. If it was not built, skip the test, or fail it if all tests must run."""
     try:
         return _with_emulated_amx()
     except ImportError:

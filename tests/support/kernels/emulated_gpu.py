@@ -17,12 +17,12 @@ def require_emulator() -> Any:
 
 
 def open_metal(path: Path, kv_memory: int = 1 << 18, **options: Any) -> Model:
-    """Open a model with a small cache: the self-test copies it before and after each kernel."""
+    """Open a model with a small cache, since the self-test copies it before and after each kernel."""
     return Model(path, device="metal", kv_memory=kv_memory, **options)
 
 
 def require_cpu_executor(ability: str) -> None:
-    """Skip a test of something that the emulator's executor on an NVIDIA GPU does not do."""
+    """Skip a test of a feature that the emulator's executor on an NVIDIA GPU lacks."""
     if "(CPU)" not in _core.metal_device()["name"]:
         pytest.skip(f"only the emulator's CPU executor {ability}")
 

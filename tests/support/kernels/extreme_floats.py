@@ -1,4 +1,4 @@
-"""Activations of infinity, of the largest and of subnormal floats."""
+"""Activations of infinite, the largest and subnormal floats."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ EXTREME = np.array([sign * end for end in _ENDS for sign in (1, -1)], np.float32
 
 
 def extreme_activations() -> dict[str, NDArray[np.float64]]:
-    """Return the gated activations of EXTREME by the order of their numbers; the factor is 1.
+    """Return the gated activations of EXTREME with a factor of 1, in the order of their numbers.
 
     The activation of -inf is the limit, 0.
     """

@@ -61,7 +61,7 @@ def soft_limit(x: Array, cap: float) -> Array:
 
 
 def visible(distance: npt.NDArray[np.int64], window: int, causal: bool) -> npt.NDArray[np.bool_]:
-    """Return which keys attention sees that are `distance` positions before the query; 0 is no window."""
+    """Return whether attention sees keys `distance` positions before the query; window 0: unlimited."""
     if causal:
         return (distance >= 0) & (distance < (window or np.inf))
     return np.abs(distance) <= (window // 2 if window else np.inf)
@@ -79,8 +79,8 @@ def attention(
 ) -> Array:
     """Return attention of ``[n, heads, key_dim]`` over ``[m, kv_heads, ...]``, ``[n, heads, value_dim]``.
 
-    Consecutive heads share keys and values. `added` has for each head what is added to its limited scores
-    ``[n, m]``: minus infinity hides a key. A sink is a score without a value.
+    Consecutive heads share keys and values. `added` has addends of each head's limited scores ``[n, m]``:
+    minus infinity hides a key. A sink is a score without a value.
     """
     out = np.empty((*q.shape[:2], v.shape[2]))
     for head, bias in zip(range(q.shape[1]), added, strict=False):
@@ -106,7 +106,7 @@ def layer_norm(x: npt.ArrayLike, eps: float) -> Array:
 def rotate(x: Array, turns: npt.NDArray[np.complex128], halves: bool) -> Array:
     """Rotate ``[tokens, heads, dim]`` by the complex numbers ``[tokens, pairs]``.
 
-    Pairs are columns of two halves, or neighbours. Dimensions after them stay as they are.
+    Pairs are columns of two halves, or neighbours. Later dimensions are unchanged.
     """
     out: Array = x.copy()
     pairs = turns.shape[-1]
@@ -119,14 +119,14 @@ def rotate(x: Array, turns: npt.NDArray[np.complex128], halves: bool) -> Array:
 
 
 def alibi_slope(head: int, heads: int, max_bias: float = 8.0) -> float:
-    """Return the slope of ALiBi; heads beyond a power of two have every other slope of twice as many."""
+    """Return the slope of ALiBi; heads beyond a power of two use every other slope of twice as many."""
     whole = 2 ** math.floor(math.log2(heads))
     power = (head + 1) / whole if head < whole else (2 * (head - whole) + 1) / (2 * whole)
     return float(2.0 ** (-max_bias * power))
 
 
 def position_bucket(distance: int, buckets: int = 32, furthest: int = 128) -> int:
-    """Return the bucket of a key `distance` positions after the query, as T5 has it (arXiv:1910.10683)."""
+    """Return T5's bucket of a key `distance` positions after the query (arXiv:1910.10683)."""
     half, n = buckets // 2, abs(distance)
     exact = half // 2
     far = exact + int(math.log(max(n, 1) / exact) / math.log(furthest / exact) * (half - exact) + 1e-9)
@@ -136,10 +136,9 @@ def position_bucket(distance: int, buckets: int = 32, furthest: int = 128) -> in
 def scan_step(
     state: Array, x: Array, b: Array, c: Array, step: Array, a: Array, skip: Array
 ) -> tuple[Array, Array]:
-    """Take a token into the state ``[heads, rows, dim]`` of Mamba-2 (arXiv:2405.21060).
+    """Update the state ``[heads, rows, dim]`` of Mamba-2 by a token; return its output (arXiv:2405.21060).
 
-    It has x ``[heads, dim]``, b and c ``[heads, rows]``, and a step of each head before softplus. Also return
-    its output.
+    A token has x ``[heads, dim]``, b and c ``[heads, rows]``, and a step of each head before softplus.
     """
     step = np.logaddexp(0.0, step)
     state = np.exp(step * a)[:, None, None] * state + np.einsum("h,hr,hd->hrd", step, b, x)
@@ -147,9 +146,9 @@ def scan_step(
 
 
 def delta_step(state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array) -> tuple[Array, Array]:
-    """Take a token into the state ``[heads, keys, columns]`` of a gated delta rule (arXiv:2412.06464).
+    """Update the state ``[heads, keys, columns]`` of a gated delta rule by a token (arXiv:2412.06464).
 
-    Also return its output ``[heads, columns]``.
+    Also return the token's output ``[heads, columns]``.
     """
     state = decay[:, None, None] * state
     error = v - np.einsum("hk,hkv->hv", k, state)

@@ -1,4 +1,4 @@
-"""Shapes of heads that kernels with rope are tested with."""
+"""Shapes of heads for tests of kernels with rope."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from support.kernels.kernel_harness import CONSTANTS
 class HeadRows:
     """Random rows of q, k and v at positions.
 
-    A row depends on its seed alone, which is its position if none is given.
+    A row depends only on its seed, by default its position.
     """
 
     def __init__(

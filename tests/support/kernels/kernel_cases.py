@@ -32,9 +32,9 @@ each_set = pytest.mark.parametrize("isa", SETS)
 
 
 def share(isa: str, cases: Sequence[T]) -> Sequence[T]:
-    """Return all cases, or a part of them for a set of Arm, whose emulated processor takes 30 times as long.
+    """Return all cases, or a part of them for a set of Arm: its emulated processor takes 30 times as long.
 
-    The sets of Arm compile these kernels from the same source. Together they try all cases.
+    The sets of Arm compile these kernels from the same source, and together cover all cases.
     """
     return cases[ARM_SETS.index(isa) :: len(ARM_SETS)] if isa in ARM_SETS else cases
 
@@ -51,11 +51,11 @@ def normal(*shape: int, seed: int = 0) -> Floats:
 
 @cache
 def random_weight(kind: Type, rows: int, cols: int, seed: int = 0) -> tuple[npt.NDArray[np.uint8], Floats]:
-    """Random blocks of a type, every code in use, and the values that they represent."""
+    """Return random blocks of a type, with every code in use, and their values."""
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows * cols // block_values, block_bytes), dtype=np.uint8)
-    # Fields in f16 have plausible values instead of random bits, which may be NaN.
+    # Fields in f16 have plausible values: random bits may be NaN.
     for at in half_fields(kind.name):
         values = (rng.standard_normal(len(blocks)) * 0.01).astype(np.float16)
         blocks[:, at : at + 2] = values.view(np.uint8).reshape(-1, 2)
@@ -65,14 +65,14 @@ def random_weight(kind: Type, rows: int, cols: int, seed: int = 0) -> tuple[npt.
 
 
 def guarded(rows: int, cols: int) -> Floats:
-    """Return an output full of NaN inside a frame of sentinels."""
+    """Return an output full of NaN, surrounded by sentinels."""
     out = np.full((rows + 1, cols + 3), SENTINEL, np.float32)
     out[:rows, :cols] = np.nan
     return out
 
 
 def inside(out: Floats, rows: int, cols: int) -> Floats:
-    """Return the output of `guarded`; fails where the frame was written or a value was not."""
+    """Return the output of `guarded`; fails if a sentinel was written or a value was not."""
     assert np.all(out[rows:] == SENTINEL), "wrote after the last row"
     assert np.all(out[:, cols:] == SENTINEL), "wrote after the last column"
     assert not np.isnan(out[:rows, :cols]).any(), "left a value unwritten"
@@ -82,7 +82,7 @@ def inside(out: Floats, rows: int, cols: int) -> Floats:
 def computed(
     name: str, isa: str, kind: Type, raw: npt.NDArray[Any], rows: int, x: Floats, *options: Any
 ) -> Floats:
-    """Return the result of a product, with the rows of the weight filled up to whole groups of 32."""
+    """Return the result of a product, with the weight's rows padded to whole groups of 32."""
     columns = -(-rows // 32) * 32
     out = guarded(len(x), columns)
     getattr(cpu, name)(isa, int(kind), raw, rows, x, *options, out)

@@ -1,6 +1,6 @@
-"""Shared by the kernel tests: argument structs, random weights, guarded outputs and a dispatch function.
+"""Argument structs, random weights, guarded outputs and a dispatch function for tests of kernels.
 
-Their oracle is the package's float64 computation of single dispatches, with which `doctor` checks a GPU.
+The oracle is the package's float64 computation of single dispatches, with which `doctor` checks a GPU.
 """
 
 import sys
@@ -34,12 +34,12 @@ SENTINEL = 0x5A
 
 
 def flat_source(path: Path) -> str:
-    """Return the text that newLibraryWithSource is given: a shader with its local includes in place."""
+    """Return the text for newLibraryWithSource: a shader with its local includes in place."""
     return embed_shaders.flatten(path, [SHADERS], ROOT)
 
 
 class Run(Protocol):
-    """Dispatches a kernel over arrays in the order of its bindings; those that it writes change in place."""
+    """Dispatches a kernel over arrays in the order of its bindings, and updates those that it writes."""
 
     def __call__(
         self,
@@ -85,7 +85,7 @@ def close(actual: Array, expected: Doubles, bound: float = 1e-4) -> None:
 
 
 def near(actual: Array, expected: Doubles, bound: float = 5e-6) -> None:
-    """Require a normalized mean square error of at most `bound`: for operands in half precision."""
+    """Require a normalized mean square error of at most `bound`, for operands in half precision."""
     error, size = (_errors(actual, expected) ** 2).sum(), (expected**2).sum()
     assert error <= bound * size, f"squared error {error} of {size}"
 
@@ -97,7 +97,7 @@ def _errors(actual: Array, expected: Doubles) -> Doubles:
 
 
 class Output:
-    """An output array full of NaN between sentinels."""
+    """An output array full of NaN, followed by sentinels."""
 
     def __init__(self, shape: Sequence[int], dtype: Any = np.float32, initial: Array | None = None) -> None:
         self._dtype = np.dtype({"f32": np.float32, "f16": np.float16}.get(dtype, dtype))
@@ -109,13 +109,13 @@ class Output:
             self.array[...] = initial
 
     def check(self) -> Array:
-        """Return the array after checking the sentinels behind its end."""
+        """Return the array, and check the sentinels after its end."""
         assert (self.buffer[self._bytes :] == SENTINEL).all(), "written beyond the end"
         return self.array
 
 
 class Recorded:
-    """A dispatch over arrays, in the form of those that an engine's trace records."""
+    """A dispatch over arrays, in the form of an engine's trace."""
 
     def __init__(self, kernel: str, buffers: Sequence[Array], args: Array, groups: Sequence[int]) -> None:
         self.kernel, self.args, self.grid = kernel, args.tobytes(), (*groups, 1, 1)[:3]
@@ -139,9 +139,9 @@ def check(
     compare: Callable[[Array, Doubles], None] | None = None,
     **launch: Any,
 ) -> None:
-    """Dispatch a kernel, and compare all results with those computed in float64, each value of an output.
+    """Dispatch a kernel, and compare each value of its outputs with float64 results.
 
-    Unless it is stated how, results in half precision must be near, and others close within a bound.
+    By default, results in half precision must be `near`, and others `close` within a bound.
     """
     *given, args = buffers
     outputs = [buffer for buffer in given if isinstance(buffer, Output)]
@@ -163,7 +163,7 @@ def check(
 
 
 class Weights:
-    """Matrices of one type, stacked, as a file holds them and as float64."""
+    """Stacked matrices of one type, in the file's format and as float64."""
 
     def __init__(self, rng: np.random.Generator, kind: str, rows: Sequence[int], cols: int) -> None:
         self.kind, self.cols, self.rows = kind, cols, list(rows)
@@ -186,13 +186,13 @@ class Weights:
         self.values = np.concatenate(values)
 
     def stacked(self) -> tuple[list[int], list[int], int, int]:
-        """Contents of a StackedWeights struct."""
+        """Return the contents of a StackedWeights struct."""
         missing = [0] * (CONSTANTS["STACKED_MATRICES"] - len(self.rows))
         return self.offsets + missing, self.rows + missing, self.row_bytes, 0
 
 
 def block_columns(kind: str) -> int:
-    """Columns that a row of this type must be a multiple of."""
+    """Return the number of which a row's columns must be a multiple."""
     block: int = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
     return max(8, block)
 
@@ -202,7 +202,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def columns(kind: str, wanted: int) -> int:
-    """Return the nearest length of a row that the type can have."""
+    """Return the smallest length of a row of the type that is at least `wanted`."""
     unit = block_columns(kind)
     return ceil_div(wanted, unit) * unit
 

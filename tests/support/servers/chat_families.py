@@ -1,4 +1,4 @@
-"""Chat templates that write as those of LFM2.5, Qwen3.5 and Granite 4, and conversations for them."""
+"""Chat templates in the style of LFM2.5, Qwen3.5 and Granite 4, and conversations for them."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ class Family(NamedTuple):
 
 
 _CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-# Calls are written in Python's syntax: lists as Python prints them, mappings as JSON.
+# Calls are in Python's syntax: lists as Python prints them, mappings as JSON.
 _LFM25 = r"""
 {{- bos_token -}}
 {%- set keeps = preserve_thinking | default(false) -%}
@@ -73,7 +73,7 @@ _LFM25 = r"""
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<|im_start|>assistant\n" -}}{%- endif -%}
 """
-# Calls are written as elements; results of calls are in a turn of the user.
+# Calls are elements; results of calls are in a turn of the user.
 _QWEN35 = r"""
 {%- macro text_of(content) %}
   {%- if content is string %}{{- content }}
@@ -258,7 +258,7 @@ class Case(NamedTuple):
 
 
 def cases(template: str) -> Iterator[Case]:
-    """Yield each conversation with each of the options, once with tools, and once with documents if read."""
+    """Yield each conversation with each option, once with tools, and once with documents if supported."""
     for (name, messages), options in itertools.product(CONVERSATIONS.items(), OPTIONS):
         what = ", ".join([name, *(f"{key}={value}" for key, value in options.items())])
         variables = {**TOKENS, **options}
@@ -271,5 +271,5 @@ def cases(template: str) -> Iterator[Case]:
 
 @cache
 def recorded() -> dict[str, dict[str, str | None]]:
-    """Return what transformers rendered for each family, by case."""
+    """Return the texts that transformers rendered for each family, by case."""
     return json.loads(RECORD.read_text(encoding="utf-8"))

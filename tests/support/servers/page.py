@@ -1,4 +1,4 @@
-"""The server's page in Chromium: opening it, and reading what it shows."""
+"""Opens the server's page in Chromium, and reads its contents."""
 
 import os
 import shutil
@@ -81,7 +81,7 @@ class Pages:
         return page
 
     def _note_console(self, message: Any) -> None:
-        # Chromium reports each answer with an error status; tests check those themselves.
+        # Chromium reports each answer with an error status, which tests check themselves.
         if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
             self.problems.append(f"console: {message.text}")
 

@@ -1,4 +1,4 @@
-"""A server of the package on loopback, in a thread, for clients that are not ours."""
+"""A server of the package on loopback, in a thread, for other clients."""
 
 import json
 import socket
@@ -20,7 +20,7 @@ from metal_prefill.serve._connections import Server
 from metal_prefill.serve._service import Service
 
 JSON = {"content-type": "application/json"}
-# HTTP needs no certificates, which take 20 ms to read for each client of httpx.
+# HTTP needs no certificates, and reading them takes 20 ms for each client of httpx.
 LOCAL: dict[str, Any] = {"trust_env": False, "verify": False}
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
@@ -68,7 +68,7 @@ class Running:
         return httpx.get(self.url + path, headers=headers, timeout=60, **LOCAL, **options)
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
-        """Return a plain connection, for clients that do not speak HTTP well."""
+        """Return a plain connection, for clients that send invalid HTTP."""
         connection = socket.socket()
         connection.settimeout(60)
         if receive_buffer is not None:
@@ -83,7 +83,7 @@ class Running:
             return read_all(connection)
 
     def close(self) -> None:
-        """Begin to close, as a signal does; answers in flight may end."""
+        """Begin to close, as on a signal; answers in flight may end."""
         self._server.should_exit = True
 
     @property
@@ -131,10 +131,10 @@ def running_with_template(path: Path, template: str) -> Iterator[Running]:
 
 
 class Gate:
-    """Lets the engine loop of a server make one pass, and blocks it there until it is opened."""
+    """Blocks the engine loop of a server after one pass, until the gate is opened."""
 
     def __init__(self, service: Service) -> None:
-        wait_until(lambda: not service.loop._running)  # clients do not wait for the end of the latest pass
+        wait_until(lambda: not service.loop._running)  # clients may return before the last pass ends
         self._counted = service.loop._after_pass
         self.reached = threading.Event()
         self._open = threading.Event()
@@ -175,7 +175,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def wait_until(condition: Any) -> None:
-    """Wait for something that another thread does soon."""
+    """Wait until a condition holds, which another thread will soon satisfy."""
     for _ in range(6000):
         if condition():
             return

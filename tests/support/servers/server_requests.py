@@ -1,4 +1,4 @@
-"""Requests of all kinds to a server, their results alone, and those of concurrent clients."""
+"""Requests of all kinds to a server, their expected results, and concurrent clients."""
 
 import asyncio
 import json

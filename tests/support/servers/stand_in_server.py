@@ -1,11 +1,11 @@
-"""Another server with OpenAI's interface, for comparisons; its tokens are words."""
+"""A server with OpenAI's interface whose tokens are words, for comparisons."""
 
 import sys
 
 from metal_prefill.bench._peers.servers import Command
 
-# It answers each prompt with its last word, three times. Of conversations it keeps the last prompt, as
-# llama-server does in its slot, and reports how many tokens it computed.
+# It answers each prompt with its last word, three times. It keeps the last prompt of conversations, as
+# llama-server does in its slot, and reports the number of computed tokens.
 PROGRAM = """
 import json, os, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,5 +45,5 @@ ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def stand_in(*flags: str) -> Command:
-    """Return the command of the server, which may be `silent` about computed tokens, or fail: `fails`."""
+    """Return the command of the server. It may not report computed tokens (`silent`), or fail (`fails`)."""
     return lambda options, port: [sys.executable, "-c", PROGRAM, "--port", str(port), *flags]
