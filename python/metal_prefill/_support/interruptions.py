@@ -1,4 +1,4 @@
-"""Ctrl-C during work that must end whole, or that makes another error of KeyboardInterrupt."""
+"""Ctrl-C during work that must complete, or that converts KeyboardInterrupt to another error."""
 
 import signal
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def whole_interruptions() -> Iterator[None]:
 
 @contextmanager
 def deferred_interruptions() -> Iterator[None]:
-    """Let the block end before the handler of Ctrl-C runs."""
+    """Defer the handler of Ctrl-C until the block has ended."""
     heard: list[tuple[int, FrameType | None]] = []
     handler = signal.getsignal(signal.SIGINT)
     try:

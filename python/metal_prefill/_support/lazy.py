@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LateFunctions:
-    """Functions of a module as methods of the same names, which import the module when one is first used."""
+    """Functions of a module as methods of the same names; the first use of one imports the module."""
 
     def __init__(self, module: str) -> None:
         self._module = module

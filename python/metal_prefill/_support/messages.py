@@ -1,4 +1,4 @@
-"""Messages: their length, and the words of the command line and of the server for arguments of Python."""
+"""Messages: their maximum length, and names of arguments on the command line and in the server."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ def _option(match: re.Match[str]) -> str:
     return f"--{match[1].replace('_', '-')} {match[3]}"
 
 
-MOST_CHARACTERS = 1000  # of a message; the middle of a longer one, such as a value of megabytes, is left out
+MOST_CHARACTERS = 1000  # of a message; omits the middle of longer ones, such as a value of megabytes
 
 
 def shortened(text: str) -> str:
@@ -51,5 +51,5 @@ class Located:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return the count and the noun, in the plural where it belongs."""
+    """Return the count and the noun, in the plural unless the count is 1."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -1,4 +1,4 @@
-"""Functions in threads whose result the caller may stop waiting for."""
+"""Runs functions in threads, for callers that may stop waiting for the result."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 
 _Jobs = SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]]
 
-_idle: list[_Jobs] = []  # of threads that wait for a job
+_idle: list[_Jobs] = []  # threads that wait for a job
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""Sessions of agents, replayed turn by turn: how many tokens of each prompt a server computes again.
+"""Replays sessions of agents turn by turn, and counts the tokens of each prompt that a server recomputes.
 
 The answers of the assistant are part of the sessions, so that the prompts depend neither on the model nor on
 the machine.
@@ -33,7 +33,7 @@ def _text(words: int, seed: int) -> str:
 
 
 def _history(turns: int, unit: int, seed: int = 0, system: str = "") -> Messages:
-    """Return a conversation of so many turns; a longer one begins with it."""
+    """Return a conversation of this many turns; shorter ones are prefixes of longer ones."""
     messages = [{"role": "system", "content": system + _text(16 * unit, 1000 + seed)}]
     for i in range(turns):
         messages.append({"role": "user", "content": _text(4 * unit, 100 * seed + 2 * i + 1)})
@@ -85,8 +85,8 @@ class Shape(NamedTuple):
     agents: int = 1  # number of agents that take turns
     # Number of the request before which the server restarts. It stores prefixes, if it can.
     restart: int | None = None
-    # Number of agents of which one's requests, alone, determine the memory of the prefix cache. Only this
-    # package's server has such a limit.
+    # Number of agents. The requests of one of them determine the memory of the prefix cache, which only this
+    # package's server limits.
     memory_of: int | None = None
 
     def requests(self, unit: int) -> Iterator[Messages]:
@@ -119,14 +119,14 @@ class Turn:
     server: str
     shape: str
     number: int  # of the request in its session
-    # Tokens of the prompt, and how many of them the server computed.
+    # Tokens of the prompt, and the number that the server computed.
     prompt_tokens: int
     computed_tokens: int
     seconds: float  # time to the answer, which has one token
 
 
 def replay(server: str, start: Callable[[], Ask], shape: str) -> Iterator[Turn]:
-    """Send the requests of a session, one after another, to a server that `start` starts anew."""
+    """Send the requests of a session, one after another, to a new server made by `start`."""
     ask = start()
     for number, messages in enumerate(SHAPES[shape].requests(UNIT)):
         if number == SHAPES[shape].restart:
@@ -137,9 +137,9 @@ def replay(server: str, start: Callable[[], Ask], shape: str) -> Iterator[Turn]:
 
 
 def measured(name: str, options: ServerOptions, command: Command, shape: str) -> Iterator[Turn]:
-    """Replay a session on a server that has seen no other one.
+    """Replay a session on a new server.
 
-    It raises BenchError if the server does not answer, or does not report the tokens that it reuses.
+    Raises BenchError if the server does not answer, or does not report the tokens that it reuses.
     """
     wanted = SHAPES[shape]
     if wanted.memory_of is not None:

@@ -53,8 +53,7 @@ class Case:
     # Number of sequences in a batch, each with its own context; 0 for one sequence without batching.
     n_streams: int = 0
     n_texts: int = 0  # number of texts to embed; 0 in other tests
-    # How the engine chooses the timed tokens; empty if they are given. For "greedy" and "lookup", the context
-    # is `TASK`.
+    # Choice of the timed tokens; empty if they are given. For "greedy" and "lookup", the context is `TASK`.
     choice: Choice = ""
     # Length of each text to embed; 0 selects texts of many lengths, those of `text_lengths`.
     text_tokens: int = 0
@@ -99,7 +98,7 @@ class Case:
 
     @property
     def ability(self) -> Ability:
-        """Ability that an engine needs for the test."""
+        """Ability that the test requires of an engine."""
         if self.n_texts:
             return "embed"
         if self.choice:

@@ -1,10 +1,9 @@
 """Interfaces and registry of the engines that can be measured.
 
-A worker process makes one of them. An engine gets the same token ids as the others, starts from an empty
-context, and computes logits for the last token of a prompt only and for every decoded token. The ids to
-decode are given, but for tests of choosing them. (Ours also finds the largest logit, since that is what its
-calls return.) Where several sequences go through the model together, each has tokens of its own and they
-share nothing.
+A worker process makes one engine. All engines get the same token ids, start from an empty context, and
+compute logits only for the last token of a prompt and for every decoded token. The ids to decode are given,
+except in tests of choosing them. (This package's calls also find the largest logit, which they return.)
+Sequences in one batch have different tokens and share nothing.
 """
 
 import importlib
@@ -45,7 +44,7 @@ class Options:
 @dataclass(frozen=True)
 class Identity:
     build: str  # name and version
-    device: str  # device that it runs on; an emulator is named as such
+    device: str  # device; an emulator is named as such
     n_threads: int
     settings: str  # settings that affect its speed, for the reader of a table
 
@@ -146,7 +145,7 @@ def check_installed(name: str) -> None:
 
 
 def why_not(name: str, case: Case) -> str:
-    """Return why an engine cannot be measured in a test; empty if it can."""
+    """Return the reason why an engine cannot run a test; empty if it can."""
     return KINDS[name].without.get(case.ability, "") if name in KINDS else ""
 
 

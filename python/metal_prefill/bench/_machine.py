@@ -1,7 +1,7 @@
-"""The state of the machine: whether it is as fast now as at its best.
+"""The state of the machine: its current speed compared with its best.
 
-On a shared or virtual machine, speed comes and goes: a hypervisor gives two virtual CPUs one core, another
-process takes one. A sample that was taken then says nothing about an engine.
+On a shared or virtual machine, speed varies: a hypervisor maps two virtual CPUs to one core, or another
+process uses a core. Samples taken at such times do not measure an engine.
 """
 
 import os
@@ -33,9 +33,9 @@ def available_threads() -> int:
 class Calibrator:
     """Times a fixed computation on all threads at once.
 
-    The time is that of the slowest thread. So it shows a lower clock, another process on one of the cores,
-    and two virtual CPUs that share a core. Each thread is tied to a CPU of its own where the system allows
-    it, since a scheduler may well put two threads that wake together on the same one.
+    The time of the slowest thread reveals a lower clock, another process on one of the cores, and virtual
+    CPUs that share a core. Each thread is bound to a separate CPU if the system allows it, since a scheduler
+    may put two threads that wake together on the same one.
     """
 
     def __init__(self, threads: int) -> None:
@@ -52,8 +52,7 @@ class Calibrator:
     def measure(self) -> int:
         """Run the computation once; return nanoseconds. The best time so far is the reference."""
         begin = time.perf_counter_ns()
-        # Division keeps a core's vector unit busy without touching memory. During this one call NumPy leaves
-        # the GIL to the other threads.
+        # Division keeps a core's vector unit busy without accessing memory; NumPy releases the GIL meanwhile.
         for done in [thread.submit(np.divide.reduce, self._rows) for thread in self._threads]:
             done.result()
         elapsed = time.perf_counter_ns() - begin
@@ -77,7 +76,7 @@ class Calibrator:
 
 
 def stolen_ns() -> int:
-    """Time that the hypervisor withheld from this machine, all CPUs together; 0 where that is unknown."""
+    """Return the time that the hypervisor withheld from all CPUs of this machine; 0 if unknown."""
     try:
         fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
     except OSError:
@@ -99,7 +98,7 @@ def peak_rss_bytes() -> int:
 
 
 def involuntary_switches() -> int:
-    """How often this process's threads were taken off their cores although they had work to do."""
+    """Return how often this process's threads were preempted."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 

@@ -39,7 +39,7 @@ def found(model: str | os.PathLike[str] | None) -> Path:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about the model; those of columns of a benchmark have llama-bench's names."""
+    """Facts about the model; columns of a benchmark have llama-bench's names."""
 
     model_filename: str
     model_type: str
@@ -52,7 +52,7 @@ class ModelFacts:
 
 
 def task_ids(path: str | Path) -> npt.NDArray[np.int32]:
-    """Return the ids of `cases.TASK`, as a model is asked."""
+    """Return the ids of `cases.TASK` as a prompt of the model."""
     with GGUFFile(path) as gguf:
         tokenizer = Tokenizer(gguf)
         return np.array(tokenizer.apply_chat_template([{"role": "user", "content": TASK}]), np.int32)
@@ -67,7 +67,7 @@ def _short(count: int) -> str:
 
 
 def read_facts(path: Path) -> ModelFacts:
-    """Read them from the file; `model_type` names the type that most of the layers' weights have."""
+    """Read facts from the file; `model_type` names the type of most weights in the layers."""
     with GGUFFile(path) as gguf:
         config = read_config(gguf)
         sizes: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Sampling: engines alternate, the machine is calibrated around each sample; which samples count."""
+"""Sampling: alternates engines, calibrates the machine around each sample, and selects samples."""
 
 import statistics
 import time
@@ -38,11 +38,10 @@ def stddev(values: Sequence[float]) -> float:
 
 
 def ratios(ours: Sequence[float], peer: Sequence[float]) -> Spread:
-    """Spread of our speed over the peer's, from samples in the order in which they were taken.
+    """Return the spread of our speed over the peer's, from samples in order; a value below 1 is a loss.
 
-    The longer list is cut to the length of the shorter. The engines take turns, so the i-th sample of one is
-    next to the i-th of the other in time: the ratio of such a pair is free of what slows both. A value below
-    1 is a loss.
+    The longer list is truncated. Engines alternate, so the i-th samples of both are adjacent in time, and
+    their ratio does not depend on disturbances that slow both.
     """
     return spread([a / b for a, b in zip(ours, peer, strict=False)])
 
@@ -63,7 +62,7 @@ class Sample:
     stolen_ns: int = 0  # time that the hypervisor withheld during it
 
     def disturbed(self) -> bool:
-        """Whether something else ran on the engine's cores."""
+        """Whether other work ran on the engine's cores."""
         allowed = SWITCHES_ALLOWED + SWITCHES_ALLOWED_PER_SECOND * self.ns * 1e-9
         return self.switches > allowed or self.stolen_ns > STOLEN_ALLOWED * self.ns
 
@@ -71,7 +70,7 @@ class Sample:
 @dataclass(frozen=True)
 class Selection:
     kept: list[Sample]  # in the order in which they were taken
-    n_dropped: int  # samples taken in a degraded state and left out
+    n_dropped: int  # dropped samples, taken in a degraded state
     # Samples among `kept` that were taken in a degraded state, because there were not enough good ones.
     n_degraded: int
 
@@ -94,11 +93,11 @@ def select(samples: Sequence[Sample], wanted: int, calibration_limit_ns: float) 
     return Selection(kept, len(degraded) - len(filled), len(filled))
 
 
-ATTEMPTS = 4  # samples taken at most, as a multiple of those wanted
-WAIT_S = 1.0  # how long one sample waits for a degraded machine to recover
-PATIENCE_S = 60.0  # extra time for a degraded machine, in all
+ATTEMPTS = 4  # maximum number of samples, as a multiple of those wanted
+WAIT_S = 1.0  # wait of one sample for a degraded machine to recover
+PATIENCE_S = 60.0  # total extra time for a degraded machine
 
-Progress = Callable[[str, int, int], object]  # what is done now, samples that count so far, samples wanted
+Progress = Callable[[str, int, int], object]  # current activity, valid samples so far, samples wanted
 
 
 def no_progress(what: str, done: int, total: int) -> None:
@@ -118,9 +117,9 @@ class Runner:
     calibrator: Calibrator
     repetitions: int  # samples wanted of each test of each engine
     progress: Progress = no_progress
-    # Seconds left to lose to a degraded machine, by waiting for it and by samples that do not count.
+    # Seconds left for a degraded machine: waits, and samples that are not valid.
     patience_s: float = PATIENCE_S
-    # All that were taken, in order.
+    # All samples, in order.
     samples: dict[tuple[str, Case], list[Sample]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self, cases: Sequence[Case]) -> None:

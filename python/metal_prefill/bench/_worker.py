@@ -1,7 +1,7 @@
-"""Worker process of one engine, so that memory and threads of engines are separate, and its parent's side.
+"""Worker process of one engine, which separates memory and threads of engines, and its parent's side.
 
-The worker loads the engine and runs tests. It waits for the next one in a blocking read and leaves the cores
-to the others meanwhile.
+The worker loads the engine and runs tests. It waits for the next one in a blocking read, which leaves the
+cores to other engines.
 """
 
 import gc
@@ -43,7 +43,7 @@ class Taken(NamedTuple):
 def timed_run(engine: Engine, case: Case, vocab_size: int, task: Callable[[], Ids] | None = None) -> Taken:
     """Run a test once.
 
-    `task` returns the ids of `cases.TASK`, which tests of copying need.
+    `task` returns the ids of `cases.TASK`, for tests of copying.
     """
     if case.choice:
         if case.choice in ("argmax", "sampled"):
@@ -81,7 +81,7 @@ def _timed(work: Callable[[], object]) -> Taken:
 
 
 def _rest() -> None:
-    """Wait until the engine's threads no longer spin for more work; those of some spin for 0.2 s."""
+    """Wait until the engine's threads no longer spin for more work; some engines spin for 0.2 s."""
     deadline = time.monotonic() + REST_S
     used = time.process_time()
     while time.monotonic() < deadline:
@@ -122,7 +122,7 @@ class LoggedProcess:
         self._process = subprocess.Popen(command, **{"stdout": self._log, "stderr": self._log, **pipes})
 
     def last_words(self) -> str:
-        """Return the end of what the process has printed."""
+        """Return the last lines of the process's output."""
         self._log.seek(0)
         return " / ".join(self._log.read().strip().splitlines()[-TAIL_LINES:])
 
@@ -137,7 +137,7 @@ class LoggedProcess:
 
 
 class WorkerProcess(LoggedProcess):
-    """Worker that runs an engine in its own process, whose death is an error that names it."""
+    """Worker that runs an engine in its own process; if that ends, an error names the engine."""
 
     def __init__(self, name: str, options: Options, vocab_size: int) -> None:
         self.name = name

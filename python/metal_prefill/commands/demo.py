@@ -1,4 +1,4 @@
-"""``metal-prefill demo``: what the package does, in about a minute."""
+"""``metal-prefill demo``: a tour of the package in about a minute."""
 
 import argparse
 import importlib

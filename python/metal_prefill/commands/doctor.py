@@ -1,7 +1,7 @@
 """``metal-prefill doctor``: a report on the correctness of the GPU's results.
 
-Each stage runs in a process of its own, since drivers abort and hang. Whatever happens, the report names the
-stage, how its process ended, and what it printed last.
+Each stage runs in a separate process, since drivers may abort or hang. The report always names the stage, how
+its process ended, and its last output.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from metal_prefill.commands import common
 
 Report = dict[str, Any]
 
-# Seconds after which a stage is ended. Waits for the GPU end after 60, and then name what it did not finish.
+# Time limits of stages in seconds. Waits for the GPU end after 60, with an error that names the work.
 LIMITS = {"machine": 60, "shaders": 600, "kernels": 600, "results": 600, "speed": 600}
 QUICK = ("machine", "kernels", "results")
 LAST_LINES = 40
@@ -51,7 +51,7 @@ def execute(arguments: argparse.Namespace) -> None:
         report |= stage.pop("report", {})
         if "problem" in stage:
             print(f"FAILED: {name}: {stage['problem']}")
-            report.setdefault("problem", stage["problem"])  # the first is the one to look at
+            report.setdefault("problem", stage["problem"])  # the first problem is the most relevant
         passed = passed and stage["passed"]
         report["stages"][name] = stage
         _write(arguments.json, report)
@@ -100,7 +100,7 @@ def _run(name: str, arguments: Sequence[str]) -> Report:
                 ended = f"exit code {status}"
         except subprocess.TimeoutExpired:
             ended = f"no answer within {LIMITS[name]} s"
-            process.send_signal(signal.SIGABRT)  # Python then prints where it is
+            process.send_signal(signal.SIGABRT)  # Python then prints the traceback
             with suppress(subprocess.TimeoutExpired):
                 process.wait(5)
         finally:
@@ -123,7 +123,7 @@ def _print(lines: IO[str], last: deque[str]) -> None:
 
 
 def conclusion(report: Report, file: Path) -> str:
-    """Return one line: what works, how fast it is next to the prediction, and what to send."""
+    """Return one line: the working parts, the speed compared with the prediction, and the file to send."""
     gpu = report.get("machine", {}).get("gpu", {})
     if "problem" in gpu:
         return f"no GPU to check: {gpu['problem']}"

@@ -50,7 +50,7 @@ def _models() -> Iterator[tuple[str, Path, int]]:
 
 
 def _task(path: Path) -> str:
-    """Return what a model does, or why it does not open."""
+    """Return the task of a model, or the reason why it does not open."""
     from metal_prefill.errors import MetalPrefillError
 
     try:

@@ -1,4 +1,4 @@
-"""Tensors of a file that follow from several of a folder, or are parts of one.
+"""Tensors of a file that are computed from several tensors of a folder, or are parts of one.
 
 See `Source.combined`; adapters are merged first.
 """
@@ -18,21 +18,20 @@ from metal_prefill.errors import GGUFError
 
 
 def with_shared_embedding(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
-    """Name the embedding of an encoder and a decoder, of which a folder may have only the encoder's."""
+    """Name the shared embedding of an encoder and a decoder; a folder may have only the encoder's."""
     own = weights.get("encoder.embed_tokens.weight")
     return weights if own is None or "shared.weight" in weights else {**weights, "shared.weight": own}
 
 
-# Relative positions of DeBERTa (arXiv:2006.03654, arXiv:2111.09543): their keys and queries in each layer
-# follow from an embedding of relative positions and the projections of keys and queries, which the content
-# shares.
+# Relative positions of DeBERTa (arXiv:2006.03654, arXiv:2111.09543): each layer computes their keys and
+# queries from an embedding of relative positions, by the same projections as for the content.
 RELATIVE = r"attn_rel_row\.weight|blk\.\d+\.attn_rel_[kq]\.weight"  # names of the tensors made here
 _PROJECTION = re.compile(r"(?:.*\.)?encoder\.layer\.(\d{1,9})\.attention\.self\.(query|key)_proj\.weight")
 _MOST_POSITIONS = 1 << 20
 
 
 def with_relative_positions(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
-    """Add the keys and queries of relative positions, and which of them each distance has."""
+    """Add the keys and queries of relative positions, and their index for each distance."""
     found = _without_unused(config, weights)
     name = next((name for name in weights if name.endswith("encoder.rel_embeddings.weight")), None)
     if name is None:
@@ -50,7 +49,7 @@ def with_relative_positions(config: Fields, weights: Mapping[str, Weight]) -> Ma
     eps = config.number("layer_norm_eps", default=1e-7)
     for own, weight in weights.items():
         match = _PROJECTION.fullmatch(own)
-        if match is None or weight.shape != (width, width):  # which the shapes of tensors tell later
+        if match is None or weight.shape != (width, width):  # the check of tensors' shapes reports this later
             continue
         bias = weights.get(own.removesuffix("weight") + "bias")
         if bias is not None:
@@ -66,7 +65,7 @@ def with_relative_positions(config: Fields, weights: Mapping[str, Weight]) -> Ma
 
 
 def _without_unused(config: Fields, weights: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Leave out embeddings that the configuration excludes, and which transformers ignores."""
+    """Omit embeddings that the configuration excludes; transformers ignores them."""
     end = "embeddings.position_embeddings.weight"
     biased = config.boolean("position_biased_input", default=True)
     if biased and not any(name.endswith(end) for name in weights):
@@ -118,8 +117,8 @@ def _rows(context: int, buckets: int, furthest: int, span: int, index: Index) ->
 
 
 # Tensors with the matrices of all experts. gpt-oss and related models store ``[experts, inputs, outputs]``,
-# with the gates before the ups. In nomic-embed-text-v2-moe, the rows of all experts follow one another, and
-# the second matrix of each is transposed.
+# with gates before ups. nomic-embed-text-v2-moe concatenates the rows of all experts, and transposes the
+# second matrix of each.
 _TENSOR = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
 _SINKS = ".self_attn.sinks"
 _ROWS = re.compile(r"(.+\.mlp\.experts)\.mlp\.(w1|w2)")
@@ -226,10 +225,10 @@ def _values(rows: Weight, mapping: Weight | None, factors: Weight | None, index:
     return values if factors is None else values * factors.rows(index)[:, None]
 
 
-# LoRA adapters (arXiv:2106.09685), merged into the weights of a folder. An adapter is a folder as peft saves
-# it, which may be in that of the model, as those of jina-embeddings-v5 (arXiv:2602.15547); or one of several
-# within the weights, as jina-embeddings-v3 has them (arXiv:2409.10173): next to a matrix, ``lora_A`` and
-# ``lora_B`` have one matrix for each adapter.
+# LoRA adapters (arXiv:2106.09685), merged into the weights of a folder. An adapter is a folder written by
+# peft, possibly inside the model's folder, as in jina-embeddings-v5 (arXiv:2602.15547); or one of several
+# within the weights, as in jina-embeddings-v3 (arXiv:2409.10173): next to a matrix, ``lora_A`` and ``lora_B``
+# have one matrix for each adapter.
 ADAPTER_FILE = "adapter_model.safetensors"
 _ADAPTER_PREFIX = "base_model.model."
 _OF_ADAPTER = re.compile(
@@ -246,7 +245,7 @@ def adapted(
     adapter: Path | None,  # folder of the adapter, or the name of one within the weights
     prefixes: tuple[str, ...],  # beginnings of names that the folder or the adapter may lack
 ) -> Mapping[str, Weight]:
-    """Return the weights of a folder with those of an adapter added, if there is one."""
+    """Return the weights of a folder, with an adapter merged if there is one."""
     own = [str(name) for name in config.sequence("lora_adaptations")]
     index = own.index(str(adapter)) if str(adapter) in own else None
     if index is None and adapter is not None and not adapter.is_dir():
@@ -262,7 +261,7 @@ def adapted(
 def _with_own(
     config: Fields, weights: Mapping[str, Weight], count: int, index: int | None
 ) -> dict[str, Weight]:
-    """Return the weights with the product of one of the pairs within them added, or of none."""
+    """Return the weights, with the product of one of the pairs within them added if requested."""
     found: dict[str, Weight] = {}
     pairs: dict[str, dict[str, Weight]] = {}
     for name, weight in weights.items():

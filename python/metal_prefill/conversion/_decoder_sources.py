@@ -91,7 +91,7 @@ _INTERLEAVED = _LLAMA.changes
 def _llama_like(
     architecture: str, more: tuple[More, ...], keys: Mapping[str, Key] = {}, **other: Any
 ) -> Source:
-    """Return the row for a class with Llama's tensors, but neither its order of rows nor its factors."""
+    """Return the row for a class with Llama's tensors, but without its order of rows and its factors."""
     other = {"changes": {}, "computed": lambda config: {}, **other}
     return replace(_LLAMA, architecture=architecture, more=more, keys={**_LLAMA.keys, **keys}, **other)
 
@@ -272,7 +272,7 @@ DECODERS: dict[str, Source] = {
     ),
     "Llama": _LLAMA,
     "Mistral": replace(_LLAMA, more=(_rotation.rope_scaling_or_factors, _settings.window)),
-    "Qwen2": replace(_QWEN, architecture="qwen2", biases={}),  # always some in attention
+    "Qwen2": replace(_QWEN, architecture="qwen2", biases={}),  # attention always has biases
     "Qwen3": replace(_QWEN, architecture="qwen3"),
     JINA_V5: replace(
         _QWEN,

@@ -44,7 +44,7 @@ _BERT = Source(
         ("pooler.dense", "classifier"),
         ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions"),
     ),
-    # Folders that name this class, whose positions they do not have.
+    # Folders that name this class, but have other positions.
     of_positions={"alibi": "JinaBert", "rotary": "JinaEmbeddingsV3"},
 )
 _OUT_PROJ = ("classifier.dense", "classifier.out_proj")
@@ -119,7 +119,7 @@ _ALBERT = replace(
     heads=_heads(("pooler", "classifier"), ("predictions.dense", "predictions.LayerNorm", "predictions")),
     unused=(*UNUSED, r"pooler\.(weight|bias)", r"(sop_)?(predictions|classifier)\..*"),
 )
-# Keys and queries of relative positions follow from weights, so that engines need not know how.
+# Keys and queries of relative positions are computed from weights here, not in the engines.
 _DEBERTA = replace(
     _BERT,
     architecture="deberta-v2",
@@ -158,7 +158,7 @@ _T5 = Source(
     more=(_settings.t5,),
     combined=_combined.with_shared_embedding,
 )
-# The model that Alibaba's repositories define, as "new", and later versions of transformers.
+# The model "new", defined in Alibaba's repositories and later versions of transformers.
 _GTE = Source(
     "gte",
     names_of="jina-bert-v2",
@@ -181,7 +181,7 @@ _GTE = Source(
     },
     more=(_rotation.gte,),
 )
-# The body that Jina's repositories define under the name of XLM-R, with rotation instead of positions.
+# The body of Jina's repositories under the name of XLM-R, with rotation instead of positions.
 _JINA_V3 = replace(
     _ROBERTA,
     architecture="jina-bert-v3",

@@ -1,4 +1,4 @@
-"""Typed access to the JSON files of a model folder, and where it has its transformer and modules.
+"""Typed access to the JSON files of a model folder, and the paths of its transformer and modules.
 
 Every getter of `Fields` raises a `GGUFError` that names the file and the field if the value is missing and
 has no default, has another type, or is out of range.
@@ -29,7 +29,7 @@ MAX_TEXT = 256 << 20  # bytes of a file of text; the largest tokenizers have abo
 MAX_FLOAT = float(np.finfo(np.float32).max)
 MAX_FILE_NAME = 255  # bytes; common file systems have no longer names
 MAX_LAYERS = 4096  # published models have up to 126
-REQUIRED: Any = object()  # in place of the default of a field
+REQUIRED: Any = object()  # replaces the default of a field
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -51,7 +51,7 @@ def read_json(path: Path) -> Any:
     text = read_text(path)
     try:
         values = json.loads(text)
-        if _SURROGATE.search(text.encode()):  # halves of characters, which no file may contain alone
+        if _SURROGATE.search(text.encode()):  # unpaired surrogates, which files must not contain
             json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         found = in_place_of_file(text[:RECOGNIZED_BYTES].encode())
@@ -102,7 +102,7 @@ class Fields(Located):
         return int(value)
 
     def layers(self) -> int:
-        """Read the number of layers, for each of which lists are made before the tensors are known."""
+        """Read the number of layers, which is limited since lists of this length precede the tensors."""
         return self.integer("num_hidden_layers", "n_layer", most=MAX_LAYERS)
 
     def number(self, *keys: str, default: float = REQUIRED) -> float:
@@ -194,9 +194,9 @@ def adapters_of(folder: Path) -> dict[str, Path]:
 
 
 def adapter_folder(folder: Path, adapter: Path | None) -> Path | None:
-    """Return the folder of an adapter that a caller names; the name itself if no folder has it.
+    """Return the folder of an adapter that a caller names; the name itself if there is no such folder.
 
-    Raises UnsupportedModelError if the caller names none, but the folder has some.
+    Raises UnsupportedModelError if the caller names none, but the folder has adapters.
     """
     if adapter is None:
         refuse_adapter(folder)
@@ -205,7 +205,7 @@ def adapter_folder(folder: Path, adapter: Path | None) -> Path | None:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise an UnsupportedModelError if a folder has adapters, of which a caller must name one."""
+    """Raise an UnsupportedModelError if a folder has adapters: the caller must name one."""
     if known := adapters_of(folder):
         names = ", ".join(known)
         raise UnsupportedModelError(
@@ -231,7 +231,7 @@ def modules_of(folder: Path) -> list[Fields]:
 
 
 def query_modules(folder: Path) -> list[Fields]:
-    """Read the modules that compute queries alone; none if documents have the same."""
+    """Read the modules for queries; none if documents have the same modules."""
     listed = _listed_modules(folder)
     queries, documents = (_route(folder, listed, name) for name in ("query", "document"))
     places = [[place_of(module) for module in route] for route in (queries, documents)]
@@ -268,7 +268,7 @@ def _route(folder: Path, listed: list[Fields], name: str) -> list[Fields]:
 
 
 def place_of(module: Fields) -> Path:
-    """Return the folder of a module, relative to that of the model, in which it must be."""
+    """Return the folder of a module inside the model's folder, as a relative path."""
     name = module.string("path", default="")
     place = Path(name)
     if place.is_absolute() or ".." in place.parts or "\0" in name or len(name.encode()) > MAX_FILE_NAME:

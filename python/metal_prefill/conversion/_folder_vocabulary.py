@@ -1,4 +1,4 @@
-"""A vocabulary as a GGUF file describes it: its tokens, special ones, and those that frame texts."""
+"""A vocabulary in the terms of a GGUF file: its tokens, special tokens, and tokens around texts."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ class FolderVocabulary:
     # Text and type of each id.
     tokens: list[str]
     types: list[int]
-    by_text: dict[str, int]  # ids by the spelling in ``tokenizer.json``, which `tokens` may change
-    # Further metadata under ``tokenizer.ggml``, first the ids of added tokens by how they are recognized.
+    by_text: dict[str, int]  # ids by the spelling in ``tokenizer.json``, which may differ from `tokens`
+    # Further metadata under ``tokenizer.ggml``, first the ids of added tokens by rule of recognition.
     flags: dict[str, Any]
     pre: str = "default"  # value of ``tokenizer.ggml.pre``
     scores: list[float] | None = None
@@ -37,13 +37,13 @@ class FolderVocabulary:
     chat_template: Any = None
 
     def mark_bytes(self) -> None:
-        """Give tokens such as ``<0x0A>`` the type of bytes."""
+        """Set the type of tokens such as ``<0x0A>`` to bytes."""
         for i, text in enumerate(self.tokens):
             if self.types[i] == TokenType.NORMAL and re.fullmatch(r"<0x[0-9A-F]{2}>", text):
                 self.types[i] = TokenType.BYTE
 
     def mark_spaces(self) -> None:
-        """Spell user-defined tokens as SentencePiece decodes them, and note which text spells with U+2581."""
+        """Spell user-defined tokens as SentencePiece decodes them; note those spelled with U+2581 in text."""
         marked = [
             i
             for i, text in enumerate(self.tokens)
@@ -115,7 +115,7 @@ def steps(json: Fields, name: str, inner: str) -> list[Fields]:
 def set_special_tokens(
     found: FolderVocabulary, json: Fields, settings: Fields, config: Fields, folder: Path
 ) -> None:
-    """Set the ids of special tokens, as the settings of the tokenizer name them."""
+    """Set the ids of special tokens from the settings of the tokenizer."""
     spelled = Fields.read_if_present(folder / "special_tokens_map.json")
     for name in NAMES:
         for source in (settings, spelled):
@@ -167,7 +167,7 @@ def fill(found: FolderVocabulary, config: Fields) -> None:
             found.scores.append(_UNUSED_SCORE)
 
 
-_FIRST, _SECOND = -1, -2  # in place of the ids of texts
+_FIRST, _SECOND = -1, -2  # placeholders of texts among ids
 
 
 class _Item(NamedTuple):
@@ -176,7 +176,7 @@ class _Item(NamedTuple):
 
 
 def set_frame(found: FolderVocabulary, json: Fields, settings: Fields, config: Fields) -> None:
-    """Set which tokens begin, separate and end texts."""
+    """Set the tokens that begin, separate and end texts."""
     single, pair = [_Item(_FIRST, 0)], [_Item(_FIRST, 0), _Item(_SECOND, 0)]
     template = False
     for step in steps(json, "post_processor", "processors"):
@@ -225,7 +225,7 @@ def set_frame(found: FolderVocabulary, json: Fields, settings: Fields, config: F
 
 
 def _between(begin: list[int], end: list[int], pair: list[int]) -> list[int] | None:
-    """Return the tokens between two texts; None if a pair has other tokens at its ends than a text."""
+    """Return the tokens between two texts; None if the tokens at the ends of a pair differ from a text's."""
     places = [pair.index(text) for text in (_FIRST, _SECOND) if text in pair]
     if len(places) < 2 or places[0] > places[1] or pair[: places[0]] != begin or pair[places[1] + 1 :] != end:
         return None
@@ -233,7 +233,7 @@ def _between(begin: list[int], end: list[int], pair: list[int]) -> list[int] | N
 
 
 def _problem(found: FolderVocabulary, end: list[int], between: list[int] | None) -> str:
-    """Return the property of pairs that a file cannot describe; empty if there is none."""
+    """Return a property of pairs that a file cannot describe; empty if there is none."""
     if between is None:
         return "adds other tokens at the ends of pairs than at those of texts"
     if found.model == "bert":
@@ -251,7 +251,7 @@ def _reads_types(settings: Fields) -> bool:
 
 
 def _check_types(found: FolderVocabulary, json: Fields, items: list[_Item]) -> None:
-    """Raise an error unless the second text and what follows it alone have type 1, where types are known."""
+    """Raise an error unless only the second text and the tokens after it have type 1, if types are known."""
     second = False
     has_second = "sep" in found.ids and (found.model == "bert" or TYPES_KEY in found.flags)
     for item in items:

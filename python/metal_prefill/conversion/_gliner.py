@@ -15,7 +15,7 @@ from metal_prefill.files._entity_head import DIRECTIONS, PROJECTION, RECURRENCE,
 from metal_prefill.files._metadata_keys import ENTITY_KEYS
 from metal_prefill.files._task_config import DENSE
 
-# Classes of encoders by their type, and the field that bounds texts of those without embeddings of positions.
+# Classes of encoders by type, and the field that limits texts if there are no embeddings of positions.
 _CLASSES = {
     "albert": "AlbertModel",
     "bert": "BertModel",
@@ -31,11 +31,11 @@ _CLASSES = {
     "t5": "T5EncoderModel",
     "xlm-roberta": "XLMRobertaModel",
 }
-_TOKENS_PER_WORD = 4  # for which such encoders have room
+_TOKENS_PER_WORD = 4  # assumed by such encoders
 _BODY, _LABELS = "token_rep_layer.bert_layer.model.", "token_rep_layer.labels_encoder.model."
 _LABELS_PROJECTION = "token_rep_layer.labels_projection"
 _EMBEDDINGS = ("word_embeddings.weight", "tok_embeddings.weight", "shared.weight", "embed_tokens.weight")
-_ADDED = "[FLERT]"  # precedes the tokens of labels and of the separator where the library adds them
+_ADDED = "[FLERT]"  # precedes the tokens of labels and of the separator if the library adds them
 
 
 def _pairs(names: Mapping[str, str]) -> dict[str, str]:
@@ -70,11 +70,11 @@ _MODES: dict[str, EntityMode] = {"markerV0": "spans", "token_level": "words"}
 class Encoder:
     config: Fields
     place: Path  # folder with its tokenizer
-    # In a folder of GLiNER, its own tensors, and the tensors and metadata of what follows it.
+    # In a folder of GLiNER, the encoder's tensors, and the tensors and metadata of the head.
     weights: dict[str, Weight] | None = None
     modules: Modules | None = None
-    # Tokens before a label, and between labels and text, if texts follow labels; all that the library adds to
-    # a tokenizer that lacks them; and the id of the first, -1 if the folder states none.
+    # Tokens before a label, and between labels and text, if texts follow labels; all tokens that the library
+    # adds to a tokenizer without them; and the id of the first, -1 if the folder states none.
     spellings: tuple[str, ...] = ()
     added_tokens: tuple[str, ...] = ()
     stated_id: int = -1
@@ -90,11 +90,11 @@ class Encoder:
 
 
 class _Names(NamedTuple):
-    """Where a folder describes an encoder."""
+    """Names of fields and folders that describe an encoder."""
 
     config: str  # field with its configuration
     model: str  # field with its name
-    tokenizer: str  # folder with its tokenizer in that of the model
+    tokenizer: str  # folder with its tokenizer inside the model's folder
     body: str  # prefix of its tensors
 
 
@@ -105,9 +105,9 @@ _ENCODERS = {
 
 
 def lacking_encoders(folder: Path) -> dict[str, str]:
-    """Return the names of the encoders whose configuration or tokenizer a folder of GLiNER lacks.
+    """Return the encoders whose configuration or tokenizer is not in a folder of GLiNER.
 
-    The keys are ``"texts"`` and ``"labels"``.
+    The keys are ``"texts"`` and ``"labels"``, the values names.
     """
     settings = Fields.read(folder / GLINER)
     found = {
@@ -131,10 +131,10 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def read_gliner(folder: Path, encoders: Mapping[str, Path]) -> tuple[Encoder, Encoder | None]:
-    """Return the encoder of texts, with the head as its modules, and that of labels; None without one.
+    """Return the encoder of texts, with the head as its modules, and the encoder of labels, or None.
 
-    A configuration and a tokenizer that it lacks are those in the folders `encoders`, by the names that
-    `lacking_encoders` returns.
+    A missing configuration or tokenizer is read from the folders `encoders`, by the keys of
+    `lacking_encoders`.
     """
     settings = Fields.read(folder / GLINER)
     for name in ("labels_decoder", "relations_layer"):
@@ -148,11 +148,11 @@ def read_gliner(folder: Path, encoders: Mapping[str, Path]) -> tuple[Encoder, En
     settings.require("num_rnn_layers", (0, 1), 1)
     mode = _MODES[settings.string("span_mode", default="markerV0")]
     separate = settings.string("labels_encoder", default="") != ""
-    # The library has a recurrence in models with two encoders, too, but does not apply it.
+    # In models with two encoders, the library also makes a recurrence, but does not apply it.
     recurrent = not separate and settings.integer("num_rnn_layers", default=1, least=0) > 0
     found, labels = Modules(), Modules()
     found.set_pooling("none")
-    labels.set_pooling("mean")  # after the projection, which gives the same as before it
+    labels.set_pooling("mean")  # after the projection; the result is the same as before it
     bodies: dict[str, dict[str, Weight]] = {_BODY: {}, _LABELS: {}}
     for weight in _weights(folder):
         body = next((prefix for prefix in bodies if weight.name.startswith(prefix)), None)
@@ -191,7 +191,7 @@ def read_gliner(folder: Path, encoders: Mapping[str, Path]) -> tuple[Encoder, En
 
 
 def _weights(folder: Path) -> Iterable[Weight]:
-    """Return the weights of a folder, which may have them in a file of ``torch.save`` alone."""
+    """Return the weights of a folder, which may only have a file of ``torch.save``."""
     pickled = folder / PICKLED[0]
     alone = pickled.is_file() and not (folder / FILE).is_file()
     return (read_torch_file(pickled) if alone else read_weights(folder)).values()
@@ -200,7 +200,7 @@ def _weights(folder: Path) -> Iterable[Weight]:
 def _role(mode: EntityMode, name: str) -> str | None:
     """Return the name of a tensor of the head in a GGUF file."""
     module, _, suffix = name.rpartition(".")
-    if module == "rnn.lstm":  # weight_ih_l0 is that of the input, weight_hh_l0_reverse of the state
+    if module == "rnn.lstm":  # weight_ih_l0 multiplies the input, weight_hh_l0_reverse the state
         kind, part, *direction = suffix.replace("_l0", "").split("_")
         parts = {"ih": "input", "hh": "state"}
         if kind not in ("weight", "bias") or part not in parts or direction not in ([], ["reverse"]):

@@ -37,7 +37,7 @@ from metal_prefill.files._task_config import (
     TransitionBiases,
 )
 
-# Poolings of a module, whose configuration names one, or sets one field with such a name.
+# Poolings of a module, by the name in its configuration, or by the name of the field that is set.
 _MODES: dict[str, Pooling] = {
     "cls_token": "cls",
     "max_tokens": "max",
@@ -54,12 +54,12 @@ _MODE_NAMES: dict[str, Pooling] = {
     "weightedmean": "weighted_mean",
     "last": "last",
 }
-# Poolings that bidirectional decoders state in their configuration.
+# Poolings in configurations of bidirectional decoders.
 _OF_CLASSES: dict[Any, NumberedPooling] = {"avg": "mean", "cls": "cls", "last": "last"}
-# Classes of modules: in their order without a pooling, and those that may follow one in any order.
+# Classes of modules: their order without a pooling, and those that may follow a pooling in any order.
 _OF_TOKENS = ("Transformer", "Dense", "Normalize", "MultiVectorMask")
-_QUANTIZER = "FlexibleQuantizer"  # of pplx-embed's own code
-# Module of jina-embeddings, whose adapter is chosen when a model is opened. That of version 5 also pools.
+_QUANTIZER = "FlexibleQuantizer"  # in pplx-embed's code
+# Module of jina-embeddings; its adapter is chosen when a model is opened. In version 5 it also pools.
 _CHOOSES_ADAPTER = "custom_st.Transformer"
 _POOLS = ["task", "truncate_dim"]  # its arguments in version 5
 _AFTER_POOLING = ("Dense", "LayerNorm", "Normalize", "Dropout", _QUANTIZER)
@@ -69,7 +69,7 @@ KINDS = (
     STATIC,
     "SparseStaticEmbedding",
 )
-# Arguments of tokenizers and models in the settings of the module Transformer, and those without an effect.
+# Arguments of tokenizers and models in the settings of the module Transformer, and arguments without effect.
 _ARGUMENTS = (
     *("model_args", "model_kwargs", "config_args", "config_kwargs"),
     *("tokenizer_args", "processor_kwargs", "processing_kwargs"),
@@ -80,7 +80,7 @@ _HARMLESS = (
     *("add_pooling_layer", "unpad_inputs", "use_memory_efficient_attention", "reference_compile"),
     *("model_max_length", "padding_side", "truncation_side"),
 )
-_LOGARITHMS = {"relu": 1, "log1p_relu": 2}  # how often SPLADE takes the logarithm
+_LOGARITHMS = {"relu": 1, "log1p_relu": 2}  # number of logarithms in SPLADE
 # Activations of dense layers, by the last part of the name of their class.
 _ACTIVATIONS = {
     "Identity": "none",
@@ -101,7 +101,7 @@ class Modules:
     metadata: dict[str, Any] = field(default_factory=dict)  # metadata, without the prefix of the architecture
     own: dict[str, Any] = field(default_factory=dict)  # metadata of this project, by their full keys
     tensors: dict[str, Weight] = field(default_factory=dict)  # tensors, by their names in a GGUF file
-    # Tokens of documents that late interaction leaves out; None if no module lists them.
+    # Tokens of documents that late interaction skips; None if no module lists them.
     skipped_words: list[str] | None = None
     logit_score: Path | None = None  # folder of the module that scores a pair by the logits of two tokens
     masked: bool = False  # whether vectors are over the vocabulary, from the head that predicts masked tokens
@@ -155,7 +155,7 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
         return found
     _check_transformer(folder, "feature-extraction")
     _check_order(listing, kinds)
-    # The feature that modules after the body read and replace: vectors of texts, or of tokens.
+    # The feature that later modules read and replace: vectors of texts, or of tokens.
     feature = "sentence_embedding" if static or "Pooling" in kinds else "token_embeddings"
     steps: list[str] = []
     for module, kind in zip(modules, kinds, strict=True):
@@ -176,7 +176,7 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
             settings.require("skiplist_tasks", (["document"], "document"), ["document"])
             settings.require("keep_only_token_ids", (None,), None)
             found.skipped_words = words_of(settings)
-    if steps[-1:] == [NORMALIZE]:  # which callers choose
+    if steps[-1:] == [NORMALIZE]:  # callers choose this step
         found.metadata["embedding_normalize"] = steps.pop() == NORMALIZE
     if any(step not in DENSE for step in steps):
         found.metadata["embedding_steps"] = steps
@@ -193,13 +193,13 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
 
 
 def _pools_itself(folder: Path) -> bool:
-    """Return whether a folder of jina-embeddings-v5 leaves pooling to its class."""
+    """Return whether the class of a folder of jina-embeddings-v5 pools."""
     listed = modules_of(folder)
     return all(m.string("type") == _CHOOSES_ADAPTER and m.sequence("kwargs") == _POOLS for m in listed)
 
 
 def _add_token_heads(found: Modules, folder: Path) -> None:
-    """Add the heads of bge-m3, which are not among the modules, if the folder has them."""
+    """Add the heads of bge-m3, which modules do not list, if the folder has them."""
     paths = {name: folder / f"{name}_linear.pt" for name in (TOKEN_WEIGHTS, TOKEN_VECTORS)}
     for name, path in paths.items():
         if not path.is_file():
@@ -234,7 +234,7 @@ def _add_vocabulary_pooling(
 
 def _kind_of(module: Fields) -> str:
     """Return the class of a module, without its package."""
-    name = module.string("type").replace("MLMTransformer", "Transformer")  # as early folders have it
+    name = module.string("type").replace("MLMTransformer", "Transformer")  # the name in early folders
     package, _, kind = name.rpartition(".")
     if name == _CHOOSES_ADAPTER and module.sequence("kwargs") == ["task"]:
         return "Transformer"
@@ -245,7 +245,7 @@ def _kind_of(module: Fields) -> str:
 
 
 def _check_order(listing: Fields, kinds: list[str]) -> None:
-    """Raise an error unless modules have the order in which vectors are computed here."""
+    """Raise an error unless modules are in the supported order."""
     first = next(
         first for first in (["Transformer", "Pooling"], [STATIC], []) if kinds[: len(first)] == first
     )
@@ -286,7 +286,7 @@ def _check_transformer(folder: Path, task: str) -> None:
 
 
 def words_of(config: Fields) -> list[str]:
-    """Read the tokens that late interaction leaves out."""
+    """Read the tokens that late interaction skips."""
     words = config.sequence("skiplist_words")
     if not all(isinstance(word, str) for word in words):
         raise config.error(f"{config.name('skiplist_words')} must contain strings")
@@ -368,7 +368,7 @@ def _add_labels(found: Modules, folder: Path, config: Fields, task: Task) -> Non
     labels = [stated[str(i)] for i in range(len(stated))]
     if not all(isinstance(label, str) for label in labels):
         raise config.error("id2label must contain strings")
-    # Labels that transformers makes up are left out, except where llama.cpp counts outputs by them.
+    # Omits labels that transformers generates, unless llama.cpp needs them to count outputs.
     if labels and (
         labels != [f"LABEL_{i}" for i in range(len(labels))] or (task == "sequence" and labels[1:])
     ):
@@ -409,7 +409,7 @@ def _add_scores(found: Modules, folder: Path, config: Fields) -> None:
         function = config.string("sbert_ce_default_activation_function", default="")
         function = config.object("sentence_transformers").string("activation_fn", default=function)
     name = function.rpartition(".")[2]
-    # Outputs of several classes as they are become probabilities by softmax, as in transformers.
+    # As in transformers, the identity of several classes means softmax.
     if name in _OUTPUT_FUNCTIONS and (labels == 1 or name != "Identity"):
         found.metadata["classifier.activation"] = _OUTPUT_FUNCTIONS[name]
     elif name and name not in _OUTPUT_FUNCTIONS:

@@ -12,7 +12,7 @@ from metal_prefill.conversion._settings import layer_kinds
 from metal_prefill.conversion._weights import FloatArray, Weight
 
 _ATTENTION, _STATE_SPACE = {"attention", "full_attention"}, {"mamba", "linear_attention"}
-# Limits of steps that limit nothing: as JSON has them, and as transformers writes numbers that JSON lacks.
+# Limits of steps without effect: in JSON, and as transformers writes numbers that JSON does not support.
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 
@@ -45,7 +45,7 @@ def mamba2(config: Fields) -> dict[str, Any]:
 
 
 def granite_attends(config: Fields) -> list[bool]:
-    """Return whether each layer of a Granite 4 model has attention, under any of the names of versions."""
+    """Return whether each layer of a Granite 4 model has attention, from the fields of any version."""
     stated = config.sequence("layer_types") or config.sequence("layers_block_type")
     config = Fields(config.path, {**config.values, "layer_types": stated})
     known = ("attention", "mamba", *_ATTENTION, *_STATE_SPACE)
@@ -182,7 +182,7 @@ def qwen35(config: Fields) -> dict[str, Any]:
     rope = config.object("rope_parameters")
     part = rope.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=0.25))
     dims = int(config.integer("head_dim", default=256) * part)
-    # Pairs that rotate by the time, the row and the column of an image; the same in a text.
+    # Pairs that rotate by the time, row and column of an image, which are equal in a text.
     third = dims // 2 // 3
     sections = rope.sequence("mrope_section") or [dims // 2 - 2 * third, third, third]
     inner = config.integer("linear_num_value_heads", default=32)
@@ -197,7 +197,7 @@ def qwen35(config: Fields) -> dict[str, Any]:
 
 
 def rates_of_decay(config: Fields, name: str, weight: Weight) -> Weight:
-    """Return the rates of decay, of which a folder has the logarithms."""
+    """Return the rates of decay from their logarithms in a folder."""
     return weight.computed(lambda index: -np.exp(weight.rows(index)))
 
 

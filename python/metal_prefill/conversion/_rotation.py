@@ -13,8 +13,8 @@ PRIVACY_FILTER_BASE = 150000.0  # of the rotation, in folders that do not state 
 MAX_HEAD = 1 << 16  # dimensions, for which frequencies are computed before the tensors are known
 
 
-# The following functions return a tensor as it is if its rows contradict the configuration, which the header
-# of the file then shows.
+# The following functions return a tensor unchanged if its rows contradict the configuration; the check of the
+# file's header then reports it.
 def interleaved(config: Fields, name: str, weight: Weight) -> Weight:
     """Reorder the rows of q or k, so that the two values of a rotated pair are next to each other."""
     heads = config.integer("num_attention_heads")
@@ -24,7 +24,7 @@ def interleaved(config: Fields, name: str, weight: Weight) -> Weight:
 
 
 def heads_last(config: Fields, name: str, weight: Weight) -> Weight:
-    """Reorder the rows of q, k and v, of which a folder has those of each head together."""
+    """Reorder the rows of q, k and v, which a folder groups by head."""
     return _swapped(weight, (config.integer("num_attention_heads"), 3), (0, 1))
 
 
@@ -56,12 +56,12 @@ def rope_scaling(config: Fields, kinds: tuple[str, ...] = _KINDS) -> dict[str, A
 
 
 def rope_scaling_or_factors(config: Fields) -> dict[str, Any]:
-    """Return the metadata of a rotation that may be that of Llama 3, whose factors are a tensor."""
+    """Return the metadata of a rotation; the factors of Llama 3 are a tensor instead."""
     return rope_scaling(config, (*_KINDS, "llama3"))
 
 
 def rope_of(config: Fields) -> Fields:
-    # Older folders have it in rope_scaling.
+    # Older folders use rope_scaling.
     return config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
 
 
@@ -80,7 +80,7 @@ def gte(config: Fields) -> dict[str, Any]:
 
 
 def original_context(config: Fields, rope: Fields) -> int:
-    """Return the context before a rotation was scaled: that of the folder where it names no other."""
+    """Return the context before a rotation was scaled, by default the folder's."""
     name = "original_max_position_embeddings"
     if config.has(name):
         return config.integer(name)
@@ -88,10 +88,10 @@ def original_context(config: Fields, rope: Fields) -> int:
 
 
 def _yarn(config: Fields, rope: Fields) -> dict[str, Any]:
-    """Return the metadata of YaRN besides its factor.
+    """Return the metadata of YaRN except its factor.
 
-    Without ``attention_factor``, q.k grows with the logarithm of the factor, or as ``mscale`` and
-    ``mscale_all_dim`` say. Files state its ratio to the usual growth.
+    Without ``attention_factor``, q.k grows with the logarithm of the factor, or as set by ``mscale`` and
+    ``mscale_all_dim``. Files state the ratio to the usual growth.
     """
     rope.require("truncate", (True,), True)
     factor = rope.number("factor")
@@ -114,7 +114,7 @@ def _yarn_magnitude(rope: Fields) -> float:
 
 
 def privacy_filter(config: Fields) -> dict[str, Any]:
-    """Return the rotation, and the window, which counts both sides and the token itself."""
+    """Return the rotation, and the window, which includes both sides and the token itself."""
     rope = _privacy_filter_rope(config)
     band = config.integer("sliding_window", default=128, most=(MAX_INT - 1) // 2)
     window = {"attention.sliding_window": 2 * band + 1}
@@ -126,7 +126,7 @@ def privacy_filter(config: Fields) -> dict[str, Any]:
 
 
 def _privacy_filter_rope(config: Fields) -> Fields:
-    """Return the rotation of a folder, by default that of the class."""
+    """Return the rotation of a folder, by default the class's."""
     if config.has("rope_parameters") or config.has("rope_scaling"):
         return rope_of(config)
     usual = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
@@ -140,7 +140,7 @@ def _has_exact_yarn(rope: Fields) -> bool:
 
 
 def yarn_factors(config: Fields) -> dict[str, FloatArray]:
-    """Return divisors of the frequencies for YaRN whose bounds are not rounded, which files cannot state."""
+    """Return divisors of the frequencies for YaRN with unrounded bounds, which metadata cannot describe."""
     rope = _privacy_filter_rope(config)
     if not _has_exact_yarn(rope):
         return {}
@@ -215,7 +215,7 @@ def phi3(config: Fields) -> dict[str, Any]:
 
 def _has_long_rope(config: Fields) -> bool:
     kind = rope_of(config).string("rope_type", "type", default="default")
-    return kind in ("longrope", "su", "yarn")  # the names of versions of phi3
+    return kind in ("longrope", "su", "yarn")  # names in versions of phi3
 
 
 def long_rope_factors(config: Fields) -> dict[str, FloatArray]:
@@ -254,14 +254,14 @@ def nomic_bert(config: Fields) -> dict[str, Any]:
     """Return the base of the rotation, and the context that the model was trained for."""
     rope = config.object("rope_parameters")
     base = rope.number("rope_theta", default=config.number("rotary_emb_base", "rope_theta", default=1000.0))
-    # Longer texts would need another rotation, which depends on their length.
+    # Longer texts would need a rotation that depends on their length.
     trained = config.integer("max_trained_positions", default=MAX_INT)
     context = min(config.integer("max_position_embeddings", "n_positions"), trained)
     return {"rope.freq_base": base, "context_length": context}
 
 
 def hunyuan_dense(config: Fields) -> dict[str, Any]:
-    """Return the base of the rotation, which is larger where the folder has ``alpha``."""
+    """Return the base of the rotation, which is larger if the folder has ``alpha``."""
     rope = rope_of(config)
     if rope.string("rope_type", "type", default="default") != "dynamic" or not rope.has("alpha"):
         return rope_scaling(config, ("default",))

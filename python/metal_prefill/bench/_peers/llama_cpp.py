@@ -1,11 +1,11 @@
 """llama.cpp, through the low-level calls of llama-cpp-python.
 
 Configured for its best speed: flash attention, the whole prompt in one micro-batch, weights repacked at
-load (its default where the CPU has the instructions), logits for the last token only. The high-level class
-would copy logits into Python and evaluate them; the C calls below are what llama.cpp's own llama-bench makes.
+load (its default if the CPU has the instructions), logits for the last token only. The high-level class
+would copy logits into Python and evaluate them; the C calls below are those of llama.cpp's llama-bench.
 
-Several sequences go through the model in one batch, as in llama.cpp's own batched-bench. Each has a cache of
-its own (``kv_unified = False``, which llama.cpp recommends for sequences that share nothing).
+Several sequences are computed in one batch, as in llama.cpp's batched-bench, with separate caches
+(``kv_unified = False``, which llama.cpp recommends for sequences that share nothing).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from metal_prefill.bench._machine import available_threads, cpu_name
 GGML_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # of the KV cache, by kv_dtype
 # Build features of llama.cpp that determine the speed of its products, best first.
 FEATURES = ("AMX_INT8", "AVX512_VNNI", "AVX_VNNI", "AVX512", "AVX2", "SVE", "MATMUL_INT8", "DOTPROD", "NEON")
-ALL_LAYERS = 999  # of the model on the GPU
+ALL_LAYERS = 999  # number of the model's layers on the GPU
 MOST_ROWS = 1024  # rows of a batch of several sequences, unless there are more sequences
 FLASH_ATTENTION_ON = 1
 # Tokens of a batch of texts. llama-embedding takes 2048, but every token is multiplied with the keys of the
@@ -72,12 +72,12 @@ class _Context:
         self._sequences = sequences
         self._rows = rows
         self._batch = llama.llama_batch_init(rows, 0, 1)
-        # The batch's arrays are C memory, filled through views because a Python loop would be timed, too.
+        # The batch's arrays are C memory, filled through views: a Python loop would add to the measured time.
         view = np.ctypeslib.as_array
         self._token, self._pos = view(self._batch.token, (rows,)), view(self._batch.pos, (rows,))
         self._logits = view(self._batch.logits, (rows,))
         view(self._batch.n_seq_id, (rows,))[:] = 1
-        # The sequences of each row are behind a pointer, which requires a loop; it is not timed.
+        # Each row has a pointer to its sequences, which requires a loop; it is not timed.
         self._seq_id = [view(self._batch.seq_id[i], (1,)) for i in range(rows)]
         self._arranged = (0, False)
         self.clear()
@@ -140,7 +140,7 @@ class _Context:
 
 
 class _Embedder:
-    """_Embedder that works as llama.cpp's own llama-embedding, with smaller batches.
+    """Embedder like llama.cpp's llama-embedding, with smaller batches.
 
     Each batch is one micro-batch of whole texts with a shared cache. A text must not be longer than a batch.
     """

@@ -1,11 +1,10 @@
 """OpenVINO on the same GGUF file.
 
-OpenVINO GenAI reads the GGUF and builds a stateful graph whose 4-bit weights stay 4 bits wide; it saves that
-graph as OpenVINO's own format, once per file. Here the graph is then compiled with OpenVINO
-itself rather than run by GenAI's pipeline, so that a prompt can be timed without tokenizer and sampler. The
-output head is cut down to the last token, as the pipeline does. Everything else is OpenVINO's default for
-latency: bfloat16 arithmetic where the CPU has it, KV cache of 8 bits. `compute="f32"` asks for float32
-arithmetic instead.
+OpenVINO GenAI reads the GGUF, builds a stateful graph with 4-bit weights, and saves it in OpenVINO's format,
+once per file. OpenVINO itself then compiles the graph, so that a prompt can be timed without the tokenizer
+and sampler of GenAI's pipeline. The output head is restricted to the last token, as in the pipeline.
+Everything else is OpenVINO's default for latency: bfloat16 arithmetic if the CPU supports it, and a KV cache
+in 8 bits. `compute="f32"` selects float32 arithmetic.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.storage._cache_folder import cache_folder
 
-_SHOWN_LINES = 3  # of what a failed conversion printed
+_SHOWN_LINES = 3  # of the output of a failed conversion
 _CONVERT = """
 import sys
 import openvino_genai

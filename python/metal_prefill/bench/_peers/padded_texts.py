@@ -1,6 +1,6 @@
-"""Embedding of texts in padded batches, as libraries do that compute rectangles of tokens.
+"""Embedding of texts in padded batches, as in libraries that compute rectangles of tokens.
 
-Encoders of a GGUF file become models of Hugging Face transformers, which reads no such files by itself.
+Encoders of a GGUF file become models of Hugging Face transformers, which does not read such files itself.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def export(path: Path, graph: Path) -> Path:
     ids = torch.ones(2, 8, dtype=torch.long)
     axes = {0: "texts", 1: "tokens"}
     with warnings.catch_warnings():
-        # The exporter that does not warn needs another package and gains nothing for these graphs.
+        # The newer exporter needs another package, without a benefit for these graphs.
         warnings.simplefilter("ignore")
         torch.onnx.export(
             _States(load_encoder(path, "eager")).eval(),
@@ -108,7 +108,7 @@ def _config(config: ModelConfig, attention: str) -> Any:
 
 
 def _weights(gguf: GGUFFile, config: ModelConfig, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return parameters of transformers, each of which a file must have, as all its tensors must be one."""
+    """Return parameters of transformers, which must correspond one to one to the file's tensors."""
     names = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
     known = get_tensor_name_map(names[config.architecture], config.n_layers)
     found: dict[str, torch.Tensor] = {}
@@ -134,13 +134,13 @@ def _weights(gguf: GGUFFile, config: ModelConfig, wanted: Iterable[str]) -> dict
 
 
 POOLINGS = ("last", "mean", "cls")
-ENCODER_BATCH = 32  # texts, as sentence-transformers takes by default
+ENCODER_BATCH = 32  # texts, the default of sentence-transformers
 
 
 class PaddedTexts(Engine):
     """Engine that sorts texts by length, as sentence-transformers does, and computes padded batches.
 
-    An adapter sets what computes them.
+    An adapter sets the function that computes them.
     """
 
     batch = 8  # texts: 0.64 of the time of single ones with an embedding model of 600 million parameters

@@ -1,4 +1,4 @@
-"""Servers of the OpenAI API that can be measured, each started as a process as users start it."""
+"""Servers of the OpenAI API that can be measured, each started as a process as by users."""
 
 from __future__ import annotations
 

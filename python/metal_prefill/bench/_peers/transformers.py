@@ -2,8 +2,8 @@
 
 transformers reads and dequantizes GGUF files of causal models by itself, so the weights are the same; for
 encoders, `padded_texts` does. As in sentence-transformers, texts are sorted by length and computed in
-padded batches. Of float32 and bfloat16 the faster one is taken, by a trial when the model is loaded;
-`compute="f32"` asks for float32.
+padded batches. A trial selects the faster of float32 and bfloat16 when the model is loaded; `compute="f32"`
+selects float32.
 """
 
 from __future__ import annotations
