@@ -1,6 +1,7 @@
 """``metal-prefill embed`` and ``rerank``: files of vectors that are continued, and documents in order."""
 
 import errno
+import fcntl
 import io
 import json
 import os
@@ -156,6 +157,28 @@ def test_a_damaged_part_of_an_interrupted_run_is_computed_again(
     assert embed(embedder, *arguments) == 0
     assert (tmp_path / "v.npy").read_bytes() == whole
     assert list(tmp_path.glob(".v.npy*")) == []
+
+
+def test_two_runs_never_write_the_same_file(
+    embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: Run
+) -> None:
+    arguments = ("-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy")
+    (tmp_path / "t.txt").write_text("\n".join(f"text {i}" for i in range(300)))
+    with monkeypatch.context() as patch:
+        interrupt_block(patch, 2)
+        assert embed(embedder, *arguments) == 130
+    part = next(tmp_path.glob(".v.npy.*.part"))
+    with open(part, "rb") as held:
+        before = held.read()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert f"{tmp_path / 'v.npy'}: another process is writing it" in errors(*EMBED, embedder, *arguments)
+        assert part.read_bytes() == before
+
+    def finish(file: Any, operation: int) -> None:  # the other process, between opening the file and the lock
+        part.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", finish)
+    assert "another process has written it" in errors(*EMBED, embedder, *arguments)
 
 
 def interrupt(*_: Any) -> None:

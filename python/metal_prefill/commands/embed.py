@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import io
 import json
@@ -11,8 +12,10 @@ import shutil
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -94,22 +97,23 @@ def execute(arguments: argparse.Namespace) -> None:
             "rules": rules[1:],
             "compute": model.compute,
         }
-        part = _Part(arguments.output, _identity(model, texts, identity), len(texts), width)
-        before = part.rows
-        begin = time.perf_counter()
-        with common.progress_bar("texts", "texts", len(texts) > BLOCK) as progress:
-            for first in range(before, len(texts), BLOCK):
-                part.append(vectors_of(first))
-                if progress is not None:
-                    progress(part.rows, len(texts))
-        seconds = time.perf_counter() - begin
-        tokens = sum(map(len, encoded.prompts[before:]))
-    with replacing(arguments.output) as path:
-        if kind == ".npy":
-            shutil.copyfile(part.path, path)
-        else:
-            _write_parquet(path, arguments.column or text_files.DEFAULT_COLUMN, texts, np.load(part.path))
-    part.path.unlink()
+        with _opened(arguments.output, _identity(model, texts, identity), len(texts), width) as part:
+            before = part.rows
+            begin = time.perf_counter()
+            with common.progress_bar("texts", "texts", len(texts) > BLOCK) as progress:
+                for first in range(before, len(texts), BLOCK):
+                    part.append(vectors_of(first))
+                    if progress is not None:
+                        progress(part.rows, len(texts))
+            seconds = time.perf_counter() - begin
+            with replacing(arguments.output) as path:
+                if kind == ".npy":
+                    shutil.copyfile(part.path, path)
+                else:
+                    column = arguments.column or text_files.DEFAULT_COLUMN
+                    _write_parquet(path, column, texts, np.load(part.path))
+            part.path.unlink()
+    tokens = sum(map(len, encoded.prompts[before:]))
     print(summary(len(texts) - before, before, tokens, seconds), file=sys.stderr)
 
 
@@ -157,30 +161,42 @@ def _identity(model: Model, texts: list[str], options: dict[str, Any]) -> str:
 class _Part:
     """An .npy file next to the output, named by an identity, to which an interrupted run has written rows."""
 
-    def __init__(self, output: Path, identity: str, texts: int, width: int) -> None:
-        self._output = output
-        self.path = output.with_name(f".{output.name}.{identity[:16]}.part")
+    def __init__(self, path: Path, file: IO[bytes], texts: int, width: int) -> None:
+        self.path, self._file = path, file
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(
             header, {"descr": "<f4", "fortran_order": False, "shape": (texts, width)}
         )
         start, row = len(header.getvalue()), 4 * width
-        with named(output), open(self.path, "a+b") as file:
-            file.seek(0)
-            whole = file.read(start) == header.getvalue()
-            # The last write may be incomplete; a longer file is damaged.
-            rows = (self.path.stat().st_size - start) // row if whole else 0
-            self.rows = rows if rows <= texts else 0
-            file.truncate(start + self.rows * row if whole else 0)
-            if not whole:
-                file.write(header.getvalue())
+        file.seek(0)
+        whole = file.read(start) == header.getvalue()
+        # The last write may be incomplete; a longer file is damaged.
+        rows = (os.fstat(file.fileno()).st_size - start) // row if whole else 0
+        self.rows = rows if rows <= texts else 0
+        file.truncate(start + self.rows * row if whole else 0)
+        if not whole:
+            file.write(header.getvalue())
+            file.flush()
 
     def append(self, vectors: Any) -> None:
-        with named(self._output), open(self.path, "ab") as file:
-            file.write(vectors.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        self._file.write(vectors.tobytes())
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self.rows += len(vectors)
+
+
+@contextmanager
+def _opened(output: Path, identity: str, texts: int, width: int) -> Iterator[_Part]:
+    """Open the part of an output. Raises UsageError if another process is writing it."""
+    path = output.with_name(f".{output.name}.{identity[:16]}.part")
+    with named(output), open(path, "a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise common.UsageError(f"{output}: another process is writing it") from None
+        if os.fstat(file.fileno()).st_nlink == 0:  # that process has just finished
+            raise common.UsageError(f"{output}: another process has written it")
+        yield _Part(path, file, texts, width)
 
 
 def _pyarrow() -> Any:
