@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -354,6 +355,19 @@ def test_the_command_writes_a_file(bert: Folder, tmp_path: Path, capsys: pytest.
     assert f"{path.stat().st_size:,} bytes" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "none"), str(path)]) == 1
     assert "none: no such folder" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named(bert: Folder, tmp_path: Path) -> None:
+    path, limits = tmp_path / "m.gguf", resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(done: int, total: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{path}'"):
+            convert(bert.write(), path, progress=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_the_cache_command_lists_and_deletes_conversions(

@@ -342,7 +342,7 @@ def _write(
                 end = out.tell() + tensor.nbytes
                 for block in tensor.blocks():
                     data = quants.quantize(np.ascontiguousarray(block), tensor.kind)
-                    data.tofile(out)
+                    out.write(data.data)  # unlike tofile, whose errors do not name a full disk
                     done += data.nbytes
                     if progress is not None:
                         progress(done, total)
