@@ -370,6 +370,18 @@ def test_a_full_disk_is_named(bert: Folder, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.parametrize("how", ["a file in its place", "read-only"])
+def test_an_unwritable_cache_names_the_variable(
+    bert: Folder, own_cache: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    if how == "read-only":
+        monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    else:
+        own_cache.touch()
+    with pytest.raises(OSError, match=r"; set METAL_PREFILL_CACHE to a folder for converted models: "):
+        local_file(bert.write())
+
+
 def test_the_cache_command_lists_and_deletes_conversions(
     tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

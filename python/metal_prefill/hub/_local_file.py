@@ -175,7 +175,7 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
         from metal_prefill.conversion._writing import convert  # imports gguf, which takes 0.1 s
 
         _log.info("converting %s to %s", folder, path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_cache()
         with replacing(path) as temporary:
             convert(folder, temporary, name=name, adapter=adapter, encoders=encoders, progress=progress)
             if _key(folder, adapter, encoders) != key:
@@ -209,6 +209,16 @@ def encoder_folders(folder: Path) -> dict[str, Path]:
 
 def _cache() -> Path:
     return cache_folder() / "converted"
+
+
+def _make_cache() -> None:
+    try:
+        _cache().mkdir(parents=True, exist_ok=True)
+        if not os.access(_cache(), os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(_cache()))
+    except OSError as error:
+        what = f"{error.strerror}; set METAL_PREFILL_CACHE to a folder for converted models"
+        raise type(error)(error.errno, what, error.filename) from None
 
 
 def _key(folder: Path, adapter: Path | None, encoders: Mapping[str, Path]) -> str:
