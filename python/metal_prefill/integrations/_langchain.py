@@ -24,7 +24,7 @@ try:
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
     from pydantic import BaseModel
 
-    from metal_prefill.integrations._shared import Embedder, Reranker, Writer
+    from metal_prefill.integrations._shared import Embedder, Reranker, Writer, listed
 except ImportError as error:
     raise MissingExtraError(f"classes for LangChain need: pip install langchain-core ({error})") from error
 
@@ -54,11 +54,15 @@ class LangChainChat(Writer, BaseChatModel):  # type: ignore[misc,unused-ignore]
     def _identifying_params(self) -> dict[str, Any]:
         return {"model": self._model.path.name, "max_tokens": self.max_tokens, **self.options}
 
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the tokens of a text, by which LangChain counts and trims messages."""
+        return list(self._model.tokenizer.encode(text, add_bos=False))
+
     def _arguments(
         self, messages: list[Any], stop: list[str] | None, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         options.pop("ls_structured_output_format", None)  # for tracing
-        options["stop"] = [*self.options.get("stop", ()), *(stop or ())]
+        options["stop"] = [*listed(self.options.get("stop")), *listed(stop)]
         return convert_to_openai_messages(messages), options
 
     def _stream(

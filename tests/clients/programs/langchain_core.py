@@ -23,6 +23,8 @@ class Reply(BaseModel):
 chat = LangChainChat(model=demo, max_tokens=12, model_options={"device": "cpu"})
 asked = [SystemMessage("Speak thou briefly."), HumanMessage("Who art thou?")]
 prompts = [[HumanMessage(text)] for text in texts]
+word = str(chat.invoke(asked).content)[4:8]
+stopping = chat.model_copy(update={"options": {"stop": word}})
 
 
 async def asynchronous() -> dict[str, object]:
@@ -45,6 +47,12 @@ print(
             "answer": chat.invoke(asked).content,
             "streamed": "".join(chunk.content for chunk in chat.stream(asked)),
             "stopped": chat.invoke(asked, stop=[" "]).content,
+            "stopped_by_word": [
+                stopping.invoke(asked).content,
+                stopping.invoke(asked, stop="\n\n").content,
+                chat.invoke(asked, stop=word).content,
+            ],
+            "tokens": chat.get_num_tokens(texts[0]),
             "batch": [answer.content for answer in chat.batch(prompts)],
             "typed": chat.with_structured_output(Reply).invoke("Aye or nay?").word,
             "schema": chat.with_structured_output(Reply.model_json_schema()).invoke("Aye or nay?"),
