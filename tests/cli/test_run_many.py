@@ -94,6 +94,11 @@ def test_prompts_of_a_file_or_stdin_are_answered_in_order(
         assert line["finish_reason"] == "length"
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n" + uneven.read_text() + "  \n"))
     assert output(*RUN, "--prompts", "-") == expected
+    reader, writer = os.pipe()
+    with open(writer, "wb") as file:
+        file.write(uneven.read_bytes())
+    assert output(*RUN, "--prompts", f"/dev/fd/{reader}") == expected  # as <(command) in a shell
+    os.close(reader)
 
 
 def test_options_of_a_line_override_those_of_the_command(bundled: Model, tmp_path: Path) -> None:

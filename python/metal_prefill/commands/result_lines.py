@@ -71,12 +71,22 @@ def read_prompts(path: str) -> Iterator[tuple[int, Iterator[Prompt]]]:
 
     Blank lines are ignored. Prompts are read from the file on demand.
     """
-    with io.BytesIO(read_input().encode()) if path == "-" else open(path, "rb") as file:
+    with _opened(path) as file:
         start = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
         file.seek(start)
         count = sum(1 for line in file if line.strip())
         file.seek(start)
         yield count, (parse(line) for line in file if line.strip())
+
+
+def _opened(path: str) -> IO[bytes]:
+    if path == "-":
+        return io.BytesIO(read_input().encode())
+    file = open(path, "rb")  # noqa: SIM115
+    if file.seekable():
+        return file
+    with file:  # a pipe, such as <(command)
+        return io.BytesIO(file.read())
 
 
 @dataclass
