@@ -1,4 +1,4 @@
-"""The engine handle: what a model shares with its sessions, schedulers, tasks and servers. Its opening."""
+"""The engine handle, shared by a model, its sessions, schedulers, tasks and servers; and its opening."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ ComputeMode: TypeAlias = Literal["int8", "w8a8", "int16", "bf16", "f32"]
 AUTO: Literal["auto"] = "auto"
 CHOICES = (AUTO, *get_args(ComputeMode))
 
-# Kernel sets that multiply pairs of bfloat16 faster than 8 bits with a scale for each block of 32, once
-# quantized weights are pairs.
+# Kernel sets on which products of bfloat16 pairs are faster than 8 bits with a scale for each block of 32,
+# once quantized weights are converted to pairs.
 _FASTER_IN_PAIRS = ("amx",)
 # Modes that are faster than float32, by kernel set. Vectors of real encoders are within 1e-4 of float32.
 _FASTER_THAN_FLOAT: dict[str, ComputeMode] = {
@@ -42,24 +42,24 @@ _FASTER_THAN_FLOAT: dict[str, ComputeMode] = {
     "avxvnni": "int16",
     "avx2": "int16",
 }
-_ROW_SHARE = 0.12  # of the time of one row that another row takes, until it is measured: rather too little,
-# or longer drafts would never be tried
+_ROW_SHARE = 0.12  # share of one row's time that another row adds, until it is measured; a high value would
+# prevent longer drafts from being tried
 
 _log = logging.getLogger("metal_prefill")
 
 
 class RowCost:
-    """Seconds that passes take by their rows, as measured, where each row has an output or is of a prompt.
+    """Measured seconds of passes by their rows, each of which has an output or belongs to a prompt.
 
-    Passes that another program delays must not look expensive: an estimate follows shorter times at once, and
-    longer ones slowly.
+    Delays by other programs must not make passes look expensive: an estimate adopts shorter times at once,
+    and longer ones slowly.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # by number of rows, rounded up
 
     def note(self, rows: int, seconds: float) -> None:
-        """Take the time of a pass."""
+        """Record the time of a pass."""
         key = _bucket(rows)
         known = self._seconds.get(key)
         if known is None:
@@ -73,7 +73,7 @@ class RowCost:
         key = _bucket(rows)
         if key in self._seconds or not self._seconds:
             return self._seconds.get(key, float(rows))
-        known = self._seconds.copy()  # other threads note their passes
+        known = self._seconds.copy()  # other threads record their passes
         below = max((rows for rows in known if rows < key), default=None)
         above = min((rows for rows in known if rows > key), default=None)
         if below is not None and above is not None:
@@ -99,7 +99,7 @@ class Engine:
     def __init__(
         self,
         core: _core.Engine,
-        # The file, and what was read from it.
+        # The file and its contents.
         gguf: GGUFFile,
         config: ModelConfig,
         head: PooledHead,
@@ -123,7 +123,7 @@ class Engine:
         self.exact_rows = core.exact_rows
         # Whether the engine submits the pass of the next token before the host has seen the last one.
         self.runs_ahead = core.runs_ahead
-        self.label_encoder: Engine | None = None  # of a file that has one besides that of texts
+        self.label_encoder: Engine | None = None  # second encoder of a file, for labels
         self.label_vectors: dict[str, FloatArray] = {}  # of earlier calls; a new dictionary replaces it
 
     @property
@@ -256,7 +256,7 @@ def open_engine(
 ) -> Engine:
     """Open a file on the engine of a device; parameters and errors are those of :class:`Model`.
 
-    `options` are checked, and complete but for those that depend on the file and the device.
+    `options` are checked, and complete except for those that depend on the file and the device.
     """
     automatic = (os.environ.get("METAL_PREFILL_DEVICE") or device) == "auto"
     device = resolve_device(device)
@@ -289,7 +289,7 @@ def open_engine(
                 )
         except MetalPrefillError:
             raise
-        except ValueError as error:  # the options were checked, so the file is at fault
+        except ValueError as error:  # the options were checked, so the cause is in the file
             raise GGUFError(f"{gguf.path}: {error}") from None
         lengths = TextLengths.read(gguf) if limit is None else TextLengths()
         context = lengths.longest(config.context_length) if limit is None else limit
@@ -304,10 +304,10 @@ def open_engine(
 def chosen_mode(gguf: GGUFFile, config: ModelConfig) -> ComputeMode:
     """Return the mode that ``compute="auto"`` selects on this processor.
 
-    It is at least as close to float32 as 8 bits, or for encoders without quantized weights within 1e-4
-    (1 - cosine), and but for K-quants, IQ2, IQ3 and IQ4_XS on AMX the fastest such. Models that attend to
-    earlier tokens only may generate: their quantized weights stay in 8 bits or fewer, since a single token
-    waits for them to be read, and others are multiplied in float32 by ``"int8"``.
+    It is the fastest mode, except for K-quants, IQ2, IQ3 and IQ4_XS on AMX, that is at least as close to
+    float32 as 8 bits, or within 1e-4 (1 - cosine) for encoders without quantized weights. Causal models may
+    generate: their quantized weights stay in 8 bits or fewer, since a single token is bound by reading them,
+    and ``"int8"`` multiplies other weights in float32.
     """
     quantized = any(
         TENSOR_TYPES[tensor.type].block_values > 1
@@ -330,7 +330,7 @@ def announce_fallback() -> None:
 
 @cache
 def announce_slow_kernels() -> None:
-    """Log once that the processor runs none of the vector kernels, unless they were switched off."""
+    """Log once that the processor supports none of the vector kernels, unless they were switched off."""
     if os.environ.get("METAL_PREFILL_CPU_ISA") or _core.cpu.kernel_sets() != ["scalar"]:
         return
     built = [name for name in _core.cpu.built_sets() if name != "scalar"]

@@ -1,6 +1,6 @@
 """The supported architectures, one row of a table each.
 
-A row contains the differences from `llama`. `_hyperparameters` and `_model_tensors` read files by it.
+A row contains the differences from `llama`, by which `_hyperparameters` and `_model_tensors` read files.
 """
 
 from collections.abc import Mapping
@@ -167,7 +167,7 @@ _GELUS: dict[str, Activation] = {
     "gelu": "gelu_erf",
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"),
 }
-# An encoder that norms the residual stream after each block.
+# An encoder that normalizes the residual stream after each block.
 _BERT = Architecture(
     norm_kind="layer",
     activation="gelu_erf",
@@ -210,7 +210,7 @@ _NOMIC_BERT = replace(
     up_bias="absent",
     gate="required",
 )
-# Of layers whose attention and feed-forward have the same input.
+# Names for layers whose attention and feed-forward have the same input.
 _ONE_NORM = {"ffn_norm": "blk.{layer}.attn_norm.weight", "ffn_norm_bias": "blk.{layer}.attn_norm.bias"}
 # A decoder with biases everywhere and without gates.
 _GPT2 = Architecture(
@@ -253,7 +253,7 @@ _OLMO2 = Architecture(
     window_period=4,
     window_rope="unscaled",
 )
-# Steps that every model of an unsupported architecture needs, and no supported one has.
+# Unsupported steps, by the architecture that requires them.
 MISSING_STEPS = {
     "gemma3n": "parallel residual streams (AltUp), residual blocks of low rank (LAuReL), sparse activations"
 }
@@ -310,7 +310,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "falcon-h1": Architecture(
         rope_style="neox",
         mixer="attention_and_state_space",
-        names={"ffn_norm": "blk.{layer}.ffn_norm"},  # as its files have it, without a suffix
+        names={"ffn_norm": "blk.{layer}.ffn_norm"},  # without a suffix in its files
     ),
     "qwen35": Architecture(
         rope_style="neox",
@@ -352,7 +352,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nomic-bert-moe": replace(
         _ROTATED_BERT,
         experts="required",
-        experts_bias="optional",  # which llama.cpp's converter leaves out
+        experts_bias="optional",  # llama.cpp's converter omits it
     ),
     "gte": replace(_NOMIC_BERT, activation="gelu_erf", qkv_bias="required", output_bias="required"),
     "jina-bert-v2": replace(
@@ -377,7 +377,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope_style="neox",
         activation="gelu_erf",
         activations={**_GELUS, "silu": "silu"},
-        attn_norm="optional",  # the first layer has none, as the embedding is normed
+        attn_norm="optional",  # the first layer has none: the embedding is normalized
         embedding_norm="required",
         head="absent",
         window="required",
@@ -404,7 +404,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         attention_scale=1.0,
     ),
     "eurobert": Architecture(rope_style="neox", head="absent", causal=False),
-    # The body is that of gpt-oss, whose names its tensors have.
+    # The body and the names of its tensors are those of gpt-oss.
     "privacy-filter": Architecture(
         activation="clamped_silu",
         qkv_bias="optional",

@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias, get_args
 
 from metal_prefill.files._metadata_keys import ENTITY_KEYS, LABEL_ENCODER, MAX_INT, Keys
 
-# What is compared with a label: each part of a text up to a number of words, or each word as the first, the
-# last or any one of an entity.
+# Items compared with a label: each part of a text up to a number of words, or each word as the first, the
+# last or any word of an entity.
 EntityMode: TypeAlias = Literal["spans", "words"]
 MODES: tuple[EntityMode, ...] = get_args(EntityMode)
 
@@ -37,7 +37,7 @@ class EntityHead:
     span_words: int  # maximum number of words of an entity with the mode ``"spans"``
     # Tokens before each label, and between the last one and the text; None if another encoder reads labels.
     label_tokens: tuple[int, int] | None
-    # Whether the state that represents a label is that of its first token, not of the token before it.
+    # Whether the state of a label's first token represents it, rather than that of the token before it.
     reads_names: bool
     # Whether states are projected, and whether words have a recurrence.
     projected: bool

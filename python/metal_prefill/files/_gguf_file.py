@@ -275,7 +275,7 @@ def _read_files(paths: Sequence[Path]) -> tuple[memoryview, list[int]]:
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of all parts of a split file, given that of the first; else the name alone."""
+    """Return the names of all parts of a split file, given the first one's; else only the name."""
     found = _PART.search(name)
     if found is None or int(found[1]) != 1:
         return [name]
@@ -283,7 +283,7 @@ def part_names(name: str) -> list[str]:
 
 
 def is_later_part(name: str) -> bool:
-    """Return whether a name is that of a part of a split file other than the first."""
+    """Return whether a file name belongs to a part of a split file other than the first."""
     found = _PART.search(name)
     return found is not None and int(found[1]) != 1
 

@@ -217,8 +217,8 @@ class Metadata(Mapping[str, MetadataValue], Located):
 
     def __init__(self, path: Path, data: memoryview) -> None:
         self.path = path
-        # Not the view: without the GIL, threads must not slice the same one (CPython 3.14 counts the slices
-        # without a lock, and releases the buffer where the count is wrong).
+        # Not the view: without the GIL, threads must not slice the same one (CPython 3.14 counts slices
+        # without a lock, and a wrong count releases the buffer).
         self._data: npt.NDArray[np.uint8] | None = np.frombuffer(data, np.uint8)
         self._values: dict[str, MetadataValue | Array] = {}
         self._types: dict[str, str] = {}

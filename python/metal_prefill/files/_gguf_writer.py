@@ -1,4 +1,4 @@
-"""Writer of GGUF files: that of the gguf package, which packs lists faster, and a check of its headers."""
+"""Writer of GGUF files: the gguf package's, with faster lists, and a check of its headers."""
 
 import os
 import struct
@@ -21,7 +21,7 @@ OutlinedTensor: TypeAlias = tuple[str, tuple[int, ...], gguf.GGMLQuantizationTyp
 
 
 class GGUFWriter(gguf.GGUFWriter):  # type: ignore[misc]
-    """Writes what the gguf package writes, which packs the items of a list one by one."""
+    """Writes the same files as the gguf package's class, which packs the items of lists one by one."""
 
     def add_model(self, name: str, tensor_type: str) -> None:
         """Add the name of a model, and the type of most of its tensors."""
@@ -33,7 +33,7 @@ class GGUFWriter(gguf.GGUFWriter):  # type: ignore[misc]
         self.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
     def write_header(self, path: str | os.PathLike[str], tensors: Iterable[OutlinedTensor]) -> None:
-        """Write all but the values of tensors, for which the file has room."""
+        """Write everything except the values of tensors, for which the file has room."""
         sizes = []
         for name, shape, kind, nbytes in tensors:
             self.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
@@ -47,7 +47,7 @@ class GGUFWriter(gguf.GGUFWriter):  # type: ignore[misc]
         os.truncate(path, sum(aligned) * self.data_alignment)
 
     def add_value(self, key: str, value: Any) -> None:
-        """Add a value, or a list of values, of the type in which files usually have it."""
+        """Add a value, or a list of values, of the type that files usually use."""
         kinds = gguf.GGUFValueType
         kind = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}.get(type(value))
         if kind is None:
@@ -56,7 +56,7 @@ class GGUFWriter(gguf.GGUFWriter):  # type: ignore[misc]
             self.add_key_value(key, value, kind)
 
     def add_vocabulary(self, vocabulary: Any) -> None:
-        """Add the tokens of a vocabulary, what they are made by, and the ids of special ones."""
+        """Add the tokens of a vocabulary, their merges or scores, and the ids of special ones."""
         self.add_tokenizer_model(vocabulary.model)
         self.add_tokenizer_pre(vocabulary.pre)
         self.add_token_list(vocabulary.tokens)
@@ -75,7 +75,7 @@ class GGUFWriter(gguf.GGUFWriter):  # type: ignore[misc]
 
 
 def check_header(path: Path) -> None:
-    """Read a header as that of a model to open, and raise its errors before the values are written."""
+    """Read a header like that of a model to open, so that its errors precede the writing of values."""
     with GGUFFile(path) as opened:
         labels = opened.inner(LABEL_ENCODER)
         for model in (labels, opened) if labels.tensors else (opened,):

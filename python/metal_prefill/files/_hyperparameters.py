@@ -75,7 +75,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
             f"{name}.block_count is {n_blocks}, but the file has only {len(gguf.tensors)} tensors"
         )
     n_layers = n_blocks
-    if traits.ignored:  # blocks after the layers predict several tokens
+    if traits.ignored:  # blocks after the layers, which predict several tokens
         n_layers -= keys.integer("nextn_predict_layers", 0, n_blocks - 1, default=0)
     dim = keys.positive("embedding_length")
     n_heads, n_kv_heads, kinds = _heads(keys, traits, n_layers, n_blocks)
@@ -289,7 +289,7 @@ def _with_scan(config: ModelConfig, keys: Keys) -> ModelConfig:
 
 
 def leading_dense(n_layers: int, dense_layers: int) -> tuple[FeedForwardKind, ...]:
-    """Return the kinds of the feed-forwards of layers of which all but the first have experts."""
+    """Return the kinds of feed-forwards if all layers except the first ones have experts."""
     dense: FeedForwardKind = "dense"
     experts: FeedForwardKind = "experts"
     return tuple(dense if layer < dense_layers else experts for layer in range(n_layers))
@@ -314,7 +314,7 @@ def _with_experts(config: ModelConfig, keys: Keys, traits: Architecture) -> Mode
     count, used = keys.positive("expert_count"), keys.positive("expert_used_count")
     if used > count:
         raise keys.error(f"{name}.expert_used_count is {used}, must be at most {name}.expert_count {count}")
-    # Files of some architectures state the width of an expert as that of the feed-forward.
+    # Files of some architectures state an expert's width as the feed-forward's.
     width_key = "expert_feed_forward_length"
     width = keys.positive(width_key if keys.has(width_key) else "feed_forward_length")
     if count * max(width, config.dim) > MAX_INT:
@@ -353,7 +353,7 @@ def _token_types(keys: Keys, traits: Architecture) -> int:
     if traits.token_types == "absent" or tensor is None:
         return 0
     key = "tokenizer.ggml.token_type_count"
-    # A single row is stored as a vector by some converters.
+    # Some converters store a single row as a vector.
     rows = tensor.shape[0] if len(tensor.shape) == 2 else 1
     stated = keys.gguf.metadata.typed(key, "integer", default=rows)
     if stated != rows:

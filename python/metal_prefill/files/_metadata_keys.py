@@ -15,22 +15,22 @@ MAX_INT = 2**31 - 1  # the engines count in 32 bits
 ID_KEYS = {name: name for name in ("bos", "eos", "eot", "eom", "cls", "mask")}
 ID_KEYS |= {"pad": "padding", "unk": "unknown", "sep": "seperator"}
 
-# Keys of this project, which the conversion of folders of sentence-transformers writes. Each prompt has a key
-# that ends with its name; its text precedes the text to embed.
+# Keys of this project, written by the conversion of folders of sentence-transformers. The key of a prompt
+# ends with its name; its text precedes the text to embed.
 PROMPT_KEYS = "metal_prefill.prompts."
-# Name of the prompt of texts that are embedded without an instruction.
+# Name of the prompt of texts without an instruction.
 DEFAULT_PROMPT_KEY = "metal_prefill.default_prompt"
 # Prompt of a query and a document, with ``{query}`` and ``{document}``; a key of llama.cpp.
 RERANK_TEMPLATE_KEY = "tokenizer.chat_template.rerank"
-# Pooling of a file, where ``pooling_type`` has no number for it.
+# Pooling of a file, if ``pooling_type`` has no number for it.
 POOLING_KEY = "metal_prefill.pooling"
-# Whether pooling includes the tokens of a prompt; it does unless this is false.
+# Whether pooling includes the tokens of a prompt; true by default.
 POOLS_PROMPT_KEY = "metal_prefill.pools_prompt"
 # Name of the similarity for which vectors were trained, such as ``dot``.
 SIMILARITY_KEY = "metal_prefill.similarity"
 # Number of first values of a vector to keep by default.
 TRUNCATE_KEY = "metal_prefill.truncate_dim"
-# Ids of tokens of documents that late interaction leaves out, such as punctuation.
+# Ids of tokens of documents that late interaction skips, such as punctuation.
 SKIPPED_KEY = "metal_prefill.skipped_tokens"
 # How late interaction expands queries: ``length``, ``token``, ``seen`` and ``fixed``.
 EXPANSION_KEYS = "metal_prefill.query_expansion."

@@ -1,4 +1,4 @@
-"""Hand a model to the engines: its configuration, and its tensors in the file by their roles."""
+"""Passes a model to the engines: its configuration, and its tensors by their roles."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
@@ -89,7 +89,7 @@ def expected_tensors(config: ModelConfig, core: _core.Config) -> Iterator[tuple[
 
 
 def presence_of(stated: str, traits: Architecture) -> str:
-    """Return "required", "optional", "absent" or "tied" for the presence that a row of the table states."""
+    """Return "required", "optional", "absent" or "tied" for the presence in a row of the table."""
     if stated in ("required", "optional"):
         return stated
     presence = getattr(traits, stated)

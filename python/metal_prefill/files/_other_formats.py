@@ -12,7 +12,7 @@ _SIGNATURES: tuple[tuple[bytes | tuple[bytes, ...], str], ...] = (
 
 
 def in_place_of_file(head: bytes) -> str | None:
-    """Return what was downloaded in place of a file, from its first bytes; None if it may be the file."""
+    """Describe a download that replaced a file, from its first bytes; None if it may be the file."""
     if head.startswith(b"version https://git-lfs.github.com/"):
         size = re.search(rb"^size (\d+)$", head, flags=re.MULTILINE)
         of = f" of {int(size[1]):,} bytes" if size and len(size[1]) < 20 else ""
@@ -25,7 +25,7 @@ def in_place_of_file(head: bytes) -> str | None:
 
 
 def recognized(head: bytes) -> str | None:
-    """Return what a file with these first bytes is and how to get the model instead; None if unknown."""
+    """Describe a file with these first bytes, and how to get the model instead; None if unknown."""
     if found := in_place_of_file(head):
         return found
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") < 1 << 30:

@@ -127,7 +127,7 @@ def _with_layer_positions(config: ModelConfig, keys: Keys, traits: Architecture)
 
 
 def _check_windows(config: ModelConfig, keys: Keys, traits: Architecture) -> None:
-    """Refuse heads of other shapes in layers with a window, and windows that see both sides in a decoder."""
+    """Reject heads of other shapes in layers with a window, and bidirectional windows in a decoder."""
     same = (
         {}
         if traits.layers_differ
@@ -190,7 +190,7 @@ def _of_windows(keys: Keys, suffix: str, most: int) -> int:
 
 
 def _where_they_differ(common: int, values: Iterable[int]) -> tuple[int, ...]:
-    """Return the value of each layer; nothing if it is that of the model in all."""
+    """Return the value of each layer; empty if all layers have the model's."""
     listed = tuple(values)
     return listed if set(listed) != {common} else ()
 
@@ -198,7 +198,7 @@ def _where_they_differ(common: int, values: Iterable[int]) -> tuple[int, ...]:
 def _shared_caches(keys: Keys, windowed: list[bool], kv_heads: tuple[int, ...]) -> tuple[int, ...]:
     """Return the layer whose keys and values each layer attends to; empty if each has its own.
 
-    The last layers attend to those of the last layer before them with, or without, a window as they have.
+    The last layers use those of the last earlier layer with, or without, a window like themselves.
     """
     key = f"{keys.architecture}.attention.shared_kv_layers"
     n = len(windowed)

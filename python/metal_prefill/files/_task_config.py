@@ -21,7 +21,7 @@ from metal_prefill.files._metadata_keys import (
     Keys,
 )
 
-# Poolings with a number in the file, and those to one vector, some of which only a key of this project names.
+# Poolings with a number in the file, and poolings to one vector, some of which need a key of this project.
 NumberedPooling: TypeAlias = Literal["none", "mean", "cls", "last", "rank"]
 TextPooling: TypeAlias = Literal["mean", "cls", "last", "max", "weighted_mean", "mean_sqrt_len"]
 Pooling: TypeAlias = Literal[NumberedPooling, TextPooling]
@@ -37,14 +37,14 @@ SCORES: tuple[Scores, ...] = get_args(Scores)
 _Name = TypeVar("_Name", bound=str)
 
 DENSE = ("dense_2", "dense_3")
-# Steps from a pooled vector to an embedding, besides dense layers: a LayerNorm, the division by its length,
-# and the integers next to 127 times its hyperbolic tangents, as pplx-embed has them.
+# Steps from a pooled vector to an embedding, besides dense layers: a LayerNorm, division by its length, and,
+# in pplx-embed, rounding of 127 times its hyperbolic tangents.
 NORM, NORMALIZE, TANH_INT8 = "dense_norm", "normalize", "tanh_int8"
 STEPS = (*DENSE, NORM, NORMALIZE, TANH_INT8)
 # Activation of a dense layer, under its name with _activation.
 DenseActivation: TypeAlias = Literal["none", "tanh", "gelu_erf", "relu", "silu", "sigmoid"]
 DENSE_ACTIVATIONS: tuple[DenseActivation, ...] = get_args(DenseActivation)
-# The classification head, and the one that predicts masked tokens, whose output matrix may be the embedding.
+# The classification head, and the masked-token head, whose output matrix may be the embedding.
 CLASSIFIER, MASKED = (
     tuple(f"{head}.{part}{end}" for part in ("", "norm.", "output.") for end in ("weight", "bias"))
     for head in ("cls", "mlm")
@@ -53,7 +53,7 @@ CLASSIFIER, MASKED = (
 QUERY_WEIGHTS = "query_weights"
 # Heads of bge-m3 that read the state of each token: its weight, and its vector for late interaction.
 TOKEN_WEIGHTS, TOKEN_VECTORS = "sparse", "colbert"
-# How logits of the tokens of a text become one vector over the vocabulary.
+# Reduction of the logits of a text's tokens to one vector over the vocabulary.
 VocabularyPooling: TypeAlias = Literal["max", "sum"]
 VOCABULARY_POOLINGS: tuple[VocabularyPooling, ...] = get_args(VocabularyPooling)
 HEAD_TENSORS = frozenset(
@@ -69,7 +69,7 @@ HEAD_TENSORS = frozenset(
 
 
 class TransitionBiases(NamedTuple):
-    """Additions of Viterbi decoding to the score of a sequence of tags, for each pair of adjacent ones."""
+    """Terms that Viterbi decoding adds to the score of a sequence of tags, for each adjacent pair."""
 
     background_stay: float = 0.0  # from ``O`` to ``O``
     background_to_start: float = 0.0  # from ``O`` to the first tag of a part, ``B-`` or ``S-``
@@ -88,13 +88,13 @@ TRANSITION_KEYS = "classifier.transition_bias."  # after the architecture, befor
 class HeadTraits:
     """The classification head of an architecture, where the file does not define it."""
 
-    # Hidden state of a text that the head reads: of the last token, of the first, or the mean of all.
+    # Hidden state that the head reads: the last token's, the first token's, or the mean of all.
     state: Pooling = "last"
     activation: HeadActivation = "tanh"  # activation after the dense layer of the head, if it has one
     one_score: Scores = "none"  # function of a single output
 
 
-_ENCODER = HeadTraits("cls", one_score="sigmoid")  # as sentence-transformers computes the scores of pairs
+_ENCODER = HeadTraits("cls", one_score="sigmoid")  # scores of pairs as in sentence-transformers
 HEADS: dict[str, HeadTraits] = {
     **dict.fromkeys(("bert", "deberta-v2", "eurobert", "gte", "nomic-bert", "t5encoder"), _ENCODER),
     **dict.fromkeys(("jina-bert-v2", "jina-bert-v3"), _ENCODER),
@@ -120,8 +120,8 @@ class PooledHead:
     activation: HeadActivation  # after the dense layer of the classification head
     scores: Scores  # function that turns the outputs of the classification head into scores
     norm_eps: float  # added to the variance in the norms of heads
-    # Pooling of logits to a vector over the vocabulary; None without a head for it. Its dense layer has this
-    # activation, and ``log(1 + x)`` follows the positive logits so often before the pooling.
+    # Pooling of logits to a vector over the vocabulary; None without a head for it. Then the activation of
+    # its dense layer, and how often ``log(1 + x)`` is applied to positive logits before the pooling.
     vocabulary_pooling: VocabularyPooling | None
     vocabulary_activation: HeadActivation
     logarithms: int
@@ -243,7 +243,7 @@ def _read_vocabulary_pooling(keys: Keys, dim: int) -> VocabularyPooling | None:
 
 
 def _check_needed(keys: Keys, names: Iterable[str], needed: str) -> None:
-    """Raise an error if a file has one of these tensors, but not the one, or the key, that they need."""
+    """Raise an error if a file has one of these tensors, but not the tensor that they require."""
     tensors = keys.gguf.tensors
     found = next((name for name in names if name in tensors), None)
     if found is not None and needed not in tensors:
@@ -301,7 +301,7 @@ def _read_steps(keys: Keys, dim: int) -> tuple[tuple[str, ...], int]:
 
 
 def _check_presence(keys: Keys, name: str, *, listed: bool) -> None:
-    """Raise an error if a file has one of a layer, its bias and its declaration without the others."""
+    """Raise an error if a layer's bias, declaration or place in the steps contradicts its presence."""
     tensors, architecture = keys.gguf.tensors, keys.architecture
     missing = f"{name}.weight" not in tensors
     declared = [keys.positive(f"{name}_feat_{end}", default=0) for end in ("out", "in")]
@@ -383,7 +383,7 @@ class Prompts(NamedTuple):
 class TextLengths(NamedTuple):
     """Maximum numbers of tokens of texts, including those at their ends; None if the context is the limit.
 
-    sentence-transformers cuts texts after these lengths, which a converted folder states.
+    sentence-transformers truncates texts to these lengths, which a converted folder sets.
     """
 
     text: int | None = None  # of a text that is neither a query nor a document

@@ -1,4 +1,4 @@
-"""Constraints on a text: the tokens that may come next, and those that must, by the rules of llguidance.
+"""Constraints on a text: its allowed and its forced next tokens, as computed by llguidance.
 
 llguidance runs only in worker processes, which end if they exceed a limit on time or memory.
 """
@@ -40,24 +40,24 @@ MOST_CHARACTERS = 1 << 20  # of a source
 MOST_KEPT = 16  # compiled constraints of a vocabulary, each with a worker
 MOST_COMPILING = 2  # at a time
 COMPILE_SECONDS = 5.0  # of processor time for a source; large published schemas take less than one
-# To compile it again, or to replay a text, after the worker was ended by another text or from outside.
+# To compile it again, or to replay a text, if another text or an external signal ended the worker.
 AGAIN_SECONDS = 1.0
-# Processor time for a request of a text. A mask usually takes less than 0.01 s, and 0.1 s where it is as
-# complex as llguidance's limits allow.
+# Processor time for a request of a text. A mask usually takes less than 0.01 s, and 0.1 s at the limits of
+# llguidance.
 STEP_SECONDS = 0.25
 # Seconds that a batch waits for requests of its texts. Later answers leave their texts out of passes.
 BATCH_PATIENCE = 0.02
-STEP_PATIENCE = 10.0  # seconds on the clock for such a request, should the worker hang without computing
-# Bytes of a worker, for a constraint and its texts. Within llguidance's limits sources take up to 100 MB.
+STEP_PATIENCE = 10.0  # wall-clock seconds for such a request, in case the worker hangs without computing
+# Bytes of a worker, for a constraint and its texts. Sources within llguidance's limits take up to 100 MB.
 MEMORY = 256 << 20
-# Requests of one source that exceed a limit or crash. After the first one, other texts of the source continue
-# in another worker, since a text differs from them in its tokens; after the second one they fail.
+# Requests of one source that exceed a limit or crash. After the first, other texts of the source, which have
+# other tokens, continue in another worker; after the second, they fail.
 MOST_STRIKES = 2
 _SHOWN = 200  # characters of a message
 
 
 class NotCompiledError(Exception):
-    """A source is not compiled, and `may_compile` does not allow to wait for that."""
+    """A source is not compiled yet, and `may_compile` forbids to wait for it."""
 
 
 may_compile = ContextVar("may_compile", default=True)
@@ -73,14 +73,14 @@ class _Vocabulary:
             [i for i in ids if tokenizer.is_special(i)],
             sorted(tokenizer.stop_ids),
         )
-        # Nothing of a vocabulary may keep its tokenizer alive, nor itself.
+        # A vocabulary must keep neither its tokenizer nor itself alive.
         self._encode = partial(_encode, proxy(tokenizer))
         self._known: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._compiling = threading.BoundedSemaphore(MOST_COMPILING)
 
     def compiled(self, kind: str, source: str) -> _Compiled:
-        """Return a compiled constraint. It is kept for further texts, and so is its error."""
+        """Return a compiled constraint, which is kept for further texts, as is its error."""
         if len(source) > MOST_CHARACTERS:
             raise ConstraintError(
                 f"{kind}: {len(source):,} characters exceed the limit of {MOST_CHARACTERS:,}"
@@ -119,17 +119,17 @@ class _Compiled:
 
     def __init__(self, server: ForkServer, encode: Any, kind: str, source: str) -> None:
         self.kind = kind  # ``json_schema``, ``regex`` or ``grammar``
-        # Error of further texts with this constraint: it does not compile, or a request exceeded a limit.
+        # Error for further texts: the constraint does not compile, or a request exceeded a limit.
         self.refusal: ConstraintError | None = None
         self.slow = False  # whether the latest request took longer than a batch waits
         self.mask = b""  # of the first token
         self._server, self._encode, self._source = server, encode, source
         self._strikes = 0
-        self._lock = threading.Lock()  # of a worker that is started again
+        self._lock = threading.Lock()  # guards the restart of the worker
         self._start(Limits(COMPILE_SECONDS, PATIENCE), trial=True)
 
     def _start(self, limits: Limits, *, trial: bool) -> None:
-        """Compile the constraint in a new worker, or refuse all texts with it."""
+        """Compile the constraint in a new worker, or reject all texts with it."""
         self._worker = self._server.fork()
         arguments = (self.kind, self._source, MEMORY, trial)
         try:
@@ -142,7 +142,7 @@ class _Compiled:
             self._worker.end()
 
     def _error(self, task: str, limits: Limits, ended: WorkerEnded) -> ConstraintError:
-        """Return the error of a request whose worker ended; raise `NoWorkerError` if it was not at fault."""
+        """Return the error of a request whose worker ended; raise `NoWorkerError` if it is not the cause."""
         if ended.hung:
             raise NoWorkerError(
                 f"{self.kind}: {task} it, a process did not respond within {limits.patience:g} s"
@@ -164,7 +164,7 @@ class _Compiled:
         return f"{self.kind}: {error[:_SHOWN]}"
 
     def ask(self, text: Constraint, action: str, *arguments: Any) -> Answer:
-        """Send a request for a text, again if its worker was ended from outside.
+        """Send a request for a text, and send it again if an external signal ended the worker.
 
         Raises ConstraintError if the request exceeded a limit.
         """
@@ -198,7 +198,7 @@ class _Compiled:
 
 
 _vocabularies: WeakKeyDictionary[Tokenizer, _Vocabulary] = WeakKeyDictionary()
-os.register_at_fork(after_in_child=_vocabularies.clear)  # the processes are those of the parent
+os.register_at_fork(after_in_child=_vocabularies.clear)  # the processes belong to the parent
 
 
 def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
@@ -216,7 +216,7 @@ _numbers = itertools.count()
 
 
 class Step:
-    """Result of advancing a constraint, whose tokens the text takes one after another."""
+    """Result of advancing a constraint; the text takes its tokens one after another."""
 
     def __init__(self, taken: int, complete: bool, forced: list[int], error: str, met: bool) -> None:
         self._taken, self._complete, self._error = taken, complete, error
@@ -252,7 +252,7 @@ class Constraint:
         self,
         tokenizer: Tokenizer,
         *,
-        # The text is JSON that a schema describes: a mapping, or its JSON.
+        # Schema of the text, which is JSON: a mapping, or its JSON.
         json_schema: Mapping[str, Any] | str | None = None,
         regex: str | None = None,  # the whole text matches it
         grammar: str | None = None,  # Lark grammar, from its rule `start`
@@ -278,7 +278,7 @@ class Constraint:
         self._mask = self._compiled.mask  # of the next token; empty where there is none, or an error
 
     def begin(self) -> None:
-        """Start without a worker and requests, as in a forked process, which compiles the source again."""
+        """Start without a worker and requests, also in a forked process, which compiles the source again."""
         if self._release is not None:
             self._release.detach()
         self.worker: Worker | None = None
@@ -293,7 +293,7 @@ class Constraint:
         return self._known
 
     def be_in(self, worker: Worker) -> None:
-        """Record the worker that has the matcher of the text."""
+        """Record the worker that holds the matcher of the text."""
         if worker is not self.worker:
             self._forget()
             self.worker = worker
@@ -301,7 +301,7 @@ class Constraint:
             self._release.atexit = False
 
     def close(self) -> None:
-        """Let the worker forget the text. If the text continues, it is replayed."""
+        """Make the worker forget the text. If the text continues, it is replayed."""
         if self._latest is not None:  # the worker may still need it
             self._latest.add_done_callback(lambda _: self._forget())
             self.pending = self._latest = None
@@ -309,14 +309,14 @@ class Constraint:
             self._forget()
 
     def _forget(self) -> None:
-        release, self._release = self._release, None  # the thread of an earlier request may do the same
+        release, self._release = self._release, None  # the thread of an earlier request may also release it
         if release is not None:
             release()
         self.worker = None
 
     @property
     def slow(self) -> bool:
-        """Whether the latest answer for its source took longer than a batch waits."""
+        """Whether the latest answer for its source took longer than a batch waits for answers."""
         return self._known is not None and self._known.slow
 
     def send(self, tokens: Sequence[int], most_forced: int, room: int) -> None:
@@ -326,7 +326,7 @@ class Constraint:
 
     def advance(
         self,
-        tokens: Sequence[int],  # tokens of the text; none of them ends texts
+        tokens: Sequence[int],  # tokens of the text, without stop tokens
         most_forced: int = 0,  # maximum number of forced tokens to take; 0 does not compute them
         room: int | None = None,  # number of tokens that the text may still have
     ) -> Step:
@@ -352,7 +352,7 @@ class Constraint:
     def ahead(self, drafts: Sequence[int], deadline: float | None = None) -> list[bytes]:
         """Return the mask after each draft, up to one that is not allowed or ends the text.
 
-        If the answer is not there at `deadline`, on the clock of :func:`time.monotonic`, there are no masks.
+        Returns no masks if the answer has not arrived by `deadline`, on the clock of :func:`time.monotonic`.
         """
         if not drafts or (deadline is not None and self.slow):
             return []
@@ -368,7 +368,7 @@ class Constraint:
         return [masks[i * size : (i + 1) * size] for i in range(count)]
 
     def _in_thread(self, *request: Any) -> futures.Future[Answer]:
-        """Send a request in a thread, after the answer to the one before, whose error is also its own."""
+        """Send a request in a thread after the answer to the previous one, whose error fails both."""
         earlier = self._latest
 
         def ask() -> Answer:

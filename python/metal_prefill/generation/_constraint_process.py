@@ -21,8 +21,8 @@ from weakref import finalize
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation._constraint_worker import READY, SPELL
 
-# Seconds after which a process that does not answer is taken to hang: one that prepares a vocabulary or
-# compiles a source, whose work is limited in processor time, and one that forks, for which others wait.
+# Seconds after which a process that does not answer counts as hanging: one that prepares a vocabulary or
+# compiles a source, which also have limits on processor time, or one that forks, for which others wait.
 PATIENCE = 120.0
 FORK_PATIENCE = 5.0
 
@@ -53,7 +53,7 @@ class WorkerEnded(Exception):
 
 
 class NoWorkerError(ConstraintError):
-    """A worker could not be started, or did not respond, which says nothing about its constraint."""
+    """A worker could not be started, or did not respond, regardless of its constraint."""
 
 
 class Worker:
@@ -101,7 +101,7 @@ class Worker:
                     self._requests.send_bytes(pickle.dumps(ids))
             except (EOFError, OSError):
                 pass
-            finally:  # also after KeyboardInterrupt: the answer must not be read as that to the next request
+            finally:  # also after KeyboardInterrupt: the next request must not read this answer
                 if not answered:
                     self.alive = False
                     self._requests.close()
@@ -112,7 +112,7 @@ class Worker:
         self._requests.send_bytes(pickle.dumps((seconds, _taken(self._released), action, *arguments)))
 
     def release(self, text: int) -> None:
-        """Forget a text, now or with the next request; garbage collection may call this at any time."""
+        """Forget a text, now or with the next request. Garbage collection may call this at any time."""
         self._released.append(text)
         if self.alive and self._lock.acquire(blocking=False):
             try:
@@ -137,7 +137,7 @@ def _taken(numbers: deque[int]) -> list[int]:
 
 
 def _end_quietly(requests: Connection, ended: deque[int], pid: int) -> None:
-    requests.close()  # which ends it; the server collects its exit status later
+    requests.close()  # ends the process; the server collects its exit status later
     ended.append(pid)
 
 
@@ -165,7 +165,7 @@ class ForkServer:
 
     def _fork(self, handle: int) -> int:
         """Fork with a connection for requests, and return the id of the process."""
-        for _ in range(2):  # it may have been ended from outside
+        for _ in range(2):  # an external signal may have ended it
             if self._control is None:
                 self._start()
             with suppress(EOFError, OSError):
@@ -195,7 +195,7 @@ class ForkServer:
             raise
 
     def _start(self) -> None:
-        folder = Path(__file__).parents[2]  # of the package, which editable installs do not have in the path
+        folder = Path(__file__).parents[2]  # of the package, which is not in the path of editable installs
         # The working directory, which an empty entry names, may have changed.
         path = [*(entry for entry in sys.path if isinstance(entry, str) and entry), str(folder)]
         ours, theirs = socket.socketpair()
@@ -234,7 +234,7 @@ class ForkServer:
 
 
 def _stop(process: subprocess.Popen[bytes], control: Connection) -> int:
-    control.close()  # which ends it, after its forks
+    control.close()  # ends it, after its forks
     try:
         return process.wait(1)
     except subprocess.TimeoutExpired:

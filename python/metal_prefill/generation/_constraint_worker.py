@@ -24,14 +24,14 @@ STACK = 4 << 20  # bytes
 STEPS = 16  # tokens that are tried after compiling
 MOST_SHOWN = 2000  # characters of an error
 READY = b"ready"
-SPELL = "spell"  # first element of an answer that asks for the tokens of a string
+SPELL = "spell"  # first element of an answer that requests the tokens of a string
 
 # Bounds the time of a mask, during which all texts of a batch wait. With llguidance's default of 1,000,000
 # the mask of `(a{1000}){1000}` takes 0.8 s and 166 MB, with this value 0.09 s and 32 MB.
 _LIMITS = {"initial_lexer_fuel": 200_000}
 
-# As models write JSON: one space after commas and colons, and no other white space. Tokens without an
-# alternative need not be sampled.
+# JSON in the style of models: one space after commas and colons, and no other white space. It forces more
+# tokens, which need not be sampled.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -47,8 +47,8 @@ class _Spelling:
         self.connection: Connection | None = None  # to the process that has the tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Let the tokenizer write a string in tokens."""
-        if self.connection is None:  # TokenizerWrapper tries whether it takes bytes
+        """Return the tokenizer's tokens of a string."""
+        if self.connection is None:  # TokenizerWrapper tests whether it accepts bytes
             return []
         self.connection.send_bytes(
             _answer([SPELL], text if isinstance(text, bytes) else text.encode("utf-8"))
@@ -72,7 +72,7 @@ def _prepare(spelling: Any) -> Any:
 
 
 def _compile_source(vocabulary: Any, kind: str, source: str) -> Any:
-    """Return llguidance's matcher of a constraint, which may hold an error; other errors are raised."""
+    """Return llguidance's matcher of a constraint, which may contain an error; raises other errors."""
     from llguidance import LLMatcher, LLParserLimits
 
     if kind == "json_schema":
@@ -85,11 +85,11 @@ def _compile_source(vocabulary: Any, kind: str, source: str) -> Any:
 
 
 def _follow(matcher: Any, mask: bytes) -> None:
-    """Follow a constraint for some tokens; a later error is that of a text."""
+    """Follow a constraint for some tokens; later errors are attributed to a text."""
     for step in range(STEPS):
         if matcher.is_stopped() or not (allowed := int.from_bytes(mask, "little")):
             break
-        # Every other token is the first that is allowed, the rest come from the middle of the vocabulary.
+        # Every other token is the first allowed one, the rest are from the middle of the vocabulary.
         above = allowed >> (step % 2 * 4 * len(mask)) << (step % 2 * 4 * len(mask))
         lowest = above or allowed
         matcher.consume_token((lowest & -lowest).bit_length() - 1)
@@ -152,7 +152,7 @@ class _Texts:
 
     def ahead(self, text: int, replayed: list[int] | None, drafts: list[int]) -> bytes:
         """Return the masks after drafts; see :meth:`Constraint.ahead`."""
-        # With the matcher itself, not a copy: it remembers what it works out for a mask.
+        # Uses the matcher itself, not a copy, since it caches the work for a mask.
         matcher, taken = self._matcher(text, replayed)
         masks: list[bytes] = []
         consumed = 0
@@ -162,7 +162,7 @@ class _Texts:
             if matcher.is_stopped():
                 break
             mask = matcher.compute_bitmask()
-            if matcher.is_error():  # such as too complex; not an error of the text
+            if matcher.is_error():  # such as excessive complexity, which is not an error of the text
                 break
             masks.append(mask)
         if not matcher.rollback(consumed):
@@ -174,7 +174,7 @@ class _Texts:
         while True:
             try:
                 seconds, released, action, *arguments = pickle.loads(requests.recv_bytes())
-            except EOFError:  # the process that asked has ended, or needs this one no longer
+            except EOFError:  # the requesting process has ended, or no longer needs this one
                 return
             for text in released:
                 self._texts.pop(text, None)
@@ -195,7 +195,7 @@ def _consume(matcher: Any, taken: list[int], token: int) -> bool:
 
 
 def _limit_memory(memory: int) -> None:
-    """Allow this process so many bytes in addition to what it has; an allocation beyond that ends it."""
+    """Limit further memory of this process to these bytes; an allocation beyond that ends it."""
     if sys.platform != "linux":  # macOS accepts such limits and ignores them
         return
     with open("/proc/self/statm") as statm:
@@ -205,13 +205,13 @@ def _limit_memory(memory: int) -> None:
 
 
 def _work(requests: Connection, spelling: _Spelling, vocabulary: Any) -> None:
-    """Be a fork: answer requests on a connection, then end."""
+    """Run as a fork: answer requests on a connection, then end."""
     status = 1
     try:
         spelling.connection = requests
         _Texts(vocabulary).answer(requests)
         status = 0
-    finally:  # an exception, such as MemoryError, has no one to go to
+    finally:  # no caller handles an exception, such as MemoryError
         os._exit(status)
 
 
@@ -222,7 +222,7 @@ def _end(pid: int) -> int:
 
 
 def main() -> None:
-    """Be the fork server: fork on request, until the connection on stdin ends."""
+    """Run as the fork server: fork on request, until the connection on stdin ends."""
     control = Connection(os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
@@ -249,6 +249,6 @@ def main() -> None:
                 forks.add(pid)
                 results.append(pid)
             control.send_bytes(_answer(results))
-    except (EOFError, OSError):  # the process that asked has ended
+    except (EOFError, OSError):  # the requesting process has ended
         for pid in forks:
             _end(pid)

@@ -40,7 +40,7 @@ class Texts:
         self.streams = list(streams)
         self.loop = asyncio.get_running_loop()
         self.results: asyncio.Queue[list[Made] | Exception] = asyncio.Queue()
-        self._left = dict(enumerate(self.streams))  # whose end the engine loop has not reported
+        self._left = dict(enumerate(self.streams))  # streams whose end the engine loop has not reported
 
     @property
     def done(self) -> bool:
@@ -109,8 +109,8 @@ class EngineLoop:
         renew_in_child(self, EngineLoop.begin)
 
     def begin(self) -> None:
-        """Start anew, also in a forked process, which has neither the thread nor the waiting tasks."""
-        self._lock = threading.Lock()  # guards what follows
+        """Initialize, also in a forked process, which has neither the thread nor the waiting tasks."""
+        self._lock = threading.Lock()  # guards the members below
         self._new: list[Texts | PendingCall] = []
         self._running = False
 

@@ -1,4 +1,4 @@
-"""Choice of a text's tokens among those that its constraint allows, and the tokens that it forces."""
+"""Chooses a text's tokens among those that its constraint allows, and provides forced tokens."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ class Guide:
     ) -> None:
         self.sampler, self.constraint = sampler, constraint
         self._stop_ids, self._forces = stop_ids, forces
-        self._forced: list[int] = []  # tokens that must follow those of the latest pass
-        self._step: Step | None = None  # the constraint's answer to those of the latest pass
+        self._forced: list[int] = []  # forced tokens after those of the latest pass
+        self._step: Step | None = None  # the constraint's answer to the tokens of the latest pass
         self.allow()
 
     def allow(self, drafts: Sequence[int] = (), deadline: float | None = None) -> int:
-        """Let the sampler choose what the constraint allows; return how many of the drafts that includes.
+        """Restrict the sampler to allowed tokens; return the number of allowed drafts.
 
-        None of them, if it does not answer before the deadline; see :meth:`Constraint.ahead`.
+        It is 0 if the constraint does not answer before the deadline; see :meth:`Constraint.ahead`.
         """
         ahead = self.constraint.ahead(drafts, deadline)
         self.sampler.allow([self.constraint.mask(), *ahead])
         return len(ahead)
 
     def send(self, chosen: Sequence[int], free: Sequence[int], room: int) -> None:
-        """Send what :meth:`advance` waits for."""
+        """Send the request of :meth:`advance`."""
         if (request := self._request(chosen, free, room)) is not None:
             self.constraint.send(*request)
 
     def advance(
         self,
-        # Tokens of the pass, and those of them that were not given.
+        # Tokens of the pass, and those among them that were not given.
         chosen: Sequence[int],
         free: Sequence[int],
         room: int,  # number of tokens that the text may still have
@@ -76,7 +76,7 @@ class Guide:
         return [*free, *forced[:MOST_FORCED]], MOST_FORCED if self._forces and not forced else 0, room
 
     def _forced_after(self, chosen: Sequence[int]) -> list[int]:
-        """Return the forced tokens that are left after those of a pass."""
+        """Return the remaining forced tokens after those of a pass."""
         n = len(chosen)
         return self._forced[n:] if self._forced[:n] == list(chosen) else []
 
@@ -85,7 +85,7 @@ class Guide:
         return self._step is not None and self._step.take()
 
     def take_forced(self) -> list[int]:
-        """Return the tokens that must follow, as many as a pass may have."""
+        """Return forced tokens, at most as many as a pass may have."""
         forced, self._forced = self._forced[:MOST_FORCED], self._forced[MOST_FORCED:]
         return forced
 

@@ -110,7 +110,7 @@ def pieces_of(
     common: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> Iterator[tuple[int, Piece | Exception]]:
-    """Continue prompts, which are read when there is room for them, and yield tokens and errors by text.
+    """Continue prompts, each read when there is room for it, and yield tokens and errors by text.
 
     The last result of a text has a `finish_reason` or is an error.
     """
@@ -118,7 +118,7 @@ def pieces_of(
     begun = ended = 0
     more = True
     while True:
-        # One prompt more than there is room for: the next one enters with the pass after the one that ends.
+        # One prompt in reserve, which enters with the pass after the end of another.
         while more and scheduler.streams <= scheduler.max_streams:
             try:
                 prompt = next(prompts)

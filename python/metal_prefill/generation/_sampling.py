@@ -5,7 +5,7 @@ top-p, min-p, temperature. Each filter uses the probabilities before the tempera
 earlier filters kept.
 
 :class:`Sampler` and all text generation sample in the native core, where the logits are. It computes in
-float64, and a sum equal to a threshold reaches it.
+float64; a sum equal to a threshold counts as reaching it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Options:
         if not isinstance(self.logit_bias, Mapping):
             kind = type(self.logit_bias).__name__
             raise TypeError(f"logit_bias must be a mapping of token ids to numbers, got {kind}")
-        biases: dict[int, float] = {}  # a copy, which the owner of the mapping cannot change
+        biases: dict[int, float] = {}  # a copy, since the caller may change the mapping
         for token, bias in list(self.logit_bias.items()):
             token_id = integer("a token id of logit_bias", token)
             if not 0 <= token_id <= _LARGEST_ID:
@@ -135,7 +135,7 @@ class TextOptions(TypedDict, total=False):
 
 
 def sampling_of(options: TextOptions) -> Options:
-    """Return the options of a text by which its tokens are chosen; raises TypeError for an unknown option."""
+    """Return the sampling options among those of a text; raises TypeError for an unknown option."""
     if unknown := options.keys() - TextOptions.__annotations__.keys():
         known = ", ".join(sorted(TextOptions.__annotations__))
         raise TypeError(f"{min(unknown)!r} is not an option of a text; options are {known}")
@@ -151,7 +151,7 @@ _LARGEST_ID = 2**31 - 1
 def core_sampler(options: Options, seed: int | None, recent: Iterable[int], answer: int = 0) -> _core.Sampler:
     """Create the native sampler of a text; `options`, `seed` and `recent` are as for :class:`Sampler`.
 
-    The texts of one prompt and seed, with indices `answer`, have random numbers of their own.
+    Texts of one prompt and seed have different random numbers, by their index `answer`.
     """
     core = _core.SamplingOptions()
     core.window = REPEAT_WINDOW

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 PROMPT_TURN = 64  # tokens of a prompt in one pass while others wait: a page
-# Rows of long prompts in a pass, however many streams are writing or short prompts wait. Each row adds 3 to 5
+# Rows of long prompts in a pass with writing streams or waiting short prompts. Each row adds 3 to 5
 # percent of the time of a single one (measured on a CPU): 32 make a pass 2 to 2.6 times as long.
 LEAST_PROMPT_ROWS = 32
-ROWS_PER_WRITING = 2  # further prompt rows for each stream that is writing: its own row takes time, too
-SHORT_PROMPT = 4 * PROMPT_TURN  # tokens to compute of a prompt that goes before longer ones
+ROWS_PER_WRITING = 2  # further prompt rows for each stream that is writing, whose row takes time, too
+SHORT_PROMPT = 4 * PROMPT_TURN  # maximum of tokens to compute of a prompt that precedes longer ones
 
 
 class StreamRows(NamedTuple):
@@ -52,7 +52,7 @@ class _Share(NamedTuple):
 
     @property
     def wanted(self) -> int:
-        """Number of rows that the requests can have."""
+        """Maximum number of rows of the requests."""
         return min(sum(request.left for request in self.requests), self.rows)
 
 
@@ -112,12 +112,12 @@ class Scheduler:
         self._ends = 0  # streams that ended since `_max_streams` changed
         self._waiting: deque[Stream] = deque()
         self._active: deque[Stream] = deque()
-        self._results: dict[Stream, Any] = {}  # of passes, which the streams have not taken
-        self._made: list[tuple[Stream, Piece]] = []  # which `step_pieces` has not returned
+        self._results: dict[Stream, Any] = {}  # of passes, not yet received by the streams
+        self._made: list[tuple[Stream, Piece]] = []  # not yet returned by `step_pieces`
         self._calls: list[PendingCall] = []  # in order of arrival
         self._calls_first = False
         self._stepping = False
-        self._several = False  # requests have streams
+        self._several = False  # whether streams are grouped in requests
         self.passes = 0
         self.last_pass = PassRows(0, 0, 0, 0.0, [])
 
@@ -147,7 +147,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to compute."""
+        """Whether the scheduler has tokens to compute."""
         return bool(self._waiting or self._active or self._calls)
 
     def submit(self, prompt: str | TokenIds, max_tokens: int = 128, **options: Unpack[TextOptions]) -> Stream:
@@ -178,8 +178,8 @@ class Scheduler:
     def enter(self, streams: Iterable[Stream]) -> None:
         """Add the streams of one request, which :func:`make_streams` made.
 
-        They share the scheduler with other requests as the notes on the class describe, in contrast to those
-        of :meth:`submit`, which are those of one user.
+        They share the scheduler with other requests as the notes on the class describe. All streams of
+        :meth:`submit` belong to one user.
         """
         request = object()
         for stream in streams:
@@ -200,8 +200,8 @@ class Scheduler:
     def step_pieces(self) -> list[tuple[Stream, Piece]]:
         """Compute one pass and return the tokens it added, by stream; without streams, return an empty list.
 
-        A stream whose constraint takes long is left out of passes until there is an answer; if all streams
-        wait for one, the list is empty after a moment. A stream that ended has its `finish_reason`. An
+        A stream whose constraint takes long skips passes until the answer arrives; if all streams wait for
+        one, the list is empty after a moment. A stream that ended has its `finish_reason`. An
         exception that is not a stream's own, such as KeyboardInterrupt, leaves every stream as it was before
         the pass or after it.
 

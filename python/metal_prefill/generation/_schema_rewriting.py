@@ -20,7 +20,7 @@ def _check_numbers(whole: Any) -> None:
     todo: list[Any] = []
     for schema in schemas_in(whole):
         for key in schema.keys() & {"const", "enum", *_BOUNDS}:
-            # A larger maximum excludes nothing that can be written.
+            # A larger maximum excludes no number that llguidance can write.
             if not (key in _MAXIMA and isinstance(schema[key], int) and schema[key] >= _LARGEST):
                 todo.append(schema[key])
     while todo:
@@ -44,14 +44,14 @@ def _resolve(whole: Any, reference: str) -> Any:
     return at
 
 
-MOST_LISTS = 2000  # of distinct items; they take llguidance 0.15 s
+MOST_LISTS = 2000  # of distinct items; llguidance takes 0.15 s for them
 
 
 def rewrite_schema(source: str) -> str:
     """Return a schema with the same meaning, without unknown formats and `uniqueItems`.
 
-    A format that llguidance does not know is an annotation, as JSON Schema has it by default. Raises
-    ValueError if llguidance would round a number, or if items that must be unique are not those of an
+    A format that llguidance does not know is an annotation, the default in JSON Schema. Raises
+    ValueError if llguidance would round a number, or if items that must be unique are not from an
     enumeration or have too many orders.
     """
     try:

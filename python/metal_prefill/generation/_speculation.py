@@ -1,7 +1,7 @@
 """Drafts of the next tokens, which a pass verifies all at once, and passes that are submitted ahead.
 
-Drafts never change a text: a pass accepts those that equal its own choices, and drops the first wrong one and
-all after it.
+Drafts never change a text: a pass accepts drafts that equal its own choices, and drops the first wrong one
+and all after it.
 """
 
 import math
@@ -19,10 +19,10 @@ from metal_prefill.engine import Engine, EngineOwner, RowCost
 
 Speculate: TypeAlias = Literal["lookup", "off"] | EngineOwner | Callable[[list[int]], Sequence[int]]
 
-MOST_DRAFTS = 31  # in a pass: with the token before them as many rows as the head takes at a time
-LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, MOST_DRAFTS)  # of drafts: passes of full tiles cost least
+MOST_DRAFTS = 31  # per pass: with the token before them as many rows as the head computes at once
+LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, MOST_DRAFTS)  # of drafts: passes of full tiles cost least per row
 _FORGET = 0.95  # a draft of 13 passes ago counts half
-_PRIOR = 2.0  # drafts that a first estimate counts as
+_PRIOR = 2.0  # weight of the first estimate, in drafts
 
 
 class Acceptance:
@@ -40,14 +40,14 @@ class Acceptance:
         return self._right / self._all
 
 
-# Acceptance of drafts like the next one, and a function that makes at most so many of the next tokens.
+# Acceptance of drafts like the next one, and a function that drafts at most a number of tokens.
 Best: TypeAlias = tuple[Acceptance, Callable[[int], list[int]]]
 
 
 class LookupDrafter:
-    """Drafts what followed the last tokens earlier in the text, also with changes (`lookup.h`)."""
+    """Drafts the tokens after an earlier occurrence of the last tokens, also with changes (`lookup.h`)."""
 
-    free = True  # drafts take no time, and may be made only to see whether they are right
+    free = True  # drafts take no time, and may be made only to learn whether they are right
 
     def __init__(self, constrained: bool = False) -> None:
         self._lookup = _core.Lookup()
@@ -97,7 +97,7 @@ Drafter: TypeAlias = LookupDrafter | TextDrafter
 def _drafts_of_caller(
     function: Callable[[list[int]], Sequence[int]], vocab_size: int, tokens: list[int], count: int
 ) -> list[int]:
-    drafts = function(list(tokens))  # which the caller may change
+    drafts = function(list(tokens))  # a copy, which the function may change
     if not isinstance(drafts, (Sequence, np.ndarray)):
         raise TypeError(f"a draft of speculate must be a sequence of ids, got {type(drafts).__name__}")
     if len(drafts) == 0:
@@ -124,7 +124,7 @@ def _drafts_of_model(session: _core.Session, tokens: list[int], count: int) -> l
 def make_drafter(
     speculate: Speculate, vocab_size: int, constrained: bool, prefix_namespace: str = ""
 ) -> Drafter | None:
-    """Return what drafts tokens of a text, which may be constrained; None for ``"off"``.
+    """Return a drafter for a text, which may be constrained; None for ``"off"``.
 
     A draft model finds prefixes of the text only in `prefix_namespace`. Raises TypeError or ValueError if
     `speculate` is an unknown name, a model with another vocabulary, or anything else.
@@ -148,7 +148,7 @@ def make_drafter(
 
 
 class Speculation:
-    """Drafts of the tokens of one text: as many as save time, none while they would not.
+    """Chooses the number of drafts for one text that saves the most time, which may be 0.
 
     Drafts that take time and do not save any are tried again after some tokens, each time after twice as
     many. Free ones are compared with the chosen tokens even while they are not used.
@@ -160,7 +160,7 @@ class Speculation:
         self._acceptance, _ = drafter.best()
         self._drafts: list[int] = []  # of the current pass
         self._shadow: list[int] = []  # the first draft, used or not
-        self._seconds = 0.0  # that a draft takes until it is in a pass
+        self._seconds = 0.0  # average per draft, with the constraint's check
         self._wait = self._patience = 8  # tokens until a draft is tried again
         # Whether there are, or may be, drafts of the next tokens that would save time.
         self.has_drafts = False
@@ -216,7 +216,7 @@ class Speculation:
         return math.fsum(p ** (i + 1) for i in range(len(self._drafts)))
 
     def learn(self, chosen: Sequence[int]) -> None:
-        """Take the tokens that a pass chose: the accepted drafts, and one more."""
+        """Process the tokens that a pass chose: the accepted drafts, and one more."""
         right = len(chosen) - 1
         if self._drafts:
             self._acceptance.note(right, int(right < len(self._drafts)))
@@ -254,7 +254,7 @@ class RunAhead:
         return self._next
 
     def end(self, rows: int, session: _core.Session | None) -> float:
-        """Stop the clock and return the seconds that the host waited; `session` is one of the pass.
+        """Stop the clock and return the seconds that the host waited; `session` took part in the pass.
 
         `rows` is 0 if its time does not represent passes with as many rows.
         """

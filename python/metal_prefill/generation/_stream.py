@@ -1,4 +1,4 @@
-"""Work of a scheduler: prompts with the texts that follow them, and calls that compute other sessions."""
+"""Tasks of a scheduler: prompts with the texts that follow them, and calls that compute other sessions."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class Stream:
         self.core: _core.Session | None = None
         self.request: _core.Request | None = None  # of the prompt, while it is active
         self._noted = 0  # rows that the request has had
-        self._cached = 0  # tokens of the prompt that others have computed
+        self._cached = 0  # tokens of the prompt that other sessions have computed
         self.writing = False  # the prompt is computed
-        self.asked_by: object = None  # its request in a scheduler that several share
+        self.asked_by: object = None  # its request, in a scheduler with several users
 
     @property
     def cached_tokens(self) -> int:
@@ -84,12 +84,12 @@ class Stream:
 
     @property
     def scoring(self) -> bool:
-        """Whether further rows are those of the prompt, for its log probabilities."""
+        """Whether further rows belong to the prompt, for its log probabilities."""
         return self.writing and self.text.scored_rows > 0
 
     @property
     def left(self) -> int:
-        """Number of rows of the prompt that are left to compute."""
+        """Number of remaining rows of the prompt."""
         if self.request is None:
             return self.text.scored_rows
         return min(self.request.left, len(self.ids) - self._cached)
@@ -101,7 +101,7 @@ class Stream:
         self._cached = engine.core.cached_tokens(self.prefix_namespace, self.ids)
 
     def note_pass(self, started: float) -> int:
-        """Return how many rows of the prompt the last pass had, and count those before its text has begun."""
+        """Return the number of rows of the prompt in the last pass; count them unless its text has begun."""
         assert self.request is not None
         rows = self.request.computed - self._noted
         if rows and self.started is None:
@@ -151,7 +151,7 @@ class Stream:
 
 
 def check_size(engine: Engine, least: int) -> None:
-    """Raise ContextOverflowError if a prompt of at least so many tokens does not fit."""
+    """Raise ContextOverflowError if a prompt of at least this many tokens does not fit."""
     if least > engine.max_context:
         raise ContextOverflowError(
             f"a prompt of at least {least} tokens exceeds the context of {engine.max_context}"
@@ -167,10 +167,10 @@ def make_streams(
     prefix_namespace: str = "",
     **options: Unpack[TextOptions],
 ) -> list[Stream]:
-    """Make `n` streams of one prompt for a scheduler to enter; all that can be wrong with them is checked.
+    """Make `n` streams of one prompt for a scheduler to enter; raise all errors of their arguments.
 
     Any thread may call this while the scheduler computes. See :meth:`Scheduler.submit_answers`, and
-    :meth:`Scheduler.submit` for what it raises.
+    :meth:`Scheduler.submit` for errors.
     """
     engine.check_generates()
     n = integer("n", n, 1, MOST_ANSWERS)
@@ -222,7 +222,7 @@ class PendingCall:
         return [request for request in self.requests if not request.finished]
 
     def finish(self) -> None:
-        """Take the results of all requests, which are finished."""
+        """Set the result from all requests, which are finished."""
         if self.results.set_running_or_notify_cancel():
             self.results.set_result([request.take_result() for request in self.requests])
         self.requests = []

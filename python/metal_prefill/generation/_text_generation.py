@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 MOST_LOGPROBS = 1000  # of a token
-LAST_TURNS = 3  # of a prompt, after which states are kept: a question, an answer, and what was before these
+LAST_TURNS = 3  # of a prompt, after which states are kept: a question, an answer, and the turns before these
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class _StopString:
 
 
 class StopFilter:
-    """Pass text up to the first stop string, and hold back what may be the start of one.
+    """Passes text up to the first stop string, and holds back text that may be the start of one.
 
     Time is linear in the text for each stop string, memory in the length of the strings.
     """
@@ -161,7 +161,7 @@ class StopFilter:
 
 
 class TextWriter:
-    """Decodes tokens, and ends the text."""
+    """Decodes tokens and decides where the text ends."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class Continuation:
 
     def next_tokens(
         self,
-        room: int,  # tokens that the pass may have of this text, if drafts are to be among them
+        room: int,  # maximum number of tokens of this text in the pass, if it may have drafts
         # Of the pass without drafts and forced tokens: its rows, and the expected number of tokens that it
         # generates.
         rows: int = 1,
@@ -324,7 +324,7 @@ class Continuation:
         # The engine was told that this token follows (`can_run_ahead`), and may have submitted its pass,
         # which then has no drafts. Drafting starts a token later, and no pass is discarded.
         sent: bool = False,
-        deadline: float | None = None,  # until when to wait for a constraint that checks drafts
+        deadline: float | None = None,  # end of the wait for a constraint that checks drafts
     ) -> NextTokens:
         """Return the tokens to compute next, with drafts of those after them."""
         made, forced = self.writer.made, max(len(self._next) - 1, 0)
@@ -369,23 +369,23 @@ class Continuation:
 
     @property
     def most_pieces(self) -> int:
-        """Number of pieces that the text has at most; the last one needs no room in the context."""
+        """Maximum number of pieces of the text; the last one needs no room in the context."""
         return min(self._most, self._context - len(self.ids) + 1)
 
     @property
     def scored_rows(self) -> int:
-        """Number of rows that are left to compute for log probabilities of the prompt."""
+        """Number of remaining rows for log probabilities of the prompt."""
         left = len(self._given) - self.writer.made
         return max(min(left + 1, self._most - self.writer.made), 0) if left > 0 else 0
 
     def _free(self, chosen: Sequence[int]) -> tuple[Sequence[int], int]:
-        """Return the tokens of a pass that were not given, and how many the text may still have."""
+        """Return the tokens of a pass that were not given, and the limit of further tokens of the text."""
         made = self.writer.made
         known = min(max(len(self._given) - made, 0), len(chosen))
         return chosen[known:], self.most_pieces - made - known
 
     def take(self, chosen: Sequence[int]) -> Iterator[Piece]:
-        """Take the tokens that a pass chose, and forced ones, up to the end of the text.
+        """Add the tokens that a pass chose, and forced ones, up to the end of the text.
 
         Raises ConstraintError if the context is full before the constraint is met, or following it exceeded a
         limit.
@@ -421,14 +421,14 @@ class Continuation:
             guide.constraint.close()
 
     def _take(self, token: int, report: tuple[float, list[tuple[int, float]]] | None = None) -> Piece:
-        """Take one token; `report`: its log probability, and ids and those of the most probable tokens."""
+        """Add one token; `report`: its log probability, and the best tokens with theirs."""
         echo, self.echo = self.echo, ""
         text = echo + self.writer.take(token, None if self.guide is None else self.guide.completes)
         logprob, best = (None, ()) if report is None else report
         return Piece(token, text, logprob, tuple(best), self.writer.ended)
 
     def send(self, chosen: Sequence[int]) -> None:
-        """Send the tokens that a pass chose to the constraint; :meth:`take` takes its answer."""
+        """Send the tokens that a pass chose to the constraint; :meth:`take` receives its answer."""
         if self.guide is not None:
             self.guide.send(chosen, *self._free(chosen))
 
@@ -443,13 +443,13 @@ class Continuation:
         return self.guide is not None and self.guide.constraint.slow
 
     def close(self) -> None:
-        """Release the resources of the constraint in other processes."""
+        """Release the constraint's resources in other processes."""
         if self.guide is not None:
             self.guide.constraint.close()
 
     @property
     def wanted(self) -> bool:
-        """Whether anything is left to compute."""
+        """Whether the text has tokens to compute."""
         return self._most > 0
 
     @property
