@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("metal_prefill")
 
 _TOKENS = 12  # decoded for a time, after three others
-_GAIN = 0.98  # share of the time of a simpler choice that another must be below
+_GAIN = 0.98  # a choice must take less than this share of the time of a simpler one
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Choice:
         return [str(int(self.fused_norm)), str(self.matvec_rows)]
 
 
-UNMEASURED = Choice(fused_norm=False, matvec_rows=1)  # what an engine does without a measurement
+UNMEASURED = Choice(fused_norm=False, matvec_rows=1)  # default of an engine without a measurement
 _CHOICES = [Choice(fused, rows) for fused in (False, True) for rows in (1, 2, 4)]
 
 

@@ -30,7 +30,7 @@ _log = logging.getLogger("metal_prefill")
 
 # Prompt lengths that select the kernels for many tokens, for one token, and for a few.
 QUICK = (9, 1, 2)
-# And the length that selects each kind of tiles on matrix units.
+# also the length that selects each kind of tiles on matrix units
 _TALL = _core.shader_constants["MATMUL_TALL_TOKENS"] + 2
 _AHEAD = 4  # tokens
 # Bytes. Files in the same class share a result, as some GPUs misread files of 2.5 GB or more.
@@ -55,7 +55,7 @@ def kernel_differences(
     inspector = session.inspector()
     assert inspector is not None, "requires an engine with dispatches"
     checked: set[str] = set()
-    kinds: set[str] = set()  # of dispatches: layers of one kind have the same
+    kinds: set[str] = set()  # of dispatches, equal in layers of the same kind
     found: dict[str, Difference] = {}
     for n in lengths:
         if not config.causal:
@@ -82,7 +82,7 @@ def kernel_differences(
 
 
 def order_differences(engine: _core.Engine, config: ModelConfig) -> list[str]:
-    """Compare passes with their dispatches run one by one; return what differs.
+    """Compare passes with their dispatches run one by one; return the differences.
 
     A driver may order the dispatches of a pass, or passes, wrongly, which single dispatches do not show.
     """
@@ -94,7 +94,7 @@ def order_differences(engine: _core.Engine, config: ModelConfig) -> list[str]:
     def run(tokens: NDArray[np.int32], continues: bool = False) -> bool:
         """Return whether both choose the same token, or have the same state of the last."""
         nonlocal token
-        # Of an encoder the last dispatch has the result.
+        # The last dispatch of an encoder has the result.
         kept: set[int] = set() if config.has_head else {len(inspector.plan(len(tokens))) - 1}
         token, dispatches = inspector.trace(tokens, contents=kept)
         if config.has_head:
@@ -138,7 +138,7 @@ def _findings(engine: _core.Engine, config: ModelConfig, file_bytes: int) -> lis
         try:
             wrong = [str(difference) for difference in kernel_differences(session, config, lengths)[1]]
             known[key] = wrong or order_differences(engine, config)
-        except NumericalError as error:  # not stored, as the file may be the cause
+        except NumericalError as error:  # not stored, since the file may be the cause
             return [str(error)]
         except DeviceError as error:
             if failed := _ON_TENSORS.search(str(error)):

@@ -26,7 +26,7 @@ from metal_prefill.tasks._embedding import EncodedTexts, embed_encoded, encode_t
 from metal_prefill.tasks._prompts import PLAIN, role_of
 from metal_prefill.tasks._text_passes import TextPasses
 
-BODY = "Transformer"  # class of the module that computes hidden states
+BODY = "Transformer"  # class of the module for hidden states
 _OF_BODY = ("max_seq_length", "tokenizer", "tokenize")  # its attributes that a model has, too
 _KINDS = {NORMALIZE: "Normalize", NORM: "LayerNorm", TANH_INT8: "FlexibleQuantizer"}  # of steps, but dense
 
@@ -58,7 +58,7 @@ class VectorEncoder(Encoder):
 
 
 class Module:
-    """A module of a model; that of the transformer has the limit of texts and the tokenizer."""
+    """A module of a model; the transformer has the limit of texts and the tokenizer."""
 
     def __init__(self, model: Encoder, kind: str) -> None:
         vars(self).update(_model=model, _kind=kind)

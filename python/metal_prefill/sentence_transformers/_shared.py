@@ -20,7 +20,7 @@ from metal_prefill.sentence_transformers.util import Array, UnsupportedName
 from metal_prefill.tasks._embedding import EncodedTexts, encode_texts
 from metal_prefill.tasks._prompts import PromptForm, PromptRules, TextRole, text_role
 
-CUT = PromptRules(truncate="end")  # in silence, as sentence-transformers does
+CUT = PromptRules(truncate="end")  # silently, as in sentence-transformers
 ModelName: TypeAlias = "str | os.PathLike[str] | None"
 
 _log = logging.getLogger("metal_prefill")
@@ -84,7 +84,7 @@ class Encoder:
         options = {**(model_kwargs or {}), **(tokenizer_kwargs or {}), **(processor_kwargs or {})}
         dtype = str(options.pop("dtype", options.pop("torch_dtype", "auto"))).removeprefix("torch.")
         max_length = options.pop("model_max_length", None)
-        adapter = options.pop("default_task", None)  # as jina-embeddings name it
+        adapter = options.pop("default_task", None)  # name in jina-embeddings
         for key in {**options, **(config_kwargs or {})}:
             if key not in _WITHOUT_EFFECT:
                 raise NotImplementedError(f"the argument {key!r} of models and tokenizers is not supported")

@@ -1,7 +1,7 @@
 """Recent activity of a server for ``/activity``, and Prometheus metrics for ``/metrics``.
 
-Activity comprises passes, texts, pages, and prefixes that prompts share. An answer describes texts by numbers
-alone, and only those of the requested prefix namespace. Rows of other texts are added up, as in ``/metrics``.
+Activity comprises passes, texts, pages, and prefixes that prompts share. An answer describes texts only by
+numbers, and only texts of the requested prefix namespace. It adds up rows of others, as in ``/metrics``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PASSES = 64
 ENDED_TEXTS = 64  # texts that are kept after their end, of all namespaces
 MOST_TEXTS = 32  # texts in an answer
 MOST_DIGITS = 18  # of the number of a pass in a query
-COMPARED_PROMPTS = 8  # latest ones of a namespace, in which changes of the next one are looked for
-COMPARED_TOKENS = 8192  # tokens of a prompt that are compared with others; what follows is left out
+COMPARED_PROMPTS = 8  # latest ones of a namespace, with which the next one is compared
+COMPARED_TOKENS = 8192  # first tokens of a prompt, which are compared with others
 LEAST_TOKENS = 64  # repeated after a change; fewer cost little
 _MOST_SHIFT = 16  # tokens by which a change lengthens or shortens a prompt
 
@@ -68,8 +68,8 @@ class Change(NamedTuple):
 def change_of(prompt: Ids, earlier: Sequence[Ids]) -> Change | None:
     """Return the change with which a prompt repeats one of the earlier ones; None if it repeats none.
 
-    At least half of what follows the longest prefix that it shares with any must be the same, at places that
-    differ by up to 16.
+    At least half of the tokens after the longest shared prefix must be the same, at positions that differ by
+    up to 16.
     """
     shared = [_core.common_prefix(prompt, other) for other in earlier]
     position = max(shared, default=0)
@@ -105,7 +105,7 @@ class _Text:
 
     @property
     def waits(self) -> bool:
-        """Whether no pass has had a part of its prompt."""
+        """Whether no pass has computed a part of its prompt."""
         return self.stream is not None and self.stream.started is None
 
     def end(self) -> None:
@@ -161,7 +161,7 @@ class Activity:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the members below
         self._texts: dict[Stream, _Text] = {}
         self._left: list[Stream] = []  # streams that the next pass removes from `_texts`
         self._ended: deque[_Text] = deque(maxlen=ENDED_TEXTS)

@@ -131,7 +131,7 @@ def make_app(model: Model, settings: Settings) -> Starlette:
         ],
         middleware=middleware,
         lifespan=lifespan,
-        # Starlette writes a traceback to the log for errors that only the handler of `Exception` answers.
+        # Starlette logs a traceback for errors that only the handler of `Exception` answers.
         exception_handlers=dict.fromkeys((HTTPException, ApiError, Exception), answer_error),
     )
     app.state.service = service

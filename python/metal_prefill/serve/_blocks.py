@@ -1,4 +1,4 @@
-"""Answers in blocks, as the APIs of Anthropic and of OpenAI's responses have them: reasoning, text, calls."""
+"""Answers in blocks of reasoning, text and calls, for the APIs of Anthropic and of OpenAI's responses."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing

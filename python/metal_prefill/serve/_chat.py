@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 Pieces = list[tuple[str, bool]]  # of a prompt, with flags for control tokens
 
 DROPPED_TURNS = 4  # turns that are dropped together
-_ROLES = {"developer": "system"}  # templates do not define it
+_ROLES = {"developer": "system"}  # templates lack this role
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def fitting_tokens(service: Service, form: ChatForm) -> tuple[list[int], int]:
 
 
 def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[int]:
-    """Encode a conversation with the template of the file; if it must fit the context, check that first."""
+    """Encode a conversation with the template of the file; `fits`: first check that it fits the context."""
     variables: dict[str, Any] = dict(form.chat_template_kwargs or {})
     if reserved := sorted(set(variables) & {"messages", "tools", "documents", "add_generation_prompt"}):
         raise ApiError(f"chat_template_kwargs: {reserved[0]} is reserved", param="chat_template_kwargs")

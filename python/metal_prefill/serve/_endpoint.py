@@ -32,7 +32,7 @@ from metal_prefill.serve._forms import LARGE, Form, decode
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._settings import Settings
 
-_PIECE = 1 << 18  # bytes of an answer that are sent at a time
+_PIECE = 1 << 18  # bytes of an answer that are sent at once
 CLOSING_SECONDS = 2  # time limit for a client to receive the end of an answer when the server closes
 
 _Form = TypeVar("_Form", bound=Form)
@@ -80,7 +80,7 @@ class Reply:
             status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
         )
         with self._service.answers.holding(len(body)):
-            # A server keeps what its client has not received: it gets the next piece once it has sent most.
+            # uvicorn buffers unsent bytes: it gets the next piece once it has sent most of them.
             for end in range(_PIECE, len(body) + _PIECE, _PIECE):
                 await self._body(body[end - _PIECE : end], more=end < len(body))
 

@@ -24,7 +24,7 @@ from metal_prefill.text._tokenizer import Tokenizer
 
 # Finish reasons of this package and OpenAI's names for them.
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
-# Limits of a request: each stop string is searched for at each character, and holds back up to its length.
+# Limits of a request: each character is compared with each stop string, which holds back up to its length.
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 1000
 MOST_ANSWER = 1 << 27  # bytes of an answer, besides the text that a model generates
 MOST_ESCAPED = 6  # bytes in JSON of a byte of text
@@ -113,14 +113,14 @@ def check_count(service: Service, texts: int, param: str = "n") -> int:
 
 
 def most_tokens(texts: int, logprobs: int) -> int:
-    """Return how many tokens each text may have if the prompts are not scored."""
+    """Return the maximum number of tokens of each text if the prompts are not scored."""
     return max(MOST_SCORES // (texts * (1 + logprobs)), 1)
 
 
 class Scores:
     """JSON lists of the log probabilities of a text, encoded as they grow.
 
-    The objects that they are encoded from take ten times as much memory.
+    Encoded, they take a tenth of the memory of Python objects.
     """
 
     def __init__(self, tokenizer: Tokenizer, held: Held) -> None:
@@ -147,10 +147,10 @@ class Scores:
 def scores_of(
     service: Service, streams: Sequence[Stream], logprobs: int | None
 ) -> Iterator[Sequence[Scores | None]]:
-    """Return lists for each text, whose bytes count as in flight until the end of the context.
+    """Return lists for each text; their bytes count as in flight until the end of the context.
 
-    They are None if no log probabilities are requested. Memory for those of prompts, which come fast, is
-    reserved from the start.
+    They are None if no log probabilities are requested. Memory for those of prompts, which arrive
+    fast, is reserved from the start.
     """
     if logprobs is None:
         yield [None] * len(streams)

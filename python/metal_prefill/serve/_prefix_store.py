@@ -31,7 +31,7 @@ Ids = npt.NDArray[np.int32]
 
 PAGE = 64  # tokens; prefixes end after a whole page or a turn, so that similar prompts have the same ones
 RECENT_PROMPTS = 64  # of all namespaces, with which later prompts are compared
-MOST_PENDING = 4  # prefixes queued for writing; further ones are left to a later prompt
+MOST_PENDING = 4  # prefixes queued for writing; further ones are skipped, and saved with a later prompt
 _log = logging.getLogger("metal_prefill")
 _NAME = re.compile(r"(\d+)-([0-9a-f]{32})\.session")
 
@@ -66,7 +66,7 @@ class PrefixStore:
         self._folder = Path(folder) / f"{engine.state_owner.fingerprint}-{engine.kv_dtype}"
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._limit = limit
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the members below
         self._names: dict[int, set[str]] = {}  # hashes by number of tokens
         self._recent: dict[str, deque[_Prompt]] = {}  # by namespace, the one that was used last at the end
         self._pending = 0
@@ -111,7 +111,7 @@ class PrefixStore:
                 self._submit(ids, shared, namespace)
 
     def _submit(self, ids: Ids, most: int, namespace: str) -> None:
-        """Save up to so many tokens of a prompt, in the store's own thread, unless they are stored."""
+        """Save at most `most` tokens of a prompt, in the store's own thread, unless they are stored."""
         most = min(most, len(ids) - 1)
         n = max([most // PAGE * PAGE, *self._engine.tokenizer.turn_ends(ids[:most])[-1:]])
         digest = _digest(ids[:n], namespace)
@@ -120,7 +120,7 @@ class PrefixStore:
             self._writer.submit(self._save, ids[: n + 1], n, digest, namespace)
 
     def _drop_recent(self) -> None:
-        """Drop the oldest prompt of the namespace with the most, so that none displaces those of others."""
+        """Drop the oldest prompt of the namespace with the most, so that none displaces prompts of others."""
         if sum(map(len, self._recent.values())) > RECENT_PROMPTS:
             namespace = max(self._recent, key=lambda space: len(self._recent[space]))
             self._recent[namespace].popleft()

@@ -46,7 +46,7 @@ class Service:
         self.model, self.engine = model, model.engine
         self.settings = settings
         self.names = list(settings.names) or [model_name(model.path)]
-        self.no_text = ""  # why the model generates no text; empty if it does
+        self.no_text = ""  # reason that the model generates no text; empty if it does
         try:
             self.engine.check_generates()
         except ValueError as error:
@@ -111,7 +111,7 @@ class Service:
             )
 
     def note_foreign_ids(self, ids: list[int]) -> None:
-        """Log once that token ids lack those around each text, as ids of another tokenizer do."""
+        """Log once that ids lack the tokens around each text, probably because of another tokenizer."""
         frame = self.engine.tokenizer.frame
         begin, end = list(frame.begin), list(frame.end)
         framed = ids[: len(begin)] == begin and ids[len(ids) - len(end) :] == end
@@ -125,7 +125,7 @@ class Service:
             )
 
     def tasks(self) -> list[str]:
-        """Return what the model supports: ``completion``, ``chat``, ``embedding``, ``rerank``.
+        """Return the tasks of the model, among ``completion``, ``chat``, ``embedding`` and ``rerank``.
 
         ``chat`` requires a chat template in the file; without one, conversations have a plain format.
         """
@@ -143,7 +143,7 @@ class Service:
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[Callable[[], None]]:
-        """Wait for the turn of a body of `size` bytes, which the returned function ends early."""
+        """Wait for the turn of a body of `size` bytes; the returned function ends the turn early."""
         with ExitStack() as held:
             if size > LARGE:
                 await self._turns.acquire()
@@ -152,7 +152,7 @@ class Service:
 
     @contextmanager
     def admitted(self, texts: int) -> Iterator[None]:
-        """Let a request in while there is room in the queue."""
+        """Admit a request while the queue has room."""
         settings = self.settings
         room = settings.max_streams + settings.max_queue
         if texts > room:
@@ -178,7 +178,7 @@ class Service:
 
     @contextmanager
     def answering(self) -> Iterator[anyio.CancelScope]:
-        """Give the scope of an answer, which `end_answers` cancels."""
+        """Provide the scope of an answer, which `end_answers` cancels."""
         with anyio.CancelScope() as scope:
             self._answering.add(scope)
             if self._closing:
@@ -189,7 +189,7 @@ class Service:
                 self._answering.discard(scope)
 
     def end_answers(self) -> None:
-        """Cancel the answers in flight, and those to requests that still come; called in the event loop."""
+        """Cancel the answers in flight and to all later requests; called in the event loop."""
         self._closing = True
         for scope in self._answering:
             scope.cancel()
@@ -218,7 +218,7 @@ class Service:
         return await anyio.to_thread.run_sync(prepared, limiter=self._constrainers)
 
     def note_prompts(self, streams: Iterable[Stream]) -> None:
-        """Let what finished prompts share with others be stored."""
+        """Store prefixes that finished prompts share with others."""
         if self._store is not None:
             for stream in streams:
                 if stream.reuses:
@@ -230,7 +230,7 @@ class Service:
             self._store.close()
 
     async def prepare(self, work: Callable[[], _T]) -> _T:
-        """Do what takes a moment before anything is computed, in a thread."""
+        """Run a function that prepares a request, in a thread."""
         return await anyio.to_thread.run_sync(work, limiter=self._preparers)
 
     async def inspect(self, work: Callable[[], _T]) -> _T:

@@ -118,12 +118,12 @@ def _combines(schema: dict[str, Any]) -> bool:
     return several or (isinstance(parts, list) and len(parts) > 1)
 
 
-MOST_CALLS = 16  # that an answer may be required to have
+MOST_CALLS = 16  # that a request may require
 _CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ', re.DOTALL)
 
 
 class RequiredCalls:
-    """An answer that is constrained to a call or a list of calls, as it arrives; it may be truncated."""
+    """Parser of an answer that is constrained to a call or a list of calls; the answer may be truncated."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.text = ""  # the answer so far

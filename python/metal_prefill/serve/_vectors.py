@@ -41,8 +41,8 @@ from metal_prefill.tasks._text_passes import TextPasses
 
 _T = TypeVar("_T")
 
-_NUMBER = 25  # bytes of a number and a comma in JSON, at most
-_LABELED = 64  # bytes of a score and the names of its fields in JSON, at most
+_NUMBER = 25  # maximum bytes of a number and a comma in JSON
+_LABELED = 64  # maximum bytes of a score and the names of its fields in JSON
 MOST_NUMBERS = MOST_ANSWER // _NUMBER  # of the vectors of a request
 
 
@@ -210,7 +210,7 @@ def _vector(vector: npt.NDArray[np.float32]) -> Iterator[bytes]:
 
 
 def _listed(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """Yield a JSON list of items, each of which is in parts."""
+    """Yield a JSON list of items, each given in parts."""
     before = b"["
     for item in items:
         yield before
@@ -302,14 +302,14 @@ def _check_ranks(service: Service, options: Options) -> None:
 
 
 async def _compute(service: Service, work: Callable[[SharedPasses], _T]) -> _T:
-    """Do in a thread what goes through the model in passes that are shared with texts of others."""
+    """Run a function in a thread whose passes are shared with texts of other requests."""
     passes = SharedPasses(service.engine, service.loop)
     try:
         return await anyio.to_thread.run_sync(
             lambda: work(passes), limiter=service.text_workers, abandon_on_cancel=True
         )
     except KVMemoryError as error:
-        if passes.future is None:  # it would not fit alone either
+        if passes.future is None:  # it would not fit even alone
             raise
         # Unlike a text, it does not wait for the pages of others.
         raise ApiError(str(error), status=503, code="kv_memory_exceeded", headers=RETRY) from None
@@ -326,7 +326,7 @@ class SharedPasses(TextPasses):
         self._lock = threading.Lock()
         self._cancelled = False
         self.future: Future[list[Any]] | None = None  # of the latest passes
-        self.tokens = 0  # tokens that have gone through the model for this request
+        self.tokens = 0  # tokens computed for this request
 
     def run(self, requests: Sequence[_core.Computation], progress: Progress | None = None) -> list[Any]:
         with self._lock:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from metal_prefill._support.atomic_write import replacing
 
 PIPELINES = "pipelines/*/*.pipelines"  # for all devices, OS builds and package versions
-PIPELINE_LIMIT = 256 << 20  # bytes of all compiled pipelines; those of a model take a few megabytes
+PIPELINE_LIMIT = 256 << 20  # bytes of all compiled pipelines; a model needs a few megabytes
 
 
 def cache_folder() -> Path:
@@ -73,7 +73,7 @@ def stored_files(pattern: str) -> list[StoredFile]:
 
 
 def remove_oldest(pattern: str, limit: int, keep: Path | None = None) -> None:
-    """Delete the least recently used files until all but one to keep have at most `limit` bytes.
+    """Delete the least recently used files until all except `keep` have at most `limit` bytes.
 
     A process that has a deleted file open can continue to use it.
     """
@@ -107,7 +107,7 @@ def read_known(path: Path) -> Known:
 
 
 def write_known(path: Path, known: Known) -> None:
-    """Replace the stored results. Without a cache folder nothing happens, and they are found again."""
+    """Replace the stored results. Without a cache folder, the next process computes them again."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:

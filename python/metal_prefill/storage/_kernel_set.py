@@ -12,7 +12,7 @@ from pathlib import Path
 from metal_prefill import _core
 from metal_prefill.storage._cache_folder import cache_folder, read_known, write_known
 
-SLOWEST, FASTEST = 0.05, 20.0  # times float32: anything else is not a measurement
+SLOWEST, FASTEST = 0.05, 20.0  # times float32: values outside are not measurements
 
 _lock = threading.Lock()
 _settled = False

@@ -1,8 +1,8 @@
 """On-disk cache of the CPU engine's packed weights, which avoids packing them each time a model is opened.
 
-An entry is a header of one page and the bytes that the engine packed. It is mapped, so that opening a model
-does not wait for it to be read; the first pass copies it to memory with large pages, which decodes faster.
-The header is a hash of everything that the bytes depend on, of the size and the modification time of the
+An entry is a header of one page and the bytes that the engine packed. It is mapped, so that a model opens
+before it is read; the first pass copies it to memory with large pages, which decodes faster.
+The header is a hash of all inputs of the bytes, of the size and the modification time of the
 file, which any later write changes, and of 64 samples of 4 KiB of the bytes, from the first to the last.
 Opening therefore reads 272 KiB, regardless of the size of the model. An entry that belongs to another user,
 or whose header differs, is rebuilt. Truncating an entry before the first pass has copied it terminates the
@@ -58,7 +58,7 @@ def build(builder: _core.ModelBuilder, options: _core.EngineOptions, gguf: GGUFF
 
 
 def identify(gguf: GGUFFile, compute: _core.Compute) -> str:
-    """Return a hash of all that the packed weights of a model depend on.
+    """Return a hash of all inputs of the packed weights of a model.
 
     Sizes and modification times reveal changes that samples of the model file miss, and other builds of the
     native module.

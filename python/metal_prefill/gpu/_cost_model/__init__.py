@@ -29,7 +29,7 @@ __all__ = [
     "plan", "predict", "predict_run", "shape_of", "time_of", "work_of",
 ]  # fmt: skip
 
-SCHEDULERS = 4  # of a core
+SCHEDULERS = 4  # per core
 
 # By the prefix of a kernel's name: products and attention, which take nearly all of the time. Instructions
 # are counted from the source of the shaders; the code that Apple's compiler generates has not been seen.
@@ -125,7 +125,7 @@ def time_of(chip: Chip, work: Work) -> Time:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted times of dispatches that process `tokens`, in a program that waits so often for the GPU."""
+    """Predicted times of dispatches that process `tokens`, and of `waits` of the program for the GPU."""
 
     chip: Chip
     tokens: int
@@ -177,7 +177,7 @@ class KernelTime(NamedTuple):
 def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int, *, waits: int = 0) -> Prediction:
     """Predict the time of dispatches, of :func:`plan` or an engine, that process `tokens` one after another.
 
-    `waits` is how often the program waits for the GPU: once for a prompt, and not at all for tokens of
+    `waits` is the number of waits for the GPU: one for a prompt, and none for tokens of
     :meth:`metal_prefill.Model.generate`, whose passes run ahead. Raises UnknownKernelError if a tensor type
     of a product has no counts.
     """
@@ -197,7 +197,7 @@ def predict_run(
 ) -> list[tuple[str, Prediction]]:
     """Predict a prompt that a program waits for and tokens after it, each with its name in benchmarks.
 
-    `waits` is how often the program waits for the GPU during the tokens; `options` are those of :func:`plan`.
+    `waits` is the number of waits for the GPU during the tokens; `options` are passed to :func:`plan`.
     """
     options = {"family": chip.family, "gpu": chip.gpu, **options}
     found = []

@@ -63,7 +63,7 @@ def attention_decode(d: Dispatch) -> Work:
 
 
 def _key_steps(d: Dispatch, rows: int) -> list[float]:
-    """Return the steps of keys of each tile of so many stacked rows."""
+    """Return the number of steps over keys for each tile of `rows` stacked rows."""
     a = d.args
     shared, steps = a["n_heads"] // a["n_kv_heads"], []
     for position, n in d.runs:
@@ -104,7 +104,7 @@ def attention_prefill(d: Dispatch) -> Work:
     key_steps = _key_steps(d, 8 * row_blocks)
     count, simdgroups = a["tiles"], d.threads // SIMD
     mean = sum(key_steps) / count
-    # Where all keys and values of a step are loaded together, they include those that no row sees.
+    # If all keys and values of a step are loaded together, they include those that no row sees.
     together = whole and sizes["prefill_loads_ahead"]
     loaded = sum(ceil(steps) if together else steps for steps in key_steps) / count
 

@@ -23,12 +23,12 @@ from math import inf
 class Cycles:
     """Cycles that an instruction of a simdgroup (32 lanes) takes; a core has four schedulers.
 
-    The defaults are those of Apple 7 and 8, from [MB] "Instruction Throughputs".
+    The defaults apply to Apple 7 and 8, from [MB] "Instruction Throughputs".
     """
 
     alu: float = 1  # FMA, add, multiply, compare, bitwise
-    # Conversion, shift, bit field, integer multiplication, exponential: on a pipeline of their own, and of
-    # the scheduler. A reciprocal counts as 1.5, a reciprocal root as 2.
+    # Conversion, shift, bit field, integer multiplication, exponential: a separate pipeline of each
+    # scheduler. A reciprocal counts as 1.5, a reciprocal root as 2.
     slow: float = 4
     slow_issue: float = 2  # EXP2 + 2 FMUL 4.08, EXP2 + 3 FMUL 5.20 cycles, which is max(4, 2 + n)
     shuffle: float = 2

@@ -45,8 +45,8 @@ class Work:
     core_bytes: float  # to and from the first cache and threadgroup memory
     threadgroup_bytes: int = 0  # of a group
     local_trips: float = 0  # times that a simdgroup waits for threadgroup memory
-    covered: bool = False  # its products run while it waits
-    ahead: bool = False  # all of its instructions do
+    covered: bool = False  # its products run while it waits for memory
+    ahead: bool = False  # all of its instructions run while it waits
     longest: float = 1.0  # work of the longest simdgroup, in multiples of the average
 
 
@@ -61,7 +61,7 @@ def dispatch_work(
     core: float | None = None,
     **others: Any,
 ) -> Work:
-    """Return the work of a dispatch; unless given, bytes are fetched once, and moved as often as fetched."""
+    """Return the work of a dispatch; by default bytes are fetched once, and fetched bytes moved once."""
     once = dram + cached if fetched is None else fetched
     moved = once if core is None else core
     return Work(d.groups, d.threads // SIMD, ops, trips, dram, cached, once, moved, **others)

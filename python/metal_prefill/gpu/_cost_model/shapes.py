@@ -13,7 +13,7 @@ from metal_prefill.gpu._trace import Dispatch, from_core
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A tensor without its values: its role, its GGUF type and its dimensions."""
+    """Role, GGUF type and dimensions of a tensor."""
 
     role: str
     layer: int
@@ -23,7 +23,7 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything about a model that its dispatches depend on."""
+    """Properties of a model that determine its dispatches."""
 
     config: ModelConfig
     tensors: tuple[TensorShape, ...]

@@ -1,7 +1,7 @@
 """Comparison of individual dispatches with the same step computed in float64.
 
 A trace with contents contains the buffers of each dispatch before and after it ran. The step is recomputed
-from the buffers before, so that only the faulty kernel is reported, not those that read its results. The CPU
+from the earlier contents, so that kernels that read results of a faulty one are not reported. The CPU
 engine's code unpacks the weights. For matrix products, only some rows are computed.
 """
 

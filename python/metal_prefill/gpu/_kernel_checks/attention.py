@@ -14,7 +14,7 @@ _PAGE = _core.shader_constants["PAGE_POSITIONS"]
 _INTERLEAVED = _core.shader_constants["ROPE_INTERLEAVED"]
 _TILE = layout_of("AttentionTile")
 _ROW = layout_of("PassRow")
-_RUN = ("row", "tokens", "position", "pages", "end")  # of a tile: that of its run
+_RUN = ("row", "tokens", "position", "pages", "end")  # of a tile: the fields of its run
 
 
 def _queries(row: Values, args: dict[str, Any]) -> Values:
@@ -192,7 +192,7 @@ def attention(d: Captured) -> Expected:
     prefill = d.kernel.startswith(("attention_prefill", "attention_tensor"))
     first = 3 if fused else -1  # the bindings of rope come first
     q_binding, rows_binding, pages, k, v, out = (first + i for i in range(1, 7))
-    out += 2 * prefill  # after what is added to scores, and sinks
+    out += 2 * prefill  # after the terms added to scores, and the sinks
     head, width = a["key_dim"], a["n_heads"] * a["value_dim"]
     stride = a["q_stride"]
     if prefill:

@@ -1,4 +1,4 @@
-"""A dispatch with the contents of its buffers, and functions that several steps need."""
+"""A dispatch with the contents of its buffers, and functions for several steps."""
 
 import math
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class Captured:
         return _as(np.asarray(self._dispatch.before(binding)), dtype)
 
     def floats(self, binding: int, part: int | slice) -> Values:
-        """Return a part of a buffer of float32 before the dispatch, or so many first values, as float64."""
+        """Return a slice, or the first `part` values, of a float32 buffer before the dispatch, as float64."""
         part = slice(part) if isinstance(part, int) else part
         return self.before(binding, np.float32)[part].astype(np.float64)
 

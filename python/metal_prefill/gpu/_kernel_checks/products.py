@@ -145,7 +145,7 @@ def add_experts(d: Captured) -> Expected:
 
 
 def _of_experts(d: Captured, expert: int, x: Values, rows: Values) -> Values:
-    """Return products of rows of an expert, activated where the kernel does."""
+    """Return products of rows of an expert, activated if the kernel does so."""
     first, gated = expert * d.args["out_dim"] + rows, d.args["rows"][1] > 0
     matrix = Matrix(d)
     products = [matrix.rows_of(np.full(len(rows), which), first) @ x for which in range(1 + gated)]
