@@ -57,7 +57,7 @@ def check_prompt_options(reuse: object, progress: object) -> None:
 
 
 def one_of(name: str, value: str, choices: Collection[str]) -> Any:
-    """Return `value`, or what `choices` maps it to; raise ValueError for an unknown name."""
+    """Return `value`, or its item in the mapping `choices`; raise ValueError for an unknown name."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return choices[value] if isinstance(choices, Mapping) else value

@@ -30,7 +30,7 @@ def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
     found = listed_tokens("t5", json, ids, tokens)
     for added in json.objects("added_tokens"):
         if added.boolean("special", default=False) and added.string("content") in ids:
-            # The model makes it where it is not recognized.
+            # The model produces it if the spelling is not recognized.
             added.require("single_word", (False,), False)
     found.scores = scores + [0.0] * (len(found.tokens) - len(scores))
     unknown = model.integer("unk_id", least=0)
@@ -83,7 +83,7 @@ def _charsmap(step: Fields) -> bytes:
 
 
 def _words(json: Fields, found: FolderVocabulary) -> tuple[bool, bool]:
-    """Return whether words begin with a space of their own, and whether other spaces are removed."""
+    """Return whether each word gets a space before it, and whether other spaces are removed."""
     words = steps(json, "pre_tokenizer", "pretokenizers")
     kinds = [step.string("type") for step in words]
     if kinds not in (["Metaspace"], ["WhitespaceSplit", "Metaspace"]):
@@ -168,7 +168,7 @@ _MASK = "[MASK]"
 
 
 def tokenizer_of_spm(path: Path, settings: Fields) -> Fields:
-    """Return what ``tokenizer.json`` would contain for the model of a DeBERTa."""
+    """Return the equivalent content of ``tokenizer.json`` for the model of a DeBERTa."""
     settings.require("split_by_punct", (False,), False)
     if path.stat().st_size > MAX_TEXT:
         raise GGUFError(f"{path}: has more than {MAX_TEXT} bytes")

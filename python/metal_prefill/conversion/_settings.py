@@ -328,7 +328,7 @@ def gemma4_rope_factors(config: Fields) -> dict[str, FloatArray]:
 
 
 def without_unused_keys(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
-    """Leave out the projections and norms of keys and values that those of other layers replace."""
+    """Omit the projections and norms of keys and values that are shared from other layers."""
     own = config.layers() - config.integer("num_kv_shared_layers", default=0, least=0)
 
     def is_used(name: str) -> bool:

@@ -119,7 +119,7 @@ class Source:
     # Names of the tensors that one tensor of the folder contains, with equal numbers of rows, by its name.
     # All are names of modules within a layer.
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    unused: tuple[str, ...] = UNUSED  # patterns of tensors that are left out, unless they belong to a head
+    unused: tuple[str, ...] = UNUSED  # patterns of tensors that are omitted, unless they belong to a head
     # Functions of configuration, name in the GGUF file and tensor that return the tensor to write, by a
     # pattern of the name.
     changes: Mapping[str, Change] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Source:
         return found
 
     def gguf_name(self, task: Task, names: gguf.TensorNameMap, name: str) -> str | None:
-        """Return the name of a tensor in a GGUF file, or None for a tensor that is left out."""
+        """Return the name of a tensor in a GGUF file, or None for a tensor that is omitted."""
         if re.fullmatch(self.made, name):
             return name
         bare = next((name.removeprefix(start) for start in self.prefixes if name.startswith(start)), name)
@@ -173,7 +173,7 @@ class Source:
         return f"{found}.{suffix}"
 
     def bidirectional(self) -> Source:
-        """Return the row for a decoder whose tokens see those after them, and may be projected."""
+        """Return the row for a decoder whose tokens attend to later ones, and may be projected."""
         if self.architecture == "gemma3":
             return replace(self, architecture="gemma-embedding")
         return replace(
@@ -184,7 +184,7 @@ class Source:
         )
 
     def states_bidirectional(self, config: Fields) -> bool:
-        """Return whether a folder states that tokens see those after them, where a row lists no values."""
+        """Return whether a folder states that tokens attend to later ones, in fields not in `accepted`."""
         fields = {"use_bidirectional_attention": True, "is_causal": False}
         return any(
             config.boolean(name, default=not value) == value
@@ -215,7 +215,7 @@ _TASKS: dict[str, Task] = {
 # Stanford's ColBERT: the name of its class, and families by the type of its body.
 _COLBERT = "HF_ColBERT"
 _BODIES = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta"}
-_BIDIRECTIONAL = "Bidirectional"  # ends the names of decoders whose tokens see those after them
+_BIDIRECTIONAL = "Bidirectional"  # ends the names of decoders whose tokens attend to later ones
 
 
 def find_source(rows: Mapping[str, Source], config: Fields) -> tuple[Source, Task]:

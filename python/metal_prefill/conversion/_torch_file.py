@@ -1,4 +1,4 @@
-"""Tensors in a file of ``torch.save``, read without executing what its pickle contains.
+"""Tensors in a file of ``torch.save``, read without executing its pickle.
 
 Such a file is a zip archive. Its ``data.pkl`` names the tensors, and the numbers of each are in a file of
 their own, uncompressed. A pickle is a program. The opcodes that build dictionaries, tuples, numbers and

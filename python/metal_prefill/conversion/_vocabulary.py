@@ -82,7 +82,7 @@ def _with_tokens(json: Fields, added: Sequence[str]) -> Fields:
 
 
 def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:
-    """Return what ``tokenizer.json`` would contain for the vocabulary of a BERT model."""
+    """Return the equivalent content of ``tokenizer.json`` for the vocabulary of a BERT model."""
     lines = read_text(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
     vocabulary = {line: i for i, line in enumerate(lines)}
     mapped = Fields.read_if_present(path.parent / "special_tokens_map.json")

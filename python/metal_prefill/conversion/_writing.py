@@ -176,7 +176,7 @@ def _encoder(folder: Path) -> Encoder:
 
 
 class _Model:
-    """A model of a folder: its row, its tensors by their names in a GGUF file, and what describes them."""
+    """A model of a folder: its row, its configuration, and its tensors by their names in a GGUF file."""
 
     def __init__(self, folder: Path, encoder: Encoder, adapter: Path | None = None) -> None:
         whole = encoder.config

@@ -26,7 +26,7 @@ class Architecture:
 
     rope_style: RopeStyle = "interleaved"
     activation: Activation = "silu"
-    # Activations by their names in the metadata, where a file may state one.
+    # Activations by their names in the metadata, if a file may state one.
     activations: Mapping[str, Activation] = field(default_factory=dict)
     # Activation of a feed-forward without a gate, if it has another one.
     ungated_activation: Activation | None = None
@@ -404,7 +404,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         attention_scale=1.0,
     ),
     "eurobert": Architecture(rope_style="neox", head="absent", causal=False),
-    # The body and the names of its tensors are those of gpt-oss.
+    # The body and the names of its tensors are as in gpt-oss.
     "privacy-filter": Architecture(
         activation="clamped_silu",
         qkv_bias="optional",

@@ -86,7 +86,7 @@ TRANSITION_KEYS = "classifier.transition_bias."  # after the architecture, befor
 
 @dataclass(frozen=True)
 class HeadTraits:
-    """The classification head of an architecture, where the file does not define it."""
+    """The classification head of an architecture, unless the file defines it."""
 
     # Hidden state that the head reads: the last token's, the first token's, or the mean of all.
     state: Pooling = "last"

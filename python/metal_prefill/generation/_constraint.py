@@ -275,7 +275,7 @@ class Constraint:
         self.begin()
         renew_in_child(self, Constraint.begin)
         self._step: Step | None = None  # the latest one
-        self._mask = self._compiled.mask  # of the next token; empty where there is none, or an error
+        self._mask = self._compiled.mask  # of the next token; empty if there is none, or an error
 
     def begin(self) -> None:
         """Start without a worker and requests, also in a forked process, which compiles the source again."""

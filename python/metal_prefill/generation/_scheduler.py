@@ -98,7 +98,7 @@ class Scheduler:
 
     If there are streams of several requests (:meth:`enter`), each request has an equal share of the active
     streams, as far as it needs them. While another request has too few, a stream of the one with the most
-    active streams waits, and computes again later what the prefix cache no longer holds. For the limits
+    active streams waits, and later recomputes tokens that the prefix cache no longer holds. For the limits
     above, the prompts of a request count as one, as do its writing streams. A short text is therefore delayed
     by the rows of the other active streams, but does not wait for the end of any.
     """
@@ -285,7 +285,7 @@ class Scheduler:
         return made
 
     def _take_results(self, patience: float, *, alone: bool = False) -> None:
-        """Let streams take results of passes, unless their constraints take longer than `patience`.
+        """Pass results to streams, unless their constraints take longer than `patience`.
 
         All constraints compute at the same time, and the streams wait for them together.
         """
@@ -323,7 +323,7 @@ class Scheduler:
         return chosen
 
     def _asker(self, stream: Stream) -> object:
-        """Return what limits of passes count: requests if there are several, or else streams."""
+        """Return the unit that limits of passes count: requests if there are several, or else streams."""
         return stream.asked_by if self._several else stream
 
     def _prompt_shares(
@@ -374,7 +374,7 @@ class Scheduler:
         return rows
 
     def _admit(self) -> None:
-        """Let streams become active, of the requests with the fewest active ones first.
+        """Activate streams, of the requests with the fewest active ones first.
 
         If there is no room, a stream of a request with at least two more active ones waits instead.
         """
@@ -397,7 +397,7 @@ class Scheduler:
             self._active.append(chosen)
 
     def _suspend(self, stream: Stream) -> None:
-        """Release the memory of an active stream, and let it wait."""
+        """Release the memory of an active stream, and make it wait."""
         stream.restart()
         self._active.remove(stream)
         self._waiting.appendleft(stream)

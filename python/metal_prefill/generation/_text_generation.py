@@ -102,7 +102,7 @@ class _StopString:
         Returns
         -------
         matched : int
-            Characters of the string that the text ends with now, all of them where it was found.
+            Characters of the string that the text ends with now, all of them if it was found.
         end : int or None
             Where in `text` the first occurrence of the string ends; None if there is none yet.
         """

@@ -1,7 +1,7 @@
 """The GGUF file of a model that a user names: a file, a folder, a repository of the Hub or a package.
 
-A folder is converted once, into the cache folder. The name of the file there is a hash of what the
-conversion depends on: the version of the package, and the files of the folder and of its modules. Small files
+A folder is converted once, into the cache folder. The name of the file there is a hash of the
+conversion's inputs: the version of the package, and the files of the folder and of its modules. Small files
 are hashed in full. Of weights, since reading all of them takes long, the hash covers the headers, samples,
 sizes, and modification times, which reveal changes that the samples miss.
 """
@@ -27,7 +27,7 @@ from metal_prefill.storage._cache_folder import cache_folder, remove_oldest, sam
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>.+)")
 LIMIT = 16 << 30  # bytes of all converted models
-LAYOUT = 14  # counts changes of what a conversion writes
+LAYOUT = 14  # counts changes of the output of conversions
 
 _KEY_DIGITS = 16
 _MOST_BYTES = 191  # of the name of a model in that of a file, which may have 255
@@ -119,7 +119,7 @@ def local_file(
     adapter: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Return the path of a GGUF file for what `spec` names, downloading and converting it if necessary.
+    """Return the path of a GGUF file for `spec`, downloading and converting it if necessary.
 
     Errors are those of :func:`metal_prefill.hub.resolve_model` and :func:`metal_prefill.conversion.convert`.
     `adapter` is for a folder, and merged into its weights. `progress` is called with the number of bytes
@@ -140,7 +140,7 @@ def local_file(
 
 
 def model_folder(spec: str | os.PathLike[str]) -> tuple[Path, str]:
-    """Return the path of a file or folder for what `spec` names, and the name of the model."""
+    """Return the path of the file or folder that `spec` names, and the name of the model."""
     given, path = os.fspath(spec), Path(spec)
     if (packaged := packaged_model(given)) is not None:
         return packaged, PACKAGED[given].title
@@ -189,7 +189,7 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
 def encoder_folders(folder: Path) -> dict[str, Path]:
     """Return folders with the missing files of the encoders of a GLiNER folder; download them if necessary.
 
-    They are `encoders` of :func:`metal_prefill.conversion.convert`, without those that lack nothing, or that
+    They are `encoders` of :func:`metal_prefill.conversion.convert`, without those that are complete, or that
     are neither a folder nor in a repository. Raises HubError as :func:`metal_prefill.hub.fetch_folder`.
     """
     from metal_prefill.conversion._folder import GLINER

@@ -102,7 +102,7 @@ class MetalPrefillLM(LM):  # type: ignore[misc]
         return text[: text.rindex(last) + len(last)]
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Return the file's chat template, of which the harness records a hash; "" where none is asked for.
+        """Return the file's chat template, of which the harness records a hash; "" if none is requested.
 
         Raises ValueError if the file has no chat template, or a template is selected by name.
         """

@@ -1,4 +1,4 @@
-"""Texts, vectors and ranks in the forms that frameworks ask for, which have pydantic."""
+"""Texts, vectors and ranks in the forms that frameworks require, as classes of pydantic."""
 
 from __future__ import annotations
 

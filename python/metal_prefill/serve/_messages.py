@@ -133,7 +133,7 @@ def _tool_choice_of(choice: Choice) -> Literal["none", "auto", "required"] | Too
 
 
 def _messages_of(message: dict[str, Any], where: str, names: dict[str, str]) -> list[Message]:
-    """Convert a message; results of tools become messages of their own, before its text."""
+    """Convert a message; results of tools become separate messages, before its text."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role must be user or assistant, got {role!r:.80}", param=f"{where}.role")

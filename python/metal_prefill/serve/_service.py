@@ -71,7 +71,7 @@ class Service:
         self._noted_ids = False
         self._answering: set[anyio.CancelScope] = set()
         self._preparers = anyio.CapacityLimiter(PREPARERS)
-        # Constraints have threads of their own: other prompts do not wait while some compile.
+        # Constraints have separate threads: other prompts do not wait while some compile.
         self._constrainers = anyio.CapacityLimiter(MOST_COMPILING)
         self._inspectors = anyio.CapacityLimiter(1)  # at most one core describes the server's activity
         self.text_workers = anyio.CapacityLimiter(settings.max_streams)
@@ -81,7 +81,7 @@ class Service:
         self.activity.after_pass(scheduler)
 
     def check_model(self, name: str | None) -> str:
-        """Return the name of the model that a request asks for; raises ApiError for any other."""
+        """Return the name of the model that a request selects; raises ApiError for any other."""
         if name is None or name in self.names:
             return name or self.names[0]
         raise ApiError(

@@ -220,7 +220,7 @@ def _listed(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
 
 
 def _usage(tokens: int, truncate: str | None, cut: int) -> dict[str, int]:
-    """Return the counts of a request; that of texts that lost their ends where it allows that."""
+    """Return the counts of a request, and of texts that lost their ends if it allows that."""
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {**usage, "truncated_texts": cut} if truncate == "end" else usage
 

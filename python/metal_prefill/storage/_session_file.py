@@ -21,7 +21,7 @@ support for ``q8_0`` rejects the file by its ``kv_dtype``.
 Recurrent layers have ``layer.i.state``, instead of K and V or next to them, in float32: of a short
 convolution ``[conv_taps - 1, dim]``, its inputs of the last tokens, oldest first; of other layers
 ``[values]``, the inputs of the convolution followed by the matrix of each head. In a model with such
-layers, K and V are those of the tokens before the position of the states, and the loaded session recomputes
+layers, K and V cover the tokens before the position of the states, and the loaded session recomputes
 the later tokens. A model without any K and V stores that position as ``computed`` (int32 ``[1]``).
 
 The layout does not depend on the engine: a session saved on one device can continue on another.
@@ -57,7 +57,7 @@ FORMAT = "metal_prefill.session"
 VERSION = "1"
 CHECKSUM = "checksum"
 TOKENS = "tokens"
-CACHED = "computed"  # in files of models without K and V: number of tokens whose states these are
+CACHED = "computed"  # in files of models without K and V: number of tokens that the states cover
 
 
 class _Rows(NamedTuple):
@@ -136,7 +136,7 @@ class State(NamedTuple):
     """Contents of a session."""
 
     tokens: npt.NDArray[np.int32]  # ids of the session's tokens, int32 ``[n]``
-    cached: int  # number of first tokens that K, V and states are of: all, unless a layer has a state
+    cached: int  # number of first tokens that K, V and states cover: all, unless a layer has a state
     # Bytes of K and V of each layer, in the canonical layout ``[n, n_kv_heads, head_dim]`` of numbers, or of
     # ``q8_0`` blocks; of a recurrent layer, of its state.
     rows: list[Bytes]

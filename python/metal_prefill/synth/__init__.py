@@ -134,8 +134,8 @@ PRESETS: Mapping[str, ModelShape] = {
 def write_preset_outline(path: Path, preset: str) -> Path:
     """Write a file with the metadata and the tensors of a preset, but without vocabulary and values.
 
-    Programs that look at the shape of a model can read it, such as the cost model. It has the size of the
-    model, but takes no space where the file system supports that.
+    Programs that read only the shape of a model accept it, such as the cost model. It has the size of the
+    model, but takes no space if the file system supports that.
     """
     shape = PRESETS[preset]
     listed = stacked(tensors(shape, "Q4_0", "Q8_0"), shape)

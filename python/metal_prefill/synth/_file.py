@@ -76,7 +76,7 @@ def _metadata(shape: ModelShape) -> dict[str, Any]:
         found["attention.sliding_window"] = shape.window
     found |= dict.fromkeys(SCALE_KEYS, 1.0) if traits.scales == "required" else {}
     found |= {key: float(value) for key, value in shape.scales}
-    if traits.rope_switch and traits.recurrent:  # as published: states know the order of tokens
+    if traits.rope_switch and traits.recurrent:  # as published: states depend on the order of tokens
         found["rope.scaling.finetuned"] = False
     if traits.rope:
         found |= {"rope.dimension_count": shape.rotated, "rope.freq_base": float(shape.rope_base)}
@@ -94,7 +94,7 @@ def _metadata(shape: ModelShape) -> dict[str, Any]:
 
 
 def _once(values: list[int]) -> int | list[int]:
-    """Return the value of all layers, or a list if it differs."""
+    """Return the common value of all layers, or the list if they differ."""
     return values if len(set(values)) > 1 else values[0]
 
 

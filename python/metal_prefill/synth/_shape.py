@@ -16,7 +16,7 @@ TIED = "tied"  # output type without an output tensor: the embedding is the head
 ROPE_SCALINGS = ("none", "linear", "yarn", "llama3", "longrope")
 
 
-_UNROTATED = 1e30  # a divisor of frequencies that leaves none
+_UNROTATED = 1e30  # a divisor that makes frequencies practically 0
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def check(shape: ModelShape) -> None:
     """
     parts = [part for part in (shape, shape.scan, shape.experts, shape.layered) if part is not None]
     numbers = [(name, value) for part in parts for name, value in vars(part).items()]
-    for name, value in numbers:  # first, since what follows takes time for each layer
+    for name, value in numbers:  # first, since later checks take time for each layer
         if type(value) is int and value > MAX_INT:
             raise ValueError(f"{name} {value}: must be at most {MAX_INT}")
         if type(value) is float and not (math.isfinite(value) and value > 0):

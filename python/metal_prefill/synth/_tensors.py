@@ -291,7 +291,7 @@ def rows_of_distances(rows: int, count: int) -> NDArray[np.float32]:
 
 
 def _long_rope_factors(name: str, count: int, factor: float) -> NDArray[np.float32]:
-    """Return divisors of the RoPE frequencies, as LongRoPE has them for long and for short contexts.
+    """Return LongRoPE's divisors of the RoPE frequencies, for long and for short contexts.
 
     Factors of published models were found by a search. These grow in a similar way: from 1 for the fastest
     pair to `factor` for the slowest, or to 1.1 for short contexts.

@@ -1,4 +1,4 @@
-"""Texts to labels: by a classification head, or by how likely a model finds each label after the text."""
+"""Labels of texts, by a classification head or by the probability of each label after the text."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Classification:
     ----------
     labels : tuple of str
     probabilities : float32 [texts, labels]
-        They add up to 1 over the labels, except where a classification head has independent labels.
+        They add up to 1 over the labels, unless a classification head has independent labels.
     log_likelihoods : float64 [texts, labels]
         Sum of the log probabilities of each label's tokens, in nats; for a classification head, its logits.
     lengths : int64 [texts, labels]

@@ -1,4 +1,4 @@
-"""Texts to vectors, as the file and the card of a model define it."""
+"""Vectors of texts, as defined by the file and the card of a model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class EncodedTexts(NamedTuple):
     prompts: list[Ids]  # token ids of each text
     cut: list[int]  # indices of texts that lost their ends
     expansions: list[int]  # number of last tokens of each text that expand a query
-    unpooled: int = 0  # number of first tokens of each text that pooling leaves out
+    unpooled: int = 0  # number of first tokens of each text that pooling omits
 
     @property
     def empty(self) -> list[int]:
@@ -115,7 +115,7 @@ def encode_texts(
 
 
 def _most_tokens(engine: Engine, role: TextRole) -> int:
-    """Return how many tokens of a text need nothing but tokens around them; -1 if none do."""
+    """Return the number of tokens up to which texts need no check or expansion; -1 if all need one."""
     if role.expansion is not None:
         return -1
     try:
@@ -158,7 +158,7 @@ def encode_tokens(
 
 
 def check_length(engine: Engine, tokens: int, name: str) -> None:
-    """Raise ContextOverflowError or KVMemoryError where tokens do not fit, even alone."""
+    """Raise ContextOverflowError or KVMemoryError if tokens do not fit, even alone."""
     if tokens > engine.max_context:
         stated = engine.lengths.text is not None
         raise ContextOverflowError(
@@ -299,7 +299,7 @@ def embed_encoded(
     pooling: str | None = None,
     progress: Progress | None = None,
 ) -> Any:
-    """Turn texts that `encode_texts` made into vectors; those of no tokens are zeros."""
+    """Turn texts that `encode_texts` made into vectors, which are 0 for texts without tokens."""
     prompts, skipped = encoded.prompts, encoded.role.skipped
     kind = check_pooling(passes.engine, pooling)
     width = dimensions = vector_width(passes.engine, kind, dimensions)
@@ -322,7 +322,7 @@ def embed_encoded(
         unpooled=encoded.unpooled,
         name_of=lambda i: f"text {distinct[i]}",
     )
-    # Where a text has no tokens, the row after those of the others is left.
+    # The row for texts without tokens follows those of the others and stays 0.
     vectors = np.zeros((0 if kind == "none" else len(prompts), width), np.float32)
     states: list[Vectors] = []
     done = 0
@@ -363,7 +363,7 @@ def vector_blocks(
             block = [embedding_of(head, states) for states in block]
         if pooling != "none":
             block = finite(np.asarray(block), "a number of a vector")[:, :dimensions]
-            yield _normalized(block) if normalize else block  # each row as it would be alone
+            yield _normalized(block) if normalize else block  # rows do not depend on each other
         else:
             block = [finite(vectors, "a number of a vector")[:, :dimensions] for vectors in block]
             yield list(map(_normalized, block)) if normalize else block

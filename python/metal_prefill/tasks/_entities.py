@@ -214,7 +214,7 @@ def _candidates(
 
 
 def _label_vectors(engine: Engine, encoded: _EntityTexts) -> Vectors | None:
-    """Return the vectors of labels by an encoder of their own; None if the file has no such encoder."""
+    """Return the vectors of labels by a separate encoder; None if the file has none."""
     encoder, labels = engine.label_encoder, encoded.read_labels
     if encoder is None or labels is None:
         return None
@@ -289,7 +289,7 @@ def _entities(
 def span_scores(head: PooledHead, entities: EntityHead, words: FloatArray, labels: FloatArray) -> FloatArray:
     """Return the score of each part of a text for each label, ``[words, span_words, labels]``.
 
-    Element ``[i, n]`` is of the ``n + 1`` words from word ``i``; it is ``-inf`` where the text has fewer.
+    Element ``[i, n]`` is for the ``n + 1`` words from word ``i``; it is ``-inf`` if the text has fewer.
     """
     count, width = len(words), entities.width
     words = _recurrent(head, words) if entities.recurrent else words

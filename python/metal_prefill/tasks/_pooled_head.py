@@ -79,7 +79,7 @@ def _output_of(head: PooledHead, name: str, activation: HeadActivation, states: 
 def probabilities_of(head: PooledHead, logits: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
     """Convert outputs of the classification head, ``[n, labels]``, to probabilities.
 
-    That of a single label is the sigmoid of its output, whatever a score is.
+    For a single label it is the sigmoid of the output, even if scores are outputs.
     """
     x = np.asarray(logits, np.float64)
     return sigmoid(x) if head.scores == "sigmoid" or x.shape[-1] == 1 else softmax(x)

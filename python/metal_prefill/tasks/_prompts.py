@@ -125,11 +125,11 @@ class PromptRules(NamedTuple):
         return self
 
     def parses(self, tokenizer: Tokenizer) -> bool:
-        """Return whether texts spell special tokens: by default those of encoders, as in transformers."""
+        """Return whether texts spell special tokens: by default only with encoders, as in transformers."""
         return not (tokenizer.causal if self.split_special_tokens is None else self.split_special_tokens)
 
     def normalized(self, text: str) -> str:
-        """Return a text in the Unicode form asked for."""
+        """Return a text in the requested Unicode form."""
         return text if self.unicode is None else _NFC.normalize_str(text)
 
 
@@ -140,7 +140,7 @@ def shortened(tokenizer: Tokenizer, text: str, excess_of: Callable[[str], int]) 
     """
     while text and (excess := excess_of(text)) > 0:
         spans = tokenizer.encode_spans(text)
-        # The tokens at the cut may change, and some are no whole characters: what is left is counted again.
+        # The tokens at the cut may change, and some are no whole characters: the rest is counted again.
         end = spans[max(len(spans) - excess, 0)].start if spans else 0
         text = text[: min(end, len(text) - 1)]
     return text
@@ -221,7 +221,7 @@ def _filled(template: str) -> PromptForm:
 
 
 def unpooled_tokens(engine: Engine, form: PromptForm) -> int:
-    """Return the number of first tokens that pooling leaves out: those of the prompt, if the file says so."""
+    """Return the number of first tokens that pooling omits: those of the prompt, if the file requires it."""
     if engine.head.pools_prompt or not form.before:
         return 0
     prompt = PromptForm(form.before, spells_tokens=form.spells_tokens)

@@ -40,7 +40,7 @@ from metal_prefill.tasks._prompts import (
 from metal_prefill.tasks._similarity import maxsim
 from metal_prefill.tasks._text_passes import Ids, TextPasses, finite, pooled_states
 
-# As the card of Qwen3-Reranker defines it, for files that do not carry it.
+# From the card of Qwen3-Reranker, for files without a template.
 TEMPLATES = {
     "qwen3": "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -77,14 +77,14 @@ class Ranked:
 
 
 class Options(NamedTuple):
-    """Options of how a query and a document are scored; see :meth:`metal_prefill.Model.rerank`."""
+    """Options for scoring a query and a document; see :meth:`metal_prefill.Model.rerank`."""
 
     instruction: str | None = None
     template: str | None = None
     how: str | None = None
     rules: PromptRules = DEFAULT_RULES
     label: str | None = None
-    most_tokens: int | None = None  # of a document, whose further ones are left out
+    most_tokens: int | None = None  # maximum of a document; later ones are omitted
 
 
 class Ranking(NamedTuple):
@@ -358,7 +358,7 @@ def encode_template(
 ) -> Ids:
     """Turn a template with its values into tokens.
 
-    Control tokens are those that the template spells; those of values only if the rules say so.
+    Control tokens that the template spells are recognized, those in values only if the rules require it.
     """
     tokenizer = engine.tokenizer
     pattern = re.compile("|".join(re.escape(f"{{{name}}}") for name in values))
@@ -375,7 +375,7 @@ def encode_template(
 
 
 def scored_class(engine: Engine, label: str | None) -> int:
-    """Return the index of the output of a classification head that a score comes from.
+    """Return the index of the output of a classification head that determines the score.
 
     Without a label, it is that of an affirmative class, by convention the second of two.
     """

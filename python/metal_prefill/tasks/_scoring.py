@@ -1,4 +1,4 @@
-"""Many prompts at once: what they share is computed once."""
+"""Batches of prompts, whose common prefixes are computed once."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
@@ -55,7 +55,7 @@ def _request(output: BatchOutput, ids: Ids, rows: int, session: _core.Session, r
 
 
 def _row_count(output: BatchOutput, tokens: int, rows: object) -> int:
-    """Check of how many of the last tokens of a session the output is wanted."""
+    """Return the number of last tokens of a session whose output is requested."""
     most = tokens - 1 if output == "log_probs" else 1 if output in ("logits", "none") else tokens
     if rows is None:
         return most if output == "log_probs" else 1

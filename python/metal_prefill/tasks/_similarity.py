@@ -1,4 +1,4 @@
-"""Similarities of texts by those of their tokens."""
+"""Similarities of texts, computed from their tokens' vectors."""
 
 from collections.abc import Iterable
 

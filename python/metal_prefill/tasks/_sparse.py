@@ -110,7 +110,7 @@ def token_weights(
 
 
 def _largest(ids: Ids, weights: npt.NDArray[np.float32], most: int | None) -> SparseVector:
-    """Return the positive weights, at most so many of the largest."""
+    """Return the positive weights, only the `most` largest unless it is None."""
     kept = np.flatnonzero(weights > 0)
     if most is not None:
         kept = np.sort(kept[np.argsort(-weights[kept], kind="stable")[:most]])
@@ -120,7 +120,7 @@ def _largest(ids: Ids, weights: npt.NDArray[np.float32], most: int | None) -> Sp
 def sparse_vectors(
     engine: Engine, prompts: Sequence[Ids], role: TextRole, most: int | None
 ) -> Iterator[SparseVector]:
-    """Yield the vector of each text, with at most so many values; None keeps all that are positive."""
+    """Yield the vector of each text, with at most `most` values; None keeps all that are positive."""
     if not role.framed:
         for ids in map(np.unique, prompts):
             yield _largest(ids, engine.head.matrix(QUERY_WEIGHTS)[ids], most)

@@ -29,7 +29,7 @@ MOST_TEXTS, MOST_STATES = 1024, 16384
 
 
 class TextPasses:
-    """An engine, and what computes on it: at once, or in passes that a server shares among requests."""
+    """Computes requests on an engine: at once, or in passes that a server shares among requests."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -64,7 +64,7 @@ class TextPasses:
         return results
 
     def check(self, results: Sequence[Any], name_of: NameOf, first: int = 0) -> None:
-        """Raise the first exception among results, which begin with that of a text, with the text's name."""
+        """Raise the first exception among results of texts from `first` on, with the name of its text."""
         for i, result in enumerate(results, first):
             if isinstance(result, Exception):
                 too_narrow = isinstance(result, NumericalError) and self.engine.kv_dtype == "f16"
@@ -73,7 +73,7 @@ class TextPasses:
 
 
 def reported(items: Iterable[Item], count: int, progress: Progress | None) -> Iterator[Item]:
-    """Yield items, and report after each how many of them are done."""
+    """Yield items, and report after each the number done."""
     for done, item in enumerate(items, 1):
         yield item
         if progress is not None:
@@ -92,7 +92,7 @@ def _report(progress: Progress, some: Sequence[_core.Request], before: int, tota
 
 
 def _slices(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Divide texts into parts of at most so much in all, or of one text."""
+    """Divide texts into parts of one text, or of a total size of at most `most`."""
     first = total = 0
     for i, size in enumerate(sizes):
         if i > first and total + size > most:
@@ -127,10 +127,10 @@ def pooled_blocks(
     unpooled: int = 0,
     name_of: NameOf = TEXT,
 ) -> Iterator[Block]:
-    """Yield what `pooled_states` does for several prompts together; a shared prefix is computed once.
+    """Yield the results of `pooled_states` for several prompts together; a shared prefix is computed once.
 
-    `expansions` are the numbers of last tokens that expand queries, if any prompt has some. Pooling leaves
-    out the first `unpooled` tokens of each prompt.
+    `expansions` are the numbers of last tokens that expand queries, if any prompt has some. Pooling omits
+    the first `unpooled` tokens of each prompt.
     """
     if pooling != "none" and (unpooled or pooling not in _ENGINE_POOLINGS):
         for block in pooled_blocks(passes, "none", prompts, expansions, pairs, name_of=name_of):
@@ -193,7 +193,7 @@ def whole_texts(
     *,
     seen: bool = False,  # whether tokens attend to those of the expansions
 ) -> Any:
-    """Return the vectors of texts, float32 ``[texts, dim]``, each of which a pass has as a whole.
+    """Return the vectors of texts, float32 ``[texts, dim]``, each computed as a whole in one pass.
 
     With pooling ``"none"``, they are a list with float32 ``[n, dim]`` for each text. If a text failed, the
     result is a list with an exception in its place.

@@ -92,7 +92,7 @@ def label_tokens(
         with ``B-`` and ends with ``E-``, or is a single token with ``S-``, as OpenAI Privacy Filter decodes
         its tags. None selects ``"viterbi"`` for such tags, otherwise ``"simple"``.
     transitions
-        Biases of ``"viterbi"`` by name, in place of those of the file: what the score of a sequence gains for
+        Biases of ``"viterbi"`` by name, in place of those of the file, added to the score of a sequence for
         each pair of adjacent tags. Names are ``background_stay`` (``O`` after ``O``), ``background_to_start``
         (``B-`` or ``S-`` after ``O``), ``inside_to_continue`` (``I-`` after ``B-`` or ``I-``),
         ``inside_to_end`` (``E-`` after these), ``end_to_background`` (``O`` after ``E-`` or ``S-``) and
@@ -224,7 +224,7 @@ def _entities(
         if strategy not in ("none", "simple"):
             pieces = [_merged(word, strategy) for word in _words(engine, item, pieces)]
         chosen = [int(piece.probabilities.argmax()) for piece in pieces]
-    # Prefixes of tags that begin an entity, and of those that continue one. A tag without prefix does, too.
+    # Prefixes of tags that begin an entity, and of tags that continue one, as those without prefix do.
     begin, other = _PREFIXES.get(strategy, (("B-",), ("I-",)))
     groups: list[tuple[str, list[tuple[_Piece, float]]]] = []
     for i, piece in zip(chosen, pieces, strict=True):
@@ -288,9 +288,9 @@ class Transitions(NamedTuple):
 
 
 def stray_tag(labels: Sequence[str]) -> str | None:
-    """Return the first label that is not a tag with which parts of a text begin and end; None if all are.
+    """Return the first label that is not a BIOES tag; None if all are.
 
-    That they end needs ``O``, and ``E-`` or ``S-``; without these, the result is empty.
+    Parts can end only if there are ``O``, and ``E-`` or ``S-``; without these, the result is empty.
     """
     stray = next((label for label in labels if label != OUTSIDE and not _TAG.fullmatch(label)), None)
     if stray is not None:

@@ -30,7 +30,7 @@ from metal_prefill.text._tool_calls import tool_names
 _ROLE = re.compile(r"[\w-]+")
 _MAX_TIME_FORMAT = 1000  # characters
 _WIDTH = re.compile(r"(?<!%)(?:%%)*%[^A-Za-z%]*\d{3}")
-# Candidates for the marker: Braille patterns, rare ideographs and private use characters. Where a template
+# Candidates for the marker: Braille patterns, rare ideographs and private use characters. If a template
 # prints a list, `repr` keeps the first two as they are, and escapes the last.
 _MARKERS = (range(0x2801, 0x2900), range(0x20000, 0x2A6D7), range(0xF0000, 0xFFFFE))
 # Characters of all ends of all control tokens, which a pattern contains: 200 MB. 6,000 control tokens of 12
@@ -128,7 +128,7 @@ class _Arguments(dict[Any, Any]):
 def _complete(message: dict[Any, Any], where: str) -> dict[Any, Any]:
     """Parse JSON arguments of a message's tool calls, and replace a null as its content, in place.
 
-    Arguments that end too early, as those of an answer that was cut, are completed. A list without calls is
+    Arguments that end too early, as in a truncated answer, are completed. A list without calls is
     removed, because templates test whether there is one.
     """
     if message.get("content", "") is None:
@@ -371,7 +371,7 @@ class ChatTemplate:
         ends, longest = self._endings
         for start in range(first, max(first - longest, 0) - 1, -1):  # an end may begin with white space
             rest = text[start : start + longest]
-            # The only one with which it can begin.
+            # the only end with which it can begin
             at = bisect_right(ends, rest) - 1
             if at >= 0 and rest.startswith(ends[at]):
                 return start

@@ -116,7 +116,7 @@ class WordTokens:
     """WordPiece by looking up words, in a quarter to a half of the time of the tokenizers library.
 
     A word that is a token becomes that token; the library converts the others of a text together. Words of
-    texts are not remembered, or the time of a text would tell whether another one had the same words.
+    texts are not cached: the time of a text would reveal whether another one had the same words.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class WordTokens:
         user_defined: Iterable[str] = (),  # tokens that every text spells, as written and as normalized
         special: Iterable[str] = (),  # those that texts spell with `parse_special`
     ) -> None:
-        # What a text contains in lower case if it spells a token, without `parse_special` and with it.
+        # Each text in lower case that spells a token contains one of these: without and with `parse_special`.
         self._spelled = (_beginnings(user_defined), _beginnings((*user_defined, *special)))
         self._segmenter = segmenter
         self._lowercase = lowercase
@@ -145,7 +145,7 @@ class WordTokens:
         return self._ids_of(_WORD.findall(lowered if self._lowercase else text))
 
     def encode_all(self, texts: Sequence[str], *, parse_special: bool = False) -> list[list[int] | None]:
-        """Return what `encode` returns for each text.
+        """Return the result of `encode` for each text.
 
         The words of all texts are looked up together, in half of the time of one text after another.
         """
@@ -186,7 +186,7 @@ class WordTokens:
 
 
 def _beginnings(spellings: Iterable[str]) -> tuple[str, ...]:
-    """Return the first words of spellings in lower case; of many, the empty text, which each contains."""
+    """Return the first words of spellings in lower case; for many, the empty text, which all contain."""
     found = {" ".join(text.lower().split()[:1]) for text in spellings}
     return tuple(found) if len(found) <= _MOST_SPELLED else ("",)
 

@@ -21,8 +21,8 @@ from metal_prefill.text._vocabulary import (
 )
 
 MAX_WORD_CHARACTERS = 100  # of WordPiece; longer words become the unknown token, as in BERT's tokenizer
-# Keys under tokenizer.ggml of files of folders with a Unigram model: the steps of the normalizer in JSON, but
-# for the character map, which has a key of its own; and whether words are split at all white space. Without
+# Keys under tokenizer.ggml of files of folders with a Unigram model: the steps of the normalizer in JSON,
+# except the character map, which has a separate key; and whether words are split at all white space. Without
 # them, the character map is the only step.
 STEPS_KEY = "normalizer.steps"
 SPLIT_KEY = "split_white_space"
@@ -51,7 +51,7 @@ def model_of(gguf: GGUFFile, vocabulary: Vocabulary) -> models.Model:
 def pipeline_of(gguf: GGUFFile, vocabulary: Vocabulary, *, begins: bool = True) -> Pipeline:
     """Build the steps before the model.
 
-    Unless text `begins`, it continues another one, and has no space of its own before it.
+    Unless text `begins`, it continues another one, and gets no space before it.
     """
     if vocabulary.kind == "llama":
         return _sentencepiece_pipeline(gguf, vocabulary, begins)

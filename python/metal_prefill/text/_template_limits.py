@@ -108,7 +108,7 @@ def size_of(value: object) -> int:
 
 
 def _units(size: int) -> Guard:
-    """Return the guard of a function whose second argument counts parts of its result, of such a size."""
+    """Return the guard of a function whose second argument counts parts, of `size`, of its result."""
     return lambda value, count=0, *_, **named: sum(
         size * max(n, 0) for n in (count, *named.values()) if isinstance(n, int)
     )
@@ -191,7 +191,7 @@ def _guarded(guard: Guard, names: str) -> dict[str, Guard]:
     return dict.fromkeys(names.split(), guard)
 
 
-# The available filters and methods. Those without a guard produce no more than their input.
+# The available filters and methods. Without a guard, they produce no more than their input.
 FILTERS: dict[str, Guard] = {
     **_guarded(
         no_guard,

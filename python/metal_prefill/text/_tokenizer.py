@@ -58,7 +58,7 @@ _PART = 1 << 16  # characters that the segmenter gets at once, in some 0.1 s
 _LETTERS = "A-Za-z\u0410-\u044f"
 _BORDER = re.compile(f"(?<=[{_LETTERS}]) (?=[{_LETTERS}])")
 _BORDER_IN_TOKEN = re.compile(f"[{_LETTERS}]{SPACE}")
-# A token that is recognized at a border, or next to it, may take its space, or change what follows.
+# A token that is recognized at a border, or next to it, may take its space or change the next tokens.
 _BORDER_IN_SPELLING = re.compile(f"[{_LETTERS}](?:[ {SPACE}]|$)|^[ {SPACE}](?:[{_LETTERS}]|$)")
 
 
@@ -170,7 +170,7 @@ class Tokenizer:
         return ids
 
     def encode_all(self, texts: Iterable[str], *, parse_special: bool = False) -> Iterator[list[int]]:
-        """Yield for each text what ``encode(text, add_bos=False)`` returns, in less time.
+        """Yield the result of ``encode(text, add_bos=False)`` for each text, in less time.
 
         Raises
         ------
@@ -356,7 +356,7 @@ class Tokenizer:
                 self._check_piece(piece)
 
     def _check_piece(self, piece: str) -> None:
-        """Raise an error unless the tokens of text that spells none represent all of it."""
+        """Raise an error unless the tokens of a text without spelled tokens represent all of it."""
         ids = self._ids(piece, parse_special=False, begins=False)
         if self._vocabulary.kind in ENCODER_KINDS:
             if self.unk_id in ids:
@@ -545,7 +545,7 @@ class Tokenizer:
     def turn_ends(self, ids: npt.NDArray[np.int32]) -> list[int]:
         """Return the positions after the end-of-turn tokens of a prompt.
 
-        The first token is none: some vocabularies begin each text with the one that also ends it.
+        The first token does not count: in some vocabularies, the same token begins and ends texts.
         """
         return (np.flatnonzero(np.isin(ids[1:], list(self.stop_ids))) + 2).tolist()
 
@@ -601,7 +601,7 @@ class Tokenizer:
 
     @cached_property
     def causal(self) -> bool:
-        """Whether tokens of the model see only those before them, as in generative models."""
+        """Whether tokens of the model attend only to earlier ones, as in generative models."""
         architecture = str(self._gguf.metadata.get("general.architecture"))
         usual = architecture not in ARCHITECTURES or ARCHITECTURES[architecture].causal
         return bool(self._gguf.metadata.typed(f"{architecture}.attention.causal", "bool", default=usual))
@@ -645,7 +645,7 @@ class Tokenizer:
 
 
 def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Divide texts, so that those of a block are not many more than `_BLOCK` characters."""
+    """Divide texts into blocks, each of which ends when it has `_BLOCK` characters."""
     block: list[str] = []
     length = 0
     for text in texts:

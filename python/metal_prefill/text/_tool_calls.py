@@ -87,7 +87,7 @@ _CANDIDATE = re.compile(r"[<{\[`]")
 _SPACE = re.compile(r"\s*")
 _IN_ELEMENTS = re.compile(rf"{_FUNCTION}([^<>\s]{{0,{_LONGEST_NAME}}})(>?)")
 _IN_LIST = re.compile(rf"\[\s{{0,{_MOST_SPACE}}}([\w.-]{{0,{_LONGEST_NAME}}})\s{{0,{_MOST_SPACE}}}(\(?)")
-# After a tag: the name of a call, its id, and what precedes its arguments.
+# After a tag: the name of a call, its id, and the mark before its arguments.
 _HEAD = re.compile(
     rf"([\w.-]{{1,{_LONGEST_NAME}}})(?:{re.escape(_ID)}(\w{{1,{_LONGEST_NAME}}}))?(?:{re.escape(_ARGUMENTS)})?"
     rf"\s{{0,{_MOST_SPACE}}}(?:({_JSON})\s{{0,{_MOST_SPACE}}})?"
@@ -294,7 +294,7 @@ class ToolCallParser:
         return _joined(made)
 
     def _end_call(self, final: bool) -> bool:
-        """Take what closes the last call; return False if that is undecided.
+        """Take the text that closes the last call; return False while that is undecided.
 
         The value of a call that follows without a tag is begun.
         """

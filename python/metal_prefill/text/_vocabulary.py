@@ -34,9 +34,9 @@ MAX_TOKEN_CHARACTERS = (
 MERGES_KEY = "tokenizer.ggml.merges"
 ENCODER_KINDS = ("bert", "t5")
 KINDS = ("gpt2", "llama", "gemma4", *ENCODER_KINDS)
-# Which texts begin with a space of their own, in files that differ from SentencePiece: the whole text, or all
-# between spelled tokens; in either case, only those that begin with another character. In these files, spaces
-# are spaces while tokens are recognized. They become U+2581 before that in others.
+# Texts that get a space before them, in files that differ from SentencePiece: the whole text, or all between
+# spelled tokens; in either case, only texts that begin with another character. In these files, spaces become
+# U+2581 after tokens are recognized; in others, before.
 PREPEND_SCHEMES = ("first", "always", "never")
 PREPEND_KEY = "tokenizer.ggml.prepend_scheme"
 # Options of tokens that are recognized by their spelling, and the keys under tokenizer.ggml that list their

@@ -2,7 +2,7 @@
 
 `_tool_calls` shows these forms. Other models write one call in Python after another, without brackets. A
 scanner finds where such calls end, in a single pass over the pieces of an answer. The text of the calls is
-then parsed once, and nothing in text that is rejected is examined again.
+then parsed once, and rejected text is not examined again.
 """
 
 import json
@@ -21,7 +21,7 @@ WrittenCall: TypeAlias = tuple[str, dict[str, Any]]  # name and arguments of a c
 
 
 def types_of(tool: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """Return the JSON types of a tool's parameters, by name; none where the schema names no type."""
+    """Return the JSON types of a tool's parameters, by name; none if the schema names no type."""
     parameters = tool.get("function", tool).get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not isinstance(properties, Mapping):
@@ -297,7 +297,7 @@ class _PythonReader:
         return calls
 
     def _call(self) -> WrittenCall:
-        """Take a call, or its output that is printed."""
+        """Take a call, which may be the argument of ``print``."""
         printed = self._PRINT.match(self._text, self._at)
         if printed is not None:
             self._at = printed.end()

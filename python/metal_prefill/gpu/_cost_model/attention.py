@@ -52,7 +52,7 @@ def attention_decode(d: Dispatch) -> Work:
         d,
         ops=ops,
         ahead=ahead,
-        # The row's entry in the table and its first page are loaded before its keys. Where the next keys are
+        # The row's entry in the table and its first page are loaded before its keys. If the next keys are
         # loaded before the current ones are multiplied, the loads of two steps are in flight together.
         trips=(ceil(steps / 2) if ahead else steps) + 4 + rotates,
         # After the last read of earlier keys all the weights went through the caches, and replaced the keys.
@@ -76,7 +76,7 @@ def _key_steps(d: Dispatch, rows: int) -> list[float]:
 
 
 def _attention_work(d: Dispatch, steps: float, element: int, core: float, **others: Any) -> Work:
-    """Return the work of attention over many tokens; `steps` are those of all groups that load keys."""
+    """Return the work of attention over many tokens; `steps` counts all groups that load keys."""
     a = d.args
     tokens, keys = sum(n for _, n in d.runs), sum(position + n for position, n in d.runs)
     of_key = (a["key_dim"] + a["value_dim"]) * element
