@@ -16,7 +16,7 @@ namespace metal_prefill {
 
 namespace {
 
-// Linux grants the large registers of AMX to a process that asks for them.
+// Linux grants the large registers of AMX to processes on request.
 bool request_amx() {
 #if defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

@@ -211,7 +211,7 @@ def read_apple(cache: Path) -> dict[str, Framework]:
 
 
 def check(include: Path, apple: dict[str, Framework]) -> tuple[list[str], str]:
-    """Return the differences and a summary of what was compared."""
+    """Return the differences and a summary of the comparison."""
     declared = read_headers(include)
     problems = check_methods(declared, apple) + check_values(declared, apple)
     methods = sum(len(methods) for methods in declared.protocols.values())

@@ -1,4 +1,4 @@
-"""Random tokens, and results of engines next to those of the float64 reference."""
+"""Random tokens, and results of engines compared with the float64 reference."""
 
 from collections.abc import Sequence
 from typing import Any
