@@ -128,8 +128,8 @@ struct LibraryRecord {
   bool fast_math = true;
   bool fast_functions = true;  // of single precision
   int language_version = 0;    // major << 16 | minor
-  std::size_t kernels = 0;     // number of kernels in it
-  bool concurrent = false;     // whether the device was told to maximize concurrent compilation
+  std::size_t kernels = 0;
+  bool concurrent = false;  // whether the device was told to maximize concurrent compilation
 };
 std::vector<LibraryRecord> compiled_libraries();
 void forget_compiled_libraries();

@@ -32,7 +32,6 @@ class CacheMemory {
   PrefixTree& prefixes() { return prefixes_; }
   const PagePool& pages() const { return pages_; }
   const PrefixTree& prefixes() const { return prefixes_; }
-  // Bytes of the pages and states in use.
   std::size_t bytes_in_use() const {
     return pages_.pages_in_use() * pages_.page_bytes() + (states_ ? states_->bytes_in_use() : 0);
   }

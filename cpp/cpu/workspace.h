@@ -152,7 +152,6 @@ struct Workspace {
   // Throws DeviceError without a change.
   void reserve(const Config& config, const Weights& weights, std::size_t rope_tables, int rows,
                int logit_rows, int threads);
-  // Reserves memory for splits of `rows` rows.
   void reserve_splits(const Config& config, int n_splits, int rows);
   std::size_t bytes() const { return memory_.bytes() + logits_memory_.bytes() + splits_memory_.bytes(); }
 

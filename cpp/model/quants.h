@@ -20,8 +20,8 @@ enum class TensorType : std::uint32_t {
 struct TypeInfo {
   TensorType type;
   std::string_view name;
-  std::size_t block_values;  // values in a block
-  std::size_t block_bytes;   // bytes of a block
+  std::size_t block_values;
+  std::size_t block_bytes;
 };
 
 // All types, in the order in which a message lists them.

@@ -89,8 +89,8 @@ constexpr int kPairPad = 32;
 struct RotatedRows {
   struct Terms {
     float scale;
-    std::int32_t start;      // initial integer sum: minus the contribution of the weights' zero point
-    std::int32_t rests = 0;  // number of rests
+    std::int32_t start;  // initial integer sum: minus the contribution of the weights' zero point
+    std::int32_t rests = 0;
   };
   // A part of the codes of four columns that limit_pairs stores after the row.
   struct Rest {

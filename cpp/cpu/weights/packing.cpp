@@ -126,7 +126,6 @@ void put_codes(const Words& codes, std::uint8_t (&vectors)[kBits][kPanelRows][4]
   if constexpr (kBits > kLow) put_plane<kBits - kLow, kLow>(codes, vectors + kLow, lane);
 }
 
-// A float truncated to bfloat16.
 Bfloat16 truncated(float value) {
   return Bfloat16(std::bit_cast<std::uint32_t>(value) >> 16);
 }

@@ -35,7 +35,6 @@ constexpr LayerExperts kLayerExperts[] = {
 #include "../../model/tensors.inc"
 };
 
-// The matrix of one of `count` experts.
 Tensor matrix_of_expert(const Tensor& all, int expert, int count) {
   Tensor matrix = all;
   matrix.rows /= count;

@@ -23,7 +23,6 @@ class WeightViews {
                            float factor) = 0;
 };
 
-// The buffers of one pass.
 class PassBuffers {
  public:
   virtual ~PassBuffers() = default;
