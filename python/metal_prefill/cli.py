@@ -77,7 +77,7 @@ def make_parser(wanted: str | None) -> argparse.ArgumentParser:
 
 
 def with_mode(arguments: list[str], command: str | None) -> list[str]:
-    """Add the default mode of a command that has modes, unless one is named or help is wanted."""
+    """Add the default mode of a command that has modes, unless one is named or help is requested."""
     if command not in COMMANDS:
         return arguments
     modes = getattr(importlib.import_module(f"metal_prefill.commands.{command}"), "MODES", ())

@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 
 def finished(command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program and accept any exit code; options are those of `subprocess.run`."""
+    """Run a program with options of `subprocess.run`, and accept any exit code."""
     return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, **options})
 
 

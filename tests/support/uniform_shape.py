@@ -8,7 +8,7 @@ from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
 
 
 def uniform_shape(
-    config: ModelConfig,  # of the model
+    config: ModelConfig,
     # Tensor types in the layers, and of the embedding, to which the head is tied.
     kind: str,
     embedding: str,

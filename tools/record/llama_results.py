@@ -202,7 +202,7 @@ def vectors_of(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
 
 
 def means_of(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
-    """Compute the mean of the hidden states of an encoder, for which llama.cpp knows one token type."""
+    """Compute the mean of the hidden states of an encoder, for which llama.cpp has one token type."""
     return np.array([vector(path, tokens, model.dim) for tokens in comparison.single_segments(model)])
 
 

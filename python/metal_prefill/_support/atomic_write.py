@@ -56,7 +56,7 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name a file in errors of writing it, such as those of a full disk, which name none."""
+    """Name a file in errors of writing it, such as a full disk, which name none."""
     try:
         yield
     except OSError as error:

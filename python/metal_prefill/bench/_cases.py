@@ -55,7 +55,7 @@ class Case:
     n_texts: int = 0  # number of texts to embed; 0 in other tests
     # Choice of the timed tokens; empty if they are given. For "greedy" and "lookup", the context is `TASK`.
     choice: Choice = ""
-    # Length of each text to embed; 0 selects texts of many lengths, those of `text_lengths`.
+    # Length of each text to embed; 0 selects the many lengths of `text_lengths`.
     text_tokens: int = 0
 
     @property

@@ -98,7 +98,7 @@ def peak_rss_bytes() -> int:
 
 
 def involuntary_switches() -> int:
-    """Return how often this process's threads were preempted."""
+    """Return the number of preemptions of this process's threads."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 

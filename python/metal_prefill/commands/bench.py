@@ -26,7 +26,7 @@ _HELP = {
     "agents": "replay sessions of agents on servers, and count the tokens of prompts that they compute",
 }
 MODES = tuple(_HELP)  # the first one is measured if none is named
-# Arguments that are not those of a function of `bench`.
+# Arguments that no function of `bench` has.
 _OWN = ("command", "version", "execute", "mode", "model", "demo", "json")
 
 

@@ -34,7 +34,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def _models() -> Iterator[tuple[str, Path, int]]:
-    """Yield name, path and size: the bundled model, those of packages, then those in the Hub's cache."""
+    """Yield name, path and size of the bundled model, of models in packages, then in the Hub's cache."""
     from metal_prefill.errors import MissingExtraError
     from metal_prefill.hub._download import cached_models
     from metal_prefill.hub._local_file import PACKAGED, default_model_path, packaged_model

@@ -42,7 +42,7 @@ def prompt_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def given_texts(arguments: argparse.Namespace) -> list[str]:
-    """Return the texts that are arguments, or those of a file or of stdin; see `read_texts`."""
+    """Return the texts in arguments, in a file or on stdin; see `read_texts`."""
     if not arguments.texts:
         path = arguments.file or "-"
         if arguments.file is None and standard_input().isatty():

@@ -54,7 +54,7 @@ def t5(config: Fields) -> dict[str, Any]:
 
 
 def without_padding_positions(config: Fields, name: str, weight: Weight) -> Weight:
-    """Return the positions of tokens, which follow those of padding."""
+    """Return the positions of tokens, which follow the positions of padding."""
     if weight.shape[0] <= (first := _first_position(config)):
         raise weight.error(f"has {weight.shape[0]} positions, of which the first {first} are not used")
     return weight.reordered(np.arange(first, weight.shape[0]))

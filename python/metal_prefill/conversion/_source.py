@@ -113,7 +113,7 @@ class Source:
     biases: Mapping[str, str] = field(default_factory=dict)
     # Values of fields that the architecture implies; the first is the default.
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Names in a GGUF file of modules that `gguf.TensorNameMap` does not know; and of those of heads, by task.
+    # Names in a GGUF file of modules that `gguf.TensorNameMap` lacks, and of modules of heads by task.
     names: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     # Names of the tensors that one tensor of the folder contains, with equal numbers of rows, by its name.
@@ -193,7 +193,7 @@ class Source:
         )
 
 
-# Parameters that are no weight or bias: the modules and suffixes by which `gguf.TensorNameMap` knows them.
+# Parameters that are no weight or bias: the modules and suffixes in `gguf.TensorNameMap`.
 _PARAMETERS = {
     "dt_bias": ("dt_proj", "bias"),
     "layer_scalar": ("layer_scalar", "weight"),

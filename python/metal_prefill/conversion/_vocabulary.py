@@ -94,7 +94,7 @@ def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:
     for text in special[:4]:
         if text not in vocabulary:
             raise GGUFError(shortened(f"{path}: lacks the token {text}"))
-    values = loads(BertWordPieceTokenizer(vocabulary, *special).to_str())  # options are those of `settings`
+    values = loads(BertWordPieceTokenizer(vocabulary, *special).to_str())  # options are in `settings`
     values["added_tokens"] += _added_to_lines(path, settings, special)
     return Fields(path, values)
 

@@ -96,7 +96,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        model: EngineOwner,  # owner of the engine
+        model: EngineOwner,
         *,
         max_streams: int = 32,  # limit of the scheduler
         # Called in that thread with the scheduler after each pass.

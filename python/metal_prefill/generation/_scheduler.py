@@ -44,7 +44,7 @@ class StreamRows(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """Requests that divide rows of a pass, and the most rows of one while others want some."""
+    """Requests that divide rows of a pass, and the maximum rows of one while others wait."""
 
     requests: Sequence[_core.Computation]
     rows: int

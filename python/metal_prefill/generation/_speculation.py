@@ -172,7 +172,7 @@ class Speculation:
         # Rows of the pass without drafts, and the expected number of tokens that it generates.
         rows: int,
         tokens: float,
-        # Returns how many drafts a constraint allows; the next one is wrong.
+        # Returns the number of drafts that a constraint allows; the next one is wrong.
         allow: Callable[[list[int]], int] | None = None,
         sent: bool = False,  # whether the pass is in flight without drafts; then none are returned
     ) -> list[int]:

@@ -165,7 +165,7 @@ class TextWriter:
 
     def __init__(
         self,
-        decoder: TokenDecoder,  # of the tokens
+        decoder: TokenDecoder,
         # Strings and ids that end the text and are not part of it.
         stops: Sequence[str],
         stop_ids: frozenset[int],

@@ -157,7 +157,7 @@ def build_checked(
 ) -> _core.Engine:
     """Build a GPU engine that passes the self-test.
 
-    If only kernels that use matrix units are faulty, the engine is built without those of the same purpose:
+    If only kernels that use matrix units are faulty, the engine omits all kernels of the same purpose:
     tall tiles, attention, or products and all others. Then the fastest way to decode is selected. Raises
     DeviceError, which names them, if other kernels are faulty.
     """

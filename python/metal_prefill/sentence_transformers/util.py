@@ -37,7 +37,7 @@ def _floats(value: Any) -> Array:
 
 
 def _of_inputs(name: str, of_rows: Similarity, of_pairs: Similarity) -> tuple[Similarity, Similarity]:
-    """Return two functions of arrays or tensors, given those of arrays; vectors are matrices of one row.
+    """Return two functions of arrays or tensors, given functions of arrays; vectors are matrices of one row.
 
     By their names, other processes find them.
     """

@@ -231,7 +231,7 @@ def _streams(service: Service, form: ChatForm, ids: list[int], n: int, namespace
 
 
 def _reasoning_parser(form: ChatForm, tokenizer: Tokenizer, stream: Stream) -> ReasoningParser | None:
-    """Return a parser of the reasoning in an answer; None if the model's template knows none."""
+    """Return a parser of the reasoning in an answer; None if the model's template has none."""
     if form.reasoning_format == "none" or (tags := tokenizer.reasoning_tags) is None:
         return None
     # A constraint holds for the whole text, which therefore has no end of reasoning that it does not mention.

@@ -97,7 +97,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply) -> None
 
 
 def candidates_of(form: CompletionForm) -> int:
-    """Return how many texts to generate for each prompt, of which `n` are returned."""
+    """Return the number of texts to generate for each prompt, of which `n` are returned."""
     n, made = form.n or 1, form.best_of or form.n or 1
     if made < n:
         raise ApiError(f"best_of must be at least n, which is {n}; got {made}", param="best_of")

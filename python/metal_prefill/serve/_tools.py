@@ -169,7 +169,7 @@ class RequiredCalls:
         arguments = self.text[self._sent : end - (self.whole or not last)]
         self._sent += len(arguments)
         if last and not (self._length or arguments):
-            arguments = "{"  # LangChain reads empty arguments as those of a whole call without any
+            arguments = "{"  # LangChain takes empty arguments for a whole call without arguments
         self._length += len(arguments)
         return [(name, arguments)] if name is not None or arguments else []
 

@@ -82,7 +82,7 @@ class Tensor:
 
 
 def tensors(
-    shape: ModelShape,  # shape of the model
+    shape: ModelShape,
     # Types of the layer matrices and of the embedding.
     tensor_type: str,
     embedding_type: str,

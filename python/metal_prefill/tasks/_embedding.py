@@ -322,7 +322,7 @@ def embed_encoded(
         unpooled=encoded.unpooled,
         name_of=lambda i: f"text {distinct[i]}",
     )
-    # The row for texts without tokens follows those of the others and stays 0.
+    # The row for texts without tokens follows the others and stays 0.
     vectors = np.zeros((0 if kind == "none" else len(prompts), width), np.float32)
     states: list[Vectors] = []
     done = 0

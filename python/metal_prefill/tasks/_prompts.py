@@ -108,7 +108,7 @@ def numbered(items: Iterable[Item], noun: str) -> Iterator[Item]:
 
 
 class PromptRules(NamedTuple):
-    """Options of how texts become prompts; see :meth:`metal_prefill.Model.embed`."""
+    """Options for turning texts into prompts; see :meth:`metal_prefill.Model.embed`."""
 
     truncate: str = "error"
     unicode: str | None = None
@@ -289,7 +289,7 @@ class QueryExpansion(NamedTuple):
 
     length: int  # number of tokens of an expanded query
     token: int  # token that fills it
-    # Whether tokens attend to those of the expansion. Otherwise all tokens attend to the text alone.
+    # Whether tokens attend to the expansion. Otherwise all tokens attend to the text alone.
     seen: bool
     fixed: bool  # whether `length` is also the limit of longer queries
 

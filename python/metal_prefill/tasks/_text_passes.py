@@ -191,7 +191,7 @@ def whole_texts(
     # Number of last tokens of each text that expand a query; empty if no text has any.
     expansions: Sequence[int] = (),
     *,
-    seen: bool = False,  # whether tokens attend to those of the expansions
+    seen: bool = False,  # whether tokens attend to the expansions
 ) -> Any:
     """Return the vectors of texts, float32 ``[texts, dim]``, each computed as a whole in one pass.
 
@@ -210,7 +210,7 @@ def whole_texts(
 
 
 def _of_one_type(engine: Engine, prompts: Sequence[Ids], pairs: Container[int]) -> list[int]:
-    """Return how many last tokens of each prompt have the token type of its first.
+    """Return the number of last tokens of each prompt that have the token type of its first.
 
     The engine counts types by separators, also by those that a single text spells.
     """

@@ -123,7 +123,7 @@ class ReasoningParser:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """Return how many characters at the end of a text may be the start of a tag."""
+    """Return the number of characters at the end of a text that may begin a tag."""
     return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
 
 

@@ -551,7 +551,7 @@ class Tokenizer:
 
     @cached_property
     def reasoning_tags(self) -> Tags | None:
-        """Texts around the reasoning in answers; None if the chat template knows none."""
+        """Texts around the reasoning in answers; None if the chat template has none."""
         # A template names the end to remove the reasoning of earlier answers.
         template = self.chat_template or ""
         return next((tags for tags in (THINK, CHANNEL) if tags.end in template), None)

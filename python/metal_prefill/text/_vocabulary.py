@@ -111,12 +111,12 @@ _TEKKEN = (
 _LLAMA3 = PreTokenizer((_CL100K % r"\p{N}{1,3}",), whole_words=True, adds_bos=True)
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    # Files of Mamba-2 name mpt, those of Pythia olmo.
+    # Files of Mamba-2 name mpt, files of Pythia olmo.
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "phi-2", "jina-v2-code", "roberta-bpe"), PreTokenizer((_GPT2,))),
     "modern-bert": PreTokenizer((_GPT2,), nfc=True),
     **dict.fromkeys(("smollm", "starcoder", "command-r"), PreTokenizer((r"\p{N}", _GPT2))),
     **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "lfm2"), _LLAMA3),
-    # Files of SmolLM3 name the first, those of Granite 4 the second.
+    # Files of SmolLM3 name the first, files of Granite 4 the second.
     **dict.fromkeys(("smaug-bpe", "dbrx"), PreTokenizer(_LLAMA3.patterns)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), PreTokenizer((_CL100K % r"\p{N}",))),
     "qwen35": PreTokenizer((_QWEN35,)),

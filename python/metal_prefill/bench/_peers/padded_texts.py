@@ -31,7 +31,7 @@ MODEL_TYPES = {
     "modern-bert": "modernbert",
     "eurobert": "eurobert",
 }
-# Modules of a layer of nomic-bert that `gguf.TensorNameMap` does not know, and their names in a file.
+# Modules of a layer of nomic-bert that `gguf.TensorNameMap` lacks, and their names in a file.
 _OF_NOMIC_BERT = {
     "post_attention_layernorm": "attn_output_norm",
     "post_mlp_layernorm": "layer_output_norm",
