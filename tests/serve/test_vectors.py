@@ -246,6 +246,7 @@ def test_text_embeddings_inference_ranks_texts(pair_ranker: Running, raw: bool) 
 def test_text_embeddings_inference_predicts_classes(tmp_path: Path) -> None:
     path = convert(task_folders.CLASSIFIERS["bert"](tmp_path / "folder").write(), tmp_path / "m.gguf")
     with Model(path, device="cpu") as model, running(model) as server:
+        assert server.get("/v1/models").json()["data"][0]["tasks"] == ["classification"]
         for inputs, texts in (
             ("a b", ["a b"]),
             (["a", "b c"], [("a", "b c")]),

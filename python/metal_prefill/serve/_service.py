@@ -125,7 +125,7 @@ class Service:
             )
 
     def tasks(self) -> list[str]:
-        """Return the tasks of the model, among ``completion``, ``chat``, ``embedding`` and ``rerank``.
+        """Return the tasks: ``completion``, ``chat``, ``embedding``, ``rerank`` and ``classification``.
 
         ``chat`` requires a chat template in the file; without one, conversations have a plain format.
         """
@@ -139,6 +139,8 @@ class Service:
         with suppress(ValueError, GGUFError):
             check_ranks(engine, Options())
             tasks.append("rerank")
+        if engine.head.labels and engine.head.pooling != "none":
+            tasks.append("classification")
         return tasks
 
     @asynccontextmanager

@@ -55,7 +55,7 @@ export class Chat {
       if (event.key === "Escape" && this.running) this.running.abort();
     });
     this.choose(model.tasks.includes("chat") ? "chat" : "completion");
-    if (!model.tasks.includes("completion")) this.disable(`${model.id} makes vectors, and no text.`);
+    if (!model.tasks.includes("completion")) this.disable(`${model.id} generates no text.`);
   }
 
   choose(kind) {

@@ -39,7 +39,7 @@ export class Compare {
     );
     if (!model.tasks.includes("completion")) {
       this.button.disabled = true;
-      this.results.append(el("p", { class: "empty" }, `${model.id} makes vectors, and no text.`));
+      this.results.append(el("p", { class: "empty" }, `${model.id} generates no text.`));
     }
   }
 
