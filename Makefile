@@ -134,8 +134,11 @@ $(VENV)/.docs: pyproject.toml $(VENV)/.ready
 	$(PIP) install --group docs
 	@touch $@
 
+SOME_BUILD := $(if $(wildcard build/.emulator),build/.emulator,build/.testing)
+
 # Not with --quiet: mkdocs would count no warnings.
-docs: $(VENV)/.docs ## the site, from docs/, the examples and the docstrings; a broken link is an error
+docs: $(SOME_BUILD) $(VENV)/.docs ## the site, from docs/, the examples and the docstrings; a broken link is an error
+	$(COPY_STUB)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "the site is in build/site"
 
@@ -216,10 +219,13 @@ lint: build/.emulator $(VENV)/.dev-tools ## ruff, mypy --strict, clang-format, h
 # The folder of the build that tools find compile commands in: the first that exists.
 BUILT = $(shell for name in metal emulator testing plain; do if [ -d build/$$name ]; then echo build/$$name; break; fi; done)
 
+# To where tools that read the sources find it.
+COPY_STUB = cp $$($(BIN)/python -c "import metal_prefill, pathlib; print(pathlib.Path(metal_prefill.__file__).parent)")/_core.pyi \
+  python/metal_prefill/
+
 define LINTERS
 $(BIN)/ruff check . && $(BIN)/ruff format --check .
-cp $$($(BIN)/python -c "import metal_prefill, pathlib; print(pathlib.Path(metal_prefill.__file__).parent)")/_core.pyi \
-  python/metal_prefill/
+$(COPY_STUB)
 $(BIN)/mypy
 $(BIN)/clang-format --dry-run --Werror $(NATIVE)
 $(BIN)/hadolint packaging/Dockerfile
@@ -229,7 +235,7 @@ git log --no-merges --format=%s '@{upstream}..HEAD' 2>/dev/null | awk 'length > 
   print "a subject of more than 72 characters, or with a final period: " $$0 } END { exit found }'
 endef
 
-check: $(if $(wildcard build/.emulator),build/.emulator,build/.testing) $(VENV)/.dev-tools ## linters, and quick tests without any emulator
+check: $(SOME_BUILD) $(VENV)/.dev-tools ## linters, and quick tests without any emulator
 	$(LINTERS)
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5" "hypothesis>=6.100"
 	$(ONE_BLAS_THREAD) $(BIN)/python -m pytest -q tests -m "not emulator and not slow" -k "not metal and not neon" --dist loadfile \

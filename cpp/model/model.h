@@ -57,10 +57,11 @@ constexpr bool has_matrix_state(LayerKind kind) {
 
 // Architectures differ only in this data; the forward passes know none by name.
 struct Config {
-#define CONFIG(type, name, ...) type name = __VA_ARGS__;
+#define CONFIG(type, name, value, text) type name = value;
 #include "config.inc"
   int padding = 0;  // zeros at the end of `dim` values, which kernels include in means of squares
 
+  bool operator==(const Config&) const = default;
   // This configuration with the dimensions of one layer in place of those of all.
   Config of_layer(int layer) const;
   // Whether a layer has keys and values of its own.

@@ -17,9 +17,15 @@
 #include "../metal/plan/shader_language.h"
 #include "../model/tensors.h"
 #include "bindings.h"
+#include "enumerations.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+
+template <>
+struct nanobind::detail::type_caster<metal_prefill::metal::RowOutput>
+    : StringCaster<metal_prefill::metal::RowOutput, "none", "greedy", "logits", "log_probs", "hidden",
+                   "residual"> {};
 
 namespace metal_prefill::python {
 
@@ -121,13 +127,6 @@ nb::object contents(nb::handle self, std::size_t binding) {
 }  // namespace
 
 void bind_recordings(nb::module_& m) {
-  nb::enum_<RowOutput>(m, "RowOutput", "Result of the dispatches of a prompt for rows after the last layer.")
-      .value("NONE", RowOutput::kNone)
-      .value("GREEDY", RowOutput::kGreedy)
-      .value("LOGITS", RowOutput::kLogits)
-      .value("LOG_PROBS", RowOutput::kLogProbs)
-      .value("HIDDEN", RowOutput::kHidden)
-      .value("RESIDUAL", RowOutput::kResidual);
   nb::class_<PipelineInfo>(m, "PipelineInfo", "A pipeline that was built when the model was opened.")
       .def_ro("kernel", &PipelineInfo::kernel)
       .def_ro("seconds", &PipelineInfo::seconds, "That building it took, others at the same time.")

@@ -14,6 +14,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -21,6 +22,7 @@
 #include "../model/tensors.h"
 #include "arrays.h"
 #include "bindings.h"
+#include "enumerations.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -83,6 +85,27 @@ class ModelBuilder {
   Model model_;
 };
 
+// A field of Config as Python reads it: vectors are tuples.
+template <typename T>
+T attribute(const T& value) {
+  return value;
+}
+
+template <typename T>
+auto attribute(const std::vector<T>& values) {
+  using Item = std::conditional_t<std::is_same_v<T, std::uint8_t>, bool, T>;
+  nb::list items;
+  for (const T value : values) items.append(nb::cast(Item(value)));
+  return nb::typed<nb::tuple, Item, nb::ellipsis>(nb::tuple(items));
+}
+
+nb::typed<nb::dict, nb::str, nb::any> fields_of(const Config& config) {
+  nb::dict fields;
+#define CONFIG(type, name, ...) fields[#name] = attribute(config.name);
+#include "../model/config.inc"
+  return nb::typed<nb::dict, nb::str, nb::any>(fields);
+}
+
 // A row of the table of tensors, with its shape in a model of some configuration.
 struct TensorSpec {
   const TensorRow* row;
@@ -120,57 +143,63 @@ std::vector<TensorSpec> tensor_specs(const Config& config) {
 }  // namespace
 
 void bind_model(nb::module_& m) {
-  nb::enum_<RopeStyle>(m, "RopeStyle")
-      .value("INTERLEAVED", RopeStyle::kInterleaved)
-      .value("NEOX", RopeStyle::kNeox);
-  nb::enum_<RopeScaling>(m, "RopeScaling")
-      .value("NONE", RopeScaling::kNone)
-      .value("LINEAR", RopeScaling::kLinear)
-      .value("YARN", RopeScaling::kYarn);
-  nb::enum_<Activation>(m, "Activation")
-      .value("SILU", Activation::kSilu)
-      .value("GELU", Activation::kGelu)
-      .value("GELU_ERF", Activation::kGeluErf)
-      .value("RELU", Activation::kRelu)
-      .value("CLAMPED_SILU", Activation::kClampedSilu);
-  nb::enum_<NormKind>(m, "NormKind").value("RMS", NormKind::kRms).value("LAYER", NormKind::kLayer);
-  nb::enum_<QkNormPlace>(m, "QkNormPlace")
-      .value("HEADS", QkNormPlace::kHeads)
-      .value("ROTATED_HEADS", QkNormPlace::kRotatedHeads)
-      .value("ROWS", QkNormPlace::kRows);
-  nb::enum_<LayerKind>(m, "LayerKind")
-      .value("ATTENTION", LayerKind::kAttention)
-      .value("SHORT_CONV", LayerKind::kShortConv)
-      .value("STATE_SPACE", LayerKind::kStateSpace)
-      .value("ATTENTION_AND_STATE_SPACE", LayerKind::kAttentionAndStateSpace)
-      .value("GATED_DELTA", LayerKind::kGatedDelta);
-  nb::enum_<FeedForwardKind>(m, "FeedForwardKind")
-      .value("NONE", FeedForwardKind::kNone)
-      .value("DENSE", FeedForwardKind::kDense)
-      .value("EXPERTS", FeedForwardKind::kExperts);
-  nb::enum_<RouterScore>(m, "RouterScore")
-      .value("SOFTMAX", RouterScore::kSoftmax)
-      .value("SIGMOID", RouterScore::kSigmoid);
-  nb::enum_<Compute>(m, "Compute")
-      .value("INT8", Compute::kInt8)
-      .value("W8A8", Compute::kW8A8)
-      .value("INT16", Compute::kInt16)
-      .value("F32", Compute::kF32)
-      .value("BF16", Compute::kBf16);
   nb::enum_<KvType>(m, "KvType")
       .value("F16", KvType::kF16)
       .value("F32", KvType::kF32)
       .value("Q8_0", KvType::kQ8_0);
 
-  nb::class_<Config>(m, "Config", "Hyperparameters as the engines read them.")
-      .def(nb::init<>())
-#define CONFIG(type, name, ...) .def_rw(#name, &Config::name)
+  const Config defaults;
+  nb::class_<Config>(m, "ModelConfig", "Hyperparameters of a model.")
+      .def(
+          "__init__",
+          [](Config* self
+#define CONFIG(type, name, ...) , type name
 #include "../model/config.inc"
+          ) {
+            new (self) Config{
+#define CONFIG(type, name, ...) .name = std::move(name),
+#include "../model/config.inc"
+            };
+          },
+          nb::kw_only()
+#define CONFIG(type, name, ...) , nb::arg(#name) = defaults.name
+#include "../model/config.inc"
+              )
+#define CONFIG(type, name, value, text) \
+  .def_prop_ro(#name, [](const Config& self) { return attribute(self.name); }, text)
+#include "../model/config.inc"
+      .def("as_dict", &fields_of, "Return the attributes by their names.")
+      .def(
+          "replace",
+          [](const Config& self, const nb::kwargs& changes) {
+            nb::dict fields = fields_of(self);
+            fields.update(changes);
+            return nb::type<Config>()(**fields);
+          },
+          nb::sig("def replace(self, **changes: typing.Any) -> ModelConfig"),
+          "Return a copy with other values of some attributes.")
+      .def(
+          "__eq__", [](const Config& self, const Config& other) { return self == other; }, nb::is_operator(),
+          nb::sig("def __eq__(self, other: object, /) -> bool"))
+      .def("__repr__",
+           [](const Config& self) {
+             nb::list items;
+             for (const auto [name, value] : fields_of(self))
+               items.append(nb::str("{}={!r}").format(name, value));
+             return nb::str("ModelConfig({})").format(nb::str(", ").attr("join")(items));
+           })
+      .def_prop_ro(
+          "generates", [](const Config& self) { return self.causal && self.has_head; },
+          "Whether the model predicts text.")
       .def("of_layer", &Config::of_layer, "layer"_a,
-           "The same model with the dimensions of one layer as those of all.")
-      .def("caches", &Config::caches, "layer"_a, "Whether a layer has keys and values of its own.")
+           "Return this configuration with the dimensions of one layer as those of all.")
+      .def("kind", &Config::kind, "layer"_a, "Return the kind of a layer.")
+      .def("caches", &Config::caches, "layer"_a, "Return whether a layer has keys and values of its own.")
       .def("state_values", &Config::state_values, "layer"_a,
-           "Float32 values that a layer keeps of the tokens before a position; 0: it has no state.");
+           "Return the number of float32 values that a layer keeps of the tokens before a position.");
+  m.def("has_attention", &has_attention, "kind"_a, "Return whether a layer of a kind keeps keys and values.");
+  m.def("has_matrix_state", &has_matrix_state, "kind"_a,
+        "Return whether the state of a layer of a kind has a matrix for each head.");
 
   nb::class_<TensorSpec>(m, "TensorSpec", "A tensor that a model may have.")
       .def_prop_ro(

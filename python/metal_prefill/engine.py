@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from metal_prefill import _core
+from metal_prefill._core import ModelConfig
 from metal_prefill._support.arguments import integer
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefillError, UnsupportedModelError
 from metal_prefill.files._gguf_file import TENSOR_TYPES, FloatArray, GGUFFile, as_matrix
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._metadata_keys import LABEL_ENCODER
-from metal_prefill.files._model_config import ModelConfig
-from metal_prefill.files._model_tensors import collect_tensors, core_config
+from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.files._task_config import PooledHead, Prompts, TextLengths, read_head
 from metal_prefill.hub._local_file import default_model_path, local_file, source_name
 from metal_prefill.storage import _pack_cache, _session_file
@@ -271,7 +271,7 @@ def open_engine(
         options.max_context = 0 if limit is None else min(limit, config.context_length)
         head = read_head(gguf, config.architecture, config.dim)
         try:
-            builder = _core.ModelBuilder(core_config(config), gguf.mapping, gguf.mapping)
+            builder = _core.ModelBuilder(config, gguf.mapping, gguf.mapping)
             for role, layer, info in collect_tensors(gguf, config):
                 builder.add(
                     role, layer, info.name, info.type, *as_matrix(info.shape), info.offset, info.nbytes
@@ -283,7 +283,7 @@ def open_engine(
             mode: ComputeMode | None = None
             if core is None:
                 mode = chosen_mode(gguf, config) if compute == AUTO else compute
-                options.compute = _core.Compute[mode.upper()]
+                options.compute = mode
                 core = (
                     _pack_cache.build(builder, options, gguf) if pack_cache else builder.build("cpu", options)
                 )

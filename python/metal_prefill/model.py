@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from metal_prefill import _core
+from metal_prefill._core import ModelConfig
 from metal_prefill._support.arguments import MAX_INTEGER, Logits, Progress, TokenIds, integer, one_of
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill._support.lazy import LateFunctions
 from metal_prefill.engine import AUTO, CHOICES, ComputeMode, Engine, open_engine
 from metal_prefill.errors import ClosedError
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.hub._download import fetch
 from metal_prefill.session import Session
 from metal_prefill.storage import _session_file

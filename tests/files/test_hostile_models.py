@@ -63,8 +63,7 @@ def test_frequency_factors_must_be_positive(
 
 
 def test_too_many_layers_are_refused() -> None:
-    config = _core.Config()
-    config.n_layers = 100_001
+    config = _core.ModelConfig(n_layers=100_001)
     with pytest.raises(ValueError, match="100001 layers: a model has at most 100000"):
         _core.ModelBuilder(config, np.zeros(1, np.uint8), config)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from metal_kernels import KernelLibrary
@@ -21,7 +21,7 @@ from metal_prefill import DeviceError, Model, UnsupportedModelError, _core
 from metal_prefill.conversion import convert
 from metal_prefill.files import GGUFFile
 from metal_prefill.gpu._cost_model import CHIPS, plan, shape_of, time_of, work_of
-from metal_prefill.gpu._cost_model.shapes import Shape
+from metal_prefill.gpu._cost_model.shapes import RowOutput, Shape
 from metal_prefill.gpu._trace import Dispatch, decode_args
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
@@ -135,9 +135,8 @@ def test_a_layer_takes_as_many_dispatches_at_any_length_and_position(tmp_path: P
         models.append(replace(model, experts=replace(model.experts, count=3 * model.experts.count)))
     for chosen in models:
         shape = shape_in(small_models.write(tmp_path / "m.gguf", chosen))
-        output = "greedy" if shape.config.has_head else "hidden"
         for tokens, position in itertools.product((1, 2, 8, 9, 40, 300), (0, 500)):
-            passes = plan(shape, tokens, position=position, output=output)
+            passes = plan(shape, tokens, position=position)
             counts = Counter(d.layer for d in passes if d.kernel != "attention_combine")
             found = tuple(counts[layer] for layer in range(model.layers))
             assert found == LAYERS[name][0 if tokens == 1 else 1 if tokens <= 8 else 2], (tokens, position)
@@ -192,7 +191,7 @@ _EXPERTS = {
     ],
 )
 def test_models_that_the_kernels_do_not_suit_are_refused(fields: dict[str, Any], message: str) -> None:
-    shape = uniform_shape(replace(SMOLLM, **fields), "f32", "f32")
+    shape = uniform_shape(SMOLLM.replace(**fields), "f32", "f32")
     with pytest.raises(
         UnsupportedModelError, match=f"the Metal engine does not support {message}.*device='cpu'"
     ):
@@ -212,7 +211,7 @@ def test_experts_before_a_norm_of_the_stream_take_eleven_dispatches(tmp_path: Pa
     ("tokens", "output", "rows"), [(40, "greedy", 1), (40, "log_probs", 40), (40, "none", 0)]
 )
 def test_layers_without_keys_of_their_own_have_only_rows_with_an_output(
-    tmp_path: Path, tokens: int, output: str, rows: int
+    tmp_path: Path, tokens: int, output: RowOutput, rows: int
 ) -> None:
     model = small_models.MODELS["gemma4"]
     assert model.layered is not None
@@ -245,18 +244,18 @@ def test_tensors_with_the_same_input_are_one_product_for_each_run_of_a_type(
     assert len({d.args["out_stride"] for d in first}) == 1
 
 
-SMALL = replace(
-    SMOLLM, n_layers=2, dim=256, n_heads=4, n_kv_heads=2, ffn_dim=768, vocab_size=320, context_length=300
+SMALL = SMOLLM.replace(
+    n_layers=2, dim=256, n_heads=4, n_kv_heads=2, ffn_dim=768, vocab_size=320, context_length=300
 )
-LLAMA_7B = replace(
-    SMALL, n_layers=1, dim=4096, n_heads=32, n_kv_heads=32, key_dim=128, value_dim=128, ffn_dim=11008,
+LLAMA_7B = SMALL.replace(
+    n_layers=1, dim=4096, n_heads=32, n_kv_heads=32, key_dim=128, value_dim=128, ffn_dim=11008,
     vocab_size=32000, context_length=1 << 17, rope_dim=128,
 )  # fmt: skip
 
 
 def small(**fields: Any) -> Shape:
     """Return the shape of a small model with these fields, whose matrices are Q4_0."""
-    return uniform_shape(replace(SMALL, **fields), "q4_0", "q4_0")
+    return uniform_shape(SMALL.replace(**fields), "q4_0", "q4_0")
 
 
 PROMPT_ATTENTION = ("attention_prefill", "attention_tensor")
@@ -314,9 +313,7 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
     some positions with others.
     """
     context = shape.config.context_length
-    outputs = [
-        o for o in _core.RowOutput if shape.config.has_head or o.name in ("NONE", "HIDDEN", "RESIDUAL")
-    ]
+    outputs = get_args(RowOutput) if shape.config.has_head else ("none", "hidden", "residual")
     of_a_token = range(context) if chunk_tokens >= context else (*range(0, context, 16), context - 1)
     found: set[str] = set()
     engine = _core.EngineOptions()
@@ -396,10 +393,10 @@ STEPS = (
 def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
     libraries: Mapping[str, KernelLibrary], tmp_path: Path
 ) -> None:
-    routed = replace(
-        SMALL, n_experts=8, experts_used=2, expert_dim=256, ffn_dim=0, layer_feed_forwards=("experts",) * 2
+    routed = SMALL.replace(
+        n_experts=8, experts_used=2, expert_dim=256, ffn_dim=0, layer_feed_forwards=("experts",) * 2
     )
-    large = replace(SMALL, dim=2048, ffn_dim=8192, context_length=512)  # tiles are wide if there are enough
+    large = SMALL.replace(dim=2048, ffn_dim=8192, context_length=512)  # tiles are wide if there are enough
     found: set[str] = set()
     for kind in TYPES:
         plain = uniform_shape(SMALL, kind, kind)
@@ -408,12 +405,12 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
         found |= kernels_by_plan(plain, (1,), matvec_rows=(2, 4))
         found |= kernels_by_plan(uniform_shape(routed, kind, kind), (1, 300))
         found |= kernels_by_plan(uniform_shape(large, kind, kind), (9, 64, 100, 512), family=(7, 10))
-    shapes = [uniform_shape(replace(SMALL, key_dim=512, value_dim=512), "f32", "f32")]
+    shapes = [uniform_shape(SMALL.replace(key_dim=512, value_dim=512), "f32", "f32")]
     for name in STEPS:
         model = (small_models.MODELS | small_models.ENCODERS)[name]
         shapes.append(shape_in(small_models.write(tmp_path / "m.gguf", model)))
         if name == "falcon-h1":
-            scan = replace(shapes[-1].config, scan_key_dim=256)
+            scan = shapes[-1].config.replace(scan_key_dim=256)
             shapes.append(uniform_shape(scan, "f32", "f32"))
     for shape in shapes:
         output = "greedy" if shape.config.has_head else "hidden"
@@ -511,7 +508,9 @@ def test_rows_share_a_simdgroup_where_all_its_lanes_share_a_row(rows: int) -> No
 
 def test_a_fused_norm_of_one_token_is_part_of_the_products_that_follow() -> None:
     shape = small()
-    for tokens, output, fused, norms in ((1, "greedy", 4, 1), (2, "log_probs", 0, 5), (9, "greedy", 1, 4)):
+    cases: list[tuple[int, RowOutput, int, int]]
+    cases = [(1, "greedy", 4, 1), (2, "log_probs", 0, 5), (9, "greedy", 1, 4)]
+    for tokens, output, fused, norms in cases:
         found = Counter(d.kernel for d in plan(shape, tokens, output=output, fused_norm=True))
         assert sum(n for kernel, n in found.items() if kernel.startswith("rmsnorm_matvec")) == fused
         assert found["rmsnorm_f32"] + found["rmsnorm_f16"] == norms

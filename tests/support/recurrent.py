@@ -4,8 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from metal_prefill import Model
-from metal_prefill.files._model_config import layer_kind
-from metal_prefill.files._model_tensors import core_config
 from metal_prefill.synth import ScanShape
 from support.small_models import MODELS
 
@@ -31,14 +29,14 @@ LARGE = {
 def page_bytes(model: Model) -> int:
     """Return the bytes of K and V in f16 of 64 positions, in the layers with attention."""
     c = model.config
-    attend = sum("attention" in layer_kind(c, layer) for layer in range(c.n_layers))
+    attend = sum("attention" in c.kind(layer) for layer in range(c.n_layers))
     return attend * 64 * c.n_kv_heads * (c.key_dim + c.value_dim) * 2
 
 
 def state_bytes(model: Model) -> int:
     """Return the bytes of the states of all layers in float32."""
-    core = core_config(model.config)
-    return sum(4 * core.state_values(layer) for layer in range(model.config.n_layers))
+    config = model.config
+    return sum(4 * config.state_values(layer) for layer in range(config.n_layers))
 
 
 def interval(model: Model) -> int:

@@ -3,7 +3,7 @@
 from gguf import GGMLQuantizationType
 
 from metal_prefill.files import ModelConfig
-from metal_prefill.files._model_tensors import core_config, expected_tensors
+from metal_prefill.files._model_tensors import expected_tensors
 from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
 
 
@@ -16,7 +16,7 @@ def uniform_shape(
     """Return the shape of a model whose layers have matrices of one type."""
     types = dict.fromkeys(("token_embedding", "output"), embedding)
     tensors = []
-    for spec, layer, presence in expected_tensors(config, core_config(config)):
+    for spec, layer, presence in expected_tensors(config):
         if presence == "optional" and not (spec.role == "token_types" and config.token_types):
             continue
         name = types.get(spec.role, kind if spec.kind in ("matrix", "experts") else "f32")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -58,6 +57,7 @@ def execute(arguments: argparse.Namespace) -> None:
     from metal_prefill import default_model_path
     from metal_prefill._support.tables import table
     from metal_prefill.engine import chosen_mode
+    from metal_prefill.files import ModelConfig
     from metal_prefill.files._gguf_file import GGUFFile
     from metal_prefill.files._hyperparameters import read_config
     from metal_prefill.files._model_tensors import ignored_tensors
@@ -67,13 +67,13 @@ def execute(arguments: argparse.Namespace) -> None:
     path = common.model_path(arguments.model or arguments.positional_model) or default_model_path()
     console = common.console()
     with GGUFFile(path) as gguf:
-        config = read_config(gguf)
+        config, defaults = read_config(gguf), ModelConfig()
         size = sum(part.stat().st_size for part in gguf.parts)
         console.print(f"{path}: GGUF version {gguf.version}, {size:,} bytes", highlight=False)
         settings = [
-            (field.name, f"{value:g}" if isinstance(value, float) else str(value))
-            for field in fields(config)
-            if (value := getattr(config, field.name)) != field.default
+            (name, f"{value:g}" if isinstance(value, float) else str(value))
+            for name, value in config.as_dict().items()
+            if value != getattr(defaults, name)
         ]
         model_name, pre = gguf.metadata.get("tokenizer.ggml.model"), gguf.metadata.get("tokenizer.ggml.pre")
         tokenizer = "none" if model_name is None else f"{model_name}" + (f" ({pre})" if pre else "")

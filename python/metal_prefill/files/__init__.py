@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from metal_prefill._core import ModelConfig
 from metal_prefill._support.lazy import lazy_names
 
 if TYPE_CHECKING:
     from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
-    from metal_prefill.files._model_config import ModelConfig
 
 __all__ = ["GGUFFile", "ModelConfig", "TensorInfo"]
 
-__getattr__ = lazy_names(__name__, _gguf_file="GGUFFile TensorInfo", _model_config="ModelConfig")
+__getattr__ = lazy_names(__name__, _gguf_file="GGUFFile TensorInfo")

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from metal_prefill.files._model_config import (
-    Activation,
-    LayerKind,
-    NormKind,
-    QkNormPlace,
-    RopeStyle,
-    RouterScore,
-)
+# Of fields of ModelConfig.
+RopeStyle: TypeAlias = Literal["interleaved", "neox"]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_erf", "relu", "clamped_silu"]
+NormKind: TypeAlias = Literal["rms", "layer"]
+QkNormPlace: TypeAlias = Literal["heads", "rotated_heads", "rows"]
+LayerKind: TypeAlias = Literal[
+    "attention", "short_conv", "state_space", "attention_and_state_space", "gated_delta"
+]
+FeedForwardKind: TypeAlias = Literal["none", "dense", "experts"]
+RouterScore: TypeAlias = Literal["softmax", "sigmoid"]
 
 WindowRope: TypeAlias = Literal["same", "own", "only", "unscaled"]
 Presence: TypeAlias = Literal["required", "optional", "absent"]

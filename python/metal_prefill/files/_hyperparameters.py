@@ -6,20 +6,20 @@ different results.
 """
 
 import math
-from dataclasses import replace
 
-from metal_prefill.files._architecture import ARCHITECTURES, MISSING_STEPS, Architecture
-from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._metadata_keys import MAX_INT, Keys
-from metal_prefill.files._model_config import (
+from metal_prefill._core import ModelConfig, has_matrix_state
+from metal_prefill.files._architecture import (
+    ARCHITECTURES,
+    MISSING_STEPS,
     Activation,
+    Architecture,
     FeedForwardKind,
     LayerKind,
-    ModelConfig,
     NormKind,
     RouterScore,
-    has_matrix_state,
 )
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._metadata_keys import MAX_INT, Keys
 from metal_prefill.files._positions import with_layer_dimensions, with_positions
 
 # Keys that change the forward pass in ways that are not implemented, and the value that has no effect.
@@ -157,7 +157,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         config = with_layer_dimensions(config, keys)
     if traits.per_layer_inputs != "absent":
         width = keys.integer("embedding_length_per_layer_input", 0, MAX_INT // n_layers, default=0)
-        config = replace(config, per_layer_dim=width)
+        config = config.replace(per_layer_dim=width)
     return config
 
 
@@ -278,8 +278,7 @@ def _with_scan(config: ModelConfig, keys: Keys) -> ModelConfig:
             f"{name}.ssm.inner_size {inner}, ssm.state_size {state} and ssm.group_count {groups}: their "
             f"projections have more than {MAX_INT} rows"
         )
-    return replace(
-        config,
+    return config.replace(
         conv_taps=keys.integer("ssm.conv_kernel", 2),
         scan_heads=heads,
         scan_groups=groups,
@@ -325,8 +324,7 @@ def _with_experts(config: ModelConfig, keys: Keys, traits: Architecture) -> Mode
     if score not in (0, *_ROUTER_SCORES):
         known = ", ".join(f"{number} ({kind})" for number, kind in _ROUTER_SCORES.items())
         raise keys.unsupported(f"{name}.expert_gating_func is {score}; supported: {known}")
-    return replace(
-        config,
+    return config.replace(
         n_experts=count,
         experts_used=used,
         expert_dim=width,

@@ -1,33 +1,18 @@
 """Passes a model to the engines: its configuration, and its tensors by their roles."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from metal_prefill import _core
+from metal_prefill._core import ModelConfig
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._gguf_file import SUPPORTED_TYPES, GGUFFile, TensorInfo
 from metal_prefill.files._metadata_keys import LABEL_ENCODER, Keys
-from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.files._task_config import HEAD_TENSORS
 
 # Tensor types that are supported for matrices; vectors are F32.
 MATRIX_TYPES = tuple(kind.name for kind in SUPPORTED_TYPES.values())
-
-_OF_LAYERS = {"layer_kinds": _core.LayerKind, "layer_feed_forwards": _core.FeedForwardKind}
-
-
-def core_config(config: ModelConfig) -> _core.Config:
-    """Convert a configuration to the engines' representation."""
-    core = _core.Config()
-    for name in (item.name for item in fields(config)):
-        value, kind = getattr(config, name), type(getattr(core, name))
-        if name in _OF_LAYERS:
-            value = [_OF_LAYERS[name][item.upper()] for item in value]
-        elif isinstance(value, str) and kind is not str:
-            value = kind[value.upper()]  # of an enumeration
-        setattr(core, name, value)
-    return core
 
 
 def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int, TensorInfo]]:
@@ -66,20 +51,20 @@ def ignored_tensors(gguf: GGUFFile, config: ModelConfig) -> dict[str, str]:
     return found
 
 
-def expected_tensors(config: ModelConfig, core: _core.Config) -> Iterator[tuple[_core.TensorSpec, int, str]]:
+def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, int, str]]:
     """Yield every tensor that a model can have: its table row, its layer and its presence.
 
     The presence is ``"required"``, ``"optional"``, or ``"tied"`` if the embedding can replace the tensor.
     """
     traits = ARCHITECTURES[config.architecture]
-    specs = _core.tensors(core)
+    specs = _core.tensors(config)
     # Whether the tensors of a role have other shapes in some layers.
     differ = config.layer_kv_heads or config.layer_head_dim or config.layer_ffn_dim
     for layer in range(-1, config.n_layers):
         if layer >= 0 and differ:
-            specs = _core.tensors(core.of_layer(layer))
+            specs = _core.tensors(config.of_layer(layer))
         for spec in specs:
-            if layer >= 0 and not spec.is_in(core, layer):
+            if layer >= 0 and not spec.is_in(config, layer):
                 continue
             if spec.presence == "per_layer_inputs" and config.per_layer_dim == 0:
                 continue
@@ -102,14 +87,13 @@ def tensor_name(traits: Architecture, spec: _core.TensorSpec, layer: int) -> str
 
 
 def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, int, TensorInfo]]:
-    core = core_config(config)
-    specs = _core.tensors(core)
+    specs = _core.tensors(config)
     embedding = next(s.name for s in specs if s.role == "token_embedding")
     shapes = {spec.role: spec.shape for spec in specs}
     names = {spec.role: spec.name for spec in specs}
     traits = ARCHITECTURES[config.architecture]
     parts = {role: (name, roles) for name, roles in traits.fused.items() for role in roles}
-    for spec, layer, presence in expected_tensors(config, core):
+    for spec, layer, presence in expected_tensors(config):
         if spec.role in parts:
             whole, roles = parts[spec.role]
             if f"blk.{layer}.{traits.reversed_with.get(whole)}" in gguf.tensors:

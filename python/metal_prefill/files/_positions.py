@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 
+from metal_prefill._core import ModelConfig
 from metal_prefill.files._architecture import Architecture
 from metal_prefill.files._metadata_keys import Keys
-from metal_prefill.files._model_config import ModelConfig
 
 _DEFAULT_WINDOW_ROPE_BASE = 10000.0  # for layers with a window, in every published gemma3 model
 
@@ -24,7 +23,7 @@ def with_positions(
     if keys.number("attention.temperature_scale", default=0):
         # Scores of positions after the original context have another scale.
         original = keys.positive("rope.scaling.original_context_length")
-        config = replace(config, context_length=min(config.context_length, original))
+        config = config.replace(context_length=min(config.context_length, original))
     if traits.long_rope != "absent":
         config = _with_long_rope(config, keys, max_context)
     return _with_layer_positions(config, keys, traits)
@@ -36,7 +35,7 @@ def _with_rope_scaling(config: ModelConfig, keys: Keys, traits: Architecture) ->
     # factor.
     factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
     kind = keys.string("rope.scaling.type", default="linear" if keys.has(factor_key) else "none")
-    config = replace(config, rope_attn_factor=attn_factor)
+    config = config.replace(rope_attn_factor=attn_factor)
     if kind == "longrope" and traits.long_rope != "absent":
         if (factor := keys.positive_float(factor_key, default=1.0)) != 1:
             raise keys.unsupported(f"{factor_key} {factor} together with LongRoPE is not supported")
@@ -49,15 +48,14 @@ def _with_rope_scaling(config: ModelConfig, keys: Keys, traits: Architecture) ->
         )
     factor = keys.positive_float(factor_key)
     if kind == "linear":
-        return replace(config, rope_scaling="linear", rope_factor=factor)
+        return config.replace(rope_scaling="linear", rope_factor=factor)
     if config.rope_base <= 1:
         raise keys.error(
             f"{keys.architecture}.rope.freq_base is {config.rope_base}, must be greater than 1 for YaRN"
         )
     # llama.cpp ignores yarn_attn_factor, too: it computes this factor from `factor`.
     multiplier = keys.number("rope.scaling.yarn_log_multiplier", default=0)
-    return replace(
-        config,
+    return config.replace(
         rope_scaling="yarn",
         rope_attn_factor=attn_factor / (1 + 0.1 * max(multiplier, 0) * math.log(max(factor, 1.0))),
         rope_factor=factor,
@@ -80,8 +78,7 @@ def _with_long_rope(config: ModelConfig, keys: Keys, max_context: int | None) ->
         raise keys.error(f"tensor {missing[0]} is missing, which LongRoPE requires")
     original = keys.positive("rope.scaling.original_context_length")
     long = min(config.context_length, max_context or config.context_length) > original
-    return replace(
-        config,
+    return config.replace(
         rope_original_context=original,
         rope_long=long,
         context_length=config.context_length if long else min(original, config.context_length),
@@ -91,10 +88,10 @@ def _with_long_rope(config: ModelConfig, keys: Keys, max_context: int | None) ->
 def _with_layer_positions(config: ModelConfig, keys: Keys, traits: Architecture) -> ModelConfig:
     layers = range(config.n_layers)
     if not traits.rope or (traits.rope_switch and not keys.boolean("rope.scaling.finetuned", default=True)):
-        return replace(config, layer_uses_rope=(False,) * config.n_layers)
+        return config.replace(layer_uses_rope=(False,) * config.n_layers)
     if traits.rope_free_every:
         uses_rope = tuple((layer + 1) % traits.rope_free_every != 0 for layer in layers)
-        return replace(config, layer_uses_rope=uses_rope)
+        return config.replace(layer_uses_rope=uses_rope)
     stated = keys.number("attention.sliding_window", default=0)
     if traits.window == "absent" or (traits.window == "optional" and stated == 0):
         return config
@@ -106,11 +103,11 @@ def _with_layer_positions(config: ModelConfig, keys: Keys, traits: Architecture)
         windowed = keys.each_layer_but_every_nth(
             pattern, config.n_layers, default=traits.window_period, first=traits.window_free_first
         )
-    config = replace(config, layer_window=tuple(window if w else 0 for w in windowed))
+    config = config.replace(layer_window=tuple(window if w else 0 for w in windowed))
     if traits.window_rope == "same":
         return config
     if traits.window_rope == "only":
-        return replace(config, layer_uses_rope=windowed)
+        return config.replace(layer_uses_rope=windowed)
     is_own = traits.window_rope == "own"
     default_base = _DEFAULT_WINDOW_ROPE_BASE if is_own else config.rope_base
     window_base = keys.positive_float("rope.freq_base_swa", default=default_base)
@@ -119,8 +116,7 @@ def _with_layer_positions(config: ModelConfig, keys: Keys, traits: Architecture)
             f"{keys.architecture}.rope.scaling.attn_factor is {config.rope_attn_factor}, which is not "
             "supported with attention windows"
         )
-    return replace(
-        config,
+    return config.replace(
         layer_rope_base=tuple(window_base if w else config.rope_base for w in windowed),
         layer_rope_factor=tuple(1.0 if w else config.rope_factor for w in windowed),
     )
@@ -167,8 +163,7 @@ def with_layer_dimensions(config: ModelConfig, keys: Keys) -> ModelConfig:
     if rope_dim % 2:
         raise keys.error(f"{name}.rope.dimension_count_swa is {rope_dim}, must be even")
     kv_heads = keys.list_each_layer("attention.head_count_kv", n, config.n_heads)
-    return replace(
-        config,
+    return config.replace(
         layer_rope_freqs=tuple(not w for w in windowed) if any(windowed) else (),
         layer_head_dim=_where_they_differ(
             config.key_dim, (head_dim if w else config.key_dim for w in windowed)

@@ -24,7 +24,7 @@ from metal_prefill.gpu._trace import from_core
 from metal_prefill.storage._cache_folder import cache_folder, cache_key, read_known, write_known
 
 if TYPE_CHECKING:
-    from metal_prefill.files._model_config import ModelConfig
+    from metal_prefill._core import ModelConfig
 
 _log = logging.getLogger("metal_prefill")
 

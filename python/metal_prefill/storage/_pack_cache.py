@@ -57,14 +57,14 @@ def build(builder: _core.ModelBuilder, options: _core.EngineOptions, gguf: GGUFF
     return engine
 
 
-def identify(gguf: GGUFFile, compute: _core.Compute) -> str:
+def identify(gguf: GGUFFile, compute: str) -> str:
     """Return a hash of all inputs of the packed weights of a model.
 
     Sizes and modification times reveal changes that samples of the model file miss, and other builds of the
     native module.
     """
     status = [os.stat(part) for part in (*map(str, gguf.parts), _core.__file__)]
-    parts = [fingerprint(gguf), version(), kernel_set(), compute.name]
+    parts = [fingerprint(gguf), version(), kernel_set(), compute]
     parts += [f"{file.st_size} {file.st_mtime_ns}" for file in status]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -46,11 +46,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from metal_prefill import _core
+from metal_prefill._core import ModelConfig
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import MetalPrefillError, StateError
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._model_config import ModelConfig, layer_kind
-from metal_prefill.files._model_tensors import core_config
 from metal_prefill.storage._cache_folder import sample_starts
 
 FORMAT = "metal_prefill.session"
@@ -118,16 +117,15 @@ class Owner:
         """Return dtype and shape of K, V and states of `n` cached tokens, layer by layer."""
         c, rows = self.config, _KV_DTYPES[self.kv_dtype]
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        core = core_config(c)
         for layer in range(c.n_layers):
-            kind = layer_kind(c, layer)
-            own = core.of_layer(layer)
-            for name, dim in (("key", own.key_dim), ("value", own.value_dim)) if core.caches(layer) else ():
+            kind = c.kind(layer)
+            own = c.of_layer(layer)
+            for name, dim in (("key", own.key_dim), ("value", own.value_dim)) if c.caches(layer) else ():
                 shape = (n, own.n_kv_heads, dim // rows.values * rows.words)
                 tensors[f"layer.{layer}.{name}"] = (rows.dtype, shape)
             if kind == "short_conv":
                 tensors[f"layer.{layer}.state"] = ("F32", (c.conv_taps - 1, c.dim))
-            elif values := core.state_values(layer):
+            elif values := c.state_values(layer):
                 tensors[f"layer.{layer}.state"] = ("F32", (values,))
         return tensors
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from metal_prefill._core import has_attention
 from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_writer import GGUFWriter
 from metal_prefill.files._hyperparameters import NORM_EPS_KEYS, SCALE_KEYS, SIGMOID
-from metal_prefill.files._model_config import has_attention
 from metal_prefill.files._task_config import NUMBERED_POOLINGS
 from metal_prefill.synth._shape import ModelShape
 from metal_prefill.synth._tensors import TOKEN_TYPES, Tensor

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from metal_prefill.files._architecture import ARCHITECTURES, Architecture
+from metal_prefill._core import has_attention, has_matrix_state
+from metal_prefill.files._architecture import ARCHITECTURES, Architecture, LayerKind
 from metal_prefill.files._metadata_keys import MAX_INT
-from metal_prefill.files._model_config import LayerKind, has_attention, has_matrix_state
 from metal_prefill.files._task_config import NUMBERED_POOLINGS
 from metal_prefill.synth._tokenizer import VOCABULARIES
 
@@ -303,7 +303,7 @@ def check(shape: ModelShape) -> None:
         raise ValueError(f"conv_layers {shape.conv_layers}: {shape.architecture} has no short convolutions")
     may_have = traits.experts == "optional" and shape.experts is not None
     has_parts = {
-        "scan": any(has_matrix_state(kind) for kind in (traits.mixer, traits.recurrent)),
+        "scan": any(kind and has_matrix_state(kind) for kind in (traits.mixer, traits.recurrent)),
         "experts": traits.experts == "required" or may_have,
         "layered": traits.layers_differ,
     }

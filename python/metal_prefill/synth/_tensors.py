@@ -135,7 +135,7 @@ def tensors(
         )
         return Tensor(name, spec.shape, kinds.get(spec.role, tensor_type), Role.MATRIX, std)
 
-    config = _core_config(shape)
+    config = _config(shape)
     specs = _present_tensors(config, shape)
     whole = [spec for spec in specs if not spec.per_layer]
     after = ("output_norm", "output")
@@ -156,13 +156,13 @@ def tensors(
     yield from _heads(shape)
 
 
-def _present_tensors(config: _core.Config, shape: ModelShape) -> list[_core.TensorSpec]:
+def _present_tensors(config: _core.ModelConfig, shape: ModelShape) -> list[_core.TensorSpec]:
     return [spec for spec in _core.tensors(config) if _is_present(spec, shape)]
 
 
 def stacks(shape: ModelShape) -> Iterator[tuple[str, list[str]]]:
     """Yield each tensor that files of this architecture may have in place of others, and their names."""
-    names = {spec.role: spec.name for spec in _core.tensors(_core_config(shape))}
+    names = {spec.role: spec.name for spec in _core.tensors(_config(shape))}
     for layer in range(shape.layers):
         for name, roles in shape.traits.fused.items():
             yield f"blk.{layer}.{name}", [names[role].format(layer=layer) for role in roles]
@@ -194,34 +194,54 @@ def _heads(shape: ModelShape) -> Iterator[Tensor]:
         yield Tensor("cls.output.weight", size, "F32", Role.HEAD, shape.dim**-0.5)
 
 
-def _core_config(shape: ModelShape) -> _core.Config:
+def _config(shape: ModelShape) -> _core.ModelConfig:
     traits = shape.traits
-    config = _core.Config()
-    config.qk_norm_place = _core.QkNormPlace[traits.qk_norm_place.upper()]
-    config.vocab_size, config.dim, config.embedding_dim = shape.vocab, shape.dim, shape.embedding_dim
-    config.relative_rows = shape.relative_rows
-    config.ffn_dim = 0 if traits.ffn == "absent" else shape.ffn
-    config.context_length = shape.context
-    config.token_types = TOKEN_TYPES if traits.token_types != "absent" else 0
-    config.n_heads, config.n_kv_heads = shape.heads, shape.kv_heads
-    config.conv_taps, config.query_gate = shape.conv_taps, traits.query_gate
+    config = _core.ModelConfig(
+        qk_norm_place=traits.qk_norm_place,
+        vocab_size=shape.vocab,
+        dim=shape.dim,
+        embedding_dim=shape.embedding_dim,
+        relative_rows=shape.relative_rows,
+        ffn_dim=0 if traits.ffn == "absent" else shape.ffn,
+        context_length=shape.context,
+        token_types=TOKEN_TYPES if traits.token_types != "absent" else 0,
+        n_heads=shape.heads,
+        n_kv_heads=shape.kv_heads,
+        key_dim=shape.head_dim,
+        value_dim=shape.value_width,
+        rope_dim=shape.rotated,
+        conv_taps=shape.conv_taps,
+        query_gate=traits.query_gate,
+        n_layers=shape.layers,
+        layer_kinds=shape.kinds,
+    )
     if (scan := shape.scan) is not None:
-        config.conv_taps, config.scan_heads, config.scan_groups = scan.taps, scan.heads, scan.groups
-        config.scan_key_dim, config.scan_value_dim = scan.state, scan.inner // scan.heads
-    config.n_layers = shape.layers
-    config.layer_kinds = [_core.LayerKind[kind.upper()] for kind in shape.kinds]
+        config = config.replace(
+            conv_taps=scan.taps,
+            scan_heads=scan.heads,
+            scan_groups=scan.groups,
+            scan_key_dim=scan.state,
+            scan_value_dim=scan.inner // scan.heads,
+        )
     if (experts := shape.experts) is not None:
-        kinds = leading_dense(shape.layers, experts.dense_layers)
-        config.layer_feed_forwards = [_core.FeedForwardKind[kind.upper()] for kind in kinds]
-        config.n_experts, config.experts_used = experts.count, experts.used
-        config.expert_dim, config.shared_dim = experts.ffn, experts.shared
-    config.key_dim, config.value_dim, config.rope_dim = shape.head_dim, shape.value_width, shape.rotated
+        config = config.replace(
+            layer_feed_forwards=leading_dense(shape.layers, experts.dense_layers),
+            n_experts=experts.count,
+            experts_used=experts.used,
+            expert_dim=experts.ffn,
+            shared_dim=experts.shared,
+        )
     if (layered := shape.layered) is not None:
         windowed = layered.windowed(shape.layers)
         head_dims = [layered.window_head_dim if w else shape.head_dim for w in windowed]
-        config.layer_head_dim = config.layer_rope_dim = head_dims
-        config.layer_kv_heads, config.layer_ffn_dim = shape.kv_heads_of_layers, shape.ffn_of_layers
-        config.layer_cache, config.per_layer_dim = layered.caches(shape.layers), layered.inputs
+        config = config.replace(
+            layer_head_dim=head_dims,
+            layer_rope_dim=head_dims,
+            layer_kv_heads=shape.kv_heads_of_layers,
+            layer_ffn_dim=shape.ffn_of_layers,
+            layer_cache=layered.caches(shape.layers),
+            per_layer_dim=layered.inputs,
+        )
     return config
 
 

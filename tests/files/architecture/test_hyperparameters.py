@@ -1,7 +1,7 @@
 """Hyperparameters that are read from a file, and errors that name what is missing or contradictory."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,12 @@ from support.files.gguf_bytes import (
 )
 from support.files.llama_file import DIM, HEADS, PLAIN, Open
 
-from metal_prefill import GGUFError, Model, UnsupportedModelError, _core
-from metal_prefill.files import ModelConfig
+from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.files._hyperparameters import read_config
 
 
 def test_a_plain_file_has_its_numbers_and_defaults(open_model: Open) -> None:
     assert read_config(open_model()) == PLAIN
-
-
-def test_engines_receive_every_field() -> None:
-    core = {name for name in dir(_core.Config) if not name.startswith("_")}
-    assert {field.name for field in fields(ModelConfig)} <= core
 
 
 def test_a_file_may_be_the_only_part_of_a_split_model(open_model: Open) -> None:

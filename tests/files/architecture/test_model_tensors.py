@@ -72,6 +72,5 @@ def test_a_stacked_tensor_that_is_missing_or_too_short_is_named(model_path: Call
 
 def test_shapes_of_other_models_do_not_overflow() -> None:
     """The table is read before any tensor is checked."""
-    config = _core.Config()
-    config.dim = 2**30
+    config = _core.ModelConfig(dim=2**30)
     assert (3 * 2**30, 2**30) in {spec.shape for spec in _core.tensors(config)}

@@ -107,7 +107,8 @@ def test_keys_change_only_their_fields(
 ) -> None:
     plain = read_config(open_model(architecture=architecture))
     stated = {f"{architecture}.{key}": value for key, value in metadata.items()}
-    assert vars(read_config(open_model(stated, architecture=architecture))) == {**vars(plain), **fields}
+    found = read_config(open_model(stated, architecture=architecture))
+    assert found.as_dict() == {**plain.as_dict(), **fields}
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ import torch
 import transformers
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
+from metal_prefill._core import ModelConfig
 from metal_prefill._support.messages import counted
 from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options, Vectors
 from metal_prefill.bench._machine import available_threads, cpu_name
 from metal_prefill.files._gguf_file import GGUFFile, dequantized
 from metal_prefill.files._hyperparameters import read_config
-from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.files._task_config import read_head
 
 # Type of the model in transformers, by the architecture of a file.

@@ -1,14 +1,18 @@
 """The dispatches of the Metal engine for a model of any shape, recorded by the engine without a GPU."""
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from metal_prefill import _core
+from metal_prefill._core import ModelConfig
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.files._gguf_file import GGUFFile, as_matrix
 from metal_prefill.files._hyperparameters import read_config
-from metal_prefill.files._model_config import ModelConfig
-from metal_prefill.files._model_tensors import collect_tensors, core_config
+from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.gpu._trace import Dispatch, from_core
+
+# Results of the dispatches of a prompt for rows after the last layer.
+RowOutput: TypeAlias = Literal["none", "greedy", "logits", "log_probs", "hidden", "residual"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Shape:
 
     @cached_property
     def core(self) -> _core.ModelShape:
-        core = _core.ModelShape(core_config(self.config))
+        core = _core.ModelShape(self.config)
         for tensor in self.tensors:
             core.add(tensor.role, tensor.layer, tensor.type, *as_matrix(tensor.shape))
         return core
@@ -48,7 +52,7 @@ def plan(
     tokens: int,
     *,
     position: int = 0,
-    output: str | None = None,
+    output: RowOutput | None = None,
     family: int = 9,
     gpu: str = "",
     kv_type: str = "f16",
@@ -73,4 +77,4 @@ def plan(
     options.metal.fused_norm = fused_norm
     options.metal.matvec_rows = matvec_rows
     options.metal.no_matmul_tensor = "" if matmul_tensor else "not wanted"
-    return from_core(shape.core.plan(tokens, position, _core.RowOutput[output.upper()], family, gpu, options))
+    return from_core(shape.core.plan(tokens, position, output, family, gpu, options))
