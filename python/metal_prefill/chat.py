@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from metal_prefill.errors import StateError
+from metal_prefill.errors import SessionBusyError, StateError
 from metal_prefill.text._tool_calls import ToolCall, ToolCallParser
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.forgotten = 0
         self.finish_reason: FinishReason | None = None
+        self._unfinished: Generator[Piece, None, None] | None = None
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -86,8 +87,8 @@ class Conversation:
     def answer(self, text: str, max_tokens: int = 256, **options: Any) -> Generator[str, None, None]:
         """Send a message, and yield the answer as it is generated.
 
-        If the iterator is closed or interrupted by Ctrl-C, the text yielded so far becomes the answer. If
-        there is none, or an error occurs, the conversation is unchanged.
+        If the iterator is closed or interrupted by Ctrl-C, or the next answer begins, the text yielded so far
+        becomes the answer. If there is none, or an error occurs, the conversation is unchanged.
 
         Parameters
         ----------
@@ -161,6 +162,21 @@ class Conversation:
     def _reply(
         self, said: list[dict[str, Any]], max_tokens: int, options: dict[str, Any]
     ) -> Generator[Piece, None, None]:
+        """End an answer that was left unfinished, and yield the tokens of the next one."""
+        self._end()
+        reply = self._unfinished = self._appended(said, max_tokens, options)
+        yield from reply
+        if self._unfinished is not reply:
+            raise SessionBusyError("this answer ended where the conversation was continued or replaced")
+
+    def _end(self) -> None:
+        if self._unfinished is not None:
+            self._unfinished.close()
+        self._unfinished = None
+
+    def _appended(
+        self, said: list[dict[str, Any]], max_tokens: int, options: dict[str, Any]
+    ) -> Generator[Piece, None, None]:
         """Append messages, and yield the tokens of the answer, without the text of calls."""
         if options.get("echo"):
             raise ValueError("echo is not supported in a conversation")
@@ -217,6 +233,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Remove all messages except the system message."""
+        self._end()
         self.messages = [m for m in self.messages if m["role"] == "system"]
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -234,12 +251,13 @@ class Conversation:
         """
         session = self._model.load_session(path, max_context=self.session.max_context)
         try:
-            self.messages = [_loaded(message) for message in json.loads(session.notes)]
+            messages = [_loaded(message) for message in json.loads(session.notes)]
         except (ValueError, TypeError, KeyError, RecursionError):
             session.close()
             raise StateError(f"{path}: contains a session, but no conversation") from None
+        self._end()
         self.session.close()
-        self.session = session
+        self.session, self.messages = session, messages
 
     def close(self) -> None:
         """Free the cache."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from metal_prefill import ContextOverflowError, Conversation, Model, StateError, cli
+from metal_prefill import ContextOverflowError, Conversation, Model, SessionBusyError, StateError, cli
 from metal_prefill.synth import synthesize
 
 QUESTIONS = ["Who art thou?", "What is thy name?", "Where goest thou?"]
@@ -55,6 +55,32 @@ def test_a_stopped_answer_stays_in_the_conversation(chat: Conversation) -> None:
     pieces.close()
     assert chat.messages[-1] == {"role": "assistant", "content": begun}
     assert talk(chat, QUESTIONS[1])
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_an_unfinished_answer_ends_where_the_next_one_begins(chat: Conversation, count: int) -> None:
+    left = chat.answer(QUESTIONS[0], 24)
+    begun = "".join(islice(left, count))
+    (answer,) = talk(chat, QUESTIONS[1])
+    turns = [(QUESTIONS[0], begun)] * bool(count) + [(QUESTIONS[1], answer)]
+    pairs = [({"role": "user", "content": q}, {"role": "assistant", "content": a}) for q, a in turns]
+    messages = [SYSTEM, *(message for pair in pairs for message in pair)]
+    assert chat.messages == messages
+    if count:
+        with pytest.raises(SessionBusyError, match="this answer ended where the conversation was continued"):
+            next(left)
+    left.close()
+    assert chat.messages == messages
+
+
+def test_an_unfinished_answer_is_not_part_of_what_follows_it(chat: Conversation, tmp_path: Path) -> None:
+    chat.save(tmp_path / "c.session")
+    for replace in (chat.reset, lambda: chat.load(tmp_path / "c.session")):
+        left = chat.answer(QUESTIONS[0], 24)
+        next(left)
+        replace()
+        left.close()
+        assert chat.messages == [SYSTEM]
 
 
 def interrupt(done: int, total: int) -> None:
