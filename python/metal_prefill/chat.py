@@ -185,10 +185,8 @@ class Conversation:
         self.messages += said
         try:
             tokens = self._fit(max_tokens)
-            stop = options.get("stop", ())
-            stops = [stop] if isinstance(stop, (str, int)) else list(stop)
-            stops = [*self._model.tokenizer.chat_stop, *stops]
-            options = {**options, "stop": stops, "calls": parser is not None}
+            stop = self._model.tokenizer.chat_stop(options.get("stop"))
+            options = {**options, "stop": stop, "calls": parser is not None}
             for piece in self.session.stream(tokens, max_tokens, **options):
                 self.finish_reason = piece.finish_reason
                 if parser is not None:

@@ -15,6 +15,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from metal_prefill import ContextOverflowError, Conversation, Model, SessionBusyError, StateError, cli
@@ -164,7 +165,7 @@ def test_answers_accept_text_options(bundled: Model, chat: Conversation) -> None
     cases: list[dict[str, Any]] = [
         {"stop": "e"},
         {"stop": [comma, "\n"], "min_tokens": 3},
-        {"stop": comma, "speculate": "lookup"},
+        {"stop": np.int64(comma), "speculate": "lookup"},
         {"logit_bias": {comma: -float("inf")}, "temperature": 1.0, "seed": 2},
     ]
     for options in cases:

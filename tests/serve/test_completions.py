@@ -238,7 +238,7 @@ def test_streams_of_several_answers_match_them(server: Running, cpu_model: Model
             roles += [choice.index] if choice.delta.role else []
             reasons += [choice.index] if choice.finish_reason else []
     ids = cpu_model.tokenizer.apply_chat_template(MESSAGES)
-    options: dict[str, Any] = {"stop": cpu_model.tokenizer.chat_stop, "temperature": 1.0, "seed": 2}
+    options: dict[str, Any] = {"stop": cpu_model.tokenizer.chat_stop(), "temperature": 1.0, "seed": 2}
     assert texts == texts_of(cpu_model.generate_many([ids], 16, n=3, **options), 3)
     assert sorted(reasons) == sorted(roles) == [0, 1, 2]
     assert usage.prompt_tokens == len(ids)

@@ -28,7 +28,7 @@ def tokens_alone(model: Model, prompt: Any, n: int) -> list[int]:
 def answer_alone(model: Model, messages: list[Any], max_tokens: int, **options: Any) -> str:
     """Answer a conversation in a separate session."""
     prompt = model.tokenizer.apply_chat_template(messages)
-    return alone(model, prompt, max_tokens, stop=model.tokenizer.chat_stop, **options)
+    return alone(model, prompt, max_tokens, stop=model.tokenizer.chat_stop(), **options)
 
 
 def texts_of(pieces: Any, n: int) -> list[str]:

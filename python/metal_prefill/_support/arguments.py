@@ -83,6 +83,15 @@ def items_of(name: str, values: Any) -> list[Any]:
     return list(values.to_pylist() if hasattr(values, "to_pylist") else values)  # Arrow's items are scalars
 
 
+def stops_of(stop: str | int | Iterable[str | int]) -> list[str | int]:
+    """Return the items of a `stop`, which may be a single one; raise TypeError for another type."""
+    try:
+        return [stop] if isinstance(stop, (str, int, np.integer)) else list(stop)
+    except TypeError:
+        kind = type(stop).__name__
+        raise TypeError(f"stop must be a str, a token id or a sequence of them, got {kind}") from None
+
+
 def token_id(token: object, vocab_size: int) -> int:
     """Return a token id, or raise TypeError for another type, ValueError outside the vocabulary."""
     value = token if type(token) is int else integer("a token id", token)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._support.arguments import integer, token_id
+from metal_prefill._support.arguments import integer, stops_of, token_id
 from metal_prefill.engine import Engine
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation._guide import Guide
@@ -75,13 +75,7 @@ class NextTokens(NamedTuple):
 
 def split_stops(stop: str | int | Sequence[str | int], vocab_size: int) -> tuple[list[str], list[int]]:
     """Return the strings and the token ids that end a text; raise TypeError or ValueError for others."""
-    if isinstance(stop, (str, int, np.integer)):
-        stop = [stop]
-    try:
-        stops = list(stop)
-    except TypeError:
-        kind = type(stop).__name__
-        raise TypeError(f"stop must be a str, a token id or a sequence of them, got {kind}") from None
+    stops = stops_of(stop)
     strings = [s for s in stops if isinstance(s, str)]
     if any(not s for s in strings):
         raise ValueError("a stop string is empty")

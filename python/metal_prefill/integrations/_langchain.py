@@ -24,7 +24,7 @@ try:
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
     from pydantic import BaseModel
 
-    from metal_prefill.integrations._shared import Embedder, Reranker, Writer, listed
+    from metal_prefill.integrations._shared import Embedder, Reranker, Writer
 except ImportError as error:
     raise MissingExtraError(f"classes for LangChain need: pip install langchain-core ({error})") from error
 
@@ -62,7 +62,7 @@ class LangChainChat(Writer, BaseChatModel):  # type: ignore[misc,unused-ignore]
         self, messages: list[Any], stop: list[str] | None, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         options.pop("ls_structured_output_format", None)  # for tracing
-        options["stop"] = [*listed(self.options.get("stop")), *listed(stop)]
+        options["stop"] = self._model.tokenizer.chat_stop(self.options.get("stop"), stop)
         return convert_to_openai_messages(messages), options
 
     def _stream(

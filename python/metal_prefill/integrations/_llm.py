@@ -52,7 +52,7 @@ class ChatModel(_Named, llm.Model):  # type: ignore[misc,unused-ignore]
         model = self._open(options.model or self._file)
         tokenizer = model.tokenizer
         ids = tokenizer.apply_chat_template(_messages(prompt.messages))
-        how: dict[str, Any] = {"stop": tokenizer.chat_stop, "temperature": options.temperature}
+        how: dict[str, Any] = {"stop": tokenizer.chat_stop(), "temperature": options.temperature}
         if prompt.schema:
             how["json_schema"] = prompt.schema
         written = 0

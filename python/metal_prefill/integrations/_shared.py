@@ -58,13 +58,8 @@ class Writer(Opened):
         if isinstance(prompt, str):
             return prompt, options
         tokenizer = self._model.tokenizer
-        stop = [*tokenizer.chat_stop, *listed(options.get("stop"))]
-        return tokenizer.apply_chat_template(prompt), {**options, "stop": stop}
-
-
-def listed(stop: Any) -> list[Any]:
-    """Return the stop strings and tokens of options, where one may stand alone."""
-    return [stop] if isinstance(stop, (str, int)) else list(stop or ())
+        options["stop"] = tokenizer.chat_stop(options.get("stop"))
+        return tokenizer.apply_chat_template(prompt), options
 
 
 class Embedder(Opened):

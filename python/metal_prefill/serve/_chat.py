@@ -218,7 +218,7 @@ def constraint_of(form: ChatForm) -> tuple[str | None, dict[str, Any]]:
 def _streams(service: Service, form: ChatForm, ids: list[int], n: int, namespace: str) -> list[Stream]:
     field, constraint = constraint_of(form)
     options = {**options_of(form, service.engine.tokenizer), **constraint}
-    options["stop"] = [*options["stop"], *service.engine.tokenizer.chat_stop]
+    options["stop"] = service.engine.tokenizer.chat_stop(options["stop"])
     options["reasoning"] = service.engine.tokenizer.reasoning_tags is not None
     options["calls"] = form.offered_tools is not None
     max_tokens = form.max_completion_tokens or form.max_tokens or service.engine.max_context

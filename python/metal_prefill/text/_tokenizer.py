@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import models
 
+from metal_prefill._support.arguments import stops_of
 from metal_prefill._support.arguments import token_id as check_token_id
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.files._architecture import ARCHITECTURES
@@ -486,10 +487,13 @@ class Tokenizer:
         """Return whether the template of conversations with or without tools reads a variable."""
         return (self._tools_template if tools else self._plain_template).reads(variable)
 
-    @property
-    def chat_stop(self) -> tuple[str, ...]:
-        """Strings that end an answer; empty if the file has a template, whose control tokens end it."""
-        return () if self.chat_template else (_PLAIN_STOP,)
+    def chat_stop(self, *given: str | int | Sequence[str | int] | None) -> list[str | int]:
+        """Return what ends an answer: the items of each `stop` given, and an empty line without a template.
+
+        The template of a file ends answers with control tokens.
+        """
+        own = [] if self.chat_template else [_PLAIN_STOP]
+        return [*own, *(item for stop in given if stop is not None for item in stops_of(stop))]
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         """Check that the file's chat template passes these tools to the model.
