@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.places import ROOT
 
-from metal_prefill import MissingExtraError
+from metal_prefill import MissingExtraError, cli
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._model_tensors import MATRIX_TYPES
 
@@ -45,6 +45,13 @@ def test_the_readme_lists_the_supported_architectures_and_tensor_types() -> None
     architectures, types = listed.split("tensor types")
     assert set(re.findall(r"`([\w-]+)`", architectures)) == set(ARCHITECTURES)
     assert set(re.findall(r"\b[A-Z]+\d\w*", types)) == set(MATRIX_TYPES)
+
+
+def test_the_readme_names_every_command() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    further = text[text.index("Further commands are") : text.index("each has `--help`")]
+    shown = re.findall(r"^metal-prefill (\w+)", text, flags=re.MULTILINE)
+    assert {*shown, *re.findall(r"`(\w+)`", further)} == set(cli.COMMANDS)
 
 
 def test_the_readme_snippets_run() -> None:
