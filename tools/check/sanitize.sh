@@ -14,10 +14,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
+. tools/build/setup_common.sh
+
 case "${1-}" in
   address) sanitizers=address,undefined runtime=asan ;;
   thread) sanitizers=thread runtime=tsan ;;
-  *) sed -n 2,14p "$0" >&2; exit 2 ;;
+  *) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
 name=$1
 shift
@@ -46,7 +48,7 @@ fi
   -C cmake.define.CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g" -C cmake.define.CMAKE_OBJCXX_FLAGS_RELWITHDEBINFO="-O1 -g" \
   -C cmake.define.METAL_PREFILL_EMULATOR=ON -C cmake.define.METAL_PREFILL_SANITIZE="$sanitizers"
 
-symbolizer=$(command -v llvm-symbolizer-19 || command -v llvm-symbolizer) ||
+symbolizer=$(find_symbolizer) ||
   { echo "error: there is no llvm-symbolizer (Debian: apt-get install llvm-19)" >&2; exit 1; }
 common="external_symbolizer_path=$symbolizer"
 export PYTHONPATH=$build/package
