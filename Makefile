@@ -12,10 +12,10 @@ export METAL_EMULATOR_REQUIRED ?= $(METAL_PREFILL_REQUIRE_EMULATOR)
 
 SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLists.txt pyproject.toml python \
   ':!emulator/*.md' ':!emulator/tests/*.py' ':!emulator/tools')
-NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
+NATIVE := $(shell git ls-files '*.cpp' '*.h' '*.mm' 'shaders/*.metal')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo help setup check test test-clients test-emulator test-page test-wheels release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format clean
+.PHONY: demo help setup check test test-clients test-emulator test-page test-processor test-wheels release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format clean
 
 help: ## prints this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,7 +54,7 @@ build/.plain: $(VENV)/.build-tools $(SOURCES)
 
 # The same with the modules through which tests and benchmarks call single kernels.
 build/.testing: $(VENV)/.build-tools $(SOURCES)
-	$(PIP) install --no-build-isolation . -C build-dir=build/testing -C cmake.define.METAL_PREFILL_TESTING=ON
+	$(PIP) install --no-build-isolation ".[test]" -C build-dir=build/testing -C cmake.define.METAL_PREFILL_TESTING=ON
 	@rm -f build/.plain build/.emulator build/.cuda && touch $@
 
 # The package with the Metal engine: on a Mac the real one, elsewhere on the emulator where clang is available.
@@ -91,7 +91,6 @@ test-emulator: build/.emulator ## the Metal emulator alone, built and tested wit
 	$(BIN)/ctest --test-dir build/emulator-alone --output-on-failure
 
 test-processor: build/.testing ## kernels, engine and benchmarks on each instruction set of this processor, in two minutes
-	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5"
 	$(ONE_BLAS_THREAD) $(BIN)/python -m pytest -q -n $(CMAKE_BUILD_PARALLEL_LEVEL) -m "not emulator" tests/cpu/test_machine_code.py tests/cpu/kernels tests/engine/test_engine.py
 	for isa in $$($(BIN)/python -c "from metal_prefill import _core; print(*_core.cpu.kernel_sets())"); do \
 	  $(BIN)/python tools/measure/bench_kernels.py --types Q4_0,Q6_K --tokens 1,32 -r 1 --isa $$isa || exit 1; \
@@ -151,7 +150,7 @@ wheels: $(VENV)/.ready ## wheels for Linux (x86-64, Arm; glibc, musl) and macOS,
 # That for Arm runs on an emulated processor, that for musl with a Python made for it.
 test-wheels: $(VENV)/.ready ## installs the wheels for this machine where there is no compiler, and runs tests with them
 	@ls build/wheels/dist/*.whl >/dev/null 2>&1 || { echo "error: there are no wheels: run make wheels" >&2; exit 1; }
-	$(PIP) install "pytest>=8" "pytest-timeout>=2" uv
+	$(PIP) install pytest pytest-timeout uv
 	tools/build/fetch_arm_python.sh build/wheels/arm-python
 	tools/build/make_musl_python.sh build/wheels/musl-python
 	METAL_PREFILL_WHEELS=build/wheels/dist METAL_PREFILL_ARM_PYTHON=build/wheels/arm-python \
@@ -237,17 +236,8 @@ endef
 
 check: $(SOME_BUILD) $(VENV)/.dev-tools ## linters, and quick tests without any emulator
 	$(LINTERS)
-	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5" "hypothesis>=6.100"
 	$(ONE_BLAS_THREAD) $(BIN)/python -m pytest -q tests -m "not emulator and not slow" -k "not metal and not neon" --dist loadfile \
-	  --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL) $(addprefix --ignore=tests/,$(SLOW_TESTS))
-
-# Files and folders that take more than two seconds of processor time; single tests have the marker `slow`.
-SLOW_TESTS := bench fuzz serve soak engine/test_allocation_faults.py cpu/test_arm_engine.py packaging/test_build.py \
-  cli/test_chat.py engine/test_concurrency.py generation/test_constraint_limits.py cli/test_demo.py \
-  cpu/test_emulated_amx.py text/test_encoder_tokenizers.py packaging/test_examples.py \
-  cli/test_first_errors.py engine/test_fork.py packaging/test_guide.py files/test_hub.py conversion/test_minilm.py \
-  packaging/test_older_macs.py cpu/test_packing_rows.py cpu/test_pair_speed.py files/test_replacing.py \
-  cli/test_run_many.py engine/test_smollm2.py files/test_synth.py text/test_template_limits.py
+	  --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL)
 
 # It takes minutes, so it is no part of lint. TIDIED selects sources by prefix.
 TIDIED ?= cpp/|emulator/|tests/

@@ -1,11 +1,11 @@
 # Enables Objective-C++ with clang, also if another compiler builds the rest: GCC supports neither ARC nor blocks. Include
 # it from the top CMakeLists.txt: a language that a subdirectory enables is unknown to its siblings.
+file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/clang_names.txt" METAL_EMULATOR_CLANG_NAMES)
 if(NOT CMAKE_OBJCXX_COMPILER AND NOT DEFINED ENV{OBJCXX})
   if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
     set(CMAKE_OBJCXX_COMPILER "${CMAKE_CXX_COMPILER}")
   else()
-    find_program(CMAKE_OBJCXX_COMPILER
-      NAMES clang++-19 clang++-20 clang++-21 clang++-18 clang++
+    find_program(CMAKE_OBJCXX_COMPILER NAMES ${METAL_EMULATOR_CLANG_NAMES} clang++
       DOC "clang++ for the Metal emulator")
     if(NOT CMAKE_OBJCXX_COMPILER)
       message(FATAL_ERROR "The Metal emulator needs clang++ (Debian, Ubuntu: apt install clang-19). "

@@ -27,10 +27,24 @@ METAL_MISSING = (
     "libclang-rt-19-dev) and run `make test`"
 )
 
+# Files and folders (by prefix) that take more than two seconds of processor time.
+SLOW_FILES = (
+    "bench/", "fuzz/", "serve/", "soak/", "cli/test_chat", "cli/test_demo", "cli/test_first_errors",
+    "cli/test_run_many", "conversion/test_minilm", "cpu/test_arm_engine", "cpu/test_emulated_amx",
+    "cpu/test_packing_rows", "cpu/test_pair_speed", "engine/test_allocation_faults",
+    "engine/test_concurrency", "engine/test_fork", "engine/test_smollm2", "files/test_hub",
+    "files/test_replacing", "files/test_synth", "generation/test_constraint_limits", "packaging/test_build",
+    "packaging/test_examples", "packaging/test_guide", "packaging/test_older_macs",
+    "text/test_encoder_tokenizers", "text/test_template_limits",
+)  # fmt: skip
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need the Metal engine."""
+    """Mark the tests that need the Metal engine, and those of slow files and folders."""
+    slow = tuple(f"tests/{name}" for name in SLOW_FILES)
     for item in items:
+        if item.nodeid.startswith(slow):
+            item.add_marker("slow")
         if "metal" in getattr(item, "fixturenames", ()):
             item.add_marker("emulator")
 

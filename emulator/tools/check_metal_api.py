@@ -21,7 +21,7 @@ from typing import Any
 from apple_metadata import WHEELS, Framework, download, read_framework
 
 INCLUDE = Path(__file__).resolve().parent.parent / "include"
-COMPILERS = ["clang++-19", "clang++", "clang++-20", "clang++-18"]
+COMPILERS = (*(INCLUDE.parent / "clang_names.txt").read_text().split(), "clang++")
 OPTIONS = "-target arm64-apple-macosx13 -x objective-c++ -std=c++20 -fblocks -ffreestanding -Wno-everything"
 
 # Methods that the bindings do not annotate, because bridging them needs no annotation. The names of Metal's

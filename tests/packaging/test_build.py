@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from scanner.preprocess import CLANGS
 from support.missing import fail_or_skip
 from support.places import ROOT
 from support.programs import finished
@@ -60,7 +61,7 @@ def test_symbols_of_objective_c_are_hidden(tmp_path: Path) -> None:
     cmake, generator = shutil.which("cmake"), shutil.which("ninja")
     if cmake is None or generator is None:
         pytest.skip("there is no cmake or no ninja")
-    if platform.system() != "Darwin" and not any(map(shutil.which, ("clang++-19", "clang++"))):
+    if platform.system() != "Darwin" and not any(map(shutil.which, CLANGS)):
         fail_or_skip("there is no clang for Objective-C++", "METAL_PREFILL_REQUIRE_EMULATOR")
     # Kernel sets count as known from an earlier configuration.
     sets = ("amx", "avx512bf16", "avx512vnni", "avxvnni", "avx2", "neon_i8mm", "neon_dotprod", "neon")

@@ -1,12 +1,16 @@
 # Functions for the setup scripts, which source this file.
 
-# The clang for shaders and Arm kernels.
-find_clang() {
-  for name in clang++-19 clang++-20 clang++-18; do
-    if command -v "$name" >/dev/null; then command -v "$name"; return 0; fi
+# Prints the path of the first of some commands that is installed.
+first_of() {
+  local name
+  for name; do
+    if command -v "$name"; then return 0; fi
   done
   return 1
 }
+
+# The clang for shaders and Arm kernels.
+find_clang() { first_of $(<"$(dirname "${BASH_SOURCE[0]}")/../../emulator/clang_names.txt"); }
 
 # The oldest compilers that build the package, as CMakeLists.txt names them: g++-<version> clang++-<version>.
 oldest_compilers() {
@@ -14,15 +18,10 @@ oldest_compilers() {
 }
 
 # The browser for tests of the server's page.
-find_browser() {
-  for name in chromium chromium-browser google-chrome google-chrome-stable; do
-    if command -v "$name" >/dev/null; then command -v "$name"; return 0; fi
-  done
-  return 1
-}
+find_browser() { first_of chromium chromium-browser google-chrome google-chrome-stable; }
 
 # Resolves functions and lines in the reports of sanitizers.
-find_symbolizer() { command -v llvm-symbolizer-19 || command -v llvm-symbolizer; }
+find_symbolizer() { first_of llvm-symbolizer-19 llvm-symbolizer; }
 
 # Whether tests run the kernels of 64-bit Arm on an emulated processor: on an Arm machine the other tests run them.
 tests_emulate_arm() { case "$(uname -m)" in arm64 | aarch64) return 1 ;; esac; }

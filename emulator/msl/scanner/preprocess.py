@@ -8,14 +8,16 @@ from pathlib import Path
 
 from .tokens import SourceError
 
-STUB_HEADERS = Path(__file__).resolve().parent.parent / "include"
+EMULATOR = Path(__file__).resolve().parents[2]
+STUB_HEADERS = EMULATOR / "msl" / "include"
+CLANGS = (*(EMULATOR / "clang_names.txt").read_text().split(), "clang++")
 
 
 def find_clang() -> str:
-    """Return the clang to use: ``METAL_EMULATOR_CLANG``, else the newest of the known names on the path."""
+    """Return the clang to use: ``METAL_EMULATOR_CLANG``, else the first of the known names on the path."""
     if chosen := os.environ.get("METAL_EMULATOR_CLANG"):
         return chosen
-    for name in ("clang++-19", "clang++-20", "clang++-18", "clang++"):
+    for name in CLANGS:
         if path := shutil.which(name):
             return path
     raise SourceError("clang++ was not found; on Debian: apt-get install clang-19")

@@ -1,14 +1,14 @@
 """Opens the server's page in Chromium, and reads its contents."""
 
 import os
-import shutil
 from typing import Any
 
 import pytest
 
+from support.places import ROOT
+from support.programs import finished
 from support.servers.running_server import Running
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 360, "height": 720}
 
 # The contrast of each visible text with its background.
@@ -53,8 +53,9 @@ NAMELESS = """() => {
 
 def browser_path() -> str:
     """Return the browser to test with; skip the tests without one."""
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
+    find = ". tools/build/setup_common.sh; find_browser"
+    found = os.environ.get("CHROMIUM") or finished(["bash", "-c", find], cwd=ROOT).stdout.strip()
+    if not found:
         pytest.skip("no Chromium found: apt-get install chromium, or set CHROMIUM to its path")
     return found
 
