@@ -149,9 +149,8 @@ void BatchRequest::make_room(int end) {
   Session& session = *request_.session;
   CallCounters counters;
   session.cache_->reserve(int(session.cached()), end, counters);
-  const std::scoped_lock lock(session.state_mutex_);
-  session.cache_bytes_ = session.cache_->bytes();
-  session.counters_ += counters;
+  session.count_bytes();
+  count(counters);
 }
 
 void BatchRequest::reserve(bool to_the_end) {
@@ -240,9 +239,11 @@ void BatchRequest::finish(const Chunk& chunk) {
   {
     const std::scoped_lock lock(session.state_mutex_);
     session.tokens_.insert(session.tokens_.end(), chunk.tokens.begin(), chunk.tokens.begin() + kept);
-    if (std::size_t(kept) < chunk.tokens.size()) session.drop_uncounted_rows();
-    if (states()) session.cache_bytes_ = session.cache_->bytes();
   }
+  if (std::size_t(kept) < chunk.tokens.size())
+    session.drop_uncounted_rows();
+  else if (states())
+    session.count_bytes();
   request_.result.done += kept;
   plan();
   if (std::size_t(kept) == chunk.tokens.size() && left > 0) return;
@@ -281,10 +282,7 @@ bool BatchRequest::drop_drafts() {
   choices->chosen = choices->chosen.first(right + 1);
   std::copy(choices->drafts.begin(), choices->drafts.end(), choices->chosen.begin());
   choices->chosen.back() = -1;
-  {
-    const std::scoped_lock lock(request_.session->state_mutex_);
-    request_.session->drop_uncounted_rows();
-  }
+  request_.session->drop_uncounted_rows();
   plan();
   return true;
 }
@@ -296,8 +294,10 @@ void BatchRequest::fail(std::exception_ptr error) {
   if (!request_.session || request_.own) return;
   Session& session = *request_.session;
   if (states()) states()->replace(int(request_.before), std::exchange(request_.state, {}));
-  const std::scoped_lock lock(session.state_mutex_);
-  if (session.tokens_.size() > request_.before) session.tokens_.resize(request_.before);
+  {
+    const std::scoped_lock lock(session.state_mutex_);
+    if (session.tokens_.size() > request_.before) session.tokens_.resize(request_.before);
+  }
   session.drop_uncounted_rows();
 }
 

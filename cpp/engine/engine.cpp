@@ -80,11 +80,13 @@ std::size_t Session::keep_known(std::span<const TokenId> tokens, std::size_t roo
 
 // Reduces the tokens of the session to a prefix of the cached ones. Later rows of the cache are ignored.
 void Session::keep_first(std::span<const TokenId> tokens) {
-  const std::scoped_lock lock(state_mutex_);
-  tokens_.assign(tokens.begin(), tokens.end());
-  reused_ = tokens.size();
-  remembered_ = std::min(remembered_, tokens.size() / kPagePositions);
-  cache_bytes_ = cache_->bytes();
+  {
+    const std::scoped_lock lock(state_mutex_);
+    tokens_.assign(tokens.begin(), tokens.end());
+    reused_ = tokens.size();
+    remembered_ = std::min(remembered_, tokens.size() / kPagePositions);
+  }
+  count_bytes();
 }
 
 void Session::remember_pages() {
@@ -115,15 +117,21 @@ int Session::reuse(std::span<const TokenId> tokens) {
   check_room(0, tokens.size());
   const std::size_t known = keep_known(tokens.first(tokens.size() - 1), tokens.size());
   cache_->truncate(int(known));
+  count_bytes();
   const std::scoped_lock lock(state_mutex_);
   claim_ = 0;
-  cache_bytes_ = cache_->bytes();
   return int(known);
 }
 
 void Session::drop_uncounted_rows() {
   cache_->truncate(int(tokens_.size()));
-  cache_bytes_ = cache_->bytes();
+  count_bytes();
+}
+
+void Session::count_bytes() {
+  const std::size_t bytes = cache_->bytes();
+  const std::scoped_lock lock(state_mutex_);
+  cache_bytes_ = bytes;
 }
 
 int Session::position() const {
@@ -153,10 +161,12 @@ void Session::rewind(int position, Claim claim) {
   cache_->truncate(position);
   if (SequenceStates* states = cache_->states()) states->rewind(position);
   remembered_ = std::min(remembered_, std::size_t(position) / kPagePositions);
-  const std::scoped_lock state(state_mutex_);
-  tokens_.resize(std::size_t(position));
-  claim_ = claim;
-  cache_bytes_ = cache_->bytes();
+  {
+    const std::scoped_lock state(state_mutex_);
+    tokens_.resize(std::size_t(position));
+    claim_ = claim;
+  }
+  count_bytes();
 }
 
 std::unique_ptr<Session> Session::fork() {
@@ -226,10 +236,12 @@ void Session::import_state(std::span<const TokenId> tokens, std::size_t cached, 
   if (states) states->replace(0, std::move(point));
   cache_ = std::move(cache);
   remembered_ = 0;
-  const std::scoped_lock state(state_mutex_);
-  tokens_ = std::move(replacement);
-  claim_ = 0;
-  cache_bytes_ = cache_->bytes();
+  {
+    const std::scoped_lock state(state_mutex_);
+    tokens_ = std::move(replacement);
+    claim_ = 0;
+  }
+  count_bytes();
 }
 
 std::size_t Session::memory_bytes() const {

@@ -189,8 +189,11 @@ class Session {
   // Keep the known prefix of a prompt with kReuse, and update `cache_bytes_` and `reused_`.
   std::size_t keep_known(std::span<const TokenId> tokens, std::size_t room);
   void keep_first(std::span<const TokenId> tokens);
-  // Drops rows of the cache after the session's tokens. Requires that `state_mutex_` is locked.
+  // Drops rows of the cache after the session's tokens.
   void drop_uncounted_rows();
+  // Updates `cache_bytes_`. Pools may wait for a pass, which may need the GIL, while threads with the GIL
+  // wait for `state_mutex_`: so nothing that takes or releases memory of a pool holds it.
+  void count_bytes();
   // Lets other sessions find the full pages.
   void remember_pages();
   // Lets them find the first `positions`. Returns false if memory ran out before all were added.

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from support.programs import output
 from support.threads import HANGS, at_once, in_use
 
 from metal_prefill import Model, Session, SessionBusyError
@@ -139,6 +141,37 @@ def reads_during(
     thread.join()
     first, last = times
     return last - first, [(end - begin, read) for begin, end, read in reads if first < end and begin < last]
+
+
+# While the pass of a prompt, which is slow on the emulator, holds the slots, another prompt waits for them
+# with the lock of the pool of pages, which it has to grow. The pass takes the GIL ten times a second to look
+# for Ctrl-C.
+WAITS_FOR_SLOTS = """
+import sys, threading, time
+from metal_prefill import Model, _core
+
+model = Model(sys.argv[1], device="metal", chunk_tokens=1024, kv_dtype="f32")
+first, second = model.session(), model.session()
+slab = (8 << 20) // int(model.stats()["kv_page_bytes"])  # pages by which the pool grows
+full = [model.session() for _ in range(slab - 4)]
+for third in full:
+    third.forward_prompt([1])
+threads = [threading.Thread(target=session.forward_prompt, args=([1] * 200,)) for session in (first, second)]
+for thread in threads:
+    thread.start()
+    time.sleep(0.2)
+assert threads[0].is_alive() or not _core.has_emulator
+CALL
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("call", ["model.stats()", "third.stats()", "del full, third", "third.rewind(0)"])
+def test_calls_release_the_gil_while_they_wait_for_a_pool(demo_path: Path, call: str) -> None:
+    program = WAITS_FOR_SLOTS.replace("CALL", call)
+    output([sys.executable, "-c", program, str(demo_path)], timeout=HANGS)
 
 
 def test_calls_of_other_threads_that_change_a_session_wait(model: Model) -> None:
