@@ -218,6 +218,13 @@ def test_a_mean_of_similarities(made: Paths) -> None:
         model.encode(DOCUMENTS, token_pooling=object())
 
 
+def test_texts_without_a_task_lack_the_tokens_that_documents_lack(made: Paths) -> None:
+    found = st.MultiVectorEncoder(made.late, device="cpu").encode("x! y, z.")
+    with Model(made.late, device="cpu") as model:
+        (whole,) = model.embed(["x! y, z."], pooling="none")
+    np.testing.assert_array_equal(found, whole[[0, 1, 3, 5, 7]])  # without punctuation
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "modules are not supported": {"modules": []},
     "trust_remote_code is not supported": {"trust_remote_code": True},

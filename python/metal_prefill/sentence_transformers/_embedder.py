@@ -23,7 +23,7 @@ from metal_prefill.sentence_transformers.util import (
     quantize_embeddings,
 )
 from metal_prefill.tasks._embedding import EncodedTexts, embed_encoded, encode_texts
-from metal_prefill.tasks._prompts import PLAIN, role_of
+from metal_prefill.tasks._prompts import PLAIN, document_role, role_of
 from metal_prefill.tasks._text_passes import TextPasses
 
 BODY = "Transformer"  # class of the module for hidden states
@@ -251,7 +251,7 @@ class MultiVectorEncoder(VectorEncoder):
         """Compute the vectors of the tokens of texts, which are arrays of rows of length 1.
 
         Parameters are those of sentence-transformers. Queries (`task`) may be expanded; some tokens of
-        documents have no vectors.
+        documents, and of texts without a task, have no vectors.
 
         Returns
         -------
@@ -263,6 +263,8 @@ class MultiVectorEncoder(VectorEncoder):
             name = "token_pooling" if token_pooling is not None else f"output_value {output_value!r}"
             raise NotImplementedError(f"MultiVectorEncoder does not support {name}")
         role, prompt = role_of(self.engine, "none", task, PLAIN), self._prompt(prompt, prompt_name)
+        if task is None:  # the length of documents does not apply, but they lack the same tokens
+            role = role._replace(skipped=document_role(self.engine, PLAIN).skipped)
         parts, single = self._encoded(inputs, prompt, batch_size, show_progress_bar, role)
         found: list[Array] = []
         for encoded in parts:
