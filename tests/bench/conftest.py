@@ -14,7 +14,7 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give all engines a machine that is never disturbed."""
     monkeypatch.setattr(_machine, "Calibrator", lambda threads: SteadyCalibrator())
     monkeypatch.setattr(_machine, "stolen_ns", lambda: 0)
-    monkeypatch.setattr(_engines, "check_installed", lambda name: None)
+    monkeypatch.setattr(_engines, "check_peer", lambda name, embeds: None)
 
 
 @pytest.fixture(scope="session")

@@ -85,7 +85,7 @@ def test_the_command_prints_a_table_of_the_named_model_and_writes_json(tmp_path:
     ("words", "function", "arguments"),
     [
         ("-p 4,8 --sampled", "run", {"prompts": [4, 8], "sampled": True, "patience": 60.0}),
-        ("embed --text-tokens 16", "run", {"embed": True, "text_tokens": [16], "repetitions": 5}),
+        ("embed --text-tokens 16", "run_embeddings", {"text_tokens": [16], "repetitions": 5}),
         ("serve --clients 2 -r 3", "run_serving", {"clients": [2], "repetitions": 3, "compare": []}),
         ("agents --compare llama-server", "run_agents", {"compare": ["llama-server"], "threads": None}),
     ],

@@ -94,7 +94,7 @@ def test_cases_have_names_tokens_and_enough_context() -> None:
         ("pp16x64", 1024, 16),
     ]
     for options in ({"sampled": True}, {"task": 90}):
-        with pytest.raises(ValueError, match="no tokens to choose: n_gen is 0"):
+        with pytest.raises(ValueError, match="no tokens to choose: n_gen=0"):
             make_cases([8], 0, **options)
 
 

@@ -83,7 +83,7 @@ def test_peers_return_the_same_vectors_for_encoders(tmp_path: Path, peer: str, a
 
 
 def test_texts_of_one_length_are_measured_in_each_number() -> None:
-    cases = make_embeddings(True, text_tokens=[16, 256], text_counts=[1, 64])
+    cases = make_embeddings(text_tokens=[16, 256], text_counts=[1, 64])
     assert [case.name for case in cases] == ["embed16x1", "embed256x1", "embed16x64", "embed256x64"]
     assert [case.context for case in cases] == [16, 256, 16, 256]
     assert [len(ids) for ids in text_ids(cases[0], 100)] == [16]
@@ -91,23 +91,20 @@ def test_texts_of_one_length_are_measured_in_each_number() -> None:
     # Samples of few tokens are many calls.
     assert [case.calls for case in cases] == [128, 8, 2, 1]
     assert [case.timed_tokens for case in cases] == [2048, 2048, 2048, 16384]
-    assert [case.name for case in make_embeddings(True, [16])] == ["embed16x64"]
+    assert [case.name for case in make_embeddings([16])] == ["embed16x64"]
 
 
 @pytest.mark.parametrize(
-    ("embed", "tokens", "counts", "message"),
+    ("tokens", "counts", "message"),
     [
-        (True, [16, 0], [1], "text lengths are at least 1 and differ, got 16,0"),
-        (True, [16], [4, 4], "numbers of texts are at least 1 and differ, got 4,4"),
-        (True, [], [4], "numbers of texts are measured for texts of some length, of which there is none"),
-        (False, [16], [], "lengths of texts are those of texts to embed, which are not measured"),
+        ([16, 0], [1], "text lengths are at least 1 and differ, got 16,0"),
+        ([16], [4, 4], "numbers of texts are at least 1 and differ, got 4,4"),
+        ([], [4], "numbers of texts are measured for texts of some length, of which there is none"),
     ],
 )
-def test_lengths_and_numbers_of_texts_are_checked(
-    embed: bool, tokens: list[int], counts: list[int], message: str
-) -> None:
+def test_lengths_and_numbers_of_texts_are_checked(tokens: list[int], counts: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        make_embeddings(embed, tokens, counts)
+        make_embeddings(tokens, counts)
 
 
 def test_a_sample_is_all_of_its_calls() -> None:
@@ -126,7 +123,7 @@ def test_a_sample_is_all_of_its_calls() -> None:
 @pytest.mark.usefixtures("_quiet_machine")
 def test_rows_count_the_texts_of_all_calls(embedder: Path) -> None:
     workers = fakes(ours=1000, llama=2000)
-    results = compare(workers, embedder, embed=True, text_tokens=[16], text_counts=[1, 8])
+    results = compare(workers, embedder, "run_embeddings", text_tokens=[16], text_counts=[1, 8])
     row = results.row(_engines.OURS, "embed16x1")
     ratio = results.row("llama.cpp", "embed16x1").ratio
     assert ratio is not None

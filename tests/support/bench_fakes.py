@@ -91,11 +91,15 @@ class SteadyCalibrator(_machine.Calibrator):
         pass
 
 
-def compare(workers: dict[str, FakeWorker], demo_path: Path, **arguments: object) -> BenchResults:
-    options = {"prompts": [8], "n_gen": 4, "repetitions": 3} | arguments
+def compare(
+    workers: dict[str, FakeWorker], path: Path, function: str = "run", **arguments: object
+) -> BenchResults:
+    """Measure fake engines, by default one prompt and decoding, in three samples."""
+    tests = {"prompts": [8], "n_gen": 4} if function == "run" else {}
     peers = [name for name in workers if name != _engines.OURS]
     with patch.object(_worker, "WorkerProcess", lambda name, *_: workers[name]):
-        return bench.run(demo_path, compare=peers, **options)  # type: ignore[arg-type]  # as given
+        options: Any = {"compare": peers, "repetitions": 3, **tests, **arguments}
+        return getattr(bench, function)(path, **options)
 
 
 def fakes(**ns_per_token: int) -> dict[str, FakeWorker]:

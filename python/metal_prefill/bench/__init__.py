@@ -10,16 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 from metal_prefill._support.arguments import integer
 from metal_prefill.bench._agents import AgentResults
+from metal_prefill.bench._cases import Case
 from metal_prefill.bench._engines import BenchError
 from metal_prefill.bench._report import BenchResults, Row
 from metal_prefill.bench._runner import Progress, no_progress
 from metal_prefill.bench._serving import ServingResults
 
 __all__ = [
-    "AgentResults", "BenchError", "BenchResults", "Row", "ServingResults", "run", "run_agents", "run_serving",
+    "AgentResults", "BenchError", "BenchResults", "Row", "ServingResults", "run", "run_agents",
+    "run_embeddings", "run_serving",
 ]  # fmt: skip
 
 
@@ -30,9 +33,6 @@ def run(
     n_gen: int = 64,
     depth: int = 32,
     streams: Sequence[int] = (),
-    embed: bool = False,
-    text_tokens: Sequence[int] = (),
-    text_counts: Sequence[int] = (),
     sampled: bool = False,
     speculate: bool = False,
     repetitions: int = 5,
@@ -63,12 +63,6 @@ def run(
     streams
         Numbers of sequences that decode `n_gen` tokens in one batch, each from its own context of `depth`
         tokens (``tg64x8``). If not empty, a batch of 64 prompts of 16 tokens is also measured (``pp16x64``).
-    embed
-        Measure the embedding of 64 texts of 8 to 512 tokens (``embed64``) instead of prompts and decoding.
-    text_tokens, text_counts
-        With `embed`: lengths of texts in tokens, and numbers of texts in a call, by default 64. Each length
-        is measured with each number (``embed16x64``), instead of texts of many lengths. Short calls are
-        repeated within a sample.
     sampled
         Also measure `n_gen` tokens that each engine chooses itself: greedy (``greedy64``) and, in
         alternation, sampled with the same settings (``sampled64``).
@@ -82,8 +76,7 @@ def run(
     device, compute, kv_dtype
         As for `metal_prefill.Model`.
     compare
-        Peers: ``"llama.cpp"``, ``"openvino"``; they need the extra ``bench``. ``"transformers"``
-        and ``"onnxruntime"`` for vectors of texts, with the extra ``bench-transformers``.
+        Peers: ``"llama.cpp"`` and ``"openvino"``, which need the extra ``bench``.
     patience
         Time budget in seconds for waiting for a degraded machine and repeating samples; after that, all
         samples are accepted.
@@ -102,7 +95,65 @@ def run(
     GGUFError, UnsupportedModelError
         The file is not a supported model.
     """
-    from metal_prefill.bench import _cases, _engines, _machine, _model_file, _worker
+    from metal_prefill.bench import _cases, _model_file
+
+    path = _model_file.found(model)
+    if not _model_file.read_facts(path).generates:
+        raise ValueError(f"{path.name} is an encoder, which does not generate text: use `run_embeddings`")
+    task = len(_model_file.task_ids(path)) if speculate else 0
+    tests = _cases.make_cases(prompts, n_gen, depth, streams, sampled, task)
+    return _measured(
+        path, tests, repetitions, threads, device, compute, kv_dtype, compare, patience, progress
+    )
+
+
+def run_embeddings(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    text_tokens: Sequence[int] = (),
+    text_counts: Sequence[int] = (),
+    repetitions: int = 5,
+    threads: int | None = None,
+    device: str = "auto",
+    compute: str = "auto",
+    kv_dtype: str = "f16",
+    compare: Sequence[str] = (),
+    patience: float = 60.0,
+    progress: Progress = no_progress,
+) -> BenchResults:
+    """Measure the embedding of 64 texts of 8 to 512 tokens (``embed64``); the rest is as for :func:`run`.
+
+    Parameters
+    ----------
+    text_tokens, text_counts
+        Lengths of texts in tokens, and numbers of texts in a call, by default 64. Each length is measured
+        with each number (``embed16x64``), instead of texts of many lengths. Short calls are repeated within a
+        sample.
+    compare
+        Peers: those of :func:`run`, and ``"transformers"`` and ``"onnxruntime"``, which need the extra
+        ``bench-transformers``.
+    """
+    from metal_prefill.bench import _cases, _model_file
+
+    path, tests = _model_file.found(model), _cases.make_embeddings(text_tokens, text_counts)
+    return _measured(
+        path, tests, repetitions, threads, device, compute, kv_dtype, compare, patience, progress
+    )
+
+
+def _measured(
+    path: Path,
+    tests: list[Case],
+    repetitions: int,
+    threads: int | None,
+    device: str,
+    compute: str,
+    kv_dtype: str,
+    compare: Sequence[str],
+    patience: float,
+    progress: Progress,
+) -> BenchResults:
+    from metal_prefill.bench import _engines, _machine, _model_file, _worker
     from metal_prefill.bench._report import make_row
     from metal_prefill.bench._runner import Runner
     from metal_prefill.engine import AUTO
@@ -110,17 +161,10 @@ def run(
     integer("repetitions", repetitions, 1)
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
-    path = _model_file.found(model)
     facts = _model_file.read_facts(path)
-    if not embed and not facts.generates:
-        raise ValueError(f"{path.name} is an encoder, which does not generate text: use bench embed")
-    tests = _cases.make_embeddings(embed, text_tokens, text_counts)
-    if not tests:
-        task = len(_model_file.task_ids(path)) if speculate else 0
-        tests = _cases.make_cases(prompts, n_gen, depth, streams, sampled, task)
     names = [_engines.OURS, *dict.fromkeys(compare)]
-    for name in names:
-        _engines.check_installed(name)
+    for name in names[1:]:
+        _engines.check_peer(name, embeds=tests[0].n_texts > 0)
     longest = max(tests, key=lambda case: case.context)
     if longest.context > facts.context_length:
         raise ValueError(

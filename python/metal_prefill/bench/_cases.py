@@ -135,9 +135,9 @@ def make_cases(
     if n_gen:
         cases.append(Case(0, n_gen, depth))
     if counts and not n_gen:
-        raise ValueError("streams decode tokens, of which there are none: n_gen is 0")
+        raise ValueError("streams decode tokens, of which there are none: n_gen=0")
     if (sampled or task) and not n_gen:
-        raise ValueError("there are no tokens to choose: n_gen is 0")
+        raise ValueError("there are no tokens to choose: n_gen=0")
     if sampled:
         greedy = Case(0, n_gen, depth, choice="argmax")
         cases += [greedy, replace(greedy, choice="sampled")]
@@ -152,20 +152,16 @@ def make_cases(
     return cases
 
 
-def make_embeddings(
-    embed: bool, text_tokens: Iterable[int] = (), text_counts: Iterable[int] = ()
-) -> list[Case]:
-    """Return the tests of embedding, if it is measured: one of texts of many lengths.
+def make_embeddings(text_tokens: Iterable[int] = (), text_counts: Iterable[int] = ()) -> list[Case]:
+    """Return the tests of embedding: one of texts of many lengths.
 
     With `text_tokens` there is one for each of these lengths and each number of texts instead.
     """
     lengths, counts = distinct("text lengths", text_tokens), distinct("numbers of texts", text_counts)
-    if lengths and not embed:
-        raise ValueError("lengths of texts are those of texts to embed, which are not measured")
     if counts and not lengths:
         raise ValueError("numbers of texts are measured for texts of some length, of which there is none")
     sizes = [(n, count) for count in counts or (TEXTS,) for n in lengths] or [(0, TEXTS)]
-    return [Case(0, 0, 0, n_texts=count, text_tokens=n) for n, count in sizes if embed]
+    return [Case(0, 0, 0, n_texts=count, text_tokens=n) for n, count in sizes]
 
 
 def in_turns(cases: Sequence[Case]) -> list[list[Case]]:

@@ -97,12 +97,10 @@ class Kind(NamedTuple):
     modules: tuple[str, ...]  # modules that its adapter imports
     package: str  # package to install
     extra: str = "bench"  # extra of this package that includes it
+    generates: bool = True  # False: it is measured on vectors of texts alone
     without: Mapping[Ability, str] = {}  # reasons why tests of an ability are not measured, by ability
 
 
-_VECTORS_ALONE: Mapping[Ability, str] = dict.fromkeys(
-    ("prompts", "streams", "choices"), "its vectors alone are"
-)
 KINDS = {
     OURS: Kind((), "metal_prefill"),
     "llama.cpp": Kind(("llama_cpp",), "llama-cpp-python"),
@@ -119,22 +117,26 @@ KINDS = {
         ("torch", "transformers", "gguf", "accelerate"),
         "torch, transformers, gguf and accelerate",
         "bench-transformers",
-        _VECTORS_ALONE,
+        generates=False,
     ),
     "onnxruntime": Kind(
         ("onnxruntime", "onnx", "torch", "transformers"),
         "onnxruntime, onnx, torch and transformers",
         "bench-transformers",
-        _VECTORS_ALONE,
+        generates=False,
     ),
 }
 
 
-def check_installed(name: str) -> None:
-    """Raise an error that names the package to install if an engine lacks it."""
-    if name not in KINDS:
-        peers = ", ".join(known for known in KINDS if known != OURS)
-        raise ValueError(f"unknown engine {name!r} to compare with; known are {peers}")
+def peers(embeds: bool) -> list[str]:
+    """Return the names of peers that embed texts, or that generate."""
+    return [name for name, kind in KINDS.items() if name != OURS and (embeds or kind.generates)]
+
+
+def check_peer(name: str, embeds: bool) -> None:
+    """Raise an error unless an engine is one of `peers`, and installed; it names the package to install."""
+    if name not in (known := peers(embeds)):
+        raise ValueError(f"unknown engine {name!r} to compare with; known are {', '.join(known)}")
     kind = KINDS[name]
     for module in kind.modules:
         if importlib.util.find_spec(module) is None:

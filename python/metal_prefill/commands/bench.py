@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from metal_prefill._support.atomic_write import check_target, replacing
 from metal_prefill.bench._cases import DECODE_DEPTH
-from metal_prefill.bench._engines import KINDS, OURS
+from metal_prefill.bench._engines import peers
 from metal_prefill.commands import common
 
 if TYPE_CHECKING:
@@ -19,15 +19,21 @@ if TYPE_CHECKING:
 
 EXAMPLE = "metal-prefill bench --demo -p 64 -n 8 -r 1"
 
-_HELP = {
-    "tokens": "measure prefill and decode (the default)",
-    "embed": "measure an embedding model on 64 texts of 8 to 512 tokens",
-    "serve": "measure servers: this package's and those of --compare (llama-cpp-python,llama-server)",
-    "agents": "replay sessions of agents on servers, and count the tokens of prompts that they compute",
+# Modes, with the function of `bench` and the help of each; the first one is measured if none is named.
+MODES = {
+    "tokens": ("run", "measure prefill and decode (the default)"),
+    "embed": ("run_embeddings", "measure an embedding model on 64 texts of 8 to 512 tokens"),
+    "serve": (
+        "run_serving",
+        "measure servers: this package's and those of --compare (llama-cpp-python,llama-server)",
+    ),
+    "agents": (
+        "run_agents",
+        "replay sessions of agents on servers, and count the tokens of prompts that they compute",
+    ),
 }
-MODES = tuple(_HELP)  # the first one is measured if none is named
 # Arguments that no function of `bench` has.
-_OWN = ("command", "version", "execute", "mode", "model", "demo", "json")
+_OWN = ("command", "version", "execute", "parser", "mode", "model", "demo", "json")
 
 
 def _names(text: str) -> list[str]:
@@ -44,8 +50,9 @@ def _numbers(parser: argparse.ArgumentParser, flags: str, text: str, default: Se
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the modes of the command, each with its options."""
     modes = parser.add_subparsers(dest="mode", metavar="MODE", title="what to measure", required=True)
-    for name, text in _HELP.items():
+    for name, (_, text) in MODES.items():
         added = modes.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        added.set_defaults(parser=added)
         model = added.add_mutually_exclusive_group()
         made = "SmolLM-135M's shape with random weights, written once and cached"
         common.add_model_argument(model, made)
@@ -53,14 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "tokens":
             _add_token_arguments(added)
         elif name == "embed":
-            added.set_defaults(embed=True)
             _numbers(added, "--text-tokens", "lengths of texts in tokens, instead of texts of many lengths")
             _numbers(added, "--text-counts", "with --text-tokens: numbers of texts in a call (default: 64)")
         elif name == "serve":
             _numbers(added, "--clients", "numbers of concurrent requests", (1, 8, 32))
         if name != "agents":
             common.add_number(added, "-r --repetitions", "number of samples per test", 5)
-        _add_shared_arguments(added, serves=name in ("serve", "agents"))
+        _add_shared_arguments(added, name)
 
 
 def _add_token_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +91,8 @@ def _add_token_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_shared_arguments(parser: argparse.ArgumentParser, serves: bool) -> None:
+def _add_shared_arguments(parser: argparse.ArgumentParser, mode: str) -> None:
+    serves = mode in ("serve", "agents")
     if serves:
         common.add_number(parser, "-t --threads", "CPU threads")
     else:
@@ -93,12 +100,11 @@ def _add_shared_arguments(parser: argparse.ArgumentParser, serves: bool) -> None
         common.add_number(parser, "--patience", wait, 60.0, float, "S")
         common.add_engine_arguments(parser)
     output = parser.add_argument_group("output")
-    peers = "llama-cpp-python,llama-server" if serves else ",".join(name for name in KINDS if name != OURS)
     output.add_argument(
         "--compare",
         type=_names,
         default=[],
-        metavar=peers,
+        metavar="llama-cpp-python,llama-server" if serves else ",".join(peers(embeds=mode == "embed")),
         help="also measure others on the same file, alternating with this package"
         + ("; llama-server may be the path of its program" if serves else ""),
     )
@@ -116,7 +122,7 @@ def execute(arguments: argparse.Namespace) -> None:
     if arguments.json and arguments.json != "-":
         check_target(arguments.json)
     options = {name: value for name, value in vars(arguments).items() if name not in _OWN}
-    measure = getattr(bench, {"serve": "run_serving", "agents": "run_agents"}.get(arguments.mode, "run"))
+    measure = getattr(bench, MODES[arguments.mode][0])
     with _shown_progress() as progress:
         results = measure(model, progress=progress, **options)
     if arguments.json == "-":
