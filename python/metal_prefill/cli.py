@@ -10,7 +10,9 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 
 from metal_prefill._support.interruptions import interruptions
 from metal_prefill._support.messages import as_options
@@ -63,6 +65,7 @@ def make_parser(wanted: str | None) -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
+    parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", title="commands", parser_class=_CommandParser
     )
@@ -72,23 +75,27 @@ def make_parser(wanted: str | None) -> argparse.ArgumentParser:
             module = importlib.import_module(f"metal_prefill.commands.{name}")
             subparser.example = module.EXAMPLE
             module.add_arguments(subparser)
-            subparser.set_defaults(execute=module.execute)
+            subparser.set_defaults(execute=module.execute, parser=subparser)
     return parser
 
 
 def with_mode(arguments: list[str], command: str | None) -> list[str]:
-    """Add the default mode of a command that has modes, unless one is named or help is requested."""
+    """Add the default mode of a command that has modes, unless a word or a request for help follows."""
     if command not in COMMANDS:
         return arguments
     modes = getattr(importlib.import_module(f"metal_prefill.commands.{command}"), "MODES", ())
     at = arguments.index(command) + 1
-    if not modes or arguments[at : at + 1] in ([word] for word in (*modes, "-h", "--help")):
+    following = arguments[at] if at < len(arguments) else "-"
+    if not modes or not following.startswith("-") or following in ("-h", "--help"):
         return arguments
-    return [*arguments[:at], modes[0], *arguments[at:]]
+    return [*arguments[:at], next(iter(modes)), *arguments[at:]]
 
 
-def report(error: BaseException) -> int:
-    """Print an error as a message for users, and return its exit code."""
+def report(error: BaseException, options: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Print an error as a message for users, and return its exit code.
+
+    `options` has the options of the command by the arguments that messages name.
+    """
     if os.environ.get("METAL_PREFILL_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
@@ -98,7 +105,7 @@ def report(error: BaseException) -> int:
         return EXIT_BROKEN_PIPE
     from metal_prefill.errors import ContextOverflowError, MetalPrefillError
 
-    message, code = as_options(str(error)) or type(error).__name__, EXIT_FAILED
+    message, code = as_options(str(error), options) or type(error).__name__, EXIT_FAILED
     if isinstance(error, OSError) and error.strerror:
         # Without a name, for example, stdout is on a full disk.
         message = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
@@ -114,9 +121,9 @@ def report(error: BaseException) -> int:
     return code
 
 
-def show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning as a message for users."""
-    print(f"warning: {as_options(str(message))}", file=sys.stderr)
+def show_warning(options: Mapping[str, str], message: Warning | str, *_: object, **__: object) -> None:
+    """Print a warning as a message for users; `options` is as for `report`."""
+    print(f"warning: {as_options(str(message), options)}", file=sys.stderr)
 
 
 def drop_unwritable_output() -> None:
@@ -143,21 +150,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     with interruptions() as interrupted, warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = show_warning
         return _execute(arguments, interrupted)
 
 
 def _execute(arguments: list[str], interrupted: list[int]) -> int:
     wanted = next((word for word in arguments if not word.startswith("-")), None)
+    named: dict[str, str] = {}
     try:
-        parser = make_parser(wanted)
-        options = parser.parse_args(with_mode(arguments, wanted))
+        options, unknown = make_parser(wanted).parse_known_args(with_mode(arguments, wanted))
+        if unknown:
+            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        actions = options.parser._actions  # noqa: SLF001  # argparse has no other list
+        named |= {action.dest: action.option_strings[-1] for action in actions if action.option_strings}
+        warnings.showwarning = partial(show_warning, named)
         if options.version:
             from metal_prefill import __version__
 
             print(f"metal-prefill {__version__}")
         elif options.command is None:
-            parser.print_help(sys.stderr)
+            options.parser.print_help(sys.stderr)
             return EXIT_USAGE
         else:
             options.execute(options)
@@ -165,7 +176,7 @@ def _execute(arguments: list[str], interrupted: list[int]) -> int:
     except SystemExit as stop:  # argparse: 0 after --help, 2 after a wrong option, message already printed
         return stop.code if isinstance(stop.code, int) else EXIT_FAILED
     except (Exception, KeyboardInterrupt) as error:
-        code = report(KeyboardInterrupt() if interrupted and isinstance(error, ImportError) else error)
+        code = report(KeyboardInterrupt() if interrupted and isinstance(error, ImportError) else error, named)
         drop_unwritable_output()
         return code
     return 0

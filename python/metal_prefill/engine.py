@@ -173,7 +173,7 @@ class Engine:
         core, limit = self.core, self.config.context_length
         context = integer("max_context", self.max_context if max_context is None else max_context, 1)
         if context > limit:
-            raise ValueError(f"max_context {context} is outside 1 to {limit}, the model's context length")
+            raise ValueError(f"max_context={context} is outside 1 to {limit}, the model's context length")
         if not isinstance(prefix_namespace, str):
             raise TypeError(f"prefix_namespace must be a str, got {type(prefix_namespace).__name__}")
         return core.session(context, prefix_namespace)
@@ -188,12 +188,12 @@ class Engine:
     def encoder_methods(self) -> str:
         """Methods that suit an encoder, for messages."""
         if self.head.vocabulary_pooling is not None:
-            return "embed_sparse, or embed"
+            return "`embed_sparse`, or `embed`"
         if self.head.entities is not None:
-            return "find_entities"
+            return "`find_entities`"
         if not self.head.labels:
-            return "embed, or rerank" if self.head.per_token else "embed"
-        return "label_tokens" if self.head.pooling == "none" else "rerank or classify"
+            return "`embed`, or `rerank`" if self.head.per_token else "`embed`"
+        return "`label_tokens`" if self.head.pooling == "none" else "`rerank` or `classify`"
 
     def close(self) -> None:
         """Free weights and pools once calls in flight have finished."""

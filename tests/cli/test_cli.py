@@ -18,7 +18,8 @@ from support.programs import Run, Terminal, finished
 from support.scheduled_texts import alone
 
 import metal_prefill
-from metal_prefill import Model, _core, cli
+from metal_prefill import Model, _core, bench, cli
+from metal_prefill._support import messages
 from metal_prefill.commands import common
 from metal_prefill.commands.perplexity import perplexity, windows
 from metal_prefill.files import GGUFFile, _gguf_file
@@ -171,7 +172,7 @@ def test_label_predicts_labels_in_words(bundled: Model, tmp_path: Path, output: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "has no classification head (cls.output.weight): labels are required"),
+        ([], "has no classification head (cls.output.weight): pass --labels"),
         (["--template", "{text} {label}"], "--template requires --labels"),
         (["--labels", "a,"], "must be labels separated by commas, got 'a,'"),
     ],
@@ -182,6 +183,62 @@ def test_invalid_labels_are_usage_errors(
     file = tmp_path / "texts.txt"
     file.write_text("a\n")
     assert message in errors("label", "-f", file, *options)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("run -p a --fly", "metal-prefill run: error: unrecognized arguments: --fly"),
+        ("bench serve --fly", "metal-prefill bench serve: error: unrecognized arguments: --fly"),
+        ("bench serving", "argument MODE: invalid choice: 'serving' (choose from "),
+        ("run -p a --top-p 2", "--top-p must be above 0 and at most 1, got 2.0"),
+        (
+            "run -p a --max-context 2000",
+            "--max-context 2000 is outside 1 to 1024, the model's context length",
+        ),
+        ("rerank -q a b", "no template is known for llama: pass --template"),
+        ("label a", "has no classification head (cls.output.weight): pass --labels"),
+        ("embed a", "set --pooling, such as 'mean' or 'last', as the model's card requires"),
+        ("bench --demo -n 0 --streams 2", "of which there are none: --n-gen 0"),
+        ("bench --demo --compare onnxruntime", "known are llama.cpp, openvino"),
+        ("synth m.gguf --dim 65", "--dim 65: not a multiple of --heads 9, so pass --head-dim"),
+        (
+            "synth m.gguf --preset mamba2-130m --heads 4",
+            "--heads 4, but --kv-heads 0: use both or neither",
+        ),
+        ("synth m.gguf --seed -1", "--seed -1: must not be negative"),
+    ],
+)
+def test_errors_name_options_of_the_command(line: str, message: str, errors: Run) -> None:
+    assert message in errors(*line.split())
+
+
+@pytest.mark.parametrize(
+    ("message", "on_the_command_line", "of_the_server"),
+    [
+        ("a; truncate='end' cuts", "a; --truncate end cuts", 'a; "truncate": "end" cuts'),
+        ("leave how='late' out", "leave --how late out", 'leave "how": "late" out'),
+        ("kv_dtype='f32' helps", "--kv-dtype f32 helps", "the server's option --kv-dtype f32 helps"),
+        ("set `label`", "set --label", 'set "label"'),
+        ("x=3, 'max_context'", "x=3, 'max_context'", "x=3, 'max_context'"),
+        ("use `embed`", "use `metal-prefill embed`", "use `embed`"),
+    ],
+)
+def test_messages_have_names_of_each_interface(
+    message: str, on_the_command_line: str, of_the_server: str
+) -> None:
+    names = ("truncate", "how", "label", "kv_dtype", "max_context")
+    options = {name: f"--{name.replace('_', '-')}" for name in names}
+    assert (messages.as_options(message, options), messages.as_fields(message)) == (
+        on_the_command_line,
+        of_the_server,
+    )
+
+
+def test_messages_recommend_commands_that_exist() -> None:
+    for method, command in messages._COMMANDS.items():
+        assert hasattr(bench if method.startswith("run_") else Model, method)
+        assert "in Python" in command or command.split()[1].strip("`") in cli.COMMANDS
 
 
 USAGE_ERRORS = (

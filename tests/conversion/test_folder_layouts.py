@@ -11,7 +11,6 @@ from support.folders.model_folders import CONTEXT, Folder
 from support.servers.running_server import running
 
 from metal_prefill import Model
-from metal_prefill._support.messages import as_fields, as_options
 from metal_prefill.cli import main
 from metal_prefill.errors import GGUFError
 
@@ -42,19 +41,6 @@ def test_errors_name_the_options_of_the_interface(
     with Model(folder.path, device="cpu") as model, running(model) as server:
         refused = server.post("/v1/embeddings", {"input": "long " * 30}).json()["error"]["message"]
     assert f"; the server's option --max-context {CONTEXT} allows more" in refused
-
-
-@pytest.mark.parametrize(
-    ("message", "option", "field"),
-    [
-        ("a; truncate='end' cuts", "a; --truncate end cuts", 'a; "truncate": "end" cuts'),
-        ("leave how='late' out", "leave --how late out", 'leave "how": "late" out'),
-        ("kv_dtype='f32' helps", "--kv-dtype f32 helps", "the server's option --kv-dtype f32 helps"),
-        ("x=3, 'max_context'", "x=3, 'max_context'", "x=3, 'max_context'"),
-    ],
-)
-def test_arguments_in_messages_are_options_or_fields(message: str, option: str, field: str) -> None:
-    assert (as_options(message), as_fields(message)) == (option, field)
 
 
 @pytest.mark.parametrize("place", ["../x", "x" * 5000, "x/" * 3000])

@@ -258,7 +258,7 @@ def test_non_texts_are_named(demo_path: Path, text: Any) -> None:
 @pytest.mark.parametrize("name", ["layers", "vocab", "context", "ffn"])
 def test_synthetic_models_have_limits(tmp_path: Path, name: str) -> None:
     options: dict[str, Any] = {name: 99999999999}
-    with pytest.raises(ValueError, match=rf"{name} 99999999999: must be at most 2147483647"):
+    with pytest.raises(ValueError, match=rf"{name}=99999999999: must be at most 2147483647"):
         synth.synthesize(tmp_path / "m.gguf", preset="tiny", **options)
     assert list(tmp_path.iterdir()) == []
 

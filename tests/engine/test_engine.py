@@ -71,7 +71,7 @@ def test_a_model_opened_for_its_original_context_uses_short_long_rope_factors(
     expected = ReferenceModel(path, context=64).forward(ids).logits[-1]
     with Model(path, device=device, compute="f32", kv_dtype="f32", max_context=64) as model:
         assert_close(device, model.session().forward_prompt_logits(ids), expected)
-        with pytest.raises(ValueError, match="max_context 65 is outside 1 to 64"):
+        with pytest.raises(ValueError, match="max_context=65 is outside 1 to 64"):
             model.session(max_context=65)
     assert nmse(reference(path).forward(ids).logits[-1], expected) > 1e-3  # factors of long contexts
 

@@ -122,7 +122,7 @@ DOCUMENTS = ["a leaf of a book", "64 positions of K and V", "a young attendant"]
 
 def test_vectors_of_a_ranker_are_an_error_that_names_no_option(ranker: Running) -> None:
     error = ranker.refused("/v1/embeddings", {"model": "ranks", "input": "a"})
-    assert error["message"].endswith("use rerank, or classify")
+    assert error["message"].endswith("use `rerank`, or `classify`")
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
@@ -276,7 +276,7 @@ def test_text_requests_to_an_encoder_name_its_endpoints(pair_ranker: Running) ->
         error = pair_ranker.refused(path, body)
         assert error["code"] == "unsupported"
         assert "pairs does not generate text" in error["message"]
-        assert "use rerank or classify" in error["message"]
+        assert "use `rerank` or `classify`" in error["message"]
     assert pair_ranker.get("/v1/models").json()["data"][0]["id"] == "pairs"
 
 

@@ -1,31 +1,48 @@
 """Messages: their maximum length, and names of arguments on the command line and in the server."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 
-_FIELDS = ("truncate", "how", "label")  # of requests; the others are options of the server
-_ARGUMENT = re.compile(rf"\b(max_context|kv_dtype|device|compute|pooling|{'|'.join(_FIELDS)})=('?)([\w.]+)\2")
+# Commands for the methods that messages recommend.
+_COMMANDS = {
+    "embed": "`metal-prefill embed`",
+    "embed_sparse": "Model.embed_sparse in Python",  # no command computes these vectors
+    "rerank": "`metal-prefill rerank`",
+    "classify": "`metal-prefill label`",
+    "label_tokens": "`metal-prefill label`",
+    "find_entities": "`metal-prefill label`",
+    "run_embeddings": "`metal-prefill bench embed`",
+}
+# Fields of a request, and options of the server, for arguments.
+_FIELDS = {name: f'"{name}"' for name in ("truncate", "how", "label")} | {
+    name: f"the server's option --{name.replace('_', '-')}"
+    for name in ("max_context", "kv_dtype", "device", "compute", "pooling")
+}
+# `name`; name=value; or the name of an argument that its check rejects.
+_NAME = re.compile(r"`(\w+)`|\b(\w+)=('?)([\w.-]+)\3|^(\w+)(?= must | is not supported)")
 
 
-def as_options(message: str) -> str:
-    """Write ``max_context=512`` in a message as ``--max-context 512``."""
-    return _ARGUMENT.sub(_option, message)
+def as_options(message: str, options: Mapping[str, str]) -> str:
+    """Replace methods in a message by commands, and arguments by the options of a command."""
+    return _renamed(message, _COMMANDS | dict(options))
 
 
 def as_fields(message: str) -> str:
-    """Write an argument in a message as a field of a request, or as an option of the server."""
-    return _ARGUMENT.sub(
-        lambda match: f'"{match[1]}": "{match[3]}"'
-        if match[1] in _FIELDS
-        else f"the server's option {_option(match)}",
-        message,
-    )
+    """Replace arguments in a message by fields of a request, or by options of the server."""
+    return _renamed(message, _FIELDS)
 
 
-def _option(match: re.Match[str]) -> str:
-    return f"--{match[1].replace('_', '-')} {match[3]}"
+def _renamed(message: str, names: Mapping[str, str]) -> str:
+    def replaced(match: re.Match[str]) -> str:
+        name, value = names.get(match[1] or match[2] or match[5]), match[4]
+        if name is None or value is None:
+            return name or match[0]
+        return f'{name}: "{value}"' if name.startswith('"') else f"{name} {value}"
+
+    return _NAME.sub(replaced, message)
 
 
 MOST_CHARACTERS = 1000  # of a message; omits the middle of longer ones, such as a value of megabytes

@@ -127,8 +127,7 @@ async def _embedded(
         try:
             pooling = check_pooling(engine, service.settings.pooling)
         except ValueError as error:
-            ranks = engine.head.pooling == "rank" and service.settings.pooling is None
-            hint = "" if ranks else " (set by the server option --pooling)"
+            hint = " (set by the server option --pooling)" if service.settings.pooling else ""
             raise unsupported(f"{error}{hint}") from None
         if pooling == "none" and packed:
             raise unsupported(

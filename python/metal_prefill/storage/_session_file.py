@@ -217,7 +217,7 @@ def _check_owner(path: str | os.PathLike[str], header: _Header, owner: Owner) ->
         )
     if metadata.get("kv_dtype") != owner.kv_dtype:
         raise StateError(
-            f"{path}: was saved with kv_dtype {metadata.get('kv_dtype')!r}, this model has {owner.kv_dtype!r}"
+            f"{path}: was saved with kv_dtype={metadata.get('kv_dtype')!r}, this model has {owner.kv_dtype!r}"
         )
     dtype, shape = tensors.get(TOKENS, ("nothing", ()))
     n = shape[0] if shape else 0

@@ -213,13 +213,11 @@ def synthesize(
         shape = replace(shape, layered=replace(shape.layered, shared=shared))
     if "head_dim" not in given and shape.kv_heads and not {"dim", "heads"}.isdisjoint(given):
         if shape.heads < 1 or shape.dim % shape.heads:
-            raise ValueError(
-                f"dim {shape.dim}: not a multiple of heads {shape.heads}, so head_dim must be given"
-            )
+            raise ValueError(f"dim={shape.dim}: not a multiple of heads={shape.heads}, so pass `head_dim`")
         shape = replace(shape, head_dim=shape.dim // shape.heads)
     check(shape)
     if seed < 0:
-        raise ValueError(f"seed {seed}: must not be negative")
+        raise ValueError(f"seed={seed}: must not be negative")
     whole = stacked(tensors(shape, tensor_type, embedding_type), shape)
     listed = [with_types(tensor, overrides or {}) for tensor in whole]
     values = values_of(listed, shape, seed)

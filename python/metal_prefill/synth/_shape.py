@@ -284,9 +284,9 @@ def check(shape: ModelShape) -> None:
     numbers = [(name, value) for part in parts for name, value in vars(part).items()]
     for name, value in numbers:  # first, since later checks take time for each layer
         if type(value) is int and value > MAX_INT:
-            raise ValueError(f"{name} {value}: must be at most {MAX_INT}")
+            raise ValueError(f"{name}={value}: must be at most {MAX_INT}")
         if type(value) is float and not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} {value}: must be finite and above 0")
+            raise ValueError(f"{name}={value}: must be finite and above 0")
     traits, attends = shape.traits, any(has_attention(kind) for kind in shape.kinds)
     unused = {"heads", "kv_heads", "head_dim"} if not attends else set()
     unused |= _OPTIONAL | ({"ffn"} if traits.ffn == "absent" else set())
@@ -294,13 +294,15 @@ def check(shape: ModelShape) -> None:
         unused.remove("shared_ffn")
     for name, value in numbers:
         if type(value) is int and value < (least := 0 if name in unused else 1):
-            raise ValueError(f"{name} {value}: must be at least {least}")
+            raise ValueError(f"{name}={value}: must be at least {least}")
+    if (shape.heads > 0) != (shape.kv_heads > 0):
+        raise ValueError(f"heads={shape.heads}, but kv_heads={shape.kv_heads}: use both or neither")
     names = {"pooling": (None, *NUMBERED_POOLINGS), "rope_scaling": ROPE_SCALINGS, "tokenizer": VOCABULARIES}
     for name, known in names.items():
         if (stated := getattr(shape, name)) not in known:
-            raise ValueError(f"{name} {stated!r}: must be one of {', '.join(map(str, known))}")
+            raise ValueError(f"{name}={stated!r}: must be one of {', '.join(map(str, known))}")
     if shape.conv_layers and traits.recurrent != "short_conv":
-        raise ValueError(f"conv_layers {shape.conv_layers}: {shape.architecture} has no short convolutions")
+        raise ValueError(f"conv_layers={shape.conv_layers}: {shape.architecture} has no short convolutions")
     may_have = traits.experts == "optional" and shape.experts is not None
     has_parts = {
         "scan": any(kind and has_matrix_state(kind) for kind in (traits.mixer, traits.recurrent)),

@@ -104,7 +104,7 @@ def classify(
         found = probabilities_of(engine.head, logits).astype(np.float32)
         return Classification(engine.head.labels, found, logits, np.ones(logits.shape, np.int64))
     if not engine.config.has_head:
-        instead = "leave labels out to use the classes of its classification head"
+        instead = "leave `labels` out to use the classes of its classification head"
         if not engine.head.labels:
             instead = f"use {engine.encoder_methods}"
         raise ValueError(f"{engine.name} is an encoder, which predicts no text: {instead}")
@@ -182,10 +182,10 @@ def encode_for_head(
     For errors see :meth:`metal_prefill.Model.classify`.
     """
     if not engine.head.labels:
-        instead = "labels are required" if engine.config.has_head else f"use {engine.encoder_methods}"
+        instead = "pass `labels`" if engine.config.has_head else f"use {engine.encoder_methods}"
         raise ValueError(f"{engine.name} has no classification head (cls.output.weight): {instead}")
     if engine.head.pooling == "none":
-        raise ValueError(f"{engine.name} has labels for tokens: use label_tokens")
+        raise ValueError(f"{engine.name} has labels for tokens: use `label_tokens`")
     prompts, pairs, cut = [], [], []
     parts = [(text,) if isinstance(text, str) else text for text in _checked_pairs(engine, texts)]
     whole = map(rules.normalized, chain.from_iterable(parts))

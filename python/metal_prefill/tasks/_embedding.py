@@ -178,12 +178,12 @@ def check_pooling(engine: Engine, pooling: str | None) -> Pooling:
         if stated is None:
             raise ValueError(
                 f"{engine.name} sets no pooling ({engine.config.architecture}.pooling_type): "
-                "choose one, such as 'mean' or 'last', as the model's card requires"
+                "set `pooling`, such as 'mean' or 'last', as the model's card requires"
             )
         pooling = stated
     kind: Pooling = one_of("pooling", pooling, POOLINGS)
     if pooling == "rank":
-        raise ValueError("pooling 'rank' gives scores of pairs of texts: use rerank, or classify")
+        raise ValueError("pooling 'rank' gives scores of pairs of texts: use `rerank`, or `classify`")
     if pooling == "cls" and engine.config.causal:
         raise ValueError(
             f"pooling 'cls' takes the first token, which sees no other one in {engine.name}: "

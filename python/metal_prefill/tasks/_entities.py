@@ -137,7 +137,7 @@ def find_entities(
 def _head_of(engine: Engine) -> EntityHead:
     """Return the head that finds entities; raises ValueError if the file has none."""
     if engine.head.entities is None:
-        hint = ": use label_tokens" if engine.head.labels and engine.head.pooling in (None, "none") else ""
+        hint = ": use `label_tokens`" if engine.head.labels and engine.head.pooling in (None, "none") else ""
         raise ValueError(
             f"{engine.name} does not find entities of given labels: it has no head of GLiNER{hint}"
         )

@@ -231,7 +231,7 @@ def kind_of(engine: Engine, options: Options) -> str:
         if not head.labels:
             raise ValueError(
                 f"{name} is an encoder without a classification head: it does not rank pairs of texts; "
-                "compare vectors of embed, or select late interaction with how='late'"
+                "compare vectors of `embed`, or select late interaction with how='late'"
             )
         kind = "pair"
     if kind != "late" and head.labels:
@@ -349,7 +349,7 @@ def template_of(engine: Engine) -> str:
         return template
     raise ValueError(
         f"{engine.name} has no {RERANK_TEMPLATE_KEY}, and no template is known for "
-        f"{engine.config.architecture}: a template is required"
+        f"{engine.config.architecture}: pass `template`"
     )
 
 
@@ -396,7 +396,7 @@ def scored_class(engine: Engine, label: str | None) -> int:
         for i, name in enumerate(names):
             if name in AFFIRMATIVE or names[1 - i].endswith(name):  # not_relevant, nicht relevant
                 return i
-    raise ValueError(f"{listed}: set label to the one whose probability ranks documents")
+    raise ValueError(f"{listed}: set `label` to the one whose probability ranks documents")
 
 
 class _Scorer(NamedTuple):

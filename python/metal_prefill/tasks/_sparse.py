@@ -86,7 +86,7 @@ def embed_sparse(
 def check_sparse(engine: Engine) -> None:
     """Raise ValueError if a model has no head for vectors over the vocabulary."""
     if engine.head.vocabulary_pooling is None and not engine.head.weighs_tokens:
-        raise ValueError(f"{engine.name} has no head for vectors over the vocabulary: use embed")
+        raise ValueError(f"{engine.name} has no head for vectors over the vocabulary: use `embed`")
 
 
 def sparse_role(engine: Engine, instruction: str | None) -> TextRole:
@@ -185,7 +185,7 @@ def embed_hybrid(
     engine = model.engine
     head = engine.head
     if not (head.weighs_tokens and head.projects_tokens):
-        raise ValueError(f"{engine.name} lacks the heads for weights and vectors of tokens: use embed")
+        raise ValueError(f"{engine.name} lacks the heads for weights and vectors of tokens: use `embed`")
     pooling = check_pooling(engine, None)
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
     encoded = encode_texts(engine, texts, rules=rules)

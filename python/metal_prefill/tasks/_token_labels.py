@@ -137,13 +137,13 @@ def _check_labels(engine: Engine) -> None:
     """Raise ValueError if a file has no labels for tokens."""
     head = engine.head
     if head.entities is not None:
-        raise ValueError(f"{engine.name} finds entities of labels that a call names: use find_entities")
+        raise ValueError(f"{engine.name} finds entities of labels that a call names: use `find_entities`")
     if not head.labels:
         raise ValueError(
             f"{engine.name} has no labels for tokens: it has no classification head (cls.output.weight)"
         )
     if head.pooling not in (None, "none"):
-        raise ValueError(f"{engine.name} has labels for whole texts: use classify")
+        raise ValueError(f"{engine.name} has labels for whole texts: use `classify`")
 
 
 class _Decoding(NamedTuple):

@@ -184,7 +184,7 @@ def test_a_state_requires_the_same_long_rope_factors(device: str, tmp_path: Path
 def test_another_cache_dtype_is_rejected(device: str, demo_path: Path, saved: Path) -> None:
     with (
         Model(demo_path, device=device, kv_dtype="f32") as model,
-        pytest.raises(StateError, match="kv_dtype 'f16', this model has 'f32'"),
+        pytest.raises(StateError, match="kv_dtype='f16', this model has 'f32'"),
     ):
         model.load_session(saved)
 

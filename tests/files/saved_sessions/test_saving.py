@@ -123,7 +123,7 @@ def test_other_safetensors_files_are_rejected(demo: Model, tmp_path: Path) -> No
     [
         ({"metadata": {"version": "2"}}, "format version 2 is not supported"),
         ({"metadata": {"format": "somebody.else"}}, "'somebody.else'"),
-        ({"metadata": {"kv_dtype": "q8_0"}}, "kv_dtype 'q8_0'"),
+        ({"metadata": {"kv_dtype": "q8_0"}}, "kv_dtype='q8_0'"),
         ({"arrays": {"tokens": None}}, "tensors do not match"),
         ({"arrays": {"tokens": np.array(3, np.int32)}}, "tensors do not match"),
         ({"arrays": {"tokens": np.arange(69, dtype=np.int32)}}, "tensors do not match"),

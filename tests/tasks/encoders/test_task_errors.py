@@ -112,18 +112,18 @@ REFUSED: list[tuple[str, Call, type[Exception], str]] = [
     ("pairs", ranks(how="late"), ValueError, "has a classification head, which scores pairs"),
     ("pairs", ranks(how="early"), ValueError, "how must be 'late' or None, got 'early'"),
     ("pairs", ranks(label="x"), ValueError, "label is 'x', but .* a head of 1 classes"),
-    ("pairs", labels(), ValueError, "has labels for whole texts: use classify"),
-    ("pairs", classifies(TEXTS, ["a", "b"]), ValueError, "an encoder, which predicts no text: leave labels"),
+    ("pairs", labels(), ValueError, "has labels for whole texts: use `classify`"),
+    ("pairs", classifies(TEXTS, ["a", "b"]), ValueError, "predicts no text: leave `labels`"),
     ("pairs", classifies([("a", "b", "c")]), TypeError, "text 0 must be a string or a pair of .*got tuple"),
     ("late", ranks(template=PAIR), ValueError, "template is not supported"),
     ("late", labels(), ValueError, "has no classification head"),
-    ("late", classifies(), ValueError, "no classification head .*: use embed, or rerank$"),
-    ("late", classifies(TEXTS, ["a", "b"]), ValueError, "predicts no text: use embed, or rerank$"),
-    ("tags", classifies(), ValueError, "has labels for tokens: use label_tokens"),
+    ("late", classifies(), ValueError, "no classification head .*: use `embed`, or `rerank`$"),
+    ("late", classifies(TEXTS, ["a", "b"]), ValueError, "predicts no text: use `embed`, or `rerank`$"),
+    ("tags", classifies(), ValueError, "has labels for tokens: use `label_tokens`"),
     ("tags", labels(strategy="best"), ValueError, "strategy must be one of"),
     ("tags", labels(["a", "\ud800"]), ValueError, r"text 1: .*surrogates"),
     ("tags", labels("a"), TypeError, "texts must be a sequence of strings"),
-    ("tags", finds(), ValueError, "it has no head of GLiNER: use label_tokens"),
+    ("tags", finds(), ValueError, "it has no head of GLiNER: use `label_tokens`"),
     ("tags", labels(strategy="viterbi"), ValueError, "needs BIOES tags: .* has no label O, or none with E-"),
     ("tags", labels(transitions={}), ValueError, "transitions need the strategy 'viterbi', got 'simple'"),
     ("parts", biased(background=1.0), ValueError, "transitions must be one of background_stay, "),
@@ -146,8 +146,8 @@ REFUSED: list[tuple[str, Call, type[Exception], str]] = [
             (finds(truncate="start"), ValueError, "truncate must be one of error, end"),
             (finds([None]), TypeError, "text 0 must be a string, got NoneType"),
             (finds(["\ud800"]), ValueError, r"text 0: .*surrogates"),
-            (labels(), ValueError, "labels that a call names: use find_entities"),
-            (lambda model: list(model.generate("a", 1)), ValueError, "is an encoder, .*: use find_entities"),
+            (labels(), ValueError, "labels that a call names: use `find_entities`"),
+            (lambda model: list(model.generate("a", 1)), ValueError, "encoder, .*: use `find_entities`"),
         )
     ),
     ("yes or no", ranks(QUERY, ["\ud800"], template=PAIR), ValueError, r"document 0: .*surrogates"),
@@ -158,21 +158,21 @@ REFUSED: list[tuple[str, Call, type[Exception], str]] = [
     ("yes or no", ranks(template="{query}"), ValueError, "template for reranking has {query} and {document}"),
     ("yes or no", ranks(QUERY, ["a"], 0, template=PAIR), ValueError, "top_n must be at least 1, got 0"),
     ("yes or no", ranks("", ["a", ""], template="{query}{document}"), ValueError, "its prompt has no tokens"),
-    ("classes", ranks(template=PAIR), ValueError, "head of 3 classes .low, middle, high.: set label"),
+    ("classes", ranks(template=PAIR), ValueError, "head of 3 classes .low, middle, high.: set `label`"),
     ("vectors", embeds(dimensions=65), ValueError, "dimensions must be between 1 and 64, got 65"),
     ("vectors", embeds(dimensions=0), ValueError, "dimensions must be between 1 and 64, got 0"),
     ("vectors", embeds(pooling="sum"), ValueError, "must be one of none, mean, .*, mean_sqrt_len; got 'sum'"),
-    ("vectors", embeds(pooling="rank"), ValueError, "use rerank, or classify"),
+    ("vectors", embeds(pooling="rank"), ValueError, "use `rerank`, or `classify`"),
     ("vectors", embeds(pooling="cls"), ValueError, "its attention is causal"),
     ("vectors", embeds(unicode="nfc"), ValueError, "unicode must be one of NFC; got 'nfc'"),
     ("vectors", lambda model: model.embed([*["a"] * 7, "\udc80", "b"]), ValueError, r"text 7: .*surrogates"),
-    ("demo", embeds(), ValueError, "sets no pooling .llama.pooling_type.: choose one, such as"),
+    ("demo", embeds(), ValueError, "sets no pooling .llama.pooling_type.: set `pooling`, such as"),
     ("demo", lambda model: model.embed_sparse(["a"]), ValueError, "no head for vectors over"),
-    ("demo", ranks(), ValueError, "no template is known for llama: a template is required"),
+    ("demo", ranks(), ValueError, "no template is known for llama: pass `template`"),
     # Documents after the first are not encoded.
     ("demo", ranks(QUERY, ["a", "a " * 3000], template=PAIR), ValueError, "'yes' is . tokens: it is not"),
     ("demo", classifies([("a", "b")]), ValueError, "has no classification head"),
-    ("demo", classifies(), ValueError, "no classification head .cls.output.weight.: labels are required"),
+    ("demo", classifies(), ValueError, "no classification head .cls.output.weight.: pass `labels`"),
     ("demo", classifies(["a"], ["x", "x"]), ValueError, "a label appears twice"),
     ("demo", classifies(["a"], ["x"], "{label} {text}"), ValueError, "ends with {label}"),
     ("demo", classifies(["a"], []), TypeError, "labels must be a sequence of strings"),
@@ -217,10 +217,10 @@ def test_generating_methods_name_the_alternatives(file_of: FileOf, tmp_path: Pat
     folder = model_folders.bert(tmp_path / "m").pool()
     plain = convert(folder.write(), tmp_path / "plain.gguf")
     for path, use in (
-        (plain, "embed"),
-        (file_of(RANKERS["bert"]), "rerank or classify"),
-        (file_of(TAGGERS["bert"]), "label_tokens"),
-        (file_of(task_folders.late_interaction), "embed, or rerank"),
+        (plain, "`embed`"),
+        (file_of(RANKERS["bert"]), "`rerank` or `classify`"),
+        (file_of(TAGGERS["bert"]), "`label_tokens`"),
+        (file_of(task_folders.late_interaction), "`embed`, or `rerank`"),
     ):
         with opened(path) as model, model.session() as session:
             message = f"is an encoder, which does not generate or score text: use {use}$"
@@ -245,9 +245,9 @@ def test_generating_commands_print_a_one_line_error(
     path = file_of(TAGGERS["bert"])
     (tmp_path / "text").write_text("a b c d e f g h")
     arguments = {"run": ("-p", "a"), "perplexity": ("-f", tmp_path / "text")}.get(command, ())
-    said = "does not generate or score text: use label_tokens"
+    said = "does not generate or score text: use `metal-prefill label`"
     if command == "bench":
-        said = "does not generate text: use bench embed"
+        said = "does not generate text: use `metal-prefill bench embed`"
     expected = f"error: model.gguf is an encoder, which {said}\n"
     assert errors(command, "-m", path, *arguments) == expected
 
