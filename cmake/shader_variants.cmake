@@ -1,5 +1,5 @@
 # Sets `out` to the variants of kernels in shaders/variants.h: the tensor types, and the shapes of attention. The emulator
-# compiles all of them, and its build fails where one is missing here.
+# compiles all of them, and its build fails if one is missing here.
 function(list_shader_variants out)
   file(READ "${PROJECT_SOURCE_DIR}/shaders/quants.h" text)
   string(REGEX MATCHALL "\n  X\\([a-z0-9_]+," rows "${text}")

@@ -39,7 +39,7 @@ static inline threadgroup const float* multiply(thread Stage<W, kTokens, kRows, 
 
   // The results overwrite the staged operands.
   static_assert(kTokens * kRows * sizeof(float) <= 2 * (kTokens + kRows) * MATMUL_K * sizeof(half),
-                "the results of a tile lie in the memory of two steps");
+                "the results of a tile are in the memory of two steps");
   threadgroup_barrier(mem_flags::mem_threadgroup);
   threadgroup float* results = (threadgroup float*)staged;
   tensor<threadgroup float, dextents<int32_t, 2>, tensor_inline> target(results,

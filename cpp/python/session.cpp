@@ -88,7 +88,7 @@ void bind_sessions(nb::module_& m) {
           "tokens"_a, "progress"_a = nb::none(), "contents"_a = std::set<std::size_t>(),
           "Run a prompt, each dispatch alone; return the greedy next token and the dispatches. `contents` "
           "are the numbers of those whose buffers are kept. With any, which show the cause, results that are "
-          "NaN are no error, and the token is -1.")
+          "NaN are not an error, and the token is -1.")
       .def("pipelines", &SessionInspector::pipelines)
       .def_prop_ro("shaders_were_compiled", &SessionInspector::shaders_were_compiled,
                    "When the package was built; else when the model was opened.")

@@ -212,7 +212,7 @@ def test_dispatches_before_a_fault_take_effect(device: Any, library: KernelLibra
 
 
 def test_fast_exponentials_have_the_maximum_error_on_request(library: KernelLibrary, emulator: Any) -> None:
-    """By 3 + |2x| units of the last place, up or down.
+    """The error is 3 + |2x| units of the last place, up or down.
 
     The power of 0 stays 1; results that are infinite or 0 keep their value or become a neighbour.
     """

@@ -35,7 +35,6 @@ def test_the_watchdog_aborts_command_buffers_after_a_number_of_steps(
 
 
 def test_command_buffers_beyond_the_working_set_fail(library: KernelLibrary, emulator: Any) -> None:
-    """Buffers of four numbers."""
     emulator.set_limits(emulator.Limits(working_set_bytes=15, out_of_memory=True))
     with pytest.raises(RuntimeError, match=r"OutOfMemory.*buffers of 16 bytes are beyond .* of 15"):
         store(library)

@@ -25,7 +25,7 @@ def calls_of(case: Case, task: Any = None) -> list[Any]:
 
 
 def test_contexts_before_what_is_timed() -> None:
-    """Prompts of streams have empty ones."""
+    """Prompts of streams have empty contexts."""
     writing, reading = Case(0, 3, 5, 4), Case(6, 0, 0, 3)
     ids = stream_ids(writing, VOCAB)
     assert ids.shape == (4, 8)

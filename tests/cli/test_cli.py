@@ -56,7 +56,7 @@ def test_help_loads_no_library() -> None:
 
 
 def test_the_first_token_loads_no_unneeded_library() -> None:
-    """They took a third of the time that the import takes."""
+    """Such libraries take a third of the time of the import."""
     late = (
         *("asyncio", "concurrent", "difflib", "email", "importlib.metadata", "importlib.resources"),
         *("metal_prefill.gpu", "multiprocessing", "numpy.ma.", "shutil", "socket", "ssl", "subprocess"),
@@ -97,7 +97,7 @@ def test_sampling_options_default_to_those_of_the_library() -> None:
 def test_run_reads_the_file_without_mapping_on_request(
     output: Run, demo_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draft model, too: neither may end the process when its file is truncated."""
+    """Neither the model nor the draft model may end the process when its file is truncated."""
     options = ["run", "-m", str(demo_path), "--speculate", str(demo_path), "-p", PROMPT, "-n", "6"]
     expected = output(*options, "--device", "cpu")
     monkeypatch.setattr(_gguf_file, "_map_file", lambda path: pytest.fail(f"{path} is mapped"))

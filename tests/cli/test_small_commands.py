@@ -59,7 +59,7 @@ def test_models_are_listed_by_what_they_do_and_deleted(home: Path) -> None:
 
 
 CALLS = [name for name in cli.COMMANDS if name not in ("serve", "doctor", "trace")]  # the last need a GPU
-MODELS = {"smollm2": "smollm2_path", "minilm": "minilm_folder"}  # fixtures that skip where one is missing
+MODELS = {"smollm2": "smollm2_path", "minilm": "minilm_folder"}  # fixtures that skip if one is missing
 
 
 def example(name: str) -> str:

@@ -167,7 +167,7 @@ def test_a_folder_of_exaone4_says_which_layers_have_a_window(tmp_path: Path) -> 
 
 
 def test_names_of_gpt2_may_lack_their_prefix_and_have_masks(tmp_path: Path) -> None:
-    """As in the published folder."""
+    """The published folder lacks the prefix and has masks."""
     made = RECORDED["gpt2"](tmp_path / "m")
     expected = read(convert(made.write(), tmp_path / "m.gguf"))[1]
     made.tensors = {name.removeprefix("transformer."): tensor for name, tensor in made.tensors.items()}

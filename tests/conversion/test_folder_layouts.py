@@ -54,7 +54,7 @@ def test_a_module_that_is_not_in_the_folder_is_refused_by_name(folder: Folder, p
 
 
 def test_a_transformer_in_a_folder_of_its_own_is_found(folder: Folder) -> None:
-    """As early versions of sentence-transformers wrote it."""
+    """Early versions of sentence-transformers wrote such folders."""
     expected = vectors(folder.write())
     modules = folder.loaded("modules.json")
     modules[0]["path"] = "0_Transformer"

@@ -81,7 +81,7 @@ def test_scoring_computes_the_logits_of_every_token_but_the_last(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_computes_the_outputs_of_its_sessions(model_path: Callable[[str], Path], name: str) -> None:
-    """The last rows of two prompts, and only K and V of another: the count is that of their shared pass."""
+    """A pass computes the last rows of two prompts, and only K and V of a third; each reports its count."""
     shape = MODELS[name]
     with Model(model_path(name), device="cpu") as model:
         sessions = [model.session() for _ in range(3)]

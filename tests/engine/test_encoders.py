@@ -98,7 +98,7 @@ def test_a_text_is_bit_identical_alone_and_in_any_batch(tmp_path: Path, name: st
 def test_threads_that_finish_layers_in_uneven_blocks_use_memory_of_their_own(
     tmp_path: Path, compute: str
 ) -> None:
-    """130 rows are no multiple of the tiles of four threads, any of which may take any block."""
+    """130 rows are not a multiple of the tiles of four threads, any of which may take any block."""
     path = write(tmp_path / "model.gguf", ENCODERS["bert"])
     ids = ids_of(ENCODERS["bert"], 130)
     with Model(path, threads=1, device="cpu", compute=compute) as model:

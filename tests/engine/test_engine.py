@@ -50,7 +50,7 @@ def correlation(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
 def test_logits_match_the_reference_on_every_kind_of_model(
     device: str, name: str, model_path: Callable[[str], Path]
 ) -> None:
-    """Also keys, values and states, after one token, a prompt that ends in another page, and a few more."""
+    """Keys, values and states do, too: after a token, a prompt that ends in another page, and a few more."""
     path = model_path(name)
     ids = random_ids(70, MODELS[name].vocab)
     first, expected = reference_results(path, *ids[:1]), reference_results(path, *ids)
@@ -140,7 +140,7 @@ def test_bfloat16_mode_rounds_weights_of_every_type_if_supported(
 def test_modes_are_float32_if_unsupported_or_if_weights_are_exact(
     kind: str, compute: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of sets without products of pairs, and of float weights in 8-bit mode."""
+    """Sets without products of pairs, and float weights in 8-bit mode, compute in float32."""
     if compute == "bf16":
         monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")
     logits = []
@@ -194,7 +194,7 @@ def test_splitting_the_keys_of_a_token_loses_none(device: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["gqa 3", "values wider than keys", "gemma3", "olmo2", "biases"])
 def test_the_cache_holds_every_token(device: str, name: str, model_path: Callable[[str], Path]) -> None:
-    """In half precision, which has 11 significant bits; the test of every kind of model has float32."""
+    """The cache has half precision, 11 significant bits; the test of every kind of model has float32."""
     path, ids = model_path(name), random_ids(41, MODELS[name].vocab)
     with Model(path, device=device, compute="f32", kv_dtype="f16") as model, model.session() as session:
         session.forward_prompt(ids[:40])

@@ -87,7 +87,7 @@ def chosen_by_bias(path: Path, plain: Path, bias: list[float]) -> Path:
 
 
 def test_all_tokens_may_go_to_the_same_experts(tmp_path: Path) -> None:
-    """Others have no rows. The bias decides the choice, but is no part of the factors."""
+    """Others have no rows. The bias decides the choice, but is not part of the factors."""
     plain = write(tmp_path / "plain.gguf", LFM2)
     path, ids = chosen_by_bias(tmp_path / "m.gguf", plain, [0, 9, 0, 0, 8, 0]), random_ids(100)
     assert lowest_cosine_of(path, ids) > 0.99999

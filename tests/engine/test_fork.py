@@ -306,7 +306,7 @@ ACTIVITIES = {
 def test_a_process_exits_cleanly_with_daemon_threads(
     first: str, activities: dict[str, dict[str, str]]
 ) -> None:
-    """Without messages and with exit status 0, at whatever moment the interpreter ends."""
+    """It prints nothing and has exit status 0, whenever the interpreter ends."""
     done = finished([sys.executable, "-c", PROGRAM.format(first=first), json.dumps(activities)])
     assert done.stderr == ""  # separately, so that pytest shows all of it
     assert (done.returncode, done.stdout.splitlines()) == (0, [name for name in activities for _ in range(2)])

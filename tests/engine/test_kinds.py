@@ -100,7 +100,7 @@ def test_a_session_continues_after_any_prefix_like_a_fresh_one(model: Model, reu
 
 
 def test_a_fork_and_its_origin_do_not_see_each_other(model: Model) -> None:
-    """From positions at the ends of pages and of blocks, and next to them."""
+    """Forks are made at the ends of pages and of blocks, and next to them."""
     ids, one, other = ids_of(100), ids_of(30, seed=1), ids_of(30, seed=2)
     session = model.session()
     session.forward_prompt(ids)
@@ -195,7 +195,7 @@ def test_unwritten_positions_are_never_read(
 
 
 def test_rejected_drafts_restore_the_state_before_them(model: Model) -> None:
-    """Seven drafts, of which the one at index `wrong` is wrong; 7: none."""
+    """One of seven drafts is wrong, that at index `wrong`; 7: none."""
     ids = ids_of(66)
     chosen = tokens_alone(model, ids, 8)
     for wrong in some(model, (0, 1, 4, 7)):
@@ -280,7 +280,7 @@ def test_scheduled_texts_are_those_of_single_tokens(model: Model) -> None:
 
 
 def test_a_later_session_finds_prefixes_at_their_snapshots(model: Model) -> None:
-    """In its namespace alone. Each continues a prefix, which later sessions find unchanged."""
+    """Each continues a prefix of its own namespace, which later sessions find unchanged."""
     ids, end = ids_of(150), ids_of(20, seed=1)
     with model.session() as session:
         session.forward_prompt(ids, reuse=True)
@@ -298,7 +298,7 @@ def test_a_later_session_finds_prefixes_at_their_snapshots(model: Model) -> None
 
 
 def test_a_saved_session_continues_bit_for_bit(model: Model, tmp_path: Path) -> None:
-    """From its end, after a rewind, and empty."""
+    """It is saved at its end, after a rewind, and empty."""
     session = model.session()
     session.forward_prompt(ids_of(150))
     for position in (150, 140, 0):
@@ -320,7 +320,7 @@ FEW = ("gemma4, wide heads", "qwen3moe", "olmoe", "lfm2moe")
 def test_up_to_eight_tokens_have_the_bits_of_single_ones_on_metal(
     metal: None, tmp_path: Path, name: str
 ) -> None:
-    """As a prompt of their own, and next to others in a batch."""
+    """They are a prompt of their own, or next to others in a batch."""
     shape = ALL_KINDS[name].shape if name in ALL_KINDS else MODELS[name]
     ids = ids_of(38)
     with Model(write(tmp_path / "m.gguf", shape), device="metal") as model:

@@ -48,7 +48,7 @@ def rows_of(session: Session) -> list[npt.NDArray[np.uint8]]:
 
 @pytest.mark.parametrize("name", SUITED)
 def test_logits_match_a_rounded_cache(name: str, model_path: Callable[[str], Path]) -> None:
-    """By prompt and by single tokens, over more than one page.
+    """A prompt and single tokens take more than one page.
 
     Arithmetic may add a tenth to the squared error of the cache. It has 15 bits on some sets, and now and
     then carries a number to another code than the reference's, which later layers see.
@@ -67,7 +67,7 @@ def test_logits_match_a_rounded_cache(name: str, model_path: Callable[[str], Pat
 def test_logits_are_exact_if_codes_are_widened_to_float32(
     isa: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of some prompts. In others a rounding before the cache carries a number to another code."""
+    """In some prompts they are; in others a rounding before the cache carries a number to another code."""
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
     reference = ReferenceModel(model_path("gqa 8"), kv_dtype="q8_0")
     errors = []
@@ -98,7 +98,7 @@ def test_the_cache_holds_the_blocks_that_the_format_defines(tmp_path: Path, head
 def test_a_saved_session_follows_the_format(
     model_path: Callable[[str], Path], tmp_path: Path, n: int
 ) -> None:
-    """A scale in f16, then 32 signed codes."""
+    """A block is a scale in f16, then 32 signed codes."""
     path = tmp_path / "s.session"
     with opened(model_path("values wider than keys"), compute="f32") as model, model.session() as session:
         session.forward_prompt(random_ids(n))
@@ -141,7 +141,7 @@ def test_metal_rejects_it_by_name(metal: None, demo_path: Path) -> None:
 
 
 def test_perplexity_is_within_a_thousandth_of_an_f16_cache(demo_path: Path) -> None:
-    """On verse, of a model that was trained. docs/accuracy.md has a larger model and a longer text."""
+    """A trained model reads verse; docs/accuracy.md has a larger model and a longer text."""
     text = (
         "Our revels now are ended. These our actors,\nAs I foretold you, were all spirits and\n"
         "Are melted into air, into thin air:\nAnd, like the baseless fabric of this vision,\n"

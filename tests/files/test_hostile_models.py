@@ -1,4 +1,4 @@
-"""Model files that are valid in form: numbers at the edge of 32 bits, and weights that are no numbers."""
+"""Model files that are valid in form: numbers at the edge of 32 bits, and weights that are NaN."""
 
 import math
 import os

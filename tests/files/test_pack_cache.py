@@ -221,7 +221,7 @@ def test_the_command_lists_and_clears(path: Path, folder: Path, tmp_path: Path, 
     listed = output("cache")
     assert "entries: 2;" in listed
     assert "model.gguf-" in "".join(listed.split())
-    assert max(entry.stat().st_atime_ns for entry in folder.glob("model*")) == used  # listing is no use
+    assert max(entry.stat().st_atime_ns for entry in folder.glob("model*")) == used  # a list is not a use
     cleared = output("cache", "--clear")
     assert cleared.count("deleted") == 2
     assert "entries: 0 of 2 kept; 0.0 MiB" in cleared

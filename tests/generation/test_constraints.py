@@ -42,7 +42,7 @@ PROMPT = "A person of the play: "
     ids=["greedy", "sampled", "penalties"],
 )
 def test_tokens_match_those_of_masks_alone(model: Model, options: dict[str, Any]) -> None:
-    """So texts have the same probabilities whether forced tokens are sampled or not."""
+    """Texts have the same probabilities whether forced tokens are sampled or not."""
     ids = model.tokenizer.encode(PROMPT)
     for seed in range(4):
         constraint = Constraint(model.tokenizer, json_schema=PERSON)
@@ -84,7 +84,7 @@ def test_the_number_of_forced_tokens_in_a_pass_is_bounded(model: Model, speculat
 @pytest.mark.usefixtures("most_drafts")
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
 def test_speculation_does_not_change_constrained_text(model: Model, options: dict[str, Any]) -> None:
-    """Correct, wrong and forbidden drafts, alone, with probabilities, and in batches."""
+    """Drafts are correct, wrong and forbidden; texts are alone, with probabilities, and in batches."""
     prompt = PROMPT + json.dumps({"name": "Lear", "kind": "king", "age": 80}) + "\nAnother person: "
     ids = model.tokenizer.encode(prompt)
     kwargs: dict[str, Any] = {"json_schema": PERSON, **options}
@@ -127,7 +127,7 @@ def test_speculation_saves_passes_under_a_constraint(model: Model, monkeypatch: 
 def test_forced_tokens_do_not_lower_the_estimated_cost_of_drafts(
     model: Model, monkeypatch: pytest.MonkeyPatch, many: bool
 ) -> None:
-    """Their rows have no output, so a pass with them is no measure of one with as many drafts."""
+    """Their rows have no output, so a pass with them does not measure one with as many drafts."""
     noted: list[int] = []
     passes = passes_of_texts(monkeypatch)
     monkeypatch.setattr(RowCost, "note", lambda self, rows, seconds: noted.append(rows))

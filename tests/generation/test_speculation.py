@@ -73,7 +73,7 @@ def test_many_texts_are_identical(tiny: Model, options: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("most_drafts")
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_session_ends_as_without_speculation(tiny: Model, options: dict[str, Any]) -> None:
-    """For any end of the text: its length, a stop token, a full context, or the caller."""
+    """The text ends by its length, a stop token, a full context, or the caller."""
 
     def state(
         prompt: list[int], n: int, take: int | None = None, context: int | None = None, **more: Any
@@ -135,7 +135,7 @@ def test_drafts_of_the_same_model_are_all_accepted(
 
 @pytest.mark.usefixtures("most_drafts")
 def test_a_session_that_another_call_changed_ends_the_text(bundled: Model) -> None:
-    """Also among tokens of one pass."""
+    """The call comes between two tokens of one pass."""
     prompt = [5, 6, 7] * 8
     truth = [*prompt, *(p.token for p in bundled.session().stream(prompt, 20, speculate="off"))]
     session = bundled.session()

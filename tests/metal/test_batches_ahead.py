@@ -134,7 +134,7 @@ def test_a_cancelled_stream_releases_its_memory_and_others_continue(
 def test_a_prompt_may_enter_while_others_are_in_flight(
     model: Model, wanted: list[list[int]], late: list[int]
 ) -> None:
-    """Also one of a few tokens, which would share the pass of theirs."""
+    """A prompt of a few tokens could share their pass."""
     alone = tokens_alone(model, late, TOKENS)
     texts = Texts(model)
 
@@ -259,7 +259,7 @@ def test_diverging_sessions_do_not_affect_others(model: Model, batch: Batch, wan
 
 
 def test_separately_sent_groups_merge(model: Model, batch: Batch, wanted: list[list[int]]) -> None:
-    """Rows of two passes in flight, and one of neither, in one call."""
+    """A call takes rows of two passes in flight, and one of neither."""
     other = Batch(model)
     with model.session() as fresh:
         token = fresh.forward_prompt(PROMPTS[0])

@@ -170,7 +170,7 @@ def test_larger_workloads_take_longer() -> None:
 
 
 def test_the_goals_on_an_m4() -> None:
-    """Goals of the design: two of three by the lowest values, decode by the middle."""
+    """The lowest values reach two goals of the design, the middle that of decode."""
     m4 = CHIPS["m4"]
     assert predict(m4, plan(SHAPE, 512), 512, waits=1).tokens_per_second_range[0] > 10_000
     assert predict(m4, plan(SHAPE, 32), 32, waits=1).tokens_per_second_range[0] > 5_000

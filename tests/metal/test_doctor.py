@@ -276,7 +276,7 @@ def test_a_device_that_fails_leaves_a_report(
 
 
 def test_every_source_that_does_not_compile_is_reported(path: Path, doctor: Doctor) -> None:
-    """Those that the model does not need, and those too new for the system, which are no failure."""
+    """The report has sources that the model does not need; those too new for the system are not failures."""
     doctor.only("shaders")
     code, report = doctor(path, broken_sources={"scan.metal", "log_prob.metal"}, metal_tensor=False)
     assert code == 1

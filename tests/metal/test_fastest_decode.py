@@ -72,7 +72,7 @@ def test_the_fastest_is_used_and_kept(
     seconds: tuple[float, ...],
     expected: tuple[int, int],
 ) -> None:
-    """Times of separate norms, of fused ones, and of two and four rows with the faster of them."""
+    """Separate norms, fused ones, and two and four rows with the faster of them are timed."""
     clock = Clock(*seconds)
     monkeypatch.setattr(_fastest_decode, "decode_seconds", clock)
     assert used(path) == expected

@@ -186,7 +186,7 @@ def test_a_gpu_is_tuned_for_the_cores_of_its_chip(name: str, family: int, cores:
 def test_models_of_the_suite_are_neither_checked_nor_tuned(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a Mac as on the emulator, since that takes seconds."""
+    """Checks and measurements take seconds, on a Mac and on the emulator."""
     monkeypatch.setattr(_core, "has_emulator", False)
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
     with open_with(path):  # pipelines are not stored if another model of the process has built them

@@ -20,7 +20,7 @@ LENGTHS = (40, 70, 130, 190, 250)  # of contexts; each needs more pages, so that
 
 
 def test_caches_grow_while_residency_is_requested(path: Path) -> None:
-    """A request each half second, and buffers that come and go on two other threads."""
+    """A thread requests residency each half second; two others make and release buffers."""
     prompts = [np.arange(n) % 300 for n in LENGTHS]
     with Model(path, device="metal") as model:
         alone = [model.session().forward_prompt_logits(prompt).tobytes() for prompt in prompts]

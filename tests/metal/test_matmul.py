@@ -92,7 +92,7 @@ def test_every_type_is_read(run: Run, stem: str, kind: str, tile: str) -> None:
 
 @pytest.mark.parametrize("stem", ["matmul", "matmul_swiglu"])
 def test_kernels_report_their_number_of_threads(libraries: dict[str, KernelLibrary], stem: str) -> None:
-    """So that a compiler need not save registers for more."""
+    """A compiler then need not save registers for more."""
     for tile in SIZES if stem == "matmul" else TILES:
         kernel = f"{stem}_q4_0_{tile}"
         pipeline = libraries[kernel].pipeline(kernel)
@@ -125,7 +125,7 @@ def test_long_rows(run: Run, cols: int, rows: int, stem: str, tile: str) -> None
 
 
 def test_split_columns_are_multiplied_once(run: Run) -> None:
-    """Whole numbers, so that the result is exact: any part of the columns may have a step more or less."""
+    """Whole numbers make results exact: any part of the columns may have a step more or less."""
     for steps in range(1, 10):
         rng = np.random.default_rng(steps)
         cols = 32 * steps - 8

@@ -306,7 +306,7 @@ def test_the_pool_is_no_larger_than_a_buffer(tmp_path: Path) -> None:
 def test_the_number_of_dispatches_does_not_grow_with_the_number_of_sequences(
     path: Path, options: dict[str, Any], alone: int, per_layer: int
 ) -> None:
-    """Except where the norms of one token alone are part of the products."""
+    """The exception is one token alone, whose norms are part of the products."""
     with Model(path, device="metal", **options) as model:
         layers = model.config.n_layers
         sessions = [model.session() for _ in range(9)]

@@ -128,7 +128,7 @@ LAYERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_takes_as_many_dispatches_at_any_length_and_position(tmp_path: Path, name: str) -> None:
-    """And with any number of experts. Attention in splits takes one dispatch more."""
+    """The number of experts has no influence. Attention in splits takes one dispatch more."""
     model = (small_models.MODELS | small_models.ENCODERS)[name]
     models = [model]
     if model.experts is not None:
@@ -471,7 +471,7 @@ def test_tiles_are_within_two_percent_of_the_best_by_the_cost_model(chip: str, d
 
 @pytest.mark.parametrize("chip", ["m2", "m3", "m4", "m4-pro", "m4-max"])
 def test_threadgroups_of_attention_have_as_many_tiles_as_suit_the_cores(chip: str) -> None:
-    """Either four simdgroups, each with a tile, or two, whichever the cost model predicts to be faster."""
+    """There are four simdgroups, each with a tile, or two, whichever the cost model predicts to be faster."""
     gpu = CHIPS[chip]
     shape = small(dim=576, n_heads=9, n_kv_heads=3, context_length=2048)
     threads = set()
@@ -533,7 +533,7 @@ def test_attention_on_matrix_units_takes_heads_of_64_and_128_in_half_precision()
 
 
 def test_larger_chips_have_more_threads_for_a_token() -> None:
-    """As many loads in flight as their memory has bandwidth: 576 rows take all lanes from an M4 Pro on."""
+    """Loads in flight grow with the memory's bandwidth: 576 rows take all lanes from an M4 Pro on."""
     shape = small(dim=1024, n_heads=16, n_kv_heads=8, ffn_dim=3072)
     lanes = {}
     for gpu in ("Apple M4", "Apple M4 Pro", "Apple M4 Max"):

@@ -185,7 +185,7 @@ def normed(run: Run, x: Array, norm: Array, threads: int) -> Array:
 def test_rmsnorm_matvec_is_bit_identical_to_norm_and_product(
     run: Run, kind: str, cols: int, threads: int
 ) -> None:
-    """For any number of threads of the norm: one value of a row for each, or several."""
+    """A thread of the norm has one value of a row, or several."""
     rng = np.random.default_rng(cols)
     cols = columns(kind, cols)
     w = Weights(rng, kind, [19, 19], cols)

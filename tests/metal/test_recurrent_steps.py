@@ -48,7 +48,7 @@ class States:
 @pytest.mark.parametrize("taps", [2, 3, 5])
 @pytest.mark.parametrize("channels", [64, 200])
 def test_causal_conv(run: Run, channels: int, taps: int, kind: str) -> None:
-    """Three sequences, two of which are split: their last tokens follow those of the others."""
+    """Two of three sequences are split: their last tokens follow those of the others."""
     rng = np.random.default_rng(taps)
     given = rng.standard_normal((TOKENS, 3, channels)).astype(np.float32)
     bias = rng.standard_normal(channels).astype(np.float32)
@@ -141,7 +141,7 @@ def test_gate_heads(run: Run, heads: int, dim: int, dtype: str) -> None:
     ("heads", "groups", "dim", "rows"), [(4, 1, 64, 128), (6, 3, 12, 20), (2, 2, 33, 200)]
 )
 def test_scan(run: Run, heads: int, groups: int, dim: int, rows: int, dtype: str, gated: int) -> None:
-    """Three sequences, two of which are divided: their last tokens follow those of the others."""
+    """Two of three sequences are split: their last tokens follow those of the others."""
     rng = np.random.default_rng(dim)
     inner, mixed = heads * dim, heads * dim + 2 * groups * rows
     row_stride, dt_column = inner + heads + 9, inner + 7

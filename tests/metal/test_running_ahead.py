@@ -112,7 +112,7 @@ def test_appending_another_token_than_the_chosen_one_works(session: Session, wan
 
 
 def test_a_rewound_session_ignores_earlier_work_in_flight(session: Session, wanted: list[int]) -> None:
-    """At the same position, with the same token, after another text."""
+    """The next token has the same position and id, after another text."""
     text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
     chosen = [next(text).token, next(text).token]
     position = session.position
@@ -157,7 +157,7 @@ def test_copies_of_pages_wait_for_work_of_other_sessions(
 
 
 def test_two_sessions_have_tokens_in_flight_at_once(model: Model, wanted: list[int]) -> None:
-    """Two command buffers of each session: none of the four uses memory that another still needs."""
+    """Each has two command buffers: none of the four uses memory that another still needs."""
     with model.session() as one, model.session() as two:
         texts = [session.stream(PROMPT, 8, **ONE_BY_ONE) for session in (one, two)]
         made: list[list[int]] = [[], []]
@@ -178,7 +178,7 @@ def test_two_sessions_have_tokens_in_flight_at_once(model: Model, wanted: list[i
 def test_a_failed_commit_raises_and_changes_nothing(
     session: Session, wanted: list[int], nth: int, position: int
 ) -> None:
-    """The prompt's, and those of tokens sent ahead; nothing waits for passes that were never sent."""
+    """The prompt or a token sent ahead is not committed; nothing waits for passes that were never sent."""
     gpu.refuse_commit(nth, message="no more")
     with pytest.raises(gpu.ValidationError, match="commit: no more"):
         tokens_of(session, 5)

@@ -129,7 +129,7 @@ def test_gate_input(run: Run, act: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("threads", [32, 64])
 def test_rmsnorm_of_some_columns_in_place(run: Run, threads: int) -> None:
-    """Heads of a row that are normalized together, followed by other columns."""
+    """Heads of a row are normalized together; other columns follow them."""
     rng = np.random.default_rng(4)
     rows = rng.standard_normal((3, 200)).astype(np.float32)
     weight = rng.uniform(-1.5, 1.5, 136).astype(np.float32)
@@ -152,7 +152,7 @@ def test_rmsnorm_without_a_weight_copies(run: Run, threads: int, dtype: str) -> 
 @pytest.mark.parametrize("case", ROPE_CASES)
 @pytest.mark.parametrize("cache", [np.float16, np.float32], ids=["f16", "f32"])
 def test_rope_append(run: Run, case: str, cache: type) -> None:
-    """Tokens of sequences, (tokens, position) each, that are stored in separate pages."""
+    """Sequences, (tokens, position) each, are stored in separate pages."""
     sequences = [(3, 62), (1, 64), (2, 7), (1, 0)]
     rows = [(i, p + t) for i, (n, p) in enumerate(sequences) for t in range(n)]
     given = HeadRows([position for _, position in rows], range(len(rows)), **ROPE_CASES[case])
@@ -209,7 +209,7 @@ def padded(rows: Array, width: int) -> Array:
     return wide
 
 
-# The last ones are filled up with zeros, which are no part of means and variances.
+# The last ones are filled up with zeros, which means and variances do not include.
 LAYERNORMS = [
     *((64, 64, 32), (384, 384, 96), (768, 768, 192), (1024, 1024, 64), (72, 72, 1024)),
     *((8, 1, 32), (80, 74, 32), (104, 101, 32), (64, 60, 32)),

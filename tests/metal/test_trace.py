@@ -126,7 +126,7 @@ def test_counted_work_matches_the_shapes(model: Model, path: Path) -> None:
     "options", [{}, {"kv_dtype": "f32"}, {"fused_norm": True}, {"chunk_tokens": 6}, {"chunk_tokens": 512}]
 )
 def test_the_cost_model_predicts_the_counted_bytes(path: Path, metal: None, options: Any) -> None:
-    """Each byte once: weights, activations and cache, for products and attention."""
+    """Products and attention count each byte of weights, activations and cache once."""
     with Model(path, device="metal", **options) as model:
         found = [(d, b) for d, b in counted(model, DECODED) if d.kernel.startswith(tuple(COUNTED))]
     assert {"matvec", "attention", "rope"} <= {d.kernel.split("_")[0] for d, _ in found}

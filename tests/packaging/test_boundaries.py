@@ -204,7 +204,7 @@ def written(sources: Sources) -> Iterable[tuple[str, str]]:
 
 
 ENGINE = f"(?!{MODULE})(cpp|shaders)/"
-# For each rule, lines that it must find where they are added to a file.
+# For each rule, lines that it must find if they are added to a file.
 PLANTED: dict[Rule, list[tuple[str, str]]] = {
     # The engines do not know each other.
     Forbidden(included, "cpp/cpu/", "^cpp/metal/"): [

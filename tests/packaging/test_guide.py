@@ -21,7 +21,7 @@ from support.programs import finished, serving
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "index.md", *sorted((DOCS / "tasks").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MODELS = {"smollm2": "smollm2_path", "minilm": "minilm_folder"}  # fixtures that skip where one is missing
+MODELS = {"smollm2": "smollm2_path", "minilm": "minilm_folder"}  # fixtures that skip if one is missing
 TAGS = {"", "guide", "serve", *MODELS}  # requirements of a snippet
 
 # Runs numbered snippets as if they were one program, and marks where the output of each begins.

@@ -303,7 +303,7 @@ def chunked(*chunks: bytes) -> bytes:
 
 
 def test_requests_in_a_row_are_answered_in_order(served: Running) -> None:
-    """Also those that are left when the client closes its sending side."""
+    """Those that are left when the client closes its sending side are answered, too."""
     bodies = [{**BODY, "max_tokens": n + 1} for n in range(20)]
     with served.connect() as connection:
         connection.sendall(b"".join(map(request_bytes, bodies)))
@@ -358,7 +358,7 @@ def _send(connection: socket.socket, content: bytes) -> None:
 def test_connections_that_are_reset_leave_nothing(
     served: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the request, before the answer, at its start, and in the middle of many events."""
+    """The client resets in the request, before the answer, at its start, and in the middle of many events."""
     expected = served.post("/v1/completions", BODY).json()["choices"]
     body = {"prompt": "a", "max_tokens": 900, "n": 16, "stream": True, "seed": 1}
     passes: list[Any] = []

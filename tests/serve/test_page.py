@@ -85,7 +85,7 @@ def test_an_app_may_be_mounted_under_a_path(cpu_model: Model) -> None:
 
 
 def test_files_refer_only_to_each_other() -> None:
-    """No address of another server, no inline code or style, and nothing that parses a string as HTML."""
+    """They have no address of another server and no inline code or style, and parse no string as HTML."""
     forbidden = (
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|srcdoc|"
         r"createContextualFragment|setHTML|<style|\sstyle=|\son\w+=\"|javascript:"

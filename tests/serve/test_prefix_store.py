@@ -49,7 +49,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_the_state_after_a_system_message_is_loaded_after_a_restart(tmp_path: Path) -> None:
-    """Also one that is shorter than the distance of snapshots, and ends within a page."""
+    """A message may be shorter than the distance of snapshots, and end within a page."""
     path = write(tmp_path / "m.gguf", replace(LARGE["lfm2"], context=1024))
     system, computed = "word " * 30, []
     for questions in (("old", "further", "thus"), ("new", "known")):

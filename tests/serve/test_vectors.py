@@ -192,7 +192,7 @@ def pair_ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def test_a_server_has_the_name_of_its_folder(tmp_path: Path) -> None:
-    """Also of a repository in the Hub's cache, whose folder is a commit, with the prompts of its card."""
+    """The folder of a repository in the Hub's cache is a commit; the server has its name and prompts."""
     snapshot = tmp_path / "models--intfloat--e5-small" / "snapshots" / "0123abcd"
     for folder, name in ((tmp_path / "my-e5-tuned", "my-e5-tuned"), (snapshot, "e5-small")):
         made = model_folders.bert(folder)

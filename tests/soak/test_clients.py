@@ -192,7 +192,7 @@ def run_round(kind: Kind, path: Path, n: int, sent: Counter[str]) -> int:
 
 
 def test_each_client_gets_what_it_gets_alone_whatever_others_send(tmp_path: Path, demo_path: Path) -> None:
-    """All kinds of clients in turn, until the time is over."""
+    """All kinds of clients take turns until the time is over."""
     pytest.importorskip("llguidance", reason="needs the extra guide")
     embedder = write(tmp_path / "vectors.gguf", EMBEDDERS["qwen3, last"])
     counts: Counter[str] = Counter()

@@ -155,7 +155,7 @@ def test_the_harness_finds_the_model(demo_path: Path) -> None:
 
 
 def test_likelihoods_match_transformers(tmp_path: Path) -> None:
-    """Recorded from lm-eval's backend hf by tools/record/likelihoods.py."""
+    """tools/record/likelihoods.py records those of lm-eval's backend hf."""
     recorded = json.loads(choice_task.FILE.read_text(encoding="utf-8"))["requests"]
     with Model(choice_task.model(tmp_path), device="cpu", compute="f32", kv_dtype="f32") as model:
         found = loglikelihood(model, [(context, continuation) for context, continuation, _, _ in recorded])
@@ -171,7 +171,7 @@ def test_likelihoods_match_transformers(tmp_path: Path) -> None:
 def test_the_harness_can_select_the_device(
     monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: str
 ) -> None:
-    """It names cuda:0 where its user names none."""
+    """It passes cuda:0 if its user names none."""
     pytest.importorskip("lm_eval")
     from metal_prefill.integrations import _lm_eval
 
@@ -182,7 +182,7 @@ def test_the_harness_can_select_the_device(
 
 
 def test_likelihoods_of_long_texts_match_transformers(tmp_path: Path) -> None:
-    """Texts of up to several contexts, recorded as above."""
+    """Texts have up to several contexts; they are recorded as above."""
     recorded = json.loads(choice_task.FILE.read_text(encoding="utf-8"))["rolling"]
     with Model(choice_task.model(tmp_path), device="cpu", compute="f32", kv_dtype="f32") as model:
         lengths = [len(model.tokenizer.encode(text, add_bos=False)) for text in choice_task.TEXTS]

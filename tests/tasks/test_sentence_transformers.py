@@ -172,7 +172,7 @@ def test_activations_of_cross_encoders(made: Paths) -> None:
 
 
 def test_modules_are_in_their_order(tmp_path: Path, made: Paths, model: st.SentenceTransformer) -> None:
-    # Those of the library, which adds a pooling to a folder without modules.
+    # The library adds a pooling to a folder without modules.
     assert [len(model), *map(repr, model)] == [2, "Transformer()", "Pooling()"]
     static = st.SentenceTransformer(task_folders.static(tmp_path / "static").write())
     assert list(map(repr, static)) == ["StaticEmbedding()", "Normalize()"]

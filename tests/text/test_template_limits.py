@@ -40,7 +40,7 @@ ENDLESS = {
     "tests": "{% for i in range(99999) %}{% if ('a' * 999999) is eq 'b' %}{% endif %}{% endfor %}",
     "slices": "{% set a = 'a' * 999999 %}{% for i in range(99999) %}{% set b = a[1:] %}{% endfor %}",
 }
-# Each computes for hours or takes many gigabytes where nothing limits it.
+# Each computes for hours or takes many gigabytes unless it is limited.
 HOSTILE = {
     "power": "{{ (9 ** 9) ** (9 ** 8) }}",
     "squares": GROWING.format(start=9, step="n.x * n.x"),
@@ -120,7 +120,7 @@ def test_a_template_with_excessive_work_is_stopped_and_uses_little_memory() -> N
     "source", ["('a' | center({}))", "'a'.ljust({})", "('ab' * 16) | replace('', 'b' * ({} // 33))"]
 )
 def test_the_size_of_a_value_is_limited(source: str) -> None:
-    """Well before the work of a rendering is used up."""
+    """A value reaches its limit well before a rendering does."""
     assert render("{{ (" + source.format(MAX_VALUE) + ") | length }}")
     with pytest.raises(ChatTemplateError, match="a value has more than"):
         render("{{ (" + source.format(MAX_VALUE + 20_000) + ") | length }}")
@@ -257,7 +257,7 @@ class Speaker(str, enum.Enum):
 )
 @pytest.mark.parametrize("place", ["content", "list", "dict"])
 def test_messages_may_contain_text_and_json_values(value: Any, place: str) -> None:
-    """Anything else would become text by its own method: a control token, if it likes."""
+    """Any other value would become text by its own method, possibly a control token."""
     content = {"content": value, "list": ["x", value], "dict": {"x": value}}[place]
     with pytest.raises(TypeError, match=rf"message 1.*'content'.*is of type {type(value).__name__}"):
         render("{{ messages }}", [*USER_HI, {"role": "user", "content": content}])

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PATTERNS = ("*.md", "*.py", "*.h", "*.cpp", "*.mm", "*.metal", "*.inc", "Makefile")
+PATTERNS = ("*.md", "*.py", "*.h", "*.cpp", "*.mm", "*.metal", "*.inc", "*.cmake", "*.sh")
+PATTERNS += ("*CMakeLists.txt", "Makefile", ".ci/run", "*.yml")
 PHRASES = {  # none has a good use in this project
     r"\bto be had\b": "available",
     r"\bat hand\b": "available, or name the thing",
@@ -36,9 +37,13 @@ PHRASES = {  # none has a good use in this project
     r"\bis not (yours|ours)\b": "is reserved",
     r"(?<!her )\bsisters?\b": "related",
     r"\bfor want of\b": "for lack of",
-    r"(?<!there )\bis no (file|integer|number|text|JSON|power|name|token|multiple|str)\b": "is not a ...",
-    r'"""(What|Who) ': "begin with a verb or a noun phrase",
-    r'"""Of (them|it)\b': "name the thing",
+    r"(?<!there )\b(is|are) no (?!(longer|faster|larger|smaller|better|more|less)\b)\w+": "is not a ...",
+    r'"""(What|Who|Also|Even|Except|Nor|Not|So|And|Or|As|Of)\b': "begin with a verb or a noun phrase",
+    r"(?<!#)(#|//) (?-i:What|Who|(That|Those) (of|for|that))\b": "name the thing",
+    r"(#|//) Else\b": "Otherwise",
+    r"\bwhere (one is missing|nothing|none|there (is|are) no)\b": "if",
+    r"\b(lies?|stands?|has (its|their) place) in\b": "is in",
+    r"\bgo(es)? on\b": "continue",
     r"\bmend(s|ed|ing)?\b": "fix",
     r"\bin any company\b": "in any batch",
     r"\b(brought|bring|brings) into nfc\b": "normalize to NFC",

@@ -193,7 +193,7 @@ class Source:
         )
 
 
-# Parameters that are no weight or bias: the modules and suffixes in `gguf.TensorNameMap`.
+# Parameters other than weights and biases: the modules and suffixes in `gguf.TensorNameMap`.
 _PARAMETERS = {
     "dt_bias": ("dt_proj", "bias"),
     "layer_scalar": ("layer_scalar", "weight"),

@@ -140,7 +140,7 @@ def shortened(tokenizer: Tokenizer, text: str, excess_of: Callable[[str], int]) 
     """
     while text and (excess := excess_of(text)) > 0:
         spans = tokenizer.encode_spans(text)
-        # The tokens at the cut may change, and some are no whole characters: the rest is counted again.
+        # The tokens at the cut may change, and some are parts of characters: the rest is counted again.
         end = spans[max(len(spans) - excess, 0)].start if spans else 0
         text = text[: min(end, len(text) - 1)]
     return text

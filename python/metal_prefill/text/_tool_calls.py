@@ -72,7 +72,7 @@ _CLOSE = tuple(tag for tag in _TAGS.values() if tag not in ("", _FENCE))
 _ID, _ARGUMENTS, _JSON = "[CALL_ID]", "[ARGS]", f"{_FENCE}json"
 _ELEMENT_MARKS = ("<arg_key>", GLM.end)
 _AFTER_NAME = (_ID, _ARGUMENTS, _JSON, *_ELEMENT_MARKS)
-# Those that are control tokens in some vocabularies.
+# Marks that are control tokens in some vocabularies.
 MARKS = frozenset({*_TAGS, *_CLOSE, _ID, _ARGUMENTS, *STRING_MARKS})
 _MOST_TAGS = 2  # one within another
 # Start of JSON that may be a call, ignoring white space.
@@ -506,7 +506,7 @@ class _Value(NamedTuple):
     scanner: Scanner | None = None  # finds the end; None for JSON, whose brackets do
     # Of JSON, the number of characters to treat as text if it is not a call; the search continues after them.
     skipped: int = 1
-    # Those of a call whose arguments are the JSON.
+    # Name and id of a call whose arguments are the JSON.
     name: str | None = None
     id: str | None = None
     in_lines: bool = False  # whether this is one call in Python without brackets

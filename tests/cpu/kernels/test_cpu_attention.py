@@ -250,7 +250,7 @@ def test_nan_of_an_earlier_call_does_not_reach_a_split(isa: str) -> None:
 
 @each_set
 def test_attention_does_not_see_later_positions(isa: str) -> None:
-    """Not even if their keys are NaN."""
+    """Keys of later positions are NaN."""
     q, keys, values = normal(70, 64), normal(70, 64, seed=1), normal(70, 64, seed=2)
     for kv_dtype in ("f16", "f32"):
         whole, cut = np.empty((2, 70, 64), np.float32)

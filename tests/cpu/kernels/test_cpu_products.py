@@ -182,7 +182,7 @@ def test_packed_weights_of_most_types_are_at_most_5_percent_larger_than_in_the_f
 
 @each_set
 def test_integer_sums_are_exact_at_the_extremes(isa: str) -> None:
-    """All codes at either end against activations at either end: the largest sums that can occur."""
+    """Codes and activations at the ends of their ranges have the largest sums that can occur."""
     for (kind, codes), code in product(EXTREME_CODES.items(), (0x00, 0xFF, 0x80, 0x7F)):
         raw = random_weight(kind, 32, 256)[0].copy()
         blocks = raw.reshape(-1, GGML_QUANT_SIZES[kind][1])

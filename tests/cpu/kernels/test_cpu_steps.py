@@ -124,7 +124,7 @@ def test_gate_of_a_head(isa: str) -> None:
 
 @each_set
 def test_gated_delta(isa: str) -> None:
-    """Three tokens, one after the other; columns that are not there stay zero."""
+    """Three tokens follow one another; columns of the padding stay zero."""
     for keys, columns in [(1, 32), (7, 5), (20, 1), (128, 32)]:
         state, out = np.zeros((keys, 32), np.float32), np.full(36, SENTINEL, np.float32)
         state[:, :columns] = normal(keys, columns)

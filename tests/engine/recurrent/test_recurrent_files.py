@@ -20,7 +20,7 @@ from metal_prefill.files._model_tensors import ignored_tensors
 
 
 def test_a_hybrid_whose_metadata_say_so_rotates(tmp_path: Path, model_path: Callable[[str], Path]) -> None:
-    """Files of Bamba do, those of Granite 4 do not."""
+    """Files of Bamba rotate, those of Granite 4 do not."""
     whole, key = model_path("granitehybrid"), "granitehybrid.rope.scaling.finetuned"
     logits: list[Array] = []
     for value in (FALSE, TRUE, None):  # without the key, layers rotate

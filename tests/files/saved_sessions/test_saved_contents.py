@@ -48,7 +48,7 @@ def test_notes_are_restored_with_the_session(demo: Model, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("head_dim", [20, 36, 64, 80])
 def test_every_shape_of_cache_survives(device: str, tmp_path: Path, head_dim: int) -> None:
-    """Heads that are no multiple of any vector, and prompts that end inside a block of any size."""
+    """Heads are not a multiple of any vector, and prompts end inside a block of any size."""
     for kv_dtype in ["f16", "f32"]:
         synthesize(tmp_path / "m.gguf", preset="tiny", heads=8, kv_heads=1, head_dim=head_dim)
         with Model(tmp_path / "m.gguf", device=device, kv_dtype=kv_dtype) as model:
@@ -75,7 +75,7 @@ def test_every_value_of_a_cache_survives(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
 ) -> None:
-    """All f16 values, including subnormal ones, infinities and NaN, as keys and as values.
+    """Keys and values are all f16 values, including subnormal ones, infinities and NaN.
 
     A cache of bfloat16 rounds them once, and the largest ones return as the largest f16.
     """
@@ -130,7 +130,7 @@ def test_the_file_is_plain_safetensors_in_canonical_layout(demo: Model, saved: P
 
 
 def test_another_model_is_rejected(demo: Model, device: str, saved: Path, tmp_path: Path) -> None:
-    """Even one that differs in a single weight."""
+    """The other model differs in a single weight."""
     other = tmp_path / "other.gguf"
     shutil.copy(demo.path, other)
     norm = demo.gguf.tensors["output_norm.weight"]

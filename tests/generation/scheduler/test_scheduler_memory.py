@@ -1,4 +1,4 @@
-"""Streams that run out of memory wait, and fail only where they fail alone."""
+"""Streams that run out of memory wait, and fail only if they fail alone."""
 
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def test_a_stream_fails_for_memory_only_where_it_fails_alone(
         expected = [result_alone(model, p, **o) for p, o in zip(prompts, options, strict=True)]
         for prompt, (_, made, _, _), (_, error) in zip(prompts, texts, expected, strict=True):
             assert error is None or len(prompt) + made - 1 > 64 * pages
-        # What the prefix cache holds takes no memory from a text.
+        # The prefix cache takes no memory from a text.
         for _ in range(2):
             scheduler = Scheduler(model, max_streams=max_streams)
             streams = [scheduler.submit(p, **o) for p, o in zip(prompts, options, strict=True)]

@@ -59,7 +59,7 @@ def test_classes_match_transformers(device: str, file_of: FileOf, name: str) -> 
 
 
 def test_the_probability_of_a_single_class_is_a_sigmoid(file_of: FileOf) -> None:
-    """Also in a file whose scores of pairs are the output itself."""
+    """The scores of pairs in this file are the output itself."""
     with opened(file_of(RANKERS["bert, output as it is"]), "cpu") as model:
         found = model.classify(TEXTS)
     np.testing.assert_allclose(found.probabilities, sigmoid(found.log_likelihoods), rtol=1e-6)

@@ -175,7 +175,7 @@ def test_token_vectors_are_projected_and_truncated(file_of: FileOf) -> None:
 def test_a_checkpoint_of_colbert_states_markers_masks_and_punctuation(
     tmp_path: Path, settings: dict[str, Any] | None, expansion: tuple[int, bool], skipped: str
 ) -> None:
-    """Those of the library, of which a checkpoint may state none."""
+    """A checkpoint that states none has those of the library."""
     folder = task_folders.stanford(tmp_path / "m", **(settings or {}))
     if settings is None:
         folder.tensors["linear.weight"] = np.resize(folder.tensors["linear.weight"], (128, 32))

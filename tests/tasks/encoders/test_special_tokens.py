@@ -51,7 +51,7 @@ def test_generative_models_recognize_them_only_on_request(demo: Model) -> None:
 
 
 def test_a_separator_in_a_single_text_begins_no_second_text(device: str, tmp_path: Path) -> None:
-    """As in transformers, where the type of a token is the number of its text."""
+    """In transformers, too, the type of a token is the number of its text."""
     vectors, probabilities = [], []
     for changes in (False, True):
         folder = CLASSIFIERS["bert"](tmp_path / str(changes))
