@@ -34,6 +34,7 @@ TIME_LIMIT_S = 600  # for the tests of a mutant; one that hangs is noticed
 # Tests of each part of the project, by the prefix of its files; the first matching prefix applies.
 PYTHON = "python/metal_prefill/"
 _MODELS = "tests/engine/test_experts.py tests/engine/test_layered_models.py tests/engine/test_q8_cache.py"
+_GPU = ("cost_model", "trace", "doctor", "fastest_decode", "kernel_checks", "first_contact")
 PARTS = {
     "shaders/": "tests/metal",
     "cpp/metal/": f"tests/metal {_MODELS}",
@@ -45,11 +46,13 @@ PARTS = {
         PYTHON + room: f"tests/{room}"
         for room in ("text/", "conversion/", "generation/", "tasks/", "serve/", "bench/")
     },
-    **{PYTHON + room: "tests/files" for room in ("files/", "storage/", "synth/", "_support/")},
+    **{PYTHON + room: "tests/files" for room in ("files/", "storage/", "synth/")},
+    f"{PYTHON}_support/": "tests/engine/test_arguments.py tests/engine/test_fork.py tests/files tests/cli",
     f"{PYTHON}hub/": "tests/files tests/conversion/test_conversion.py",
     **{PYTHON + room: "tests/cli" for room in ("commands/", "cli", "chat")},
-    f"{PYTHON}gpu/": "tests/metal/test_cost_model.py tests/metal/test_trace.py tests/metal/test_doctor.py",
-    f"{PYTHON}integrations/": "tests/tasks/test_evaluation.py",
+    f"{PYTHON}gpu/": " ".join(f"tests/metal/test_{name}.py" for name in _GPU),
+    f"{PYTHON}integrations/": "tests/tasks/test_evaluation.py tests/clients",
+    f"{PYTHON}sentence_transformers/": "tests/tasks/test_sentence_transformers.py",
     PYTHON: "tests/engine tests/generation/test_generation.py",
 }
 Mutant = Callable[[], str]  # returns the changed text of a file
