@@ -39,32 +39,29 @@ $(VENV)/.ready:
 	$(PIP) install --upgrade pip
 	@touch $@
 
-$(VENV)/.build-tools: pyproject.toml $(VENV)/.ready
-	$(PIP) install --group build
-	@touch $@
-
-$(VENV)/.dev-tools: pyproject.toml $(VENV)/.ready
-	$(PIP) install --group dev
+# The dependency groups of pyproject.toml.
+$(VENV)/.group-%: pyproject.toml $(VENV)/.ready
+	$(PIP) install --group $*
 	@touch $@
 
 # The package as a user gets it.
-build/.plain: $(VENV)/.build-tools $(SOURCES)
+build/.plain: $(VENV)/.group-build $(SOURCES)
 	$(PIP) install --no-build-isolation . -C build-dir=build/plain
 	@rm -f build/.emulator build/.cuda build/.testing && touch $@
 
 # The same with the modules through which tests and benchmarks call single kernels.
-build/.testing: $(VENV)/.build-tools $(SOURCES)
+build/.testing: $(VENV)/.group-build $(SOURCES)
 	$(PIP) install --no-build-isolation ".[test]" -C build-dir=build/testing -C cmake.define.METAL_PREFILL_TESTING=ON
 	@rm -f build/.plain build/.emulator build/.cuda && touch $@
 
 # The package with the Metal engine: on a Mac the real one, elsewhere on the emulator if clang is available.
-build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/build/setup_clang.sh | setup
+build/.emulator: $(VENV)/.group-build $(SOURCES) tools/build/setup_clang.sh | setup
 	options=$$(tools/build/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $$options
 	@rm -f build/.plain build/.testing build/.cuda && touch $@
 
 # The CPU engine for 64-bit Arm, which tests run on an emulated processor.
 ARM_SOURCES := $(shell git ls-files cpp/cpu cpp/base cpp/cache cpp/engine cpp/model cpp/sampling shaders/quants.h shaders/grids.h tests/arm 'tests/native/kernel_calls.*' cmake/cross_arm.cmake)
-build/.arm: $(VENV)/.build-tools $(ARM_SOURCES) tools/build/setup_arm.sh | setup
+build/.arm: $(VENV)/.group-build $(ARM_SOURCES) tools/build/setup_arm.sh | setup
 	tools/build/setup_arm.sh
 	@mkdir -p build && touch $@
 
@@ -109,11 +106,7 @@ soak: build/.emulator ## many threads on one model while allocations fail, MINUT
 	export SOAK_SECONDS=$$((60 * $(MINUTES))) SOAK_SEED=$${SOAK_SEED:-$$(date +%s)}; \
 	$(if $(SOAK_UNDER),tools/check/sanitize.sh $(SOAK_UNDER),$(BIN)/python -m pytest) -s tests/soak
 
-$(VENV)/.mutators: pyproject.toml $(VENV)/.ready
-	$(PIP) install --group mutants
-	@touch $@
-
-mutants: build/.emulator $(VENV)/.mutators ## changes sources at random, and prints the changes that no test notices: minutes
+mutants: build/.emulator $(VENV)/.group-mutants ## changes sources at random, and prints the changes that no test notices: minutes
 	$(BIN)/python tools/check/mutate.py
 
 # Clients of other projects, each in an environment of its own; requirements that differ from the name.
@@ -129,21 +122,16 @@ build/clients/%/.ready:
 test-clients: build/.emulator $(CLIENTS:%=build/clients/%/.ready) ## the server with clients, and integrations, of other projects
 	$(BIN)/python -m pytest tests/clients
 
-$(VENV)/.docs: pyproject.toml $(VENV)/.ready
-	$(PIP) install --group docs
-	@touch $@
-
 SOME_BUILD := $(if $(wildcard build/.emulator),build/.emulator,build/.testing)
 
 # Not with --quiet: mkdocs would count no warnings.
-docs: $(SOME_BUILD) $(VENV)/.docs ## the site, from docs/, the examples and the docstrings; a broken link is an error
+docs: $(SOME_BUILD) $(VENV)/.group-docs ## the site, from docs/, the examples and the docstrings; a broken link is an error
 	$(COPY_STUB)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "the site is in build/site"
 
 # PLATFORMS selects some of them; the one for this machine provides the stub of the others.
-wheels: $(VENV)/.ready ## wheels for Linux (x86-64, Arm; glibc, musl) and macOS, with the compiler of the package ziglang
-	$(PIP) install --group cross
+wheels: $(VENV)/.group-cross ## wheels for Linux (x86-64, Arm; glibc, musl) and macOS, with the compiler of the package ziglang
 	@rm -f build/wheels/dist/*
 	$(BIN)/python tools/build/build_wheels.py $(if $(PLATFORMS),--platforms $(PLATFORMS))
 
@@ -157,18 +145,13 @@ test-wheels: $(VENV)/.ready ## installs the wheels for this machine without a co
 	  METAL_PREFILL_MUSL_PYTHON=build/wheels/musl-python \
 	  $(BIN)/python -m pytest --noconftest tests/packaging/test_wheels.py  # without the package in this environment
 
-release-check: wheels ## wheels and source distribution, built, checked, installed and run; prints what is left to do
-	$(PIP) install --group release
+release-check: wheels $(VENV)/.group-release ## wheels and source distribution, built, checked, installed and run; prints what is left to do
 	$(BIN)/python -m build --sdist --outdir build/wheels/dist
 	$(BIN)/python -m twine check --strict build/wheels/dist/*
 	$(MAKE) test-wheels
 	$(BIN)/python tools/check/release.py
 
-$(VENV)/.page: pyproject.toml $(VENV)/.ready
-	$(PIP) install --group page
-	@touch $@
-
-test-page: build/.emulator $(VENV)/.page $(VENV)/.model ## the server's page in Chromium; PAGE_PICTURE=1 renews its picture
+test-page: build/.emulator $(VENV)/.group-page $(VENV)/.model ## the server's page in Chromium; PAGE_PICTURE=1 renews its picture
 	@tools/build/setup_packages.sh browser
 	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_activity.py tests/serve/test_page_in_browser.py
 
@@ -203,7 +186,7 @@ bench-avx2: build/llama_cpp_avx2 ## with AVX2 alone, which most x86 machines hav
 	METAL_PREFILL_CPU_ISA=avx2 PYTHONPATH=build/llama_cpp_avx2 $(BIN)/metal-prefill bench -p 32,128,512 -n 32 \
 	  -r $(REPETITIONS) --compare llama.cpp
 
-build/.cuda: $(VENV)/.build-tools $(SOURCES) tools/build/setup_clang.sh | setup
+build/.cuda: $(VENV)/.group-build $(SOURCES) tools/build/setup_clang.sh | setup
 	options=$$(tools/build/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $${options/emulator/cuda} \
 	  -C cmake.define.METAL_PREFILL_EMULATOR_CUDA=ON
 	@rm -f build/.plain build/.testing build/.emulator && touch $@
@@ -212,7 +195,7 @@ bench-gpu: build/.cuda ## speeds and kernel times of the Metal engine on an NVID
 	mkdir -p $(REPORT)
 	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/measure/bench_gpu.py --json $(REPORT)/gpu.json
 
-lint: build/.emulator $(VENV)/.dev-tools ## ruff, mypy --strict, clang-format, hadolint, the oldest compilers, phrases to avoid
+lint: build/.emulator $(VENV)/.group-dev ## ruff, mypy --strict, clang-format, hadolint, the oldest compilers, phrases to avoid
 	$(LINTERS)
 
 # The folder of the build that tools find compile commands in: the first that exists.
@@ -234,19 +217,19 @@ git log --no-merges --format=%s '@{upstream}..HEAD' 2>/dev/null | awk 'length > 
   print "a subject of more than 72 characters, or with a final period: " $$0 } END { exit found }'
 endef
 
-check: $(SOME_BUILD) $(VENV)/.dev-tools ## linters, and quick tests without any emulator
+check: $(SOME_BUILD) $(VENV)/.group-dev ## linters, and quick tests without any emulator
 	$(LINTERS)
 	$(ONE_BLAS_THREAD) $(BIN)/python -m pytest -q tests -m "not emulator and not slow" -k "not metal and not neon" --dist loadfile \
 	  --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL)
 
 # Not part of lint, since it takes minutes. TIDIED selects sources by prefix.
 TIDIED ?= cpp/|emulator/|tests/
-tidy: build/.emulator $(VENV)/.dev-tools ## clang-tidy on what the build compiled
+tidy: build/.emulator $(VENV)/.group-dev ## clang-tidy on what the build compiled
 	@$(BIN)/python -c 'import json; print(*{entry["file"] for entry in json.load(open("$(BUILT)/compile_commands.json"))}, sep="\n")' \
 	  | grep -E '^$(CURDIR)/($(TIDIED))' \
 	  | xargs -P $(CMAKE_BUILD_PARALLEL_LEVEL) -n 1 $(BIN)/clang-tidy -p $(BUILT) --quiet
 
-format: $(VENV)/.dev-tools ## formats Python and C++
+format: $(VENV)/.group-dev ## formats Python and C++
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
 

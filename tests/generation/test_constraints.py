@@ -84,7 +84,6 @@ def test_the_number_of_forced_tokens_in_a_pass_is_bounded(model: Model, speculat
 @pytest.mark.usefixtures("most_drafts")
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
 def test_speculation_does_not_change_constrained_text(model: Model, options: dict[str, Any]) -> None:
-    """Drafts are correct, wrong and forbidden; texts are alone, with probabilities, and in batches."""
     prompt = PROMPT + json.dumps({"name": "Lear", "kind": "king", "age": 80}) + "\nAnother person: "
     ids = model.tokenizer.encode(prompt)
     kwargs: dict[str, Any] = {"json_schema": PERSON, **options}

@@ -73,8 +73,6 @@ def test_many_texts_are_identical(tiny: Model, options: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("most_drafts")
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_session_ends_as_without_speculation(tiny: Model, options: dict[str, Any]) -> None:
-    """The text ends by its length, a stop token, a full context, or the caller."""
-
     def state(
         prompt: list[int], n: int, take: int | None = None, context: int | None = None, **more: Any
     ) -> tuple[Any, ...]:

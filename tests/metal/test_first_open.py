@@ -117,7 +117,6 @@ def test_archives_are_specific_to_device_version_and_kernels(
 def test_the_least_recently_used_archives_are_deleted(
     path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Archives are of this system and version, and of others."""
     compiled_by_opening(path)
     (used,) = archives(own_cache)
     others = [own_cache / "pipelines" / name / f"{name}.pipelines" for name in ("older", "newer", "newest")]

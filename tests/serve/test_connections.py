@@ -358,7 +358,6 @@ def _send(connection: socket.socket, content: bytes) -> None:
 def test_connections_that_are_reset_leave_nothing(
     served: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client resets in the request, before the answer, at its start, and in the middle of many events."""
     expected = served.post("/v1/completions", BODY).json()["choices"]
     body = {"prompt": "a", "max_tokens": 900, "n": 16, "stream": True, "seed": 1}
     passes: list[Any] = []

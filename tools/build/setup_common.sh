@@ -1,13 +1,7 @@
 # Functions for the setup scripts, which source this file.
 
-# Prints the path of the first of some commands that is installed.
-first_of() {
-  local name
-  for name; do
-    if command -v "$name"; then return 0; fi
-  done
-  return 1
-}
+# Prints the path of the first of some commands that is installed; fails if none is.
+first_of() { command -v "$@" | head -n 1 | grep .; }
 
 # The clang for shaders and Arm kernels.
 find_clang() { first_of $(<"$(dirname "${BASH_SOURCE[0]}")/../../emulator/clang_names.txt"); }
