@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PATTERNS = ("*.md", "*.py", "*.h", "*.cpp", "*.mm", "*.metal", "*.inc", "*.cmake", "*.sh")
-PATTERNS += ("*CMakeLists.txt", "Makefile", ".ci/run", "*.yml")
+PATTERNS = ["*.md", "*.py", "*.h", "*.cpp", "*.mm", "*.metal", "*.inc", "*.cmake", "*.sh"]
+PATTERNS += ["*CMakeLists.txt", "Makefile", ".ci/run", "*.yml"]
 PHRASES = {  # none has a good use in this project
     r"\bto be had\b": "available",
     r"\bat hand\b": "available, or name the thing",
