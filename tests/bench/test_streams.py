@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.bench_fakes import FakeWorker, RecordingEngine, compare, fakes, options_for
+from support.bench_fakes import FakeWorker, RecordingAdapter, compare, fakes, options_for
 
 from metal_prefill import Model, bench
 from metal_prefill.bench import BenchResults, _engines, _worker
@@ -19,7 +19,7 @@ CHOICES: tuple[Choice, ...] = ("argmax", "sampled", "greedy", "lookup")
 
 def calls_of(case: Case, task: Any = None) -> list[Any]:
     """Return the calls of an engine in a test."""
-    engine = RecordingEngine()
+    engine = RecordingAdapter()
     _worker.timed_run(engine, case, VOCAB, lambda: task)
     return engine.calls
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.bench_fakes import RecordingEngine, compare, fakes, options_for
+from support.bench_fakes import RecordingAdapter, compare, fakes, options_for
 from support.comparison import SEPARATOR
 from support.reference import ReferenceModel
 from support.small_models import ENCODERS, write
@@ -110,7 +110,7 @@ def test_lengths_and_numbers_of_texts_are_checked(tokens: list[int], counts: lis
 def test_a_sample_is_all_of_its_calls() -> None:
     calls: list[list[int]] = []
 
-    class Recording(RecordingEngine):
+    class Recording(RecordingAdapter):
         def embed(self, texts: list[Ids]) -> Vectors:
             calls.append([len(text) for text in texts])
             return np.zeros((len(texts), 1), np.float32)

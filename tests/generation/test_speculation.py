@@ -19,7 +19,7 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "repeat_penalty": 1.
 LENGTH = 12  # of a text
 VOCAB = 320
 
-Guess = Callable[[list[int]], Sequence[int]]
+Drafter = Callable[[list[int]], Sequence[int]]
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +44,16 @@ def texts_of(model: Model, prompts: list[Any], max_tokens: int = LENGTH, **optio
     return texts
 
 
-def planted(truth: list[int], seed: int) -> Guess:
+def planted(truth: list[int], seed: int) -> Drafter:
     """Drafts correctly for a while and then wrongly."""
     rng = random.Random(seed)
 
-    def guess(tokens: list[int]) -> list[int]:
+    def draft(tokens: list[int]) -> list[int]:
         made = len(tokens)
         drafts = [*truth[made : made + rng.randrange(6)], *(rng.randrange(VOCAB) for _ in range(4))]
         return drafts[: rng.randrange(1, 8)]
 
-    return guess
+    return draft
 
 
 @pytest.mark.usefixtures("most_drafts")
@@ -63,11 +63,11 @@ def test_many_texts_are_identical(tiny: Model, options: dict[str, Any]) -> None:
     prompts = prompts_of(250, 5)
     expected = texts_of(tiny, prompts, speculate="off", **options)
     assert texts_of(tiny, prompts, **options) == expected
-    guessed = [
+    drafted = [
         (prompt, {"speculate": planted([*prompt, *text], i)})
         for i, (prompt, text) in enumerate(zip(prompts, expected, strict=True))
     ]
-    assert texts_of(tiny, guessed, **options) == expected
+    assert texts_of(tiny, drafted, **options) == expected
 
 
 @pytest.mark.usefixtures("most_drafts")
@@ -90,8 +90,8 @@ def test_a_session_ends_as_without_speculation(tiny: Model, options: dict[str, A
         ends.append({"n": 20, "stop": tokens[i % 15]})
         for end in ends:
             expected = state(prompt, **end, speculate="off")
-            guess = planted([*prompt, *expected[0]], i)
-            for speculate in ("lookup", guess):
+            drafter = planted([*prompt, *expected[0]], i)
+            for speculate in ("lookup", drafter):
                 assert state(prompt, **end, speculate=speculate) == expected, end
 
 
@@ -151,7 +151,7 @@ def test_a_session_that_another_call_changed_ends_the_text(bundled: Model) -> No
 @pytest.mark.parametrize(
     ("speculate", "error", "message"),
     [
-        ("guess", ValueError, "speculate must be 'lookup', 'off', a model or a function, got 'guess'"),
+        ("else", ValueError, "speculate must be 'lookup', 'off', a model or a function, got 'else'"),
         (3, TypeError, "speculate must be 'lookup', 'off', a model or a function, got int"),
         (lambda tokens: [1 << 20], ValueError, "a draft of speculate: token id 1048576 .* outside"),
         (lambda tokens: ["a"], TypeError, "a draft of speculate: token ids must be integers"),

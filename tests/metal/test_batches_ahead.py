@@ -62,7 +62,7 @@ def passes_of(run: Callable[[], object]) -> list[Pass]:
     return passes
 
 
-class Texts:
+class Streams:
     """A stream for each prompt, with separate options, and the tokens that they have so far."""
 
     def __init__(self, model: Model, *options: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def first_of(text: list[int], least: int) -> int:
 def test_batches_run_ahead_and_return_the_same_tokens_as_single_sequences(
     model: Model, wanted: list[list[int]]
 ) -> None:
-    texts, prompts, before = Texts(model), sum(map(len, PROMPTS)), gpu.counters()
+    texts, prompts, before = Streams(model), sum(map(len, PROMPTS)), gpu.counters()
     passes = passes_of(texts.finish)
     assert passes == [Pass(prompts, 3, -1, 0), Pass(3, 3, -1, 0), *[Pass(3, 3, -1, 1)] * (TOKENS - 2)]
     assert gpu.counters().waits - before.waits == TOKENS
@@ -106,7 +106,7 @@ def test_batches_run_ahead_and_return_the_same_tokens_as_single_sequences(
 def test_a_stopped_text_keeps_the_work_sent_for_others(model: Model, wanted: list[list[int]]) -> None:
     """The next pass of the others is not ahead; the later ones are."""
     n = first_of(wanted[1], 3)
-    texts = Texts(model, {}, {"stop": wanted[1][n]}, {})
+    texts = Streams(model, {}, {"stop": wanted[1][n]}, {})
     passes = passes_of(texts.finish)
     assert texts.made == [wanted[0][:TOKENS], wanted[1][: n + 1], wanted[2][:TOKENS]]
     assert texts.streams[1].finish_reason == "stop"
@@ -121,7 +121,7 @@ def test_a_stopped_text_keeps_the_work_sent_for_others(model: Model, wanted: lis
 def test_a_cancelled_stream_releases_its_memory_and_others_continue(
     model: Model, wanted: list[list[int]]
 ) -> None:
-    texts = Texts(model)
+    texts = Streams(model)
     texts.step(5)
     held = model.stats()["kv_pool_bytes"]
     texts.streams[2].cancel()
@@ -136,7 +136,7 @@ def test_a_prompt_may_enter_while_others_are_in_flight(
 ) -> None:
     """A prompt of a few tokens could share their pass."""
     alone = tokens_alone(model, late, TOKENS)
-    texts = Texts(model)
+    texts = Streams(model)
 
     def run() -> None:
         texts.step(4)
@@ -149,7 +149,7 @@ def test_a_prompt_may_enter_while_others_are_in_flight(
 
 
 def test_a_failure_affects_only_its_pass(model: Model, wanted: list[list[int]]) -> None:
-    texts = Texts(model)
+    texts = Streams(model)
     texts.step(3)
     gpu.fail_command_buffer(1, message="the GPU had enough")  # the one after that is in flight
     texts.step()
@@ -165,7 +165,7 @@ def test_a_failure_affects_only_its_pass(model: Model, wanted: list[list[int]]) 
 
 
 def test_a_lack_of_memory_for_running_ahead_is_not_an_error(model: Model, wanted: list[list[int]]) -> None:
-    texts = Texts(model)
+    texts = Streams(model)
     texts.step()
     gpu.fail_allocation(30)
     assert texts.finish() == [text[:TOKENS] for text in wanted]
@@ -178,7 +178,7 @@ def test_nan_logits_end_only_their_stream(tmp_path: Path) -> None:
     with Model(path, device="metal", prefix_memory=0) as model:
         expected = [piece.token for piece in model.session().stream([1, 2, 3], 6, **GREEDY)]
         assert bad not in expected
-        texts = Texts(model)
+        texts = Streams(model)
         for prompt in ([1, 2, 3], [1, bad, 3]):
             texts.submit(prompt, 6, **GREEDY)
         assert texts.finish()[3:] == [expected, []]
@@ -326,7 +326,7 @@ def test_drafts_change_no_text_and_discard_no_pass(model: Model, wanted: list[li
     assert any(p.tokens > 1 and p.ahead == 0 for p in passes[1:])
     assert any(p.ahead for p in passes)
     drafted = {"speculate": "lookup"}
-    assert Texts(model, *[drafted] * 3).finish() == [text[:TOKENS] for text in wanted]
+    assert Streams(model, *[drafted] * 3).finish() == [text[:TOKENS] for text in wanted]
 
 
 def test_the_cost_of_a_pass_computed_early_is_its_gpu_time(
@@ -341,7 +341,7 @@ def test_the_cost_of_a_pass_computed_early_is_its_gpu_time(
                 assert noted[-1] >= session.stats()["gpu_seconds"] > 0
             gpu.live_objects()  # waits until nothing runs
     assert len(noted) == 5
-    texts = Texts(model)
+    texts = Streams(model)
     for _ in range(5):
         texts.step()
         gpu.live_objects()
@@ -354,7 +354,7 @@ def test_the_cost_of_a_pass_computed_early_is_its_gpu_time(
 
 
 def test_nothing_is_sent_after_a_known_last_token(model: Model, wanted: list[list[int]]) -> None:
-    texts = Texts(model, {}, {"max_tokens": 5}, {})
+    texts = Streams(model, {}, {"max_tokens": 5}, {})
     passes = passes_of(texts.finish)
     assert texts.made == [wanted[0][:TOKENS], wanted[1][:5], wanted[2][:TOKENS]]
     rows = [p.tokens for p in passes[1:]]

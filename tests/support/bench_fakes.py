@@ -9,11 +9,11 @@ from unittest.mock import patch
 from metal_prefill import bench
 from metal_prefill.bench import BenchResults, _engines, _machine, _worker
 from metal_prefill.bench._cases import Case, Choice
-from metal_prefill.bench._engines import Engine, Identity, Ids, Options
+from metal_prefill.bench._engines import Adapter, Identity, Ids, Options
 
 
-class RecordingEngine(Engine):
-    """Engine that records its calls and computes nothing."""
+class RecordingAdapter(Adapter):
+    """Adapter that records its calls and computes nothing."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -47,7 +47,7 @@ def options_for(path: Path, max_context: int = 256, max_prompt: int = 200) -> Op
 
 @dataclass
 class FakeWorker:
-    """Engine that takes `ns_per_token` for each token and records its inputs."""
+    """Worker whose engine takes `ns_per_token` for each token and records its inputs."""
 
     name: str
     ns_per_token: int

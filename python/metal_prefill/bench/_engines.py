@@ -49,7 +49,7 @@ class Identity:
     settings: str  # settings that affect its speed, for the reader of a table
 
 
-class Engine:
+class Adapter:
     """A loaded model, which supports the tests that its `Kind` does not exclude."""
 
     def identity(self) -> Identity:
@@ -151,6 +151,6 @@ def why_not(name: str, case: Case) -> str:
     return KINDS[name].without.get(case.ability, "") if name in KINDS else ""
 
 
-def load(name: str, options: Options) -> Engine:
-    adapter = importlib.import_module(f"metal_prefill.bench._peers.{name.replace('.', '_')}")
-    return adapter.load(options)
+def load(name: str, options: Options) -> Adapter:
+    module = importlib.import_module(f"metal_prefill.bench._peers.{name.replace('.', '_')}")
+    return module.load(options)

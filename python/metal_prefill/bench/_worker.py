@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from metal_prefill.bench import _engines, _machine
 from metal_prefill.bench._cases import Case, stream_ids, text_ids, token_ids
-from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options
+from metal_prefill.bench._engines import Adapter, BenchError, Identity, Ids, Options
 from metal_prefill.bench._model_file import task_ids
 
 REST_S = 2.0  # longest wait for an engine's threads to sleep after a sample
@@ -40,7 +40,7 @@ class Taken(NamedTuple):
     peak_rss: int = 0  # bytes
 
 
-def timed_run(engine: Engine, case: Case, vocab_size: int, task: Callable[[], Ids] | None = None) -> Taken:
+def timed_run(engine: Adapter, case: Case, vocab_size: int, task: Callable[[], Ids] | None = None) -> Taken:
     """Run a test once.
 
     `task` returns the ids of `cases.TASK`, for tests of copying.

@@ -243,7 +243,7 @@ def adapted(
     config: Fields,  # configuration of the folder, which names the adapters within its weights
     weights: Mapping[str, Weight],
     adapter: Path | None,  # folder of the adapter, or the name of one within the weights
-    prefixes: tuple[str, ...],  # beginnings of names that the folder or the adapter may lack
+    prefixes: tuple[str, ...],  # prefixes of names that the folder or the adapter may lack
 ) -> Mapping[str, Weight]:
     """Return the weights of a folder, with an adapter merged if there is one."""
     own = [str(name) for name in config.sequence("lora_adaptations")]
@@ -292,7 +292,7 @@ def _with_own(
 def merged(
     weights: Mapping[str, Weight],
     adapter: Path,  # folder of the adapter
-    prefixes: tuple[str, ...],  # beginnings of names that the folder or the adapter may lack
+    prefixes: tuple[str, ...],  # prefixes of names that the folder or the adapter may lack
 ) -> dict[str, Weight]:
     config = Fields.read(adapter / ADAPTER)
     config.require("peft_type", ("LORA",), None)

@@ -103,8 +103,8 @@ class Source:
 
     architecture: str  # ``general.architecture`` of the file
     names_of: str = ""  # architecture with the names of `gguf.TensorNameMap`, where that has no own ones
-    prefixes: tuple[str, ...] = ()  # beginnings of tensor names, of which the first that matches is removed
-    added_prefix: str = ""  # beginning of the names of `gguf.TensorNameMap`, which the folder may lack
+    prefixes: tuple[str, ...] = ()  # prefixes of tensor names, of which the first that matches is removed
+    added_prefix: str = ""  # prefix of the names of `gguf.TensorNameMap`, which the folder may lack
     keys: Mapping[str, Key] = field(default_factory=dict)  # metadata under the prefix of the architecture
     # Metadata that are the same for all models of the class.
     constants: Mapping[str, Any] = field(default_factory=dict)

@@ -27,7 +27,7 @@ class Made(NamedTuple):
     ended: bool  # whether the text has ended; `Stream.finish_reason` and `Stream.error` have the reason
 
 
-class Texts:
+class PendingTexts:
     """The streams of one request, and the task that waits for them.
 
     Asynchronous iteration yields the results of each pass. It ends once all texts have ended, and raises an
@@ -73,9 +73,9 @@ class Texts:
             yield made
 
 
-def _deliver(items: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
+def _deliver(items: Iterable[tuple[PendingTexts, list[Made] | Exception]]) -> None:
     """Deliver the results of a pass with one call into each event loop, for all tasks that wait there."""
-    of_loops: dict[asyncio.AbstractEventLoop, list[tuple[Texts, list[Made] | Exception]]] = {}
+    of_loops: dict[asyncio.AbstractEventLoop, list[tuple[PendingTexts, list[Made] | Exception]]] = {}
     for item in items:
         of_loops.setdefault(item[0].loop, []).append(item)
     for loop, batch in of_loops.items():
@@ -86,7 +86,7 @@ def _deliver(items: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
                 texts.cancel()
 
 
-def _put(batch: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
+def _put(batch: Iterable[tuple[PendingTexts, list[Made] | Exception]]) -> None:
     for texts, made in batch:
         texts.results.put_nowait(made)
 
@@ -111,19 +111,19 @@ class EngineLoop:
     def begin(self) -> None:
         """Initialize, also in a forked process, which has neither the thread nor the waiting tasks."""
         self._lock = threading.Lock()  # guards the members below
-        self._new: list[Texts | PendingCall] = []
+        self._new: list[PendingTexts | PendingCall] = []
         self._running = False
 
-    def _add(self, new: Texts | PendingCall) -> None:
+    def _add(self, new: PendingTexts | PendingCall) -> None:
         with self._lock:
             self._new.append(new)
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="metal_prefill engine loop", daemon=True).start()
 
-    def enter(self, streams: Sequence[Stream]) -> Texts:
+    def enter(self, streams: Sequence[Stream]) -> PendingTexts:
         """Begin streams, from a task that then iterates over their results."""
-        texts = Texts(streams)
+        texts = PendingTexts(streams)
         self._add(texts)
         return texts
 
@@ -152,7 +152,7 @@ class EngineLoop:
             raise error
 
     def _run(self) -> None:
-        pending: list[Texts | PendingCall] = []
+        pending: list[PendingTexts | PendingCall] = []
         try:
             scheduler = Scheduler(self, max_streams=self._max_streams)
             while self._admit(scheduler, pending):
@@ -160,7 +160,7 @@ class EngineLoop:
                 pieces: defaultdict[Stream, list[Piece]] = defaultdict(list)
                 for stream, piece in scheduler.step_pieces():
                     pieces[stream].append(piece)
-                made = ((item, item.sorted(pieces)) for item in pending if isinstance(item, Texts))
+                made = ((item, item.sorted(pieces)) for item in pending if isinstance(item, PendingTexts))
                 _deliver((texts, results) for texts, results in made if results)
                 pending = [item for item in pending if not item.done]
                 if self._after_pass is not None and scheduler.passes != passes:
@@ -169,12 +169,12 @@ class EngineLoop:
             with self._lock:
                 self._running = False
                 pending, self._new = [*pending, *self._new], []
-            _deliver((item, error) for item in pending if isinstance(item, Texts))
+            _deliver((item, error) for item in pending if isinstance(item, PendingTexts))
             for item in pending:
                 if isinstance(item, PendingCall):
                     item.fail(error)
 
-    def _admit(self, scheduler: Scheduler, pending: list[Texts | PendingCall]) -> bool:
+    def _admit(self, scheduler: Scheduler, pending: list[PendingTexts | PendingCall]) -> bool:
         """Pass new requests to the scheduler.
 
         Returns False if nothing is left to do; the loop then ends.
@@ -186,7 +186,7 @@ class EngineLoop:
                 return False
         pending += new
         for item in new:
-            if isinstance(item, Texts):
+            if isinstance(item, PendingTexts):
                 scheduler.enter(item.streams)
             else:
                 scheduler.call(item)

@@ -169,8 +169,8 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
     """Return the path of a folder's conversion in the cache, writing it if it is not there."""
     encoders = encoder_folders(folder)
     key = _key(folder, adapter, encoders)
-    beginning = os.fsencode(name)[:_MOST_BYTES].decode("utf-8", "ignore")
-    path = _cache() / f"{beginning}-{key[:_KEY_DIGITS]}.gguf"
+    prefix = os.fsencode(name)[:_MOST_BYTES].decode("utf-8", "ignore")
+    path = _cache() / f"{prefix}-{key[:_KEY_DIGITS]}.gguf"
     if not path.is_file():
         from metal_prefill.conversion._writing import convert  # imports gguf, which takes 0.1 s
 

@@ -30,8 +30,8 @@ from metal_prefill.serve._generation import (
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import (
     RequiredCalls,
-    call_beginning,
     call_constraint,
+    call_prefix,
     possible_calls,
     single_call,
     written_call,
@@ -159,7 +159,7 @@ def _until_call(
     except ChatTemplateError:
         return prompt
     asked, text = ("".join(piece for piece, _ in pieces) for pieces in (prompt, written))
-    end = text.find(call_beginning(name), len(asked))
+    end = text.find(call_prefix(name), len(asked))
     if not text.startswith(asked) or end < 0:
         return prompt
     until: Pieces = []

@@ -179,14 +179,14 @@ class RequiredCalls:
             self._sent = begun.end()
             return str(json.loads(begun[1]))
         names, text = self._names, self.text[begin:end]
-        possible = [name for name in names if len(names) == 1 or call_beginning(name).startswith(text)]
+        possible = [name for name in names if len(names) == 1 or call_prefix(name).startswith(text)]
         if not last or len(possible) != 1:
             return None
         self._sent = end
         return possible[0]
 
 
-def call_beginning(name: str) -> str:
+def call_prefix(name: str) -> str:
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
 
 

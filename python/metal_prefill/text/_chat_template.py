@@ -331,7 +331,7 @@ class ChatTemplate:
         if isinstance(value, str):
             if not self._special:
                 return value
-            text = self._beginnings.sub(lambda m: m[0] if m[1] else m[0] + marker, value)
+            text = self._first_characters.sub(lambda m: m[0] if m[1] else m[0] + marker, value)
             start = self._completion(text)
             return text if start is None else text[:start] + marker + text[start:]
         if isinstance(value, dict):
@@ -345,7 +345,7 @@ class ChatTemplate:
         return re.compile("(" + "|".join(map(re.escape, self._special)) + ")")
 
     @cached_property
-    def _beginnings(self) -> re.Pattern[str]:
+    def _first_characters(self) -> re.Pattern[str]:
         """Pattern of the first characters of control tokens; its group matches words that the template uses.
 
         Templates search messages for such words, such as ``</think>``, which must therefore stay unmarked.

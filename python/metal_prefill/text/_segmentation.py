@@ -128,7 +128,7 @@ class WordTokens:
         special: Iterable[str] = (),  # those that texts spell with `parse_special`
     ) -> None:
         # Each text in lower case that spells a token contains one of these: without and with `parse_special`.
-        self._spelled = (_beginnings(user_defined), _beginnings((*user_defined, *special)))
+        self._spelled = (_first_words(user_defined), _first_words((*user_defined, *special)))
         self._segmenter = segmenter
         self._lowercase = lowercase
         self._tokens = {
@@ -185,7 +185,7 @@ class WordTokens:
         return ids
 
 
-def _beginnings(spellings: Iterable[str]) -> tuple[str, ...]:
+def _first_words(spellings: Iterable[str]) -> tuple[str, ...]:
     """Return the first words of spellings in lower case; for many, the empty text, which all contain."""
     found = {" ".join(text.lower().split()[:1]) for text in spellings}
     return tuple(found) if len(found) <= _MOST_SPELLED else ("",)

@@ -19,7 +19,7 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from metal_prefill._support.messages import counted
 from metal_prefill.bench._cases import SAMPLING, Choice
-from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options, Vectors
+from metal_prefill.bench._engines import Adapter, BenchError, Identity, Ids, Options, Vectors
 from metal_prefill.bench._machine import available_threads, cpu_name
 
 GGML_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # of the KV cache, by kv_dtype
@@ -185,7 +185,7 @@ class _Embedder:
         return vectors
 
 
-class _LlamaCpp(Engine):
+class _LlamaCpp(Adapter):
     """llama.cpp model, with a context for one sequence and one for several."""
 
     def __init__(self, options: Options) -> None:

@@ -8,13 +8,13 @@ import numpy as np
 
 from metal_prefill import Model, Session, __version__
 from metal_prefill.bench._cases import SAMPLING, Choice
-from metal_prefill.bench._engines import Engine, Identity, Ids, Options, Vectors
+from metal_prefill.bench._engines import Adapter, Identity, Ids, Options, Vectors
 from metal_prefill.bench._machine import available_threads
 from metal_prefill.tasks._embedding import check_pooling, vector_blocks
 from metal_prefill.tasks._text_passes import TextPasses
 
 
-class _Ours(Engine):
+class _Ours(Adapter):
     """`metal_prefill.Model` through its public calls."""
 
     def __init__(self, options: Options) -> None:

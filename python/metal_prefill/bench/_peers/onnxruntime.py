@@ -13,11 +13,11 @@ from typing import Any
 
 import onnxruntime
 
-from metal_prefill.bench._engines import Engine, Options
+from metal_prefill.bench._engines import Adapter, Options
 from metal_prefill.bench._peers.padded_texts import PaddedTexts, export
 
 
-def load(options: Options) -> Engine:
+def load(options: Options) -> Adapter:
     texts, int8 = PaddedTexts("onnxruntime", options), options.compute != "f32"
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = texts.threads

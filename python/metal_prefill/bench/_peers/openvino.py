@@ -21,7 +21,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from metal_prefill._support.messages import counted
-from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options
+from metal_prefill.bench._engines import Adapter, BenchError, Identity, Ids, Options
 from metal_prefill.bench._machine import available_threads
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
@@ -72,7 +72,7 @@ def _keep_last_token(model: ov.Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-class _OpenVino(Engine):
+class _OpenVino(Adapter):
     """Compiled OpenVINO graph with its state."""
 
     def __init__(self, options: Options) -> None:
@@ -131,7 +131,7 @@ class _OpenVino(Engine):
         self._request.infer(inputs, share_inputs=True, share_outputs=True)
 
 
-def load(options: Options) -> Engine:
+def load(options: Options) -> Adapter:
     with GGUFFile(Path(options.path)) as gguf:
         causal = read_config(gguf).causal
     if causal:

@@ -14,13 +14,13 @@ import nncf
 import numpy as np
 import openvino as ov
 
-from metal_prefill.bench._engines import Engine, Options
+from metal_prefill.bench._engines import Adapter, Options
 from metal_prefill.bench._peers.padded_texts import PaddedTexts, export
 
 _CALIBRATION = (100, 64)  # texts, and tokens of each
 
 
-def load(options: Options) -> Engine:
+def load(options: Options) -> Adapter:
     texts, int8 = PaddedTexts("openvino", options), options.compute not in ("f32", "bf16")
     config: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",

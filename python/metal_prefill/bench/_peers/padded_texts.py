@@ -18,7 +18,7 @@ from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from metal_prefill._core import ModelConfig
 from metal_prefill._support.messages import counted
-from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options, Vectors
+from metal_prefill.bench._engines import Adapter, BenchError, Identity, Ids, Options, Vectors
 from metal_prefill.bench._machine import available_threads, cpu_name
 from metal_prefill.files._gguf_file import GGUFFile, dequantized
 from metal_prefill.files._hyperparameters import read_config
@@ -137,8 +137,8 @@ POOLINGS = ("last", "mean", "cls")
 ENCODER_BATCH = 32  # texts, the default of sentence-transformers
 
 
-class PaddedTexts(Engine):
-    """Engine that sorts texts by length, as sentence-transformers does, and computes padded batches.
+class PaddedTexts(Adapter):
+    """Adapter that sorts texts by length, as sentence-transformers does, and computes padded batches.
 
     An adapter sets the function that computes them.
     """

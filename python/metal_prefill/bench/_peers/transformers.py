@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from metal_prefill.bench._engines import Engine, Options
+from metal_prefill.bench._engines import Adapter, Options
 from metal_prefill.bench._peers.padded_texts import PaddedTexts, load_encoder
 
 TRIAL_TOKENS = 256
 
 
-def load(options: Options) -> Engine:
+def load(options: Options) -> Adapter:
     """Load the model without its output projection."""
     texts = PaddedTexts("transformers", options, causal=True)
     torch.set_num_threads(texts.threads)
