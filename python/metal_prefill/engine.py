@@ -7,12 +7,13 @@ import os
 import platform
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from metal_prefill import _core
 from metal_prefill._core import ModelConfig
-from metal_prefill._support.arguments import integer
+from metal_prefill._support.arguments import integer, one_of
 from metal_prefill._support.cached_property import cached_property
+from metal_prefill._support.choices import AUTO, DEVICES, Compute, ComputeMode
 from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefillError, UnsupportedModelError
 from metal_prefill.files._gguf_file import TENSOR_TYPES, FloatArray, GGUFFile, as_matrix
 from metal_prefill.files._hyperparameters import read_config
@@ -26,10 +27,6 @@ from metal_prefill.storage._kernel_set import kernel_set, settle_pair_speed
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
-
-ComputeMode: TypeAlias = Literal["int8", "w8a8", "int16", "bf16", "f32"]
-AUTO: Literal["auto"] = "auto"
-CHOICES = (AUTO, *get_args(ComputeMode))
 
 # Kernel sets on which products of bfloat16 pairs are faster than 8 bits with a scale for each block of 32,
 # once quantized weights are converted to pairs.
@@ -229,10 +226,8 @@ def resolve_device(device: str) -> str:
     """
     override = os.environ.get("METAL_PREFILL_DEVICE")
     source = "METAL_PREFILL_DEVICE" if override else "device"
-    name = override or device
-    if name not in ("auto", "cpu", "metal"):
-        raise ValueError(f"{source} must be 'auto', 'cpu' or 'metal', got {name!r}")
-    if name == "auto":
+    name: str = one_of(source, override or device, DEVICES)
+    if name == AUTO:
         if _core.metal_available() and not _core.has_emulator:
             return "metal"
         announce_fallback()
@@ -248,7 +243,7 @@ def open_engine(
     options: _core.EngineOptions,
     *,
     max_context: int | None,
-    compute: ComputeMode | Literal["auto"],
+    compute: Compute,
     kv_dtype: str,
     mmap: bool,
     pack_cache: bool,
@@ -258,7 +253,7 @@ def open_engine(
 
     `options` are checked, and complete except for those that depend on the file and the device.
     """
-    automatic = (os.environ.get("METAL_PREFILL_DEVICE") or device) == "auto"
+    automatic = (os.environ.get("METAL_PREFILL_DEVICE") or device) == AUTO
     device = resolve_device(device)
     if device == "metal":
         options.metal.pipeline_folder = pipeline_folder(_core.has_emulator)

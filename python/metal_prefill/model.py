@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from metal_prefill import _core
 from metal_prefill._core import ModelConfig
 from metal_prefill._support.arguments import MAX_INTEGER, Logits, Progress, TokenIds, integer, one_of
 from metal_prefill._support.cached_property import cached_property
+from metal_prefill._support.choices import AUTO, COMPUTE, KV_DTYPES, Compute, ComputeMode, Device, KVDtype
 from metal_prefill._support.lazy import LateFunctions
-from metal_prefill.engine import AUTO, CHOICES, ComputeMode, Engine, open_engine
+from metal_prefill.engine import Engine, open_engine
 from metal_prefill.errors import ClosedError
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.hub._download import fetch
@@ -46,8 +47,6 @@ else:  # loaded when one of their methods is first used
     _token_labels = LateFunctions("metal_prefill.tasks._token_labels")
 
 __all__ = ["Model"]
-
-_KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32, "q8_0": _core.KvType.Q8_0}
 
 
 class Model:
@@ -159,11 +158,11 @@ class Model:
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        device: Literal["auto", "cpu", "metal"] | str = "auto",
+        device: Device | str = AUTO,
         max_context: int | None = None,
         threads: int | None = None,
-        compute: Literal["auto", "int8", "w8a8", "int16", "bf16", "f32"] | str = AUTO,
-        kv_dtype: Literal["f16", "f32", "q8_0"] | str = "f16",
+        compute: Compute | str = AUTO,
+        kv_dtype: KVDtype | str = "f16",
         chunk_tokens: int = 512,
         kv_memory: int | None = None,
         prefix_memory: int = 256 << 20,
@@ -174,7 +173,7 @@ class Model:
     ) -> None:
         self._default: Session | None = None
         options = _core.EngineOptions()
-        options.kv_type = one_of("kv_dtype", kv_dtype, _KV_DTYPE)
+        options.kv_type = _core.KvType[one_of("kv_dtype", kv_dtype, KV_DTYPES).upper()]
         options.threads = 0 if threads is None else integer("threads", threads, 1, 1024)
         options.chunk_tokens = integer("chunk_tokens", chunk_tokens, 1, 2048)
         options.kv_memory = 0 if kv_memory is None else integer("kv_memory", kv_memory, 1, MAX_INTEGER)
@@ -187,7 +186,7 @@ class Model:
             device,
             options,
             max_context=max_context,
-            compute=one_of("compute", compute, CHOICES),
+            compute=one_of("compute", compute, COMPUTE),
             kv_dtype=kv_dtype,
             mmap=mmap,
             pack_cache=pack_cache,

@@ -10,7 +10,8 @@ from support.reference import ReferenceModel
 from support.small_models import EMBEDDERS, ENCODERS, MODELS, write
 
 from metal_prefill import Model, _core, cli
-from metal_prefill.engine import CHOICES, chosen_mode
+from metal_prefill._support.choices import COMPUTE
+from metal_prefill.engine import chosen_mode
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 
@@ -62,7 +63,7 @@ def test_the_model_and_the_kernel_set_decide_even_where_it_cannot_run(
             assert chosen_mode(gguf, read_config(gguf)) == mode, isa
 
 
-@pytest.mark.parametrize("compute", CHOICES[1:])
+@pytest.mark.parametrize("compute", COMPUTE[1:])
 def test_a_stated_mode_wins(tmp_path: Path, compute: Any) -> None:
     with Model(write(tmp_path / "model.gguf", ENCODERS["bert"]), device="cpu", compute=compute) as model:
         assert model.compute == compute

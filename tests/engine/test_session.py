@@ -1,6 +1,5 @@
 """Behaviour of sessions on every engine: position, errors, reuse, forks, threads, progress."""
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.missing import resident_bytes
 from support.small_models import SmallModel, with_tensor, write
 
 from metal_prefill import ClosedError, ContextOverflowError, Model, Session, _core, synth
@@ -144,13 +144,7 @@ def test_a_closed_model_raises(demo: Model, tmp_path: Path) -> None:
     assert "closed" in repr(demo)
 
 
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @pytest.mark.skipif(
     _core.has_emulator and _core.emulator.sanitizer == "address",
     reason="AddressSanitizer keeps freed memory for a while, to see who still uses it",
@@ -177,7 +171,7 @@ def test_the_environment_selects_the_device(
         with Model(demo_path, device=asked) as model:
             assert model.backend == device
     monkeypatch.setenv("METAL_PREFILL_DEVICE", "gpu")
-    with pytest.raises(ValueError, match=r"METAL_PREFILL_DEVICE must be 'auto', 'cpu' or 'metal', got 'gpu'"):
+    with pytest.raises(ValueError, match=r"METAL_PREFILL_DEVICE must be one of auto, cpu, metal; got 'gpu'"):
         Model(demo_path, device="cpu")
 
 

@@ -13,7 +13,7 @@ from support.programs import Run
 from support.small_models import MODELS, write
 
 from metal_prefill import Model
-from metal_prefill.engine import CHOICES
+from metal_prefill._support.choices import COMPUTE
 from metal_prefill.storage import _pack_cache
 from metal_prefill.storage._cache_folder import stored_files
 from metal_prefill.storage._session_file import fingerprint
@@ -66,7 +66,7 @@ def test_unpacked_weights_are_not_cached(path: Path, folder: Path, tmp_path: Pat
 
 
 def test_each_compute_mode_has_its_own_entry(path: Path, folder: Path) -> None:
-    expected = {mode: opened(path, pack_cache=False, compute=mode)[0] for mode in CHOICES[1:]}
+    expected = {mode: opened(path, pack_cache=False, compute=mode)[0] for mode in COMPUTE[1:]}
     assert len({*expected.values()}) > 1
     for _ in range(2):
         assert {mode: opened(path, compute=mode)[0] for mode in expected} == expected

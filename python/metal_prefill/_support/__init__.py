@@ -1,1 +1,1 @@
-"""Shared helpers: argument checks, atomic writes, cached attributes and lazy imports."""
+"""Shared helpers: argument checks, choices, atomic writes, cached attributes and lazy imports."""

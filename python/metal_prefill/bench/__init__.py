@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from metal_prefill._support.arguments import integer
+from metal_prefill._support.choices import AUTO
 from metal_prefill.bench._agents import AgentResults
 from metal_prefill.bench._cases import Case
 from metal_prefill.bench._engines import BenchError
@@ -37,8 +38,8 @@ def run(
     speculate: bool = False,
     repetitions: int = 5,
     threads: int | None = None,
-    device: str = "auto",
-    compute: str = "auto",
+    device: str = AUTO,
+    compute: str = AUTO,
     kv_dtype: str = "f16",
     compare: Sequence[str] = (),
     patience: float = 60.0,
@@ -114,8 +115,8 @@ def run_embeddings(
     text_counts: Sequence[int] = (),
     repetitions: int = 5,
     threads: int | None = None,
-    device: str = "auto",
-    compute: str = "auto",
+    device: str = AUTO,
+    compute: str = AUTO,
     kv_dtype: str = "f16",
     compare: Sequence[str] = (),
     patience: float = 60.0,
@@ -156,7 +157,6 @@ def _measured(
     from metal_prefill.bench import _engines, _machine, _model_file, _worker
     from metal_prefill.bench._report import make_row
     from metal_prefill.bench._runner import Runner
-    from metal_prefill.engine import AUTO
 
     integer("repetitions", repetitions, 1)
     if patience < 0:

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from metal_prefill._support.choices import AUTO, COMPUTE, DEVICES, KV_DTYPES
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -110,18 +112,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose device, threads and number formats."""
     engine = parser.add_argument_group("engine")
     add_number(engine, "-t --threads", "CPU threads (default: one per core)")
-    add_option(engine, "--device", "engine to use", "auto", choices=("auto", "cpu", "metal"))
+    add_option(engine, "--device", "engine to use", AUTO, choices=DEVICES)
     engine.add_argument(
         "--compute",
-        choices=("auto", "int8", "w8a8", "int16", "bf16", "f32"),
-        default="auto",
+        choices=COMPUTE,
+        default=AUTO,
         help="number format of activations in products with quantized weights: 8 bits per block of 32; w8a8 "
         "and int16, 8 or 10 to 12 bits per row after a rotation (weights, too); bfloat16 (weights, too); or "
         "float32. int8 also allows bfloat16 with weights in bfloat16 (default: auto, which for encoders is "
         "bf16 or int16 if that is faster and close to float32, and int8 otherwise)",
     )
     what = "number format of the KV cache; q8_0, in 8 bits, takes half of the memory of f16"
-    add_option(engine, "--kv-dtype", what, "f16", choices=("f16", "f32", "q8_0"))
+    add_option(engine, "--kv-dtype", what, "f16", choices=KV_DTYPES)
 
 
 # Type, default, unit and help of the options of `sampling_options`, by name.

@@ -11,6 +11,8 @@ from gguf import quants
 from support.kernels.float64 import attention, visible
 from support.kernels.kernel_cases import SENTINEL, SETS, Floats, cpu, each_set, normal, share
 
+from metal_prefill._support.choices import KV_DTYPES
+
 
 def reference_attention(
     q: Floats,
@@ -79,7 +81,6 @@ ATTENTION_SHAPES = [  # heads of queries, dimensions of keys and values, window,
 ]
 
 
-KV_DTYPES = ("f16", "f32", "q8_0")
 # Tokens that are computed alone as well: at the ends of tiles, and at each place within eight rows. Bits are
 # compared with those of the same tokens computed together; the values of all are compared with float64.
 ALONE = (0, 3, 6, 9, 15, 16, 18, 20, 21, 31, 32, 36)
