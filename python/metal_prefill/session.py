@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from metal_prefill.gpu._trace import Dispatch
 
-__all__ = ["Logits", "Piece", "Progress", "Session", "TokenIds", "token_array", "token_id"]
+__all__ = ["Logits", "Piece", "Progress", "Session", "TokenIds"]
 
 
 # One for each generator: see `Claim` in cpp/engine/engine.h.

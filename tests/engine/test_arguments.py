@@ -13,10 +13,9 @@ import pytest
 from support.programs import finished
 
 from metal_prefill import ContextOverflowError, MetalPrefillError, Model, UnsupportedModelError, engine, synth
-from metal_prefill._support.arguments import integer
+from metal_prefill._support.arguments import integer, token_array, token_id
 from metal_prefill.generation import Scheduler
 from metal_prefill.gpu import _self_test
-from metal_prefill.session import token_array, token_id
 
 BOOL = np.bool_(True)
 

@@ -120,7 +120,7 @@ def test_nested_arrays_are_lists(write: Callable[[bytes], Path]) -> None:
 
 def test_tensors_are_views_of_the_mapping(write: Callable[[bytes], Path]) -> None:
     file = GGUFFile(write(rich_file()))
-    assert (file.version, file.alignment) == (3, 64)
+    assert (file.version, file.data_offset % 64) == (3, 0)
     assert list(file.tensors) == ["vector", "matrix", "before", "cube"]
     matrix = file.tensors["matrix"]
     assert (matrix.type, matrix.type_name, matrix.shape, matrix.nbytes) == (2, "Q4_0", (2, 64), 4 * 18)

@@ -24,7 +24,7 @@ from support.small_models import write
 from support.tiny_models import TINY_ENCODERS, TINY_EXPERTS, TINY_MODELS
 
 from metal_prefill import ChatTemplateError, MetalPrefillError, Model
-from metal_prefill.session import token_array
+from metal_prefill._support.arguments import token_array
 from metal_prefill.text import ChatTemplate
 from metal_prefill.text._template_limits import FILTERS, STR_METHODS
 

@@ -126,8 +126,6 @@ class GGUFFile(Located):
     parts : tuple of pathlib.Path
         The files of a split model, or `path` alone.
     version : int
-    alignment : int
-        Alignment of tensors in bytes, counted from the start of the tensor data.
     metadata : Metadata
     tensors : dict of str to TensorInfo
         Tensors by name, in file order.
@@ -152,9 +150,7 @@ class GGUFFile(Located):
     def __init__(self, path: str | os.PathLike[str], *, mmap: bool = True) -> None:
         self.path = Path(path)
         data = _map_file(self.path) if mmap else _read_files([self.path])[0]
-        self.version, self.metadata, self.alignment, self.tensors, self.data_offset = _read_header(
-            self.path, data
-        )
+        self.version, self.metadata, self.tensors, self.data_offset = _read_header(self.path, data)
         self.parts = _parts_of(self.path, self.metadata)
         if len(self.parts) > 1:
             data, starts = _read_files(self.parts)
@@ -306,7 +302,6 @@ def _parts_of(path: Path, metadata: Metadata) -> tuple[Path, ...]:
 class _Header(NamedTuple):
     version: int
     metadata: Metadata
-    alignment: int
     tensors: dict[str, TensorInfo]
     data_offset: int
 
@@ -321,7 +316,7 @@ def _read_header(path: Path, data: memoryview) -> _Header:
     alignment: int = metadata.typed(_ALIGNMENT, "uint32", default=DEFAULT_ALIGNMENT)
     if alignment < MIN_ALIGNMENT or alignment & (alignment - 1):
         raise cursor.error(f"{_ALIGNMENT} is {alignment}, must be a power of two of at least {MIN_ALIGNMENT}")
-    return _Header(version, metadata, alignment, *_read_tensors(cursor, n_tensors, alignment))
+    return _Header(version, metadata, *_read_tensors(cursor, n_tensors, alignment))
 
 
 def _read_version(cursor: Cursor) -> int:

@@ -47,11 +47,6 @@ class PrefixStore:
     """Store of shared prompt prefixes as session files.
 
     Thread-safe.
-
-    Attributes
-    ----------
-    loaded, saved : int
-        Number of prefixes loaded and saved so far.
     """
 
     def __init__(
@@ -72,7 +67,6 @@ class PrefixStore:
         self._pending = 0
         self._loading = threading.Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metal_prefill prefix store")
-        self.loaded = self.saved = 0
         for path in self._folder.iterdir():
             if found := _NAME.fullmatch(path.name):
                 self._names.setdefault(int(found[1]), set()).add(found[2])
@@ -152,7 +146,6 @@ class PrefixStore:
                     raise StateError(f"{path}: its tokens are not those of its name")
                 session.reuse(ids)  # makes it available to other sessions
                 os.utime(path)
-                self.loaded += 1
                 return True
             except (StateError, FileNotFoundError) as error:
                 _log.warning("dropped an unusable stored prefix: %s", error)
@@ -170,7 +163,6 @@ class PrefixStore:
             _session_file.save(session, self._path(n, digest), self._engine.state_owner)
             with self._lock:
                 self._names.setdefault(n, set()).add(digest)
-            self.saved += 1
             self._remove_oldest()
         except (MetalPrefillError, OSError) as error:
             _log.warning("could not store a prefix: %s", error)

@@ -85,10 +85,10 @@ class Tokenizer:
     ----------
     vocab_size : int
         Number of tokens.
-    bos_id, eos_id, eot_id, eom_id, pad_id, unk_id, sep_id, mask_id : int or None
-        Ids of the beginning-of-text, end-of-text, end-of-turn, end-of-message, padding, unknown, separator
-        and mask tokens; None if the file does not define the token. A WordPiece text begins with ``[CLS]``,
-        which is `bos_id`, and ends with ``[SEP]``, which is `eos_id` and `sep_id`.
+    bos_id, eos_id, eot_id, eom_id, pad_id, unk_id, mask_id : int or None
+        Ids of the beginning-of-text, end-of-text, end-of-turn, end-of-message, padding, unknown and mask
+        tokens; None if the file does not define the token. A WordPiece text begins with ``[CLS]``, which is
+        `bos_id`, and ends with ``[SEP]``, which is `eos_id`.
     stop_ids : frozenset of int
         Tokens that end generation.
     add_bos : bool
@@ -113,7 +113,7 @@ class Tokenizer:
         self.vocab_size = len(self._vocabulary.tokens)
         ids, self.add_bos, self.add_eos, self.frame = special_tokens(gguf, self._vocabulary)
         self.bos_id, self.eos_id, self.eot_id, self.eom_id = (ids[n] for n in ("bos", "eos", "eot", "eom"))
-        self.pad_id, self.unk_id, self.sep_id, self.mask_id = (ids[n] for n in ("pad", "unk", "sep", "mask"))
+        self.pad_id, self.unk_id, self.mask_id = (ids[n] for n in ("pad", "unk", "mask"))
         self.space_prefix = self._vocabulary.kind == "llama" and gguf.metadata.flag(
             "add_space_prefix", default=True
         )

@@ -103,7 +103,7 @@ def test_a_prefix_stored_on_disk_continues_from_its_state(
 ) -> None:
     shared = ids_of(140)
     prompts = [np.append(shared, ids_of(20, seed=seed)).astype(np.int32) for seed in (1, 2, 3)]
-    for prompt in prompts[:2]:
+    for _ in range(2):
         with Model(tiny_path(name), device=device) as model:
             store = PrefixStore(model.engine, tmp_path, 1 << 30)
             for known in prompts[:2]:
@@ -111,11 +111,10 @@ def test_a_prefix_stored_on_disk_continues_from_its_state(
                     session.forward_prompt(known, reuse=True)
                 store.note(known)
             store.close()
-            assert store.saved == (1 if prompt is prompts[0] else 0)
+        assert len(list(tmp_path.glob("*/*.session"))) == 1
     with Model(tiny_path(name), device=device) as model:
         store = PrefixStore(model.engine, tmp_path, 1 << 30)
         store.load(prompts[2])
-        assert store.loaded == 1
         with model.session() as session:
             logits = session.forward_prompt_logits(prompts[2], reuse=True)
             assert session.stats()["tokens_reused"] == 128
