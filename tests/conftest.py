@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from support.encoder_tasks import FileOf
     from support.folders.model_folders import Folder
 
+    from metal_prefill.text import Tokenizer
+
 METAL_MISSING = (
     "there is neither Metal nor its emulator: install clang 19 (Debian: apt-get install clang-19 lld-19 "
     "libclang-rt-19-dev) and run `make test`"
@@ -144,6 +146,14 @@ def smollm2_path() -> Path:
 def minilm_folder() -> Path:
     """Path of a real model folder, where its package is installed."""
     return real_model("minilm")
+
+
+@pytest.fixture
+def smollm(tmp_path: Path) -> "Tokenizer":
+    """Return the tokenizer of SmolLM, from the recorded vocabularies."""
+    from support import comparison
+
+    return comparison.open_variant(tmp_path / "smollm.gguf", comparison.TOKENIZERS["smollm"])
 
 
 @pytest.fixture(scope="module")

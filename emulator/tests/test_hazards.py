@@ -142,10 +142,10 @@ class Untracked:
         finally:
             encoder.end()
 
-    def commands(self, kernel: str, offset: int = 0) -> Any:
+    def commands(self, kernel: str) -> Any:
         """Return a command buffer with one dispatch."""
         command_buffer = self.library.queue.command_buffer()
-        self.encode(command_buffer, kernel, offset)
+        self.encode(command_buffer, kernel)
         return command_buffer
 
 

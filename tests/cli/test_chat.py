@@ -281,12 +281,12 @@ class Terminal:
         )
         os.close(slave)
 
-    def wait_for(self, pattern: str, timeout: float = 60) -> str:
+    def wait_for(self, pattern: str) -> str:
         """Read until a pattern matches; return the text up to its end.
 
         Carriage returns are left out: a read may end between one and its line feed.
         """
-        end = time.monotonic() + timeout
+        end = time.monotonic() + 60
         while (found := re.search(pattern, self._seen)) is None:
             ready, _, _ = select.select([self._master], [], [], max(end - time.monotonic(), 0))
             assert ready, f"waited for {pattern!r}, saw {self._seen[-500:]!r}"

@@ -1,6 +1,5 @@
 """Folders of decoders: logits of transformers, what is written, and settings of other versions."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from support.folders.model_folders import (
     save_bfloat16,
     types_of,
 )
+from support.missing import resident_bytes
 
 from metal_prefill import Model
 from metal_prefill.conversion import convert
@@ -274,12 +274,6 @@ def test_keys_of_layers_that_share_others_are_ignored_in_a_file(tmp_path: Path) 
     np.testing.assert_array_equal(logits_of(parts.write(tmp_path / "more.gguf")), logits_of(path))
 
 
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 def test_the_table_of_inputs_of_layers_stays_in_the_mapped_file(tmp_path: Path) -> None:
     path = convert(wider(tmp_path / "m", 8192).write(), tmp_path / "m.gguf")
     table = 304 * len(KINDS) * 8192 * 4

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 from support.closeness import ids_for
 from support.kinds import assert_same, contents
-from support.small_models import SmallModel, write_with_nan
+from support.small_models import SmallModel, page_bytes, write_with_nan
 
 from metal_prefill import ContextOverflowError, KVMemoryError, Model, NumericalError, Session, _core
 
@@ -24,11 +24,6 @@ def alone(model: Model, *pieces: Ids) -> Session:
     for piece in pieces:
         session.forward_prompt(piece)
     return session
-
-
-def page_bytes(path: Path, device: Any) -> int:
-    with Model(path, device=device) as model:
-        return int(model.stats()["kv_page_bytes"])
 
 
 def test_forks_share_the_pages_of_their_common_prefix(tiny_demo: Model) -> None:

@@ -21,14 +21,14 @@ from metal_prefill.generation._sampling import core_sampler
 SAMPLED = Options(1.0, top_k=50, repeat_penalty=1.3, frequency_penalty=0.2)
 
 
-def sampler_of(model: Model, prompt: npt.NDArray[np.int32], sampled: bool) -> _core.Sampler | None:
+def sampler_of(prompt: npt.NDArray[np.int32], sampled: bool) -> _core.Sampler | None:
     return core_sampler(SAMPLED, 7, prompt.tolist()) if sampled else None
 
 
 def one_by_one(model: Model, prompt: npt.NDArray[np.int32], n: int, sampled: bool) -> list[int]:
     """Tokens after a prompt, each computed separately."""
     with model.session() as session:
-        core, sampler = session.native, sampler_of(model, prompt, sampled)
+        core, sampler = session.native, sampler_of(prompt, sampled)
         made: list[int] = []
         for _ in range(n):
             made += choose(core, made[-1:] if made else prompt, 0, sampler)
@@ -82,7 +82,7 @@ def test_drafts_are_limited_by_a_full_pass(tiny_demo_path: Path) -> None:
         with Model(tiny_demo_path, device="cpu", chunk_tokens=4) as model, model.session() as session:
             for wrong in (2, 4, 5, 12):
                 session.reset()
-                sampler = sampler_of(model, prompt, sampled)
+                sampler = sampler_of(prompt, sampled)
                 core = session.native
                 choose(core, prompt, 0, sampler)
                 drafts = np.array(expected[:13], np.int32)
@@ -103,7 +103,7 @@ def test_a_wrong_draft_with_nan_is_not_an_error(
     with Model(path, device=device) as model, model.session() as session:
         expected = one_by_one(model, prompt, right + 1, sampled)
         assert 7 not in expected
-        core, sampler = session.native, sampler_of(model, prompt, sampled)
+        core, sampler = session.native, sampler_of(prompt, sampled)
         ids = np.array([*prompt, *expected[:right], 7, 7], np.int32)
         made = choose(core, ids, right + 2, sampler)
         assert made

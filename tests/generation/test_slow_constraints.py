@@ -21,13 +21,13 @@ SLOW: dict[str, Any] = {"regex": "[ab]{12}", "seed": 5, "temperature": 1.0}
 class Gate:
     """Holds back answers of constraints, and counts the requests that arrive."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, action: str = "advance") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
         self.arrived = 0
         real = _Compiled.ask
 
         def ask(compiled: _Compiled, text: Constraint, asked: str, *arguments: Any) -> Any:
-            if asked == action:
+            if asked == "advance":
                 self.arrived += 1
                 self.reached.set()
                 assert self.open.wait(60)

@@ -27,8 +27,8 @@ def refused(server: Running, **body: Any) -> Any:
     return server.refused("/v1/chat/completions", {"messages": ASKED, **body})
 
 
-def history(arguments: Any, id_: str = "abcdefghi") -> list[dict[str, Any]]:
-    call = {"id": id_, "type": "function", "function": {"name": "f", "arguments": arguments}}
+def history(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
 

@@ -26,7 +26,7 @@ import pytest
 from support.hostile_constraints import hostile_requests
 from support.servers.running_server import Running, read_all, request_bytes, running
 from support.servers.server_requests import alone, answers, request
-from support.small_models import EMBEDDERS, write
+from support.small_models import EMBEDDERS, page_bytes, write
 from support.soak import MOST_STREAMS, rounds
 
 from metal_prefill import Model
@@ -151,19 +151,13 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def page_bytes(path: Path) -> int:
-    with Model(path, device="cpu") as model, model.session() as session:
-        session.forward_prompt([1])
-        return int(session.stats()["kv_cache_bytes"])
-
-
 def run_round(kind: Kind, path: Path, n: int, sent: Counter[str]) -> int:
     """Serve a model to the clients of a round, compare each answer, and return their number.
 
     The answers to compare with come from sessions of a second model, which shares no pages with the server's.
     """
     requests = kind.requests(n)
-    memory = None if kind.pages is None else kind.pages * page_bytes(path)
+    memory = None if kind.pages is None else kind.pages * page_bytes(path, "cpu")
     limits: dict[str, Any] = {"max_queue": 2 * len(requests), "max_connections": 2 * len(requests), **PATIENT}
     with (
         Model(path, device="cpu", kv_memory=memory) as model,

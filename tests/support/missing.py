@@ -1,6 +1,7 @@
 """Skip tests, or fail them, if something that they need is missing."""
 
 import os
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -20,3 +21,11 @@ def fail_or_skip(message: str, *variables: str) -> NoReturn:
     if any(os.environ.get(variable) for variable in variables):
         pytest.fail(message)
     pytest.skip(message)
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process; skip the test on systems without ``/proc``."""
+    memory = Path("/proc/self/statm")
+    if not memory.exists():
+        pytest.skip("resident memory is read from /proc")
+    return int(memory.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill import Model
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._model_tensors import MATRIX_TYPES
 from metal_prefill.synth import ExpertShape, LayerShape, ModelShape, ScanShape, _file, _tensors
@@ -507,3 +508,9 @@ def with_tensor(path: Path, plain: Path, name: str, change: Callable[[Any], None
     del values
     path.write_bytes(content)
     return path
+
+
+def page_bytes(path: Path, device: str) -> int:
+    """Return the bytes of K and V of a page of a model."""
+    with Model(path, device=device) as model:
+        return int(model.stats()["kv_page_bytes"])

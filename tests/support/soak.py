@@ -28,6 +28,7 @@ import numpy as np
 from metal_prefill import DeviceError, KVMemoryError, Model, Session
 from metal_prefill._support import threads
 from support.allocation_faults import failing_allocation
+from support.missing import resident_bytes
 
 REFUSALS = (MemoryError, DeviceError, KVMemoryError)
 CONTEXT = 320
@@ -312,9 +313,8 @@ class Footprint:
             time.sleep(0.01)
         with suppress(AttributeError, OSError):
             ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        resident, others = pages * os.sysconf("SC_PAGE_SIZE"), threading.active_count() - jobs
-        return cls(resident, len(os.listdir("/proc/self/fd")), others, jobs, _children())
+        others = threading.active_count() - jobs
+        return cls(resident_bytes(), len(os.listdir("/proc/self/fd")), others, jobs, _children())
 
 
 def rounds(seconds: float, counts: Counter[str]) -> Iterator[tuple[int, float]]:

@@ -93,11 +93,6 @@ def test_a_text_without_words_is_one_part(smollm: Tokenizer, monkeypatch: pytest
     assert made(monkeypatch, 10, lambda: smollm.encode("x" * 1000 + " y " + "z" * 30))[1] == 2
 
 
-@pytest.fixture
-def smollm(tmp_path: Path) -> Tokenizer:
-    return comparison.open_variant(tmp_path / "s.gguf", comparison.TOKENIZERS["smollm"])
-
-
 def test_ctrl_c_ends_the_encoding_of_a_long_text(smollm: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     text, done = "the king is dead " * 100_000, 0
     real = TextSegmenter.ids

@@ -31,11 +31,6 @@ def open_variant(tmp_path: Path) -> Open:
 
 
 @pytest.fixture
-def smollm(open_variant: Open) -> Tokenizer:
-    return open_variant(comparison.TOKENIZERS["smollm"])
-
-
-@pytest.fixture
 def sentencepiece(open_variant: Open) -> Tokenizer:
     return open_variant(comparison.TOKENIZERS["sentencepiece"])
 

@@ -455,10 +455,8 @@ def test_invalid_tools_are_rejected(tools: Any, error: type[Exception], message:
             check()
 
 
-def rendered(
-    template: str, messages: list[dict[str, Any]], *tools: Any, special: tuple[str, ...] = ()
-) -> str:
-    pieces = ChatTemplate(template, special).render(messages, {"add_generation_prompt": True}, list(tools))
+def rendered(template: str, messages: list[dict[str, Any]], *tools: Any) -> str:
+    pieces = ChatTemplate(template, []).render(messages, {"add_generation_prompt": True}, list(tools))
     return "".join(text for text, _ in pieces)
 
 

@@ -259,7 +259,7 @@ def _tell_results(model: Model, quick: bool) -> tuple[Report, bool]:
     return {"logits" if has_logits else "hidden_states": results}, all(c["passed"] for c in results)
 
 
-def _tell_speed(model: Model, quick: bool) -> tuple[Report, bool]:
+def _tell_speed(model: Model) -> tuple[Report, bool]:
     results = benchmark(model)
     for b in results:
         predicted = b.get("predicted_range")
@@ -282,9 +282,9 @@ def run_stage(name: str, path: Path | None, quick: bool, device: str) -> Report:
         if name == "shaders":
             report, passed = _tell_shaders()
             return {"report": report, "passed": passed}
-        tell = {"kernels": _tell_kernels, "results": _tell_results, "speed": _tell_speed}[name]
+        checks = {"kernels": _tell_kernels, "results": _tell_results}
         with Model(path, device="metal") as model:
-            report, passed = tell(model, quick)
+            report, passed = checks[name](model, quick) if name in checks else _tell_speed(model)
             return {"report": {**report, "model": str(model.path), "device": model.device}, "passed": passed}
     except Exception as error:
         text = " ".join(str(error).split())

@@ -118,11 +118,11 @@ def rotate(x: Array, turns: npt.NDArray[np.complex128], halves: bool) -> Array:
     return out
 
 
-def alibi_slope(head: int, heads: int, max_bias: float = 8.0) -> float:
+def alibi_slope(head: int, heads: int) -> float:
     """Return the slope of ALiBi; heads beyond a power of two use every other slope of twice as many."""
     whole = 2 ** math.floor(math.log2(heads))
     power = (head + 1) / whole if head < whole else (2 * (head - whole) + 1) / (2 * whole)
-    return float(2.0 ** (-max_bias * power))
+    return float(2.0 ** (-8 * power))
 
 
 def position_bucket(distance: int, buckets: int = 32, furthest: int = 128) -> int:

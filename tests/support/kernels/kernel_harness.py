@@ -84,10 +84,10 @@ def close(actual: Array, expected: Doubles, bound: float = 1e-4) -> None:
     assert worst <= bound * magnitude, f"error {worst} at a magnitude of {magnitude}"
 
 
-def near(actual: Array, expected: Doubles, bound: float = 5e-6) -> None:
-    """Require a normalized mean square error of at most `bound`, for operands in half precision."""
+def near(actual: Array, expected: Doubles) -> None:
+    """Require a normalized mean square error of at most 5e-6, for operands in half precision."""
     error, size = (_errors(actual, expected) ** 2).sum(), (expected**2).sum()
-    assert error <= bound * size, f"squared error {error} of {size}"
+    assert error <= 5e-6 * size, f"squared error {error} of {size}"
 
 
 def _errors(actual: Array, expected: Doubles) -> Doubles:

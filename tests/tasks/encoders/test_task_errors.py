@@ -284,8 +284,8 @@ def test_a_damaged_vocabulary_is_an_error_of_the_file(file_of: FileOf, tmp_path:
 class Column:
     """A column of a table whose rows have labels, like a Series of pandas that was filtered."""
 
-    def __init__(self, texts: list[Any], first_label: int = 1) -> None:
-        self.rows = dict(enumerate(texts, first_label))
+    def __init__(self, texts: list[Any]) -> None:
+        self.rows = dict(enumerate(texts, 1))
 
     def __len__(self) -> int:
         return len(self.rows)
