@@ -138,7 +138,7 @@ def test_classes_without_an_affirmative_one_need_a_label(tmp_path: Path, labels:
     with opened(classes(tmp_path, *labels)) as model:
         found = model.classify([(QUERY, document) for document in DOCUMENTS]).probabilities
         np.testing.assert_allclose(scores_of(model, label=labels[1]), found[:, 1], rtol=1e-6)
-        with pytest.raises(ValueError, match=rf"{len(labels)} classes .*{labels[-1]}.*set label to the one"):
+        with pytest.raises(ValueError, match=rf"{len(labels)} classes .*{labels[-1]}.*set `label`"):
             model.rerank(QUERY, DOCUMENTS)
         with pytest.raises(ValueError, match=rf"label is 'Gut', but .*{labels[0]}"):
             model.rerank(QUERY, DOCUMENTS, label="Gut")
