@@ -10,7 +10,7 @@ from metal_kernels import KernelLibrary, testing_module
 from support.kernels.kernel_harness import SHADERS, Array, Run, flat_source
 from support.missing import REQUIRE_METAL, fail_or_skip, skip_where_the_cpu_is_selected
 
-from metal_prefill import _core, synth
+from metal_prefill import Model, _core, synth
 
 MISSING = "the package was built without the means to dispatch single kernels: run `make test`"
 SHUFFLED = 7  # seed of the order of threads
@@ -53,6 +53,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a small model; some files of tests have another `path`."""
     file = tmp_path_factory.mktemp("tiny") / "m.gguf"
     return synth.synthesize(file, preset="tiny", layers=2, vocab=320, context=512)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Iterator[Model]:
+    with Model(path, device="metal", prefix_memory=0) as model:  # no session finds pages of another
+        yield model
 
 
 @pytest.fixture(scope="module")

@@ -27,12 +27,6 @@ GREEDY: Any = {"speculate": "off"}
 
 
 @pytest.fixture(scope="module")
-def model(path: Path) -> Iterator[Model]:
-    with Model(path, device="metal", prefix_memory=0) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
 def wanted(model: Model) -> list[list[int]]:
     return [tokens_alone(model, prompt, 2 * TOKENS) for prompt in PROMPTS]
 

@@ -22,12 +22,6 @@ TOKENS = 28  # beyond the first page, which ends at position 64
 ONE_BY_ONE: Any = {"temperature": 0.0, "speculate": "off"}
 
 
-@pytest.fixture(scope="module")
-def model(path: Path) -> Iterator[Model]:
-    with Model(path, device="metal", prefix_memory=0) as model:  # no session finds pages of another
-        yield model
-
-
 @pytest.fixture
 def session(model: Model) -> Iterator[Session]:
     with model.session() as session:

@@ -19,19 +19,14 @@ if TYPE_CHECKING:
 
 EXAMPLE = "metal-prefill bench --demo -p 64 -n 8 -r 1"
 
-# Modes, with the function of `bench` and the help of each; the first one is measured if none is named.
+# Modes; the first one is measured if none is named.
 MODES = {
-    "tokens": ("run", "measure prefill and decode (the default)"),
-    "embed": ("run_embeddings", "measure an embedding model on 64 texts of 8 to 512 tokens"),
-    "serve": (
-        "run_serving",
-        "measure servers: this package's and those of --compare (llama-cpp-python,llama-server)",
-    ),
-    "agents": (
-        "run_agents",
-        "replay sessions of agents on servers, and count the tokens of prompts that they compute",
-    ),
+    "tokens": "measure prefill and decode (the default)",
+    "embed": "measure an embedding model on 64 texts of 8 to 512 tokens",
+    "serve": "measure servers: this package's and those of --compare (llama-cpp-python,llama-server)",
+    "agents": "replay sessions of agents on servers, and count the tokens of prompts that they compute",
 }
+_FUNCTIONS = {"embed": "run_embeddings", "serve": "run_serving", "agents": "run_agents"}  # others: run
 # Arguments that no function of `bench` has.
 _OWN = ("command", "version", "execute", "parser", "mode", "model", "demo", "json")
 
@@ -50,7 +45,7 @@ def _numbers(parser: argparse.ArgumentParser, flags: str, text: str, default: Se
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the modes of the command, each with its options."""
     modes = parser.add_subparsers(dest="mode", metavar="MODE", title="what to measure", required=True)
-    for name, (_, text) in MODES.items():
+    for name, text in MODES.items():
         added = modes.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         added.set_defaults(parser=added)
         model = added.add_mutually_exclusive_group()
@@ -122,7 +117,7 @@ def execute(arguments: argparse.Namespace) -> None:
     if arguments.json and arguments.json != "-":
         check_target(arguments.json)
     options = {name: value for name, value in vars(arguments).items() if name not in _OWN}
-    measure = getattr(bench, MODES[arguments.mode][0])
+    measure = getattr(bench, _FUNCTIONS.get(arguments.mode, "run"))
     with _shown_progress() as progress:
         results = measure(model, progress=progress, **options)
     if arguments.json == "-":
