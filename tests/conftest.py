@@ -34,10 +34,10 @@ SLOW_FILES = (
     "bench/", "fuzz/", "serve/", "soak/", "cli/test_chat", "cli/test_demo", "cli/test_first_errors",
     "cli/test_run_many", "conversion/test_minilm", "cpu/test_arm_engine", "cpu/test_emulated_amx",
     "cpu/test_packing_rows", "cpu/test_pair_speed", "engine/test_allocation_faults",
-    "engine/test_concurrency", "engine/test_fork", "engine/test_smollm2", "files/test_hub",
-    "files/test_replacing", "files/test_synth", "generation/test_constraint_limits", "packaging/test_build",
-    "packaging/test_examples", "packaging/test_guide", "packaging/test_older_macs",
-    "text/test_encoder_tokenizers", "text/test_template_limits",
+    "engine/test_concurrency", "engine/test_fork", "engine/test_smollm2", "files/test_replacing",
+    "generation/test_constraint_limits", "hub/", "packaging/test_build", "packaging/test_examples",
+    "packaging/test_guide", "packaging/test_older_macs", "synth/", "text/test_encoder_tokenizers",
+    "text/test_template_limits",
 )  # fmt: skip
 
 

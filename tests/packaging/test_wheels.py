@@ -24,7 +24,7 @@ FOLDER = os.environ.get("METAL_PREFILL_WHEELS")
 # Their modules need no module for tests; together they use all of the extension.
 SUITE = (
     *("files/test_gguf_file.py", "text/test_tokenizer.py", "generation/test_sampling.py"),
-    *("tasks/test_scoring.py", "files/saved_sessions"),
+    *("tasks/test_scoring.py", "storage/saved_sessions"),
 )
 
 pytestmark = [

@@ -44,14 +44,14 @@ PARTS = {
     "emulator/": "emulator/tests",
     **{
         PYTHON + room: f"tests/{room}"
-        for room in ("text/", "conversion/", "generation/", "tasks/", "serve/", "bench/")
+        for room in ("files/", "text/", "conversion/", "generation/", "tasks/", "serve/", "bench/", "synth/")
     },
-    **{PYTHON + room: "tests/files" for room in ("files/", "storage/", "synth/")},
+    f"{PYTHON}storage/": "tests/storage tests/files/test_replacing.py",
     f"{PYTHON}_support/": "tests/engine/test_arguments.py tests/engine/test_fork.py tests/files tests/cli",
-    f"{PYTHON}hub/": "tests/files tests/conversion/test_conversion.py",
+    f"{PYTHON}hub/": "tests/hub tests/files/test_split_files.py tests/conversion/test_conversion.py",
     **{PYTHON + room: "tests/cli" for room in ("commands/", "cli", "chat")},
     f"{PYTHON}gpu/": " ".join(f"tests/metal/test_{name}.py" for name in _GPU),
-    f"{PYTHON}integrations/": "tests/tasks/test_evaluation.py tests/clients",
+    f"{PYTHON}integrations/": "tests/integrations tests/clients",
     f"{PYTHON}sentence_transformers/": "tests/tasks/test_sentence_transformers.py",
     PYTHON: "tests/engine tests/generation/test_generation.py",
 }

@@ -25,7 +25,7 @@ name=$1
 shift
 # The longest come first, so that no core is idle at the end. Other tests are of Python, or of code that is not instrumented.
 mapfile -t files < <(printf '%s\n' tests/metal/test_metal_engine.py \
-  tests/engine/test_{session,engine}.py tests/cpu/kernels/test_*.py tests/files/saved_sessions/test_*.py \
+  tests/engine/test_{session,engine}.py tests/cpu/kernels/test_*.py tests/storage/saved_sessions/test_*.py \
   tests/engine/test_{batch,q8_cache,concurrency,experts,aliasing,allocation_faults}.py tests/generation/test_speculation.py \
   tests/generation/scheduler/test_*.py tests/engine/test_{encoders,outputs,prefix_tree}.py tests/tasks/test_embedding.py \
   tests/engine/recurrent/test_*.py tests/tasks/encoders/test_*.py tests/metal/test_*.py \
