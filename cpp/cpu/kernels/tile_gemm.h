@@ -14,6 +14,64 @@ struct Fetch {
   int begin = 0, every = 0;
 };
 
+// acc += the sums of a block, times its scales and those of tokens, and its minima.
+template <class S, bool kHalfwords, class Block, class T, int kChains, int kRows, int kTokens>
+inline __attribute__((always_inline)) void add_scaled(const Block* block, int v, const ActivationTile* x,
+                                                      int token, T (&sum)[kChains][kRows][kTokens],
+                                                      F (&acc)[kRows][kTokens]) {
+  constexpr bool kJoins = kJoinsHalves<S, Block>, kParts = kChains > kBlockSums<Block>;
+  FOR_UNROLL (int r = 0; r < kRows; ++r) {
+    const int row = (v + r) * Simd::kLanes;
+    if constexpr (kAddsHalves<S, Block>) {
+      const F unit = load_floats(block->scale_unit + row);
+      FOR_UNROLL (int t = 0; t < kTokens; ++t) {
+        const F total =
+            scaled_sum(block->scale_code, row, Simd::to_float(sum[0][r][t]), Simd::to_float(sum[1][r][t]));
+        acc[r][t] = Simd::fma(total, Simd::mul(unit, Simd::set(x->terms[token + t].scale)), acc[r][t]);
+      }
+      continue;
+    }
+    if constexpr (kJoins) {
+      const F first = load_floats(block->half_scale[0] + row),
+              second = load_floats(block->half_scale[1] + row);
+      FOR_UNROLL (int t = 0; t < kTokens; ++t)
+        acc[r][t] = Simd::fma(joined_sum(first, sum[0][r][t], second, sum[1][r][t]),
+                              Simd::set(x->terms[token + t].scale), acc[r][t]);
+    }
+    FOR_UNROLL (int h = 0; h < kBlockSums<Block>; ++h) {
+      F scale;
+      if constexpr (kHasHalves<Block>)
+        scale = load_floats(block->half_scale[h] + row);
+      else
+        scale = load_floats(block->scale + row);
+      FOR_UNROLL (int t = 0; t < kTokens && !kJoins; ++t) {
+        const F both = Simd::mul(scale, Simd::set(x->terms[token + t].scale));
+        F total;
+        if constexpr (kHalfwords) {
+          if constexpr (kParts) sum[0][r][t] = S::add_halfwords(sum[0][r][t], sum[1][r][t]);
+          I start[2];
+          first_sums<S, Block>(x->terms[token + t], start);
+          total = Simd::to_float(S::sum_halfwords(start[h], sum[h][r][t]));
+        } else {
+          total = Simd::to_float(sum[h][r][t]);
+          if constexpr (kParts) total = Simd::add(total, Simd::to_float(sum[1][r][t]));  // below 2^24: exact
+        }
+        acc[r][t] = Simd::fma(total, both, acc[r][t]);
+      }
+      if constexpr (kHasHalfMins<Block>) {
+        const F min = Simd::load(block->half_min[h] + row);
+        FOR_UNROLL (int t = 0; t < kTokens; ++t)
+          acc[r][t] = Simd::fma(min, Simd::set(scaled_half_sum(*x, token + t, h)), acc[r][t]);
+      }
+    }
+    if constexpr (kHasMin<Block>) {
+      const F min = load_floats(block->min + row);
+      FOR_UNROLL (int t = 0; t < kTokens; ++t)
+        acc[r][t] = Simd::fma(min, Simd::set(x->terms[token + t].scaled_sum), acc[r][t]);
+    }
+  }
+}
+
 // Multiplies kRows vectors of weight rows (lanes are rows, from vector `v` of the group) by kTokens tokens of
 // a tile. The integer sum of a block is exact in any order; the float sum over the blocks runs in the order
 // of the columns. `fetch` is the part of the next group that is prefetched meanwhile.
@@ -21,10 +79,9 @@ template <class S, class Block, int kRows, int kTokens>
 [[gnu::noinline]] void int8_tile(const Block* block, int n_blocks, int v, const ActivationTile* x, int token,
                                  float* out, std::size_t stride, Fetch fetch) {
   constexpr bool kHalves = kHasHalves<Block>;
-  constexpr int kSums = kBlockSums<Block>;
   // A single token has too few sums to hide the latency of a product: each is taken in two parts.
   constexpr bool kParts = kTokens == 1 && !kHalves && kRows < 4;
-  constexpr int kChains = kParts ? 2 : kSums;
+  constexpr int kChains = kParts ? 2 : kBlockSums<Block>;
   constexpr bool kHalfwords = kWholeHalfwords<S, Block> && (Block::kBits == 4 || kTokens > 1);
   const int panel = v * Simd::kLanes / kPanelRows, lane = v * Simd::kLanes % kPanelRows;
 
@@ -105,58 +162,7 @@ template <class S, class Block, int kRows, int kTokens>
         multiply(kHalves ? step / 4 : 0, codes, 4 * step);
       }
     }
-    FOR_UNROLL (int r = 0; r < kRows; ++r) {
-      const int row = (v + r) * Simd::kLanes;
-      if constexpr (kAddsHalves<S, Block>) {
-        const F unit = load_floats(block->scale_unit + row);
-        FOR_UNROLL (int t = 0; t < kTokens; ++t) {
-          const F total =
-              scaled_sum(block->scale_code, row, Simd::to_float(sum[0][r][t]), Simd::to_float(sum[1][r][t]));
-          acc[r][t] = Simd::fma(total, Simd::mul(unit, Simd::set(x->terms[token + t].scale)), acc[r][t]);
-        }
-        continue;
-      }
-      if constexpr (kJoinsHalves<S, Block>) {
-        const F first = load_floats(block->half_scale[0] + row),
-                second = load_floats(block->half_scale[1] + row);
-        FOR_UNROLL (int t = 0; t < kTokens; ++t)
-          acc[r][t] = Simd::fma(joined_sum(first, sum[0][r][t], second, sum[1][r][t]),
-                                Simd::set(x->terms[token + t].scale), acc[r][t]);
-      }
-      FOR_UNROLL (int h = 0; h < kSums; ++h) {
-        F scale;
-        if constexpr (kHalves) {
-          scale = load_floats(block->half_scale[h] + row);
-        } else {
-          scale = load_floats(block->scale + row);
-        }
-        FOR_UNROLL (int t = 0; t < kTokens && !kJoinsHalves<S, Block>; ++t) {
-          const F both = Simd::mul(scale, Simd::set(x->terms[token + t].scale));
-          F total;
-          if constexpr (kHalfwords) {
-            if constexpr (kParts) sum[0][r][t] = S::add_halfwords(sum[0][r][t], sum[1][r][t]);
-            I start[2];
-            first_sums<S, Block>(x->terms[token + t], start);
-            total = Simd::to_float(S::sum_halfwords(start[h], sum[h][r][t]));
-          } else {
-            total = Simd::to_float(sum[h][r][t]);
-            if constexpr (kParts)
-              total = Simd::add(total, Simd::to_float(sum[1][r][t]));  // below 2^24: exact
-          }
-          acc[r][t] = Simd::fma(total, both, acc[r][t]);
-        }
-        if constexpr (kHasHalfMins<Block>) {
-          const F min = Simd::load(block->half_min[h] + row);
-          FOR_UNROLL (int t = 0; t < kTokens; ++t)
-            acc[r][t] = Simd::fma(min, Simd::set(scaled_half_sum(*x, token + t, h)), acc[r][t]);
-        }
-      }
-      if constexpr (kHasMin<Block>) {
-        const F min = load_floats(block->min + row);
-        FOR_UNROLL (int t = 0; t < kTokens; ++t)
-          acc[r][t] = Simd::fma(min, Simd::set(x->terms[token + t].scaled_sum), acc[r][t]);
-      }
-    }
+    add_scaled<S, kHalfwords>(block, v, x, token, sum, acc);
   }
   FOR_UNROLL (int t = 0; t < kTokens; ++t)
     FOR_UNROLL (int r = 0; r < kRows; ++r)
