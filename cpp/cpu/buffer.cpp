@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "../engine/engine.h"
+#include "../base/errors.h"
 
 namespace metal_prefill::cpu {
 

@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../engine/engine.h"
+#include "../base/errors.h"
 
 namespace metal_prefill::cpu {
 

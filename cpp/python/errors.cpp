@@ -1,7 +1,10 @@
+#include "../base/errors.h"
+
 #include <new>
 #include <stdexcept>
 
-#include "../engine/engine.h"
+#include "../base/fork_handler.h"
+#include "../engine/session_lock.h"
 #include "bindings.h"
 
 namespace nb = nanobind;

@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "../../base/errors.h"
 #include "../../base/processor.h"
-#include "../../engine/engine.h"
 #include "kernels.h"
 
 #if defined(__aarch64__) && defined(__linux__)

@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "../../../shaders/clamped_silu.h"
 #include "../../../shaders/position_bias.h"
 #include "../../cache/pages.h"
 #include "../../model/model.h"

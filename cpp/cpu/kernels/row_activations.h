@@ -1,6 +1,7 @@
 // Activations of rows, in terms of the vectors of one instruction set (Simd, included before).
 #pragma once
 
+#include "../../../shaders/clamped_silu.h"
 #include "activation_table.h"
 #include "row_ops.h"
 

@@ -7,7 +7,6 @@
 #include "../../base/rounding.h"
 #include "../../model/tensors.h"
 #include "forward_pass.h"
-#include "padding.h"
 #include "recorder.h"
 
 namespace metal_prefill::metal {
