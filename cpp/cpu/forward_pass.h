@@ -13,7 +13,7 @@
 #include "ops.h"
 #include "state_slots.h"
 #include "threads.h"
-#include "weights/weights.h"
+#include "weights.h"
 #include "workspace.h"
 
 namespace metal_prefill::cpu {

@@ -336,20 +336,6 @@ void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int gro
   kernels.multiply_int8(wide_group(weight, scratch), 0, x, first, count, out, stride);
 }
 
-const PairBlock* pairs_of_group(const Kernels& kernels, const PackedMatrix& weight, int group,
-                                std::byte* scratch) {
-  if (weight.packing == Packing::kPairs) return weight.pairs(group);
-  auto* pairs = reinterpret_cast<PairBlock*>(scratch);
-  if (is_narrow(weight.packing)) {
-    std::byte* wide = scratch + std::size_t(weight.cols / kBlockCols) * sizeof(PairBlock);
-    kernels.widen(weight, group, wide);
-    kernels.widen_to_pairs(wide_group(weight, wide), 0, pairs);
-  } else {
-    kernels.widen_to_pairs(weight, group, pairs);
-  }
-  return pairs;
-}
-
 void multiply(const Context& c, std::initializer_list<Product> products, const NormedRows& x, int rows,
               const AttentionItems* fetch, const CacheWriter* cache) {
   int groups = 0, most = 0, unpacking = 0;

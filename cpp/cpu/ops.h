@@ -12,7 +12,7 @@
 #include "kernels/kernels.h"
 #include "kv_pages.h"
 #include "threads.h"
-#include "weights/weights.h"
+#include "weights.h"
 #include "workspace.h"
 
 namespace metal_prefill::cpu {
@@ -137,10 +137,6 @@ void embed(const Context& c, const Model& model, std::span<const Row> rows, cons
 // Kernels::multiply_int8 for both kinds of blocks; `scratch` has room for a widened group.
 void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int group, const Int8Rows& x,
                      int first, int count, float* out, std::size_t stride, std::byte* scratch);
-// A group for Kernels::multiply_pairs: as packed, or converted from quantized weights in `scratch`
-// (scratch_bytes_of).
-const PairBlock* pairs_of_group(const Kernels& kernels, const PackedMatrix& weight, int group,
-                                std::byte* scratch);
 
 enum class CachePart { kNone, kKeys, kValues };
 // One matrix of a step: out[t] = weight * x[t] (+ bias), or += with `add`.

@@ -7,7 +7,7 @@
 
 #include "buffer.h"
 #include "kernels/kernels.h"
-#include "weights/weights.h"
+#include "weights.h"
 
 namespace metal_prefill::cpu {
 

@@ -7,7 +7,7 @@ import pytest
 from support.places import ROOT
 from support.programs import finished
 
-SOURCE = ROOT / "cpp/cpu/weights/packing.cpp"
+SOURCE = ROOT / "cpp/cpu/kernels/packing.cpp"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 OPENED, CHECKED = "namespace metal_prefill::cpu {", "#undef METAL_PREFILL_CHECK\n"
 ROWS = [

@@ -10,7 +10,6 @@
 #include "cpu/kernels/kernels.h"
 #include "cpu/kv_pages.h"
 #include "cpu/ops.h"
-#include "cpu/weights/packing.h"
 
 namespace metal_prefill::cpu::calls {
 

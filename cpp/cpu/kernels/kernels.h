@@ -13,7 +13,7 @@
 #include "../../../shaders/position_bias.h"
 #include "../../cache/pages.h"
 #include "../../model/model.h"
-#include "../weights/packing.h"
+#include "packing.h"
 
 namespace metal_prefill::cpu {
 

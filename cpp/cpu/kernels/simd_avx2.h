@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../weights/packing.h"
+#include "packing.h"
 #include "simd_ops.h"
 
 namespace metal_prefill::cpu {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../weights/packing.h"
+#include "packing.h"
 #include "simd_ops.h"
 
 namespace metal_prefill::cpu {

@@ -5,12 +5,12 @@
 #include <span>
 #include <vector>
 
-#include "../../engine/engine.h"
-#include "../../model/tensors.h"
-#include "../buffer.h"
-#include "../kernels/kernels.h"
-#include "../threads.h"
-#include "packing.h"
+#include "../engine/engine.h"
+#include "../model/tensors.h"
+#include "buffer.h"
+#include "kernels/kernels.h"
+#include "kernels/packing.h"
+#include "threads.h"
 
 namespace metal_prefill::cpu {
 
@@ -39,13 +39,17 @@ Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, 
 // Packs a group of a matrix in its memory; `memory` has packing_bytes_of() the matrix.
 void pack(const Linear& linear, int group, const Kernels& kernels, std::byte* memory);
 std::size_t packing_bytes_of(const Linear& linear);
+// A group for Kernels::multiply_pairs: as packed, or converted from quantized weights in `scratch`
+// (scratch_bytes_of).
+const PairBlock* pairs_of_group(const Kernels& kernels, const PackedMatrix& weight, int group,
+                                std::byte* scratch);
 // Memory that a thread needs to expand a group to float32, to widen or pad it, or to rotate a row.
 std::size_t scratch_bytes_of(const Linear& linear);
 
 struct CpuLayer {
 #define LAYER_MATRIX(member, ...) Linear member;
 #define LAYER_EXPERTS(member, ...) std::vector<Linear> member;
-#include "../../model/tensors.inc"
+#include "../model/tensors.inc"
 };
 
 // Formats of an activation that the matrices reading it need.

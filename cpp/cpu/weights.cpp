@@ -5,8 +5,7 @@
 #include <iterator>
 #include <stdexcept>
 
-#include "../../base/release_pages.h"
-#include "../ops.h"
+#include "../base/release_pages.h"
 
 namespace metal_prefill::cpu {
 
@@ -22,7 +21,7 @@ struct LayerLinear {
 constexpr LayerLinear kLayerLinears[] = {
 #define LAYER_MATRIX(member, name, rows, cols, presence) \
   {&LayerWeights::member, &CpuLayer::member, Extent::rows, Extent::cols},
-#include "../../model/tensors.inc"
+#include "../model/tensors.inc"
 };
 struct LayerExperts {
   Tensor LayerWeights::* tensor;
@@ -32,7 +31,7 @@ struct LayerExperts {
 constexpr LayerExperts kLayerExperts[] = {
 #define LAYER_EXPERTS(member, name, rows, cols, presence) \
   {&LayerWeights::member, &CpuLayer::member, Extent::cols},
-#include "../../model/tensors.inc"
+#include "../model/tensors.inc"
 };
 
 Tensor matrix_of_expert(const Tensor& all, int expert, int count) {
@@ -82,12 +81,12 @@ Buffer gather_vectors(Model& model) {
   std::vector<Tensor*> vectors;
 #define MODEL_NORM(member, ...) vectors.push_back(&model.member);
 #define MODEL_VECTOR MODEL_NORM
-#include "../../model/tensors.inc"
+#include "../model/tensors.inc"
   for (LayerWeights& layer : model.layers) {
 #define LAYER_NORM(member, ...) vectors.push_back(&layer.member);
 #define LAYER_VECTOR LAYER_NORM
 #define LAYER_FILTER LAYER_NORM
-#include "../../model/tensors.inc"
+#include "../model/tensors.inc"
   }
   const auto room = [](const Tensor& vector) { return round_up(vector.bytes, std::size_t(64)); };
   std::size_t bytes = 0;
@@ -177,6 +176,20 @@ std::size_t packing_bytes_of(const Linear& linear) {
   if (!is_widened(linear)) return 0;
   const PackedMatrix own = packed_matrix(linear.tensor);
   return round_up(own.group_bytes(), std::size_t(64)) + scratch_bytes_of({linear.tensor, own, true});
+}
+
+const PairBlock* pairs_of_group(const Kernels& kernels, const PackedMatrix& weight, int group,
+                                std::byte* scratch) {
+  if (weight.packing == Packing::kPairs) return weight.pairs(group);
+  auto* pairs = reinterpret_cast<PairBlock*>(scratch);
+  if (is_narrow(weight.packing)) {
+    std::byte* wide = scratch + std::size_t(weight.cols / kBlockCols) * sizeof(PairBlock);
+    kernels.widen(weight, group, wide);
+    kernels.widen_to_pairs(wide_group(weight, wide), 0, pairs);
+  } else {
+    kernels.widen_to_pairs(weight, group, pairs);
+  }
+  return pairs;
 }
 
 void pack(const Linear& linear, int group, const Kernels& kernels, std::byte* memory) {
