@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "../engine/vector_length.h"
 #include "arrays.h"
 #include "bindings.h"
 #include "computation.h"
+#include "vector_length.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -16,12 +16,12 @@
 #include <vector>
 
 #include "cpu/threads.h"
-#include "engine/vector_length.h"
 #include "kernel_calls.h"
 #include "kernel_workloads.h"
 #include "prefix_tree_module.h"
 #include "python/bindings.h"
 #include "python/gil.h"
+#include "python/vector_length.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "../../base/read_ahead.h"
 #include "../plan/forward_pass.h"
 #include "device.h"
-#include "read_ahead.h"
 
 namespace metal_prefill::metal {
 

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-namespace metal_prefill::metal {
+namespace metal_prefill {
 
 // Loads parts of a mapping into memory in order, on a thread. Residency would request the pages in a
 // different order, which takes longer from a disk.
@@ -28,4 +28,4 @@ class ReadAhead {
   std::thread thread_;
 };
 
-}  // namespace metal_prefill::metal
+}  // namespace metal_prefill

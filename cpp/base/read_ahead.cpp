@@ -7,7 +7,7 @@
 #include <system_error>
 #include <utility>
 
-namespace metal_prefill::metal {
+namespace metal_prefill {
 
 namespace {
 
@@ -50,4 +50,4 @@ void ReadAhead::wait() {
   if (thread_.joinable()) thread_.join();
 }
 
-}  // namespace metal_prefill::metal
+}  // namespace metal_prefill
