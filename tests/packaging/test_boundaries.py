@@ -1,4 +1,4 @@
-"""Allowed dependencies: imports of the Python package, includes of the engines and the shaders.
+"""Allowed dependencies: imports of the Python package, includes of the engines, shaders and emulator.
 
 Each rule is a function of all sources that returns violations, one line each. It is applied to the sources,
 and to sources with a planted violation.
@@ -18,14 +18,22 @@ from typing import Any
 import pytest
 from support.places import ROOT
 
-FOLDERS = {"cpp": ("*.h", "*.cpp", "*.mm"), "shaders": ("*.h", "*.metal"), "python": ("*.py",)}
+FOLDERS = {
+    "cpp": ("*.h", "*.cpp", "*.mm"),
+    "emulator": ("*.h", "*.cpp", "*.mm", "*.metal", "*.py"),
+    "shaders": ("*.h", "*.metal"),
+    "python": ("*.py",),
+}
 
 Sources = Mapping[str, str]  # text of each file, by its path from the root
 Rule = Callable[[Sources], list[str]]
 
 MODULE = "cpp/python/module.cpp"
 # Folders of cpp in order: each may include those before it.
-ROOMS = ("base", "model", "cache", "sampling", "engine", "cpu", "metal", "python")
+ROOMS = (
+    "base", "model", "cache", "sampling", "cpu/kernels", "engine", "cpu", "metal/plan", "metal/device",
+    "python",
+)  # fmt: skip
 SHARED_WITH_SHADERS = (
     "args|args_fields|attention|clamped_silu|gated_delta|grids|position_bias|quants|token_tiles"
 )
@@ -38,9 +46,7 @@ def sources() -> dict[str, str]:
     paths = [
         path for folder, kinds in FOLDERS.items() for kind in kinds for path in (ROOT / folder).rglob(kind)
     ]
-    found = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
-    # Only the names of the emulator's files matter: rules about who may include them.
-    return found | {path.relative_to(ROOT).as_posix(): "" for path in (ROOT / "emulator").rglob("*.h")}
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
 def includes(sources: Sources, within: str) -> Iterator[tuple[str, str]]:
@@ -57,14 +63,14 @@ def includes(sources: Sources, within: str) -> Iterator[tuple[str, str]]:
 
 
 def rooms_include_in_one_direction(sources: Sources) -> list[str]:
-    def room(path: str) -> str:
-        return path.split("/")[1]
+    def room(path: str) -> int:
+        return ROOMS.index(posixpath.dirname(path.removeprefix("cpp/")))
 
     return [
         f"{path} includes {target}"
         for path, target in includes(sources, "cpp/")
         if target.startswith("cpp/")
-        if ROOMS.index(room(target)) > ROOMS.index(room(path))
+        if room(target) > room(path)
     ]
 
 
@@ -217,6 +223,9 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
     rooms_include_in_one_direction: [
         ("cpp/engine/engine.cpp", '#include "../metal/plan/ops.h"'),
         ("cpp/cache/pages.cpp", '#include "../engine/engine.h"'),
+        ("cpp/cpu/kernels/isa.cpp", '#include "../../engine/engine.h"'),
+        ("cpp/cpu/kernels/packing.cpp", '#include "../weights.h"'),
+        ("cpp/metal/plan/view.h", '#include "../device/buffers.h"'),
     ],
     # Of the bindings, those of the limits of the machine and of recorded passes alone know an engine.
     Forbidden(included, r"cpp/python/(?!(cpu|metal)\.)", "^cpp/(cpu|metal)/"): [
@@ -234,6 +243,14 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
     ],
     Forbidden(written, ENGINE, r"^\s*#\s*(if|ifdef|ifndef|elif)\b.*EMULATOR"): [
         ("shaders/matmul.metal", "#ifdef METAL_PREFILL_EMULATOR")
+    ],
+    # The emulator does not depend on the package.
+    Forbidden(included, "emulator/", "^(cpp|shaders)/"): [
+        ("emulator/metal/device.mm", '#include "../../cpp/base/errors.h"'),
+        ("emulator/cpu/executor.cpp", "#include <quants.h>"),
+    ],
+    Forbidden(written, r"emulator/.*\.py", r"^\s*(from|import) metal_prefill\b"): [
+        ("emulator/tests/conftest.py", "from metal_prefill import _core")
     ],
     Forbidden(written, "python/", r"""_core\.emulator\b|getattr\(_core, ["']emulator["']"""): [
         ("python/metal_prefill/gpu/_trace.py", "_core.emulator.set_history_depth(1)"),
