@@ -89,7 +89,7 @@ test-emulator: build/.emulator ## the Metal emulator alone, built and tested wit
 
 test-processor: build/.testing ## kernels, engine and benchmarks on each instruction set of this processor, in two minutes
 	$(ONE_BLAS_THREAD) $(BIN)/python -m pytest -q -n $(CMAKE_BUILD_PARALLEL_LEVEL) -m "not emulator" tests/cpu/test_machine_code.py tests/cpu/kernels tests/engine/test_engine.py
-	for isa in $$($(BIN)/python -c "from metal_prefill import _core; print(*_core.cpu.kernel_sets())"); do \
+	for isa in $$($(BIN)/python -c "from metal_prefill import _core; print(*_core.kernel_sets())"); do \
 	  $(BIN)/python tools/measure/bench_kernels.py --types Q4_0,Q6_K --tokens 1,32 -r 1 --isa $$isa || exit 1; \
 	done
 	$(BIN)/metal-prefill bench --demo --device cpu -p 32,128 -n 16 -r 2 --patience 0

@@ -9,7 +9,7 @@ namespace metal_prefill::python {
 
 // Hyperparameters, the table of tensors, and the builder that collects a model's weights.
 void bind_model(nanobind::module_& m);
-// Samplers, drafts by lookup, random numbers.
+// Samplers, and drafts by lookup.
 void bind_sampling(nanobind::module_& m);
 // Engines and their batches.
 void bind_engines(nanobind::module_& m);

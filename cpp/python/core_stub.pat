@@ -1,13 +1,3 @@
-# Only test builds contain the emulator, and only tests use its module.
-^_core\.emulator$:
-    \from typing import Any
-    emulator: Any
-
-# Likewise: the kernels of the CPU engine.
-^_core\.cpu$:
-    \from typing import Any
-    cpu: Any
-
 # Tables, whose types the generator does not infer: bytes of each struct, and name, type, offset and count of its
 # fields.
 ^_core\.args_structs$:

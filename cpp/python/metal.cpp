@@ -14,7 +14,6 @@
 #include "../../shaders/token_tiles.h"
 #include "../base/rounding.h"
 #include "../metal/plan/recorder.h"
-#include "../metal/plan/shader_language.h"
 #include "../model/tensors.h"
 #include "bindings.h"
 #include "enumerations.h"
@@ -167,14 +166,6 @@ void bind_recordings(nb::module_& m) {
         "Sizes of shaders/attention.h for heads of so many dimensions and elements of the cache.");
   m.attr("args_structs") = args_structs();  // name: (bytes, [(field, type, offset, count)])
   m.attr("shader_constants") = kConstants;
-  m.def(
-      "shader_options",
-      [](const std::string& source) {
-        const ShaderLanguage language = language_of(source);
-        return std::tuple(METAL_PREFILL_FAST_MATH != 0, std::tuple(language.major, language.minor));
-      },
-      "source"_a,
-      "Options of the compiler for a source of the shaders: (fast maths, (major, minor) of the language).");
 }
 
 }  // namespace metal_prefill::python

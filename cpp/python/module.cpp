@@ -90,8 +90,7 @@ NB_MODULE(_core, m) {
   bind_texts(m);
   bind_recordings(m);
   bind_sessions(m);
-  nb::module_ machine = m.def_submodule("cpu", "Capabilities of the processor: its kernel sets.");
-  bind_machine(machine);
+  bind_machine(m);
   m.attr("compiler") = __VERSION__;
   m.def("metal_device", &metal_device, nb::call_guard<nb::gil_scoped_release>(),
         "Facts about the GPU; only `problem` if device 'metal' cannot be used.");

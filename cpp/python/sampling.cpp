@@ -1,6 +1,5 @@
 #include "../sampling/sampling.h"
 
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -13,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "../base/philox.h"
 #include "../base/rounding.h"
 #include "../sampling/lookup.h"
 #include "arrays.h"
@@ -95,9 +93,6 @@ void bind_sampling(nb::module_& m) {
       .def("after_match", &Lookup::after_match, "count"_a, locked, "The tokens that followed the match.")
       .def("after_change", &Lookup::after_change, "count"_a, locked,
            "The tokens that followed the place kept.");
-  m.def(
-      "philox", [](PhiloxCounter counter, PhiloxKey key) { return philox(counter, key); }, "counter"_a,
-      "key"_a, "Four random words of a counter and a key.");
 }
 
 }  // namespace metal_prefill::python

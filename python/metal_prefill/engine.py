@@ -326,9 +326,9 @@ def announce_fallback() -> None:
 @cache
 def announce_slow_kernels() -> None:
     """Log once that the processor supports none of the vector kernels, unless they were switched off."""
-    if os.environ.get("METAL_PREFILL_CPU_ISA") or _core.cpu.kernel_sets() != ["scalar"]:
+    if os.environ.get("METAL_PREFILL_CPU_ISA") or _core.kernel_sets() != ["scalar"]:
         return
-    built = [name for name in _core.cpu.built_sets() if name != "scalar"]
+    built = [name for name in _core.built_sets() if name != "scalar"]
     if built:
         why = f"this processor runs none of {', '.join(built)}"
     else:

@@ -132,8 +132,8 @@ def test_info_counts_every_byte_of_the_tensors(output: Run, demo_path: Path) -> 
     assert re.search(r"n_kv_heads\W+3\b", out)
     assert "conv_taps" not in out  # 0, the default
     assert re.search(r"tokenizer\W+gpt2 \(smollm\)", out)
-    assert re.search(rf"cpu\W+available, with {_core.cpu.kernel_sets()[0]}\b", out)
-    speedup = _core.cpu.pair_speedup()
+    assert re.search(rf"cpu\W+available, with {_core.kernel_sets()[0]}\b", out)
+    speedup = _core.pair_speedup()
     assert (f"bfloat16 pairs measured {speedup:.1f} times" in out) == (speedup > 0)
 
 

@@ -199,8 +199,8 @@ def test_an_old_processor_causes_one_warning(
 ) -> None:
     synth.synthesize(tmp_path / "tiny.gguf", preset="tiny")
     engine.announce_slow_kernels.cache_clear()
-    monkeypatch.setattr(_core.cpu, "kernel_sets", lambda: ["scalar"])
-    monkeypatch.setattr(_core.cpu, "built_sets", lambda: built)
+    monkeypatch.setattr(_core, "kernel_sets", lambda: ["scalar"])
+    monkeypatch.setattr(_core, "built_sets", lambda: built)
     monkeypatch.delenv("METAL_PREFILL_CPU_ISA", raising=False)
     with caplog.at_level(logging.WARNING, logger="metal_prefill"):
         for _ in range(2):

@@ -16,7 +16,7 @@ from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 
 IDS = np.random.default_rng(0).integers(5, 300, 90)
-SETS = _core.cpu.kernel_sets()
+SETS = _core.kernel_sets()
 QUANTIZED = ("bert", "modern-bert", "eurobert")
 
 

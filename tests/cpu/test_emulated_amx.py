@@ -20,9 +20,7 @@ SELECTED = (
 )
 
 
-@pytest.mark.skipif(
-    "amx" in _core.cpu.kernel_sets(), reason="the processor has AMX: test_engine.py runs on it"
-)
+@pytest.mark.skipif("amx" in _core.kernel_sets(), reason="the processor has AMX: test_engine.py runs on it")
 @pytest.mark.skipif("amx" not in native_sets(), reason="emulated AMX needs AVX512-BF16 and a build for tests")
 @pytest.mark.parametrize("tests", SELECTED)
 def test_the_engine_keeps_its_guarantees_on_an_emulated_matrix_unit(tests: str) -> None:

@@ -28,12 +28,12 @@ for text in [None, *json.loads(sys.argv[1])]:
         continue
     Model(device="cpu", threads=1).close()
     kept = [stored[0] for stored in json.loads(path.read_text()).values()] if path.exists() else []
-    print(json.dumps([_core.cpu.pair_speedup(), _core.cpu.kernel_sets(), *kept]), flush=True)
+    print(json.dumps([_core.pair_speedup(), _core.kernel_sets(), *kept]), flush=True)
     break
 """
 
 pytestmark = pytest.mark.skipif(
-    "avx512bf16" not in _core.cpu.kernel_sets(), reason="the processor lacks AVX512-BF16"
+    "avx512bf16" not in _core.kernel_sets(), reason="the processor lacks AVX512-BF16"
 )
 
 

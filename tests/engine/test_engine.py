@@ -24,9 +24,7 @@ Logits = npt.NDArray[np.float32]
 # sensitive to it; this bound keeps the effect from growing unnoticed.
 CORRELATION_INT8 = 0.998
 
-SETS = [
-    pytest.param(isa, marks=pytest.mark.slow) if isa == "scalar" else isa for isa in _core.cpu.kernel_sets()
-]
+SETS = [pytest.param(isa, marks=pytest.mark.slow) if isa == "scalar" else isa for isa in _core.kernel_sets()]
 
 
 @cache
@@ -110,13 +108,13 @@ def test_bfloat16_models_stay_near_the_reference_for_any_split(
     ids = random_ids(33, shape.vocab)
     expected = reference(path).forward(ids).logits[-1]
     runs = [Run(1, [33]), Run(2, [33]), Run(2, [1, 2, 6, 7, 17]), Run(1, [1] * 33)]
-    for isa in _core.cpu.kernel_sets():
+    for isa in _core.kernel_sets():
         monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
         logits = same_logits(path, ids, runs, compute=compute)
         assert correlation(logits, expected) > CORRELATION_BFLOAT16, isa
 
 
-@pytest.mark.skipif("avx512bf16" not in _core.cpu.kernel_sets(), reason="the processor lacks AVX512-BF16")
+@pytest.mark.skipif("avx512bf16" not in _core.kernel_sets(), reason="the processor lacks AVX512-BF16")
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q6_K"])
 def test_bfloat16_mode_rounds_weights_of_every_type_if_supported(
     kind: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -175,7 +175,7 @@ def texts_together_and_alone(
             yield states, hidden_states(model, text)
 
 
-@pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
+@pytest.mark.parametrize("isa", _core.kernel_sets())
 @pytest.mark.parametrize("compute", ["f32", "int8", "bf16"])
 def test_texts_of_an_encoder_with_experts_do_not_depend_on_others(
     isa: str, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

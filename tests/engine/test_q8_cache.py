@@ -63,7 +63,7 @@ def test_logits_match_a_rounded_cache(name: str, model_path: Callable[[str], Pat
     assert nmse(outcomes, expected[62:]) <= 0.1 * nmse(outcomes, unrounded[62:]) <= 1e-4
 
 
-@pytest.mark.parametrize("isa", sorted({"scalar", "avx2", "neon"} & set(_core.cpu.kernel_sets())))
+@pytest.mark.parametrize("isa", sorted({"scalar", "avx2", "neon"} & set(_core.kernel_sets())))
 def test_logits_are_exact_if_codes_are_widened_to_float32(
     isa: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

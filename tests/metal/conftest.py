@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from metal_kernels import KernelLibrary, testing_module
-from support.kernels.kernel_harness import SHADERS, Array, Run, flat_source
+from support.kernels.kernel_harness import SHADERS, Array, Run, flat_source, language_of
 from support.missing import REQUIRE_METAL, fail_or_skip, skip_where_the_cpu_is_selected
 
 from metal_prefill import Model, _core, synth
@@ -21,9 +21,9 @@ COMPILED = Path(_core.__file__).with_name("metal_prefill.metallib")  # where App
 
 def open_source(path: Path) -> KernelLibrary | None:
     """Compile a source as the engine does; None: it is too new for this Mac."""
-    fast_math, language = _core.shader_options(path.name)
+    language = language_of(path)
     try:
-        return KernelLibrary(flat_source(path), fast_math=fast_math, language=language)
+        return KernelLibrary(flat_source(path), fast_math=False, language=language)
     except RuntimeError:
         if _core.has_emulator or language < (4, 0):
             raise

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 from scanner.preprocess import find_clang
 from scanner.tokens import SourceError
-from support.kernels.kernel_harness import SHADERS, flat_source
+from support.kernels.kernel_harness import SHADERS, flat_source, language_of
 from support.missing import fail_or_skip
 from support.programs import finished
-
-from metal_prefill import _core
 
 EMULATOR = Path(__file__).parents[2] / "emulator"
 SOURCES = sorted(SHADERS.glob("*.metal"))
@@ -30,7 +28,7 @@ def run_compiler(script: str, *arguments: str | Path) -> subprocess.CompletedPro
 
 def metal_version(source: Path) -> str:
     """Return the language that the engine compiles a source as, as ``__METAL_VERSION__``."""
-    major, minor = _core.shader_options(source.name)[1]
+    major, minor = language_of(source)
     return str(100 * major + 10 * minor)
 
 

@@ -1,5 +1,5 @@
 // _cpu_testing: the kernels of each instruction set on NumPy arrays, single steps of the engine for timing,
-// and the prefix tree. Every function for a kernel takes the name of a set in _core.cpu.kernel_sets().
+// and the prefix tree. Every function for a kernel takes the name of a set in _core.kernel_sets().
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>

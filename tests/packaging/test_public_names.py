@@ -11,7 +11,7 @@ import release
 from support.places import ROOT
 
 import metal_prefill
-from metal_prefill import MissingExtraError, _core
+from metal_prefill import MissingExtraError
 
 PUBLIC = {
     *("bench", "chat", "cli", "conversion", "engine", "errors", "files", "generation", "gpu", "hub"),
@@ -40,8 +40,6 @@ def test_public_names_exist(module: str) -> None:
 
 
 def test_the_package_contains_no_test_helpers() -> None:
-    of_the_processor = {name for name in vars(_core.cpu) if not name.startswith("_")}
-    assert of_the_processor == {"built_sets", "kernel_sets", "pair_speedup", "use_pair_speedup"}
     assert list(Path(metal_prefill.__file__).parent.glob("*_testing*")) == []
 
 

@@ -111,7 +111,7 @@ def test_the_main_job_runs(environment: Environment) -> None:
 
 
 def test_the_wheel_has_the_kernels_of_every_processor(environment: Environment) -> None:
-    code = "from metal_prefill import _core; print(*_core.cpu.built_sets())"
+    code = "from metal_prefill import _core; print(*_core.built_sets())"
     assert environment.run("python", "-c", code).split() == list(build_wheels.KERNELS[platform.machine()])
 
 
@@ -189,7 +189,7 @@ def emulated_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
 def test_the_main_job_runs_on_an_emulated_arm_processor(
     emulated_arm: Callable[..., str], processor: str, kernels: str
 ) -> None:
-    code = main_job() + "from metal_prefill import _core; print(_core.cpu.kernel_sets()[0])"
+    code = main_job() + "from metal_prefill import _core; print(_core.kernel_sets()[0])"
     first, fastest = emulated_arm(processor, "-c", code).splitlines()
     assert first.startswith("(1024,) ")
     assert fastest == kernels

@@ -117,13 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=common.positives, default=TOKENS, help="(default: %(default)s)")
     parser.add_argument("-t", "--threads", type=common.positives, help="(default: one, and all cores)")
     parser.add_argument("-r", "--repetitions", type=common.positive, default=9, help="samples of each")
-    parser.add_argument("--isa", choices=_core.cpu.kernel_sets(), help="kernel set (default: the fastest)")
+    parser.add_argument("--isa", choices=_core.kernel_sets(), help="kernel set (default: the fastest)")
     modes = ("int8", "bf16", "w8a8")
     parser.add_argument("--compute", choices=modes, default="int8", help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     if unknown := set(options.types) - GGMLQuantizationType.__members__.keys():
         parser.error(f"no tensor types: {', '.join(sorted(unknown))}")
-    isa = options.isa or _core.cpu.kernel_sets()[0]
+    isa = options.isa or _core.kernel_sets()[0]
     rows: list[tuple[str, ...]] = []
     for threads in options.threads or sorted({1, _machine.available_threads()}):
         steps = testing_module()

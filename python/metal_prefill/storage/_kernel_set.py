@@ -21,25 +21,25 @@ _settled = False
 def kernel_set() -> str:
     """Return the name of the kernel set that the CPU engine uses."""
     settle_pair_speed()
-    return os.environ.get("METAL_PREFILL_CPU_ISA") or _core.cpu.kernel_sets()[0]
+    return os.environ.get("METAL_PREFILL_CPU_ISA") or _core.kernel_sets()[0]
 
 
 def settle_pair_speed() -> float:
     """Return the speed of products of bfloat16 pairs relative to float32, 0 without such products.
 
-    It is stored if it was measured now. This comes before `_core.cpu.kernel_sets` and before the engine.
+    It is stored if it was measured now. This comes before `_core.kernel_sets` and before the engine.
     """
     global _settled
     with _lock:
-        if not _settled and "avx512bf16" in _core.cpu.built_sets():
+        if not _settled and "avx512bf16" in _core.built_sets():
             path, processor = cache_folder() / "processors.json", _processor()
             known = read_known(path)
             if stored := _valid_speed(known.get(processor)):
-                _core.cpu.use_pair_speedup(stored)
-            elif (speedup := _core.cpu.pair_speedup()) > 0:
+                _core.use_pair_speedup(stored)
+            elif (speedup := _core.pair_speedup()) > 0:
                 write_known(path, known | {processor: [repr(speedup)]})
         _settled = True
-        return _core.cpu.pair_speedup()
+        return _core.pair_speedup()
 
 
 def _processor() -> str:

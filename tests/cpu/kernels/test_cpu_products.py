@@ -58,15 +58,15 @@ def test_the_compiler_omitted_no_kernels() -> None:
         "arm64": ["neon_i8mm", "neon_dotprod", "neon"],
     }
     machine = platform.machine().lower().replace("amd64", "x86_64").replace("aarch64", "arm64")
-    assert _core.cpu.built_sets() == [*sets.get(machine, []), "scalar"]
+    assert _core.built_sets() == [*sets.get(machine, []), "scalar"]
 
 
 def test_bfloat16_pairs_are_preferred_if_faster_than_float32() -> None:
-    sets, speedup = _core.cpu.kernel_sets(), _core.cpu.pair_speedup()
+    sets, speedup = _core.kernel_sets(), _core.pair_speedup()
     assert (speedup > 0) == ("avx512bf16" in sets)
     if "avx512bf16" in sets:
         assert (sets.index("avx512bf16") < sets.index("avx512vnni")) == (speedup >= 1.5)
-        assert speedup == _core.cpu.pair_speedup()  # measured once
+        assert speedup == _core.pair_speedup()  # measured once
 
 
 @each_set

@@ -67,7 +67,7 @@ def bfloat16(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.where(np.isnan(values), values.astype(np.float32), rounded)
 
 
-@pytest.mark.parametrize("device", [*_core.cpu.kernel_sets(), "metal"])
+@pytest.mark.parametrize("device", [*_core.kernel_sets(), "metal"])
 def test_every_value_of_a_cache_survives(
     request: pytest.FixtureRequest,
     demo_path: Path,

@@ -28,7 +28,7 @@ def native_sets() -> list[str]:
     try:
         sets: list[str] = _with_emulated_amx().kernel_sets()
     except ImportError:
-        sets = _core.cpu.kernel_sets()
+        sets = _core.kernel_sets()
     return sets
 
 

@@ -3,6 +3,7 @@
 The oracle is the package's float64 computation of single dispatches, with which `doctor` checks a GPU.
 """
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,13 @@ SENTINEL = 0x5A
 def flat_source(path: Path) -> str:
     """Return the text for newLibraryWithSource: a shader with its local includes in place."""
     return embed_shaders.flatten(path, [SHADERS], ROOT)
+
+
+def language_of(source: Path) -> tuple[int, int]:
+    """Return the version of Metal that the build sets for a source: (major, minor)."""
+    file = "CMakeLists.txt" if "_tensor" in source.stem else "cpp/metal/CMakeLists.txt"
+    major, minor = re.findall(r"^set\(\w+_language_\w+ (\d+)\)", (ROOT / file).read_text(), re.MULTILINE)
+    return int(major), int(minor)
 
 
 class Run(Protocol):
