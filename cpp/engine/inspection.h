@@ -74,10 +74,10 @@ class SessionInspector {
   std::vector<PipelineInfo> pipelines() const { return passes_.pipelines(); }
   bool shaders_were_compiled() const { return passes_.shaders_were_compiled(); }
   std::string no_matmul_tensor() const { return passes_.no_matmul_tensor(); }
-  // The dispatches of forward_prompt for this number of tokens at the session's position. Computes and
+  // The dispatches of a greedy prompt with this number of tokens at the session's position. Computes and
   // changes nothing.
   std::vector<Dispatch> plan(int tokens) const;
-  // Computes a prompt as forward_prompt does, but runs each dispatch alone, to time it.
+  // Computes a greedy prompt, running each dispatch alone, to time it.
   PromptResult trace(std::span<const TokenId> tokens, Trace& trace, const Progress& progress);
 
  private:

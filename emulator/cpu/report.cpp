@@ -62,7 +62,7 @@ std::string ThreadgroupRunner::describe_product(unsigned group, int number) cons
   return text + "only lanes " + lane_ranges(product.lanes) + " ask for it" + describe_simdgroup(group);
 }
 
-std::string ThreadgroupRunner::describe_apart() const {
+std::string ThreadgroupRunner::describe_divergence() const {
   for (unsigned i = 1; i < simdgroup_count_; i++) {
     const Together &first = together_[0], &other = together_[i];
     if (first.count == other.count && first.which == other.which) continue;

@@ -235,7 +235,7 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   for (unsigned i = 0; i < simdgroup_count_ && error_.empty(); i++) {
     if (const int product = run_queue(simdgroups_[i]); product >= 0) error_ = describe_product(i, product);
   }
-  if (error_.empty()) error_ = describe_apart();
+  if (error_.empty()) error_ = describe_divergence();
   if (!error_.empty()) {  // suspended threads are abandoned
     reset_fibers();
     for (auto& queue : header_->queues) queue = {};
@@ -535,7 +535,7 @@ void ThreadgroupRunner::release_barrier() {
     simdgroup.ready = simdgroup.active & ~simdgroup.waiting;
     if (simdgroup.ready) ready_simdgroups_ |= 1u << i;
   }
-  if (std::string apart = describe_apart(); !apart.empty()) fail(std::move(apart));
+  if (std::string divergence = describe_divergence(); !divergence.empty()) fail(std::move(divergence));
   at_barrier_ = 0;
   barriers_++;
   choose_order();

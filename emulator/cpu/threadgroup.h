@@ -92,7 +92,7 @@ class ThreadgroupRunner {
   std::string describe_simdgroup(unsigned simdgroup) const;
   std::string describe_product(unsigned group, int number) const;
   // Describes how simdgroups differ in the operations of the whole threadgroup; empty if they do not.
-  std::string describe_apart() const;
+  std::string describe_divergence() const;
 
   void place_threadgroup_memory();
   void place_threads();

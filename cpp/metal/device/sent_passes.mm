@@ -116,16 +116,16 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
   // the pool of states while it waits for the hold to grow the slots.
   std::vector<RequestedPass> passes;
   std::vector<Chunk*> others = take_ahead(chunks, passes);
-  const bool goes_on = std::all_of(chunks.begin(), chunks.end(), [](const Chunk* chunk) {
+  const bool continues = std::all_of(chunks.begin(), chunks.end(), [](const Chunk* chunk) {
     const auto* greedy = std::get_if<GreedyOutput>(&chunk->output);
     return greedy && greedy->continues;
   });
-  std::vector<Chunk> after = goes_on ? chunks_after(chunks) : std::vector<Chunk>();
+  std::vector<Chunk> after = continues ? chunks_after(chunks) : std::vector<Chunk>();
   std::shared_ptr<SentPass> next;
   const std::scoped_lock hold(slot_use_.mutex);
   if (!others.empty()) passes.push_back({std::make_shared<SentPass>(*this, others, nil), std::move(others)});
   // The next pass reads its tokens from these rows.
-  if (goes_on && std::equal(chunks.begin(), chunks.end(), passes[0].chunks.begin(), passes[0].chunks.end()))
+  if (continues && std::equal(chunks.begin(), chunks.end(), passes[0].chunks.begin(), passes[0].chunks.end()))
     next = send_after(after, *passes[0].pass);
   for (const auto& [pass, asking] : passes) {
     pass->finish(slot_use_, counters);
