@@ -15,9 +15,9 @@
 
 using namespace metal;
 
-// A simdgroup computes DELTA_COLUMNS columns of S, for all tokens of a sequence: columns are independent,
-// tokens are not. A lane has every 32nd row in registers, so that a sum over rows is a simd_sum. Grid:
-// (columns, heads, sequences) in threadgroups.
+// A simdgroup computes GATED_DELTA_COLUMNS columns of S, for all tokens of a sequence: columns are
+// independent, tokens are not. A lane has every 32nd row in registers, so that a sum over rows is a simd_sum.
+// Grid: (columns, heads, sequences) in threadgroups.
 kernel void gated_delta(
     device const float* decay [[buffer(0)]],  // [heads], negative
     device const float* step [[buffer(1)]],   // [heads]
@@ -29,20 +29,20 @@ kernel void gated_delta(
     constant GatedDeltaArgs& args [[buffer(7)]], uint3 group [[threadgroup_position_in_grid]],
     ushort lane [[thread_index_in_simdgroup]], ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  const uint column = (group.x * simdgroups + simdgroup) * DELTA_COLUMNS, head = group.y;
+  const uint column = (group.x * simdgroups + simdgroup) * GATED_DELTA_COLUMNS, head = group.y;
   if (column >= args.value_dim) return;
   constant StateRow& first = rows[args.tokens + group.z];
   const uint key_group = head % args.groups;
   device const float* q = qkv + key_group * args.key_dim;
   device const float* k = q + args.groups * args.key_dim;
   device const float* v = qkv + 2 * args.groups * args.key_dim + head * args.value_dim + column;
-  const ushort columns = ushort(min(args.value_dim - column, uint(DELTA_COLUMNS)));
+  const ushort columns = ushort(min(args.value_dim - column, uint(GATED_DELTA_COLUMNS)));
   const ulong matrix = ulong(head) * args.key_dim * args.value_dim + column;
 
-  float s[DELTA_ROWS][DELTA_COLUMNS];
+  float s[GATED_DELTA_ROWS][GATED_DELTA_COLUMNS];
   device const float* before = states + ulong(first.before) * args.slot_stride + matrix;
-  for (ushort i = 0; i < DELTA_ROWS; ++i)
-    for (ushort j = 0; j < DELTA_COLUMNS; ++j) {
+  for (ushort i = 0; i < GATED_DELTA_ROWS; ++i)
+    for (ushort j = 0; j < GATED_DELTA_COLUMNS; ++j) {
       const uint row = i * 32 + lane;
       s[i][j] = first.before != STATE_NONE && row < args.key_dim && j < columns
                     ? before[ulong(row) * args.value_dim + j]
@@ -56,9 +56,9 @@ kernel void gated_delta(
     device const float* v_row = v + ulong(at) * args.in_stride;
     device const float* rate = rates + ulong(at) * args.rate_stride + head;
 
-    float query[DELTA_ROWS], key[DELTA_ROWS];
+    float query[GATED_DELTA_ROWS], key[GATED_DELTA_ROWS];
     float2 squares = 0.0f;
-    for (ushort i = 0; i < DELTA_ROWS; ++i) {
+    for (ushort i = 0; i < GATED_DELTA_ROWS; ++i) {
       const uint row = i * 32 + lane;
       const bool inside = row < args.key_dim;
       query[i] = inside ? q_row[row] : 0.0f;
@@ -66,21 +66,21 @@ kernel void gated_delta(
       squares += float2(query[i] * query[i], key[i] * key[i]);
     }
     const float q_scale =
-        precise::rsqrt(simd_sum(squares.x) + DELTA_EPS) * precise::rsqrt(float(args.key_dim));
-    const float k_scale = precise::rsqrt(simd_sum(squares.y) + DELTA_EPS);
+        precise::rsqrt(simd_sum(squares.x) + GATED_DELTA_EPS) * precise::rsqrt(float(args.key_dim));
+    const float k_scale = precise::rsqrt(simd_sum(squares.y) + GATED_DELTA_EPS);
     const float keep = precise::exp(decay[head] * softplus(rate[0] + step[head]));
     const float beta = 1.0f / (1.0f + precise::exp(-rate[args.heads]));
 
-    for (ushort j = 0; j < DELTA_COLUMNS; ++j) {
+    for (ushort j = 0; j < GATED_DELTA_COLUMNS; ++j) {
       float known = 0.0f;
-      for (ushort i = 0; i < DELTA_ROWS; ++i) {
+      for (ushort i = 0; i < GATED_DELTA_ROWS; ++i) {
         s[i][j] *= keep;
         known = fma(key[i], s[i][j], known);
       }
       known = k_scale * simd_sum(known);
       const float added = k_scale * beta * ((j < columns ? v_row[j] : 0.0f) - known);
       float sum = 0.0f;
-      for (ushort i = 0; i < DELTA_ROWS; ++i) {
+      for (ushort i = 0; i < GATED_DELTA_ROWS; ++i) {
         s[i][j] = fma(key[i], added, s[i][j]);
         sum = fma(query[i], s[i][j], sum);
       }
@@ -91,7 +91,7 @@ kernel void gated_delta(
     const uint after = rows[at].after;
     if (after == STATE_NONE) continue;
     device float* to = states + ulong(after) * args.slot_stride + matrix;
-    for (ushort i = 0; i < DELTA_ROWS; ++i)
+    for (ushort i = 0; i < GATED_DELTA_ROWS; ++i)
       for (ushort j = 0; j < columns; ++j) {
         const uint row = i * 32 + lane;
         if (row < args.key_dim) to[ulong(row) * args.value_dim + j] = s[i][j];

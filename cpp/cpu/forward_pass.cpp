@@ -80,7 +80,7 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
   lengths_.resize(2 * lengths_.size(), 1.0f / std::sqrt(keys));
   for (Scratch& scratch : scratch_) {
     scratch.matrix =
-        Buffer(std::size_t(config_.scan_key_dim) * kDeltaColumns * sizeof(float), "a recurrence");
+        Buffer(std::size_t(config_.scan_key_dim) * kGatedDeltaColumns * sizeof(float), "a recurrence");
     scratch.weights = Buffer(weights_.scratch_bytes, "expanded weights");
     const std::size_t embedded = std::max(std::size_t(config_.embedding_width()),
                                           std::size_t(config_.n_layers) * std::size_t(config_.per_layer_dim));
@@ -296,20 +296,25 @@ ForwardPass::BlockOutput ForwardPass::gated_delta(const Context& c, int layer, c
   const std::size_t first = states_.layout().first[std::size_t(layer)];
   const FloatRows gate = work_.recurrent_in, qkv = gate.from(config_.scan_dim()),
                   alpha = qkv.from(config_.scan_channels()), beta = alpha.from(config_.scan_heads);
-  const DeltaStep step = {.config = config_,
-                          .weights = m,
-                          .q_norm = lengths_.data(),
-                          .k_norm = lengths_.data() + config_.scan_key_dim,
-                          .conv = conv_step(layer, qkv),
-                          .first = first + config_.conv_state_values(layer),
-                          .convolved = work_.convolved.f32,
-                          .rates = alpha,
-                          .out = work_.scanned};
-  multiply(c, {{w.delta_gate, gate}, {w.delta_qkv, qkv}, {w.delta_alpha, alpha}, {w.delta_beta, beta}},
+  const GatedDeltaStep step = {.config = config_,
+                               .weights = m,
+                               .q_norm = lengths_.data(),
+                               .k_norm = lengths_.data() + config_.scan_key_dim,
+                               .conv = conv_step(layer, qkv),
+                               .first = first + config_.conv_state_values(layer),
+                               .convolved = work_.convolved.f32,
+                               .rates = alpha,
+                               .out = work_.scanned};
+  multiply(c,
+           {{w.gated_delta_gate, gate},
+            {w.gated_delta_qkv, qkv},
+            {w.gated_delta_alpha, alpha},
+            {w.gated_delta_beta, beta}},
            attention_input(c, m, n), n);
   cpu::gated_delta(c, step, all_.rows, sequences_);
   keep_rows(c, work_.x, config_.dim, wanted.rows);
-  const Norm of_heads = {m.delta_norm, kNoTensor, config_.scan_value_dim, config_.norm_eps, NormKind::kRms};
+  const Norm of_heads = {m.gated_delta_norm, kNoTensor, config_.scan_value_dim, config_.norm_eps,
+                         NormKind::kRms};
   gated_norm(c, of_heads, step.out, gate, wanted.rows, config_.scan_heads, work_.scan);
   return {w.scan_out, kNoTensor, m.post_attn_norm, work_.scan};
 }

@@ -116,7 +116,7 @@ class ForwardPass {
   const Ropes ropes_;
   const std::vector<float> slopes_;  // of ALiBi
   const std::vector<float> bias_;    // [n_heads][kBiasRow] of relative positions
-  std::vector<float> lengths_;       // DeltaStep::q_norm, then k_norm
+  std::vector<float> lengths_;       // GatedDeltaStep::q_norm, then k_norm
   std::vector<Scratch> scratch_;
 
   // Data of the current pass. The next one reuses the memory.

@@ -17,7 +17,7 @@ namespace {
 constexpr float kLengthEps = 1e-6f;  // added to the square of a length
 
 // Divides the heads of q and k by their lengths, and q by sqrt(key_dim). Turns alpha and beta into factors.
-void prepare_row(const Context& c, const DeltaStep& step, int row) {
+void prepare_row(const Context& c, const GatedDeltaStep& step, int row) {
   const Config& config = step.config;
   const int n = config.scan_key_dim;
   float* head = step.convolved.row(row);
@@ -26,7 +26,7 @@ void prepare_row(const Context& c, const DeltaStep& step, int row) {
                        head);
   float* alpha = step.rates.row(row);
   float* beta = alpha + config.scan_heads;
-  const float* decay = floats(step.weights.delta_decay);
+  const float* decay = floats(step.weights.gated_delta_decay);
   const float* bias = floats(step.weights.scan_step);
   for (int h = 0; h < config.scan_heads; ++h) {
     alpha[h] = std::exp(decay[h] * softplus(alpha[h] + bias[h]));
@@ -35,16 +35,17 @@ void prepare_row(const Context& c, const DeltaStep& step, int row) {
 }
 
 // Updates the columns of a head's matrix from `column` on, over the rows of a sequence.
-void scan_columns(const Context& c, const DeltaStep& step, std::span<const Row> rows, int head, int column) {
+void scan_columns(const Context& c, const GatedDeltaStep& step, std::span<const Row> rows, int head,
+                  int column) {
   const Config& config = step.config;
   const int n = config.scan_key_dim, width = config.scan_value_dim;
-  const int columns = std::min(kDeltaColumns, width - column);
+  const int columns = std::min(kGatedDeltaColumns, width - column);
   float* state = c.scratch.matrix.as<float>();
   const std::size_t first =
       step.first + std::size_t(head) * std::size_t(n) * std::size_t(width) + std::size_t(column);
   for (int i = 0; i < n; ++i) {
-    float* to = state + i * kDeltaColumns;
-    std::fill_n(to, kDeltaColumns, 0.0f);
+    float* to = state + i * kGatedDeltaColumns;
+    std::fill_n(to, kGatedDeltaColumns, 0.0f);
     if (rows[0].state) std::copy_n(rows[0].state + first + std::ptrdiff_t(i) * width, columns, to);
   }
   const std::ptrdiff_t keys = std::ptrdiff_t(config.scan_groups) * n,
@@ -53,24 +54,24 @@ void scan_columns(const Context& c, const DeltaStep& step, std::span<const Row> 
   for (const Row& row : rows) {
     const float* qkv = step.convolved.row(row.index);
     const float* rates = step.rates.row(row.index) + head;
-    const DeltaToken token = {.q = qkv + q,
-                              .k = qkv + keys + q,
-                              .v = qkv + 2 * keys + place,
-                              .decay = rates[0],
-                              .beta = rates[config.scan_heads],
-                              .key_dim = n,
-                              .columns = columns};
+    const GatedDeltaToken token = {.q = qkv + q,
+                                   .k = qkv + keys + q,
+                                   .v = qkv + 2 * keys + place,
+                                   .decay = rates[0],
+                                   .beta = rates[config.scan_heads],
+                                   .key_dim = n,
+                                   .columns = columns};
     c.kernels.gated_delta(token, state, step.out.row(row.index) + place);
     if (row.next)
       for (int i = 0; i < n; ++i)
-        std::copy_n(state + i * kDeltaColumns, columns, row.next + first + std::ptrdiff_t(i) * width);
+        std::copy_n(state + i * kGatedDeltaColumns, columns, row.next + first + std::ptrdiff_t(i) * width);
   }
   c.scratch.multiply_adds += 3.0 * n * columns * double(rows.size());
 }
 
 }  // namespace
 
-void gated_delta(const Context& c, const DeltaStep& step, std::span<const Row> all,
+void gated_delta(const Context& c, const GatedDeltaStep& step, std::span<const Row> all,
                  std::span<const RowRange> sequences) {
   const int n = int(all.size());
   c.worker.for_each(2 * n, [&](int i) {
@@ -78,11 +79,11 @@ void gated_delta(const Context& c, const DeltaStep& step, std::span<const Row> a
     convolve(c, step.conv, all[std::size_t(i)], step.convolved.row(i));
     prepare_row(c, step, i);
   });
-  const int heads = step.config.scan_heads, blocks = ceil_div(step.config.scan_value_dim, kDeltaColumns);
+  const int heads = step.config.scan_heads, blocks = ceil_div(step.config.scan_value_dim, kGatedDeltaColumns);
   c.worker.for_each(int(sequences.size()) * heads * blocks, [&](int item) {
     const RowRange& sequence = sequences[std::size_t(item / (heads * blocks))];
     scan_columns(c, step, all.subspan(std::size_t(sequence.first), std::size_t(sequence.count)),
-                 item / blocks % heads, item % blocks * kDeltaColumns);
+                 item / blocks % heads, item % blocks * kGatedDeltaColumns);
   });
 }
 

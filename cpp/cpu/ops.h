@@ -26,7 +26,7 @@ struct Best {
 struct alignas(128) Scratch {
   Buffer weights;      // scratch_bytes_of() a matrix, or a row while it is rotated
   Buffer rows;         // memory of `normed`
-  Buffer matrix;       // of the delta rule: columns of a state, [scan_key_dim][kDeltaColumns]
+  Buffer matrix;       // of a gated delta rule: columns of a state, [scan_key_dim][kGatedDeltaColumns]
   Activations normed;  // few rows after a norm, for NormedRows
   Buffer embedded;     // a row of an embedding
   // Addends of the scores of a tile: [kQueryTile][added_stride], a whole number of spans.
@@ -367,7 +367,7 @@ void scan(const Context& c, const ScanStep& step, std::span<const Row> all,
 void gate_scan(const Context& c, const ScanStep& step, std::span<const Row> wanted, const Activations& out);
 
 // The gated delta rule of one layer, and the convolution before it.
-struct DeltaStep {
+struct GatedDeltaStep {
   const Config& config;
   const LayerWeights& weights;
   const float *q_norm, *k_norm;  // [scan_key_dim]: weights with which RMSNorm normalizes lengths
@@ -378,7 +378,7 @@ struct DeltaStep {
   FloatRows out;        // [rows][scan_dim()]
 };
 // Scans the tokens of each sequence and writes the states of the rows that store one.
-void gated_delta(const Context& c, const DeltaStep& step, std::span<const Row> all,
+void gated_delta(const Context& c, const GatedDeltaStep& step, std::span<const Row> all,
                  std::span<const RowRange> sequences);
 // Normalizes each head of the wanted rows and multiplies it by SiLU of its gate, in the formats of `out`.
 void gated_norm(const Context& c, const Norm& norm, const FloatRows& x, const FloatRows& gate,

@@ -89,7 +89,7 @@ struct Config {
   }
   // Output columns of the first projections of layers of a kind. A short convolution has two gates and its
   // input. A recurrence has gates of its output, the input of its convolution, and for each head the step of
-  // a scan, or the two rates of a delta rule.
+  // a scan, or the two rates of a gated delta rule.
   int recurrent_in_dim(LayerKind kind) const {
     if (!has_matrix_state(kind)) return 3 * conv_channels(kind);
     return scan_dim() + scan_channels() + (kind == LayerKind::kGatedDelta ? 2 : 1) * scan_heads;

@@ -90,7 +90,7 @@ def test_matrices_have_the_requested_type(bert: Folder, tmp_path: Path, kind: st
             {"blk.0.ssm_conv1d.weight", "blk.0.ssm_a", "blk.0.ssm_dt.bias"},
         ),
     ],
-    ids=["classifier", "dense", "masked", "entities", "tokens", "router", "filter", "delta rule"],
+    ids=["classifier", "dense", "masked", "entities", "tokens", "router", "filter", "gated delta rule"],
 )
 def test_heads_routers_and_filters_stay_in_float32(
     tmp_path: Path, make: Callable[[Path], Folder], heads: set[str]

@@ -80,7 +80,7 @@ def yarn(path: Path) -> Folder:
 
 # llama.cpp ignores the windows of phi3 and starcoder2, and that of exaone4 unless it has 64 layers. It takes
 # the factors of LongRoPE for a context of at least 256 tokens, and divides the scores of Gemma 2 and 3 by the
-# root of the width of a head. Keys and values of its delta rule have one width.
+# root of the width of a head. Keys and values of its gated delta rule have one width.
 _OTHERS = ("window", "moe", "experts", "gemma", "short texts", "two widths")
 DECODERS = [
     *(make for name, make in decoder_folders.RECORDED.items() if not any(word in name for word in _OTHERS)),

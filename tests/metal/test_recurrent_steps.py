@@ -1,4 +1,4 @@
-"""Kernels of layers with a recurrence: convolutions, state-space scans, delta rules, and gates of heads."""
+"""Kernels of recurrent layers: convolutions, state-space scans, gated delta rules, and gates of heads."""
 
 from itertools import product
 from typing import Any

@@ -8,6 +8,7 @@
 
 #include "cpu/buffer.h"
 #include "cpu/kernels/kernels.h"
+#include "cpu/kernels/packing.h"
 #include "cpu/kv_pages.h"
 #include "cpu/ops.h"
 
@@ -346,16 +347,16 @@ void apply_gate(const std::string& set, const Vector& gate, OutVector x) {
 
 void gated_delta(const std::string& set, const Vector& q, const Vector& k, const Vector& v, float decay,
                  float beta, OutMatrix state, OutVector out) {
-  require(q.shape(0) == k.shape(0) && state.shape(0) == k.shape(0) && state.shape(1) == kDeltaColumns &&
-              v.shape(0) <= kDeltaColumns && out.shape(0) >= v.shape(0),
+  require(q.shape(0) == k.shape(0) && state.shape(0) == k.shape(0) && state.shape(1) == kGatedDeltaColumns &&
+              v.shape(0) <= kGatedDeltaColumns && out.shape(0) >= v.shape(0),
           "wrong shape");
-  const DeltaToken token = {.q = q.data(),
-                            .k = k.data(),
-                            .v = v.data(),
-                            .decay = decay,
-                            .beta = beta,
-                            .key_dim = int(k.shape(0)),
-                            .columns = int(v.shape(0))};
+  const GatedDeltaToken token = {.q = q.data(),
+                                 .k = k.data(),
+                                 .v = v.data(),
+                                 .decay = decay,
+                                 .beta = beta,
+                                 .key_dim = int(k.shape(0)),
+                                 .columns = int(v.shape(0))};
   kernels_named(set).gated_delta(token, state.data(), out.data());
 }
 

@@ -71,7 +71,7 @@ void soft_cap(const std::string& set, float cap, OutVector x);
 void relative_scores(const std::string& set, const Vector& q, const Matrix& k, const Matrix& keys,
                      const Matrix& queries, const Vector& row_of, float scale, OutVector out);
 void apply_gate(const std::string& set, const Vector& gate, OutVector x);
-// A token for as many columns as v has; `state` is [len(k), kDeltaColumns].
+// A token for as many columns as v has; `state` is [len(k), kGatedDeltaColumns].
 void gated_delta(const std::string& set, const Vector& q, const Vector& k, const Vector& v, float decay,
                  float beta, OutMatrix state, OutVector out);
 double sum_exp(const std::string& set, const Vector& x, float shift);

@@ -182,8 +182,8 @@ def compared_models() -> Iterator[tuple[str, SmallModel]]:
     In float32, llama.cpp's rounding of activations does not hide differences. llama.cpp requires heads of one
     width, most of them rotated completely. It supports windows of exaone4 only in models of 64 layers, and
     none of starcoder2. It requires heads as wide as the model in lfm2. In qwen35 it requires keys and values
-    of the delta rule of one width, and a fixed interval between layers with attention. Models with different
-    layers are not compared.
+    of one width in the gated delta rule, and a fixed interval between layers with attention. Models with
+    different layers are not compared.
     """
     for name, model in MODELS.items():
         scan = model.scan

@@ -19,7 +19,7 @@ from support.kernels.float64 import (
     alibi_slope,
     attention,
     clamped_silu,
-    delta_step,
+    gated_delta_step,
     gelu,
     gelu_tanh,
     layer_norm,
@@ -294,7 +294,7 @@ class ReferenceModel:
         beta = sigmoid(self._linear(layer, "ssm_beta", h))
         state, out = np.zeros((heads, keys, width)), np.empty((n, heads, width))
         for t in range(n):
-            state, out[t] = delta_step(state, q[t], k[t], v[t], decay[t], beta[t])
+            state, out[t] = gated_delta_step(state, q[t], k[t], v[t], decay[t], beta[t])
         gate = self._activated(self._linear(layer, "attn_gate", h))
         gated = self._normed(layer, "ssm_norm", out).reshape(n, -1) * gate
         return self._linear(layer, "ssm_out", gated), _state(inputs, taps, state)

@@ -277,13 +277,13 @@ struct ScanHead {
   float* state;  // [rows][dim]: in, before the first token; out, after the last one
 };
 
-// A token of the gated delta rule, for kDeltaColumns columns of the matrix of a head.
-constexpr int kDeltaColumns = 32;
-struct DeltaToken {
+// A token of the gated delta rule, for kGatedDeltaColumns columns of the matrix of a head.
+constexpr int kGatedDeltaColumns = 32;
+struct GatedDeltaToken {
   const float *q, *k;  // [key_dim]
   const float* v;      // [columns]
   float decay, beta;
-  int key_dim, columns;  // columns up to kDeltaColumns
+  int key_dim, columns;  // columns up to kGatedDeltaColumns
 };
 
 struct Kernels {
@@ -371,8 +371,8 @@ struct Kernels {
   void (*soft_cap)(float* x, float cap, int n);
   // x *= sigmoid(gate).
   void (*apply_gate)(const float* gate, int n, float* x);
-  // S = decay * S; S += k * beta * (v - k S); out = q S. `state` is S, [key_dim][kDeltaColumns].
-  void (*gated_delta)(const DeltaToken& token, float* state, float* out);
+  // S = decay * S; S += k * beta * (v - k S); out = q S. `state` is S, [key_dim][kGatedDeltaColumns].
+  void (*gated_delta)(const GatedDeltaToken& token, float* state, float* out);
   // out[j] = scale * (q . keys[row] + k[j] . queries[row]).
   void (*relative_scores)(const RelativeQuery& query, float* out);
   // Sum of exp(x - shift).

@@ -115,7 +115,7 @@ class ForwardPass {
     View sinks;                            // of heads; null: none
     View conv, conv_bias;                  // filter and bias of its convolution; null: none
     ops::ScanWeights scan;                 // of a state-space layer
-    ops::DeltaWeights delta;               // of a layer with a delta rule
+    ops::GatedDeltaWeights gated_delta;    // of a layer with the rule
     Dense dense;                           // the feed-forward, or the expert for all rows
     ops::Router router;
     ops::ExpertWeights experts_up, experts_down;  // of gate and up, or of up alone

@@ -226,7 +226,8 @@ void ForwardPass::gated_delta(Pass& pass, int layer, const Rows& wanted) const {
   const View gate = a.projected.row(1, row.recurrent), qkv = a.projected.row(1, row.conv),
              rates = qkv.row(1, config_.scan_channels());
   convolve(pass, layer, a.convolved, all.in_float32());
-  ops::gated_delta(pass.e, w.delta, a.convolved, rates, pass.tables.states, matrices(pass, layer), a.scanned,
+  ops::gated_delta(pass.e, w.gated_delta, a.convolved, rates, pass.tables.states, matrices(pass, layer),
+                   a.scanned,
                    {.heads = u32_t(config_.scan_heads),
                     .groups = u32_t(config_.scan_groups),
                     .key_dim = u32_t(config_.scan_key_dim),
@@ -238,7 +239,7 @@ void ForwardPass::gated_delta(Pass& pass, int layer, const Rows& wanted) const {
                    pass.rows.chunks(), pass.rows.all.runs);
   if (wanted.count == 0) return;
   const std::size_t first = std::size_t(wanted.first);
-  ops::gated_norm(pass.e, w.delta.norm, a.scanned.row(first, inner), {gate.row(first, stride), stride},
+  ops::gated_norm(pass.e, w.gated_delta.norm, a.scanned.row(first, inner), {gate.row(first, stride), stride},
                   a.scan_out, config_.scan_heads, wanted.count, wanted.precision());
   add_residual(pass, w.scan_output, a.scan_out, a.x.row(first, config_.dim), wanted);
 }

@@ -164,8 +164,8 @@ ForwardPass::Layer ForwardPass::layer_of(int index, const LayerWeights& w, Weigh
         .output = output(w.w_down, w.b_down, w.post_ffn_norm, w.ffn_residual_norm, w.ffn_residual_norm_bias),
         .dim = layer_configs_[index].ffn_dim};
   };
-  std::vector<const Tensor*> in = {&w.conv_in,   &w.scan_in,     &w.delta_gate,
-                                   &w.delta_qkv, &w.delta_alpha, &w.delta_beta};
+  std::vector<const Tensor*> in = {&w.conv_in,         &w.scan_in,           &w.gated_delta_gate,
+                                   &w.gated_delta_qkv, &w.gated_delta_alpha, &w.gated_delta_beta};
   const std::array<const Tensor*, 3> qkv = {&w.wq, &w.wk, &w.wv};
   in.insert(projected_row(index).qkv > 0 ? in.end() : in.begin(), qkv.begin(), qkv.end());
   Layer layer = {.attn_norm = stream_norm(w.attn_norm, w.attn_norm_bias, weights),
@@ -199,7 +199,8 @@ ForwardPass::Layer ForwardPass::layer_of(int index, const LayerWeights& w, Weigh
                   .norm = view(w.scan_group_norm)};
   }
   if (kind == LayerKind::kGatedDelta) {
-    layer.delta = {.decay = view(w.delta_decay), .step = view(w.scan_step), .norm = norm(w.delta_norm, eps)};
+    layer.gated_delta = {
+        .decay = view(w.gated_delta_decay), .step = view(w.scan_step), .norm = norm(w.gated_delta_norm, eps)};
   }
   if (w.router) {
     const std::vector<Projection> gate_up = merge({&w.gate_experts, &w.up_experts}, weights);

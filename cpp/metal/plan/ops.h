@@ -212,14 +212,14 @@ void scan(Encoder& e, const ScanWeights& w, const View& projected, const View& c
 // Gates and normalizes the result of a scan.
 void scan_norm(Encoder& e, const ScanWeights& w, const View& gates, const View& y, const View& out,
                const ScanNormArgs& args, int tokens, Precision precision);
-// Parameters of a delta rule, and the norm of the heads of its output.
-struct DeltaWeights {
+// Parameters of a gated delta rule, and the norm of the heads of its output.
+struct GatedDeltaWeights {
   View decay, step;
   Norm norm;
 };
 // Scans the tokens of each of `sequences` and writes the states of all rows with a slot for one. `states` are
 // the matrices of the layer.
-void gated_delta(Encoder& e, const DeltaWeights& w, const View& qkv, const View& rates, const View& rows,
+void gated_delta(Encoder& e, const GatedDeltaWeights& w, const View& qkv, const View& rates, const View& rows,
                  const View& states, const View& out, const GatedDeltaArgs& args, int sequences,
                  std::span<const RowRun> runs);
 // Normalizes each head and multiplies it by its gate.

@@ -8,7 +8,7 @@
 
 namespace metal_prefill::metal::ops {
 
-static_assert(kMostScanRows == kSimd * DELTA_ROWS);  // of either recurrence
+static_assert(kMostScanRows == kSimd * GATED_DELTA_ROWS);  // of either recurrence
 
 void embed(Encoder& e, const Projection& table, const TokenIds& ids, const View& x, int tokens, float scale,
            Write write) {
@@ -161,12 +161,12 @@ void scan_norm(Encoder& e, const ScanWeights& w, const View& gates, const View& 
               .threads = allowed_threads(e, kernel, std::min(round_up(columns, kSimd), std::size_t(256)))});
 }
 
-void gated_delta(Encoder& e, const DeltaWeights& w, const View& qkv, const View& rates, const View& rows,
+void gated_delta(Encoder& e, const GatedDeltaWeights& w, const View& qkv, const View& rates, const View& rows,
                  const View& states, const View& out, const GatedDeltaArgs& args, int sequences,
                  std::span<const RowRun> runs) {
-  const std::size_t threads = allowed_threads(e, Kernel::kGatedDelta, DELTA_SIMDGROUPS * kSimd);
+  const std::size_t threads = allowed_threads(e, Kernel::kGatedDelta, GATED_DELTA_SIMDGROUPS * kSimd);
   e.dispatch(Kernel::kGatedDelta, {w.decay, w.step, qkv, rates, rows, states, out}, args,
-             {.x = ceil_div(std::size_t(args.value_dim), threads / kSimd * DELTA_COLUMNS),
+             {.x = ceil_div(std::size_t(args.value_dim), threads / kSimd * GATED_DELTA_COLUMNS),
               .y = std::size_t(args.heads),
               .z = std::size_t(sequences),
               .threads = threads,

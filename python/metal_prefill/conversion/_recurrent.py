@@ -1,4 +1,4 @@
-"""Metadata and weights of layers with a state: short convolutions, delta rules and Mamba-2."""
+"""Metadata and weights of layers with a state: short convolutions, gated delta rules and Mamba-2."""
 
 import math
 from typing import Any
@@ -202,7 +202,7 @@ def rates_of_decay(config: Fields, name: str, weight: Weight) -> Weight:
 
 
 def value_heads_by_turns(config: Fields, name: str, weight: Weight) -> Weight:
-    """Reorder the value heads of a delta rule.
+    """Reorder the value heads of a gated delta rule.
 
     In a folder those of one key head follow each other. In a file, value head h has key head
     ``h % groups``.

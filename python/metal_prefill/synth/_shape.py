@@ -93,7 +93,7 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class ScanShape:
-    """Shape of layers whose state has a matrix for each head: state-space layers (Mamba-2), delta rules.
+    """Shape of layers whose state has a matrix per head: state-space layers (Mamba-2), gated delta rules.
 
     Attributes
     ----------

@@ -51,7 +51,7 @@ _OPTIONAL_NORMS = ("qk_norm", "qk_norm_bias", "second_residual_norm")
 # By the role of a row of the table, or by its kind.
 _ROLES = {
     **dict.fromkeys(_FACTORS, Role.FACTORS),
-    **dict.fromkeys(("scan_rates", "delta_decay"), Role.DECAY),
+    **dict.fromkeys(("scan_rates", "gated_delta_decay"), Role.DECAY),
     **dict.fromkeys(("scan_skip", "layer_scale", "norm"), Role.NORM),
     "scan_step": Role.STEP,
     "output_norm": Role.OUTPUT_NORM,

@@ -12,7 +12,7 @@ from support.kernels.extreme_floats import EXTREME, extreme_activations
 from support.kernels.float64 import (
     ACTIVATIONS,
     clamped_silu,
-    delta_step,
+    gated_delta_step,
     layer_norm,
     rms,
     rotate,
@@ -134,7 +134,7 @@ def test_gated_delta(isa: str) -> None:
             k /= np.float32(np.linalg.norm(k))
             cpu.gated_delta(isa, q, k, v, decay, beta, state, out)
             token = (np.array([part], np.float64) for part in (q, k, v, decay, beta))
-            (expected,), (found,) = delta_step(expected[None], *token)
+            (expected,), (found,) = gated_delta_step(expected[None], *token)
             np.testing.assert_allclose(out[:columns], found, rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(state[:, :columns], expected, rtol=1e-5, atol=1e-5)
             assert np.all(state[:, columns:] == 0)

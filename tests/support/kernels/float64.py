@@ -145,7 +145,9 @@ def scan_step(
     return state, np.einsum("hr,hrd->hd", c, state) + skip[:, None] * x
 
 
-def delta_step(state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array) -> tuple[Array, Array]:
+def gated_delta_step(
+    state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array
+) -> tuple[Array, Array]:
     """Update the state ``[heads, keys, columns]`` of a gated delta rule by a token (arXiv:2412.06464).
 
     Also return the token's output ``[heads, columns]``.

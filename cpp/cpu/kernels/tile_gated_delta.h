@@ -8,9 +8,9 @@ namespace {
 
 // A token reads the columns of the matrix twice: first to predict its value, then to update them. Eight sums
 // hide the latency of an FMA; those of one column are added in a fixed order.
-void gated_delta(const DeltaToken& token, float* state, float* out) {
-  constexpr int kVectors = kDeltaColumns / Simd::kLanes, kSums = kVectors < 8 ? 8 / kVectors : 1;
-  static_assert(kVectors * Simd::kLanes == kDeltaColumns);
+void gated_delta(const GatedDeltaToken& token, float* state, float* out) {
+  constexpr int kVectors = kGatedDeltaColumns / Simd::kLanes, kSums = kVectors < 8 ? 8 / kVectors : 1;
+  static_assert(kVectors * Simd::kLanes == kGatedDeltaColumns);
   F sums[kSums][kVectors], added[kVectors];
   const auto clear = [&] {
     unrolled<kSums>([&](auto s) { unrolled<kVectors>([&](auto v) { sums[s][v] = Simd::set(0.0f); }); });
@@ -30,7 +30,7 @@ void gated_delta(const DeltaToken& token, float* state, float* out) {
   clear();
   each_row([&](int i, auto s) {
     const F k = Simd::set(token.k[i]);
-    const float* row = state + i * kDeltaColumns;
+    const float* row = state + i * kGatedDeltaColumns;
     unrolled<kVectors>(
         [&](auto v) { sums[s][v] = Simd::fma(k, Simd::load(row + v * Simd::kLanes), sums[s][v]); });
   });
@@ -43,7 +43,7 @@ void gated_delta(const DeltaToken& token, float* state, float* out) {
   clear();
   each_row([&](int i, auto s) {
     const F k = Simd::set(token.k[i]), q = Simd::set(token.q[i]);
-    float* row = state + i * kDeltaColumns;
+    float* row = state + i * kGatedDeltaColumns;
     unrolled<kVectors>([&](auto v) {
       const F kept = Simd::mul(decay, Simd::load(row + v * Simd::kLanes));
       const F changed = Simd::fma(k, added[v], kept);
