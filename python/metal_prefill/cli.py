@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 
 from metal_prefill._support.interruptions import interruptions
 from metal_prefill._support.messages import as_options
@@ -91,7 +90,7 @@ def with_mode(arguments: list[str], command: str | None) -> list[str]:
     return [*arguments[:at], next(iter(modes)), *arguments[at:]]
 
 
-def report(error: BaseException, options: Mapping[str, str] = MappingProxyType({})) -> int:
+def report(error: BaseException, options: Mapping[str, str]) -> int:
     """Print an error as a message for users, and return its exit code.
 
     `options` has the options of the command by the arguments that messages name.

@@ -170,22 +170,6 @@ def test_label_predicts_labels_in_words(bundled: Model, tmp_path: Path, output: 
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "has no classification head (cls.output.weight): pass --labels"),
-        (["--template", "{text} {label}"], "--template requires --labels"),
-        (["--labels", "a,"], "must be labels separated by commas, got 'a,'"),
-    ],
-)
-def test_invalid_labels_are_usage_errors(
-    options: list[str], message: str, tmp_path: Path, errors: Run
-) -> None:
-    file = tmp_path / "texts.txt"
-    file.write_text("a\n")
-    assert message in errors("label", "-f", file, *options)
-
-
-@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("run -p a --fly", "metal-prefill run: error: unrecognized arguments: --fly"),
@@ -194,6 +178,9 @@ def test_invalid_labels_are_usage_errors(
         ("run -p a --top-p 2", "--top-p must be above 0 and at most 1, got 2.0"),
         ("run -p a --max-context 2000", "--max-context 2000 is outside 1 to 1024"),
         ("rerank -q a b", "no template is known for llama: pass --template"),
+        ("label a", "has no classification head (cls.output.weight): pass --labels"),
+        ("label a --template '{text} {label}'", "--template requires --labels"),
+        ("label a --labels a,", "must be labels separated by commas, got 'a,'"),
         ("embed a", "set --pooling, such as 'mean' or 'last', as the model's card requires"),
         ("bench --demo -n 0 --streams 2", "of which there are none: --n-gen 0"),
         ("bench --demo --compare onnxruntime", "known are llama.cpp, openvino"),
@@ -202,7 +189,7 @@ def test_invalid_labels_are_usage_errors(
     ],
 )
 def test_errors_name_options_of_the_command(line: str, message: str, errors: Run) -> None:
-    assert message in errors(*line.split())
+    assert message in errors(*shlex.split(line))
 
 
 def test_the_server_names_fields_of_requests() -> None:

@@ -278,7 +278,7 @@ def test_an_error_without_a_message_is_named(capsys: pytest.CaptureFixture[str])
         pass
 
     for error in (MemoryError(), Nameless()):
-        report(error)
+        report(error, {})
     assert capsys.readouterr().err == "error: MemoryError\nerror: Nameless\n"
 
 
