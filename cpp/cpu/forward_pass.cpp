@@ -524,12 +524,11 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
     const int count = int(chunk.tokens.size()), count_wanted = rows_of(chunk.output);
     const auto* logits = std::get_if<LogitsOutput>(&chunk.output);
     cache_.addresses(chunk.cache->pages(), pages);
-    TokenTypes types(config_);
+    const int first_type = first_segment(config_, chunk.tokens, chunk.segment);
     const float* state = states_.values(chunk.states.before);
     for (int i = 0; i < count; ++i) {
       const TokenId token = chunk.tokens[std::size_t(i)];
-      const int type = i < count - chunk.expansion.tokens ? types.next(token) : 0;
-      all_.rows.push_back({token, type, chunk.position + i, first + i, pages, i, state});
+      all_.rows.push_back({token, int(i >= first_type), chunk.position + i, first + i, pages, i, state});
     }
     for (const StateWrite& write : chunk.states.writes)
       all_.rows[std::size_t(first + write.tokens - 1)].next = states_.values(write.state);

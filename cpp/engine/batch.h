@@ -29,6 +29,7 @@ struct Request {
   std::vector<int> marks = {};  // keeps states after these numbers of its tokens
   Output output;                // of the last tokens; afterwards `chosen` ends at a wrong draft
   Expansion expansion;          // of a whole text, if tokens attend to later ones
+  int segment = -1;             // number of its first tokens with type 0; -1: see first_segment
   Trace* trace = nullptr;
   Claim claim = 0;
 

@@ -197,6 +197,7 @@ Chunk BatchRequest::next_chunk(std::span<const int> marks) {
   chunk.position = int(request_.start) + done;
   chunk.cache = &cache();
   chunk.expansion = request_.expansion;
+  chunk.segment = request_.segment;
   chunk.trace = request_.trace;
   const int first = std::max(done, without_output());  // first token with an output
   chunk.output = part_of(request_.output, first - without_output(), std::max(done + rows - first, 0));

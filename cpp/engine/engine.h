@@ -87,8 +87,8 @@ struct EngineOptions {
 class PassInspector;  // inspection.h
 struct Trace;         // inspection.h
 
-// Tokens that a model appends to a query (ColBERT, arXiv:2004.12832). They have the type of the query's first
-// token. Unless they are `seen`, all tokens attend only to the text before them.
+// Tokens that a model appends to a query (ColBERT, arXiv:2004.12832). Unless they are `seen`, all tokens
+// attend only to the text before them.
 struct Expansion {
   int tokens = 0;
   bool seen = false;
@@ -103,6 +103,7 @@ struct Chunk {
   Cache* cache = nullptr;  // of the session, with room for the tokens
   Output output;           // of the last tokens
   Expansion expansion;     // of a whole text
+  int segment = -1;        // number of its first tokens with type 0; -1: see first_segment
   ChunkStates states;      // of recurrent layers
   Trace* trace = nullptr;  // if not null: each dispatch runs alone and is recorded there
 

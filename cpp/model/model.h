@@ -1,6 +1,7 @@
 // A model for the engines: hyperparameters and views of weights that stay in the mapped file.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstddef>
@@ -145,28 +146,13 @@ inline std::vector<float> alibi_slopes(const Config& config) {
   return slopes;
 }
 
-// Determines the token types of a sequence, in order.
-class TokenTypes {
- public:
-  explicit TokenTypes(const Config& config) : config_(config) {}
-  int next(TokenId token) {
-    const int type = type_;
-    if (token == config_.separator_id && type_ + 1 < config_.token_types) ++type_;
-    return type;
-  }
-
- private:
-  const Config& config_;
-  int type_ = 0;
-};
-
-// Types of a whole sequence, whose last `expansion` tokens have the type of the first.
-inline std::vector<TokenId> token_types(const Config& config, std::span<const TokenId> tokens,
-                                        int expansion) {
-  TokenTypes types(config);
-  std::vector<TokenId> all(tokens.size(), 0);
-  for (std::size_t i = 0; i + std::size_t(expansion) < tokens.size(); ++i) all[i] = types.next(tokens[i]);
-  return all;
+// Number of first tokens of a sequence that have type 0; later ones have type 1. If it is not stated (-1), a
+// sequence of two texts is assumed, of which the first ends with the first separator.
+inline int first_segment(const Config& config, std::span<const TokenId> tokens, int stated) {
+  if (config.token_types < 2) return int(tokens.size());
+  if (stated >= 0) return stated;
+  const auto separator = std::find(tokens.begin(), tokens.end(), config.separator_id);
+  return int(separator - tokens.begin()) + 1;
 }
 
 // A tensor in the mapped file. Rows are contiguous; a matrix is [rows][cols] with `cols` the inner (input)

@@ -36,15 +36,18 @@ Output output_of(const std::string& pooling, float* result, int rows, int dim) {
 class Texts final : public Computation {
  public:
   Texts(std::shared_ptr<Engine> engine, TokenArray tokens, const TokenArray& lengths,
-        const std::string& pooling, const std::optional<TokenArray>& expansions, bool seen)
+        const std::string& pooling, const std::optional<TokenArray>& segments,
+        const std::optional<TokenArray>& expansions, bool seen)
       : scratch_{std::move(engine)},
         tokens_(std::move(tokens)),
         values_(std::size_t(scratch_.engine->config().dim) *
                 (pooling == "none" ? tokens_.shape(0) : lengths.shape(0))) {
     const int dim = scratch_.engine->config().dim;
-    if (expansions && expansions->shape(0) != lengths.shape(0))
-      throw std::invalid_argument("there are " + std::to_string(expansions->shape(0)) + " expansions for " +
-                                  std::to_string(lengths.shape(0)) + " texts");
+    for (const auto& [numbers, name] :
+         {std::pair(&segments, "segments"), std::pair(&expansions, "expansions")})
+      if (*numbers && (*numbers)->shape(0) != lengths.shape(0))
+        throw std::invalid_argument("there are " + std::to_string((*numbers)->shape(0)) + " " + name +
+                                    " for " + std::to_string(lengths.shape(0)) + " texts");
     std::span<const TokenId> left = view(tokens_);
     float* result = values_.data();
     for (const TokenId length : view(lengths)) {
@@ -56,6 +59,7 @@ class Texts final : public Computation {
       request.scratch = &scratch_;
       request.tokens = left.first(std::size_t(length));
       request.output = output_of(pooling, result, int(length), dim);
+      request.segment = segments ? view(*segments)[text] : length;
       request.expansion = {expansions ? view(*expansions)[text] : 0, seen};
       left = left.subspan(request.tokens.size());
       result += dim * (pooling == "none" ? length : 1);
@@ -91,10 +95,13 @@ void bind_texts(nb::module_& m) {
       "Texts, each in a session of its own, whose tokens follow each other in `tokens`; for one call of "
       "Engine.forward_batch.")
       .def(nb::init<std::shared_ptr<Engine>, TokenArray, const TokenArray&, const std::string&,
-                    const std::optional<TokenArray>&, bool>(),
-           "engine"_a, "tokens"_a, "lengths"_a, "pooling"_a, "expansions"_a = nb::none(), "seen"_a = false,
+                    const std::optional<TokenArray>&, const std::optional<TokenArray>&, bool>(),
+           "engine"_a, "tokens"_a, "lengths"_a, "pooling"_a, "segments"_a = nb::none(),
+           "expansions"_a = nb::none(), "seen"_a = false,
            "The result is a pair: the vectors of pooling mean, cls or last, [texts * dim], or the states of "
-           "all tokens, [tokens * dim]; and the exceptions that ended texts, by their numbers. `expansions` "
+           "all tokens, [tokens * dim]; and the exceptions that ended texts, by their numbers. `segments` "
+           "are the "
+           "numbers of first tokens with type 0, by default all. `expansions` "
            "are the numbers of last tokens that expand a query; unless `seen`, no token sees them.");
   m.def(
       "common_prefix",

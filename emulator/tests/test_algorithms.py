@@ -14,6 +14,8 @@ KERNEL_SOURCE = "algorithms.metal"
 def test_most_orders_show_that_a_barrier_is_missing(
     library: KernelLibrary, emulator: Any, threads: int
 ) -> None:
+    if emulator.sanitizer == "thread":
+        pytest.skip("the first dispatch without the barrier would end the process with a report")
     x = np.arange(threads, dtype=np.float32) % 7
     expected = np.full(threads, x.sum() + (x * x).sum())
     wrong = 0

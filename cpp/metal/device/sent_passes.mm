@@ -227,7 +227,10 @@ void MetalEngine::fill(const PassTables& tables, const PassRows& rows, std::span
   if (tables.types) {
     for (const RowRun& run : rows.all.runs) {
       const Chunk& chunk = *chunks[std::size_t(run.chunk)];
-      const std::vector<TokenId> types = token_types(config(), chunk.tokens, chunk.expansion.tokens);
+      std::vector<TokenId> types(chunk.tokens.size(), 1);
+      std::fill_n(types.begin(),
+                  std::min(types.size(), std::size_t(first_segment(config(), chunk.tokens, chunk.segment))),
+                  0);
       copy(tokens_of(run, types), tables.types, std::size_t(run.row));
     }
   }

@@ -219,7 +219,7 @@ def set_frame(found: FolderVocabulary, json: Fields, settings: Fields, config: F
     if found.model == "t5" and any(item.type for item in pair):
         found.flags[TYPES_KEY] = True
     if word_piece and not (_reads_types(settings) and any(item.type for item in pair)):
-        found.ids.pop("sep", None)  # the type of a token is the number of separators before it
+        found.ids.pop("sep", None)  # stated only if second texts have another type
     if config.integer("type_vocab_size", default=1, least=0) > 1 and _reads_types(settings) and template:
         _check_types(found, json, [*single, *(pair if word_piece or reads_pairs else ())])
 

@@ -98,8 +98,8 @@ def classify(
     """
     engine, rules = model.engine, PromptRules(truncate, unicode, split_special_tokens).checked()
     if labels is None:
-        prompts, doubles, cut = encode_for_head(engine, texts, rules)
-        logits = head_logits(TextPasses(engine), prompts, doubles)
+        prompts, segments, cut = encode_for_head(engine, texts, rules)
+        logits = head_logits(TextPasses(engine), prompts, segments)
         warn(cut_notes(cut, len(logits), engine.max_context))
         found = probabilities_of(engine.head, logits).astype(np.float32)
         return Classification(engine.head.labels, found, logits, np.ones(logits.shape, np.int64))
@@ -166,10 +166,12 @@ def _excess(engine: Engine, pairs: Iterable[tuple[Ids, Ids]]) -> int:
     return max(len(context) + len(label) for context, label in pairs) - 1 - engine.max_context
 
 
-def head_logits(passes: TextPasses, prompts: Sequence[Ids], pairs: Sequence[int]) -> npt.NDArray[np.float64]:
+def head_logits(
+    passes: TextPasses, prompts: Sequence[Ids], segments: Sequence[int]
+) -> npt.NDArray[np.float64]:
     """Return the outputs of the classification head, ``[texts, labels]``; see `encode_for_head`."""
     head = passes.engine.head
-    states = pooled_states(passes, head.state, prompts, pairs)
+    states = pooled_states(passes, head.state, prompts, segments)
     scores = np.array([logits_of(head, state) for state in states], np.float64)
     return scores.reshape(len(prompts), len(head.labels))
 
@@ -177,7 +179,7 @@ def head_logits(passes: TextPasses, prompts: Sequence[Ids], pairs: Sequence[int]
 def encode_for_head(
     engine: Engine, texts: Iterable[TextOrPair], rules: PromptRules
 ) -> tuple[list[Ids], list[int], list[int]]:
-    """Return the tokens of texts and pairs, and the indices of pairs and of those that lost their ends.
+    """Return the tokens of texts and pairs, their numbers of type 0, and the indices of those without ends.
 
     For errors see :meth:`metal_prefill.Model.classify`.
     """
@@ -186,7 +188,7 @@ def encode_for_head(
         raise ValueError(f"{engine.name} has no classification head (cls.output.weight): {instead}")
     if engine.head.pooling == "none":
         raise ValueError(f"{engine.name} has labels for tokens: use `label_tokens`")
-    prompts, pairs, cut = [], [], []
+    prompts, segments, cut = [], [], []
     parts = [(text,) if isinstance(text, str) else text for text in _checked_pairs(engine, texts)]
     whole = map(rules.normalized, chain.from_iterable(parts))
     made = engine.tokenizer.encode_all(whole, parse_special=rules.parses(engine.tokenizer))
@@ -196,17 +198,17 @@ def encode_for_head(
             tokens = [next(made) for _ in part]
         if len(part) == 1:
             listed, is_cut, _ = encode_tokens(engine, tokens[0], part[0], name, text_role(engine), rules)
-            ids = np.array(listed, np.int32)
+            ids, segment = np.array(listed, np.int32), len(listed)
         else:
             pair = encode_pair(engine, tokens[0], tokens[1], name, rules)
-            ids, is_cut = pair.ids, pair.cut
-            pairs.append(i)
+            ids, segment, is_cut = pair.ids, pair.segment, pair.cut
         if not len(ids):
             raise ValueError(f"{name} has no tokens")
         if is_cut:
             cut.append(i)
         prompts.append(ids)
-    return prompts, pairs, cut
+        segments.append(segment)
+    return prompts, segments, cut
 
 
 def _checked_pairs(engine: Engine, texts: Iterable[TextOrPair]) -> list[TextOrPair]:

@@ -16,6 +16,7 @@ from metal_prefill.tasks._text_passes import Ids, NameOf, TextPasses
 
 class EncodedPair(NamedTuple):
     ids: Ids  # token ids
+    segment: int  # number of tokens of type 0: those before the second text, if there are two
     # Whether each text lost its end.
     first_cut: bool = False
     second_cut: bool = False
@@ -42,9 +43,10 @@ def encode_pair(
                 f"{frame.pair_tokens} tokens around them"
             )
         lengths = kept_lengths(*lengths, room)
-    ids = frame.pair(first[: lengths[0]], second[: lengths[1]]).ids
+    ids, types = frame.pair(first[: lengths[0]], second[: lengths[1]])
     check_length(engine, len(ids), name)
-    return EncodedPair(np.array(ids, np.int32), lengths[0] < len(first), lengths[1] < len(second))
+    cut = lengths[0] < len(first), lengths[1] < len(second)
+    return EncodedPair(np.array(ids, np.int32), types.count(0), *cut)
 
 
 def kept_lengths(first: int, second: int, room: int) -> tuple[int, int]:

@@ -196,17 +196,19 @@ def encode_documents(engine: Engine, query: str, documents: Sequence[str], optio
             text if len(tokens) <= count else text[: tokens[count].start]
             for text, tokens in zip(documents, spans, strict=True)
         ]
+    segments: list[int] = []
     if kind == "late":
         encoded, limit, score = _late_documents(engine, query, texts, options)
     else:
         encode = _pairs if kind == "pair" else _filled_templates
         encoded, limit = encode(engine, query, texts, options), engine.max_context
-        score = partial(scores_of, label=options.label)
+        score = partial(scores_of, segments=segments, label=options.label)
     prompts, cut, query_cut = list[Ids](), list[int](), False
     for i, pair in enumerate(encoded):
         if not len(pair.ids):
             raise ValueError(f"document {i}: its prompt has no tokens")
         prompts.append(pair.ids)
+        segments.append(pair.segment)
         cut += [i] if pair.second_cut else []
         query_cut |= pair.first_cut
     notes = [CUT_QUERY if kind == "late" else CUT_WITH_DOCUMENT] if query_cut else []
@@ -260,7 +262,7 @@ def _late_documents(
     role = document_role(engine, prompt_form(engine, "document" if known else None))
     texts = encode_texts(engine, documents, role, options.rules, "document")
     cut = frozenset(texts.cut)
-    encoded = (EncodedPair(ids, asked.cut, i in cut) for i, ids in enumerate(texts.prompts))
+    encoded = (EncodedPair(ids, len(ids), asked.cut, i in cut) for i, ids in enumerate(texts.prompts))
     return encoded, role.limit, partial(_late_scores, query=asked, skipped=role.skipped)
 
 
@@ -309,7 +311,7 @@ def _filled_templates(
         check_length(engine, len(ids), f"document {i}")
         if i == 0:
             _scorer(engine, options.label)  # raises an error before further documents are encoded
-        yield EncodedPair(ids, False, cut)
+        yield EncodedPair(ids, len(ids), False, cut)
 
 
 def _late_scores(
@@ -329,14 +331,15 @@ def _late_scores(
     return scores, scores
 
 
-def scores_of(passes: TextPasses, prompts: Sequence[Ids], label: str | None = None) -> tuple[Scores, Scores]:
+def scores_of(
+    passes: TextPasses, prompts: Sequence[Ids], segments: Sequence[int] = (), label: str | None = None
+) -> tuple[Scores, Scores]:
     """Return the score of each prompt, and the logits by which they are ordered.
 
     A shared prefix is computed once. The sigmoid of different logits above 37 is 1.
     """
     logit, has_sigmoid = _scorer(passes.engine, label)
-    pairs = range(0 if passes.engine.config.has_head else len(prompts))
-    states = pooled_states(passes, passes.engine.head.state, prompts, pairs, "document {}".format)
+    states = pooled_states(passes, passes.engine.head.state, prompts, segments, "document {}".format)
     logits = np.array([logit(state) for state in states])
     return sigmoid(logits) if has_sigmoid else logits, logits
 

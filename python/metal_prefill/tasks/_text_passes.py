@@ -1,6 +1,6 @@
 """Passes over many texts that are each computed once, without keeping their K and V."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -107,14 +107,15 @@ def pooled_states(
     passes: TextPasses,
     pooling: Pooling,
     prompts: Sequence[Ids],
-    pairs: Container[int] = (),
+    segments: Sequence[int] = (),
     name_of: NameOf = TEXT,
 ) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the pooled hidden states of each prompt, ``[dim]``, or all of them, ``[n, dim]``.
 
-    `pairs` are the indices of prompts with two texts; `name_of` returns the names of prompts in errors.
+    If any prompt has two texts, `segments` are the numbers of tokens up to the second one. `name_of` returns
+    the names of prompts in errors.
     """
-    for block in pooled_blocks(passes, pooling, prompts, pairs=pairs, name_of=name_of):
+    for block in pooled_blocks(passes, pooling, prompts, segments=segments, name_of=name_of):
         yield from block
 
 
@@ -123,7 +124,7 @@ def pooled_blocks(
     pooling: Pooling,
     prompts: Sequence[Ids],
     expansions: Sequence[int] = (),
-    pairs: Container[int] = (),
+    segments: Sequence[int] = (),
     unpooled: int = 0,
     name_of: NameOf = TEXT,
 ) -> Iterator[Block]:
@@ -133,17 +134,14 @@ def pooled_blocks(
     the first `unpooled` tokens of each prompt.
     """
     if pooling != "none" and (unpooled or pooling not in _ENGINE_POOLINGS):
-        for block in pooled_blocks(passes, "none", prompts, expansions, pairs, name_of=name_of):
+        for block in pooled_blocks(passes, "none", prompts, expansions, segments, name_of=name_of):
             yield [pooled(states, pooling, unpooled) for states in block]
         return
     if not passes.engine.config.causal:  # each prompt goes through the layers whole
-        if any(expansions):
-            expansion = query_expansion(passes.engine)
-            seen = expansion is not None and expansion.seen
-        else:
-            expansions, seen = _of_one_type(passes.engine, prompts, pairs), True
+        expansion = query_expansion(passes.engine) if any(expansions) else None
+        seen = expansion is not None and expansion.seen
         for part in _slices(list(map(len, prompts)), MOST_STATES):
-            results = whole_texts(passes, prompts[part], pooling, expansions[part], seen=seen)
+            results = whole_texts(passes, prompts[part], pooling, expansions[part], segments[part], seen=seen)
             if isinstance(results, list):
                 passes.check(results, name_of, part.start)
             yield results
@@ -190,6 +188,8 @@ def whole_texts(
     pooling: Pooling,  # result of a text: one vector of its hidden states, or with ``"none"`` all of them
     # Number of last tokens of each text that expand a query; empty if no text has any.
     expansions: Sequence[int] = (),
+    # Number of first tokens of each text with type 0; empty if all tokens have it.
+    segments: Sequence[int] = (),
     *,
     seen: bool = False,  # whether tokens attend to the expansions
 ) -> Any:
@@ -199,26 +199,12 @@ def whole_texts(
     result is a list with an exception in its place.
     """
     tokens, lengths = np.concatenate(texts), np.array([len(ids) for ids in texts], np.int32)
+    first = np.array(segments, np.int32) if len(segments) else None
     added = np.array(expansions, np.int32) if any(expansions) else None
-    request = _core.Texts(passes.engine.core, tokens, lengths, pooling, added, seen)
+    request = _core.Texts(passes.engine.core, tokens, lengths, pooling, first, added, seen)
     ((values, errors),) = passes.run([request])
     if pooling != "none":
         vectors = values.reshape(len(lengths), -1)
         return [errors.get(i, vector) for i, vector in enumerate(vectors)] if errors else vectors
     states = np.split(values.reshape(len(tokens), -1), np.cumsum(lengths)[:-1])
     return [errors.get(i, found) for i, found in enumerate(states)]
-
-
-def _of_one_type(engine: Engine, prompts: Sequence[Ids], pairs: Container[int]) -> list[int]:
-    """Return the number of last tokens of each prompt that have the token type of its first.
-
-    The engine counts types by separators, also by those that a single text spells.
-    """
-    config, frame = engine.config, engine.tokenizer.frame
-    if config.token_types < 2 or config.separator_id < 0 or not prompts:
-        return []
-    usual = (frame.begin + frame.end).count(config.separator_id)
-    if np.count_nonzero(np.concatenate(prompts) == config.separator_id) <= usual * len(prompts):
-        return []
-    spelled = (int(np.count_nonzero(ids == config.separator_id)) > usual for ids in prompts)
-    return [len(prompts[i]) - 1 if more and i not in pairs else 0 for i, more in enumerate(spelled)]

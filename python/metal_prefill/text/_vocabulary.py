@@ -267,7 +267,7 @@ def special_tokens(
     """
     tokens = vocabulary.tokens
     ids = {name: gguf.metadata.token_id(key, len(tokens)) for name, key in ID_KEYS.items()}
-    separated = ids["sep"] is not None  # the type of a token is the number of separators before it
+    separated = ids["sep"] is not None  # files whose second texts have another type state it
     word_piece, unigram = vocabulary.kind == "bert", vocabulary.kind == "t5"
     if word_piece:  # early converters wrote only one of the ids of a token, or none
         spelled = {text: tokens.index(text) for text in ("[CLS]", "[SEP]", "[UNK]") if text in tokens}

@@ -66,6 +66,25 @@ def test_a_separator_in_a_single_text_begins_no_second_text(device: str, tmp_pat
     assert changed.tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (CLASSIFIERS["bert"], lambda m, text: m.classify([(text, "b")]).probabilities.tolist()),
+        (RANKERS["bert"], lambda m, text: m.rerank(text, ["b"])[0].score),
+    ],
+    ids=["classify", "rerank"],
+)
+def test_a_separator_does_not_end_the_first_text_of_a_pair(
+    device: str, tmp_path: Path, make: Callable[[Path], Folder], call: Callable[[Model, str], Any]
+) -> None:
+    """The result is that of another token with the same embedding."""
+    folder = make(tmp_path / "m")
+    table = folder.tensors["bert.embeddings.word_embeddings.weight"]
+    table[4] = table[3]  # [MASK] and [SEP]
+    with opened(convert(folder.write(), tmp_path / "m.gguf"), device) as model:
+        assert call(model, "a [SEP] c") == call(model, "a [MASK] c") != call(model, "a c")
+
+
 CONTEXT = 40
 RULES = PromptRules("end")
 WORDS = ("the", "king", "is", "dead", "unaffable")
