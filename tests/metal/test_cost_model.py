@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.kernels.cost_tables import RECURRENT, SMOLLM, smollm_shape, with_table
+from support.kernels.cost_tables import RECURRENT, smollm, smollm_shape, with_table
 from support.places import ROOT
 from support.programs import Run
 from support.uniform_shape import uniform_shape
@@ -112,7 +112,7 @@ def test_bytes_and_products_of_a_prompt() -> None:
 @pytest.mark.parametrize(("window", "seen"), [(0, 512 * 512), (512, 512 * 513 - 256 * 257)])
 def test_bidirectional_attention_counts_all_visible_positions(window: int, seen: int) -> None:
     """Without a window 512 tokens see 512 each; with one of 512, 256 on either side, but at the ends."""
-    config = SMOLLM.replace(causal=False, layer_window=(window,) * 30)
+    config = smollm(causal=False, layer_window=(window,) * 30)
     dispatches = plan(uniform_shape(config, "q4_0", "q8_0"), 512)
     assert 1 < attention_products(dispatches) / (29 * 9 * 2 * 64 * seen) < 1.2  # including those of rescaling
 
@@ -188,7 +188,7 @@ def test_plans_reject_invalid_arguments() -> None:
         plan(SHAPE, 0)
     with pytest.raises(ValueError, match="unknown GPU family 6; known are 10, 9, 8, 7"):
         plan(SHAPE, 1, family=6)
-    odd = uniform_shape(SMOLLM.replace(dim=572), "f16", "f16")
+    odd = uniform_shape(smollm(dim=572), "f16", "f16")
     with pytest.raises(
         UnsupportedModelError, match="a plan needs dimensions that are multiples of 8, got dim 572"
     ):
@@ -196,14 +196,14 @@ def test_plans_reject_invalid_arguments() -> None:
 
 
 def test_a_tensor_type_without_counts_is_named() -> None:
-    shape = uniform_shape(SMOLLM, "iq4_nl", "q8_0")
+    shape = uniform_shape(smollm(), "iq4_nl", "q8_0")
     (product, *_) = (d for d in plan(shape, 32) if "iq4_nl" in d.kernel)
     with pytest.raises(UnknownKernelError, match=r"no counts for the tensor type of matmul_iq4_nl_.* q8_0"):
         predict(CHIPS["m4"], [product], 32)
 
 
 def test_recurrent_layers_take_the_tokens_in_order() -> None:
-    shape = uniform_shape(SMOLLM.replace(**RECURRENT), "f32", "f32")
+    shape = uniform_shape(smollm(**RECURRENT), "f32", "f32")
     short, long = (
         sum(
             time_of(CHIPS["m4"], work_of(d)).total

@@ -12,7 +12,7 @@ import pytest
 from metal_kernels import KernelLibrary
 from support import small_models
 from support.folders.other_encoders import nomic_moe
-from support.kernels.cost_tables import RECURRENT, SMOLLM, with_cores
+from support.kernels.cost_tables import RECURRENT, smollm, with_cores
 from support.kernels.emulated_gpu import require_emulator
 from support.small_models import TYPES
 from support.uniform_shape import uniform_shape
@@ -191,7 +191,7 @@ _EXPERTS = {
     ],
 )
 def test_models_that_the_kernels_do_not_suit_are_refused(fields: dict[str, Any], message: str) -> None:
-    shape = uniform_shape(SMOLLM.replace(**fields), "f32", "f32")
+    shape = uniform_shape(smollm(**fields), "f32", "f32")
     with pytest.raises(
         UnsupportedModelError, match=f"the Metal engine does not support {message}.*device='cpu'"
     ):
@@ -244,9 +244,7 @@ def test_tensors_with_the_same_input_are_one_product_for_each_run_of_a_type(
     assert len({d.args["out_stride"] for d in first}) == 1
 
 
-SMALL = SMOLLM.replace(
-    n_layers=2, dim=256, n_heads=4, n_kv_heads=2, ffn_dim=768, vocab_size=320, context_length=300
-)
+SMALL = smollm(n_layers=2, dim=256, n_heads=4, n_kv_heads=2, ffn_dim=768, vocab_size=320, context_length=300)
 LLAMA_7B = SMALL.replace(
     n_layers=1, dim=4096, n_heads=32, n_kv_heads=32, key_dim=128, value_dim=128, ffn_dim=11008,
     vocab_size=32000, context_length=1 << 17, rope_dim=128,

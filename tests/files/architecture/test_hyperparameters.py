@@ -22,18 +22,18 @@ from support.files.gguf_bytes import (
     string,
     strings,
 )
-from support.files.llama_file import DIM, HEADS, PLAIN, Open
+from support.files.llama_file import DIM, HEADS, Open, plain_config
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.files._hyperparameters import read_config
 
 
 def test_a_plain_file_has_its_numbers_and_defaults(open_model: Open) -> None:
-    assert read_config(open_model()) == PLAIN
+    assert read_config(open_model()) == plain_config()
 
 
 def test_a_file_may_be_the_only_part_of_a_split_model(open_model: Open) -> None:
-    assert read_config(open_model({"split.count": integer(1)})) == PLAIN
+    assert read_config(open_model({"split.count": integer(1)})) == plain_config()
 
 
 def test_the_vocabulary_size_may_be_stated_without_tokens(open_model: Open) -> None:

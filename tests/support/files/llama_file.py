@@ -11,28 +11,30 @@ from support.files.gguf_bytes import entry, gguf, integer, number, string, strin
 LAYERS, DIM, HEADS, KV_HEADS, FFN, VOCAB, CONTEXT = 2, 16, 4, 2, 24, 10, 64
 HEAD = DIM // HEADS
 
-# The configuration of a file without changes.
-PLAIN = ModelConfig(
-    architecture="llama",
-    n_layers=LAYERS,
-    dim=DIM,
-    n_heads=HEADS,
-    n_kv_heads=KV_HEADS,
-    key_dim=HEAD,
-    value_dim=HEAD,
-    ffn_dim=FFN,
-    vocab_size=VOCAB,
-    context_length=CONTEXT,
-    norm_eps=float(np.float32(1e-5)),
-    rope_dim=HEAD,
-)
-
 Open = Callable[..., GGUFFile]  # writes a file with changes, and opens it
 
 # A change of an entry: value type and bytes, or None to omit it.
 Metadata = Mapping[str, tuple[int, bytes] | None]
 # Shape in NumPy order and number of the tensor type, or None to omit it.
 Tensors = Mapping[str, tuple[Sequence[int], int] | None]
+
+
+def plain_config() -> ModelConfig:
+    """Return the configuration of a file without changes."""
+    return ModelConfig(
+        architecture="llama",
+        n_layers=LAYERS,
+        dim=DIM,
+        n_heads=HEADS,
+        n_kv_heads=KV_HEADS,
+        key_dim=HEAD,
+        value_dim=HEAD,
+        ffn_dim=FFN,
+        vocab_size=VOCAB,
+        context_length=CONTEXT,
+        norm_eps=float(np.float32(1e-5)),
+        rope_dim=HEAD,
+    )
 
 
 def base_metadata(architecture: str) -> dict[str, tuple[int, bytes] | None]:

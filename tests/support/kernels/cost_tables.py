@@ -7,21 +7,6 @@ from metal_prefill.files import ModelConfig
 from metal_prefill.gpu._cost_model import CHIPS, Chip, Prediction, Shape, plan, predict
 from support.uniform_shape import uniform_shape
 
-SMOLLM = ModelConfig(
-    architecture="llama",
-    n_layers=30,
-    dim=576,
-    n_heads=9,
-    n_kv_heads=3,
-    key_dim=64,
-    value_dim=64,
-    ffn_dim=1536,
-    vocab_size=49152,
-    context_length=4096,
-    norm_eps=1e-5,
-    rope_dim=64,
-)
-
 # Fields of a model with a recurrent layer before one with attention.
 RECURRENT: dict[str, Any] = {
     "architecture": "qwen35",
@@ -36,9 +21,27 @@ RECURRENT: dict[str, Any] = {
 }
 
 
+def smollm(**changes: Any) -> ModelConfig:
+    """Return the configuration of SmolLM-135M with changes."""
+    return ModelConfig(
+        architecture="llama",
+        n_layers=30,
+        dim=576,
+        n_heads=9,
+        n_kv_heads=3,
+        key_dim=64,
+        value_dim=64,
+        ffn_dim=1536,
+        vocab_size=49152,
+        context_length=4096,
+        norm_eps=1e-5,
+        rope_dim=64,
+    ).replace(**changes)
+
+
 def smollm_shape() -> Shape:
     """Return the shape of SmolLM-135M with layers in Q4_0 and embedding in Q8_0."""
-    return uniform_shape(SMOLLM, "q4_0", "q8_0")
+    return uniform_shape(smollm(), "q4_0", "q8_0")
 
 
 def predict_smollm(chip: Chip, tokens: int, position: int = 0, **options: Any) -> Prediction:
