@@ -269,7 +269,7 @@ void Engine::check_token(TokenId token, std::size_t index) const {
 std::unique_ptr<Session> Engine::session(int max_context, std::string prefix_namespace) {
   const int limit = config().context_length;
   if (max_context < 0 || max_context > limit)
-    throw std::invalid_argument("max_context " + std::to_string(max_context) + " is outside 1 to " +
+    throw std::invalid_argument("max_context=" + std::to_string(max_context) + " is outside 1 to " +
                                 std::to_string(limit) + ", the model's context length");
   return std::unique_ptr<Session>(
       new Session(shared_from_this(), max_context == 0 ? limit : max_context, std::move(prefix_namespace)));

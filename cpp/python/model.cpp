@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -99,6 +100,27 @@ auto attribute(const std::vector<T>& values) {
   return nb::typed<nb::tuple, Item, nb::ellipsis>(nb::tuple(items));
 }
 
+template <typename T>
+void check_items(const T&, const char*, int) {}
+
+template <typename T>
+void check_items(const std::vector<T>& values, const char* name, int layers) {
+  if (!values.empty() && values.size() != std::size_t(layers))
+    throw std::out_of_range(std::string(name) + " has " + std::to_string(values.size()) + " items for " +
+                            std::to_string(layers) + " layers");
+}
+
+// A method for one layer, which must be in every list.
+template <auto kMethod>
+auto of_one_layer(const Config& self, int layer) {
+  if (layer < 0 || layer >= self.n_layers)
+    throw std::out_of_range("layer " + std::to_string(layer) + " of a model with " +
+                            std::to_string(self.n_layers) + " layers");
+#define CONFIG(type, name, ...) check_items(self.name, #name, self.n_layers);
+#include "../model/config.inc"
+  return (self.*kMethod)(layer);
+}
+
 nb::typed<nb::dict, nb::str, nb::any> fields_of(const Config& config) {
   nb::dict fields;
 #define CONFIG(type, name, ...) fields[#name] = attribute(config.name);
@@ -173,11 +195,33 @@ void bind_model(nb::module_& m) {
           "replace",
           [](const Config& self, const nb::kwargs& changes) {
             nb::dict fields = fields_of(self);
+            for (const auto& [name, value] : changes) {
+              const nb::str shown = nb::str("ModelConfig: {}={!r}").format(name, value);
+              if (!fields.contains(name))
+                throw nb::type_error(nb::str("{} is not an attribute").format(shown).c_str());
+              nb::dict alone;
+              alone[name] = value;
+              try {
+                nb::type<Config>()(**alone);
+              } catch (const nb::python_error&) {
+                throw nb::type_error(
+                    nb::str("{} has the wrong type or is out of range").format(shown).c_str());
+              }
+            }
             fields.update(changes);
             return nb::type<Config>()(**fields);
           },
           nb::sig("def replace(self, **changes: typing.Any) -> ModelConfig"),
-          "Return a copy with other values of some attributes.")
+          "Return a copy with other values of some attributes; a wrong one raises TypeError.")
+      .def("__hash__",
+           [](const Config& self) { return nb::hash(nb::tuple(nb::list(fields_of(self).values()))); })
+      .def(
+          "__reduce__",
+          [](const Config& self) {
+            const nb::object partial = nb::module_::import_("functools").attr("partial");
+            return nb::make_tuple(partial(nb::type<Config>(), **fields_of(self)), nb::tuple());
+          },
+          nb::sig("def __reduce__(self) -> tuple[typing.Any, ...]"))
       .def(
           "__eq__", [](const Config& self, const Config& other) { return self == other; }, nb::is_operator(),
           nb::sig("def __eq__(self, other: object, /) -> bool"))
@@ -191,11 +235,12 @@ void bind_model(nb::module_& m) {
       .def_prop_ro(
           "generates", [](const Config& self) { return self.causal && self.has_head; },
           "Whether the model predicts text.")
-      .def("of_layer", &Config::of_layer, "layer"_a,
+      .def("of_layer", &of_one_layer<&Config::of_layer>, "layer"_a,
            "Return this configuration with the dimensions of one layer as those of all.")
-      .def("kind", &Config::kind, "layer"_a, "Return the kind of a layer.")
-      .def("caches", &Config::caches, "layer"_a, "Return whether a layer has keys and values of its own.")
-      .def("state_values", &Config::state_values, "layer"_a,
+      .def("kind", &of_one_layer<&Config::kind>, "layer"_a, "Return the kind of a layer.")
+      .def("caches", &of_one_layer<&Config::caches>, "layer"_a,
+           "Return whether a layer has keys and values of its own.")
+      .def("state_values", &of_one_layer<&Config::state_values>, "layer"_a,
            "Return the number of float32 values that a layer keeps of the tokens before a position.");
   m.def("has_attention", &has_attention, "kind"_a, "Return whether a layer of a kind keeps keys and values.");
   m.def("has_matrix_state", &has_matrix_state, "kind"_a,

@@ -94,15 +94,15 @@ void bind_texts(nb::module_& m) {
       m, "Texts",
       "Texts, each in a session of its own, whose tokens follow each other in `tokens`; for one call of "
       "Engine.forward_batch.")
-      .def(nb::init<std::shared_ptr<Engine>, TokenArray, const TokenArray&, const std::string&,
-                    const std::optional<TokenArray>&, const std::optional<TokenArray>&, bool>(),
-           "engine"_a, "tokens"_a, "lengths"_a, "pooling"_a, "segments"_a = nb::none(),
-           "expansions"_a = nb::none(), "seen"_a = false,
-           "The result is a pair: the vectors of pooling mean, cls or last, [texts * dim], or the states of "
-           "all tokens, [tokens * dim]; and the exceptions that ended texts, by their numbers. `segments` "
-           "are the "
-           "numbers of first tokens with type 0, by default all. `expansions` "
-           "are the numbers of last tokens that expand a query; unless `seen`, no token sees them.");
+      .def(
+          nb::init<std::shared_ptr<Engine>, TokenArray, const TokenArray&, const std::string&,
+                   const std::optional<TokenArray>&, const std::optional<TokenArray>&, bool>(),
+          "engine"_a, "tokens"_a, "lengths"_a, "pooling"_a, "segments"_a = nb::none(),
+          "expansions"_a = nb::none(), "seen"_a = false,
+          "The result is a pair: the vectors of pooling mean, cls or last, [texts * dim], or the states of "
+          "all tokens, [tokens * dim]; and the exceptions that ended texts, by their numbers. `segments` "
+          "are the numbers of first tokens with type 0, by default all. `expansions` are the numbers of last "
+          "tokens that expand a query; unless `seen`, no token sees them.");
   m.def(
       "common_prefix",
       [](const TokenArray& a, const TokenArray& b) { return common_prefix(view(a), view(b)); }, "a"_a, "b"_a,

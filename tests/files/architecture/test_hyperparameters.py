@@ -1,6 +1,8 @@
 """Hyperparameters that are read from a file, and errors that name what is missing or contradictory."""
 
+import copy
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,27 @@ from metal_prefill.files._hyperparameters import read_config
 
 def test_a_plain_file_has_its_numbers_and_defaults(open_model: Open) -> None:
     assert read_config(open_model()) == plain_config()
+
+
+def test_a_configuration_is_a_value() -> None:
+    config = plain_config()
+    assert len({config, config.replace(), copy.deepcopy(config), pickle.loads(pickle.dumps(config))}) == 1
+    assert config.replace(dim=8) != config
+    assert "dim=16" in repr(config)
+    with pytest.raises(TypeError, match="rope_style='x' has the wrong type"):
+        config.replace(rope_style="x")
+    with pytest.raises(TypeError, match="dims=3 is not an attribute"):
+        config.replace(dims=3)
+
+
+def test_layers_of_a_configuration_must_exist() -> None:
+    config = plain_config()
+    for layer in (-1, 2, 10**9):
+        for method in (config.kind, config.caches, config.of_layer, config.state_values):
+            with pytest.raises(IndexError, match=f"layer {layer} of a model with 2 layers"):
+                method(layer)
+    with pytest.raises(IndexError, match="layer_kinds has 1 items for 2 layers"):
+        config.replace(layer_kinds=("attention",)).kind(1)
 
 
 def test_a_file_may_be_the_only_part_of_a_split_model(open_model: Open) -> None:
