@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from inspect import GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING, Any
 
 from metal_prefill.errors import SessionBusyError, StateError
@@ -87,8 +88,9 @@ class Conversation:
     def answer(self, text: str, max_tokens: int = 256, **options: Any) -> Generator[str, None, None]:
         """Send a message, and yield the answer as it is generated.
 
-        If the iterator is closed or interrupted by Ctrl-C, or the next answer begins, the text yielded so far
-        becomes the answer. If there is none, or an error occurs, the conversation is unchanged.
+        If the iterator is closed or interrupted by Ctrl-C, or the next answer begins, or the conversation is
+        saved, the text yielded so far becomes the answer. If there is none, or an error occurs, the
+        conversation is unchanged.
 
         Parameters
         ----------
@@ -106,6 +108,9 @@ class Conversation:
             The message alone does not fit the context.
         ChatTemplateError
             The model's template rejects the conversation.
+        SessionBusyError
+            Another answer is being computed, in another thread or in the call of `progress`; or the
+            conversation was continued, saved or replaced before this answer was complete.
         """
         return self._texts([{"role": "user", "content": text}], max_tokens, options)
 
@@ -138,7 +143,10 @@ class Conversation:
             There are no calls, or their number differs from that of the results.
         TypeError
             A result is neither text nor a JSON value.
+        SessionBusyError
+            As for :meth:`answer`.
         """
+        self._end()
         calls = self.calls
         if not calls:
             raise ValueError("the last answer calls no tools")
@@ -165,13 +173,24 @@ class Conversation:
         """End an answer that was left unfinished, and yield the tokens of the next one."""
         self._end()
         reply = self._unfinished = self._appended(said, max_tokens, options)
-        yield from reply
-        if self._unfinished is not reply:
+        reason: FinishReason | None = None
+        with closing(reply):
+            for piece in reply:
+                reason = piece.finish_reason
+                yield piece
+        if reason is None and self._unfinished is not reply:
             raise SessionBusyError("this answer ended where the conversation was continued or replaced")
 
     def _end(self) -> None:
+        """End an answer that was left unfinished. Raises SessionBusyError if it is being computed."""
+        busy = "an answer of this conversation is being computed"
         if self._unfinished is not None:
-            self._unfinished.close()
+            if getgeneratorstate(self._unfinished) == GEN_RUNNING:
+                raise SessionBusyError(busy)
+            try:
+                self._unfinished.close()
+            except ValueError:  # another thread has just continued it
+                raise SessionBusyError(busy) from None
         self._unfinished = None
 
     def _appended(
@@ -230,12 +249,25 @@ class Conversation:
         return self._model.tokenizer.apply_chat_template(self.messages, tools=self._tools)
 
     def reset(self) -> None:
-        """Remove all messages except the system message."""
+        """Remove all messages except the system message.
+
+        Raises
+        ------
+        SessionBusyError
+            An answer is being computed, in another thread or in the call of `progress`.
+        """
         self._end()
         self.messages = [m for m in self.messages if m["role"] == "system"]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the messages and the cache to a file. See :meth:`metal_prefill.Session.save`."""
+        """End an unfinished answer, and save the messages and the cache to a file.
+
+        Raises
+        ------
+        SessionBusyError
+            As for :meth:`reset`. See also :meth:`metal_prefill.Session.save`.
+        """
+        self._end()
         self.session.notes = json.dumps(self.messages, ensure_ascii=False)
         self.session.save(path)
 
@@ -246,14 +278,19 @@ class Conversation:
         ------
         StateError
             The file contains no conversation. See also :meth:`metal_prefill.Model.load_session`.
+        SessionBusyError
+            As for :meth:`reset`.
         """
         session = self._model.load_session(path, max_context=self.session.max_context)
         try:
             messages = [_loaded(message) for message in json.loads(session.notes)]
+            self._end()
+        except SessionBusyError:
+            session.close()
+            raise
         except (ValueError, TypeError, KeyError, RecursionError):
             session.close()
             raise StateError(f"{path}: contains a session, but no conversation") from None
-        self._end()
         self.session.close()
         self.session, self.messages = session, messages
 

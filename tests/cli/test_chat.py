@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice, pairwise
 from pathlib import Path
@@ -82,6 +83,67 @@ def test_an_unfinished_answer_is_not_part_of_what_follows_it(chat: Conversation,
         replace()
         left.close()
         assert chat.messages == [SYSTEM]
+
+
+def test_an_unfinished_answer_ends_where_the_conversation_is_saved_or_calls_are_answered(
+    bundled: Model, chat: Conversation, tmp_path: Path
+) -> None:
+    begun = next(chat.answer(QUESTIONS[0], 24))
+    chat.save(tmp_path / "c.session")
+    messages = [SYSTEM, {"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": begun}]
+    loaded = Conversation(bundled)
+    loaded.load(tmp_path / "c.session")
+    assert loaded.messages == chat.messages == messages
+    chat.reset()
+    left = chat.answer(QUESTIONS[0], 24)
+    next(left)
+    with pytest.raises(ValueError, match="calls no tools"):
+        chat.answer_calls([])
+    assert chat.messages == messages
+    left.close()
+
+
+def test_a_complete_answer_just_ends_after_another_one_began(chat: Conversation) -> None:
+    complete = chat.stream(QUESTIONS[0], 4)
+    while next(complete).finish_reason is None:
+        pass
+    talk(chat, QUESTIONS[1])
+    assert list(complete) == []
+    assert [message["role"] for message in chat.messages[1:]] == ["user", "assistant"] * 2
+
+
+@pytest.mark.parametrize("threads", [0, 1], ids=["callback", "thread"])
+def test_a_conversation_is_busy_while_an_answer_is_computed(
+    chat: Conversation, tmp_path: Path, threads: int
+) -> None:
+    path = tmp_path / "c.session"
+    chat.save(path)
+    changes: list[Callable[[], object]] = [
+        lambda: next(chat.answer(QUESTIONS[1])),
+        lambda: chat.answer_calls([]),
+        lambda: chat.save(path),
+        lambda: chat.load(path),
+        chat.reset,
+    ]
+    rejected = []
+
+    def change() -> None:
+        for changed in changes:
+            with pytest.raises(SessionBusyError, match="an answer of this conversation is being computed"):
+                changed()
+            rejected.append(changed)
+
+    def progress(done: int, total: int) -> None:
+        if threads:
+            with ThreadPoolExecutor(threads) as pool:
+                pool.submit(change).result()
+        else:
+            change()
+
+    answer = "".join(chat.answer(QUESTIONS[0], 8, progress=progress))
+    assert rejected[: len(changes)] == changes
+    said = {"role": "user", "content": QUESTIONS[0]}
+    assert chat.messages == [SYSTEM, said, {"role": "assistant", "content": answer}]
 
 
 def interrupt(done: int, total: int) -> None:
