@@ -155,13 +155,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _execute(arguments: list[str], interrupted: list[int]) -> int:
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     named: dict[str, str] = {}
+    warnings.showwarning = partial(show_warning, named)
     try:
         options, unknown = make_parser(wanted).parse_known_args(with_mode(arguments, wanted))
         if unknown:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         actions = options.parser._actions  # noqa: SLF001  # argparse has no other list
         named |= {action.dest: action.option_strings[-1] for action in actions if action.option_strings}
-        warnings.showwarning = partial(show_warning, named)
         if options.version:
             from metal_prefill import __version__
 

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -183,7 +184,10 @@ def test_label_predicts_labels_in_words(bundled: Model, tmp_path: Path, output: 
         ("label a --labels a,", "must be labels separated by commas, got 'a,'"),
         ("embed a", "set --pooling, such as 'mean' or 'last', as the model's card requires"),
         ("bench --demo -n 0 --streams 2", "of which there are none: --n-gen 0"),
-        ("bench --demo --compare onnxruntime", "known are llama.cpp, openvino"),
+        (
+            "bench --demo --compare onnxruntime",
+            "onnxruntime is measured on embeddings only: use `metal-prefill bench embed`",
+        ),
         ("synth m.gguf --dim 65", "--dim 65: not a multiple of --heads 9, so pass --head-dim"),
         ("synth m.gguf --preset mamba2-130m --heads 4", "--heads 4, but --kv-heads 0: use both"),
     ],
@@ -196,6 +200,24 @@ def test_the_server_names_fields_of_requests() -> None:
     message = "leave how='late' out, or set `label`; kv_dtype='f32' helps; x=3"
     fields = 'leave "how": "late" out, or set "label"; the server\'s option --kv-dtype f32 helps; x=3'
     assert messages.as_fields(message) == fields
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["/tmp/seed=3/m.gguf: no", "seed=3/m.gguf: no", "m-seed=3.gguf: no", "prompt 'seed=3'", 'text "seed=3"'],
+)
+def test_names_in_paths_and_quoted_texts_stay(message: str) -> None:
+    assert messages.as_options(message, {"seed": "--seed"}) == message
+    assert messages.as_fields(message.replace("seed", "label")) == message.replace("seed", "label")
+
+
+def test_warnings_of_the_parser_are_messages_for_users(monkeypatch: pytest.MonkeyPatch, errors: Run) -> None:
+    def make_parser(wanted: str | None) -> None:
+        warnings.warn("an option is old", stacklevel=1)
+        raise SystemExit(2)
+
+    monkeypatch.setattr(cli, "make_parser", make_parser)
+    assert errors("run") == "warning: an option is old\n"
 
 
 def test_messages_recommend_commands_that_exist() -> None:

@@ -181,6 +181,29 @@ def test_two_runs_never_write_the_same_file(
     assert "another process has written it" in errors(*EMBED, embedder, *arguments)
 
 
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_file_systems_without_locks_are_supported(
+    embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def unsupported(file: Any, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    assert embed(embedder, "a", "b", "-o", tmp_path / "v.npy") == 0
+    assert np.load(tmp_path / "v.npy").shape == (2, 64)
+
+
+def test_errors_of_the_computation_do_not_name_the_output(
+    embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: Run
+) -> None:
+    def failed(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(_embedding, "embed_encoded", failed)
+    printed = errors(*EMBED, embedder, "a", "-o", tmp_path / "v.npy", code=1)
+    assert printed == f"error: {os.strerror(errno.EIO)}\n"
+
+
 def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 

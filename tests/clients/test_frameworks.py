@@ -221,6 +221,7 @@ def test_langchain_classes_return_what_the_model_does(
         assert found["answer"] == found["streamed"] == answer
         assert found["stopped"] == answer.partition(" ")[0]
         assert found["stopped_by_word"] == [answer.partition(answer[4:8])[0]] * 3
+        assert found["stops"] == ["\n\n", answer[4:8], "!"]
         assert found["tokens"] == len(model.tokenizer.encode(PROMPTS[0], add_bos=False))
         assert found["batch"] == [answer_alone(model, [{"role": "user", "content": p}], 12) for p in PROMPTS]
     assert found["typed"] in ("aye", "nay")

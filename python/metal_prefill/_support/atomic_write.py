@@ -6,6 +6,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from metal_prefill._support.interruptions import deferred_interruptions
 from metal_prefill.errors import OutputError
@@ -160,9 +161,24 @@ def _lock(folder: Path, *, wait: bool) -> int | None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
+    with suppress(BlockingIOError):
+        if lock(descriptor, wait=wait):
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def lock(file: int | IO[Any], *, wait: bool) -> bool:
+    """Lock an open file until it is closed; return False if locks are not supported.
+
+    Raises BlockingIOError if another process has locked it, unless `wait`.
+    """
+    if os.name != "posix":
+        return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise
+    except OSError:  # some network file systems
+        return False
+    return True

@@ -21,8 +21,10 @@ _FIELDS = {name: f'"{name}"' for name in ("truncate", "how", "label")} | {
     name: f"the server's option --{name.replace('_', '-')}"
     for name in ("max_context", "kv_dtype", "device", "compute", "pooling")
 }
-# `name`; name=value; or the name of an argument that its check rejects.
-_NAME = re.compile(r"`(\w+)`|\b(\w+)=('?)([\w.-]+)\3|^(\w+)(?= must | is not supported)")
+# `name`; name=value, but not within a path or quoted text; or the name of an argument that its check rejects.
+_NAME = re.compile(
+    r"""`(\w+)`|(?<![\w/.'"?&-])(\w+)=('?)([\w.-]+)(?![\w./-])\3|^(\w+)(?= must | is not supported)"""
+)
 
 
 def as_options(message: str, options: Mapping[str, str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import io
 import json
@@ -19,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from metal_prefill._support.atomic_write import named, replacing
+from metal_prefill._support.atomic_write import lock, named, replacing
 from metal_prefill._support.messages import counted
 from metal_prefill.commands import common, text_files
 from metal_prefill.errors import MissingExtraError
@@ -161,8 +160,8 @@ def _identity(model: Model, texts: list[str], options: dict[str, Any]) -> str:
 class _Part:
     """An .npy file next to the output, named by an identity, to which an interrupted run has written rows."""
 
-    def __init__(self, path: Path, file: IO[bytes], texts: int, width: int) -> None:
-        self.path, self._file = path, file
+    def __init__(self, output: Path, path: Path, file: IO[bytes], texts: int, width: int) -> None:
+        self.path, self._output, self._file = path, output, file
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(
             header, {"descr": "<f4", "fortran_order": False, "shape": (texts, width)}
@@ -173,15 +172,17 @@ class _Part:
         # The last write may be incomplete; a longer file is damaged.
         rows = (os.fstat(file.fileno()).st_size - start) // row if whole else 0
         self.rows = rows if rows <= texts else 0
-        file.truncate(start + self.rows * row if whole else 0)
-        if not whole:
-            file.write(header.getvalue())
-            file.flush()
+        with named(output):
+            file.truncate(start + self.rows * row if whole else 0)
+            if not whole:
+                file.write(header.getvalue())
+                file.flush()
 
     def append(self, vectors: Any) -> None:
-        self._file.write(vectors.tobytes())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with named(self._output):
+            self._file.write(vectors.tobytes())
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self.rows += len(vectors)
 
 
@@ -189,14 +190,14 @@ class _Part:
 def _opened(output: Path, identity: str, texts: int, width: int) -> Iterator[_Part]:
     """Open the part of an output. Raises UsageError if another process is writing it."""
     path = output.with_name(f".{output.name}.{identity[:16]}.part")
-    with named(output), open(path, "a+b") as file:
+    with open(path, "a+b") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file, wait=False)
         except BlockingIOError:
             raise common.UsageError(f"{output}: another process is writing it") from None
         if os.fstat(file.fileno()).st_nlink == 0:  # that process has just finished
             raise common.UsageError(f"{output}: another process has written it")
-        yield _Part(path, file, texts, width)
+        yield _Part(output, path, file, texts, width)
 
 
 def _pyarrow() -> Any:

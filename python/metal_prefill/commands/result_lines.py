@@ -1,6 +1,5 @@
 """Prompts from JSON lines, and results as JSON lines in a file that a later run can resume."""
 
-import fcntl
 import io
 import itertools
 import json
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import IO, Any
 
-from metal_prefill._support.atomic_write import check_target
+from metal_prefill._support.atomic_write import check_target, lock
 from metal_prefill.commands.common import UsageError, read_input
 from metal_prefill.generation._sampling import Options
 
@@ -111,7 +110,7 @@ def continued(path: str, prompts: Iterator[Prompt], options: Mapping[str, Any]) 
     descriptor = os.open(check_target(path), os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "r+b") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file, wait=False)
         except BlockingIOError:
             raise UsageError(f"{path}: another process is writing it") from None
         done = failed = end = 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+from metal_prefill._support.arguments import stops_of
 from metal_prefill.errors import MissingExtraError
 
 try:
@@ -62,7 +63,8 @@ class LangChainChat(Writer, BaseChatModel):  # type: ignore[misc,unused-ignore]
         self, messages: list[Any], stop: list[str] | None, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         options.pop("ls_structured_output_format", None)  # for tracing
-        options["stop"] = self._model.tokenizer.chat_stop(self.options.get("stop"), stop)
+        given = [self.options.get("stop"), stop]
+        options["stop"] = [item for items in given if items is not None for item in stops_of(items)]
         return convert_to_openai_messages(messages), options
 
     def _stream(

@@ -52,6 +52,7 @@ print(
                 stopping.invoke(asked, stop="\n\n").content,
                 chat.invoke(asked, stop=word).content,
             ],
+            "stops": stopping._prepared(*stopping._arguments(asked, ["!"], {}))[1]["stop"],
             "tokens": chat.get_num_tokens(texts[0]),
             "batch": [answer.content for answer in chat.batch(prompts)],
             "typed": chat.with_structured_output(Reply).invoke("Aye or nay?").word,
