@@ -122,7 +122,7 @@ build/clients/%/.ready:
 test-clients: build/.emulator $(CLIENTS:%=build/clients/%/.ready) ## the server with clients, and integrations, of other projects
 	$(BIN)/python -m pytest tests/clients
 
-SOME_BUILD := $(if $(wildcard build/.emulator),build/.emulator,build/.testing)
+SOME_BUILD := $(firstword $(wildcard build/.emulator build/.cuda build/.testing build/.plain) build/.testing)
 
 # Not with --quiet: mkdocs would count no warnings.
 docs: $(SOME_BUILD) $(VENV)/.group-docs ## the site, from docs/, the examples and the docstrings; a broken link is an error
@@ -217,7 +217,7 @@ git log --no-merges --format=%s '@{upstream}..HEAD' 2>/dev/null | awk 'length > 
   print "a subject of more than 72 characters, or with a final period: " $$0 } END { exit found }'
 endef
 
-check: $(SOME_BUILD) $(VENV)/.group-dev ## linters, and quick tests without any emulator
+check: $(or $(wildcard build/.emulator),build/.testing) $(VENV)/.group-dev ## linters, and quick tests without any emulator
 	$(LINTERS)
 	$(ONE_BLAS_THREAD) $(BIN)/python -m pytest -q tests -m "not emulator and not slow" -k "not metal and not neon" --dist loadfile \
 	  --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL)

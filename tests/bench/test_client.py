@@ -70,6 +70,11 @@ def test_the_command_prints_only_json() -> None:
     assert [row["test"] for row in json.loads(out)] == ["pp4", "tg2"]
 
 
+def test_options_of_other_functions_are_rejected_with_the_name_of_the_called_one() -> None:
+    with pytest.raises(TypeError, match=r"run_embeddings\(\) got an unexpected keyword argument 'prompts'"):
+        bench.run_embeddings("missing.gguf", prompts=[4])  # type: ignore[call-arg]
+
+
 @pytest.mark.usefixtures("_quiet_machine")
 def test_the_command_prints_a_table_of_the_named_model_and_writes_json(tmp_path: Path, output: Run) -> None:
     model, file = synthesize(tmp_path / "named.gguf", preset="tiny"), tmp_path / "rows.json"

@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 from metal_prefill._support.arguments import integer
 from metal_prefill._support.choices import AUTO
@@ -114,7 +113,14 @@ def run_embeddings(
     *,
     text_tokens: Sequence[int] = (),
     text_counts: Sequence[int] = (),
-    **options: Any,
+    repetitions: int = 5,
+    threads: int | None = None,
+    device: str = AUTO,
+    compute: str = AUTO,
+    kv_dtype: str = "f16",
+    compare: Sequence[str] = (),
+    patience: float = 60.0,
+    progress: Progress = no_progress,
 ) -> BenchResults:
     """Measure the embedding of 64 texts of 8 to 512 tokens (``embed64``); errors are those of :func:`run`.
 
@@ -124,27 +130,29 @@ def run_embeddings(
         Lengths of texts in tokens, and numbers of texts in a call, by default 64. Each length is measured
         with each number (``embed16x64``), instead of texts of many lengths. Short calls are repeated within a
         sample.
-    options
-        Options of :func:`run` from `repetitions` on. Further peers are ``"transformers"`` and
-        ``"onnxruntime"``, which need the extra ``bench-transformers``.
+    repetitions, threads, device, compute, kv_dtype, compare, patience, progress
+        As for :func:`run`. Further peers are ``"transformers"`` and ``"onnxruntime"``, which need the extra
+        ``bench-transformers``.
     """
     from metal_prefill.bench import _cases, _model_file
 
     path, tests = _model_file.found(model), _cases.make_embeddings(text_tokens, text_counts)
-    return _measured(path, tests, **options)
+    return _measured(
+        path, tests, repetitions, threads, device, compute, kv_dtype, compare, patience, progress
+    )
 
 
 def _measured(
     path: Path,
     tests: list[Case],
-    repetitions: int = 5,
-    threads: int | None = None,
-    device: str = AUTO,
-    compute: str = AUTO,
-    kv_dtype: str = "f16",
-    compare: Sequence[str] = (),
-    patience: float = 60.0,
-    progress: Progress = no_progress,
+    repetitions: int,
+    threads: int | None,
+    device: str,
+    compute: str,
+    kv_dtype: str,
+    compare: Sequence[str],
+    patience: float,
+    progress: Progress,
 ) -> BenchResults:
     from metal_prefill.bench import _engines, _machine, _model_file, _worker
     from metal_prefill.bench._report import make_row

@@ -136,6 +136,8 @@ def peers(embeds: bool) -> list[str]:
 def check_peer(name: str, embeds: bool) -> None:
     """Raise an error unless an engine is one of `peers`, and installed; it names the package to install."""
     if name not in (known := peers(embeds)):
+        if name in peers(embeds=True):
+            raise ValueError(f"{name} is measured on embeddings only: use `run_embeddings`")
         raise ValueError(f"unknown engine {name!r} to compare with; known are {', '.join(known)}")
     kind = KINDS[name]
     for module in kind.modules:

@@ -40,7 +40,7 @@ class Taken(NamedTuple):
     peak_rss: int = 0  # bytes
 
 
-def timed_run(engine: Adapter, case: Case, vocab_size: int, task: Callable[[], Ids] | None = None) -> Taken:
+def timed_run(adapter: Adapter, case: Case, vocab_size: int, task: Callable[[], Ids] | None = None) -> Taken:
     """Run a test once.
 
     `task` returns the ids of `cases.TASK`, for tests of copying.
@@ -51,20 +51,20 @@ def timed_run(engine: Adapter, case: Case, vocab_size: int, task: Callable[[], I
         else:
             assert task is not None
             ids = task()
-        engine.clear()
-        engine.prefill(ids[:-1])
-        return _timed(lambda: engine.choose(ids, case.n_gen, case.choice))
+        adapter.clear()
+        adapter.prefill(ids[:-1])
+        return _timed(lambda: adapter.choose(ids, case.n_gen, case.choice))
     if case.n_texts:
         texts = text_ids(case, vocab_size)
-        return _timed(lambda: [engine.embed(texts) for _ in range(case.calls)])
+        return _timed(lambda: [adapter.embed(texts) for _ in range(case.calls)])
     if case.n_streams:
         ids = stream_ids(case, vocab_size)
-        engine.open_streams(case.n_streams, case.context)
-        prefill, decode = engine.prefill_streams, engine.decode_streams
+        adapter.open_streams(case.n_streams, case.context)
+        prefill, decode = adapter.prefill_streams, adapter.decode_streams
     else:
         ids = token_ids(case.context, vocab_size)
-        engine.clear()
-        prefill, decode = engine.prefill, engine.decode
+        adapter.clear()
+        prefill, decode = adapter.prefill, adapter.decode
     if case.n_depth:
         prefill(ids[..., : case.n_depth])
     timed = ids[..., case.n_depth :]
