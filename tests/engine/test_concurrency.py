@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from support.kernels.emulated_gpu import require_cpu_executor
 from support.programs import output
 from support.threads import HANGS, at_once, in_use
 
@@ -148,19 +149,19 @@ def reads_during(
 # for Ctrl-C.
 WAITS_FOR_SLOTS = """
 import sys, threading, time
-from metal_prefill import Model, _core
+from metal_prefill import Model
 
 model = Model(sys.argv[1], device="metal", chunk_tokens=1024, kv_dtype="f32")
 first, second = model.session(), model.session()
 slab = (8 << 20) // int(model.stats()["kv_page_bytes"])  # pages by which the pool grows
-full = [model.session() for _ in range(slab - 4)]
+full = [model.session() for _ in range(slab - 5)]
 for third in full:
     third.forward_prompt([1])
-threads = [threading.Thread(target=session.forward_prompt, args=([1] * 200,)) for session in (first, second)]
+threads = [threading.Thread(target=session.forward_prompt, args=([1] * 300,)) for session in (first, second)]
 for thread in threads:
     thread.start()
-    time.sleep(0.2)
-assert threads[0].is_alive() or not _core.has_emulator
+    time.sleep(0.1)
+assert threads[0].is_alive()
 CALL
 for thread in threads:
     thread.join()
@@ -168,8 +169,9 @@ for thread in threads:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("call", ["model.stats()", "third.stats()", "del full, third", "third.rewind(0)"])
+@pytest.mark.parametrize("call", ["model.stats()", "third.stats()", "del full, third"])
 def test_calls_release_the_gil_while_they_wait_for_a_pool(demo_path: Path, call: str) -> None:
+    require_cpu_executor("takes so long")
     program = WAITS_FOR_SLOTS.replace("CALL", call)
     output([sys.executable, "-c", program, str(demo_path)], timeout=HANGS)
 
