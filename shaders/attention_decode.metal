@@ -174,7 +174,7 @@ struct CachedKeys {
     }
   }
 
-  // Loads a simdgroup's first keys of [first, end). Its steps are `step` keys apart.
+  // Loads the first keys of a simdgroup, which visits [first, end) in steps of `step` keys.
   void begin(Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first, uint end, uint step,
              ushort lane) {
     if (first >= end) return;

@@ -75,7 +75,7 @@ class FakeWorker:
 
 
 class SteadyCalibrator(_machine.Calibrator):
-    """Machine whose calibration takes the given times, then always the shortest of them."""
+    """Machine whose calibration takes the given times, then repeats the shortest."""
 
     def __init__(self, *times_ns: int, best_ns: int = 1000) -> None:
         self.times = list(times_ns)

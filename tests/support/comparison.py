@@ -133,7 +133,7 @@ TOKENIZERS = {
 
 @cache
 def recorded() -> dict[str, Any]:
-    """Return vocabularies, texts, and llama.cpp's tokens of them."""
+    """Return vocabularies, and texts with llama.cpp's tokens."""
     return json.loads(TOKENS.read_text())
 
 

@@ -286,7 +286,7 @@ class ReferenceModel:
         mixed = self._activated(_convolved(inputs, taps))
         q, k, v = np.split(mixed, [groups * keys, 2 * groups * keys], axis=1)
         q, k = (_of_length_1(part.reshape(n, groups, keys)) for part in (q, k))
-        # Value heads of one key head are stored `groups` apart.
+        # Value heads that share a key head are stored `groups` apart.
         q, k = (np.tile(part, (1, heads // groups, 1)) for part in (q / math.sqrt(keys), k))
         v = v.reshape(n, heads, width)
         alpha = self._linear(layer, "ssm_alpha", h) + self.tensors[f"blk.{layer}.ssm_dt.bias"]

@@ -227,10 +227,9 @@ void MetalEngine::fill(const PassTables& tables, const PassRows& rows, std::span
   if (tables.types) {
     for (const RowRun& run : rows.all.runs) {
       const Chunk& chunk = *chunks[std::size_t(run.chunk)];
-      std::vector<TokenId> types(chunk.tokens.size(), 1);
-      std::fill_n(types.begin(),
-                  std::min(types.size(), std::size_t(first_segment(config(), chunk.tokens, chunk.segment))),
-                  0);
+      const int first_type = first_segment(config(), chunk.tokens, chunk.segment);
+      std::vector<TokenId> types(chunk.tokens.size());
+      for (std::size_t i = 0; i < types.size(); ++i) types[i] = int(i) >= first_type;
       copy(tokens_of(run, types), tables.types, std::size_t(run.row));
     }
   }

@@ -69,7 +69,7 @@ class Arena {
     for (int i = 0; i < cols.size; ++i) weights[i] *= std::sqrt(float(cols.size) / float(cols.wide));
   }
 
-  // Points the tensors into one mapping, which holds all of them.
+  // Points all tensors into one mapping.
   Mapping finish() {
     const auto page = std::size_t(getpagesize());
     const std::size_t size = round_up(bytes_.size(), page);

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
+from metal_prefill._support.atomic_write import lock
 from metal_prefill._support.choices import AUTO, COMPUTE, DEVICES, KV_DTYPES
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ PROGRESS_FROM = 1024  # tokens; shorter prompts finish too soon for a progress b
 
 class UsageError(ValueError):
     """The arguments of the command line contradict each other."""
+
+
+def lock_output(file: IO[bytes], path: str | Path) -> None:
+    """Lock an open file until it is closed; raise UsageError if another process is writing `path`."""
+    try:
+        lock(file, wait=False)
+    except BlockingIOError:
+        raise UsageError(f"{path}: another process is writing it") from None
 
 
 def standard_input() -> TextIO:

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from metal_prefill._support.atomic_write import lock, named, replacing
+from metal_prefill._support.atomic_write import named, replacing
 from metal_prefill._support.messages import counted
 from metal_prefill.commands import common, text_files
 from metal_prefill.errors import MissingExtraError
@@ -191,10 +191,7 @@ def _opened(output: Path, identity: str, texts: int, width: int) -> Iterator[_Pa
     """Open the part of an output. Raises UsageError if another process is writing it."""
     path = output.with_name(f".{output.name}.{identity[:16]}.part")
     with open(path, "a+b") as file:
-        try:
-            lock(file, wait=False)
-        except BlockingIOError:
-            raise common.UsageError(f"{output}: another process is writing it") from None
+        common.lock_output(file, output)
         if os.fstat(file.fileno()).st_nlink == 0:  # that process has just finished
             raise common.UsageError(f"{output}: another process has written it")
         yield _Part(output, path, file, texts, width)

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import IO, Any
 
-from metal_prefill._support.atomic_write import check_target, lock
-from metal_prefill.commands.common import UsageError, read_input
+from metal_prefill._support.atomic_write import check_target
+from metal_prefill.commands.common import UsageError, lock_output, read_input
 from metal_prefill.generation._sampling import Options
 
 _NUMBERS: Mapping[object, tuple[type, ...]] = {int: (int,), float: (int, float)}
@@ -109,10 +109,7 @@ def continued(path: str, prompts: Iterator[Prompt], options: Mapping[str, Any]) 
     """
     descriptor = os.open(check_target(path), os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "r+b") as file:
-        try:
-            lock(file, wait=False)
-        except BlockingIOError:
-            raise UsageError(f"{path}: another process is writing it") from None
+        lock_output(file, path)
         done = failed = end = 0
         for line in file:
             prompt = next(prompts, None)

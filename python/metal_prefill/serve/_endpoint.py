@@ -80,7 +80,7 @@ class Reply:
             status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
         )
         with self._service.answers.holding(len(body)):
-            # uvicorn buffers unsent bytes: it gets the next piece once it has sent most of them.
+            # uvicorn buffers unsent bytes. It takes the next piece once most are sent.
             for end in range(_PIECE, len(body) + _PIECE, _PIECE):
                 await self._body(body[end - _PIECE : end], more=end < len(body))
 

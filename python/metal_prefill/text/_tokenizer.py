@@ -487,13 +487,13 @@ class Tokenizer:
         """Return whether the template of conversations with or without tools reads a variable."""
         return (self._tools_template if tools else self._plain_template).reads(variable)
 
-    def chat_stop(self, *given: str | int | Sequence[str | int] | None) -> list[str | int]:
-        """Return what ends an answer: the items of each `stop` given, and an empty line without a template.
+    def chat_stop(self, given: str | int | Sequence[str | int] | None = None) -> list[str | int]:
+        """Return what ends an answer: the items of a given `stop`, and an empty line without a template.
 
         The template of a file ends answers with control tokens.
         """
-        own = [] if self.chat_template else [_PLAIN_STOP]
-        return [*own, *(item for stop in given if stop is not None for item in stops_of(stop))]
+        own: list[str | int] = [] if self.chat_template else [_PLAIN_STOP]
+        return own if given is None else [*own, *stops_of(given)]
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         """Check that the file's chat template passes these tools to the model.
