@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from metal_prefill._support.interruptions import interruptions
 from metal_prefill._support.messages import as_options
@@ -44,10 +45,14 @@ COMMANDS = {
 }
 
 
-class _CommandParser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """Parser of a command, whose help begins with an example."""
 
     example = ""
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; argparse would ignore a full disk."""
+        print(self.format_help(), end="", file=file, flush=True)
 
     def format_help(self) -> str:
         example = f"example: {self.example}\n\n" if self.example else ""
@@ -56,7 +61,7 @@ class _CommandParser(argparse.ArgumentParser):
 
 def make_parser(wanted: str | None) -> argparse.ArgumentParser:
     """Build the parser with the options of one command; the others are only listed."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="metal-prefill",
         description="Fast prompt processing for small quantized language models and text encoders.",
         epilog="Exit codes: 0 success, 1 failure, 2 invalid arguments, 130 interrupted. "
@@ -65,9 +70,7 @@ def make_parser(wanted: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     parser.set_defaults(parser=parser)
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", title="commands", parser_class=_CommandParser
-    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, text in COMMANDS.items():
         subparser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name == wanted:

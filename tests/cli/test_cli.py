@@ -272,10 +272,11 @@ def test_a_missing_folder_is_reported_before_any_work(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_disk_is_reported(unbuffered: str) -> None:
+@pytest.mark.parametrize("arguments", [("run", "-p", PROMPT, "-n", "1"), ("--help",), ("run", "--help")])
+def test_a_full_disk_is_reported(arguments: tuple[str, ...], unbuffered: str) -> None:
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        command = [*COMMAND, "run", "-p", PROMPT, "-n", "1"]
+        command = [*COMMAND, *arguments]
         process = finished(command, stdout=full, stderr=subprocess.PIPE, capture_output=False, env=env)
     assert process.returncode == 1
     assert process.stderr == "error: No space left on device\n"
@@ -345,6 +346,16 @@ def test_a_closed_pipe_ends_quietly() -> None:
     assert error == ""
 
 
+@pytest.mark.parametrize("arguments", [("info",), ("--help",)])
+def test_a_pipe_that_is_closed_before_any_output_ends_quietly(arguments: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*COMMAND, *arguments]
+    process = finished(command, stdout=writer, stderr=subprocess.PIPE, capture_output=False)
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (141, "")
+
+
 def test_windows_start_with_bos_and_drop_the_remainder() -> None:
     assert windows(range(10), 4, bos=99) == [[99, 1, 2, 3], [99, 5, 6, 7]]
     assert windows(range(10), 4, bos=None) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -367,10 +378,14 @@ def test_perplexity_matches_llama_cpp(compute: str, tmp_path: Path, output: Run)
     recorded = json.loads(comparison.PERPLEXITY.read_text())
     (tmp_path / "verse.txt").write_text(comparison.VERSE)
     options = ["-f", str(tmp_path / "verse.txt"), "-c", str(comparison.VERSE_WINDOW), "--compute", compute]
-    match = re.match(r"perplexity ([\d.]+) ± [\d.]+ over (\d+) tokens", output("perplexity", *options))
+    pattern = r"perplexity ([\d.]+) ± [\d.]+ over (\d+) tokens in (\d+ windows?) of"
+    match = re.match(pattern, output("perplexity", *options))
     assert match
     assert float(match[1]) == pytest.approx(recorded["perplexity"], rel=0.005)
     assert int(match[2]) == recorded["tokens"]
+    one = re.match(pattern, output("perplexity", *options, "--windows", "1"))
+    assert one
+    assert one[3] == "1 window"
 
 
 def test_a_text_shorter_than_a_window_is_a_usage_error(tmp_path: Path, errors: Run) -> None:

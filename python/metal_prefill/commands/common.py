@@ -254,7 +254,11 @@ def console() -> Console:
     """Return a console on stdout, with a fixed width for files and pipes."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # the BrokenPipeError, for which rich would exit with 1
+
+    return Output(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
 
 
 @contextmanager

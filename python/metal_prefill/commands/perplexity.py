@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from metal_prefill._support.messages import counted
 from metal_prefill.commands import common
 from metal_prefill.commands.run import read_prompt
 
@@ -91,6 +92,6 @@ def execute(arguments: argparse.Namespace) -> None:
         with common.progress_bar("perplexity", "windows") as progress:
             result = perplexity(model.score, cut, progress)
     print(
-        f"perplexity {result.value:.4f} ± {result.error:.4f} over {result.n_scored} tokens, "
-        f"the second halves of {result.n_windows} windows of {length}"
+        f"perplexity {result.value:.4f} ± {result.error:.4f} over {counted(result.n_scored, 'token')} "
+        f"in {counted(result.n_windows, 'window')} of {length}, the second half of each"
     )
