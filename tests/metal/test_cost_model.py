@@ -246,6 +246,9 @@ def test_the_command_reads_a_model(output: Run, demo_path: Path) -> None:
         (["-p", "0"], "nothing to predict: set -p or -n"),
         (["-p", "2048", "-n", "1"], "2049 tokens exceed the model's context of 2048"),
         (["--trace", "t.json", "-p", "3"], "--trace sets the tokens"),
+        (["--trace", "t.json", "--fused-norm"], "--trace sets the kernels"),
+        (["--trace", "t.json", "--kv-dtype", "f32"], "--trace sets the kernels"),
+        (["--trace", "t.json", "-m", "model.gguf"], "-m/--model: not allowed with argument --trace"),
         (["--preset", "minilm-l6", "-n", "4"], "-n predicts decoding, which the model, an encoder, does not"),
     ],
 )

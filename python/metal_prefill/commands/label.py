@@ -62,7 +62,10 @@ def execute(arguments: argparse.Namespace) -> None:
             raise common.UsageError("a model of GLiNER requires --labels, and has no --template")
         if threshold is not None and not finds:
             raise common.UsageError("--threshold requires a model of GLiNER")
-        if not finds and (not head.labels or head.pooling not in (None, "none") or labels is not None):
+        whole = not finds and (not head.labels or head.pooling not in (None, "none") or labels is not None)
+        if arguments.strategy is not None and (finds or whole):
+            raise common.UsageError("--strategy requires a model with labels for tokens")
+        if whole:
             options = text_files.prompt_options(arguments)
             _print_classes(
                 model.classify(texts, labels, arguments.template, **options), texts, arguments.json

@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     common.add_option(parser, "--chip", "GPU to predict for", "m4", choices=tuple(CHIPS))
     which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="predict the dispatches in a file written by `metal-prefill trace`, and show both times",
+    )
     which.add_argument("-m", "--model", metavar="FILE", help=common.MODEL_HELP)
     what = "model shape, with weights in Q4_0 and embedding in Q8_0"
     common.add_option(which, "--preset", what, "smollm-135m", choices=tuple(PRESETS))
@@ -42,12 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="decode with norms fused into the products that follow; on a GPU, the package measures which is "
         "faster",
-    )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="predict the dispatches in a file written by `metal-prefill trace`, and show both times",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
@@ -76,6 +76,8 @@ def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
     if arguments.trace is not None:
         if arguments.prompt is not None or arguments.n_gen:
             raise ValueError("--trace sets the tokens; omit -p and -n")
+        if arguments.fused_norm or arguments.kv_dtype != "f16":
+            raise ValueError("--trace sets the kernels; omit --fused-norm and --kv-dtype")
         steps, metadata = read_trace(arguments.trace)
         if not steps:
             raise ValueError(f"{arguments.trace} has no dispatches")

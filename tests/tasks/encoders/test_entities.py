@@ -137,4 +137,6 @@ def test_texts_and_labels_that_do_not_fit_are_named(file_of: FileOf) -> None:
 
 
 def test_a_command_requires_labels(file_of: FileOf, errors: Run) -> None:
-    assert "requires --labels" in errors("label", "-m", file_of(RECORDED["bert, names"]), "a")
+    path = file_of(RECORDED["bert, names"])
+    assert "requires --labels" in errors("label", "-m", path, "a")
+    assert "--strategy requires" in errors("label", "-m", path, "--labels", "x", "--strategy", "max", "a")

@@ -73,7 +73,7 @@ def test_pooling_for_classes_is_a_setting_of_modernbert_alone(tmp_path: Path) ->
     assert "bert.classifier.pooling_type" not in fields
 
 
-def test_a_command_prints_classes(file_of: FileOf, output: Run) -> None:
+def test_a_command_prints_classes(file_of: FileOf, output: Run, errors: Run) -> None:
     path, texts = file_of(CLASSIFIERS["bert"]), ["good", "bad"]
     with Model(path, device="cpu") as model:
         found = model.classify(texts)
@@ -84,6 +84,8 @@ def test_a_command_prints_classes(file_of: FileOf, output: Run) -> None:
     line = json.loads(output("label", "-m", path, "--json", *texts).splitlines()[0])
     assert line["label"] == found.best[0]
     assert sum(line["probabilities"].values()) == pytest.approx(1)
+    message = "--strategy requires a model with labels for tokens"
+    assert message in errors("label", "-m", path, "--strategy", "simple", *texts)
 
 
 @pytest.mark.parametrize("name", RANKERS)
