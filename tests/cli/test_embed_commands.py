@@ -243,6 +243,17 @@ def test_a_run_with_other_options_or_texts_is_not_resumed(
     assert embed(embedder, *arguments) == 0
     with Model(embedder, device="cpu") as model:
         np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), model.embed(texts))
+    assert list(tmp_path.glob(".v.npy*")) == []
+
+
+def test_the_part_that_another_process_is_writing_is_kept(embedder: Path, tmp_path: Path) -> None:
+    part = tmp_path / ".v.npy.0123456789abcdef.part"
+    with open(part, "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert embed(embedder, "a", "-o", tmp_path / "v.npy") == 0
+        assert part.exists()
+    assert embed(embedder, "a", "-o", tmp_path / "v.npy") == 0
+    assert not part.exists()
 
 
 def test_parquet_has_texts_and_vectors(embedder: Path, tmp_path: Path) -> None:

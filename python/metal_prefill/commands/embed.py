@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import hashlib
 import io
 import json
@@ -12,13 +13,13 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from metal_prefill._support.atomic_write import named, replacing
+from metal_prefill._support.atomic_write import lock, named, replacing
 from metal_prefill._support.messages import counted
 from metal_prefill.commands import common, text_files
 from metal_prefill.errors import MissingExtraError
@@ -112,6 +113,7 @@ def execute(arguments: argparse.Namespace) -> None:
                     column = arguments.column or text_files.DEFAULT_COLUMN
                     _write_parquet(path, column, texts, np.load(part.path))
             part.path.unlink()
+            _remove_abandoned(arguments.output)
     tokens = sum(map(len, encoded.prompts[before:]))
     print(summary(len(texts) - before, before, tokens, seconds), file=sys.stderr)
 
@@ -195,6 +197,14 @@ def _opened(output: Path, identity: str, texts: int, width: int) -> Iterator[_Pa
         if os.fstat(file.fileno()).st_nlink == 0:  # that process has just finished
             raise common.UsageError(f"{output}: another process has written it")
         yield _Part(output, path, file, texts, width)
+
+
+def _remove_abandoned(output: Path) -> None:
+    """Remove parts of interrupted runs with other texts or options, unless a process is writing them."""
+    for path in output.parent.glob(f".{glob.escape(output.name)}.*.part"):
+        with open(path, "rb") as file, suppress(BlockingIOError):
+            lock(file, wait=False)
+            path.unlink()
 
 
 def _pyarrow() -> Any:
