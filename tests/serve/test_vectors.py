@@ -264,6 +264,8 @@ def test_text_embeddings_inference_predicts_classes(tmp_path: Path) -> None:
                     np.testing.assert_allclose(found, np.sort(scores)[::-1], rtol=1e-5)
         error = server.refused("/predict", {"inputs": [["a", "b", "c"]]})
         assert error["message"] == "inputs[0] has 3 texts, must have one or two"
+        error = server.refused("/predict", {"inputs": []})
+        assert error["message"] == "inputs: expected `array` of length >= 1"
 
 
 def test_text_requests_to_an_encoder_name_its_endpoints(pair_ranker: Running) -> None:

@@ -93,6 +93,7 @@ def test_vectors_are_those_of_the_library(made: Paths, model: st.SentenceTransfo
     pool = model.start_multi_process_pool(["cpu"] * 4)
     np.testing.assert_array_equal(model.encode(SHORT, pool=pool, chunk_size=2), expected)
     np.testing.assert_array_equal(model.encode(SHORT, device=["cpu", "cpu"]), expected)
+    assert model.encode([]).dtype == np.float32
     model.stop_multi_process_pool(pool)
     assert model.eval().to("cpu") is model
     assert model.device == "cpu"
@@ -174,6 +175,7 @@ def test_activations_of_cross_encoders(made: Paths) -> None:
 def test_modules_are_in_their_order(tmp_path: Path, made: Paths, model: st.SentenceTransformer) -> None:
     # The library adds a pooling to a folder without modules.
     assert [len(model), *map(repr, model)] == [2, "Transformer()", "Pooling()"]
+    assert repr(model) == "SentenceTransformer(\n  (0): Transformer()\n  (1): Pooling()\n)"
     static = st.SentenceTransformer(task_folders.static(tmp_path / "static").write())
     assert list(map(repr, static)) == ["StaticEmbedding()", "Normalize()"]
     assert repr(model[-1]) == "Pooling()"

@@ -102,6 +102,9 @@ class SentenceTransformer(VectorEncoder):
         self.similarity_fn_name = similarity_fn_name or self._stated(SIMILARITY_KEY, "cosine")
         self.truncate_dim = truncate_dim or self._stated(TRUNCATE_KEY, None)
 
+    def __repr__(self) -> str:
+        return "".join([f"{type(self).__name__}(\n", *(f"  ({i}): {m}\n" for i, m in enumerate(self)), ")"])
+
     def __len__(self) -> int:
         return len(self._kinds())
 
@@ -160,7 +163,7 @@ class SentenceTransformer(VectorEncoder):
                 found.append(vectors)
         if output_value != "sentence_embedding":
             return found[0] if single else found
-        whole = quantize_embeddings(np.concatenate(found), precision) if found else np.array([])
+        whole = quantize_embeddings(np.concatenate(found), precision) if found else np.array([], np.float32)
         return returned(whole, single, convert_to_numpy, convert_to_tensor)
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Array]:

@@ -248,7 +248,7 @@ class EmbedForm(InferenceForm, kw_only=True):
 class PredictForm(InferenceForm, kw_only=True):
     """Request of ``/predict``: a text, a pair, or a list of lists with one or two texts."""
 
-    inputs: str | list[str | list[str]]
+    inputs: str | Annotated[list[str | list[str]], Meta(min_length=1)]
     raw_scores: bool | None = None
 
 
