@@ -46,19 +46,14 @@ def ranks(folder: Path) -> list[float]:
 
 
 def classes(folder: Path) -> dict[str, Any]:
-    """Return logits and probabilities of texts, and of pairs."""
+    """Return logits of texts, and of pairs."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).float().eval()
     found: dict[str, Any] = {}
     for name, inputs in (("texts", [(text, None) for text in TEXTS]), ("pairs", PAIRS)):
         with torch.inference_mode():
             logits = torch.cat([model(**tokenizer(*pair, return_tensors="pt")).logits for pair in inputs])
-        independent = model.config.problem_type == "multi_label_classification"
-        probabilities = logits.sigmoid() if independent else logits.softmax(dim=1)
-        found[name] = {
-            "logits": task_folders.rounded(logits),
-            "probabilities": task_folders.rounded(probabilities),
-        }
+        found[name] = task_folders.rounded(logits)
     return found
 
 
@@ -94,13 +89,12 @@ def late(folder: Path) -> dict[str, Any]:
     *vectors, long_document = (
         np.asarray(rows) for rows in model.encode_document([*documents, LONG_DOCUMENT])
     )
-    scores = [float((query @ rows.T).max(axis=1).sum()) for rows in vectors]
     return {
-        "query": task_folders.rounded(query),
-        "long_query": task_folders.rounded(long),
-        "document": task_folders.rounded(vectors[0]),
-        "long_document": task_folders.rounded(long_document),
-        "scores": task_folders.rounded(scores),
+        "query": query,
+        "long_query": long,
+        "document": vectors[0],
+        "long_document": long_document,
+        "scores": np.array([(query @ rows.T).max(axis=1).sum() for rows in vectors]),
     }
 
 
@@ -115,9 +109,9 @@ def sparse(folder: Path) -> dict[str, list[Any]]:
     return found
 
 
-def vectors(folder: Path) -> list[list[float]]:
+def vectors(folder: Path) -> Any:
     """Return the vectors of texts."""
-    return task_folders.rounded(SentenceTransformer(str(folder), device="cpu").encode(TEXTS))
+    return SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
 
 
 def minilm() -> dict[str, Any]:
@@ -159,8 +153,6 @@ def records() -> Records:
         "ranks": (ranks, RANKERS),
         "classes": (classes, CLASSIFIERS),
         "labels": (labels, TAGGERS),
-        "late": (late, LATE),
-        "modules": (vectors, MODULES),
     }
     record: dict[str, Any] = {
         kind: {name: compute(folder) for name, folder in written(folders)}
@@ -169,3 +161,7 @@ def records() -> Records:
     for name, folder in written({"sparse": encoder_folders.routed}):
         record[name] = sparse(folder)
     yield task_folders.RECORD, record
+    arrays = {name: vectors(folder) for name, folder in written(MODULES)}
+    for name, folder in written(LATE):
+        arrays |= {f"{name}/{key}": array for key, array in late(folder).items()}
+    yield task_folders.VECTORS, arrays

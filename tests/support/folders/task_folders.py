@@ -23,6 +23,7 @@ from support.folders.model_folders import (
     IDENTITY,
     Folder,
     Shapes,
+    Values,
     bert,
     linear,
     llama,
@@ -32,7 +33,7 @@ from support.folders.model_folders import (
 from support.folders.torch_files import write_torch_file
 from support.places import DATA
 
-RECORD = DATA / "transformers_tasks.json"
+RECORD, VECTORS = DATA / "transformers_tasks.json", DATA / "sentence_transformers_vectors.npz"
 
 QUERY = "who is the king?"
 LONG_QUERY = "who is the king, and who was the queen?"
@@ -417,6 +418,12 @@ LATE: dict[str, Callable[[Path], Folder]] = {
 @cache
 def recorded() -> dict[str, Any]:
     return json.loads(RECORD.read_text(encoding="utf-8"))
+
+
+@cache
+def recorded_vectors() -> dict[str, Values]:
+    with np.load(VECTORS) as arrays:
+        return dict(arrays)
 
 
 def rounded(array: Any) -> Any:

@@ -12,7 +12,7 @@ from support.files.gguf_bytes import Value, integer, string
 from support.files.gguf_mutator import with_entries
 from support.folders import encoder_tokenizers, model_folders, task_folders, tokenizer_folders
 from support.folders.model_folders import read
-from support.folders.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS, recorded
+from support.folders.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS
 from tokenizers import Tokenizer
 
 from metal_prefill import ContextOverflowError, GGUFError
@@ -30,22 +30,22 @@ from metal_prefill.tasks._text_passes import TextPasses, whole_texts
 def test_scores_of_late_interaction_match_sentence_transformers(
     device: str, file_of: FileOf, name: str
 ) -> None:
-    expected, documents = recorded()["late"][name], [text for text in DOCUMENTS if text]
+    recorded, documents = task_folders.recorded_vectors(), [text for text in DOCUMENTS if text]
+    scores = recorded[f"{name}/scores"]
     with opened(file_of(LATE[name]), device) as model:
         query = model.embed([QUERY], instruction="query")[0]
-        np.testing.assert_allclose(query, expected["query"], rtol=0, atol=4 * NEAR[device])
+        np.testing.assert_allclose(query, recorded[f"{name}/query"], rtol=0, atol=4 * NEAR[device])
         vectors = model.embed(documents, instruction="document", pooling="none")
-        np.testing.assert_allclose(vectors[0], expected["document"], rtol=0, atol=4 * NEAR[device])
+        np.testing.assert_allclose(vectors[0], recorded[f"{name}/document"], rtol=0, atol=4 * NEAR[device])
         near = 2e-6 if device == "cpu" else 2e-3
-        np.testing.assert_allclose(maxsim(query, vectors), expected["scores"], rtol=near)
+        np.testing.assert_allclose(maxsim(query, vectors), scores, rtol=near)
         for options in ({}, {"how": "late"}):
-            scores = scores_of(model, documents, **options)
-            np.testing.assert_allclose(scores, expected["scores"], rtol=near)
+            np.testing.assert_allclose(scores_of(model, documents, **options), scores, rtol=near)
 
 
 @pytest.mark.parametrize("name", LATE)
 def test_longer_queries_are_cut_only_on_request(device: str, file_of: FileOf, name: str) -> None:
-    expected = recorded()["late"][name]["long_query"]
+    expected = task_folders.recorded_vectors()[f"{name}/long_query"]
     with opened(file_of(LATE[name]), device) as model:
         if name not in ("seen, fixed", "PyLate"):
             query = model.embed([LONG_QUERY], instruction="query")[0]
@@ -69,7 +69,7 @@ def test_longer_queries_are_cut_only_on_request(device: str, file_of: FileOf, na
 
 @pytest.mark.parametrize("name", LATE)
 def test_longer_documents_are_cut_only_on_request(device: str, file_of: FileOf, name: str) -> None:
-    expected, query = (np.array(recorded()["late"][name][key]) for key in ("long_document", "query"))
+    expected, query = (task_folders.recorded_vectors()[f"{name}/{key}"] for key in ("long_document", "query"))
     limit = 38 if name == "PyLate" else 40
     with opened(file_of(LATE[name]), device) as model:
         for call in (

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from support.encoder_tasks import NEAR, FileOf, opened
 from support.folders import encoder_folders, model_folders, task_folders
 from support.folders.model_folders import DIM, Folder, values
-from support.folders.task_folders import MODULES, TEXTS, recorded, static
+from support.folders.task_folders import MODULES, TEXTS, recorded_vectors, static
 from support.kernels.float64 import gelu, sigmoid, silu
 from support.small_models import with_tensor
 
@@ -25,7 +25,7 @@ from metal_prefill.tasks._text_passes import TextPasses, pooled_blocks, pooled_s
 @pytest.mark.parametrize("name", MODULES)
 def test_vectors_match_sentence_transformers(device: str, file_of: FileOf, name: str) -> None:
     model = SentenceTransformer(file_of(MODULES[name]), device=device, model_kwargs={"dtype": "float32"})
-    expected = np.array(recorded()["modules"][name])
+    expected = recorded_vectors()[name]
     found = model.encode(TEXTS)
     np.testing.assert_allclose(found, expected, atol=NEAR[device] * np.abs(expected).max())
     products = (found * expected).sum(axis=1)
@@ -37,7 +37,7 @@ def test_a_call_chooses_the_pooling(file_of: FileOf) -> None:
     with opened(file_of(MODULES["mean_tokens"])) as model:
         for pooling, name in (("max", "max_tokens"), ("weighted_mean", "weightedmean_tokens")):
             found = model.embed(TEXTS, pooling=pooling, normalize=False)  # type: ignore[arg-type]
-            np.testing.assert_allclose(found, recorded()["modules"][name], atol=2e-5)
+            np.testing.assert_allclose(found, recorded_vectors()[name], atol=2e-5)
 
 
 def test_a_table_in_a_folder_of_its_own_opens(tmp_path: Path) -> None:
