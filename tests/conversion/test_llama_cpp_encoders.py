@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.closeness import hidden_states, states_of_texts
+from support.comparison import random_texts
 from support.encoder_tasks import opened
 from support.files.gguf_mutator import take_apart
-from support.folders.llama_cpp_folders import FOLDERS, RECORD, texts, written
+from support.folders.llama_cpp_folders import FOLDERS, RECORD, written
 from support.small_models import with_tensor
 
 # Of the largest value: llama.cpp looks up GELU in half precision, and the Metal engine multiplies in it.
@@ -16,7 +17,7 @@ NEAR = {"cpu": 1e-3, "metal": 5e-3}
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_vectors_are_those_of_llama_cpp(device: str, tmp_path: Path, name: str) -> None:
-    path, ids = written(tmp_path, name), list(texts())
+    path, ids = written(tmp_path, name), list(random_texts(300, first=5))
     with np.load(RECORD) as record:
         expected = record[name]
     with opened(path, device) as model:

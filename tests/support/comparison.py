@@ -6,7 +6,7 @@ The tools that record their results and the tests that compare with them share t
 # ruff: noqa: RUF001  (the look-alikes are intended)
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -205,14 +205,15 @@ def compared_models() -> Iterator[tuple[str, SmallModel]]:
 
 # Lengths of the texts with recorded vectors: shorter and longer than windows and pages.
 VECTOR_LENGTHS = (1, 5, 20, 64, 100)
+SEPARATOR = 3  # in the vocabularies of small encoders, of which the first five tokens are special
 
 
-def vector_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
-    for n in VECTOR_LENGTHS:
-        yield np.random.default_rng(n).integers(0, model.vocab, n)
-
-
-SEPARATOR = 3  # in the vocabularies of small encoders
+def random_texts(
+    vocab: int, first: int = 0, lengths: Iterable[int] = VECTOR_LENGTHS
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield a text of each length, whose tokens are at least `first`."""
+    for n in lengths:
+        yield np.random.default_rng(n).integers(first, vocab, n)
 
 
 # One encoder of each architecture, in float32.
@@ -227,15 +228,9 @@ OF_TRANSFORMERS = {
 }
 
 
-def single_segments(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield texts without a separator for an encoder."""
-    for n in VECTOR_LENGTHS:
-        yield np.random.default_rng(n).integers(5, model.vocab, n)
-
-
 def encoder_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield texts for an encoder, shorter and longer than windows and pages; one is a pair."""
-    for tokens in single_segments(model):
+    """Yield texts for an encoder; one is a pair."""
+    for tokens in random_texts(model.vocab, first=5):
         tokens[len(tokens) // 2] = SEPARATOR
         yield tokens
 

@@ -198,12 +198,12 @@ def vector(path: Path, tokens: npt.NDArray[np.int64], width: int) -> npt.NDArray
 def vectors_of(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
     """Compute the vectors of texts with an embedding model, or the probabilities of classes."""
     width = len(model.labels) or model.dim
-    return np.array([vector(path, tokens, width) for tokens in comparison.vector_tokens(model)])
+    return np.array([vector(path, tokens, width) for tokens in comparison.random_texts(model.vocab)])
 
 
 def means_of(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
     """Compute the mean of the hidden states of an encoder, for which llama.cpp has one token type."""
-    return np.array([vector(path, tokens, model.dim) for tokens in comparison.single_segments(model)])
+    return np.array([vector(path, tokens, model.dim) for tokens in comparison.random_texts(model.vocab, 5)])
 
 
 def folder_means() -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
@@ -212,7 +212,7 @@ def folder_means() -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
         with tempfile.TemporaryDirectory() as folder:
             path = llama_cpp_folders.written(Path(folder), name)
             width = GGUFReader(path).fields[f"{name.partition(',')[0]}.embedding_length"].contents()
-            yield name, np.array([vector(path, t, width) for t in llama_cpp_folders.texts()])
+            yield name, np.array([vector(path, t, width) for t in comparison.random_texts(300, 5)])
 
 
 def records() -> Records:

@@ -5,7 +5,7 @@ A folder is a configuration and the tensors that transformers saves for it, whos
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
+from support.comparison import random_texts
 from support.folders import encoder_tokenizers, model_folders
 from support.folders.model_folders import Folder, filled, shapes_of, values
 from support.folders.tokenizer_folders import GPT_4O_PATTERN
@@ -30,10 +31,7 @@ MASKED = ("albert", "distilbert", "gte")  # with a head that predicts masked tok
 Config = Mapping[str, Any]
 
 
-def texts() -> Iterator[npt.NDArray[np.int64]]:
-    """Yield texts without special tokens."""
-    for length in LENGTHS:
-        yield np.random.default_rng(length).integers(5, 300, length)
+texts = partial(random_texts, 300, 5, LENGTHS)  # without special tokens
 
 
 def rows_of(states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -1,10 +1,7 @@
 """Folders of encoders that llama.cpp's converter supports, and texts with recorded vectors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
 
 from metal_prefill.conversion import convert
 from support.files.gguf_mutator import take_apart
@@ -36,9 +33,3 @@ def written(folder: Path, name: str) -> Path:
     parts = take_apart(convert(made.write(), folder / "whole.gguf"))
     parts.metadata = [entry for entry in parts.metadata if not entry[0].endswith(_OWN)]
     return parts.write(folder / "m.gguf")
-
-
-def texts() -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the tokens of texts, shorter and longer than pages."""
-    for n in (1, 5, 20, 64, 100):
-        yield np.random.default_rng(n).integers(5, 300, n)
