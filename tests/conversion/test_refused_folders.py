@@ -511,6 +511,7 @@ MODULES: list[Case] = [
     (gemma3, attends("full_attention"), NOT, "full_attention or sliding_attention for each of the 2"),
     (gemma3, attends({}, []), NOT, "full_attention or sliding_attention for each of the 2"),
     (gemma3, rope_of_windows(rope_type="yarn"), NOT, r"sliding_attention\.rope_type is 'yarn'"),
+    (gemma3, settings(rope_scaling={"type": "yarn", "factor": 8.0}), NOT, r"rope_scaling\.type is 'yarn'"),
     (bert, modules("Transformer", "Dense", "Pooling"), NOT, "modules are Transformer, Dense, Pooling"),
     (bert, modules("Transformer", "Pooling", "Pooling"), NOT, "modules are Transformer, Pooling"),
     (bert, dense(activation_function="torch.nn.Mish"), NOT, "is Mish; supported: Identity, Tanh"),

@@ -133,8 +133,9 @@ def with_matrices(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str,
         match = _TENSOR.fullmatch(name)
         if match is not None:
             parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
-            tensors = _biases if match[3] else _matrices
-            found |= {made.name: made for made in tensors(weight, match[1], parts)}
+            divided, dimensions = (_biases, 2) if match[3] else (_matrices, 3)
+            _check_columns(weight, dimensions, len(parts))
+            found |= {made.name: made for made in divided(weight, match[1], parts)}
         elif name.endswith(_SINKS):
             found[f"{name}.weight"] = weight.named(f"{name}.weight")
         else:
@@ -142,34 +143,23 @@ def with_matrices(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str,
     return found
 
 
-def _width(weight: Weight, dimensions: int, parts: int) -> int:
+def _check_columns(weight: Weight, dimensions: int, parts: int) -> None:
     if len(weight.shape) != dimensions or weight.shape[-1] % parts or 0 in weight.shape:
         raise weight.error(
             f"has shape {weight.shape}, expected {dimensions} dimensions, none of them 0 and the last a "
             f"multiple of {parts}"
         )
-    return weight.shape[-1] // parts
 
 
 def _matrices(weight: Weight, stem: str, parts: tuple[str, ...]) -> Iterator[Weight]:
-    width = _width(weight, 3, len(parts))
     for expert, matrix in enumerate(Stack.divided(weight).matrices):
-        for i, part in enumerate(parts):
-            name, columns = f"{stem}.{expert}.{part}_proj.weight", slice(i * width, (i + 1) * width)
-            order = np.arange(weight.shape[2])[columns]
-            yield replace(matrix.transposed().reordered(order), name=name)
+        names = tuple(f"{stem}.{expert}.{part}_proj.weight" for part in parts)
+        yield from matrix.transposed().parts(names)
 
 
 def _biases(weight: Weight, stem: str, parts: tuple[str, ...]) -> Iterator[Weight]:
-    width = _width(weight, 2, len(parts))
-    for i, part in enumerate(parts):
-        shape, columns = (weight.shape[0], width), slice(i * width, (i + 1) * width)
-        name = f"{stem}.{part}_proj.bias"
-        yield weight.computed(partial(_columns, weight, columns), name=name, shape=shape)
-
-
-def _columns(weight: Weight, columns: slice, index: Index) -> FloatArray:
-    return weight.rows(index)[:, columns]
+    names = tuple(f"{stem}.{part}_proj.bias" for part in parts)
+    yield from (rows.transposed() for rows in weight.transposed().parts(names))
 
 
 def with_divided(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
@@ -203,12 +193,11 @@ def static_table(config: Fields, weights: Mapping[str, Weight]) -> dict[str, Wei
     """
     if "embeddings" not in weights:
         return dict(weights)
-    rows, mapping, factors = (weights.get(name) for name in ("embeddings", "mapping", "weights"))
-    assert rows is not None
-    tokens = next((weight.shape[0] for weight in (mapping, factors) if weight is not None), rows.shape[0])
-    for weight in (mapping, factors):
-        if weight is not None:
-            weight.check_shape((tokens,))
+    rows, mapping, factors = weights["embeddings"], weights.get("mapping"), weights.get("weights")
+    of_tokens = [weight for weight in (mapping, factors) if weight is not None]
+    tokens = of_tokens[0].shape[0] if of_tokens else rows.shape[0]
+    for weight in of_tokens:
+        weight.check_shape((tokens,))
     shape = (tokens, *rows.shape[1:])
     values = partial(_values, rows, mapping, factors)
     return {STATIC_TABLE: rows.computed(values, name=STATIC_TABLE, shape=shape)}

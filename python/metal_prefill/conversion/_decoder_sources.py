@@ -73,12 +73,11 @@ _GPT_NEOX = Source(
         },
     ),
 )
-_ATTENTION_BIAS = {r"blk\.\d+\.attn_(q|k|v|output)": "attention_bias"}
 _LLAMA = Source(
     "llama",
     added_prefix="model.",
     keys=SHAPE | DECODER,
-    biases={**_ATTENTION_BIAS, r"blk\.\d+\.ffn_(gate|up|down)": "mlp_bias"},
+    biases={r"blk\.\d+\.attn_(q|k|v|output)": "attention_bias", r"blk\.\d+\.ffn_(gate|up|down)": "mlp_bias"},
     accepted={"hidden_act": ("silu",)},
     heads=_OF_DECODERS,
     changes={r"blk\.\d+\.attn_[qk]\.(weight|bias)": _rotation.interleaved},
@@ -122,27 +121,15 @@ _GRANITE_SCALES = {
     "logit_scale": stated("logits_scaling", default=1.0),
     "attention.scale": stated("attention_multiplier", default=1.0),
 }
-_GEMMA = {**SHAPE, **DECODER, "attention.head_count_kv": stated("num_key_value_heads")}
-_GEMMA2 = replace(
-    _LLAMA,
-    architecture="gemma2",
-    keys=_GEMMA,
-    accepted={"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (None, False)},
+# Fields of Gemma.
+_KV_HEADS = {"attention.head_count_kv": stated("num_key_value_heads")}
+_TANH_GELU = {"hidden_activation": ("gelu_pytorch_tanh",)}
+_GEMMA3 = _llama_like(
+    "gemma3",
+    (_settings.gemma3,),
+    _KV_HEADS,
+    accepted={**_TANH_GELU, "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
     changes={r".*norm\.weight": _settings.plus_one},
-    more=(_settings.gemma2,),
-    computed=lambda config: {},
-)
-_GEMMA3 = replace(
-    _LLAMA,
-    architecture="gemma3",
-    keys=_GEMMA,
-    accepted={
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "attn_logit_softcapping": (None,),
-        "final_logit_softcapping": (None,),
-    },
-    changes={r".*norm\.weight": _settings.plus_one},
-    more=(_settings.gemma3,),
 )
 # Of a state-space layer.
 _SCAN_CHANGES = {
@@ -356,7 +343,13 @@ DECODERS: dict[str, Source] = {
         },
         more=(_recurrent.lfm2_moe,),
     ),
-    "Gemma2": _GEMMA2,
+    "Gemma2": _llama_like(
+        "gemma2",
+        (_settings.gemma2,),
+        _KV_HEADS,
+        accepted={**_TANH_GELU, "use_bidirectional_attention": (None, False)},
+        changes={r".*norm\.weight": _settings.plus_one},
+    ),
     **dict.fromkeys(("Gemma3", "Gemma3Text"), _GEMMA3),
     "Gemma4": replace(
         _LLAMA,
@@ -364,12 +357,12 @@ DECODERS: dict[str, Source] = {
         prefixes=("model.language_model.",),
         keys={
             key: name
-            for key, name in _GEMMA.items()
+            for key, name in {**_LLAMA.keys, **_KV_HEADS}.items()
             if key not in ("rope.freq_base", "attention.key_length", "attention.value_length")
         },
         biases={},
         accepted={
-            "hidden_activation": ("gelu_pytorch_tanh",),
+            **_TANH_GELU,
             **never("attention_bias", "attention_k_eq_v", "enable_moe_block"),
             "use_bidirectional_attention": (None, "vision"),
         },

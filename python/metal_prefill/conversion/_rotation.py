@@ -164,11 +164,7 @@ def head_width(config: Fields, least: int = 1) -> int:
 
 
 def rope_factors(config: Fields) -> dict[str, FloatArray]:
-    """Return the tensor of Llama 3, divisors of the frequencies by the length of their waves.
-
-    Waves of at most the original context divided by ``high_freq_factor`` are kept, those of at least the
-    context divided by ``low_freq_factor`` are stretched by ``factor``, and those between are interpolated.
-    """
+    """Return the tensor of Llama 3, if a folder has its scaling."""
     rope = rope_of(config)
     if rope.string("rope_type", "type", default="default") != "llama3":
         return {}
@@ -178,10 +174,21 @@ def rope_factors(config: Fields) -> dict[str, FloatArray]:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:
         raise rope.error(f"{rope.name('low_freq_factor')} is {low}, must be less than {high}")
-    turns = original_context(config, rope) / (2 * np.pi * base ** (np.arange(0, dims, 2) / dims))
+    context = original_context(config, rope)
+    return {"rope_freqs.weight": llama3_factors(dims, base, factor, context, low, high)}
+
+
+def llama3_factors(
+    dims: int, base: float, factor: float, context: int, low: float = 1.0, high: float = 4.0
+) -> FloatArray:
+    """Return the divisors of the frequencies by which Llama 3 extends a context, float32 ``[dims / 2]``.
+
+    Waves of at most `context` divided by `high` are kept, those of at least `context` divided by `low` are
+    stretched by `factor`, and those between are interpolated. The defaults are those of Llama 3.1 and 3.2.
+    """
+    turns = context / (2 * np.pi * base ** (np.arange(0, dims, 2) / dims))
     kept = np.clip((turns - low) / (high - low), 0, 1)
-    factors = 1 / ((1 - kept) / factor + kept)
-    return {"rope_freqs.weight": factors.astype(np.float32)}
+    return (1 / ((1 - kept) / factor + kept)).astype(np.float32)
 
 
 def smollm3(config: Fields) -> dict[str, Any]:

@@ -256,9 +256,7 @@ def gemma3(config: Fields) -> dict[str, Any]:
     rope = config.object("rope_parameters")
     full, local = rope.object("full_attention"), rope.object("sliding_attention")
     local.require("rope_type", ("default",), "default")
-    kind = full.choice("rope_type", known=("default", "linear"), default="default")
-    scaling = config.object("rope_scaling")
-    factor = full.number("factor", default=1.0) if kind == "linear" else scaling.number("factor", default=1.0)
+    scaling = full if full.has("rope_type") else config.object("rope_scaling")
     found: dict[str, Any] = {
         "rope.freq_base": full.number("rope_theta", default=config.number("rope_theta", default=1000000.0)),
         "rope.freq_base_swa": local.number(
@@ -267,8 +265,8 @@ def gemma3(config: Fields) -> dict[str, Any]:
         "attention.sliding_window": config.integer("sliding_window"),
         **layers_with_window(config, 6),
     }
-    if factor != 1:
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
+    if scaling.choice("rope_type", "type", known=("default", "linear"), default="default") == "linear":
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.number("factor")}
     return found | _gemma_scale(config)
 
 

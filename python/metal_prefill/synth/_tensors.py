@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from metal_prefill import _core
+from metal_prefill.conversion._rotation import llama3_factors
 from metal_prefill.files._gguf_writer import OutlinedTensor
 from metal_prefill.files._hyperparameters import leading_dense
 from metal_prefill.files._model_tensors import presence_of, tensor_name
@@ -286,37 +287,9 @@ def with_types(tensor: Tensor, overrides: Mapping[str, str]) -> Tensor:
     return tensor
 
 
-def _llama3_rope_factors(
-    rope_dims: int, base: float, factor: float, original_context: int
-) -> NDArray[np.float32]:
-    """Return the divisors of the RoPE frequencies that extend the context in Llama 3.1.
-
-    Wavelengths up to a quarter of the original context are unchanged, those beyond the original context are
-    multiplied by `factor`, and those in between are interpolated smoothly.
-
-    Returns
-    -------
-    float32 [rope_dims / 2]
-    """
-    low_freq_factor, high_freq_factor = 1.0, 4.0  # as published for all Llama 3.1 and 3.2 models
-    wavelength = 2 * math.pi * np.float64(base) ** (np.arange(0, rope_dims, 2) / rope_dims)
-    turns = original_context / wavelength
-    smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
-    return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
-
-
 def rows_of_distances(rows: int, count: int) -> NDArray[np.float32]:
     """Return the row of each distance, ``[count]``; those beyond the number of rows share the last ones."""
     return np.clip(np.arange(count) - count // 2 + rows // 2, 0, rows - 1).astype(np.float32)
-
-
-def _long_rope_factors(name: str, count: int, factor: float) -> NDArray[np.float32]:
-    """Return LongRoPE's divisors of the RoPE frequencies, for long and for short contexts.
-
-    Factors of published models were found by a search. These grow in a similar way: from 1 for the fastest
-    pair to `factor` for the slowest, or to 1.1 for short contexts.
-    """
-    return np.geomspace(1.0, factor if "long" in name else 1.1, count, dtype=np.float32)
 
 
 def _factors(tensor: Tensor, shape: ModelShape) -> NDArray[np.float32]:
@@ -324,8 +297,11 @@ def _factors(tensor: Tensor, shape: ModelShape) -> NDArray[np.float32]:
     if shape.layered is not None:
         return shape.layered.factors(tensor.count)
     if shape.rope_scaling == "longrope":
-        return _long_rope_factors(tensor.name, tensor.count, shape.rope_factor)
-    return _llama3_rope_factors(shape.rotated, shape.rope_base, shape.rope_factor, shape.context_before)
+        # Factors of published models were found by a search. These grow in a similar way, from that of the
+        # fastest pair to that of the slowest.
+        last = shape.rope_factor if "long" in tensor.name else 1.1
+        return np.geomspace(1.0, last, tensor.count, dtype=np.float32)
+    return llama3_factors(shape.rotated, shape.rope_base, shape.rope_factor, shape.context_before)
 
 
 def values_of(listed: Iterable[Tensor], shape: ModelShape, seed: int) -> Iterator[NDArray[Any]]:
