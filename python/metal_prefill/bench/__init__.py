@@ -14,12 +14,16 @@ from pathlib import Path
 
 from metal_prefill._support.arguments import integer
 from metal_prefill._support.choices import AUTO
+from metal_prefill.bench import _agents, _cases, _engines, _machine, _model_file, _serving, _worker
 from metal_prefill.bench._agents import AgentResults
 from metal_prefill.bench._cases import Case
 from metal_prefill.bench._engines import BenchError
-from metal_prefill.bench._report import BenchResults, Row
-from metal_prefill.bench._runner import Progress, no_progress
+from metal_prefill.bench._peers import servers
+from metal_prefill.bench._report import BenchResults, Row, make_row
+from metal_prefill.bench._runner import Progress, Runner, no_progress
 from metal_prefill.bench._serving import ServingResults
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.text._tokenizer import Tokenizer
 
 __all__ = [
     "AgentResults", "BenchError", "BenchResults", "Row", "ServingResults", "run", "run_agents",
@@ -96,8 +100,6 @@ def run(
     GGUFError, UnsupportedModelError
         The file is not a supported model.
     """
-    from metal_prefill.bench import _cases, _model_file
-
     path = _model_file.found(model)
     if not _model_file.read_facts(path).generates:
         raise ValueError(f"{path.name} is an encoder, which does not generate text: use `run_embeddings`")
@@ -134,8 +136,6 @@ def run_embeddings(
         As for :func:`run`. Further peers are ``"transformers"`` and ``"onnxruntime"``, which need the extra
         ``bench-transformers``.
     """
-    from metal_prefill.bench import _cases, _model_file
-
     path, tests = _model_file.found(model), _cases.make_embeddings(text_tokens, text_counts)
     return _measured(
         path, tests, repetitions, threads, device, compute, kv_dtype, compare, patience, progress
@@ -154,10 +154,6 @@ def _measured(
     patience: float,
     progress: Progress,
 ) -> BenchResults:
-    from metal_prefill.bench import _engines, _machine, _model_file, _worker
-    from metal_prefill.bench._report import make_row
-    from metal_prefill.bench._runner import Runner
-
     integer("repetitions", repetitions, 1)
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
@@ -236,11 +232,6 @@ def run_serving(
     BenchError
         A server failed.
     """
-    from metal_prefill.bench import _cases, _engines, _machine, _model_file, _serving
-    from metal_prefill.bench._peers import servers
-    from metal_prefill.files._gguf_file import GGUFFile
-    from metal_prefill.text._tokenizer import Tokenizer
-
     integer("repetitions", repetitions, 1)
     counts = _cases.distinct("numbers of clients", clients)
     if not counts:
@@ -277,9 +268,6 @@ def run_agents(
     Parameters and errors are those of :func:`run_serving`. A peer must report the tokens of prompts that it
     computed, as llama-server does, or those that it found in its cache.
     """
-    from metal_prefill.bench import _agents, _engines, _machine, _model_file
-    from metal_prefill.bench._peers import servers
-
     path = _model_file.found(model)
     threads = threads or _machine.available_threads()
     options = servers.ServerOptions(os.fspath(path), threads, clients=1, context=4096)

@@ -14,12 +14,10 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from metal_prefill.bench._engines import BenchError
 from metal_prefill.bench._peers import servers
 from metal_prefill.bench._peers.servers import Command, ServerOptions, ServerProcess
-from metal_prefill.bench._serving import WORDS
+from metal_prefill.bench._serving import random_words
 
 TURNS = 5
 UNIT = 10  # words
@@ -28,34 +26,30 @@ Messages = list[dict[str, str]]
 Ask = Callable[[Messages], tuple[int, int]]  # returns the numbers of the prompt's and of the cached tokens
 
 
-def _text(words: int, seed: int) -> str:
-    return " ".join(np.random.default_rng(seed).choice(WORDS.split(), words))
-
-
 def _history(turns: int, unit: int, seed: int = 0, system: str = "") -> Messages:
     """Return a conversation of this many turns; shorter ones are prefixes of longer ones."""
-    messages = [{"role": "system", "content": system + _text(16 * unit, 1000 + seed)}]
+    messages = [{"role": "system", "content": system + random_words(16 * unit, 1000 + seed)}]
     for i in range(turns):
-        messages.append({"role": "user", "content": _text(4 * unit, 100 * seed + 2 * i + 1)})
-        messages.append({"role": "assistant", "content": _text(3 * unit, 100 * seed + 2 * i + 2)})
+        messages.append({"role": "user", "content": random_words(4 * unit, 100 * seed + 2 * i + 1)})
+        messages.append({"role": "assistant", "content": random_words(3 * unit, 100 * seed + 2 * i + 2)})
     return messages
 
 
 def _asks(messages: Messages, unit: int, seed: int = 0) -> Messages:
-    return [*messages, {"role": "user", "content": _text(2 * unit, 50_000 + seed)}]
+    return [*messages, {"role": "user", "content": random_words(2 * unit, 50_000 + seed)}]
 
 
 def _results_of_tools(i: int, unit: int) -> Messages:
     messages = _history(0, unit)
     for earlier in range(i):
-        messages.append({"role": "user", "content": f"Result: {_text(10 * unit, earlier)}"})
+        messages.append({"role": "user", "content": f"Result: {random_words(10 * unit, earlier)}"})
         messages.append({"role": "assistant", "content": f"I call tool {earlier}."})
-    return [*messages, {"role": "user", "content": f"Result: {_text(10 * unit, i)}"}]
+    return [*messages, {"role": "user", "content": f"Result: {random_words(10 * unit, i)}"}]
 
 
 def _edit_in_the_middle(i: int, unit: int) -> Messages:
     messages = _history(4, unit)
-    messages[5] = {"role": "user", "content": _text(4 * unit, 900 + i)}
+    messages[5] = {"role": "user", "content": random_words(4 * unit, 900 + i)}
     return _asks(messages, unit)
 
 
@@ -67,7 +61,7 @@ def _cut_front(i: int, unit: int) -> Messages:
 def _compaction(i: int, unit: int) -> Messages:
     messages = _history(i, unit)
     if i >= 3:
-        summary = {"role": "user", "content": f"Summary: {_text(5 * unit, 800)}"}
+        summary = {"role": "user", "content": f"Summary: {random_words(5 * unit, 800)}"}
         messages = [messages[0], summary, {"role": "assistant", "content": "Yes."}, *messages[7:]]
     return _asks(messages, unit)
 

@@ -60,12 +60,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name of the test.
-
-        ``pp<n>`` for a prompt and ``tg<n>`` for decoding, with the suffix ``x<streams>`` for a batch;
-        ``embed<n>`` for n texts, ``embed16x64`` for 64 texts of 16 tokens; ``greedy<n>``, ``sampled<n>``,
-        ``copy<n>`` and, with drafts, ``lookup<n>`` for tokens that the engine chooses.
-        """
+        """Name of the test, as :func:`metal_prefill.bench.run` and `run_embeddings` list them."""
         if self.text_tokens:
             return f"embed{self.text_tokens}x{self.n_texts}"
         if self.n_texts:

@@ -59,14 +59,15 @@ class Calibrator:
         self.reference_ns = min(self.reference_ns, elapsed)
         return elapsed
 
-    def is_degraded(self, calibration_ns: int) -> bool:
-        """Whether the machine was clearly slower than at its best so far."""
-        return calibration_ns > TOLERANCE * self.reference_ns
+    @property
+    def limit_ns(self) -> float:
+        """Calibrations that take longer show a machine that is clearly slower than at its best so far."""
+        return TOLERANCE * self.reference_ns
 
     def settle(self, patience_s: float) -> int:
         """Wait until the machine reaches its full speed; return the last calibration."""
         deadline = time.monotonic() + patience_s
-        while self.is_degraded(calibration := self.measure()) and time.monotonic() < deadline:
+        while (calibration := self.measure()) > self.limit_ns and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return calibration
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from gguf import model_weight_count_rounded_notation
 
 from metal_prefill.bench._cases import TASK
 from metal_prefill.engine import chosen_mode
@@ -58,14 +59,6 @@ def task_ids(path: str | Path) -> npt.NDArray[np.int32]:
         return np.array(tokenizer.apply_chat_template([{"role": "user", "content": TASK}]), np.int32)
 
 
-def _short(count: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if count >= size:
-            value = count / size
-            return f"{value:.0f}{unit}" if value >= 10 else f"{value:.1f}{unit}"
-    return str(count)
-
-
 def read_facts(path: Path) -> ModelFacts:
     """Read facts from the file; `model_type` names the type of most weights in the layers."""
     with GGUFFile(path) as gguf:
@@ -75,9 +68,10 @@ def read_facts(path: Path) -> ModelFacts:
             if tensor.name.startswith("blk."):
                 sizes[tensor.type_name] += prod(tensor.shape)
         n_params = sum(prod(tensor.shape) for tensor in gguf.tensors.values())
+        kind, count = sizes.most_common(1)[0][0], model_weight_count_rounded_notation(n_params)
         return ModelFacts(
             model_filename=str(path),
-            model_type=f"{config.architecture} {_short(n_params)} {sizes.most_common(1)[0][0]}",
+            model_type=f"{config.architecture} {count} {kind}",
             model_size=sum(tensor.nbytes for tensor in gguf.tensors.values()),
             model_n_params=n_params,
             vocab_size=config.vocab_size,

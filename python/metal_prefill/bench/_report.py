@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -155,10 +154,10 @@ def rate(value: float) -> str:
 
 def _table(results: BenchResults) -> Table:
     """Return a row for each test, with a column for each engine, and for each peer one of ratios."""
-    engines = results.by_engine()
-    ours = engines[0][1][0]
+    ours = results.rows[0]
     columns: list[tuple[str, ...]] = [("test", *results.tests, "load s", "peak MiB")]
-    for engine, rows in engines:
+    for engine in results.engines:
+        rows = [results.row(engine, test) for test in results.tests]
         speeds = (row.spread.text(rate) if row.measured else "" for row in rows)
         first = rows[0]
         columns.append((engine, *speeds, f"{first.load_ns / NANO:.2f}", f"{first.peak_rss / MIB:.0f}"))
@@ -200,12 +199,6 @@ def _captions(results: BenchResults) -> Iterator[str]:
     yield from (f"note: {note}" for note in results.notes())
 
 
-def render(results: BenchResults) -> RenderableType:
-    if not results.rows:
-        return Text("no results")
-    return Group(_table(results), *(Text(line, style="dim") for line in _captions(results)))
-
-
 @dataclass
 class BenchResults:
     """Rows of one benchmark; a table in a terminal and in a notebook.
@@ -238,10 +231,6 @@ class BenchResults:
         """Names of the engines, in order."""
         return list(dict.fromkeys(row.engine for row in self.rows))
 
-    def by_engine(self) -> list[tuple[str, list[Row]]]:
-        """Return the rows of each engine, in the order of the tests."""
-        return [(engine, [self.row(engine, test) for test in self.tests]) for engine in self.engines]
-
     @property
     def tests(self) -> list[str]:
         """Names of the tests, in order."""
@@ -270,10 +259,12 @@ class BenchResults:
         """Return the rows as a JSON array of objects."""
         return json.dumps([asdict(row) for row in self.rows], indent=2)
 
-    def __rich__(self) -> Any:
-        return render(self)
+    def __rich__(self) -> RenderableType:
+        if not self.rows:
+            return Text("no results")
+        return Group(_table(self), *(Text(line, style="dim") for line in _captions(self)))
 
     def _repr_html_(self) -> str:
         console = Console(record=True, width=1000, file=io.StringIO())
-        console.print(render(self))
+        console.print(self)
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

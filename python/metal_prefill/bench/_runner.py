@@ -95,7 +95,6 @@ def select(samples: Sequence[Sample], wanted: int, calibration_limit_ns: float) 
 
 ATTEMPTS = 4  # maximum number of samples, as a multiple of those wanted
 WAIT_S = 1.0  # wait of one sample for a degraded machine to recover
-PATIENCE_S = 60.0  # total extra time for a degraded machine
 
 Progress = Callable[[str, int, int], object]  # current activity, valid samples so far, samples wanted
 
@@ -116,9 +115,8 @@ class Runner:
     workers: Sequence[WorkerProcess]
     calibrator: Calibrator
     repetitions: int  # samples wanted of each test of each engine
-    progress: Progress = no_progress
-    # Seconds left for a degraded machine: waits, and samples that are not valid.
-    patience_s: float = PATIENCE_S
+    progress: Progress
+    patience_s: float  # seconds left for a degraded machine: waits, and samples that are not valid
     # All samples, in order.
     samples: dict[tuple[str, Case], list[Sample]] = field(default_factory=lambda: defaultdict(list))
 
@@ -138,16 +136,13 @@ class Runner:
             self._collect(group)
 
     def selection(self, worker: WorkerProcess, case: Case) -> Selection:
-        return select(self.samples[worker.name, case], self.repetitions, self._limit())
+        return select(self.samples[worker.name, case], self.repetitions, self.calibrator.limit_ns)
 
     def _of(self, group: Sequence[Case]) -> list[tuple[Case, WorkerProcess]]:
         return [(case, worker) for case in group for worker in self.workers if not why_not(worker.name, case)]
 
-    def _limit(self) -> float:
-        return _machine.TOLERANCE * self.calibrator.reference_ns
-
     def _clean(self, worker: WorkerProcess, case: Case) -> int:
-        limit = self._limit()
+        limit = self.calibrator.limit_ns
         return sum(is_clean(sample, limit) for sample in self.samples[worker.name, case])
 
     def _collect(self, group: Sequence[Case]) -> None:
@@ -175,7 +170,7 @@ class Runner:
         elapsed, switches = worker.sample(case)
         stolen = _machine.stolen_ns() - stolen
         sample = Sample(elapsed, max(before, self.calibrator.measure()), switches, stolen)
-        if not is_clean(sample, self._limit()):
+        if not is_clean(sample, self.calibrator.limit_ns):
             lost += elapsed * 1e-9
         self.patience_s = max(0.0, self.patience_s - lost)
         return sample

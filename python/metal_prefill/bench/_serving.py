@@ -28,10 +28,13 @@ WORDS = (
 )
 
 
+def random_words(count: int, seed: int) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS.split(), count))
+
+
 def text_of(tokenizer: Tokenizer, tokens: int, seed: int) -> str:
     """Return a deterministic text of words, of about the given number of tokens."""
-    words = np.random.default_rng(seed).choice(WORDS.split(), tokens)
-    ids = tokenizer.encode(" ".join(words), add_bos=False)
+    ids = tokenizer.encode(random_words(tokens, seed), add_bos=False)
     return tokenizer.decode(ids[:tokens])
 
 

@@ -40,17 +40,11 @@ class Taken(NamedTuple):
     peak_rss: int = 0  # bytes
 
 
-def timed_run(adapter: Adapter, case: Case, vocab_size: int, task: Callable[[], Ids] | None = None) -> Taken:
-    """Run a test once.
-
-    `task` returns the ids of `cases.TASK`, for tests of copying.
-    """
+def timed_run(adapter: Adapter, case: Case, vocab_size: int, task: Callable[[], Ids]) -> Taken:
+    """Run a test once; `task` returns the ids of `cases.TASK`, for tests of copying."""
     if case.choice:
-        if case.choice in ("argmax", "sampled"):
-            ids = token_ids(case.n_depth + 1, vocab_size)
-        else:
-            assert task is not None
-            ids = task()
+        given = case.choice in ("argmax", "sampled")
+        ids = token_ids(case.n_depth + 1, vocab_size) if given else task()
         adapter.clear()
         adapter.prefill(ids[:-1])
         return _timed(lambda: adapter.choose(ids, case.n_gen, case.choice))

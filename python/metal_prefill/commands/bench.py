@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metal_prefill._support.atomic_write import check_target, replacing
@@ -110,9 +109,9 @@ def _add_shared_arguments(parser: argparse.ArgumentParser, mode: str) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Measure, then print a table or JSON."""
-    from metal_prefill import bench
+    from metal_prefill import bench, default_model_path
 
-    model = _model(arguments)
+    model = default_model_path() if arguments.demo else common.model_path(arguments.model)
     # Report an unwritable file before measuring, which takes minutes.
     if arguments.json and arguments.json != "-":
         check_target(arguments.json)
@@ -127,12 +126,6 @@ def execute(arguments: argparse.Namespace) -> None:
         if arguments.json:
             with replacing(arguments.json) as part:
                 part.write_text(results.to_json() + "\n", encoding="utf-8")
-
-
-def _model(arguments: argparse.Namespace) -> Path | None:
-    from metal_prefill import default_model_path
-
-    return default_model_path() if arguments.demo else common.model_path(arguments.model)
 
 
 @contextmanager

@@ -1,11 +1,6 @@
-"""llama.cpp, through the low-level calls of llama-cpp-python.
+"""llama.cpp, through the low-level calls of llama-cpp-python, as docs/benchmarking.md describes.
 
-Configured for its best speed: flash attention, the whole prompt in one micro-batch, weights repacked at
-load (its default if the CPU has the instructions), logits for the last token only. The high-level class
-would copy logits into Python and evaluate them; the C calls below are those of llama.cpp's llama-bench.
-
-Several sequences are computed in one batch, as in llama.cpp's batched-bench, with separate caches
-(``kv_unified = False``, which llama.cpp recommends for sequences that share nothing).
+The high-level class would copy logits into Python and evaluate them.
 """
 
 from __future__ import annotations
@@ -242,10 +237,7 @@ class _LlamaCpp(Adapter):
             self._streams.run(column)
 
     def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
-        """Choose `count` tokens after `ids`, all but the last of which are in the context.
-
-        Drafts are those of llama-cpp-python's prompt lookup. A pass accepts them up to the first mismatch.
-        """
+        # A pass accepts drafts up to the first mismatch.
         sampler = self._sampler(choice)
         for token in ids.tolist():
             llama.llama_sampler_accept(sampler, token)

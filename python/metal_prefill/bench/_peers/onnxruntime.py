@@ -1,8 +1,6 @@
-"""ONNX Runtime on the CPU, for text embedding with encoders.
+"""ONNX Runtime on the CPU, for text embedding with encoders, in 8 bits; `compute="f32"` keeps float32.
 
 The graph is exported from transformers' model of the same weights, which is how such models are published.
-Matrices are rounded to 8 bits, and activations at run time (`quantize_dynamic`); `compute="f32"` keeps
-float32.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""OpenVINO on the same GGUF file.
+"""OpenVINO on the same GGUF file, as docs/benchmarking.md describes.
 
-OpenVINO GenAI reads the GGUF, builds a stateful graph with 4-bit weights, and saves it in OpenVINO's format,
-once per file. OpenVINO itself then compiles the graph, so that a prompt can be timed without the tokenizer
-and sampler of GenAI's pipeline. The output head is restricted to the last token, as in the pipeline.
-Everything else is OpenVINO's default for latency: bfloat16 arithmetic if the CPU supports it, and a KV cache
-in 8 bits. `compute="f32"` selects float32 arithmetic.
+OpenVINO GenAI makes the graph, and OpenVINO itself compiles it, so that a prompt can be timed without the
+tokenizer and sampler of GenAI's pipeline. `compute="f32"` selects float32 arithmetic.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Hugging Face transformers on the CPU, for text embedding.
 
 transformers reads and dequantizes GGUF files of causal models by itself, so the weights are the same; for
-encoders, `padded_texts` does. As in sentence-transformers, texts are sorted by length and computed in
-padded batches. A trial selects the faster of float32 and bfloat16 when the model is loaded; `compute="f32"`
-selects float32.
+encoders, `padded_texts` does. `compute="f32"` selects float32 without a trial.
 """
 
 from __future__ import annotations
