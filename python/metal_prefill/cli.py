@@ -182,7 +182,3 @@ def _execute(arguments: list[str], interrupted: list[int]) -> int:
         drop_unwritable_output()
         return code
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

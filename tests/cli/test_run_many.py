@@ -21,7 +21,7 @@ from metal_prefill import Model, Scheduler, cli
 from metal_prefill.commands.result_lines import Prompt
 from metal_prefill.commands.run_many import in_order
 
-COMMAND = [sys.executable, "-m", "metal_prefill.cli", "run", "--device", "cpu"]
+COMMAND = [sys.executable, "-m", "metal_prefill", "run", "--device", "cpu"]
 SPEAKERS = ["ROMEO:\n", "JULIET:\n", "HAMLET:\n", "First Citizen:\n", "MENENIUS:\n"]
 
 

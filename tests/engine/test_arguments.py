@@ -263,7 +263,7 @@ def test_synthetic_models_have_limits(tmp_path: Path, name: str) -> None:
 
 
 def test_a_closed_output_is_reported_once() -> None:
-    run = [sys.executable, "-m", "metal_prefill.cli", "run", "-p", "ROMEO:", "-n", "3", "--device", "cpu"]
+    run = [sys.executable, "-m", "metal_prefill", "run", "-p", "ROMEO:", "-n", "3", "--device", "cpu"]
     done = finished(["sh", "-c", 'exec "$@" >&-', "sh", *run])
     assert (done.returncode, done.stderr) == (1, "error: standard output is closed\n")
     done = finished(["sh", "-c", 'exec "$@" 2>&-', "sh", *run])
@@ -285,7 +285,7 @@ def test_an_error_without_a_message_is_named(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("program", "code", "said"),
     [
-        (["-m", "metal_prefill.cli", "run", "-p", "ROMEO:"], 130, r"interrupted\n"),
+        (["-m", "metal_prefill", "run", "-p", "ROMEO:"], 130, r"interrupted\n"),
         (["-c", "from metal_prefill import Model"], -signal.SIGINT, r"Traceback.*\nKeyboardInterrupt\n"),
     ],
     ids=["command", "library"],

@@ -33,7 +33,7 @@ def write_model(path: Path) -> None:
 
 def write_report(path: Path) -> None:
     options = ["--demo", "-p", "4", "-n", "0", "-r", "1", "--patience", "0", "--json", str(path)]
-    done = finished([sys.executable, "-m", "metal_prefill.cli", "bench", *options])
+    done = finished([sys.executable, "-m", "metal_prefill", "bench", *options])
     if done.returncode:
         raise OutputError(0, done.stderr, str(path))
 

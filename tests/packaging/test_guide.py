@@ -137,7 +137,7 @@ def test_the_page_of_the_server_runs_with_a_server(tmp_path: Path, demo_path: Pa
     command, *chosen = tagged(page, "serve")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    argv = [sys.executable, "-m", "metal_prefill.cli", *shlex.split(command.code.replace("8080", port))[1:]]
+    argv = [sys.executable, "-m", "metal_prefill", *shlex.split(command.code.replace("8080", port))[1:]]
     with serving(argv) as (server, url):
         assert url.endswith(f":{port}")
         run(page, [replace(s, code=s.code.replace("8080", port)) for s in chosen], tmp_path, demo_path)

@@ -19,7 +19,7 @@ from metal_prefill import cli
 from metal_prefill.serve._connections import Server
 from metal_prefill.serve._endpoint import CLOSING_SECONDS
 
-SERVE = [sys.executable, "-m", "metal_prefill.cli", "serve", "--port", "0"]
+SERVE = [sys.executable, "-m", "metal_prefill", "serve", "--port", "0"]
 
 
 def test_sigterm_lets_answers_in_flight_finish(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Atomic file replacement."""
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -10,9 +11,6 @@ from typing import IO, Any
 
 from metal_prefill._support.interruptions import deferred_interruptions
 from metal_prefill.errors import OutputError
-
-if os.name == "posix":
-    import fcntl
 
 # Folders of files that are being written. Their names are short regardless of the length of the file name.
 _PREFIX, _SUFFIX = ".metal_prefill-", ".tmp"
@@ -101,13 +99,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             scratch.discard()
         finally:  # Ctrl-C may come before the first call defers it
             scratch.discard()
-    if os.name == "posix":  # the rename must also survive a power failure
-        with deferred_interruptions():
-            directory = os.open(target.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+    with deferred_interruptions():  # the rename must also survive a power failure
+        directory = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 class _Scratch:
@@ -138,8 +135,6 @@ class _Scratch:
 
 def _remove_abandoned(parent: Path) -> None:
     """Remove unlocked folders, left by processes that ended while writing."""
-    if os.name != "posix":
-        return
     for folder in parent.glob(f"{_PREFIX}*{_SUFFIX}"):
         with suppress(OSError):
             if folder.lstat().st_uid == os.geteuid() and (lock := _lock(folder, wait=False)) is not None:
@@ -155,8 +150,6 @@ def _remove(folder: Path) -> None:
 
 def _lock(folder: Path, *, wait: bool) -> int | None:
     """Lock a folder; return None if another process has locked it, or locks are not supported."""
-    if os.name != "posix":
-        return None
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -173,8 +166,6 @@ def lock(file: int | IO[Any], *, wait: bool) -> bool:
 
     Raises BlockingIOError if another process has locked it, unless `wait`.
     """
-    if os.name != "posix":
-        return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:

@@ -52,13 +52,10 @@ def standard_input() -> TextIO:
     return stream
 
 
-def read_input() -> str:
-    """Read the standard input, without a byte order mark; see `standard_input`."""
-    return standard_input().read().removeprefix("\ufeff")
-
-
 def read_text(path: str | Path) -> str:
-    """Read a file in UTF-8, without a byte order mark."""
+    """Read a file in UTF-8, or the standard input if `path` is ``"-"``, without a byte order mark."""
+    if path == "-":
+        return standard_input().read().removeprefix("\ufeff")
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -8,7 +8,6 @@ import numpy as np
 
 from metal_prefill._support.messages import counted
 from metal_prefill.commands import common
-from metal_prefill.commands.run import read_prompt
 
 DEFAULT_WINDOW = 512  # tokens, as in llama.cpp's tool
 
@@ -74,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print the perplexity."""
-    text = read_prompt(arguments)
+    text = common.read_text(arguments.file)
     with common.open_model(arguments, generates=True) as model:
         length = arguments.window or min(DEFAULT_WINDOW, model.max_context)
         if length < 4:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import IO, Any
 
 from metal_prefill._support.atomic_write import check_target
-from metal_prefill.commands.common import UsageError, lock_output, read_input
+from metal_prefill.commands.common import UsageError, lock_output, read_text
 from metal_prefill.generation._sampling import Options
 
 _NUMBERS: Mapping[object, tuple[type, ...]] = {int: (int,), float: (int, float)}
@@ -80,7 +80,7 @@ def read_prompts(path: str) -> Iterator[tuple[int, Iterator[Prompt]]]:
 
 def _opened(path: str) -> IO[bytes]:
     if path == "-":
-        return io.BytesIO(read_input().encode())
+        return io.BytesIO(read_text("-").encode())
     file = open(path, "rb")  # noqa: SIM115
     if file.seekable():
         return file

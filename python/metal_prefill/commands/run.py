@@ -72,8 +72,6 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     """Return the text of the prompt from the option, a file or stdin."""
     if arguments.file is None:
         return str(arguments.prompt[0])
-    if arguments.file == "-":
-        return common.read_input()
     return common.read_text(arguments.file)
 
 

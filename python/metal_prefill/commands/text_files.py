@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from metal_prefill.commands.common import UsageError, add_option, read_input, standard_input
+from metal_prefill.commands.common import UsageError, add_option, read_text, standard_input
 
 DEFAULT_COLUMN = "text"
 _LONGEST_FIELD = 2**31 - 1  # of csv, in which a long is 32 bits on some systems
@@ -69,7 +69,7 @@ def read_texts(path: str, column: str | None = None) -> list[str]:
         )
     try:
         with (
-            io.StringIO(read_input()) if path == "-" else open(path, encoding="utf-8-sig", newline="\n")
+            io.StringIO(read_text(path)) if path == "-" else open(path, encoding="utf-8-sig", newline="\n")
         ) as file:
             if read is None:
                 return [line.rstrip("\r\n") for line in file if line.strip()]

@@ -38,7 +38,7 @@ Command = Callable[[ServerOptions, int], Sequence[str]]
 
 
 def _ours(options: ServerOptions, port: int) -> list[str]:
-    command = [sys.executable, "-m", "metal_prefill.cli", "serve", "-m", options.path, "--port", str(port)]
+    command = [sys.executable, "-m", "metal_prefill", "serve", "-m", options.path, "--port", str(port)]
     command += ["-t", str(options.threads), "--max-streams", str(options.clients)]
     if options.prefix_memory is not None:
         command += ["--prefix-memory", str(options.prefix_memory)]
