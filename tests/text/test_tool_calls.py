@@ -195,6 +195,7 @@ TEXTS = [
     '{"name": "clock", "arguments": {"x": 1e999}}',  # beyond float64: JSON has no number for infinity
     '{"name": "clock", "arguments": "{\\"x\\": -1e999}"}',
     '{"name": "clock", "arguments": "{\\"x\\": \\"\\\\ud800\\"}"}',
+    '{"name": "clock", "arguments": "{\\"x\\": ' + "[" * 64 + "]" * 64 + '}"}',
     '{"name": "clock", "arguments": {"x": "\\ud800"}}',
     '{"name": "clock", "arguments": {]}',
     '{"name": "other", "arguments": {}} ',
@@ -299,6 +300,8 @@ TYPED = {
         ("flag", "1", "1"),
         ("list", '[1, "a"]', [1, "a"]),
         ("list", '{"a": 1}', '{"a": 1}'),
+        ("list", "[" * 65 + "]" * 65, "[" * 65 + "]" * 65),
+        ("list", "[" * 990 + "]" * 990, "[" * 990 + "]" * 990),
         ("map", '{"a": 1}', {"a": 1}),
         ("map", "None", None),
         ("either", "3", 3),

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 _STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 
+MOST_DEPTH = 64  # nesting depth of brackets, which limits how often a character is parsed
+
 _Parts: TypeAlias = "list[tuple[int, int]]"
 
 
@@ -62,10 +64,27 @@ class Brackets:
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON that can be serialized again: without NaN, numbers beyond float64 and lone surrogates."""
-    value = json.loads(text)
+    """Parse JSON; raises ValueError as `checked` does, too."""
+    try:
+        return checked(json.loads(text))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def checked(value: Any) -> Any:
+    """Return a value that can be written as JSON anywhere.
+
+    Raises ValueError for NaN, numbers beyond float64, lone surrogates and deep nesting.
+    """
+    if _depth(value) > MOST_DEPTH:
+        raise ValueError("nested too deeply")
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
     return value
+
+
+def _depth(value: Any) -> int:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if items is None else 1 + max(map(_depth, items), default=0)
 
 
 _CUT_ESCAPE = re.compile(r"(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z")
@@ -75,10 +94,8 @@ _BETWEEN = " \t\r\n,"
 
 def read_arguments(text: str) -> Any:
     """Parse the arguments of a call as JSON, also if they end too early; return other text as it is."""
-    try:
+    with suppress(ValueError):
         return read_json(text.strip() or "{}")
-    except (ValueError, RecursionError):
-        pass
     closing: list[str] = []
     in_string, begin = False, 0  # of the last string
     for match in _STRUCTURE.finditer(text):
@@ -97,6 +114,6 @@ def read_arguments(text: str) -> Any:
         begun_texts = [text.rstrip(ascii_lowercase).rstrip(_BETWEEN)]
     for begun in begun_texts:
         for ending in _ENDINGS:
-            with suppress(ValueError, RecursionError):
+            with suppress(ValueError):
                 return read_json("".join([begun, ending, *reversed(closing)]))
     return text

@@ -40,10 +40,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from metal_prefill.text._json_calls import Brackets, read_json
+from metal_prefill.text._json_calls import MOST_DEPTH, Brackets, checked, read_json
 from metal_prefill.text._written_calls import (
     GLM,
-    MOST_DEPTH,
     QWEN,
     STRING_MARKS,
     ElementScanner,
@@ -465,7 +464,7 @@ class ToolCallParser:
             return value.skipped, None
         try:
             found = read_json(self._text[value.start - self._position : end - self._position])
-        except (ValueError, RecursionError):
+        except ValueError:
             return value.skipped, None
         if value.name is not None:
             found = {"name": value.name, "arguments": found, "id": value.id}
@@ -479,10 +478,12 @@ class ToolCallParser:
         begin, end = value.start - self._position, scanner.end
         if end is None:
             return begin + scanner.scanned - self._at, None
-        written = scanner.calls(self._text[begin : begin + end])
-        calls = None if written is None else [ToolCall(*call) for call in written]
-        is_known = calls is not None and self._knows(value, calls)
-        return begin + end - self._at, calls if is_known else None
+        try:
+            written = scanner.calls(self._text[begin : begin + end])
+            calls = [ToolCall(name, checked(arguments)) for name, arguments in written]
+        except (ValueError, RecursionError):
+            return begin + end - self._at, None
+        return begin + end - self._at, calls if self._knows(value, calls) else None
 
     def _knows(self, value: _Value, calls: list[ToolCall]) -> bool:
         """Return whether calls may be these: without a tag, they must be of known tools, if any are known."""
@@ -527,7 +528,7 @@ def _call(value: Any, tagged: bool) -> ToolCall | None:
     if isinstance(arguments, str):
         try:
             arguments = read_json(arguments)
-        except (ValueError, RecursionError):
+        except ValueError:
             return None
     if not isinstance(arguments, Mapping):
         return None

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from metal_prefill.text._json_calls import read_json
 
-MOST_DEPTH = 64  # nesting depth of brackets, which limits how often a character is parsed
 STRING_MARKS = ('<|"|>', "<escape>")  # around strings in calls of Gemma 4 and FunctionGemma
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
@@ -45,7 +44,7 @@ def _typed(text: str, types: frozenset[str]) -> Any:
         return text
     try:
         value = _WORDS[text] if text in _WORDS else read_json(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
     kinds = {
         bool: {"boolean"},
@@ -56,15 +55,6 @@ def _typed(text: str, types: frozenset[str]) -> Any:
         type(None): {"null"},
     }.get(type(value), set())
     return value if kinds and (not types or kinds & types) else text
-
-
-def _valid(calls: list[WrittenCall]) -> list[WrittenCall] | None:
-    """Return calls that can be written as JSON, which lacks infinity and lone surrogates; None otherwise."""
-    try:
-        json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError:
-        return None
-    return calls
 
 
 class Scanner:
@@ -94,8 +84,8 @@ class Scanner:
         """Take the next mark; return whether it ends the calls."""
         raise NotImplementedError
 
-    def calls(self, text: str) -> list[WrittenCall] | None:
-        """Parse complete text; return None if it is not a call."""
+    def calls(self, text: str) -> list[WrittenCall]:
+        """Parse complete text; raises ValueError or RecursionError if it is not a call."""
         raise NotImplementedError
 
 
@@ -142,16 +132,18 @@ class ElementScanner(Scanner):
         self._inside = not mark.startswith("</")
         return False
 
-    def calls(self, text: str) -> list[WrittenCall] | None:
+    def calls(self, text: str) -> list[WrittenCall]:
         begin = self._form.begin.match(text)
         if begin is None:
-            return None
+            raise ValueError("no name")
         arguments, at = {}, begin.end()
         types = self._types.get(begin[1], {})
         while (found := self._form.argument.match(text, at)) is not None:
             arguments[found[1]] = _typed(found[2], types.get(found[1], frozenset()))
             at = found.end()
-        return _valid([(begin[1], arguments)]) if text[at:] == self._form.end else None
+        if text[at:] != self._form.end:
+            raise ValueError("text after the arguments")
+        return [(begin[1], arguments)]
 
 
 _MARKED_STRING = "|".join(rf"{mark}(.*?){mark}" for mark in map(re.escape, STRING_MARKS))
@@ -168,26 +160,21 @@ class MarkedScanner(Scanner):
     def __init__(self) -> None:
         super().__init__(self._MARK)
         self._quote = ""  # around the string that is open
-        self._depth = self._most_depth = 0
+        self._depth = 0
 
     def _ends(self, mark: str) -> bool:
         if mark in STRING_MARKS:
             self._quote = mark if not self._quote else "" if mark == self._quote else self._quote
         elif not self._quote:
             self._depth += 1 if mark in "{[" else -1
-            self._most_depth = max(self._depth, self._most_depth)
             return self._depth == 0
         return False
 
-    def calls(self, text: str) -> list[WrittenCall] | None:
+    def calls(self, text: str) -> list[WrittenCall]:
         name = self._BEGIN.match(text)
-        if name is None or self._most_depth > MOST_DEPTH:
-            return None
-        try:
-            arguments = read_json(self._PART.sub(_as_json, text[name.end() :]))
-        except ValueError:
-            return None
-        return _valid([(name[0].rstrip(), arguments)])
+        if name is None:
+            raise ValueError("no name")
+        return [(name[0].rstrip(), read_json(self._PART.sub(_as_json, text[name.end() :])))]
 
 
 def _as_json(part: re.Match[str]) -> str:
@@ -258,17 +245,14 @@ class PythonScanner(Scanner):
             if self._depth == 0:
                 self.end = position + 1
 
-    def calls(self, text: str) -> list[WrittenCall] | None:
-        """Parse complete text; return None if it is not a call, or list of calls, with named arguments."""
-        try:
-            return _valid(_PythonReader(text, self._strings).calls())
-        except ValueError:
-            return None
+    def calls(self, text: str) -> list[WrittenCall]:
+        """Parse a call with named arguments, or a list of such calls."""
+        return _PythonReader(text, self._strings).calls()
 
 
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", **{c: c for c in "\\\"'/"}}
-_CLOSING = {"[": "]", "(": ")"}
+_CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 
 def _unescaped(match: re.Match[str]) -> str:
@@ -280,9 +264,9 @@ class _PythonReader:
     """Recursive descent over a call, or a list of calls; `ValueError` ends it."""
 
     _SPACE = re.compile(r"\s*")
-    _NAME = re.compile(r"[A-Za-z_][\w.-]*")
+    _NAME = re.compile(r"\s*([A-Za-z_][\w.-]*)")
     _PRINT = re.compile(r"\s*print\s*\(\s*(?=[A-Za-z_][\w.-]*\s*\()")
-    _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
+    _NUMBER = re.compile(r"\s*[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 
     def __init__(self, text: str, strings: Mapping[int, int]) -> None:
         self._text = text
@@ -291,58 +275,45 @@ class _PythonReader:
 
     def calls(self) -> list[WrittenCall]:
         is_list = self._text.startswith("[")
-        calls = [self._call() for _ in self._items("[", "]")] if is_list else [self._call()]
+        calls = [self._call() for _ in self._items("[")] if is_list else [self._call()]
         if self._at != len(self._text) or not calls:
             raise ValueError("text after the calls, or no call")
         return calls
 
     def _call(self) -> WrittenCall:
         """Take a call, which may be the argument of ``print``."""
-        printed = self._PRINT.match(self._text, self._at)
-        if printed is not None:
-            self._at = printed.end()
-        call = self._plain_call()
-        if printed is not None:
-            self._expect(")")
-        return call
-
-    def _plain_call(self) -> WrittenCall:
+        printed = self._taken(self._PRINT)
         name = self._word()
         arguments: dict[str, Any] = {}
-        for _ in self._items("(", ")"):
+        for _ in self._items("("):
             key = self._word()
             self._expect("=")
             if key in arguments:
                 raise ValueError(f"{key} is repeated")
-            arguments[key] = self._value(1)
+            arguments[key] = self._value()
+        if printed is not None:
+            self._expect(")")
         return name, arguments
 
-    def _value(self, depth: int) -> Any:
-        if depth > MOST_DEPTH:
-            raise ValueError("nested too deeply")
-        self._skip_space()
-        character = self._text[self._at : self._at + 1]
+    def _value(self) -> Any:
+        character = self._next()
         if character == "{":
-            return self._mapping(depth)
+            return {self._key(): self._value() for _ in self._items("{")}
         if character in _CLOSING:
-            return [self._value(depth + 1) for _ in self._items(character, _CLOSING[character])]
+            return [self._value() for _ in self._items(character)]
         if character in ("'", '"'):
             return self._string()
-        if (number := self._NUMBER.match(self._text, self._at)) is not None:
-            self._at = number.end()
+        if (number := self._taken(self._NUMBER)) is not None:
             return float(number[0]) if number[1] or number[2] else int(number[0])
         word = self._word()
         if word not in _WORDS:
             raise ValueError(f"{word} is not a value")
         return _WORDS[word]
 
-    def _mapping(self, depth: int) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for _ in self._items("{", "}"):
-            key = self._string()
-            self._expect(":")
-            values[key] = self._value(depth + 1)
-        return values
+    def _key(self) -> str:
+        key = self._string()
+        self._expect(":")
+        return key
 
     def _string(self) -> str:
         begin = self._at + 1
@@ -354,33 +325,34 @@ class _PythonReader:
         return text.encode("utf-16", "surrogatepass").decode("utf-16")  # no lone surrogates
 
     def _word(self) -> str:
-        self._skip_space()
-        word = self._NAME.match(self._text, self._at)
+        word = self._taken(self._NAME)
         if word is None:
             raise ValueError("no name")
-        self._at = word.end()
-        return word[0]
+        return word[1]
 
-    def _skip_space(self) -> None:
-        space = self._SPACE.match(self._text, self._at)
-        self._at = self._at if space is None else space.end()
+    def _items(self, opening: str) -> Iterator[None]:
+        """Take an opening bracket, yield where each element begins, and take the closing bracket."""
+        self._expect(opening)
+        while self._next() != _CLOSING[opening]:
+            yield
+            if self._next() == ",":
+                self._at += 1
+            elif self._next() != _CLOSING[opening]:
+                raise ValueError(f"{opening} is not closed")
+        self._at += 1
 
     def _expect(self, character: str) -> None:
-        self._skip_space()
-        if not self._text.startswith(character, self._at):
+        if self._next() != character:
             raise ValueError(f"no {character}")
         self._at += 1
 
-    def _items(self, opening: str, closing: str) -> Iterator[None]:
-        """Take an opening bracket, yield where each element begins, and take the closing bracket."""
-        self._expect(opening)
-        self._skip_space()
-        while not self._text.startswith(closing, self._at):
-            yield
-            self._skip_space()
-            if self._text.startswith(",", self._at):
-                self._at += 1
-                self._skip_space()
-            elif not self._text.startswith(closing, self._at):
-                raise ValueError(f"no {closing}")
-        self._at += 1
+    def _next(self) -> str:
+        """Take white space, and return the character after it; empty at the end."""
+        self._taken(self._SPACE)
+        return self._text[self._at : self._at + 1]
+
+    def _taken(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Take text that matches; return None if it does not."""
+        found = pattern.match(self._text, self._at)
+        self._at = self._at if found is None else found.end()
+        return found
