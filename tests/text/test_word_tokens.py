@@ -41,7 +41,7 @@ def test_tokens_are_those_of_the_library(opened: Opened) -> None:
     for text in texts(Random(1), 400):
         expected = tokenizer._segmenter(parse_special=False, begins=True).ids(text)
         assert tokenizer.encode(text, add_bos=False) == expected, repr(text)
-        taken += words.encode(text) is not None
+        taken += words.encode_all([text]) != [None]
     assert taken > 400
 
 
@@ -73,25 +73,24 @@ def test_the_number_of_spelled_tokens_does_not_delay_texts(count: int) -> None:
     spelled = [f"Un{i:x}." for i in range(count)]
     words = WordTokens(segmenter("un", "##aff"), lowercase=True, user_defined=spelled)
     begin = time.process_time()
-    expected = [1] * 20 if count < 100 else None
-    assert all(words.encode("un " * 20) == expected for _ in range(2000))
-    assert words.encode(f"un a {spelled[-1].swapcase()}") is None
+    expected = [[1] * 20 if count < 100 else None]
+    assert all(words.encode_all(["un " * 20]) == expected for _ in range(2000))
+    assert words.encode_all([f"un a {spelled[-1].swapcase()}"]) == [None]
     assert time.process_time() - begin < 1
 
 
 def test_special_tokens_are_searched_for_where_texts_spell_them() -> None:
     words = WordTokens(segmenter("x", "y", "["), lowercase=False, special=["[X Y]"])
-    assert words.encode("[ x") == [3, 1]
-    assert words.encode("[x", parse_special=True) is None
+    assert words.encode_all(["[ x"]) == [[3, 1]]
     assert words.encode_all(["x", "[x"], parse_special=True) == [[1], None]
 
 
 def test_a_spelled_token_of_white_space_is_left_to_the_library() -> None:
-    assert WordTokens(segmenter("un"), lowercase=True, user_defined=[" "]).encode("un") is None
+    assert WordTokens(segmenter("un"), lowercase=True, user_defined=[" "]).encode_all(["un"]) == [None]
 
 
 def test_tokens_longer_than_a_word_may_be_are_not_found() -> None:
     texts = ("long" * 25, "long" * 25 + "s")
     of_words = segmenter(*texts)
-    assert WordTokens(of_words, lowercase=False).encode(" ".join(texts)) == [1, 0]
+    assert WordTokens(of_words, lowercase=False).encode_all([" ".join(texts)]) == [[1, 0]]
     assert of_words.ids(" ".join(texts)) == [1, 0]

@@ -120,6 +120,7 @@ class Tokenizer:
         self._prepend_scheme = self._vocabulary.prepend_scheme(gguf)
         self._spelled = SpelledTokens(gguf, self._vocabulary)
         self._segmenters: dict[tuple[bool, bool], TextSegmenter] = {}
+        self._templates: dict[str, ChatTemplate] = {}  # by source
         named = {i for i in (self.eos_id, self.eot_id, self.eom_id) if i is not None}
         self.stop_ids = frozenset(
             named | {i for i in self._spelled.special.values() if self.token(i) in END_TOKENS}
@@ -167,7 +168,9 @@ class Tokenizer:
             ids.append(self.bos_id)
         ids += self._ids(text, parse_special)
         if strict:
-            self._check_whole(text, parse_special)
+            for piece in self.split(text, parse_special):
+                if isinstance(piece, str):
+                    self._check_whole(piece)
         return ids
 
     def encode_all(self, texts: Iterable[str], *, parse_special: bool = False) -> Iterator[list[int]]:
@@ -224,7 +227,7 @@ class Tokenizer:
     def _ids(self, text: str, parse_special: bool, *, begins: bool = True) -> list[int]:
         """Return the tokens of a text; unless it `begins`, it continues another one or follows a token."""
         if self._words is not None:
-            made = self._words.encode(text, parse_special=parse_special)
+            (made,) = self._words.encode_all([text], parse_special=parse_special)
             if made is not None:
                 return made
         text.encode("utf-8")  # lone surrogates have no tokens; the error names their position
@@ -314,10 +317,7 @@ class Tokenizer:
         if not isinstance(text, str):
             raise TypeError(f"text must be a str, got {type(text).__name__}")
         text.encode("utf-8")
-        return list(self._spans(text, parse_special))
-
-    def _spans(self, text: str, parse_special: bool) -> Iterator[TokenSpan]:
-        begins = True
+        spans, begins = [], True
         for at, part in self._parts(text):
             made = self._segmenter(parse_special, begins).spans(part)
             for n, (i, (start, end)) in enumerate(made):
@@ -325,8 +325,9 @@ class Tokenizer:
                     start, end = -1, 0 if self.token(i) == SPACE else end
                 elif i in self._spelled.with_options:
                     start, end = self._spelled.place_of(i, part, start, end)
-                yield TokenSpan(i, at + start, at + end)
+                spans.append(TokenSpan(i, at + start, at + end))
             begins = self._prepends
+        return spans
 
     def continues_word(self, span: TokenSpan, text: str) -> bool:
         """Return whether a token of `encode_spans` is inside a word of its text, not at the beginning.
@@ -351,17 +352,12 @@ class Tokenizer:
         """
         return self._bytes.missing
 
-    def _check_whole(self, text: str, parse_special: bool) -> None:
-        for piece in self.split(text, parse_special):
-            if isinstance(piece, str):
-                self._check_piece(piece)
-
-    def _check_piece(self, piece: str) -> None:
+    def _check_whole(self, piece: str) -> None:
         """Raise an error unless the tokens of a text without spelled tokens represent all of it."""
         ids = self._ids(piece, parse_special=False, begins=False)
         if self._vocabulary.kind in ENCODER_KINDS:
             if self.unk_id in ids:
-                unknown = next(span for span in self._spans(piece, False) if span.id == self.unk_id)
+                unknown = next(span for span in self.encode_spans(piece) if span.id == self.unk_id)
                 raise ValueError(
                     f"the vocabulary has no tokens for {piece[unknown.start : unknown.end][:40]!r}"
                 )
@@ -387,18 +383,15 @@ class Tokenizer:
         """Jinja source of the file's chat template, or None."""
         return self._template_source("tokenizer.chat_template")
 
-    @cached_property
-    def _plain_template(self) -> ChatTemplate:
-        from metal_prefill.text._chat_template import ChatTemplate  # imports jinja2
+    def _template(self, *, tools: bool) -> ChatTemplate:
+        """Return the template of conversations with or without tools."""
+        own = self._template_source("tokenizer.chat_template.tool_use") if tools else None
+        source = own or self.chat_template or _PLAIN_TEMPLATE
+        if source not in self._templates:
+            from metal_prefill.text._chat_template import ChatTemplate  # imports jinja2
 
-        return ChatTemplate(self.chat_template or _PLAIN_TEMPLATE, self._spelled.special)
-
-    @cached_property
-    def _tools_template(self) -> ChatTemplate:
-        from metal_prefill.text._chat_template import ChatTemplate
-
-        source = self._template_source("tokenizer.chat_template.tool_use")
-        return self._plain_template if source is None else ChatTemplate(source, self._spelled.special)
+            self._templates[source] = ChatTemplate(source, self._spelled.special)
+        return self._templates[source]
 
     def apply_chat_template(
         self,
@@ -465,8 +458,7 @@ class Tokenizer:
         `untrusted` are variables that cannot spell control tokens. With `continues`, the text ends with that
         of the last message, for the model to continue.
         """
-        template = self._tools_template if tools else self._plain_template
-        return template.render(
+        return self._template(tools=bool(tools)).render(
             messages,
             {
                 "add_generation_prompt": add_generation_prompt,
@@ -485,7 +477,7 @@ class Tokenizer:
 
     def template_reads(self, variable: str, tools: bool) -> bool:
         """Return whether the template of conversations with or without tools reads a variable."""
-        return (self._tools_template if tools else self._plain_template).reads(variable)
+        return self._template(tools=tools).reads(variable)
 
     def chat_stop(self, given: str | int | Sequence[str | int] | None = None) -> list[str | int]:
         """Return what ends an answer: the items of a given `stop`, and an empty line without a template.
@@ -505,7 +497,7 @@ class Tokenizer:
         TypeError, ValueError
             A tool is not a mapping, or has no name.
         """
-        self._tools_template.check_tools(tools)
+        self._template(tools=True).check_tools(tools)
 
     def _spelling(self, token_id: int | None) -> str:
         return "" if token_id is None else self.token(token_id)

@@ -28,9 +28,8 @@ from metal_prefill.files._metadata_keys import ID_KEYS, MAX_INT
 _log = logging.getLogger("metal_prefill")
 
 SPACE = "\u2581"  # begins a token at the beginning of a word
-MAX_TOKEN_CHARACTERS = (
-    1024  # published vocabularies have runs of up to 256 spaces; finding merges is quadratic
-)
+# Published vocabularies have runs of up to 256 spaces; finding merges is quadratic.
+MAX_TOKEN_CHARACTERS = 1024
 MERGES_KEY = "tokenizer.ggml.merges"
 ENCODER_KINDS = ("bert", "t5")
 KINDS = ("gpt2", "llama", "gemma4", *ENCODER_KINDS)
