@@ -23,7 +23,7 @@ from metal_prefill.sentence_transformers.util import (
     quantize_embeddings,
 )
 from metal_prefill.tasks._embedding import EncodedTexts, embed_encoded, encode_texts
-from metal_prefill.tasks._prompts import PLAIN, document_role, role_of
+from metal_prefill.tasks._prompts import PLAIN, document_role, query_role, text_role
 from metal_prefill.tasks._text_passes import TextPasses
 
 BODY = "Transformer"  # class of the module for hidden states
@@ -265,9 +265,11 @@ class MultiVectorEncoder(VectorEncoder):
         if output_value != "token_embeddings" or token_pooling is not None:
             name = "token_pooling" if token_pooling is not None else f"output_value {output_value!r}"
             raise NotImplementedError(f"MultiVectorEncoder does not support {name}")
-        role, prompt = role_of(self.engine, "none", task, PLAIN), self._prompt(prompt, prompt_name)
-        if task is None:  # the length of documents does not apply, but they lack the same tokens
-            role = role._replace(skipped=document_role(self.engine, PLAIN).skipped)
+        prompt, role = self._prompt(prompt, prompt_name), document_role(self.engine, PLAIN)
+        if task == "query":
+            role = query_role(self.engine, PLAIN)
+        elif task != "document":  # the length of documents does not apply, but texts lack the same tokens
+            role = text_role(self.engine)._replace(skipped=role.skipped)
         parts, single = self._encoded(inputs, prompt, batch_size, show_progress_bar, role)
         found: list[Array] = []
         for encoded in parts:

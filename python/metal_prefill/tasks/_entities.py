@@ -127,11 +127,11 @@ def find_entities(
             f"{named(encoded.cut, 'text')}",
             stacklevel=2,
         )
-    passes, count = TextPasses(engine), len(encoded.texts)
-    found = []
-    for item, places, probabilities in reported(_candidates(passes, encoded, threshold), count, progress):
-        found.append(_entities(encoded.labels, item, places, probabilities, flat_ner, multi_label))
-    return found
+    candidates = _candidates(TextPasses(engine), encoded, threshold)
+    return [
+        _entities(encoded.labels, *parts, flat_ner, multi_label)
+        for parts in reported(candidates, len(encoded.texts), progress)
+    ]
 
 
 def _head_of(engine: Engine) -> EntityHead:

@@ -326,15 +326,9 @@ class TextRole(NamedTuple):
     framed: bool = True  # whether texts have the tokens that the file adds at their ends
 
 
-def role_of(
-    engine: Engine, pooling: Pooling, instruction: str | None, form: PromptForm | None = None
-) -> TextRole:
-    """Return the role that an instruction selects; see :meth:`metal_prefill.Model.embed`.
-
-    The prompt is that of the instruction unless `form` is given.
-    """
-    if form is None:
-        form = prompt_form(engine, instruction)
+def role_of(engine: Engine, pooling: Pooling, instruction: str | None) -> TextRole:
+    """Return the role that an instruction selects; see :meth:`metal_prefill.Model.embed`."""
+    form = prompt_form(engine, instruction)
     if instruction == "query":
         return query_role(engine, form, expanded=pooling == "none")
     return document_role(engine, form) if instruction in DOCUMENT_NAMES else text_role(engine, form)

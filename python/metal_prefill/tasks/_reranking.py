@@ -50,6 +50,7 @@ TEMPLATES = {
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 ANSWERS = ("yes", "no")
 Scores = npt.NDArray[np.float64]
+Logit: TypeAlias = Callable[[npt.NDArray[np.float32]], float]  # of a pooled state
 # Function of prompts that returns their scores, and the logits by which they are ordered.
 ScoresOf: TypeAlias = Callable[[TextPasses, Sequence[Ids]], tuple[Scores, Scores]]
 AFFIRMATIVE = (ANSWERS[0], "true", "positive")
@@ -402,20 +403,13 @@ def scored_class(engine: Engine, label: str | None) -> int:
     raise ValueError(f"{listed}: set `label` to the one whose probability ranks documents")
 
 
-class _Scorer(NamedTuple):
-    """Function from a pooled state to a logit, and whether its sigmoid is the score."""
-
-    logit: Callable[[npt.NDArray[np.float32]], float]
-    has_sigmoid: bool = True
-
-
-def _scorer(engine: Engine, label: str | None = None) -> _Scorer:
-    """Score by the logit of a class relative to the others, or by the answers."""
+def _scorer(engine: Engine, label: str | None) -> tuple[Logit, bool]:
+    """Return a function of the logit that orders documents, and whether the sigmoid of it is the score."""
     head = engine.head
     if not head.labels:
         if label is not None:
             raise ValueError(f"label is {label!r}, but {engine.name} has no classification head")
-        return _answers(engine)
+        return _answers(engine), True
     chosen = scored_class(engine, label)
 
     def logit(state: npt.NDArray[np.float32]) -> float:
@@ -424,10 +418,10 @@ def _scorer(engine: Engine, label: str | None = None) -> _Scorer:
         independent = head.scores == "sigmoid" or not len(others)
         return float(logits[chosen] - (0 if independent else np.logaddexp.reduce(others)))
 
-    return _Scorer(logit, len(head.labels) > 1 or head.scores == "sigmoid")
+    return logit, len(head.labels) > 1 or head.scores == "sigmoid"
 
 
-def _answers(engine: Engine) -> _Scorer:
+def _answers(engine: Engine) -> Logit:
     """Score by the two rows of the output projection whose tokens are the answers."""
     tensors = engine.gguf.tensors
     tensor = tensors.get("output.weight", tensors["token_embd.weight"])
@@ -446,4 +440,4 @@ def _answers(engine: Engine) -> _Scorer:
         value = np.array([difference @ state.astype(np.float64)])
         return float(finite(value, "the difference of the answers' logits")[0])
 
-    return _Scorer(score)
+    return score

@@ -125,7 +125,7 @@ def label_tokens(
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
     spanned, cut = _encoded(engine, texts, rules)
     warn(cut_notes(cut, len(spanned), text_role(engine).limit))
-    found = _found(engine, spanned, decoding)
+    found = _found(engine, spanned, *decoding)
     # A token of white space alone is not an entity.
     return [
         [entity for entity in entities if entity.text and entity.label not in ignore]
@@ -146,15 +146,10 @@ def _check_labels(engine: Engine) -> None:
         raise ValueError(f"{engine.name} has labels for whole texts: use `classify`")
 
 
-class _Decoding(NamedTuple):
-    """How the tags of tokens become entities."""
-
-    strategy: str
-    transitions: TransitionBiases  # biases of the strategy ``"viterbi"``
-
-
-def _decoding_of(engine: Engine, strategy: str | None, transitions: Mapping[str, float] | None) -> _Decoding:
-    """Return the strategy, by default the one for the tags of a file, and its biases."""
+def _decoding_of(
+    engine: Engine, strategy: str | None, transitions: Mapping[str, float] | None
+) -> tuple[str, TransitionBiases]:
+    """Return the strategy, by default the one for the tags of a file, and the biases of ``"viterbi"``."""
     head = engine.head
     stray = stray_tag(head.labels)
     if strategy is None:
@@ -163,7 +158,7 @@ def _decoding_of(engine: Engine, strategy: str | None, transitions: Mapping[str,
         found = f"the label {stray!r}" if stray else "no label O, or none with E- or S-"
         raise ValueError(f"strategy 'viterbi' needs BIOES tags: {engine.name} has {found}")
     if transitions is None:
-        return _Decoding(strategy, head.transitions)
+        return strategy, head.transitions
     if strategy != "viterbi":
         raise ValueError(f"transitions need the strategy 'viterbi', got {strategy!r}")
     for name, value in transitions.items():
@@ -172,7 +167,7 @@ def _decoding_of(engine: Engine, strategy: str | None, transitions: Mapping[str,
             raise TypeError(f"transitions[{name!r}] must be a number, got {type(value).__name__}")
         if not math.isfinite(value):
             raise ValueError(f"transitions[{name!r}] is {value}, must be finite")
-    return _Decoding(strategy, TransitionBiases(**transitions))
+    return strategy, TransitionBiases(**transitions)
 
 
 def _encoded(
@@ -192,7 +187,9 @@ def _encoded(
     return spanned, cut
 
 
-def _found(engine: Engine, spanned: Sequence[_SpannedText], decoding: _Decoding) -> Iterator[list[Entity]]:
+def _found(
+    engine: Engine, spanned: Sequence[_SpannedText], strategy: str, biases: TransitionBiases
+) -> Iterator[list[Entity]]:
     """Yield the entities of each text."""
     head, begin = engine.head, len(engine.tokenizer.frame.begin)
     filled = [i for i, item in enumerate(spanned) if item.spans]
@@ -207,7 +204,7 @@ def _found(engine: Engine, spanned: Sequence[_SpannedText], decoding: _Decoding)
             _Piece(span.start, span.end, values)
             for span, values in zip(item.spans, probabilities_of(head, logits), strict=True)
         ]
-        yield _entities(engine, item, pieces, logits, decoding)
+        yield _entities(engine, item, pieces, logits, strategy, biases)
 
 
 def _entities(
@@ -215,11 +212,12 @@ def _entities(
     item: _SpannedText,
     pieces: list[_Piece],
     logits: npt.NDArray[np.floating[Any]],
-    decoding: _Decoding,
+    strategy: str,
+    biases: TransitionBiases,
 ) -> list[Entity]:
-    strategy, labels = decoding.strategy, engine.head.labels
+    labels = engine.head.labels
     if strategy == "viterbi":
-        chosen = best_path(logits, transitions_of(labels, decoding.transitions))
+        chosen = best_path(logits, transitions_of(labels, biases))
     else:
         if strategy not in ("none", "simple"):
             pieces = [_merged(word, strategy) for word in _words(engine, item, pieces)]
