@@ -60,14 +60,7 @@ class CrossEncoder(Encoder):
             self.max_seq_length = max_length
         self.activation_fn = activation_fn
 
-    @property
-    def max_length(self) -> int:
-        """Name of :attr:`max_seq_length` in earlier versions."""
-        return self.max_seq_length
-
-    @max_length.setter
-    def max_length(self, value: int) -> None:
-        self.max_seq_length = value
+    max_length = Encoder.max_seq_length  # the name in earlier versions
 
     @property
     def num_labels(self) -> int:

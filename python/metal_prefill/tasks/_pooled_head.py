@@ -15,8 +15,6 @@ from metal_prefill.files._task_config import (
     NORM,
     NORMALIZE,
     TANH_INT8,
-    TOKEN_VECTORS,
-    TOKEN_WEIGHTS,
     DenseActivation,
     HeadActivation,
     PooledHead,
@@ -52,16 +50,6 @@ def vocabulary_vector(head: PooledHead, states: FloatArray) -> FloatArray:
     for _ in range(head.logarithms):
         logits = np.log1p(logits)
     return logits.max(axis=0) if head.vocabulary_pooling == "max" else logits.sum(axis=0)
-
-
-def token_vectors(head: PooledHead, states: FloatArray) -> FloatArray:
-    """Project each state for comparison by MaxSim, next to the vector of the whole text."""
-    return finite(affine(head, TOKEN_VECTORS, states), "a number of a token's vector")
-
-
-def positive_weights(head: PooledHead, states: FloatArray) -> FloatArray:
-    """Return the weight of each state's token, ``[n]``; those that would be negative are 0."""
-    return np.maximum(finite(affine(head, TOKEN_WEIGHTS, states)[:, 0], "a weight of a token"), 0)
 
 
 def _output_of(head: PooledHead, name: str, activation: HeadActivation, states: FloatArray) -> FloatArray:

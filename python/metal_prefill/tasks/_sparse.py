@@ -10,11 +10,11 @@ import numpy.typing as npt
 from metal_prefill import _core
 from metal_prefill._support.arguments import Progress, integer, one_of
 from metal_prefill.engine import Engine, EngineOwner
-from metal_prefill.files._task_config import QUERY_WEIGHTS
+from metal_prefill.files._task_config import QUERY_WEIGHTS, TOKEN_VECTORS, TOKEN_WEIGHTS
 from metal_prefill.tasks._embedding import check_pooling, encode_texts, vector_width
-from metal_prefill.tasks._pooled_head import embedding_of, positive_weights, token_vectors, vocabulary_vector
+from metal_prefill.tasks._pooled_head import affine, embedding_of, vocabulary_vector
 from metal_prefill.tasks._prompts import PromptRules, TextRole, cut_notes, text_role, warn
-from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled, pooled_states, reported
+from metal_prefill.tasks._text_passes import Ids, TextPasses, finite, pooled, pooled_states, reported
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def token_weights(
     engine: Engine, ids: Ids, states: npt.NDArray[np.float32], most: int | None
 ) -> SparseVector:
     """Return the largest weight of each distinct token of a text that is not a special one."""
-    weights = positive_weights(engine.head, states)
+    weights = finite(affine(engine.head, TOKEN_WEIGHTS, states)[:, 0], "a weight of a token")
     present, places = np.unique(ids, return_inverse=True)
     largest = np.zeros(len(present), np.float32)
     np.maximum.at(largest, places, weights)
@@ -198,7 +198,8 @@ def embed_hybrid(
         vector = embedding_of(head, pooled(states, pooling))
         found.dense[i] = vector[: found.dense.shape[1]]
         found.sparse.append(token_weights(engine, encoded.prompts[i], states, None))
-        found.tokens.append(np.ascontiguousarray(token_vectors(head, states[1:])))
+        vectors = finite(affine(head, TOKEN_VECTORS, states[1:]), "a number of a token's vector")
+        found.tokens.append(np.ascontiguousarray(vectors))
         _core.normalize(found.tokens[-1])
     _core.normalize(found.dense)
     return found

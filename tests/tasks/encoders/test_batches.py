@@ -1,6 +1,7 @@
 """Results of tasks are the same for a text alone and in any batch, and progress is reported."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,17 @@ from support.folders.task_folders import DOCUMENTS, LATE, MODULES, QUERY, RANKER
 from metal_prefill import Model
 
 QUERIES = [QUERY, "who", "the king", "", f"{QUERY} he"]
+vectors = partial(Model.embed, normalize=False)
+queries = partial(Model.embed, instruction="query")
 
 
 def entities(name: str) -> Callable[..., Any]:
     options = next(iter(entity_folders.calls_of(name).values()))
-    return lambda model, texts, **more: model.find_entities(texts, entity_folders.LABELS, **options, **more)
-
-
-def labels(model: Model, texts: list[str], **more: Any) -> Any:
-    return model.label_tokens(texts, **more)
+    return partial(Model.find_entities, labels=entity_folders.LABELS, **options)
 
 
 def scores(model: Model, texts: list[str], **_: Any) -> Any:
     return scores_of(model, texts)
-
-
-def vectors(model: Model, texts: list[str], **more: Any) -> Any:
-    return model.embed(texts, normalize=False, **more)
-
-
-def queries(model: Model, texts: list[str], **more: Any) -> Any:
-    return model.embed(texts, instruction="query", **more)
 
 
 def three_kinds(model: Model, texts: list[str], **more: Any) -> Any:
@@ -57,8 +48,8 @@ CASES: dict[str, tuple[Callable[[Path], Folder], str, Callable[..., Any], list[s
         f"entities, {name}": (entity_folders.RECORDED[name], "int8", entities(name), entity_folders.TEXTS)
         for name in ("deberta", "bert, words", "modernbert and bert")
     },
-    "labels": (TAGGERS["bert"], "int8", labels, ["", *TEXTS]),
-    "parts": (private_parts, "int8", labels, ["", *TEXTS]),
+    "labels": (TAGGERS["bert"], "int8", Model.label_tokens, ["", *TEXTS]),
+    "parts": (private_parts, "int8", Model.label_tokens, ["", *TEXTS]),
     "scores": (RANKERS["bert"], "int8", scores, DOCUMENTS),
     "over the vocabulary": (distilbert_masked, "f32", sparse, TEXTS),
     "three kinds": (task_folders.hybrid, "int8", three_kinds, TEXTS),
