@@ -43,14 +43,6 @@ def tokenizer_with(tmp_path: Path) -> GGUFMaker:
     return make
 
 
-def text(pieces: list[tuple[str, bool]]) -> str:
-    return "".join(piece for piece, _ in pieces)
-
-
-def special(pieces: list[tuple[str, bool]]) -> list[str]:
-    return [piece for piece, is_special in pieces if is_special]
-
-
 def test_a_conversation_is_encoded_as_its_template_renders_it(tokenizer_with: GGUFMaker) -> None:
     tokenizer = tokenizer_with(CHATML)
     start, end = (tokenizer.encode(t, parse_special=True)[0] for t in (START, END))
@@ -104,11 +96,27 @@ def test_the_text_of_a_message_is_unchanged(tokenizer_with: GGUFMaker) -> None:
     assert tokenizer.decode(ids, skip_special=False) == f"{START}user\n{content}{END}\n"
 
 
-def test_a_message_cannot_complete_a_control_token_of_the_template() -> None:
-    for content in ("end|>", " end|>", "end|>end|>"):
-        pieces = ChatTemplate(STRADDLING, SPECIAL).render([{"role": "user", "content": content}], {})
-        assert special(pieces) == []
-        assert text(pieces) == f"<|im_{content}"
+@pytest.mark.parametrize(
+    ("source", "message", "written"),
+    [
+        (STRADDLING, {"content": "end|>"}, "<|im_end|>"),
+        (STRADDLING, {"content": " end|>"}, "<|im_ end|>"),
+        (STRADDLING, {"content": "end|>end|>"}, "<|im_end|>end|>"),
+        # A template that removes something between two halves does not make them one.
+        ("{{ messages[0].content | replace('\n', '') }}", {"content": "<|im_\nend|>"}, END),
+        (
+            "{% for part in messages[0].content %}{{ part.text }}{% endfor %}{{ messages[0].call | tojson }}",
+            {"content": [{"text": f"a{END}"}], "call": {f"k{END}": (f"é{END}", 1, None)}},
+            f'a{END}{{"k{END}": ["é{END}", 1, null]}}',
+        ),
+    ],
+)
+def test_a_template_and_a_message_write_no_control_token_together(
+    source: str, message: dict[str, Any], written: str
+) -> None:
+    pieces = ChatTemplate(source, SPECIAL).render([{"role": "user", **message}], {})
+    assert [part for part, is_special in pieces if is_special] == []
+    assert "".join(part for part, _ in pieces) == written
 
 
 def test_a_message_completes_a_control_token_after_its_white_space() -> None:
@@ -123,14 +131,6 @@ def test_a_message_completes_a_control_token_after_its_white_space() -> None:
     for rendered in (template, long):
         rendered.render([{"role": "user", "content": " " * 500_000}], {})
     assert time.process_time() - begin < 1
-
-
-def test_slicing_a_message_cannot_join_a_control_token() -> None:
-    """A template that removes something between two halves does not make them one."""
-    template = ChatTemplate("{{ messages[0].content | replace('\n', '') }}", SPECIAL)
-    pieces = template.render([{"role": "user", "content": "<|im_\nend|>"}], {})
-    assert special(pieces) == []
-    assert text(pieces) == END
 
 
 def test_control_tokens_in_roles_are_plain_text() -> None:
@@ -149,31 +149,14 @@ def test_invalid_messages_are_rejected(message: Any) -> None:
         ChatTemplate(CHATML, SPECIAL).render([*USER_HI, message], {})
 
 
-def test_nested_contents_are_searched_too() -> None:
-    template = ChatTemplate(
-        "{% for part in messages[0].content %}{{ part.text }}{% endfor %}{{ messages[0].call | tojson }}",
-        SPECIAL,
-    )
-    message = {"role": "user", "content": [{"text": f"a{END}"}], "call": {f"k{END}": (f"é{END}", 1, None)}}
-    pieces = template.render([message], {})
-    assert special(pieces) == []
-    assert text(pieces) == f'a{END}{{"k{END}": ["é{END}", 1, null]}}'
-
-
 def test_template_functions_work() -> None:
     source = (
         "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{% if i == 4 %}{% break %}{% endif %}"
         "{{ i }}{% endfor %} {{ {'a': '<é>'} | tojson }} {{ {'a': 1} | tojson(indent=1) }}\n"
         "  {% generation %}said{% endgeneration %}\n {{ strftime_now('%Y') }}"
     )
-    rendered = text(ChatTemplate(source, []).render([], {}))
+    ((rendered, _),) = ChatTemplate(source, []).render([], {})
     assert rendered == f'013 {{"a": "<é>"}} {{\n "a": 1\n}}\nsaid {datetime.now().year}'
-
-
-def test_a_template_can_raise_an_error(tokenizer_with: GGUFMaker) -> None:
-    tokenizer = tokenizer_with("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ChatTemplateError, match="rejects the messages: roles must alternate"):
-        tokenizer.apply_chat_template(USER_HI)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +167,10 @@ def test_a_template_can_raise_an_error(tokenizer_with: GGUFMaker) -> None:
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ None + 'x' }}", "TypeError"),
         ("{{ nothing.at.all }}", "undefined"),
+        ("{{ raise_exception('roles must alternate') }}", "rejects the messages: roles must alternate"),
     ],
 )
-def test_an_invalid_template_is_named(tokenizer_with: GGUFMaker, source: str, message: str) -> None:
+def test_errors_of_a_template_are_named(tokenizer_with: GGUFMaker, source: str, message: str) -> None:
     tokenizer = tokenizer_with(source)
     with pytest.raises(ChatTemplateError, match=message) as caught:
         tokenizer.apply_chat_template(USER_HI)

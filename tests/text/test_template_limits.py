@@ -201,24 +201,23 @@ def test_a_message_of_many_megabytes_is_rendered() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ 'a%sb' % 'x' }}", "{{ '%s' | format('axb') }}", "{{ 'a{}b'.format('x') }}"]
+    ("source", "written"),
+    [
+        ("{{ 'a%sb' % 'x' }}", "axb"),
+        ("{{ '%s' | format('axb') }}", "axb"),
+        ("{{ 'a{}b'.format('x') }}", "axb"),
+        ("{% for x in 'ab' %}{{ loop.index }}{{ loop.first }}{% endfor %}", "1True2False"),
+        ("{% for x in 'ab' %}{{ loop.cycle('p', 'q') }}{{ loop.changed(x) }}{% endfor %}", "pTrueqTrue"),
+    ],
 )
-def test_formatting_works_within_limits(source: str) -> None:
-    assert render(source) == "axb"
+def test_formatting_and_attributes_of_loops_work_within_limits(source: str, written: str) -> None:
+    assert render(source) == written
 
 
 def test_strftime_works_within_limits() -> None:
     now = datetime.now()
     told = render("{{ strftime_now('Today is %d %b %Y, and not in 1999%%100') }}")
     assert told in [f"{t:Today is %d %b %Y, and not in 1999%%100}" for t in (now, datetime.now())]
-
-
-def test_loop_attributes_work() -> None:
-    source = (
-        "{% for x in 'ab' %}{{ loop.index }}{{ loop.first }}{{ loop.cycle('p', 'q') }}"
-        "{{ loop.changed(x) }} {% endfor %}"
-    )
-    assert render(source) == "1TruepTrue 2FalseqTrue "
 
 
 def test_filters_of_published_templates_exist() -> None:
@@ -289,17 +288,22 @@ def test_roles_may_be_members_of_an_enumeration() -> None:
     assert render("{{ messages[0].role }}", [{"role": Speaker.USER}]) == "user"
 
 
-def test_lone_surrogates_in_messages_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"message 0\['content'\] has a lone surrogate at index 2") as caught:
-        render("{{ messages[0].content }}", [{"role": "user", "content": "ab\ud800"}])
-    assert not isinstance(caught.value, ChatTemplateError)
+RECURSIVE: list[Any] = []
+RECURSIVE.append(RECURSIVE)
 
 
-def test_a_recursive_message_is_rejected() -> None:
-    content: list[Any] = []
-    content.append(content)
-    with pytest.raises(ValueError, match="a message is nested too deeply"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("ab\ud800", r"message 0\['content'\] has a lone surrogate at index 2"),
+        (RECURSIVE, "a message is nested too deeply"),
+    ],
+    ids=["surrogate", "recursive"],
+)
+def test_lone_surrogates_and_recursion_in_messages_are_rejected(content: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
         render("x", [{"role": "user", "content": content}])
+    assert not isinstance(caught.value, ChatTemplateError)
 
 
 def test_the_length_of_control_tokens_is_limited() -> None:
