@@ -1,6 +1,7 @@
 """Many prompts, or many texts of one, by continuous batching."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
 from metal_prefill._support.arguments import MOST_ANSWERS, Progress, TokenIds, integer
@@ -96,11 +97,20 @@ def _named(
     """Raise the first error, or yield errors, with the index of the prompt."""
     for index, result in results:
         if isinstance(result, Exception):
-            named = type(result)(f"prompt {index // n}: {result}")
+            named = _with_message(result, f"prompt {index // n}: {result}")
             if errors == "raise":
                 raise named from result
             result = named
         yield index, result
+
+
+def _with_message(error: Exception, message: str) -> Exception:
+    """Return an exception of the class of `error`, or of its nearest base class that takes one message."""
+    for kind in type(error).__mro__:
+        if issubclass(kind, Exception):
+            with suppress(Exception):  # some, such as UnicodeEncodeError, have more arguments
+                return kind(message)
+    return Exception(message)
 
 
 def pieces_of(

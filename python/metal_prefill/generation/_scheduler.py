@@ -164,7 +164,7 @@ class Scheduler:
         return self.submit_answers(prompt, 1, max_tokens, **options)[0]
 
     def submit_answers(
-        self, prompt: str | TokenIds, n: int, max_tokens: int = 128, **options: Unpack[TextOptions]
+        self, prompt: str | TokenIds, n: int, /, max_tokens: int = 128, **options: Unpack[TextOptions]
     ) -> list[Stream]:
         """Add `n` streams of one prompt, which is computed once.
 

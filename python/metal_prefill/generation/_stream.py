@@ -163,6 +163,7 @@ def make_streams(
     prompt: str | TokenIds,
     n: int,
     max_tokens: int,
+    /,
     *,
     prefix_namespace: str = "",
     **options: Unpack[TextOptions],

@@ -67,6 +67,28 @@ def test_errors_of_single_prompts_are_raised_or_returned(cpu: Model, n: int) -> 
         cpu.generate_many("one prompt")
 
 
+class CodedError(Exception):
+    """An exception that needs more than a message."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{reason} ({code})")
+
+
+def test_errors_of_any_class_name_their_prompt(cpu: Model) -> None:
+    def drafts(tokens: list[int]) -> list[int]:
+        raise CodedError(7, "no drafts")
+
+    prompts: list[Any] = ["\ud800", ([1, 2], {"speculate": drafts, "max_tokens": 9}), ([3], {"n": 2}), [4]]
+    results = dict(cpu.generate_many(prompts, 2, errors="return"))
+    assert [type(results[i]) for i in range(4)] == [UnicodeError, Exception, TypeError, str]
+    assert str(results[0]).startswith("prompt 0: 'utf-8' codec can't encode character")
+    assert str(results[1]) == "prompt 1: no drafts (7)"
+    assert str(results[2]).startswith("prompt 2: 'n' is not an option of a text")
+    with pytest.raises(UnicodeError, match="prompt 0: ") as raised:
+        list(cpu.generate_many(prompts, 2))
+    assert isinstance(raised.value.__cause__, UnicodeEncodeError)
+
+
 def test_progress_counts_prompts_that_ended(cpu: Model) -> None:
     seen: list[tuple[int, int]] = []
     list(cpu.generate_many([[i + 1] for i in range(5)], 3, progress=lambda *counts: seen.append(counts)))
