@@ -355,8 +355,9 @@ logit_bias
         stop
             Strings and token ids that end the text, and are not part of it.
         min_tokens
-            Minimum number of tokens. Until then, only `max_tokens` and a full context end the text:
-            end-of-text and stop tokens are excluded, and stop strings are part of the text.
+            Minimum number of tokens. Until then, only `max_tokens`, a full context and the end of a
+            constraint end the text: end-of-text and stop tokens are excluded, and stop strings are part of
+            the text.
         echo
             Start the text with the prompt.
         speculate

@@ -1,6 +1,7 @@
 """Constrained texts satisfy the constraint, and equal those of choosing single tokens under masks."""
 
 import json
+import math
 import random
 import re
 import sys
@@ -256,6 +257,17 @@ def test_large_integers_that_float64_holds_are_written(
     text = Constraint(model.tokenizer, json_schema=schema)
     ids = model.tokenizer.encode(written, add_bos=False)
     assert text.advance(ids, room=len(ids)).met
+
+
+def test_a_forced_token_is_not_one_that_options_exclude(model: Model) -> None:
+    (token,) = model.tokenizer.encode("c", add_bos=False)
+    excluding: list[dict[str, Any]] = [
+        {"logit_bias": {token: -math.inf}},
+        {"stop": [token], "min_tokens": 9},
+    ]
+    for options in excluding:
+        with pytest.raises(ValueError, match="there is no token to choose"):
+            list(model.session().generate(PROMPT, 20, regex="a?bcd", **options))
 
 
 def test_two_constraints_are_rejected(model: Model) -> None:

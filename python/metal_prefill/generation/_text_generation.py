@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -299,7 +300,9 @@ class Continuation:
             if least:
                 sampler.forbid(sorted(ends), len(ids) + least)
             if constraint is not None:
-                self.guide = Guide(sampler, constraint, ends, forces=not self._reports)
+                # A forced token is not sampled, although the options may exclude it.
+                excludes = -math.inf in how.logit_bias.values() or (least > 0 and bool(stop_ids))
+                self.guide = Guide(sampler, constraint, ends, forces=not (self._reports or excludes))
         speculate = options.get("speculate", "lookup")
         drafter = make_drafter(speculate, vocab_size, constraint is not None, prefix_namespace)
         may_draft = drafter is not None and max_tokens > 2
