@@ -220,6 +220,7 @@ def test_invalid_numbers_of_tokens_texts_and_streams_are_named(cpu: Model) -> No
         ({"temprature": 1}, TypeError, "'temprature' is not an option .* temperature,"),
         ({"seed": "3", "temperature": 1}, TypeError, "seed must be an integer, got str"),
         ({"stop": 5.5}, TypeError, "stop must be a str, a token id or a sequence of them, got float"),
+        ({"stop": b"a"}, TypeError, "stop must be a str, a token id or a sequence of them, got bytes"),
         ({"stop": [5.5]}, TypeError, "a token id must be an integer, got float"),
         ({"stop": [True]}, TypeError, "a token id must be an integer, got bool"),
         ({"stop": [1 << 20]}, ValueError, "token id 1048576 is outside the vocabulary of 1024"),

@@ -85,11 +85,12 @@ def items_of(name: str, values: Any) -> list[Any]:
 
 def stops_of(stop: str | int | Iterable[str | int]) -> list[str | int]:
     """Return the items of a `stop`, which may be a single one; raise TypeError for another type."""
-    try:
-        return [stop] if isinstance(stop, (str, int, np.integer)) else list(stop)
-    except TypeError:
+    if isinstance(stop, (str, int, np.integer)):
+        return [stop]
+    if isinstance(stop, (bytes, bytearray)) or not isinstance(stop, Iterable):
         kind = type(stop).__name__
-        raise TypeError(f"stop must be a str, a token id or a sequence of them, got {kind}") from None
+        raise TypeError(f"stop must be a str, a token id or a sequence of them, got {kind}")
+    return list(stop)
 
 
 def token_id(token: object, vocab_size: int) -> int:
