@@ -200,6 +200,7 @@ class Conversation:
         if options.get("echo"):
             raise ValueError("echo is not supported in a conversation")
         before, made, calls, whole = list(self.messages), "", list[ToolCall](), False
+        forgotten = self.forgotten
         parser = ToolCallParser(self._tools) if self._tools else None
         self.messages += said
         try:
@@ -225,7 +226,7 @@ class Conversation:
                     answer["tool_calls"] = [call.as_message() for call in calls]
                 self.messages.append(answer)
             else:
-                self.messages = before
+                self.messages, self.forgotten = before, forgotten
 
     def _fit(self, max_tokens: int) -> list[int]:
         """Return the tokens of the conversation; drop its oldest turns if it is too long."""

@@ -191,6 +191,16 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(bundled: Model) -
     assert forgotten == 2 * 12 - (len(chat.messages) - 1) > 0
 
 
+def test_an_error_restores_the_turns_that_were_dropped_for_it(bundled: Model) -> None:
+    chat = Conversation(bundled, max_context=96)
+    while not chat.forgotten:
+        talk(chat, "Who art thou?", max_tokens=8)
+    before = list(chat.messages), chat.forgotten
+    with pytest.raises(ContextOverflowError):
+        list(chat.answer("and " * 200))
+    assert (chat.messages, chat.forgotten) == before
+
+
 def test_a_saved_conversation_continues(bundled: Model, chat: Conversation, tmp_path: Path) -> None:
     talk(chat, QUESTIONS[0])
     chat.save(tmp_path / "talk.session")
