@@ -19,7 +19,6 @@ from metal_prefill import Model
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.cli import main
 from metal_prefill.commands import embed as embed_command
-from metal_prefill.tasks import _embedding
 
 EMBED = ("embed", "--device", "cpu", "-m")
 
@@ -101,7 +100,7 @@ def test_columns_are_read_and_a_byte_order_mark_is_not_text(
 def interrupt_block(patch: pytest.MonkeyPatch, block: int) -> list[Any]:
     """Raise KeyboardInterrupt in place of a block of vectors; return a list that gets all blocks."""
     blocks: list[Any] = []
-    plain = _embedding.embed_encoded
+    plain = embed_command.embed_encoded
 
     def stopping(*positional: Any, **options: Any) -> Any:
         blocks.append(positional)
@@ -109,7 +108,7 @@ def interrupt_block(patch: pytest.MonkeyPatch, block: int) -> list[Any]:
             raise KeyboardInterrupt
         return plain(*positional, **options)
 
-    patch.setattr(_embedding, "embed_encoded", stopping)
+    patch.setattr(embed_command, "embed_encoded", stopping)
     return blocks
 
 
@@ -199,7 +198,7 @@ def test_errors_of_the_computation_do_not_name_the_output(
     def failed(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(_embedding, "embed_encoded", failed)
+    monkeypatch.setattr(embed_command, "embed_encoded", failed)
     printed = errors(*EMBED, embedder, "a", "-o", tmp_path / "v.npy", code=1)
     assert printed == f"error: {os.strerror(errno.EIO)}\n"
 

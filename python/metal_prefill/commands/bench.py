@@ -1,20 +1,18 @@
 """``metal-prefill bench``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from metal_prefill import bench, default_model_path
 from metal_prefill._support.atomic_write import check_target, replacing
 from metal_prefill.bench._cases import DECODE_DEPTH
 from metal_prefill.bench._engines import peers
+from metal_prefill.bench._runner import Progress, no_progress
 from metal_prefill.commands import common
-
-if TYPE_CHECKING:
-    from metal_prefill.bench._runner import Progress
 
 EXAMPLE = "metal-prefill bench --demo -p 64 -n 8 -r 1"
 
@@ -109,8 +107,6 @@ def _add_shared_arguments(parser: argparse.ArgumentParser, mode: str) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Measure, then print a table or JSON."""
-    from metal_prefill import bench, default_model_path
-
     model = default_model_path() if arguments.demo else common.model_path(arguments.model)
     # Report an unwritable file before measuring, which takes minutes.
     if arguments.json and arguments.json != "-":
@@ -131,10 +127,6 @@ def execute(arguments: argparse.Namespace) -> None:
 @contextmanager
 def _shown_progress() -> Iterator[Progress]:
     """Show the current measurement and its progress on stderr, if that is a terminal."""
-    from rich.console import Console
-
-    from metal_prefill.bench._runner import no_progress
-
     if not sys.stderr.isatty():
         yield no_progress
         return

@@ -19,6 +19,7 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
+from metal_prefill._support.atomic_write import replacing
 from metal_prefill.commands import common
 
 Report = dict[str, Any]
@@ -66,8 +67,6 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def _write(path: Path, report: Report) -> None:
-    from metal_prefill._support.atomic_write import replacing
-
     with replacing(path) as part, open(part, "w", encoding="utf-8") as file:
         json.dump(report, file, indent=1)
 

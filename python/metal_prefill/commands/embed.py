@@ -1,7 +1,5 @@
 """``metal-prefill embed``: embeddings of texts, printed, or in a file that an interrupted run continues."""
 
-from __future__ import annotations
-
 import argparse
 import glob
 import hashlib
@@ -15,19 +13,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 
+from metal_prefill import Model
 from metal_prefill._support.atomic_write import lock, named, replacing
 from metal_prefill._support.messages import counted
 from metal_prefill.commands import common, text_files
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.files._task_config import TEXT_POOLINGS
+from metal_prefill.tasks._embedding import check_pooling, embed_encoded, encode_texts, vector_width
+from metal_prefill.tasks._prompts import PromptRules, role_of
 from metal_prefill.tasks._text_passes import TextPasses
-
-if TYPE_CHECKING:
-    from metal_prefill import Model
 
 BLOCK = 256  # texts per write
 SHOWN = 4  # values of a printed vector
@@ -61,9 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Compute the vectors missing from an earlier run, and write the file once all are available."""
-    from metal_prefill.tasks._embedding import check_pooling, embed_encoded, encode_texts, vector_width
-    from metal_prefill.tasks._prompts import PromptRules, role_of
-
     kind = _kind(arguments.output, arguments.json)
     texts = text_files.given_texts(arguments)
     with common.open_model(arguments) as model:

@@ -1,18 +1,17 @@
 """``metal-prefill predict``: predicted speed on another GPU."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from metal_prefill.commands import common
-
-if TYPE_CHECKING:
-    from metal_prefill.gpu._cost_model import Prediction, Shape
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.gpu._cost_model import CHIPS, Prediction, Shape, predict, predict_run, shape_of
+from metal_prefill.gpu._trace import HOST_CLOCK, read_trace
+from metal_prefill.synth import PRESETS, write_preset_outline
 
 NOTE = (
     "predicted: computed from published figures of the chip, not measured; the range covers the model's "
@@ -23,9 +22,6 @@ EXAMPLE = "metal-prefill predict --chip m4 -p 512"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from metal_prefill.gpu._cost_model.chips import CHIPS
-    from metal_prefill.synth import PRESETS
-
     common.add_option(parser, "--chip", "GPU to predict for", "m4", choices=tuple(CHIPS))
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -53,10 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _shape(arguments: argparse.Namespace) -> Shape:
-    from metal_prefill.files._gguf_file import GGUFFile
-    from metal_prefill.gpu._cost_model import shape_of
-    from metal_prefill.synth import write_preset_outline
-
     if (path := common.model_path(arguments.model)) is not None:
         with GGUFFile(path) as gguf:
             return shape_of(gguf)
@@ -69,9 +61,6 @@ def _shape(arguments: argparse.Namespace) -> Shape:
 
 def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
     """Return the requested predictions with their benchmark names."""
-    from metal_prefill.gpu._cost_model import CHIPS, predict, predict_run
-    from metal_prefill.gpu._trace import HOST_CLOCK, read_trace
-
     chip = CHIPS[arguments.chip]
     if arguments.trace is not None:
         if arguments.prompt is not None or arguments.n_gen:
