@@ -36,9 +36,9 @@ Report = dict[str, Any]
 Array = np.ndarray[Any, Any]
 
 
-def machine() -> Report:
-    """Return a description of the machine and the package."""
-    return {
+def _tell_machine(device: str) -> tuple[Report, bool]:
+    """Describe the machine and the package; with device "metal", it must have a GPU."""
+    found: Report = {
         "package": version(),
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -51,6 +51,11 @@ def machine() -> Report:
         "emulator": _core.has_emulator,
         "gpu": _core.metal_device(),
     }
+    facts = found | {f"gpu {name}": value for name, value in found["gpu"].items()}
+    for name, value in facts.items():
+        if name != "gpu" and value != "":
+            print(f"{name}: {value}")
+    return {"machine": found}, device == "auto" or "problem" not in found["gpu"]
 
 
 def check_kernels(model: Model, quick: bool) -> Report:
@@ -205,16 +210,6 @@ def _add_predictions(model: Model, results: list[Report], prompt: int, decodes: 
         result |= {"chip": chip, "predicted_range": list(prediction.tokens_per_second_range)}
 
 
-def _tell_machine() -> tuple[Report, bool]:
-    """Describe the machine; with device "metal", it must have a GPU."""
-    found = machine()
-    facts = found | {f"gpu {name}": value for name, value in found["gpu"].items()}
-    for name, value in facts.items():
-        if name != "gpu" and value != "":
-            print(f"{name}: {value}")
-    return {"machine": found}, "problem" not in found["gpu"]
-
-
 def _tell_shaders() -> tuple[Report, bool]:
     """Compile each source of the shaders from its text."""
     sources = _core.compile_shaders()
@@ -276,11 +271,8 @@ def run_stage(name: str, path: Path | None, quick: bool, device: str) -> Report:
     After an exception, also ``problem``, one line, and ``detail``, the lines of the traceback.
     """
     try:
-        if name == "machine":
-            report, passed = _tell_machine()
-            return {"report": report, "passed": passed or device == "auto"}
-        if name == "shaders":
-            report, passed = _tell_shaders()
+        if name in ("machine", "shaders"):
+            report, passed = _tell_machine(device) if name == "machine" else _tell_shaders()
             return {"report": report, "passed": passed}
         checks = {"kernels": _tell_kernels, "results": _tell_results}
         with Model(path, device="metal") as model:

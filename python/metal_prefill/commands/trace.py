@@ -60,17 +60,12 @@ def trace_session(
 ) -> list[Step]:
     """Process a prompt and continue it greedily by `decode` tokens, running each dispatch separately.
 
-    Raises ContextOverflowError, before anything runs, if the tokens exceed the context; DeviceError if the
-    engine does not use dispatches.
+    Raises the errors of :meth:`metal_prefill.Session.plan` for all of the tokens before anything runs.
     """
-    from metal_prefill.errors import ContextOverflowError
     from metal_prefill.gpu._trace import Step
 
     total = len(tokens) + decode
-    if session.position + total > session.max_context:
-        raise ContextOverflowError(
-            f"position {session.position} + {total} tokens exceeds the context of {session.max_context}"
-        )
+    session.plan(total)
 
     def report(done: int, _: int = 0) -> None:
         if progress is not None:

@@ -72,13 +72,7 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
 
 
 def results(dispatch: Captured) -> Expected:
-    """Yield results of a dispatch, each with the expected values.
-
-    Raises
-    ------
-    KeyError
-        If the kernel has no reference computation.
-    """
+    """Yield results of a dispatch, each with the expected values; raises KeyError without a reference."""
     step = next((step for start, step in _STEPS.items() if dispatch.kernel.startswith(start)), None)
     if step is None:
         raise KeyError(dispatch.kernel)

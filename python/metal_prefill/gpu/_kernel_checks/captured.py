@@ -16,7 +16,7 @@ SILU = _core.shader_constants["ACTIVATION_SILU"]
 _RELU = _core.shader_constants["ACTIVATION_RELU"]
 _GELU_ERF = _core.shader_constants["ACTIVATION_GELU_ERF"]
 _CLAMPED_SILU = _core.shader_constants["ACTIVATION_CLAMPED"]
-_SAMPLED_ROWS = 24
+SAMPLED_ROWS = 24  # of a matrix
 _SAMPLED_TOKENS = 3
 
 
@@ -57,15 +57,8 @@ class Captured:
         """Return the contents of a buffer, from its binding on, after the dispatch."""
         return _as(np.asarray(self._dispatch.after(binding)), dtype)
 
-    def some(self, n: int) -> npt.NDArray[np.int64]:
-        """Return which of n tokens are compared, including the first and the last."""
-        return self._some_of(n, _SAMPLED_TOKENS)
-
-    def some_rows(self, n: int) -> npt.NDArray[np.int64]:
-        """Return which of n rows of a matrix are compared, including the first and the last."""
-        return self._some_of(n, _SAMPLED_ROWS)
-
-    def _some_of(self, n: int, most: int) -> npt.NDArray[np.int64]:
+    def some(self, n: int, most: int = _SAMPLED_TOKENS) -> npt.NDArray[np.int64]:
+        """Return which of n tokens, or of n rows, are compared, including the first and the last."""
         most = min(n, most) if self._sampled else n
         return np.unique(np.linspace(0, n - 1, most).astype(np.int64))
 

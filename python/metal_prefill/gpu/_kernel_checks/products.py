@@ -6,6 +6,7 @@ import numpy.typing as npt
 from metal_prefill import _core
 from metal_prefill.files._gguf_file import SUPPORTED_TYPES
 from metal_prefill.gpu._kernel_checks.captured import (
+    SAMPLED_ROWS,
     Captured,
     Expected,
     Values,
@@ -68,7 +69,7 @@ def product(d: Captured) -> Expected:
     y_type = np.float16 if half and gated else np.float32
     adds = kernel.endswith("_accumulate") or bool(args.get("accumulate"))
     width, stride = args["in_dim"], args["out_stride"]
-    rows = d.some_rows(args["out_dim"])
+    rows = d.some(args["out_dim"], SAMPLED_ROWS)
     matrix = Matrix(d)
     weights = [matrix.rows(rows)]
     if gated:
@@ -159,7 +160,7 @@ def _of_experts(d: Captured, expert: int, x: Values, rows: Values) -> Values:
 
 def matvec_experts(d: Captured) -> Expected:
     width, out_dim = d.args["in_dim"], d.args["out_dim"]
-    rows, x = d.some_rows(out_dim), d.before(2, np.float32)
+    rows, x = d.some(out_dim, SAMPLED_ROWS), d.before(2, np.float32)
     for route in d.some(d.grid[1]):
         token = int(route) // d.args["used"] if "swiglu" in d.kernel else int(route)
         expert = int(d.before(3, _ROUTE)["expert"][route])
@@ -169,7 +170,7 @@ def matvec_experts(d: Captured) -> Expected:
 
 def matmul_experts(d: Captured) -> Expected:
     width, out_dim, both = d.args["in_dim"], d.args["out_dim"], "swiglu" in d.kernel
-    rows, x = d.some_rows(out_dim), d.before(2, np.float16)
+    rows, x = d.some(out_dim, SAMPLED_ROWS), d.before(2, np.float16)
     tiles = d.before(4 if both else 3, _TILE)[: d.grid[1]]
     tiles = tiles[tiles["count"] > 0]
     for i in d.some(len(tiles)):

@@ -80,10 +80,9 @@ def add_bias(d: Captured) -> Expected:
 
 def swiglu(d: Captured) -> Expected:
     n, activation, gated = d.args["ffn_dim"], d.args["activation"], d.args["gated"]
-    columns = 2 * n if gated else n
+    tokens, columns = d.args["tokens"], 2 * n if gated else n
     bias = d.floats(0, columns) if d.args["has_bias"] else 0.0
-    places = zip(d.places(d.args["tokens"], columns), d.places(d.args["tokens"], n), strict=True)
-    for row, out in places:
+    for row, out in zip(d.places(tokens, columns), d.places(tokens, n), strict=True):
         x = d.floats(1, row) + bias
         expected = activate_gated(x[:n], x[n:], activation) if gated else activate(x, activation)
         yield d.after(2, d.out)[out], expected
@@ -100,8 +99,8 @@ def layer_inputs(d: Captured) -> Expected:
 
 def gate_input(d: Captured) -> Expected:
     dim, tokens = d.args["dim"], d.args["tokens"]
-    places = zip(d.places(tokens, dim), d.places(tokens, dim, d.args["input_stride"]), strict=True)
-    for row, value in places:
+    values = d.places(tokens, dim, d.args["input_stride"])
+    for row, value in zip(d.places(tokens, dim), values, strict=True):
         expected = activate_gated(d.floats(0, row), d.floats(1, value), d.args["activation"])
         yield d.after(2, d.out)[row], expected
 
