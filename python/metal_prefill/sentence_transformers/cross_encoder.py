@@ -137,8 +137,7 @@ class CrossEncoder(Encoder):
         if not engine.config.has_head:
             if task is not None:
                 raise NotImplementedError("a prompt is not supported by a model that reads two texts")
-            prompts, segments, _ = encode_for_head(engine, pairs, CUT)
-            return head_logits(TextPasses(engine), prompts, segments)
+            return head_logits(TextPasses(engine), encode_for_head(engine, pairs, CUT))
         options = Options(task, rules=CUT)
         prompts = [encode_documents(engine, query, [text], options).prompts[0] for query, text in pairs]
         return scores_of(TextPasses(engine), prompts)[1][:, None]

@@ -101,9 +101,9 @@ async def predict(service: Service, form: PredictForm, reply: Reply) -> None:
         )
     rules = PromptRules("end" if form.truncate else "error")
     with service.admitted(1):
-        prompts, segments, _ = await service.prepare(lambda: encode_for_head(engine, texts, rules))
+        encoded = await service.prepare(lambda: encode_for_head(engine, texts, rules))
         reply.end_turn()
-        logits = await _compute(service, lambda passes: head_logits(passes, prompts, segments))
+        logits = await _compute(service, lambda passes: head_logits(passes, encoded))
     scores = logits if form.raw_scores else probabilities_of(head, logits)
     found = [
         sorted(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from metal_prefill._support.arguments import items_of
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.tasks._embedding import check_length, checked_texts, encode_tokens
-from metal_prefill.tasks._pairs import encode_continuation, encode_pair, score_continuations
+from metal_prefill.tasks._pairs import EncodedPair, encode_continuation, encode_pair, score_continuations
 from metal_prefill.tasks._pooled_head import logits_of, probabilities_of, softmax
 from metal_prefill.tasks._prompts import PromptRules, cut_notes, errors_of, shortened, text_role, warn
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
@@ -98,9 +98,9 @@ def classify(
     """
     engine, rules = model.engine, PromptRules(truncate, unicode, split_special_tokens).checked()
     if labels is None:
-        prompts, segments, cut = encode_for_head(engine, texts, rules)
-        logits = head_logits(TextPasses(engine), prompts, segments)
-        warn(cut_notes(cut, len(logits), engine.max_context))
+        encoded = encode_for_head(engine, texts, rules)
+        logits = head_logits(TextPasses(engine), encoded)
+        warn(cut_notes([i for i, text in enumerate(encoded) if text.cut], len(encoded), engine.max_context))
         found = probabilities_of(engine.head, logits).astype(np.float32)
         return Classification(engine.head.labels, found, logits, np.ones(logits.shape, np.int64))
     if not engine.config.has_head:
@@ -166,20 +166,16 @@ def _excess(engine: Engine, pairs: Iterable[tuple[Ids, Ids]]) -> int:
     return max(len(context) + len(label) for context, label in pairs) - 1 - engine.max_context
 
 
-def head_logits(
-    passes: TextPasses, prompts: Sequence[Ids], segments: Sequence[int]
-) -> npt.NDArray[np.float64]:
+def head_logits(passes: TextPasses, encoded: Sequence[EncodedPair]) -> npt.NDArray[np.float64]:
     """Return the outputs of the classification head, ``[texts, labels]``; see `encode_for_head`."""
-    head = passes.engine.head
-    states = pooled_states(passes, head.state, prompts, segments)
+    head, segments = passes.engine.head, [text.segment for text in encoded]
+    states = pooled_states(passes, head.state, [text.ids for text in encoded], segments)
     scores = np.array([logits_of(head, state) for state in states], np.float64)
-    return scores.reshape(len(prompts), len(head.labels))
+    return scores.reshape(len(encoded), len(head.labels))
 
 
-def encode_for_head(
-    engine: Engine, texts: Iterable[TextOrPair], rules: PromptRules
-) -> tuple[list[Ids], list[int], list[int]]:
-    """Return the tokens of texts and pairs, their numbers of type 0, and the indices of those without ends.
+def encode_for_head(engine: Engine, texts: Iterable[TextOrPair], rules: PromptRules) -> list[EncodedPair]:
+    """Return the tokens of texts, as of pairs without a second text, and of pairs.
 
     For errors see :meth:`metal_prefill.Model.classify`.
     """
@@ -188,7 +184,7 @@ def encode_for_head(
         raise ValueError(f"{engine.name} has no classification head (cls.output.weight): {instead}")
     if engine.head.pooling == "none":
         raise ValueError(f"{engine.name} has labels for tokens: use `label_tokens`")
-    prompts, segments, cut = [], [], []
+    encoded = []
     parts = [(text,) if isinstance(text, str) else text for text in _checked_pairs(engine, texts)]
     whole = map(rules.normalized, chain.from_iterable(parts))
     made = engine.tokenizer.encode_all(whole, parse_special=rules.parses(engine.tokenizer))
@@ -197,18 +193,14 @@ def encode_for_head(
         with errors_of(name):
             tokens = [next(made) for _ in part]
         if len(part) == 1:
-            listed, is_cut, _ = encode_tokens(engine, tokens[0], part[0], name, text_role(engine), rules)
-            ids, segment = np.array(listed, np.int32), len(listed)
+            ids, cut, _ = encode_tokens(engine, tokens[0], part[0], name, text_role(engine), rules)
+            pair = EncodedPair(np.array(ids, np.int32), len(ids), cut)
         else:
             pair = encode_pair(engine, tokens[0], tokens[1], name, rules)
-            ids, segment, is_cut = pair.ids, pair.segment, pair.cut
-        if not len(ids):
+        if not len(pair.ids):
             raise ValueError(f"{name} has no tokens")
-        if is_cut:
-            cut.append(i)
-        prompts.append(ids)
-        segments.append(segment)
-    return prompts, segments, cut
+        encoded.append(pair)
+    return encoded
 
 
 def _checked_pairs(engine: Engine, texts: Iterable[TextOrPair]) -> list[TextOrPair]:

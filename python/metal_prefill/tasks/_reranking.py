@@ -197,24 +197,21 @@ def encode_documents(engine: Engine, query: str, documents: Sequence[str], optio
             text if len(tokens) <= count else text[: tokens[count].start]
             for text, tokens in zip(documents, spans, strict=True)
         ]
-    segments: list[int] = []
+    score: ScoresOf
     if kind == "late":
         encoded, limit, score = _late_documents(engine, query, texts, options)
     else:
         encode = _pairs if kind == "pair" else _filled_templates
-        encoded, limit = encode(engine, query, texts, options), engine.max_context
-        score = partial(scores_of, segments=segments, label=options.label)
-    prompts, cut, query_cut = list[Ids](), list[int](), False
+        encoded, limit = list(encode(engine, query, texts, options)), engine.max_context
+        score = partial(scores_of, segments=[pair.segment for pair in encoded], label=options.label)
     for i, pair in enumerate(encoded):
         if not len(pair.ids):
             raise ValueError(f"document {i}: its prompt has no tokens")
-        prompts.append(pair.ids)
-        segments.append(pair.segment)
-        cut += [i] if pair.second_cut else []
-        query_cut |= pair.first_cut
+    cut = [i for i, pair in enumerate(encoded) if pair.second_cut]
+    query_cut = any(pair.first_cut for pair in encoded)
     notes = [CUT_QUERY if kind == "late" else CUT_WITH_DOCUMENT] if query_cut else []
-    notes += cut_notes(cut, len(prompts), limit, "document")
-    return Ranking(documents, prompts, len(cut) + query_cut, notes, score)
+    notes += cut_notes(cut, len(encoded), limit, "document")
+    return Ranking(documents, [pair.ids for pair in encoded], len(cut) + query_cut, notes, score)
 
 
 def kind_of(engine: Engine, options: Options) -> str:
@@ -256,14 +253,14 @@ def check_ranks(engine: Engine, options: Options) -> None:
 
 def _late_documents(
     engine: Engine, query: str, documents: Sequence[str], options: Options
-) -> tuple[Iterator[EncodedPair], int, ScoresOf]:
+) -> tuple[list[EncodedPair], int, ScoresOf]:
     """Return documents in tokens, without the query, their limit, and the function of their scores."""
     known = bool(engine.prompts.by_name or card_of(engine))  # whether there are prompts of both kinds
     asked = _late_query(engine, query, options, "query" if known else None)
     role = document_role(engine, prompt_form(engine, "document" if known else None))
     texts = encode_texts(engine, documents, role, options.rules, "document")
     cut = frozenset(texts.cut)
-    encoded = (EncodedPair(ids, len(ids), asked.cut, i in cut) for i, ids in enumerate(texts.prompts))
+    encoded = [EncodedPair(ids, len(ids), asked.cut, i in cut) for i, ids in enumerate(texts.prompts)]
     return encoded, role.limit, partial(_late_scores, query=asked, skipped=role.skipped)
 
 
