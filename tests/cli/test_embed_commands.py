@@ -19,6 +19,7 @@ from metal_prefill import Model
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.cli import main
 from metal_prefill.commands import embed as embed_command
+from metal_prefill.tasks._embedding import embed_encoded
 
 EMBED = ("embed", "--device", "cpu", "-m")
 
@@ -100,13 +101,12 @@ def test_columns_are_read_and_a_byte_order_mark_is_not_text(
 def interrupt_block(patch: pytest.MonkeyPatch, block: int) -> list[Any]:
     """Raise KeyboardInterrupt in place of a block of vectors; return a list that gets all blocks."""
     blocks: list[Any] = []
-    plain = embed_command.embed_encoded
 
     def stopping(*positional: Any, **options: Any) -> Any:
         blocks.append(positional)
         if len(blocks) == block:
             raise KeyboardInterrupt
-        return plain(*positional, **options)
+        return embed_encoded(*positional, **options)
 
     patch.setattr(embed_command, "embed_encoded", stopping)
     return blocks
