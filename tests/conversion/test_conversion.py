@@ -163,6 +163,18 @@ def test_a_folder_is_converted_once(tmp_path: Path, own_cache: Path) -> None:
     assert local_file(copy).name.startswith("other-")
 
 
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-1], lambda whole: whole[:100], lambda _: b"\0" * 9])
+def test_a_damaged_conversion_is_written_again(
+    tmp_path: Path, own_cache: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    folder = model_folders.llama(tmp_path / "m").write()
+    path = local_file(folder)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert local_file(folder) == path
+    assert path.read_bytes() == whole
+
+
 _opened: set[str] = set()
 
 

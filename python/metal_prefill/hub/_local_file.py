@@ -21,6 +21,7 @@ from typing import NamedTuple
 from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import GGUFError, MissingExtraError
+from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.hub._download import fetch, fetch_folder
 from metal_prefill.storage._cache_folder import cache_folder, remove_oldest, sample_starts, version
 
@@ -166,12 +167,12 @@ def model_name(path: Path) -> str:
 
 
 def converted(folder: Path, name: str, adapter: Path | None = None, progress: Progress | None = None) -> Path:
-    """Return the path of a folder's conversion in the cache, writing it if it is not there."""
+    """Return the path of a folder's conversion in the cache, writing it if it is not there or damaged."""
     encoders = encoder_folders(folder)
     key = _key(folder, adapter, encoders)
     prefix = os.fsencode(name)[:_MOST_BYTES].decode("utf-8", "ignore")
     path = _cache() / f"{prefix}-{key[:_KEY_DIGITS]}.gguf"
-    if not path.is_file():
+    if not _is_whole(path):
         from metal_prefill.conversion._writing import convert  # imports gguf, which takes 0.1 s
 
         _log.info("converting %s to %s", folder, path)
@@ -184,6 +185,15 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
     with suppress(OSError):  # a read-only file system cannot record the time of use
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a path is that of a GGUF file whose structure is valid."""
+    with suppress(GGUFError):
+        if path.is_file():
+            GGUFFile(path).close()
+            return True
+    return False
 
 
 def encoder_folders(folder: Path) -> dict[str, Path]:
