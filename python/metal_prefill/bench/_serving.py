@@ -179,16 +179,13 @@ def measure(
     progress: Progress,
 ) -> list[ServingRow]:
     """Measure servers in alternation, round by round, after a warm-up round for each number of clients."""
-    rows = []
+    rows = {(server, count): ServingRow(server.name, count) for server in servers for count in clients}
     for count in clients:
-        of_count = [ServingRow(server.name, count) for server in servers]
         for round_ in range(rounds + 1):
             requests = prompts(tokenizer, count, round_)
-            for server, row in zip(servers, of_count, strict=True):
+            for server in servers:
                 progress(f"{server.name}, {count} clients", round_, rounds + 1)
                 seconds, answers = ask_all(server, requests)
                 if round_ > 0:
-                    row.add(seconds, answers, tokenizer)
-        rows += of_count
-    order = [server.name for server in servers]
-    return sorted(rows, key=lambda row: (order.index(row.server), clients.index(row.clients)))
+                    rows[server, count].add(seconds, answers, tokenizer)
+    return list(rows.values())

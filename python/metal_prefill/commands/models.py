@@ -84,6 +84,5 @@ def _task_of_folder(path: Path) -> str:
     if (path / "modules.json").exists() or task == "late":
         return "vectors"
     if task == "causal":
-        has_template = (path / "chat_template.jinja").exists()
-        return "chat" if has_template else "text"
+        return "chat" if (path / "chat_template.jinja").exists() else "text"
     return {"sequence": "labels, ranks", "tokens": "labels", "masked": "vectors"}.get(task, "vectors")

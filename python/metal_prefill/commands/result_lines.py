@@ -49,9 +49,8 @@ def parse(line: bytes) -> Prompt:
     if not isinstance(value, dict) or "prompt" not in value:
         return Prompt(None, error='the line is neither a string nor an object with "prompt"')
     text = value.pop("prompt")
-    if isinstance(text, list) and all(type(token) is int for token in text):
-        pass
-    elif not isinstance(text, str):
+    is_ids = isinstance(text, list) and all(type(token) is int for token in text)
+    if not is_ids and not isinstance(text, str):
         return Prompt(None, error="the prompt is neither a string nor a list of token ids")
     for name, option in value.items():
         if name not in OPTIONS:

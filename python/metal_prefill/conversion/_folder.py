@@ -135,12 +135,9 @@ class Fields(Located):
 
     def objects(self, key: str) -> list[Fields]:
         """Read an array of objects; a missing one is empty."""
-        unnamed = Fields(self.path, {}, self._inside)
-        items = {f"{key}[{i}]": value for i, value in enumerate(self.sequence(key))}
-        return [
-            Fields(self.path, unnamed._typed((name,), value, dict, "an object"), self.name(name))
-            for name, value in items.items()
-        ]
+        values = {f"{key}[{i}]": value for i, value in enumerate(self.sequence(key))}
+        items = Fields(self.path, values, self._inside)
+        return [items.object(name) for name in values]
 
     def require(self, key: str, accepted: Sequence[Any], default: Any) -> None:
         """Raise an UnsupportedModelError unless a field has one of the accepted values."""

@@ -139,14 +139,13 @@ def read_gliner(folder: Path, encoders: Mapping[str, Path]) -> tuple[Encoder, En
     settings = Fields.read(folder / GLINER)
     for name in ("labels_decoder", "relations_layer"):
         settings.require(name, (None, ""), None)
-    settings.require("span_mode", tuple(_MODES), "markerV0")
     settings.require("words_splitter_type", ("whitespace",), "whitespace")
     settings.require("subtoken_pooling", ("first",), "first")
     settings.require("post_fusion_schema", ("",), "")
     for name in ("fuse_layers", "represent_spans", "precomputed_prompts_mode"):
         settings.require(name, (False,), False)
     settings.require("num_rnn_layers", (0, 1), 1)
-    mode = _MODES[settings.string("span_mode", default="markerV0")]
+    mode = _MODES[settings.choice("span_mode", known=_MODES, default="markerV0")]
     separate = settings.string("labels_encoder", default="") != ""
     # In models with two encoders, the library also makes a recurrence, but does not apply it.
     recurrent = not separate and settings.integer("num_rnn_layers", default=1, least=0) > 0

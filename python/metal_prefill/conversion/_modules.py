@@ -335,19 +335,14 @@ def _add_dense(found: Modules, place: Path, module: Fields, feature: str) -> str
     if index == len(DENSE):
         raise settings.unsupported(f"is dense layer {index + 1}; supported are at most {len(DENSE)}")
     tensors = read_module(place)
-    expected = (
-        {"linear.weight", "linear.bias"} if settings.boolean("bias", default=True) else {"linear.weight"}
-    )
+    expected = {"linear.weight"} | ({"linear.bias"} if settings.boolean("bias", default=True) else set())
     if set(tensors) != expected:
         stated, needed = (", ".join(sorted(names)) for names in (tensors, expected))
         raise settings.error(f"its layer has the tensors {stated}; bias requires {needed}")
-    weight = tensors["linear.weight"]
     shape = (settings.integer("out_features"), settings.integer("in_features"))
-    weight.check_shape(shape)
+    tensors["linear.weight"].check_shape(shape)
     name = DENSE[index]
-    found.tensors[f"{name}.weight"] = weight
-    if "linear.bias" in tensors:
-        found.tensors[f"{name}.bias"] = tensors["linear.bias"]
+    found.tensors |= {own.replace("linear", name): weight for own, weight in tensors.items()}
     if _ACTIVATIONS[activation] != "none":
         found.metadata[f"{name}_activation"] = _ACTIVATIONS[activation]
     found.metadata |= {f"{name}_feat_out": shape[0], f"{name}_feat_in": shape[1]}
@@ -392,9 +387,7 @@ def _add_scores(found: Modules, folder: Path, config: Fields) -> None:
     """Add the state that a head for whole texts reads, and the function of its outputs."""
     if config.string("model_type", default="") == "modernbert":
         pooling = config.choice("classifier_pooling", known=("cls", "mean"), default="cls")
-        found.metadata["classifier.pooling_type"] = NUMBERED_POOLINGS.index(
-            "cls" if pooling == "cls" else "mean"
-        )
+        found.metadata["classifier.pooling_type"] = NUMBERED_POOLINGS.index(pooling)
     elif (stated := config.values.get("pooling")) in _OF_CLASSES:
         found.metadata["classifier.pooling_type"] = NUMBERED_POOLINGS.index(_OF_CLASSES[stated])
     labels = len(config.object("id2label").values)

@@ -20,7 +20,7 @@ from metal_prefill.conversion._folder_vocabulary import (
 )
 from metal_prefill.conversion._sentencepiece import FILE as SPM_FILE
 from metal_prefill.conversion._sentencepiece import byte_fallback_bpe, tokenizer_of_spm, unigram
-from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.errors import GGUFError
 from metal_prefill.text._segmenters import MAX_WORD_CHARACTERS
 from metal_prefill.text._vocabulary import PRE_TOKENIZERS, SPACE, TokenType
 
@@ -211,12 +211,10 @@ def _chat_template(folder: Path, settings: Fields) -> Any:
     if path.is_file():
         return read_text(path)
     template = settings.values.get("chat_template")
-    match template:
-        case None | str():
-            return template
-        case list() if all(
-            isinstance(t, dict) and all(isinstance(t.get(key), str) for key in ("name", "template"))
-            for t in template
-        ):
-            return template
-    raise UnsupportedModelError(f"{settings.path}: chat_template must be a string or a list of named ones")
+    named = not isinstance(template, list) or all(
+        isinstance(t, dict) and isinstance(t.get("name"), str) and isinstance(t.get("template"), str)
+        for t in template
+    )
+    if not named or not isinstance(template, (str, list, type(None))):
+        raise settings.unsupported("chat_template must be a string or a list of named ones")
+    return template
