@@ -78,11 +78,9 @@ class Model:
     compute
         CPU only: number format in which products multiply weights and activations.
 
-        ``"auto"`` selects ``"bf16"`` for encoders with quantized weights on AMX, where it is closer to
-        float32 than ``"int8"`` and faster with most types. For encoders with other weights, it selects
-        ``"bf16"`` on AMX and AVX512-BF16 and ``"int16"`` on other CPUs of x86, which are faster than float32
-        and change vectors of real models by less than 1e-4 (1 - cosine). Otherwise it selects ``"int8"``.
-        The attribute :attr:`compute` has the result.
+        ``"auto"`` selects by model and CPU, as a table in docs/tasks/device.md lists: ``"bf16"`` or
+        ``"int16"`` for encoders if it is faster than float32 and close to it, otherwise ``"int8"``. The
+        attribute :attr:`compute` has the result.
 
         ``"int8"`` rounds activations to 8 bits where weights are quantized, per block of 32 (256 on AMX for
         K-quants, IQ2, IQ3 and IQ4_XS). If weights are in bfloat16 and the CPU multiplies pairs of such
@@ -96,9 +94,7 @@ class Model:
         two bytes each.
 
         ``"bf16"`` rounds all weights and activations to bfloat16 on a CPU that multiplies such pairs, and is
-        ``"f32"`` on others. With quantized weights on AMX, results are closer to float32 than those of
-        ``"int8"``. Prompts are faster, except with the types that have blocks of 256; single tokens are
-        slower.
+        ``"f32"`` on others.
 
         ``"f32"`` keeps activations in float32.
     kv_dtype
