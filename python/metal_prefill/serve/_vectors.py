@@ -243,7 +243,7 @@ async def rank(service: Service, form: RerankForm, reply: Reply) -> None:
 
     def answer(passes: SharedPasses) -> Any:
         if form.texts is not None:  # as text-embeddings-inference
-            scores, logits = ranking.scores(passes)
+            scores, logits = ranking.score(passes, ranking.prompts)
             shown = logits if form.raw_scores else scores
             return [
                 {

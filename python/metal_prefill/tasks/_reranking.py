@@ -98,14 +98,10 @@ class Ranking(NamedTuple):
     score: ScoresOf
 
     def ranked(self, passes: TextPasses, top_n: int | None) -> list[Ranked]:
-        scores, logits = self.scores(passes)
+        scores, logits = self.score(passes, self.prompts)
         # Stable: of equal logits, the earlier document is first.
         order = np.argsort(-logits, kind="stable")[:top_n].tolist()
         return [Ranked(i, float(scores[i]), self.documents[i]) for i in order]
-
-    def scores(self, passes: TextPasses) -> tuple[Scores, Scores]:
-        """Return the score of each document, and the logits by which they are ordered."""
-        return self.score(passes, self.prompts) if self.prompts else (np.empty(0), np.empty(0))
 
 
 def rerank(
@@ -295,6 +291,7 @@ def _filled_templates(
         raise ValueError(f"a template for reranking has {{query}} and {{document}}, got {form[:60]!r}")
     instruction = INSTRUCTION if options.instruction is None else options.instruction
     values = {"query": query, "instruction": instruction}
+    _scorer(engine, options.label)  # raises an error before documents are encoded
 
     def encode(document: str) -> Ids:
         return encode_template(engine, form, {**values, "document": document}, options.rules)
@@ -307,8 +304,6 @@ def _filled_templates(
             kept = shortened(engine.tokenizer, document, lambda text: len(encode(text)) - engine.max_context)
             ids = encode(kept)
         check_length(engine, len(ids), f"document {i}")
-        if i == 0:
-            _scorer(engine, options.label)  # raises an error before further documents are encoded
         yield EncodedPair(ids, len(ids), False, cut)
 
 
