@@ -173,16 +173,15 @@ def test_an_ordinary_token_spelled_like_an_end_does_not_stop(open_variant: Open)
     assert open_variant(TokenizerVariant("gpt2", "smollm"), types=types).stop_ids == {0}
 
 
-def test_bos_is_added_as_the_file_requires_by_default(smollm: Tokenizer, sentencepiece: Tokenizer) -> None:
+def test_bos_is_added_as_the_file_or_its_kind_requires_by_default(
+    smollm: Tokenizer, sentencepiece: Tokenizer, open_variant: Open
+) -> None:
     assert not smollm.add_bos
     assert smollm.encode("", add_bos=True) == [0]
     assert smollm.encode("") == []
     assert sentencepiece.add_bos
     assert sentencepiece.encode("") == [1]
     assert sentencepiece.encode("", add_bos=False) == []
-
-
-def test_llama3_adds_bos_by_default(open_variant: Open) -> None:
     assert open_variant(TokenizerVariant("gpt2", "llama-bpe")).encode("") == [0]
 
 

@@ -130,10 +130,7 @@ class ToolCall:
         ValueError
             The element is not a valid call.
         """
-        found = _call(call, tagged=True)
-        if found is None:
-            raise ValueError(f"not a tool call: {call!r:.200}")
-        return found
+        return _call(call, tagged=True)
 
 
 def new_call_id() -> str:
@@ -464,15 +461,14 @@ class ToolCallParser:
             return value.skipped, None
         try:
             found = read_json(self._text[value.start - self._position : end - self._position])
+            if value.name is not None:
+                found = {"name": value.name, "arguments": found, "id": value.id}
+            calls = [_call(one, value.tagged) for one in (found if isinstance(found, list) else [found])]
         except ValueError:
             return value.skipped, None
-        if value.name is not None:
-            found = {"name": value.name, "arguments": found, "id": value.id}
-        calls = [_call(one, value.tagged) for one in (found if isinstance(found, list) else [found])]
-        read = [call for call in calls if call is not None]
-        if not read or len(read) < len(calls) or not self._knows(value, read):
+        if not calls or not self._knows(value, calls):
             return value.skipped, None
-        return end - self._position - self._at, read
+        return end - self._position - self._at, calls
 
     def _read_written(self, value: _Value, scanner: Scanner) -> tuple[int, list[ToolCall] | None]:
         begin, end = value.start - self._position, scanner.end
@@ -516,21 +512,15 @@ class _Value(NamedTuple):
 _UNDECIDED = object()
 
 
-def _call(value: Any, tagged: bool) -> ToolCall | None:
+def _call(value: Any, tagged: bool) -> ToolCall:
+    """Return a call in JSON; raises ValueError for another value."""
     inner = value.get("function", value) if isinstance(value, Mapping) else None
-    if not isinstance(inner, Mapping):
-        return None
-    name = inner.get("name", inner.get("tool_name"))  # the latter in answers of Command R7B
-    if not isinstance(name, str):
-        return None
-    given = [inner[key] for key in ("arguments", "parameters") if key in inner]
-    arguments = (given[0] or {}) if given else ({} if tagged else None)
-    if isinstance(arguments, str):
-        try:
-            arguments = read_json(arguments)
-        except ValueError:
-            return None
-    if not isinstance(arguments, Mapping):
-        return None
-    known_as = value.get("id")
-    return ToolCall(name, dict(arguments), known_as if isinstance(known_as, str) else None)
+    if isinstance(inner, Mapping):
+        name = inner.get("name", inner.get("tool_name"))  # the latter in answers of Command R7B
+        given = [inner[key] for key in ("arguments", "parameters") if key in inner]
+        arguments = (given[0] or {}) if given else ({} if tagged else None)
+        arguments = read_json(arguments) if isinstance(arguments, str) else arguments
+        if isinstance(name, str) and isinstance(arguments, Mapping):
+            known_as = value.get("id")
+            return ToolCall(name, dict(arguments), known_as if isinstance(known_as, str) else None)
+    raise ValueError(f"not a tool call: {value!r:.200}")
