@@ -15,58 +15,45 @@ if [ "$(uname -s)" = Darwin ]; then
   exit 0
 fi
 
-# Installs packages with apt-get, or says how to: install <what for> <package>...
-install() {
-  local purpose=$1 cross
-  local packages=("${@:2}")
-  if ! command -v apt-get >/dev/null; then
-    say "no apt-get here; for $purpose, install what Debian calls ${packages[*]}"
-    return
-  fi
-  [ "$(id -u)" -ne 0 ] || apt-get update -qq >/dev/null || true  # what it could not fetch, the next command names
-  # Releases of Debian and Ubuntu have different versions; the oldest works with every clang.
-  cross=$(apt-cache search --names-only '^libstdc\+\+-[0-9]+-dev-arm64-cross$' | cut -d' ' -f1 | sort -V | head -1)
-  packages=("${packages[@]/#libstdc++-dev-arm64-cross/${cross:-libstdc++-12-dev-arm64-cross}}")
-  if [ "$(id -u)" -ne 0 ]; then
-    say "missing for $purpose: sudo apt-get install ${packages[*]}"
-    return
-  fi
-  say "installing with apt-get, for $purpose: ${packages[*]}"
-  DEBIAN_FRONTEND=noninteractive DEBCONF_NOWARNINGS=yes apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null ||
-    say "apt-get failed; what needs these packages is skipped"
-}
-
-if [ "${1:-}" = browser ]; then
-  if find_browser >/dev/null; then
-    say "nothing to install: $(find_browser) found"
-  else
-    install "the tests of the page" chromium
-  fi
-  exit 0
-fi
-
-if [ "${1:-}" = compilers ]; then
-  packages=()
-  for compiler in $(oldest_compilers); do
-    command -v "$compiler" >/dev/null || packages+=("${compiler/clang++/clang}")
-  done
-  if [ ${#packages[@]} -eq 0 ]; then
-    say "nothing to install: $(oldest_compilers) found"
-  else
-    install "the check of the oldest compilers" "${packages[@]}"
-  fi
-  exit 0
-fi
-
 packages=()
-find_clang >/dev/null || packages+=(clang-19 lld-19 libclang-rt-19-dev)
-find_symbolizer >/dev/null || packages+=(llvm-19)
-if tests_emulate_arm; then
-  have_qemu || packages+=(qemu-user)
-  have_arm_libraries || packages+=(libstdc++-dev-arm64-cross)
-fi
+case "${1:-}" in
+  browser)
+    purpose="the tests of the page"
+    find_browser >/dev/null || packages+=(chromium)
+    ;;
+  compilers)
+    purpose="the check of the oldest compilers"
+    for compiler in $(oldest_compilers); do
+      command -v "$compiler" >/dev/null || packages+=("${compiler/clang++/clang}")
+    done
+    ;;
+  *)
+    purpose="the emulator's tests and those of the Arm kernels"
+    find_clang >/dev/null || packages+=(clang-19 lld-19 libclang-rt-19-dev)
+    find_symbolizer >/dev/null || packages+=(llvm-19)
+    if tests_emulate_arm; then
+      have_qemu || packages+=(qemu-user)
+      have_arm_libraries || packages+=(libstdc++-dev-arm64-cross)
+    fi
+    ;;
+esac
+
 if [ ${#packages[@]} -eq 0 ]; then
-  say "nothing to install: clang, llvm-symbolizer$(tests_emulate_arm && echo ", qemu-aarch64 and its libraries" || true) found"
+  say "nothing to install: found all for $purpose"
   exit 0
 fi
-install "the emulator's tests and those of the Arm kernels" "${packages[@]}"
+if ! command -v apt-get >/dev/null; then
+  say "no apt-get here; for $purpose, install what Debian calls ${packages[*]}"
+  exit 0
+fi
+[ "$(id -u)" -ne 0 ] || apt-get update -qq >/dev/null || true  # what it could not fetch, the next command names
+# Releases of Debian and Ubuntu have different versions; the oldest works with every clang.
+cross=$(apt-cache search --names-only '^libstdc\+\+-[0-9]+-dev-arm64-cross$' | cut -d' ' -f1 | sort -V | head -1)
+packages=("${packages[@]/#libstdc++-dev-arm64-cross/${cross:-libstdc++-12-dev-arm64-cross}}")
+if [ "$(id -u)" -ne 0 ]; then
+  say "missing for $purpose: sudo apt-get install ${packages[*]}"
+  exit 0
+fi
+say "installing with apt-get, for $purpose: ${packages[*]}"
+DEBIAN_FRONTEND=noninteractive DEBCONF_NOWARNINGS=yes apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null ||
+  say "apt-get failed; what needs these packages is skipped"
