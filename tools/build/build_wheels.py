@@ -11,7 +11,6 @@ Wheels for other systems are only inspected; `make test-wheels` also installs an
 """
 
 import argparse
-import io
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 TOOLS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TOOLS))
@@ -132,34 +132,18 @@ def check_contents(wheel: Path, kernels: Sequence[str]) -> bytes:
     return library
 
 
-def libraries_of(library: bytes) -> list[str]:
-    """Return the libraries that an ELF file needs."""
-    from elftools.elf.elffile import ELFFile  # a requirement of auditwheel
-
-    dynamic = ELFFile(io.BytesIO(library)).get_section_by_name(".dynamic")
-    return [tag.needed for tag in dynamic.iter_tags() if tag.entry.d_tag == "DT_NEEDED"]
-
-
-def versions_of(library: bytes) -> list[str]:
-    """Return the versions of symbols that an ELF file needs, such as GLIBC_2.28."""
-    from elftools.elf.elffile import ELFFile
-
-    section = ELFFile(io.BytesIO(library)).get_section_by_name(".gnu.version_r")
-    if section is None:
-        return []
-    return [version.name for _, versions in section.iter_versions() for version in versions]
-
-
 def check_linux(wheel: Path, library: bytes, kind: str) -> list[str]:
     """Check libraries and symbols of a wheel for Linux; return a report in lines."""
+    import lief
+
     least, _, provided = C_LIBRARIES[kind]
-    needed = libraries_of(library)
-    if unknown := [name for name in needed if not re.match(provided, name)]:
+    file: Any = lief.ELF.parse(library)
+    if unknown := [name for name in file.libraries if not re.match(provided, name)]:
         raise WheelError(f"{wheel.name} needs {', '.join(unknown)}, which its platform does not promise")
-    lines = [f"needs {', '.join(needed)}"]
+    lines = [f"needs {', '.join(file.libraries)}"]
     if kind == "musllinux":  # auditwheel recognizes musl only on a machine that has it
-        if versions := versions_of(library):
-            raise WheelError(f"{wheel.name} needs {', '.join(versions)}; musl has no versions of symbols")
+        if versions := [symbol.name for symbol in file.symbols_version_requirement]:
+            raise WheelError(f"{wheel.name} needs versions of {', '.join(versions)}; musl has none")
         return lines
     command: list[str | Path] = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
     shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
