@@ -1,9 +1,9 @@
 // Executes calls of the CPU engine's kernels, and of the engine itself, from standard input, for tests that
 // run it on an emulated processor. tests/support/kernels/arm_machine.py is the client.
 //
-// A message is a list of values, each a tag and its contents: i (int64), f (double), s (string), a (array:
-// size of an element, two dimensions, bytes). Integers have 32 bits unless stated otherwise. A request begins
-// with the name of the function. An answer begins with s and a message if the call failed, else with the
+// A message is a list of values, each a tag and its contents: n (number: double), s (string), a (array: size
+// of an element, two dimensions, bytes). Sizes and counts have 32 bits. A request begins with the name of the
+// function. An answer begins with s and a message if the call failed, else with the
 // number of values that the function returned. These follow, then every array that the function wrote: the
 // index of the argument, and the contents.
 #include <fcntl.h>
@@ -48,16 +48,14 @@ void write_value(T value) {
 }
 
 struct Value {
-  char tag = 'i';
-  std::int64_t integer = 0;
+  char tag = 'n';
   double number = 0;
   std::string bytes;  // of a string or an array
   std::uint32_t element = 1;
   std::size_t shape[2] = {0, 1};
 
   Value() = default;
-  Value(std::int64_t i) : integer(i) {}
-  Value(double f) : tag('f'), number(f) {}
+  Value(double n) : number(n) {}
   Value(std::string s) : tag('s'), bytes(std::move(s)) {}
 };
 using Values = std::vector<Value>;
@@ -65,8 +63,7 @@ using Values = std::vector<Value>;
 Value read() {
   Value v;
   v.tag = read_value<char>();
-  if (v.tag == 'i') v.integer = read_value<std::int64_t>();
-  if (v.tag == 'f') v.number = read_value<double>();
+  if (v.tag == 'n') v.number = read_value<double>();
   if (v.tag == 's') v.bytes.resize(read_value<std::uint32_t>());
   if (v.tag == 'a') {
     v.element = read_value<std::uint32_t>();
@@ -79,8 +76,7 @@ Value read() {
 
 void write(const Value& v) {
   write_value(v.tag);
-  if (v.tag == 'i') write_value(v.integer);
-  if (v.tag == 'f') write_value(v.number);
+  if (v.tag == 'n') write_value(v.number);
   if (v.tag == 's') write_value(std::uint32_t(v.bytes.size()));
   if (v.tag == 'a') {
     write_value(v.element);
@@ -102,8 +98,8 @@ struct Parameter {
       expect(v.tag == 's', "expected a string");
       return v.bytes;
     } else {
-      expect(v.tag == 'i' || (v.tag == 'f' && std::is_floating_point_v<T>), "expected a number");
-      return v.tag == 'i' ? T(v.integer) : T(v.number);
+      expect(v.tag == 'n', "expected a number");
+      return T(v.number);
     }
   }
 };
@@ -137,9 +133,9 @@ Call on_values(Result (*function)(Parameters...), std::index_sequence<i...>) {
     } else {
       out = to_values(function(Parameter<std::decay_t<Parameters>>::of(in[i])...));
     }
-    out.insert(out.begin(), Value(std::int64_t(out.size())));
+    out.insert(out.begin(), Value(double(out.size())));
     const auto add_written = [&](std::size_t argument, bool written) {
-      if (written) out.insert(out.end(), {Value(std::int64_t(argument)), in[argument]});
+      if (written) out.insert(out.end(), {Value(double(argument)), in[argument]});
     };
     (add_written(i, Parameter<std::decay_t<Parameters>>::kWritten), ...);
     return out;

@@ -29,7 +29,6 @@ SANITIZED = _core.has_emulator and bool(_core.emulator.sanitizer)
 SETS = [] if platform.machine() in ("arm64", "aarch64") or SANITIZED else list(PROCESSORS)
 Floats = NDArray[np.float32]
 NO_SINKS: Floats = np.zeros(0, np.float32)
-TYPES = {"i": struct.Struct("<q"), "f": struct.Struct("<d")}
 
 
 class ArmMachine:
@@ -60,11 +59,11 @@ class ArmMachine:
         returned, *values = [self._value() for _ in range(count)]
         if isinstance(returned, str):
             raise ValueError(f"{name}: {returned}")
-        for index, contents in zip(values[returned::2], values[returned + 1 :: 2], strict=True):
-            out = arguments[index]
+        results, written = values[: int(returned)], values[int(returned) :]
+        for index, contents in zip(written[::2], written[1::2], strict=True):
+            out = arguments[int(index)]
             out[...] = contents.view(out.dtype).reshape(out.shape)
-        results = values[:returned]
-        return results if returned > 1 else results[0] if returned else None
+        return results if len(results) > 1 else results[0] if results else None
 
     def _receive(self, n: int) -> bytes:
         assert self._process.stdout is not None
@@ -81,7 +80,7 @@ class ArmMachine:
         if tag == "a":
             size, rows, cols = struct.unpack("<3I", self._receive(12))
             return np.frombuffer(self._receive(size * rows * cols), np.uint8).reshape(rows, cols * size)
-        return TYPES[tag].unpack(self._receive(8))[0]
+        return struct.unpack("<d", self._receive(8))[0]
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -97,9 +96,7 @@ def _encoded(value: Any) -> bytes:
     if isinstance(value, np.ndarray):
         rows, cols = value.shape if value.ndim == 2 else (len(value), 1)
         return b"a" + struct.pack("<3I", value.itemsize, rows, cols) + value.tobytes()
-    if isinstance(value, float):
-        return b"f" + TYPES["f"].pack(value)
-    return b"i" + TYPES["i"].pack(int(value))
+    return b"n" + struct.pack("<d", value)
 
 
 @cache
