@@ -1,6 +1,5 @@
 """``metal-prefill run`` with many prompts: order, options, errors, and a file that survives kills."""
 
-import errno
 import fcntl
 import io
 import json
@@ -288,17 +287,6 @@ def test_a_file_in_use_by_another_process_is_rejected(uneven: Path, tmp_path: Pa
         fcntl.flock(held, fcntl.LOCK_EX)
         printed = errors(*RUN, "--prompts", uneven, "-o", tmp_path / "out.jsonl")
     assert "another process is writing it" in printed
-
-
-def test_results_are_written_to_file_systems_without_locks(
-    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unsupported(file: Any, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    assert run("--prompts", uneven, "-n", "4", "-o", tmp_path / "out.jsonl") == 0
-    assert read_lines(tmp_path / "out.jsonl")
 
 
 def test_devices_are_not_valid_outputs(errors: Run) -> None:
