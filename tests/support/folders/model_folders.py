@@ -36,19 +36,10 @@ SIZES = {
     "max_position_embeddings": CONTEXT,
 }
 GROUPED = {**SIZES, "num_key_value_heads": HEADS // 2, "vocab_size": VOCAB}
-# Matrices of a layer of BERT and of a feed-forward with a gate, and norms.
-BERT_LINEAR = {
-    **{f"attention.self.{name}": (DIM, DIM) for name in ("query", "key", "value")},
-    "attention.output.dense": (DIM, DIM),
-    "intermediate.dense": (FFN, DIM),
-    "output.dense": (DIM, FFN),
-}
-BERT_NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
-ATTENTION = {name: (KV if name in "kv" else DIM, DIM) for name in "qkvo"}
-GATED = {"gate": (FFN, DIM), "up": (FFN, DIM), "down": (DIM, FFN)}
 LLAMA_LAYER: Shapes = {
-    **{f"self_attn.{name}_proj": shape for name, shape in ATTENTION.items()},
-    **{f"mlp.{name}_proj": shape for name, shape in GATED.items()},
+    **{f"self_attn.{name}_proj": (KV if name in "kv" else DIM, DIM) for name in "qkvo"},
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (FFN, DIM)),
+    "mlp.down_proj": (DIM, FFN),
     **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (DIM,)),
 }
 
@@ -218,16 +209,6 @@ def tokenized(path: Path, config: dict[str, Any], shapes: Shapes, pattern: str |
     return Folder(path, config, {}).add(shapes)
 
 
-def bert_layer(names: Mapping[str, str]) -> Shapes:
-    """Return the shapes of a layer of BERT with some renamed modules."""
-    shapes: Shapes = {}
-    for name, shape in BERT_LINEAR.items():
-        shapes |= linear(names.get(name, name), *shape)
-    for name in BERT_NORMS:
-        shapes |= norm(names.get(name, name))
-    return shapes
-
-
 def bert(path: Path, architecture: str = "BertModel", variant: str = "uncased", **config: Any) -> Folder:
     """Make a folder of a BERT or XLM-R class."""
     path.mkdir(parents=True, exist_ok=True)
@@ -249,7 +230,12 @@ def bert(path: Path, architecture: str = "BertModel", variant: str = "uncased", 
     tables = {"word": vocab, "position": CONTEXT, "token_type": settings["type_vocab_size"]}
     shapes = weights("embeddings.", {f"{name}_embeddings": (rows, DIM) for name, rows in tables.items()})
     shapes |= norm("embeddings.LayerNorm")
-    shapes |= repeated("encoder.layer.{}.", bert_layer({}))
+    layer: Shapes = {}
+    for name in ("self.query", "self.key", "self.value", "output.dense"):
+        layer |= linear(f"attention.{name}")
+    layer |= linear("intermediate.dense", FFN, DIM) | linear("output.dense", DIM, FFN)
+    layer |= norm("attention.output.LayerNorm") | norm("output.LayerNorm")
+    shapes |= repeated("encoder.layer.{}.", layer)
     return Folder(path, settings, {}).add(shapes, prefix=prefix)
 
 

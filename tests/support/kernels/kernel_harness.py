@@ -199,19 +199,13 @@ class Weights:
         return self.offsets + missing, self.rows + missing, self.row_bytes, 0
 
 
-def block_columns(kind: str) -> int:
-    """Return the number of which a row's columns must be a multiple."""
-    block: int = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
-    return max(8, block)
-
-
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
 def columns(kind: str, wanted: int) -> int:
     """Return the smallest length of a row of the type that is at least `wanted`."""
-    unit = block_columns(kind)
+    unit: int = max(8, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0])
     return ceil_div(wanted, unit) * unit
 
 
