@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.kernels.cost_tables import RECURRENT, smollm, smollm_shape, with_table
+from support.kernels.cost_tables import RECURRENT, smollm, smollm_shape, uniform_shape, with_table
 from support.places import ROOT
 from support.programs import Run
-from support.uniform_shape import uniform_shape
 
 from metal_prefill import UnsupportedModelError, cli
 from metal_prefill.commands import predict as command

@@ -12,10 +12,9 @@ import pytest
 from metal_kernels import KernelLibrary
 from support import small_models
 from support.folders.other_encoders import nomic_moe
-from support.kernels.cost_tables import RECURRENT, smollm, with_cores
+from support.kernels.cost_tables import RECURRENT, smollm, uniform_shape, with_cores
 from support.kernels.emulated_gpu import require_emulator
 from support.small_models import TYPES
-from support.uniform_shape import uniform_shape
 
 from metal_prefill import DeviceError, Model, UnsupportedModelError, _core
 from metal_prefill.conversion import convert

@@ -37,20 +37,6 @@ def plain_config() -> ModelConfig:
     )
 
 
-def base_metadata(architecture: str) -> dict[str, tuple[int, bytes] | None]:
-    return {
-        "general.architecture": string(architecture),
-        f"{architecture}.context_length": integer(CONTEXT),
-        f"{architecture}.embedding_length": integer(DIM),
-        f"{architecture}.block_count": integer(LAYERS),
-        f"{architecture}.feed_forward_length": integer(FFN),
-        f"{architecture}.attention.head_count": integer(HEADS),
-        f"{architecture}.attention.head_count_kv": integer(KV_HEADS),
-        f"{architecture}.attention.layer_norm_rms_epsilon": number(1e-5),
-        "tokenizer.ggml.tokens": strings(*(f"t{i}" for i in range(VOCAB))),
-    }
-
-
 def base_tensors(layers: int = LAYERS) -> dict[str, tuple[Sequence[int], int] | None]:
     tensors: dict[str, tuple[Sequence[int], int] | None] = {
         "token_embd.weight": ((VOCAB, DIM), 0),
@@ -77,10 +63,17 @@ def model_file(
     architecture: str = "llama",
     layers: int = LAYERS,
 ) -> bytes:
-    """Make the file: the base with the given entries replaced or added."""
+    """Make the file with the given entries replaced or added."""
     entries = {
-        **base_metadata(architecture),
+        "general.architecture": string(architecture),
+        f"{architecture}.context_length": integer(CONTEXT),
+        f"{architecture}.embedding_length": integer(DIM),
         f"{architecture}.block_count": integer(layers),
+        f"{architecture}.feed_forward_length": integer(FFN),
+        f"{architecture}.attention.head_count": integer(HEADS),
+        f"{architecture}.attention.head_count_kv": integer(KV_HEADS),
+        f"{architecture}.attention.layer_norm_rms_epsilon": number(1e-5),
+        "tokenizer.ggml.tokens": strings(*(f"t{i}" for i in range(VOCAB))),
         **(metadata or {}),
     }
     listed, offset = [], 0
