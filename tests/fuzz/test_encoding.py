@@ -33,7 +33,7 @@ SPELLINGS = (
     *comparison.USER_DEFINED,
     *("<s>", "</s>", "<unk>", "<0x41>", "<0xFF>", "<|im_", "|>", "<"),
 )
-WRITTEN = comparison.texts()
+WRITTEN = comparison.TEXTS
 
 
 def _piece(random: Random) -> str:

@@ -62,50 +62,30 @@ a_b@example.org.
 """
 
 
-def texts() -> list[str]:
-    whitespace = [
-        "", " ", "  ", "   ", "     ", "\n", "\n\n", "\n\n\n", "\t", "\r\n", " \n", "\n ", " \n \n  x",
-        "\t\ta", "\x0b\x0c",
-    ]  # fmt: skip
-    words = [
-        "Hello", " Hello", "  Hello", "Hello ", "Hello world", "Hello  world", "Hello\nworld", "a b c",
-        "HELLO World",
-    ]  # fmt: skip
-    contractions = [
-        "it's", "IT'S", "we'll we'LL", "they've they'VE", "I'm I'M'm", "'s't're've'm'll'd", "x' s", "don't",
-    ]  # fmt: skip
-    numbers = [
-        "1", "12", "123", "1234", "12345", "1234567890", " 123", "3.14159", "1,000,000", "x1y22z333",
-        "٣٤٥ ½ Ⅷ ²",
-    ]  # fmt: skip
-    marks = [
-        *("...", "!?!?", "a.b,c;d:e", "(x+y)*[z]={}", "$100 + 5% = ~105^2", "C++ <T> #include"),
-        *("--\n--", "«q» „q“ “q”"),
-    ]
-    scripts = [
-        "Übergröße naïve façade", "привет мир", "γειά σου Κόσμε", "שלום עולם", "مرحبا بالعالم", "你好，世界",
-        "こんにちは",
-    ]  # fmt: skip
-    symbols = [
-        "🎭", "🎭🎭 x", "👩‍👩‍👧‍👦", "a\u0301 e\u0301", "\u00a0x\u00a0", "\u3000x", "\u200bx", "\ufeffx",
-        "∑∫≠", "\u2581x", "𝔘𝔫𝔦",
-    ]  # fmt: skip
-    code = [
-        "def f(x):\n    return x + 1\n",
-        "\tif (a) {\n\t\tb();\n\t}\n",
-        "    four   three  two one",
-        '{"key": [1, 2.5, null]}',
-    ]
-    specials = [
-        *("<|im_start|>user\nhi<|im_end|>", "a<|pad|>b", "<|user|> x <|user|>"),
-        *("<s>[INST] x [/INST]</s>", "<unk>", "<0x41>"),
-    ]
-    control = ["\x00", "\x01\x02", "a\x00b", "\x7f\x80\x9f", "\ud7ff\ue000", "\uffff"]
-    lines = PROSE.splitlines(keepends=True)
-    return [
-        *whitespace, *words, *contractions, *numbers, *marks, *scripts, *symbols, *code, *specials, *control,
-        *lines, PROSE, "a" * 100, "ab" * 50, " " * 50, "\n" * 20, "1" * 50, "." * 50,
-    ]  # fmt: skip
+# Texts to tokenize.
+TEXTS = [
+    "", " ", "  ", "   ", "     ", "\n", "\n\n", "\n\n\n", "\t", "\r\n", " \n", "\n ", " \n \n  x",
+    "\t\ta", "\x0b\x0c",  # white space
+    "Hello", " Hello", "  Hello", "Hello ", "Hello world", "Hello  world", "Hello\nworld", "a b c",
+    "HELLO World",  # words, then contractions
+    "it's", "IT'S", "we'll we'LL", "they've they'VE", "I'm I'M'm", "'s't're've'm'll'd", "x' s", "don't",
+    "1", "12", "123", "1234", "12345", "1234567890", " 123", "3.14159", "1,000,000", "x1y22z333",
+    "٣٤٥ ½ Ⅷ ²",  # numbers
+    "...", "!?!?", "a.b,c;d:e", "(x+y)*[z]={}", "$100 + 5% = ~105^2", "C++ <T> #include",
+    "--\n--", "«q» „q“ “q”",  # punctuation
+    "Übergröße naïve façade", "привет мир", "γειά σου Κόσμε", "שלום עולם", "مرحبا بالعالم", "你好，世界",
+    "こんにちは",  # scripts
+    "🎭", "🎭🎭 x", "👩‍👩‍👧‍👦", "a\u0301 e\u0301", "\u00a0x\u00a0", "\u3000x", "\u200bx", "\ufeffx",
+    "∑∫≠", "\u2581x", "𝔘𝔫𝔦",  # symbols, and characters without a width
+    "def f(x):\n    return x + 1\n",
+    "\tif (a) {\n\t\tb();\n\t}\n",
+    "    four   three  two one",
+    '{"key": [1, 2.5, null]}',
+    "<|im_start|>user\nhi<|im_end|>", "a<|pad|>b", "<|user|> x <|user|>",
+    "<s>[INST] x [/INST]</s>", "<unk>", "<0x41>",  # special tokens
+    "\x00", "\x01\x02", "a\x00b", "\x7f\x80\x9f", "\ud7ff\ue000", "\uffff",  # control characters
+    *PROSE.splitlines(keepends=True), PROSE, "a" * 100, "ab" * 50, " " * 50, "\n" * 20, "1" * 50, "." * 50,
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from metal_prefill.text._segmentation import TextSegmenter
 
 RECORD = comparison.recorded()
 WHOLE = 1 << 40  # characters of a part, which no text has
-TEXTS = [*RECORD["texts"], *hostile_texts(150, seed=5), "И был вечер и было утро", "a  b c\n d"]
+TEXTS = [*comparison.TEXTS, *hostile_texts(150, seed=5), "И был вечер и было утро", "a  b c\n d"]
 BETWEEN = " and  the King's \u2581x "
 TEXT = BETWEEN.join(TEXTS)
 SHORT = BETWEEN.join(TEXTS[:: max(len(TEXTS) // 60, 1)])  # for the places, which add up whatever the words

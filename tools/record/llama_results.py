@@ -90,7 +90,7 @@ def train_sentencepiece(texts: list[str]) -> dict[str, Any]:
 
 def tokens_of(folder: Path) -> str:
     """Return the tokens of every text with every vocabulary."""
-    texts = comparison.texts()
+    texts = comparison.TEXTS
     corpus = [text for text in texts for _ in range(3) if "<" not in text]  # without special tokens
     vocabularies = {"gpt2": train_byte_level(corpus), "llama": train_sentencepiece(corpus)}
     expected: dict[str, list[list[int]]] = {}
@@ -105,7 +105,6 @@ def tokens_of(folder: Path) -> str:
         "origin": f"llama.cpp as of llama-cpp-python {llama_cpp.__version__}; "
         f"vocabularies trained by tokenizers and sentencepiece {sentencepiece.__version__}",
         "vocabularies": vocabularies,
-        "texts": texts,
         "expected": expected,
     }
     lines = json.dumps(record, ensure_ascii=True, separators=(",", ":"))
