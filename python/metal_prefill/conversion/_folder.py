@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from metal_prefill._support.messages import Located, shortened
-from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.errors import GGUFError
 from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.files._other_formats import RECOGNIZED_BYTES, in_place_of_file
 
@@ -203,20 +203,17 @@ def adapter_folder(folder: Path, adapter: Path | None) -> Path | None:
 
 def refuse_adapter(folder: Path) -> None:
     """Raise an UnsupportedModelError if a folder has adapters: the caller must name one."""
+    listing = Fields(folder, {})
     if known := adapters_of(folder):
         names = ", ".join(known)
-        raise UnsupportedModelError(
-            shortened(f"{folder}: has the adapters {names}; name one of them as adapter= or --adapter")
-        )
+        raise listing.unsupported(f"has the adapters {names}; name one of them as adapter= or --adapter")
     if not (folder / ADAPTER).is_file():
         return
     base = Fields.read(folder / ADAPTER).values.get("base_model_name_or_path")
     of, model = (f" of {base}", "that model") if base else ("", "its base model")
-    raise UnsupportedModelError(
-        shortened(
-            f"{folder}: has an adapter ({ADAPTER}){of}; to apply it, open {model} and name this folder as "
-            "adapter= or --adapter"
-        )
+    raise listing.unsupported(
+        f"has an adapter ({ADAPTER}){of}; to apply it, open {model} and name this folder as adapter= or "
+        "--adapter"
     )
 
 

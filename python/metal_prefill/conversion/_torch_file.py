@@ -11,9 +11,8 @@ import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from metal_prefill._support.messages import shortened
+from metal_prefill.conversion._folder import Fields
 from metal_prefill.conversion._weights import MAX_NAME, Weight
-from metal_prefill.errors import GGUFError, UnsupportedModelError
 
 _MAX_PICKLE = 1 << 20  # bytes; a head with two tensors has some hundred
 _TYPES = {
@@ -46,51 +45,47 @@ class _Tensor(NamedTuple):
 
 def read_torch_file(path: Path) -> dict[str, Weight]:
     """List the tensors of a file by name."""
+    file = Fields(path, {})
     try:
         with zipfile.ZipFile(path) as archive:
-            found, members = _contents(path, archive), {m.filename: m for m in archive.infolist()}
+            found, members = _contents(file, archive), {m.filename: m for m in archive.infolist()}
     except zipfile.BadZipFile:
-        raise UnsupportedModelError(
-            f"{path}: is not a zip archive, the format of torch.save since version 1.6; save it again as "
-            "safetensors"
+        raise file.unsupported(
+            "is not a zip archive, the format of torch.save since version 1.6; save it again as safetensors"
         ) from None
     weights = {}
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, _Tensor) or len(name) > MAX_NAME:
-            raise UnsupportedModelError(shortened(f"{path}: {name!r} is not the name of a tensor"))
+            raise file.unsupported(f"{name!r} is not the name of a tensor")
         member = next((m for n, m in members.items() if n.endswith(f"/data/{tensor.storage.key}")), None)
         if member is None or member.compress_type != zipfile.ZIP_STORED:
-            raise GGUFError(f"{path}: data/{tensor.storage.key} is missing or compressed")
+            raise file.error(f"data/{tensor.storage.key} is missing or compressed")
         size = _BYTES[tensor.storage.dtype]
         start = _place(path, member) + tensor.offset * size
         count = math.prod(tensor.shape)
         if (tensor.offset + count) * size > member.file_size:
-            raise GGUFError(
-                f"{path}: tensor {name} has shape {tensor.shape}, more than data/{tensor.storage.key}"
-            )
+            raise file.error(f"tensor {name} has shape {tensor.shape}, more than data/{tensor.storage.key}")
         weights[name] = Weight(path, name, tensor.storage.dtype, tensor.shape, start, start + count * size)
     return weights
 
 
-def _contents(path: Path, archive: zipfile.ZipFile) -> dict[Any, Any]:
+def _contents(file: Fields, archive: zipfile.ZipFile) -> dict[Any, Any]:
     names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(names) != 1 or archive.getinfo(names[0]).file_size > _MAX_PICKLE:
-        raise UnsupportedModelError(f"{path}: has no data.pkl of at most {_MAX_PICKLE} bytes")
+        raise file.unsupported(f"has no data.pkl of at most {_MAX_PICKLE} bytes")
     order = names[0].removesuffix("data.pkl") + "byteorder"
     if order in archive.namelist() and archive.read(order) != b"little":
-        raise UnsupportedModelError(f"{path}: byteorder is not little")
+        raise file.unsupported("byteorder is not little")
     try:
-        value = _unpickled(path, archive.read(names[0]))
+        value = _unpickled(file, archive.read(names[0]))
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        raise GGUFError(shortened(f"{path}: data.pkl is damaged: {error!r}")) from None
+        raise file.error(f"data.pkl is damaged: {error!r}") from None
     if not isinstance(value, dict):
-        raise UnsupportedModelError(
-            f"{path}: contains a {type(value).__name__}, expected a dictionary of tensors"
-        )
+        raise file.unsupported(f"contains a {type(value).__name__}, expected a dictionary of tensors")
     return value
 
 
-def _unpickled(path: Path, data: bytes) -> Any:
+def _unpickled(file: Fields, data: bytes) -> Any:
     """Interpret a pickle of plain tensors."""
     stack: list[Any] = []
     marks: list[int] = []
@@ -133,7 +128,7 @@ def _unpickled(path: Path, data: bytes) -> Any:
                 stack.append(_Storage(_TYPES[kind.name], str(key)))
             case "REDUCE":
                 arguments, function = stack.pop(), stack.pop()
-                stack.append(_called(path, function, arguments))
+                stack.append(_called(file, function, arguments))
             case "SETITEM" | "SETITEMS":
                 values = popped() if opcode.name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
                 stack[-1].update(zip(values[::2], values[1::2], strict=True))
@@ -141,16 +136,14 @@ def _unpickled(path: Path, data: bytes) -> Any:
                 stack.pop()  # attributes, such as the versions of modules
             case _:
                 what = f"{opcode.name} {argument}" if argument is not None else opcode.name
-                raise UnsupportedModelError(
-                    shortened(
-                        f"{path}: its pickle contains {what}; only plain tensors are read, as pickles can "
-                        "execute code. Save it as safetensors"
-                    )
+                raise file.unsupported(
+                    f"its pickle contains {what}; only plain tensors are read, as pickles can execute code. "
+                    "Save it as safetensors"
                 )
     raise ValueError("it has no end")
 
 
-def _called(path: Path, function: Any, arguments: tuple[Any, ...]) -> Any:
+def _called(file: Fields, function: Any, arguments: tuple[Any, ...]) -> Any:
     """Call the constructor of a name: it makes a dictionary or a tensor."""
     if function == _Name(_ORDERED) and not arguments:
         return {}
@@ -159,10 +152,9 @@ def _called(path: Path, function: Any, arguments: tuple[Any, ...]) -> Any:
     storage, offset, shape, strides = arguments[:4]
     if not all(isinstance(n, int) and n >= 0 for n in (offset, *shape, *strides)):
         raise ValueError("a size of a tensor is not a number")
-    if tuple(strides) != tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))) or not isinstance(
-        storage, _Storage
-    ):
-        raise UnsupportedModelError(f"{path}: a tensor of shape {shape} is not contiguous")
+    packed = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    if tuple(strides) != packed or not isinstance(storage, _Storage):
+        raise file.unsupported(f"a tensor of shape {shape} is not contiguous")
     return _Tensor(storage, offset, tuple(shape))
 
 
