@@ -230,6 +230,18 @@ def test_ids_of_another_tokenizer_are_noted_once(tmp_path: Path, caplog: pytest.
             assert caplog.text.count("token ids to embed lack the tokens around texts of m") == count
 
 
+def test_tokens_of_an_encoder_are_those_of_its_vectors(tmp_path: Path) -> None:
+    folder = model_folders.bert(tmp_path / "m")
+    folder.pool()
+    with Model(folder.write(), device="cpu") as model, running(model) as server:
+        found = server.post("/tokenize", {"prompt": TEXTS[1]}).json()
+        usage = server.post("/v1/embeddings", {"input": TEXTS[1]}).json()["usage"]
+        assert found["count"] == len(found["tokens"]) == usage["prompt_tokens"]
+        np.testing.assert_array_equal(vectors(server, input=found["tokens"]), model.embed(TEXTS[1:2]))
+        plain = server.post("/tokenize", {"content": TEXTS[1], "add_special": False}).json()["tokens"]
+        assert plain == model.tokenizer.encode(TEXTS[1], add_bos=False)
+
+
 @pytest.mark.parametrize("raw", [True, False])
 def test_text_embeddings_inference_ranks_texts(pair_ranker: Running, raw: bool) -> None:
     logits = pair_ranker.model.classify([(QUERY, document) for document in DOCUMENTS]).log_likelihoods[:, 0]

@@ -215,6 +215,8 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply) -> None:
         text = form.prompt if form.prompt is not None else form.content or ""
         service.check_text(text, "content" if form.prompt is None else "prompt")
         parses = form.parse_special is not False
+        if adds and not service.engine.config.generates:  # as in embeddings
+            return tokenizer.frame.text(tokenizer.encode(text, add_bos=False, parse_special=parses))
         return tokenizer.encode(text, add_bos=None if adds else False, parse_special=parses)
 
     ids = await service.prepare(encode)
