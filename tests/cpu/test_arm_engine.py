@@ -1,7 +1,7 @@
 """The CPU engine on emulated Arm processors: the selected kernels and their results."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.closeness import assert_close, correlation
 from support.kernels.arm_machine import PROCESSORS, SETS, ArmMachine, machine_of
 from support.reference import ReferenceModel
 from support.small_models import MODELS, write
@@ -31,15 +32,6 @@ FIELDS = [
 TEXT = "ROMEO:\nBut, soft! what light"
 SHAPE = replace(MODELS["smollm shape"], layers=1, ffn=608)
 IDS = np.random.default_rng(0).integers(0, SHAPE.vocab, 21)
-
-
-@contextmanager
-def processor(name: str, **environment: str) -> Iterator[ArmMachine]:
-    machine = ArmMachine(name, environment)
-    try:
-        yield machine
-    finally:
-        machine.close()
 
 
 def open_model(
@@ -99,7 +91,7 @@ def expected(path: Path) -> npt.NDArray[np.float64]:
     ],
 )
 def test_each_processor_runs_its_instruction_sets(name: str, sets: list[str]) -> None:
-    with processor(name) as machine:
+    with closing(ArmMachine(name)) as machine:
         assert machine.call("kernel_sets") == sets
 
 
@@ -110,11 +102,11 @@ def test_the_engine_selects_the_fastest_set_of_the_processor(isa: str, path: Pat
 
 
 def test_a_set_can_be_selected_and_a_missing_set_is_an_error(path: Path) -> None:
-    with processor("max", METAL_PREFILL_CPU_ISA="neon") as machine:
+    with closing(ArmMachine("max", {"METAL_PREFILL_CPU_ISA": "neon"})) as machine:
         open_model(machine, path, threads=1)
         assert machine.call("device_name") == "CPU (neon, 1 thread)"
     with (
-        processor("cortex-a76", METAL_PREFILL_CPU_ISA="neon_i8mm") as machine,
+        closing(ArmMachine("cortex-a76", {"METAL_PREFILL_CPU_ISA": "neon_i8mm"})) as machine,
         pytest.raises(ValueError, match="'neon_i8mm', but this machine runs: neon_dotprod, neon, scalar"),
     ):
         open_model(machine, path)
@@ -126,7 +118,7 @@ def test_the_bundled_model_agrees_with_the_reference(demo_path: Path) -> None:
     expected = ReferenceModel(demo_path).forward(ids).logits[-1]
     logits = forward_prompt(machine_of(next(iter(PROCESSORS))), demo_path, ids)
     assert np.argmax(logits) == np.argmax(expected)
-    assert np.corrcoef(logits, expected)[0, 1] > 0.9999
+    assert correlation(logits, expected) > 0.9999
 
 
 # Lowest correlations of logits; those of random weights are sensitive to activations in 8 bits.
@@ -136,9 +128,9 @@ def test_logits_agree_with_the_reference(
     isa: str, compute: str, lowest: float, logits_of: Logits, expected: npt.NDArray[np.float64]
 ) -> None:
     logits = logits_of(isa, compute)
-    assert np.corrcoef(logits, expected)[0, 1] > lowest
+    assert correlation(logits, expected) > lowest
     if compute == "f32":
-        assert np.square(logits - expected).sum() <= 1e-9 * np.square(expected).sum()
+        assert_close("cpu", logits, expected)
 
 
 @pytest.mark.parametrize(("isa", "compute"), [*product(PROCESSORS, ["int8"]), ("neon_i8mm", "w8a8")])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.closeness import NMSE, assert_close, assert_keeps, nmse, random_ids
+from support.closeness import NMSE, assert_close, assert_keeps, correlation, nmse, random_ids
 from support.recurrent import NAMES as RECURRENT
 from support.reference import ReferenceModel, Result
 from support.small_models import MODELS, with_tensor, write
@@ -37,11 +37,6 @@ def reference(path: Path) -> ReferenceModel:
 def reference_results(path: Path, *ids: int) -> Result:
     """Compute a text once for both devices."""
     return reference(path).forward(ids)
-
-
-def correlation(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
-    """Return the Pearson correlation over all elements."""
-    return float(np.corrcoef(np.ravel(actual), np.ravel(expected))[0, 1])
 
 
 @pytest.mark.parametrize("name", MODELS)

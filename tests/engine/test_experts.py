@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.closeness import hidden_states, lowest_cosine, random_ids, states_of_texts
+from support.closeness import hidden_states, lowest_cosine, nmse, random_ids, states_of_texts
 from support.files.gguf_bytes import FALSE, integer, number
 from support.files.gguf_mutator import with_entries
 from support.reference import ReferenceModel
@@ -75,21 +75,12 @@ def test_any_number_of_experts_matches_the_reference(
     assert lowest_cosine_of(write(tmp_path / "m.gguf", shape), random_ids(n, seed=n), device) > 0.99999
 
 
-def chosen_by_bias(path: Path, plain: Path, bias: list[float]) -> Path:
-    """Write a copy of a file with another bias in the choice of experts."""
-
-    def change(values: npt.NDArray[np.float32]) -> None:
-        values[:] = bias
-
-    for layer in (2, 3):
-        plain = with_tensor(path, plain, f"blk.{layer}.exp_probs_b.bias", change)
-    return path
-
-
 def test_all_tokens_may_go_to_the_same_experts(tmp_path: Path) -> None:
     """Others have no rows. The bias decides the choice, but is not part of the factors."""
-    plain = write(tmp_path / "plain.gguf", LFM2)
-    path, ids = chosen_by_bias(tmp_path / "m.gguf", plain, [0, 9, 0, 0, 8, 0]), random_ids(100)
+    path, ids = write(tmp_path / "m.gguf", LFM2), random_ids(100)
+    for layer in (2, 3):
+        bias = f"blk.{layer}.exp_probs_b.bias"
+        with_tensor(path, path, bias, lambda values: np.copyto(values, [0, 9, 0, 0, 8, 0]))
     assert lowest_cosine_of(path, ids) > 0.99999
     before = all_states(path, ids)
     weights = GGUFFile(path).tensors["blk.3.ffn_down_exps.weight"]
@@ -102,12 +93,8 @@ def test_all_tokens_may_go_to_the_same_experts(tmp_path: Path) -> None:
 
 def test_ties_go_to_the_first_experts(tmp_path: Path) -> None:
     shape = replace(IN_FLOAT32, layers=1, experts=ExpertShape(5, 2, 64))
-    plain = write(tmp_path / "plain.gguf", shape)
-
-    def change(values: npt.NDArray[np.float32]) -> None:
-        values[:] = 0
-
-    path = with_tensor(tmp_path / "m.gguf", plain, "blk.0.ffn_gate_inp.weight", change)
+    path = write(tmp_path / "m.gguf", shape)
+    with_tensor(path, path, "blk.0.ffn_gate_inp.weight", lambda values: values.fill(0))
     assert lowest_cosine_of(path, random_ids(20)) > 0.99999
 
 
@@ -148,20 +135,15 @@ def test_metadata_set_the_rules_of_the_router(tmp_path: Path, model_path: Callab
 
 def test_a_bias_of_the_router_decides_the_choice(device: str, tmp_path: Path) -> None:
     """All tokens go to expert 1, and none to expert 0, whose weights are NaN."""
-
-    def change(values: npt.NDArray[np.float32]) -> None:
-        values[:3] = (-50, 50, 20)
-
-    def spoil(values: npt.NDArray[np.float32]) -> None:
-        values[: values.size // 6] = np.nan
-
     shape = replace(PRIVACY_FILTER, experts=ExpertShape(6, 2, 48), layers=1)
     path, ids = write(tmp_path / "m.gguf", shape), random_ids(70)
-    path = with_tensor(tmp_path / "a.gguf", path, "blk.0.ffn_gate_inp.bias", change)
+    bias = "blk.0.ffn_gate_inp.bias"
+    with_tensor(path, path, bias, lambda values: np.copyto(values[:3], (-50, 50, 20)))
     assert lowest_cosine_of(path, ids, device) > 0.99999
     expected = all_states(path, ids, device=device)
     for name in ("gate", "up", "down"):
-        path = with_tensor(tmp_path / f"{name}.gguf", path, f"blk.0.ffn_{name}_exps.bias", spoil)
+        of_experts = f"blk.0.ffn_{name}_exps.bias"
+        with_tensor(path, path, of_experts, lambda values: values[: values.size // 6].fill(np.nan))
     np.testing.assert_array_equal(all_states(path, ids, device=device), expected)
 
 
@@ -194,7 +176,7 @@ def test_texts_of_an_encoder_with_experts_are_near_those_of_a_batch_on_metal(
     shape = replace(PRIVACY_FILTER, types={"*": "Q8_0"}, experts=ExpertShape(5, 5, 64), window=65)
     path = write(tmp_path / "m.gguf", shape)
     for together, alone in texts_together_and_alone(path, 300, device="metal"):
-        assert np.square(alone - together).sum() <= 1e-7 * np.square(together).sum()
+        assert nmse(alone, together) <= 1e-7
 
 
 def test_the_metal_engine_refuses_what_its_kernels_do_not_take(metal: None, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from safetensors.numpy import load_file
 from support.closeness import nmse, random_ids
+from support.comparison import VERSE
 from support.reference import ReferenceModel
 from support.small_models import MODELS, SmallModel, write
 
@@ -142,17 +143,9 @@ def test_metal_rejects_it_by_name(metal: None, demo_path: Path) -> None:
 
 def test_perplexity_is_within_a_thousandth_of_an_f16_cache(demo_path: Path) -> None:
     """A trained model reads verse; docs/accuracy.md has a larger model and a longer text."""
-    text = (
-        "Our revels now are ended. These our actors,\nAs I foretold you, were all spirits and\n"
-        "Are melted into air, into thin air:\nAnd, like the baseless fabric of this vision,\n"
-        "The cloud-capp'd towers, the gorgeous palaces,\nThe solemn temples, the great globe itself,\n"
-        "Yea, all which it inherit, shall dissolve\nAnd, like this insubstantial pageant faded,\n"
-        "Leave not a rack behind. We are such stuff\nAs dreams are made on, and our little life\n"
-        "Is rounded with a sleep.\n"
-    )
     scores = {}
     for kv_dtype in ("f16", "q8_0"):
         with opened(demo_path, kv_dtype=kv_dtype, compute="f32") as model:
-            scores[kv_dtype] = model.score(model.tokenizer.encode(text))
+            scores[kv_dtype] = model.score(model.tokenizer.encode(VERSE))
     assert abs(np.mean(scores["q8_0"]) - np.mean(scores["f16"])) <= 1e-3
     assert not np.array_equal(scores["q8_0"], scores["f16"])

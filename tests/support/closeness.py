@@ -31,6 +31,11 @@ def nmse(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
     return float(np.square(a - e).sum() / np.square(e).sum())
 
 
+def correlation(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
+    """Return the Pearson correlation over all elements."""
+    return float(np.corrcoef(np.ravel(actual), np.ravel(expected))[0, 1])
+
+
 def assert_close(device: str, actual: npt.ArrayLike, expected: npt.ArrayLike) -> None:
     """Check an engine with float32 compute against its bound; NaN never passes."""
     assert nmse(actual, expected) <= NMSE[device]
@@ -57,7 +62,7 @@ def states_of_texts(model: Model, texts: Sequence[npt.NDArray[Any]]) -> list[npt
     return states
 
 
-def lowest_cosine(states: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
+def lowest_cosine(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
     """Return the lowest cosine of a row with the expected one."""
-    lengths = np.linalg.norm(states, axis=1) * np.linalg.norm(expected, axis=1)
-    return float(((states * expected).sum(axis=1) / lengths).min())
+    a, e = np.asarray(actual, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    return float(((a * e).sum(axis=1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(e, axis=1))).min())
