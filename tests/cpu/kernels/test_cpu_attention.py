@@ -86,24 +86,26 @@ ATTENTION_SHAPES = [  # heads of queries, dimensions of keys and values, window,
 ALONE = (0, 3, 6, 9, 15, 16, 18, 20, 21, 31, 32, 36)
 
 
-def singles(expected: Any, bound: float, *inputs: Any, **options: Any) -> Floats:
-    """Compute the tokens `ALONE` one at a time, and compare them with float64; the others are NaN."""
-    out = np.full(expected.shape, np.nan, np.float32)
-    for t in ALONE:
-        cpu.attention(*inputs, t, 1, out, **options)
+Parts = tuple[tuple[int, int, bool], ...]  # first token, number of tokens, and whether by splits
+
+
+def assert_parts(inputs: tuple[Any, ...], expected: Any, bound: float, parts: Parts, **options: Any) -> None:
+    """Compute parts of the tokens.
+
+    Values are compared with float64, and bits with those of the tokens `ALONE`, computed one at a time.
+    """
+    single = np.full(expected.shape, np.nan, np.float32)
+    for first, count, by_splits in (*((t, 1, False) for t in ALONE), *parts):
+        out = np.full_like(single, SENTINEL)
+        cpu.attention(*inputs, first, count, out, by_splits=by_splits, **options)
+        here, alone = slice(first, first + count), [t for t in ALONE if first <= t < first + count]
         # With the type of the cache, the window and the scale.
-        assert np.abs(out[t] - expected[t]).max() <= bound, (t, inputs[4:], options)
-    return out
-
-
-def assert_rows(
-    out: Floats, first: int, count: int, single: Floats, expected: Any, bound: float, case: str
-) -> None:
-    """Compare rows with float64 in value, and with those computed alone in bits."""
-    here = slice(first, first + count)
-    assert np.abs(out[here] - expected[here]).max() <= bound, case
-    alone = [t for t in ALONE if first <= t < first + count]
-    np.testing.assert_array_equal(out[alone], single[alone], err_msg=case)
+        case = str((first, count, by_splits, inputs[4:], options))
+        assert np.abs(out[here] - expected[here]).max() <= bound, case
+        assert np.all(np.delete(out, here, axis=0) == SENTINEL), case
+        if count == 1 and not by_splits:
+            single[here] = out[here]
+        np.testing.assert_array_equal(out[alone], single[alone], err_msg=case)
 
 
 @each_set
@@ -114,14 +116,9 @@ def test_attention(isa: str) -> None:
             continue
         q, keys, values, expected = attention_case(kv_dtype, heads, key_dim, value_dim, window, both_ways)
         inputs = (isa, q, keys, values, kv_dtype, window, key_dim**-0.5)
-        options: dict[str, Any] = {"both_ways": both_ways}
         bound = error_of(isa, kv_dtype) * np.abs(expected).max()
-        single = singles(expected, bound, *inputs, **options)
-        for first, count in ((0, 32), (16, 16), (32, 5), (3, 7)):
-            out = np.full_like(single, SENTINEL)
-            cpu.attention(*inputs, first, count, out, **options)
-            assert_rows(out, first, count, single, expected, bound, f"{kv_dtype}, {shape}")
-            assert np.all(np.delete(out, np.s_[first : first + count], axis=0) == SENTINEL), shape
+        parts = ((0, 32, False), (16, 16, False), (32, 5, False), (3, 7, False))
+        assert_parts(inputs, expected, bound, parts, both_ways=both_ways)
 
 
 SINKS = ((-30.0, 0.5, 4.0), (-3e38, 3e38, 60.0))
@@ -136,13 +133,10 @@ def test_sinks_take_part_in_the_softmax_without_a_value(isa: str) -> None:
         *_, without = attention_case(*shape)
         q, keys, values, expected = attention_case(*shape, sinks=sinks)
         of_heads = np.array(sinks, np.float32)
-        inputs, options = (isa, q, keys, values, kv_dtype, window, 32**-0.5), {"both_ways": both_ways}
+        inputs = (isa, q, keys, values, kv_dtype, window, 32**-0.5)
         bound = error_of(isa, kv_dtype) * np.abs(without).max()
-        single = singles(expected, bound, *inputs, sinks=of_heads, **options)
-        for first, count, by_splits in ((0, 32, False), (0, 32, True), (20, 1, True)):
-            out = np.full_like(single, np.nan)
-            cpu.attention(*inputs, first, count, out, sinks=of_heads, by_splits=by_splits, **options)
-            assert_rows(out, first, count, single, expected, bound, f"{kv_dtype}, window {window}")
+        parts = ((0, 32, False), (0, 32, True), (20, 1, True))
+        assert_parts(inputs, expected, bound, parts, sinks=of_heads, both_ways=both_ways)
     for kv_dtype in KV_DTYPES:
         sinks = (-1.0, 2.0, 5.0)
         q, keys, values, expected = attention_case(kv_dtype, 3, 64, 64, both_ways=True, sinks=sinks)
@@ -171,11 +165,8 @@ def test_attention_may_be_computed_split_by_split(isa: str) -> None:
         q, keys, values, expected = attention_case(kv_dtype, 3, 32, 64, window, both_ways, 1040)
         inputs = (isa, q, keys, values, kv_dtype, window, 32**-0.5)
         bound = error_of(isa, kv_dtype) * np.abs(expected).max()
-        single = singles(expected, bound, *inputs, both_ways=both_ways)
-        for first, count, by_splits in ((0, 32, 0), (0, 32, 1), (17, 8, 1), (20, 1, 1), (21, 1, 1)):
-            out = np.full_like(single, np.nan)
-            cpu.attention(*inputs, first, count, out, both_ways=both_ways, by_splits=bool(by_splits))
-            assert_rows(out, first, count, single, expected, bound, f"{kv_dtype}, window {window}")
+        parts = ((0, 32, False), (0, 32, True), (17, 8, True), (20, 1, True), (21, 1, True))
+        assert_parts(inputs, expected, bound, parts, both_ways=both_ways)
 
 
 @each_set
