@@ -300,10 +300,6 @@ def test_checked_mode_counts_the_bytes_of_each_binding(
     emulator.set_history_depth(1)
     library.dispatch("add", [np.ones(100, np.float32)] * 3, groups=4, threads=25)
     bindings = emulator.history()[0].dispatches[0].bindings
-    assert [(binding.bytes_read, binding.bytes_written) for binding in bindings] == [
-        (400, 0),
-        (400, 0),
-        (0, 400),
-    ]
-    unique = [(binding.unique_bytes_read, binding.unique_bytes_written) for binding in bindings]
-    assert unique == [(400, 0), (400, 0), (0, 400)]
+    expected = [(400, 0), (400, 0), (0, 400)]
+    assert [(b.bytes_read, b.bytes_written) for b in bindings] == expected
+    assert [(b.unique_bytes_read, b.unique_bytes_written) for b in bindings] == expected

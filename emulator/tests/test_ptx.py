@@ -96,14 +96,12 @@ kernel void products(device const half* a [[buffer(0)]], device const half* b [[
   simdgroup_multiply_accumulate(sum, left, right, sum);
   simdgroup_store(sum, c, 8);
 }"""
-    transposed = compile_source(write(tmp_path, body.replace("TRANSPOSE", "true")), tmp_path)[
-        "kernel_0_values"
-    ]
+    transposed, straight = (
+        compile_source(write(tmp_path, body.replace("TRANSPOSE", word)), tmp_path)["kernel_0_values"]
+        for word in ("true", "false")
+    )
     assert transposed.count("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32") == 1
     assert "movmatrix" not in transposed  # the operand has the order that tensor cores require
-    straight = compile_source(write(tmp_path, body.replace("TRANSPOSE", "false")), tmp_path)[
-        "kernel_0_values"
-    ]
     assert straight.count("movmatrix") == 1
 
 

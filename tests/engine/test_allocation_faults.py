@@ -10,7 +10,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.allocation_faults import failing_allocation
 from support.kinds import contents
@@ -19,6 +18,7 @@ from support.small_models import write
 from support.tiny_models import TINY_MODELS, VOCAB
 
 from metal_prefill import DeviceError, Model, Session, _core
+from metal_prefill.generation._sampling import Options, core_sampler
 
 OUT_OF_MEMORY = (MemoryError, DeviceError)
 FIRST = [(7 * i + 3) % VOCAB for i in range(70)]  # a page and a part of the next
@@ -53,9 +53,7 @@ def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def new_sampler() -> _core.Sampler:
-    options = _core.SamplingOptions()
-    options.temperature = 0.8
-    sampler = _core.Sampler(options, 7, 0, np.array(FIRST[:4], np.int32))
+    sampler = core_sampler(Options(0.8), 7, FIRST[:4])
     sampler.report(3)
     return sampler
 

@@ -81,8 +81,8 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-def test_any_sequence_of_integers_is_a_prompt(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, model.session() as session:
+def test_any_sequence_of_integers_is_a_prompt(bundled: Model) -> None:
+    with bundled.session() as session:
         for tokens in ACCEPTED.values():
             session.reset()
             session.forward_prompt(tokens)
@@ -102,19 +102,19 @@ def test_invalid_token_ids_are_rejected() -> None:
 @pytest.mark.parametrize(
     "tokens", [range(10**20), range(10**9), np.broadcast_to(np.int8(0), 10**12)], ids=repr
 )
-def test_more_tokens_than_the_context_holds_are_rejected_early(tokens: Any, demo_path: Path) -> None:
+def test_more_tokens_than_the_context_holds_are_rejected_early(tokens: Any, bundled: Model) -> None:
     """Reading 10^9 of them would take minutes, or all of the memory."""
-    with Model(demo_path, device="cpu") as model, model.session(max_context=64) as session:
+    with bundled.session(max_context=64) as session:
         session.forward_prompt([1, 2])
         calls: list[Callable[[Any], Any]] = [
             session.forward_prompt,
             session.forward_prompt_logits,
             session.score,
             session.generate,
-            lambda ids: model.score_many([ids]),
-            lambda ids: model.forward_prompts([ids]),
-            lambda ids: list(model.generate_many([ids])),
-            lambda ids: model.forward_batch([session], [ids]),
+            lambda ids: bundled.score_many([ids]),
+            lambda ids: bundled.forward_prompts([ids]),
+            lambda ids: list(bundled.generate_many([ids])),
+            lambda ids: bundled.forward_batch([session], [ids]),
         ]
         for call in calls:
             with pytest.raises(ContextOverflowError, match=r"tokens exceeds? the (context|limit) of"):
@@ -122,8 +122,8 @@ def test_more_tokens_than_the_context_holds_are_rejected_early(tokens: Any, demo
         assert session.tokens == [1, 2]
 
 
-def test_the_last_token_that_is_scored_needs_no_room(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, model.session(max_context=8) as session:
+def test_the_last_token_that_is_scored_needs_no_room(bundled: Model) -> None:
+    with bundled.session(max_context=8) as session:
         assert len(session.score(range(9))) == 8
         session.reset()
         with pytest.raises(ContextOverflowError, match=r"position 0 \+ 9 tokens exceeds the context of 8"):
@@ -133,19 +133,19 @@ def test_the_last_token_that_is_scored_needs_no_room(demo_path: Path) -> None:
 @pytest.mark.parametrize(
     "value", [True, BOOL, 1.0, 1.5, "1", None, b"1", np.timedelta64(1, "s"), [1]], ids=repr
 )
-def test_non_integers_are_named(value: Any, cpu: Model) -> None:
+def test_non_integers_are_named(value: Any, bundled: Model) -> None:
     kind = type(value).__name__
     with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):
         token_id(value, 10)
     with pytest.raises(TypeError, match=rf"threads must be an integer, got {kind}"):
         integer("threads", value, 1)
-    for call in (cpu.forward_token, cpu.forward_token_greedy, cpu.tokenizer.token):
+    for call in (bundled.forward_token, bundled.forward_token_greedy, bundled.tokenizer.token):
         with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):
             call(value)
     with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):
-        cpu.tokenizer.decode([1, value])
+        bundled.tokenizer.decode([1, value])
     with pytest.raises(TypeError, match=rf"position must be an integer, got {kind}"):
-        cpu.session().rewind(value)
+        bundled.session().rewind(value)
 
 
 @pytest.mark.parametrize("value", [np.int8(3), np.uint64(3), Index(3)], ids=lambda v: type(v).__name__)
@@ -177,8 +177,8 @@ def test_out_of_range_options_are_named(demo_path: Path, option: str, value: int
 
 
 @pytest.mark.parametrize("position", [-1, 3, 10**20, -(10**20)])
-def test_an_invalid_position_is_named(demo_path: Path, position: int) -> None:
-    with Model(demo_path, device="cpu") as model, model.session() as session:
+def test_an_invalid_position_is_named(bundled: Model, position: int) -> None:
+    with bundled.session() as session:
         session.forward_prompt([1, 2])
         with pytest.raises(ValueError, match=rf"rewind to position {position}: .* of the session is 2"):
             session.rewind(position)
@@ -196,12 +196,12 @@ NUMBERS: list[tuple[Call, str]] = [
 ]
 
 
-def test_invalid_numbers_of_tokens_texts_and_streams_are_named(cpu: Model) -> None:
+def test_invalid_numbers_of_tokens_texts_and_streams_are_named(bundled: Model) -> None:
     for call, message in NUMBERS:
         with pytest.raises(ValueError, match=message):
-            call(cpu)
+            call(bundled)
     with pytest.raises(TypeError, match="max_tokens must be an integer, got float"):
-        cpu.generate([1], 1.5)  # type: ignore[arg-type]
+        bundled.generate([1], 1.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -233,26 +233,23 @@ def test_invalid_numbers_of_tokens_texts_and_streams_are_named(cpu: Model) -> No
     ],
 )
 def test_invalid_text_options_are_named(
-    demo_path: Path, options: dict[str, Any], error: type[Exception], said: str
+    bundled: Model, options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    with Model(demo_path, device="cpu") as model, pytest.raises(error, match=f"^{said}"):
-        model.session().stream("a", 2, **options)
+    with pytest.raises(error, match=f"^{said}"):
+        bundled.session().stream("a", 2, **options)
 
 
-def test_max_tokens_may_exceed_the_context(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, model.session(max_context=16) as session:
+def test_max_tokens_may_exceed_the_context(bundled: Model) -> None:
+    with bundled.session(max_context=16) as session:
         pieces = list(session.stream("ROMEO:", 10**30, min_tokens=10**30))
         assert pieces[-1].finish_reason == "context"
         assert session.position == 16
 
 
 @pytest.mark.parametrize("text", [5, b"a", None, ["a"]], ids=lambda text: type(text).__name__)
-def test_non_texts_are_named(demo_path: Path, text: Any) -> None:
-    with (
-        Model(demo_path, device="cpu") as model,
-        pytest.raises(TypeError, match=f"^text must be a str, got {type(text).__name__}$"),
-    ):
-        model.tokenizer.encode(text)
+def test_non_texts_are_named(bundled: Model, text: Any) -> None:
+    with pytest.raises(TypeError, match=f"^text must be a str, got {type(text).__name__}$"):
+        bundled.tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("name", ["layers", "vocab", "context", "ffn"])
@@ -310,8 +307,8 @@ def test_interrupting_an_import_raises_keyboard_interrupt(
     assert "bad" not in done.stderr
 
 
-def test_notes_must_be_text(demo_path: Path, tmp_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, model.session() as session:
+def test_notes_must_be_text(bundled: Model, tmp_path: Path) -> None:
+    with bundled.session() as session:
         session.forward_prompt([1])
         session.notes = 5  # type: ignore[assignment]
         with pytest.raises(TypeError, match=r"^notes must be a str, got int$"):
@@ -323,12 +320,12 @@ def test_notes_must_be_text(demo_path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [1, None, "yes", np.ones(2)])
-def test_options_of_prompts_are_named(demo_path: Path, value: Any) -> None:
-    with Model(demo_path, device="cpu", threads=1) as model, model.session() as session:
+def test_options_of_prompts_are_named(bundled: Model, value: Any) -> None:
+    with bundled.session() as session:
         for call in (
             lambda **options: session.forward_prompt([1, 2], **options),
             lambda **options: session.forward_prompt_logits([1, 2], **options),
-            lambda **options: model.forward_batch([session], [[1, 2]], **options),
+            lambda **options: bundled.forward_batch([session], [[1, 2]], **options),
         ):
             with pytest.raises(TypeError, match=f"^reuse must be a bool, got {type(value).__name__}$"):
                 call(reuse=value)
@@ -338,10 +335,10 @@ def test_options_of_prompts_are_named(demo_path: Path, value: Any) -> None:
         assert session.position == 0
 
 
-def test_a_number_is_not_the_path_of_a_saved_session(demo_path: Path, tmp_path: Path) -> None:
-    with Model(demo_path, device="cpu", threads=1) as model, (tmp_path / "a").open("w") as file:
+def test_a_number_is_not_the_path_of_a_saved_session(bundled: Model, tmp_path: Path) -> None:
+    with (tmp_path / "a").open("w") as file:
         with pytest.raises(TypeError, match="int"):
-            model.load_session(file.fileno())  # type: ignore[arg-type]
+            bundled.load_session(file.fileno())  # type: ignore[arg-type]
         os.fstat(file.fileno())  # it is open
 
 

@@ -295,13 +295,10 @@ ACTIVITIES = {
 @pytest.mark.parametrize(
     ("first", "activities"),
     [
-        pytest.param("pass", ACTIVITIES, id="all activities"),
-        pytest.param(
-            "atexit.register(time.sleep, 0.2)",
-            {"between the chunks of a prompt": {"callback": "pass"}},
-            id="while handlers of exits that are registered first take their time",
-        ),
+        ("pass", ACTIVITIES),
+        ("atexit.register(time.sleep, 0.2)", {"between the chunks of a prompt": {"callback": "pass"}}),
     ],
+    ids=["all activities", "while handlers of exits that are registered first take their time"],
 )
 def test_a_process_exits_cleanly_with_daemon_threads(
     first: str, activities: dict[str, dict[str, str]]
@@ -349,21 +346,10 @@ ctypes.pythonapi.Py_IncRef(ctypes.py_object(model.engine.core))
 """
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        pytest.param(False, id="users"),
-        pytest.param(
-            True,
-            id="developers",
-            marks=pytest.mark.skipif(
-                bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
-                reason="nanobind reports no leaks in free-threaded Python",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("asked", [False, True], ids=["users", "developers"])
 def test_leak_reports_at_exit_are_for_developers_only(asked: bool) -> None:
+    if asked and sysconfig.get_config_var("Py_GIL_DISABLED"):
+        pytest.skip("nanobind reports no leaks in free-threaded Python")
     environment = {k: v for k, v in os.environ.items() if k != "METAL_PREFILL_LEAK_WARNINGS"}
     if asked:
         environment["METAL_PREFILL_LEAK_WARNINGS"] = "1"

@@ -95,17 +95,13 @@ def test_the_size_and_the_nesting_of_a_source_are_limited(model: Model) -> None:
 
 @pytest.mark.parametrize(
     ("name", "limit", "message"),
-    [
-        ("COMPILE_SECONDS", 0.01, r"0\.01 s of processor time"),
-        pytest.param(
-            *("MEMORY", 4 << 20, "4 MiB of memory"),
-            marks=pytest.mark.skipif(sys.platform != "linux", reason="macOS ignores limits on memory"),
-        ),
-    ],
+    [("COMPILE_SECONDS", 0.01, r"0\.01 s of processor time"), ("MEMORY", 4 << 20, "4 MiB of memory")],
 )
 def test_the_time_and_memory_of_a_source_are_limited(
     model: Model, monkeypatch: pytest.MonkeyPatch, name: str, limit: float, message: str
 ) -> None:
+    if name == "MEMORY" and sys.platform != "linux":
+        pytest.skip("macOS ignores limits on memory")
     monkeypatch.setattr(_constraint, name, limit)
     with pytest.raises(ConstraintError, match=f"regex: compiling it takes more than {message}"):
         Constraint(model.tokenizer, regex="(a{900}){900}")

@@ -4,7 +4,6 @@ Part of ``make soak``.
 """
 
 import json
-import os
 import random
 import re
 import socket
@@ -27,12 +26,9 @@ from support.hostile_constraints import hostile_requests
 from support.servers.running_server import Running, read_all, request_bytes, running
 from support.servers.server_requests import alone, answers, request
 from support.small_models import EMBEDDERS, page_bytes, write
-from support.soak import MOST_STREAMS, rounds
+from support.soak import MOST_STREAMS, SECONDS, SEED, rounds
 
 from metal_prefill import Model
-
-SEED = int(os.environ.get("SOAK_SEED", "1")) % 100_000
-SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))
 
 pytestmark = [
     pytest.mark.timeout(0),
@@ -190,9 +186,9 @@ def test_each_client_gets_what_it_gets_alone_whatever_others_send(tmp_path: Path
     pytest.importorskip("llguidance", reason="needs the extra guide")
     embedder = write(tmp_path / "vectors.gguf", EMBEDDERS["qwen3, last"])
     counts: Counter[str] = Counter()
-    for n, _ in rounds(SECONDS, counts):
+    for n, _ in rounds(counts):
         for name, kind in KINDS.items():
             path = embedder if kind.embeds else demo_path
-            counts[f"{name}: answers"] += run_round(kind, path, SEED + n, counts)
+            counts[f"{name}: answers"] += run_round(kind, path, int(SEED) % 100_000 + n, counts)
     sent = {"grammar bombs", "vanishing", "half-closing"}
     assert counts.keys() == {*(f"{name}: answers" for name in KINDS), *sent}

@@ -3,7 +3,6 @@
 The suite runs half a second of it; ``make soak MINUTES=n`` runs longer, with another seed each time.
 """
 
-import os
 import sys
 import time
 import warnings
@@ -20,13 +19,11 @@ import pytest
 from support.folders import model_folders, task_folders
 from support.folders.task_folders import CLASSIFIERS, LATE, RANKERS, TAGGERS
 from support.hostile_texts import hostile_texts
-from support.soak import rounds
+from support.soak import SECONDS, SEED, rounds
 
 from metal_prefill import Model
 from metal_prefill.conversion import convert
 
-SEED = os.environ.get("SOAK_SEED", "1")
-SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))  # 0: the time of the suite
 THREADS = 6
 
 pytestmark = [
@@ -116,7 +113,7 @@ def test_results_of_encoders_match_sequential_calls(tmp_path: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for n, seconds in rounds(SECONDS, counts):
+        for n, seconds in rounds(counts):
             until = time.monotonic() + seconds / 2
             with ThreadPoolExecutor(THREADS) as pool:
                 seeds = [f"{SEED}.{n}.{i}" for i in range(THREADS)]

@@ -3,7 +3,6 @@
 The suite runs half a second of it; ``make soak MINUTES=n`` runs longer, with another seed each time.
 """
 
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,11 +10,8 @@ from pathlib import Path
 import pytest
 from support.allocation_faults import require_failing_allocations
 from support.small_models import write
-from support.soak import Worker, assert_released, opened, rounds, soak
+from support.soak import SECONDS, SEED, Worker, assert_released, opened, rounds, soak
 from support.tiny_models import TINY_MODELS
-
-SEED = os.environ.get("SOAK_SEED", "1")
-SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))  # per device; 0: the time of the suite
 
 pytestmark = pytest.mark.timeout(0 if SECONDS else 300)
 
@@ -45,7 +41,7 @@ def test_results_match_sequential_calls(device: str, tmp_path: Path) -> None:
     require_failing_allocations(device)
     path = write(tmp_path / "m.gguf", TINY_MODELS["gemma3"])
     counts: Counter[str] = Counter()
-    for n, seconds in rounds(SECONDS, counts):
+    for n, seconds in rounds(counts):
         counts.update(soak(path, device, tmp_path, seconds, f"{SEED}.{n}"))
     assert counts["calls"] > 0
     assert counts["failed allocations"] > 0

@@ -40,6 +40,8 @@ MOST_STREAMS = 256  # concurrent texts of a server, each with two jobs at most
 JOBS, JOB_S = "metal_prefill jobs", 120.0  # name of threads; maximum time of a job
 ROUND_S = 20.0
 SETTLING = 3  # rounds after which memory is stable
+SEED = os.environ.get("SOAK_SEED", "1")
+SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))  # of a test and device; 0: the time of the suite
 # Sanitizers keep freed memory.
 UNDER_SANITIZER = any(name in os.environ for name in ("ASAN_OPTIONS", "TSAN_OPTIONS"))
 
@@ -317,9 +319,9 @@ class Footprint:
         return cls(resident_bytes(), len(os.listdir("/proc/self/fd")), others, jobs, _children())
 
 
-def rounds(seconds: float, counts: Counter[str]) -> Iterator[tuple[int, float]]:
+def rounds(counts: Counter[str]) -> Iterator[tuple[int, float]]:
     """Yield the number of each round and its seconds until the time is over; then check that nothing grew."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + SECONDS
     footprints: list[Footprint] = []
     while not footprints or time.monotonic() < end:
         yield len(footprints), min(ROUND_S, max(end - time.monotonic(), 0.5))
