@@ -118,74 +118,66 @@ def test_add_experts(run: Run) -> None:
     check(run, "add_experts", routes, y, x, args, groups=(2, tokens), threads=(32, 1))
 
 
-def experts_args(
-    weights: Weights,
-    in_dim: int,
-    out_dim: int,
-    used: int,
-    lanes: int,
-    activation: int = SILU,
-    has_bias: bool = False,
-) -> Array:
-    """Make the arguments of a product."""
-    return make_args(
-        "ExpertsArgs",
-        weights=np.array([weights.stacked()], STRUCTS["StackedWeights"])[0],
-        in_dim=in_dim,
-        out_dim=out_dim,
-        used=used,
-        lanes_per_row=lanes,
-        activation=activation,
-        has_bias=has_bias,
-    )
-
-
-def random_biases(rng: np.random.Generator, rows: int, present: bool) -> Array:
-    biases = 5 * rng.standard_normal(rows).astype(np.float32)
-    return biases if present else np.full(rows, np.nan, np.float32)
-
-
-# Every type, and some with biases: with limits of gates, which most gates and ups exceed, and without gates.
+# Matrices of gates and ups, and the activation: with limits, which most gates and ups exceed, without gates.
+FORMS = {"gated": (2, SILU), "limited": (2, CLAMPED_SILU), "without gates": (1, GELU_ERF)}
+# Every type, and some with biases.
 BIASED = ("limited", "without gates")
 kinds = pytest.mark.parametrize(
     ("kind", "form"),
     [*((kind, "gated") for kind in TYPES), *((kind, form) for kind in ("F32", "Q4_0") for form in BIASED)],
 )
-ACTIVATIONS = {"gated": SILU, "limited": CLAMPED_SILU, "without gates": GELU_ERF}
+
+
+def product(
+    rng: np.random.Generator, kind: str, form: str, shape: tuple[int, int, int, int], rows: int, **fields: int
+) -> tuple[Weights, Array, Array, Array]:
+    """Make stacked weights, their biases, rows to multiply, and arguments.
+
+    `shape` is the numbers of matrices, of experts, and of an expert's rows and columns.
+    """
+    count, experts, out_dim, in_dim = shape
+    biased = form in BIASED
+    weights = Weights(rng, kind, [experts * out_dim] * count, in_dim)
+    bias = rng.standard_normal(count * experts * out_dim) * (5 if biased else np.nan)
+    x = rng.standard_normal((rows, in_dim)) * (5 if form == "limited" else 1)
+    args = make_args(
+        "ExpertsArgs",
+        weights=np.array([weights.stacked()], STRUCTS["StackedWeights"])[0],
+        in_dim=in_dim,
+        out_dim=out_dim,
+        activation=FORMS[form][1],
+        has_bias=biased,
+        **fields,
+    )
+    return weights, bias.astype(np.float32), x.astype(np.float32), args
 
 
 @kinds
 def test_matvec_experts(run: Run, kind: str, form: str) -> None:
-    biased, matrices = form in BIASED, 1 if form == "without gates" else 2
     rng = np.random.default_rng(2)
     experts, out_dim, tokens, used = 4, 41, 3, 2  # a threadgroup computes two rows
     in_dim = columns(kind, 72)
     routes = np.zeros((tokens, used), ROUTE)
     routes["expert"] = [[3, 0], [1, 3], [2, 1]]
     grid: Any = {"groups": (ceil_div(out_dim, 2), tokens * used), "threads": (64, 1), "within": 2e-4}
-    for step, count, rows in (("swiglu_", matrices, tokens), ("", 1, tokens * used)):
-        weights = Weights(rng, kind, [experts * out_dim] * count, in_dim)
-        bias = random_biases(rng, count * experts * out_dim, biased)
-        x = rng.standard_normal((rows, in_dim)).astype(np.float32) * (5 if form == "limited" else 1)
-        args = experts_args(weights, in_dim, out_dim, used, 32, ACTIVATIONS[form], biased)
+    for step, count, rows in (("swiglu_", FORMS[form][0], tokens), ("", 1, tokens * used)):
+        shape = (count, experts, out_dim, in_dim)
+        weights, bias, x, args = product(rng, kind, form, shape, rows, used=used, lanes_per_row=32)
         buffers = (weights.bytes, bias, x, routes, Output([tokens * used, out_dim]), args)
         check(run, f"matvec_experts_{step}{kind.lower()}", *buffers, **grid)
 
 
 @kinds
 def test_matmul_experts(run: Run, kind: str, form: str) -> None:
-    biased, matrices = form in BIASED, 1 if form == "without gates" else 2
     rng = np.random.default_rng(3)
     experts, out_dim, tokens, places = 3, 40, 50, 76
     in_dim = columns(kind, 72)
     tiles = np.zeros(5, TILE)  # expert 1 has no rows, and the last tile does not exist
     tiles["expert"], tiles["first"], tiles["count"] = [0, 0, 2, 2, 0], [0, 32, 37, 69, 0], [32, 5, 32, 7, 0]
     by_place = rng.integers(0, tokens, places).astype(np.uint32)
-    for step, count, rows in (("swiglu_", matrices, tokens), ("", 1, places)):
-        weights = Weights(rng, kind, [experts * out_dim] * count, in_dim)
-        bias = random_biases(rng, count * experts * out_dim, biased)
-        x = rng.standard_normal((rows, in_dim)) * (5 if form == "limited" else 1)
-        args = experts_args(weights, in_dim, out_dim, 1, 0, ACTIVATIONS[form], biased)
+    for step, count, rows in (("swiglu_", FORMS[form][0], tokens), ("", 1, places)):
+        shape = (count, experts, out_dim, in_dim)
+        weights, bias, x, args = product(rng, kind, form, shape, rows, used=1, lanes_per_row=0)
         inputs = (x.astype(np.float16), *([by_place] if step else []), tiles)
         out = Output([places, out_dim], "f16" if step else "f32")
         grid: Any = {"groups": (ceil_div(out_dim, 32 // count), len(tiles)), "threads": (128, 1)}

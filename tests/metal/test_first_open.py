@@ -38,18 +38,19 @@ def archives(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.pipelines"))
 
 
-def test_only_shaders_for_the_types_and_heads_of_the_model_are_compiled(path: Path) -> None:
+def test_shaders_for_the_types_and_heads_of_the_model_are_compiled_on_all_threads(path: Path) -> None:
     with GGUFFile(path) as file:
         types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
     gpu.forget_compiled_libraries()
     with Model(path, device="metal"):
-        kernels = {library.name: library.kernels for library in gpu.compiled_libraries()}
+        libraries = gpu.compiled_libraries()
+    assert {library.concurrent for library in libraries} == {True}
+    kernels = {library.name: library.kernels for library in libraries}
     assert kernels["matmul.metal"] == 5 * len(types)
     assert kernels["matvec.metal"] == 9 * len(types)  # of them four with 2 or 4 rows a simdgroup
     assert kernels["embed.metal"] == len(types)
-    assert (
-        kernels["attention_decode.metal"] == 2 + 1
-    )  # with and without rope, and the kernel that combines the shares
+    # With and without rope, and the kernel that combines the shares.
+    assert kernels["attention_decode.metal"] == 2 + 1
     assert kernels["attention_prefill.metal"] == 1
 
 
@@ -206,12 +207,6 @@ def test_other_threads_run_while_a_model_waits_for_the_archive(
         child.stdin.close()
         ending.join()
     assert runs_meanwhile
-
-
-def test_shaders_compile_on_all_threads(path: Path) -> None:
-    gpu.forget_compiled_libraries()
-    with Model(path, device="metal"):
-        assert {library.concurrent for library in gpu.compiled_libraries()} == {True}
 
 
 def mapped_bytes_in_memory(path: Path) -> int:

@@ -82,7 +82,7 @@ def test_matvec_swiglu(run: Run, kind: str, act: str) -> None:
 
 def multi_token(
     run: Run, w: Weights, x: Array, y: Output, lanes: int, swiglu: bool = False, **fields: Any
-) -> None:
+) -> Array:
     out_dim = sum(w.rows) // (2 if swiglu else 1)
     many = len(x) > CONSTANTS["MULTI_TOKEN_TILE"]
     rows = CONSTANTS["MANY_TOKEN_ROWS" if many else "FEW_TOKEN_ROWS"] // (2 if swiglu else 1)
@@ -97,6 +97,7 @@ def multi_token(
         groups=(ceil_div(len(x), tile), ceil_div(out_dim, rows * 64 // lanes)),
         threads=(64,),
     )
+    return y.check()
 
 
 @pytest.mark.parametrize(("cols", "lanes"), [(32, 8), (64, 32), (576, 16), (1536, 32)])
@@ -109,27 +110,19 @@ def test_multi_token_matvec(run: Run, cols: int, lanes: int, accumulate: bool) -
         x = rng.standard_normal((tokens, cols), np.float32)
         before = rng.standard_normal((tokens, 19), np.float32)
         y = Output([tokens, 19], initial=before if accumulate else None)
-        multi_token(run, w, x, y, lanes, accumulate=accumulate)
-        close(y.check(), x.astype(np.float64) @ w.values.T + (before if accumulate else 0))
+        found = multi_token(run, w, x, y, lanes, accumulate=accumulate)
+        close(found, x.astype(np.float64) @ w.values.T + (before if accumulate else 0))
 
 
-def test_multi_token_matvec_at_its_largest_batch(run: Run) -> None:
+@pytest.mark.parametrize(("tokens", "stride"), [(20, 12), (2048, 9)])  # the largest batch
+def test_multi_token_matvec_writes_only_its_columns(run: Run, tokens: int, stride: int) -> None:
     rng = np.random.default_rng(4)
     w = Weights(rng, "Q4_0", [9], 64)
-    x = rng.standard_normal((2048, 64), np.float32)
-    y = Output([2048, 9])
-    multi_token(run, w, x, y, 8)
-    close(y.check(), x.astype(np.float64) @ w.values.T)
-
-
-def test_multi_token_matvec_writes_only_its_columns_of_a_longer_row(run: Run) -> None:
-    rng = np.random.default_rng(4)
-    w = Weights(rng, "Q4_0", [9], 64)
-    x = rng.standard_normal((20, 64), np.float32)
-    y = Output([20, 12], initial=np.full((20, 12), 3.0))
-    multi_token(run, w, x, y, 8, out_stride=12)
-    close(y.check()[:, :9], x.astype(np.float64) @ w.values.T)
-    assert (y.array[:, 9:] == 3).all()
+    x = rng.standard_normal((tokens, 64), np.float32)
+    y = Output([tokens, stride], initial=np.full((tokens, stride), 3.0))
+    found = multi_token(run, w, x, y, 8, out_stride=stride)
+    close(found[:, :9], x.astype(np.float64) @ w.values.T)
+    assert (found[:, 9:] == 3).all()
 
 
 @pytest.mark.parametrize(("kind", "lanes"), [*product(TYPES, [8]), *product(["Q4_0", "F32"], [32])])
@@ -145,10 +138,10 @@ def test_a_token_is_bit_identical_alone_and_in_a_batch(run: Run, kind: str, lane
         gated.array[t] = matvec(run, w, x[t], Output([45]), lanes, swiglu=True)
     for n in (1, 2, 3, 4, 5, 8, 11):
         y, ffn = Output([n, 90], initial=before[:n]), Output([n, 45])
-        multi_token(run, w, x[:n], y, lanes, accumulate=1)
-        multi_token(run, w, x[:n], ffn, lanes, swiglu=True)
-        np.testing.assert_array_equal(y.check(), alone.check()[:n])
-        np.testing.assert_array_equal(ffn.check(), gated.check()[:n])
+        found = multi_token(run, w, x[:n], y, lanes, accumulate=1)
+        np.testing.assert_array_equal(found, alone.check()[:n])
+        found = multi_token(run, w, x[:n], ffn, lanes, swiglu=True)
+        np.testing.assert_array_equal(found, gated.check()[:n])
 
 
 def rmsnorm_matvec(
