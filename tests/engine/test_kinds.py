@@ -24,7 +24,7 @@ from support.kinds import (
 )
 from support.native_requests import choose
 from support.recurrent import interval
-from support.scheduled_texts import tokens_alone
+from support.scheduled_texts import tokens_alone, tokens_of_many
 from support.small_models import MODELS, write, write_with_nan
 
 from metal_prefill import Model, NumericalError
@@ -272,11 +272,7 @@ def test_prompts_of_a_batch_compute_their_common_prefix_once(model: Model) -> No
 
 def test_scheduled_texts_are_those_of_single_tokens(model: Model) -> None:
     prompts = [ids_of(n, seed=n % 3).tolist() for n in some(model, (5, 71, 70, 130, 33))]
-    texts: list[list[int]] = [[] for _ in prompts]
-    for index, piece in model.stream_many(prompts, 8):
-        assert not isinstance(piece, Exception)
-        texts[index].append(piece.token)
-    assert texts == [tokens_alone(model, prompt, 8) for prompt in prompts]
+    assert tokens_of_many(model, prompts, 8) == [tokens_alone(model, prompt, 8) for prompt in prompts]
 
 
 def test_a_later_session_finds_prefixes_at_their_snapshots(model: Model) -> None:

@@ -39,6 +39,15 @@ def texts_of(pieces: Any, n: int) -> list[str]:
     return texts
 
 
+def tokens_of_many(model: Model, prompts: list[Any], max_tokens: int, **options: Any) -> list[list[int]]:
+    """Continue prompts together, and return the tokens of each text."""
+    texts: list[list[int]] = [[] for _ in prompts]
+    for index, piece in model.stream_many(prompts, max_tokens, **options):
+        assert not isinstance(piece, Exception)
+        texts[index].append(piece.token)
+    return texts
+
+
 def finish(scheduler: Scheduler, begun: Mapping[Stream, str] | Iterable[Stream] = ()) -> dict[Stream, str]:
     """Compute passes until all streams have ended; return their texts. Streams may have begun earlier."""
     texts = defaultdict(str, begun if isinstance(begun, Mapping) else dict.fromkeys(begun, ""))
