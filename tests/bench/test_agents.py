@@ -174,7 +174,7 @@ def requests_of(path: Path, shape: str, store: Path) -> list[Asked]:
             def ask(messages: Messages) -> tuple[int, int]:
                 prompts.append(model.tokenizer.apply_chat_template(messages))
                 body = {"messages": messages, "max_tokens": 2, "temperature": 0}
-                usage = server.post("/v1/chat/completions", body).json()["usage"]
+                usage = server.answer("/v1/chat/completions", body)["usage"]
                 assert usage["prompt_tokens"] == len(prompts[-1])
                 used["prefix_memory"] = int(model.stats()["prefix_bytes"])
                 return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]

@@ -8,7 +8,7 @@ import pytest
 from support.encoder_tasks import opened
 from support.folders import model_folders, task_folders
 from support.folders.model_folders import CONTEXT, Folder
-from support.servers.running_server import running
+from support.servers.running_server import serving
 
 from metal_prefill import Model
 from metal_prefill.cli import main
@@ -38,7 +38,7 @@ def test_errors_name_the_options_of_the_interface(
     options = ("-m", str(folder.path), "-f", str(tmp_path / "t.txt"), "-o", str(tmp_path / "v.npy"))
     assert main(["embed", *options]) == 1
     assert f"; --max-context {CONTEXT} allows more" in capsys.readouterr().err
-    with Model(folder.path, device="cpu") as model, running(model) as server:
+    with serving(folder.path) as server:
         refused = server.post("/v1/embeddings", {"input": "long " * 30}).json()["error"]["message"]
     assert f"; the server's option --max-context {CONTEXT} allows more" in refused
 

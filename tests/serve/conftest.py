@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.servers.page import Pages, browser_path
-from support.servers.running_server import Running, running, running_with_template
+from support.servers.running_server import Running, running, running_with_template, serving
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 from support.tools import HERMES, ITERATES
 
@@ -59,7 +59,7 @@ def vector_server(vector_model: Model) -> Iterator[Running]:
 def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Serve a model that ranks by yes and no."""
     path = write(tmp_path_factory.mktemp("ranks") / "ranks.gguf", CLASSIFIERS["qwen3, yes and no"])
-    with Model(path, device="cpu") as model, running(model) as server:
+    with serving(path) as server:
         yield server
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.servers.running_server import Gate, Running, events, running, wait_until
+from support.servers.running_server import Gate, Running, events, running, serving, wait_until
 
 from metal_prefill import Model
 from metal_prefill.generation import Scheduler
@@ -22,9 +22,7 @@ KEYS = ["the first key", "the second key"]
 
 def complete(server: Running, prompt: Any, key: str = "", **more: Any) -> dict[str, Any]:
     body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, **more}
-    answer = server.post("/v1/completions", body, key)
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())
+    return dict(server.answer("/v1/completions", body, key))
 
 
 def activity(server: Running, key: str = "", query: str = "", *, idle: bool = True) -> dict[str, Any]:
@@ -95,14 +93,14 @@ def test_texts_in_flight_are_listed_before_those_that_ended(cpu_model: Model) ->
 
 def test_embeddings_count_as_inputs(vector_model: Model) -> None:
     with running(vector_model) as server:
-        answer = server.post("/v1/embeddings", {"input": ["to be", "or not to be"]}).json()
+        answer = server.answer("/v1/embeddings", {"input": ["to be", "or not to be"]})
         found = activity(server)
     assert sum(done["inputs"] for done in found["passes"]) == answer["usage"]["prompt_tokens"]
     assert found["texts"] == []
 
 
 def test_a_key_does_not_see_texts_of_another(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, running(model, api_keys=KEYS) as server:
+    with serving(demo_path, api_keys=KEYS) as server:
         assert server.get("/activity").status_code == 401
         answer = complete(server, PROMPT, KEYS[0])
         complete(server, PROMPT, KEYS[1], prompt_cache_key="secret")  # which separates texts, too
@@ -122,10 +120,7 @@ def test_a_key_does_not_see_texts_of_another(demo_path: Path) -> None:
             gate.open()
             blocked.result()
     assert counts == [0, 1]
-    with (
-        Model(demo_path, device="cpu") as model,
-        running(model, api_keys=KEYS, share_prefixes=True) as server,
-    ):
+    with serving(demo_path, api_keys=KEYS, share_prefixes=True) as server:
         answer = complete(server, PROMPT, KEYS[0])
         assert activity(server, KEYS[1])["texts"][0]["id"] == answer["id"]
 
@@ -184,7 +179,7 @@ def test_pages_match_the_pool(demo_path: Path) -> None:
 
 
 def test_prefixes_describe_the_cache(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model, running(model) as server:
+    with serving(demo_path) as server:
         complete(server, [*PROMPT, 1, 2, 3])
         complete(server, [*PROMPT, 4, 5])
         root, *leaves = activity(server)["prefixes"]

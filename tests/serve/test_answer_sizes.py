@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support.servers.running_server import Running, events, running
+from support.servers.running_server import Running, events, running, serving
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import Model, serve
@@ -47,7 +47,7 @@ def test_a_number_and_a_byte_of_text_have_a_longest_form_in_json() -> None:
 def token_vectors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     path: Path = tmp_path_factory.mktemp("tokens") / "tokens.gguf"
     write(path, replace(EMBEDDERS["qwen3, last"], pooling="none"))
-    with Model(path, device="cpu") as model, running(model) as server:
+    with serving(path) as server:
         yield server
 
 
@@ -60,7 +60,7 @@ def test_too_many_numbers_are_refused_before_anything_is_computed(
     for dimensions, width in ((None, whole[0].shape[1]), (8, 8)):
         body: dict[str, Any] = {"input": texts, "dimensions": dimensions}
         monkeypatch.setattr(_vectors, "MOST_NUMBERS", count * width)
-        assert token_vectors.post("/v1/embeddings", body).status_code == 200
+        token_vectors.answer("/v1/embeddings", body)
         monkeypatch.setattr(_vectors, "MOST_NUMBERS", count * width - 1)
         with monkeypatch.context() as patched:
             patched.setattr(_vectors, "_compute", None)
@@ -95,7 +95,7 @@ def test_vectors_are_sent_in_pieces(
 def test_repeated_texts_are_bounded(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    assert server.post(path, body).status_code == 200
+    server.answer(path, body)
     monkeypatch.setattr("metal_prefill.serve._completions.MOST_ECHOED", 199)
     monkeypatch.setattr(Service, "most_text", 99)
     assert server.refused(path, body)["code"] in ("text_too_long", "answer_too_large")
@@ -104,7 +104,7 @@ def test_repeated_texts_are_bounded(
 def test_too_many_labels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "classes.gguf", CLASSIFIERS["qwen3, three classes"])
     body = {"inputs": [["a"], ["b"]]}
-    with Model(path, device="cpu") as model, running(model) as server:
+    with serving(path) as server:
         answer = server.post("/predict", body)
         assert answer.status_code == 200
         monkeypatch.setattr(_vectors, "MOST_ANSWER", len(answer.content))
@@ -154,14 +154,14 @@ def test_the_context_limits_the_number_of_an_answer(
     length = cpu_model.max_context - 4
     body = {"prompt": [1] * length, "max_tokens": 1 << 20, "logprobs": 1, "temperature": 0}
     monkeypatch.setattr(_generation, "MOST_SCORES", 2 * 5)  # four fit the context, and one needs no room
-    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    (choice,) = server.answer("/v1/completions", body)["choices"]
     assert len(choice["logprobs"]["tokens"]) == 5
     monkeypatch.setattr(_generation, "MOST_SCORES", 2 * 5 - 1)
     assert server.post("/v1/completions", body).status_code == 400
     scored = {**body, "echo": True, "max_tokens": 1}
     # All but the first of the prompt, and one more.
     monkeypatch.setattr(_generation, "MOST_SCORES", 2 * length)
-    assert server.post("/v1/completions", scored).status_code == 200
+    server.answer("/v1/completions", scored)
     monkeypatch.setattr(_generation, "MOST_SCORES", 2 * length - 1)
     assert server.post("/v1/completions", scored).status_code == 400
 
@@ -171,7 +171,7 @@ def test_an_answer_without_max_tokens_ends_at_the_limit(
 ) -> None:
     monkeypatch.setattr(_generation, "MOST_SCORES", 3 * 4 * 2 + 7)
     body = {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 3, "min_tokens": 100}
-    for choice in server.post("/v1/chat/completions", body).json()["choices"]:
+    for choice in server.answer("/v1/chat/completions", body)["choices"]:
         assert len(choice["logprobs"]["content"]) == 3
         assert choice["finish_reason"] == "length"
     assert server.post("/v1/chat/completions", {**body, "max_tokens": 4}).status_code == 400
@@ -188,8 +188,7 @@ def test_an_answer_ends_if_it_has_most_of_too_many_bytes(
     assert "log probabilities of requests in flight exceed 20000 bytes" in ended.text
     assert held.size == 0
     with held.holding(19_900):  # another request has more
-        answer = server.post("/v1/completions", {**body, "max_tokens": 20})
-        assert answer.status_code == 200
+        server.answer("/v1/completions", {**body, "max_tokens": 20})
     assert held.size == 0
 
 
@@ -207,9 +206,9 @@ def test_requests_that_want_some_are_refused_while_others_hold_many(
             refused = server.post(path, body)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert f"log probabilities of requests in flight exceed {MOST_SCORED} bytes" in refused.text
-        assert server.post("/v1/completions", BODY).status_code == 200
+        server.answer("/v1/completions", BODY)
         assert server.post("/v1/chat/completions", chat).status_code == 200
-    assert server.post("/v1/completions", {**BODY, "logprobs": 0}).status_code == 200
+    server.answer("/v1/completions", {**BODY, "logprobs": 0})
     assert held.size == 0
 
 

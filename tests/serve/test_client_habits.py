@@ -46,7 +46,7 @@ def test_a_call_is_accepted_by_a_template_that_restricts_its_id(
 
 
 def tokens_of(server: Running, *messages: dict[str, Any]) -> Any:
-    return server.post("/tokenize", {"messages": messages}).json()["tokens"]
+    return server.answer("/tokenize", {"messages": messages})["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_null_is_the_same_as_no_field(iterating: Running) -> None:
     nested = {"stream_options": {"new": None}, "response_format": {"type": "text", "new": None}}
     with_nulls = {"tools": [{**WEATHER, "new": None}], "chat_template_kwargs": {"new": None}, **nested}
     assert post(iterating, **with_nulls).status_code == 200
-    assert iterating.post("/v1/responses", {"input": "a", "text": {"new": None}}).status_code == 200
+    iterating.answer("/v1/responses", {"input": "a", "text": {"new": None}})
     assert refused(iterating, stream_options={"new": 1}, new=None)["param"] == "stream_options.new"
 
 
@@ -146,12 +146,12 @@ def test_the_effort_of_reasoning_reaches_the_template(
             count = post(server, reasoning_effort=effort).json()["usage"]["prompt_tokens"]
             assert count == len(server.model.tokenizer.encode(expected, add_bos=False))
         body: dict[str, Any] = {"messages": ASKED, "output_config": {"effort": "high"}}
-        assert server.post("/v1/messages/count_tokens", body).json()["input_tokens"] == count
-        usage = server.post("/v1/messages", {**body, "max_tokens": 1}).json()["usage"]
+        assert server.answer("/v1/messages/count_tokens", body)["input_tokens"] == count
+        usage = server.answer("/v1/messages", {**body, "max_tokens": 1})["usage"]
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count
         if "effort" not in template:  # the client decides
             body["thinking"] = {"type": "disabled"}
-            found = server.post("/v1/messages/count_tokens", body).json()["input_tokens"]
+            found = server.answer("/v1/messages/count_tokens", body)["input_tokens"]
             assert found == len(server.model.tokenizer.encode(none, add_bos=False))
 
 
@@ -171,16 +171,14 @@ def test_prompts_may_spell_control_tokens(server: Running, cpu_model: Model) -> 
     text = f"a{control}b"
 
     def tokens(**options: Any) -> Any:
-        return server.post("/tokenize", {"prompt": text, **options}).json()["tokens"]
+        return server.answer("/tokenize", {"prompt": text, **options})["tokens"]
 
     assert tokens() == tokenizer.encode(text, parse_special=True)
     assert tokens(parse_special=False) == tokenizer.encode(text)
     assert tokens(add_special=False) == tokenizer.encode(text, parse_special=True, add_bos=False)
     assert tokens(add_special_tokens=False) == tokens(add_special=False)
     for options in ({}, {"parse_special": False}, {"add_special_tokens": False}):
-        answer = server.post(
-            "/v1/completions", {"prompt": text, "max_tokens": 1, "echo": True, **options}
-        ).json()
+        answer = server.answer("/v1/completions", {"prompt": text, "max_tokens": 1, "echo": True, **options})
         assert answer["usage"]["prompt_tokens"] == len(tokens(**options))
         assert answer["choices"][0]["text"].startswith(text)
 
@@ -199,8 +197,8 @@ def test_tokens_of_a_conversation_are_those_of_its_prompt(iterating: Running) ->
         else:
             assert found["count"] == answer.json()["usage"]["prompt_tokens"]
     long = [{"role": "user", "content": "a b " * 5000}]
-    assert iterating.post("/tokenize", {"messages": long}).json()["count"] > iterating.model.max_context
-    counted = iterating.post("/v1/messages/count_tokens", {"messages": long}).json()
+    assert iterating.answer("/tokenize", {"messages": long})["count"] > iterating.model.max_context
+    counted = iterating.answer("/v1/messages/count_tokens", {"messages": long})
     assert counted["input_tokens"] > iterating.model.max_context
 
 
@@ -211,10 +209,10 @@ def test_a_suffix_is_filled_in(cpu_model: Model) -> None:
         error = server.post("/v1/completions", body).json()["error"]
         assert (error["param"], error["code"]) == ("suffix", "unsupported")
         with patch.dict(vars(tokenizer), {"fill_tokens": (7, 8, 9)}):
-            answer = server.post("/v1/completions", body).json()
+            answer = server.answer("/v1/completions", body)
         a, b = (tokenizer.encode(letter, add_bos=False) for letter in "ab")
         ids = [*tokenizer.encode(""), 7, *a, 8, *b, 9]
-        expected = server.post("/v1/completions", {"prompt": ids, "max_tokens": 3, "temperature": 0}).json()
+        expected = server.answer("/v1/completions", {"prompt": ids, "max_tokens": 3, "temperature": 0})
     assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
     assert answer["usage"]["prompt_tokens"] == len(ids)
 
@@ -266,8 +264,8 @@ def test_constraints_may_have_the_form_of_vllm(
     server: Running, path: str, outputs: dict[str, Any], pattern: str
 ) -> None:
     prompt: dict[str, Any] = {"prompt": "a"} if path == "/v1/completions" else {"messages": ASKED}
-    answer = server.post(path, {**prompt, "structured_outputs": outputs, "max_tokens": 20, "temperature": 0})
-    (choice,) = answer.json()["choices"]
+    body = {**prompt, "structured_outputs": outputs, "max_tokens": 20, "temperature": 0}
+    (choice,) = server.answer(path, body)["choices"]
     assert re.fullmatch(
         pattern, choice["text"] if "text" in choice else choice["message"]["content"], re.DOTALL
     )
@@ -276,7 +274,7 @@ def test_constraints_may_have_the_form_of_vllm(
 def test_the_end_of_a_text_may_be_ignored(server: Running, cpu_model: Model) -> None:
     bias = dict.fromkeys(map(str, cpu_model.tokenizer.stop_ids), 100)
     reasons = [
-        server.post("/v1/completions", {"prompt": "a", "max_tokens": 9, "logit_bias": bias, **more}).json()
+        server.answer("/v1/completions", {"prompt": "a", "max_tokens": 9, "logit_bias": bias, **more})
         for more in ({}, {"ignore_eos": True})
     ]
     assert [answer["choices"][0]["finish_reason"] for answer in reasons] == ["stop", "length"]
@@ -284,9 +282,7 @@ def test_the_end_of_a_text_may_be_ignored(server: Running, cpu_model: Model) -> 
 
 def test_the_penalty_of_repetition_has_two_names(server: Running) -> None:
     texts = [
-        server.post(
-            "/v1/completions", {"prompt": "a a a", "max_tokens": 20, "temperature": 0, **named}
-        ).json()
+        server.answer("/v1/completions", {"prompt": "a a a", "max_tokens": 20, "temperature": 0, **named})
         for named in ({}, {"repeat_penalty": 1.7}, {"repetition_penalty": 1.7})
     ]
     plain, ours, theirs = (text["choices"][0]["text"] for text in texts)

@@ -161,12 +161,12 @@ def test_usage_and_timings_are_the_last_event_on_request(server: Running, cpu_mo
 
 def test_tokens_round_trip(server: Running, cpu_model: Model) -> None:
     ids = cpu_model.tokenizer.encode(PROMPT)
-    answer = server.post("/tokenize", {"prompt": PROMPT}).json()
+    answer = server.answer("/tokenize", {"prompt": PROMPT})
     assert answer == {"tokens": ids, "count": len(ids), "max_model_len": cpu_model.max_context}
-    assert server.post("/tokenize", {"content": PROMPT, "add_special_tokens": False}).json()["tokens"] == (
+    assert server.answer("/tokenize", {"content": PROMPT, "add_special_tokens": False})["tokens"] == (
         cpu_model.tokenizer.encode(PROMPT, add_bos=False)
     )
-    assert server.post("/detokenize", {"tokens": ids}).json()["prompt"] == PROMPT
+    assert server.answer("/detokenize", {"tokens": ids})["prompt"] == PROMPT
 
 
 def test_the_openai_client_raises_its_own_errors(server: Running) -> None:
@@ -287,7 +287,7 @@ PARTS = {"queue_seconds", "prefill_seconds", "decode_seconds"}
 )
 def test_timings_sum_to_at_most_the_request_time(server: Running, path: str, body: dict[str, Any]) -> None:
     begin = time.perf_counter()
-    answer = server.post(path, {**body, "max_tokens": 8, "temperature": 0}).json()
+    answer = server.answer(path, {**body, "max_tokens": 8, "temperature": 0})
     took = time.perf_counter() - begin
     timings = answer["timings"]
     assert timings.keys() == PARTS
@@ -295,10 +295,10 @@ def test_timings_sum_to_at_most_the_request_time(server: Running, path: str, bod
     assert timings["prefill_seconds"] > 0
     assert timings["decode_seconds"] > 0
     assert sum(timings.values()) <= took
-    one = server.post(path, {**body, "max_tokens": 1}).json()["timings"]
+    one = server.answer(path, {**body, "max_tokens": 1})["timings"]
     assert one["decode_seconds"] == 0
     if path == "/v1/completions":
-        scored = server.post(path, {**body, "max_tokens": 0, "echo": True, "logprobs": 1}).json()["timings"]
+        scored = server.answer(path, {**body, "max_tokens": 0, "echo": True, "logprobs": 1})["timings"]
         assert scored["prefill_seconds"] > 0
 
 

@@ -128,7 +128,7 @@ def test_a_client_that_never_reads_its_stream_loses_pages_and_connection(
         body = {**BODY, "max_tokens": 900, "temperature": 1, "seed": 1, "stream": True, "n": 4}
         connection.sendall(request_bytes(body))
         wait_until(lambda: patient.service._texts > 0)
-        other = patient.post("/v1/completions", BODY).json()
+        other = patient.answer("/v1/completions", BODY)
         assert other["choices"][0]["text"] == alone(cpu_model, "ROMEO:\n", 2)
         wait_until(lambda: patient.service._texts == 0 and not patient.service.loop._running)
         wait_until(lambda: patient.connections == 0)
@@ -170,7 +170,7 @@ def test_connections_beyond_the_limit_are_refused_until_one_is_closed(cpu_model:
         assert (error["code"], error["message"][:22]) == ("too_many_connections", "3 connections are open")
         silent[0].close()
         wait_until(lambda: server.connections == 2)
-        assert server.post("/v1/completions", BODY).status_code == 200
+        server.answer("/v1/completions", BODY)
 
         for i in range(_connections.REFUSED + 1):
             silent.append(stack.enter_context(server.connect()))
@@ -204,7 +204,7 @@ def test_bodies_of_requests_being_answered_count_towards_the_limit(cpu_model: Mo
         assert server.post("/v1/completions", BODY).status_code == 503
         gate.open()
         wait_until(lambda: server.service._texts == 0)
-        assert server.post("/v1/completions", BODY).status_code == 200
+        server.answer("/v1/completions", BODY)
 
 
 def test_answers_that_are_not_read_have_a_total_limit(
@@ -219,7 +219,7 @@ def test_answers_that_are_not_read_have_a_total_limit(
             refused = server.refused("/v1/completions", BODY, 503)
             assert "have not received exceed 6000 bytes" in refused["message"]
         wait_until(lambda: server.service.answers.size == 0)
-        assert server.post("/v1/completions", BODY).status_code == 200
+        server.answer("/v1/completions", BODY)
 
 
 def test_the_server_buffers_only_a_part_of_an_answer(cpu_model: Model) -> None:
@@ -347,7 +347,7 @@ def test_unusual_requests_have_a_status(served: Running, request_: bytes, status
         sender.start()
         assert connection.recv(4096).startswith(b"HTTP/1.1 %d " % status)
         sender.join(60)
-    assert served.post("/v1/completions", BODY).status_code == 200
+    served.answer("/v1/completions", BODY)
 
 
 def _send(connection: socket.socket, content: bytes) -> None:
@@ -358,7 +358,7 @@ def _send(connection: socket.socket, content: bytes) -> None:
 def test_connections_that_are_reset_leave_nothing(
     served: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = served.post("/v1/completions", BODY).json()["choices"]
+    expected = served.answer("/v1/completions", BODY)["choices"]
     body = {"prompt": "a", "max_tokens": 900, "n": 16, "stream": True, "seed": 1}
     passes: list[Any] = []
     monkeypatch.setattr(served.service.loop, "_after_pass", passes.append)
@@ -369,7 +369,7 @@ def test_connections_that_are_reset_leave_nothing(
             if i % 2:
                 connection.recv(100 * i)
         if i % 10 == 0:
-            assert served.post("/v1/completions", BODY).json()["choices"] == expected
+            assert served.answer("/v1/completions", BODY)["choices"] == expected
     wait_until(lambda: served.service._texts == 0 and not served.service.loop._running)
     wait_until(lambda: served.connections == 0)
     assert len(passes) < 60 * 900 / 4, "texts are computed although their clients have left"

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from support.hostile_constraints import PLAIN, hostile_requests
-from support.servers.running_server import running
+from support.servers.running_server import Running, running
 
 from metal_prefill import Model
 from metal_prefill.generation import _constraint
@@ -19,9 +19,8 @@ pytest.importorskip("llguidance", reason="needs the extra guide")
 CONSTRAINED = {**PLAIN, "regex": "[A-Z]{4} [a-z]{6}"}
 
 
-def text_of(answer: httpx.Response) -> str:
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["text"]
+def text(server: Running, body: dict[str, Any]) -> str:
+    return str(server.answer("/v1/completions", body)["choices"][0]["text"])
 
 
 def test_answers_next_to_hostile_constraints_are_the_same_as_alone(cpu_model: Model) -> None:
@@ -35,18 +34,16 @@ def test_answers_next_to_hostile_constraints_are_the_same_as_alone(cpu_model: Mo
                 answer = server.post("/v1/completions", body)
             return answer
 
-        expected = [text_of(server.post("/v1/completions", body)) for body in (PLAIN, CONSTRAINED)]
+        expected = [text(server, body) for body in (PLAIN, CONSTRAINED)]
         answers = threads.map(post, hostile)
-        found = [
-            [text_of(server.post("/v1/completions", body)) for body in (PLAIN, CONSTRAINED)] for _ in range(4)
-        ]
+        found = [[text(server, body) for body in (PLAIN, CONSTRAINED)] for _ in range(4)]
         assert found == [expected] * 4
         refused = list(answers)
         assert {answer.status_code for answer in refused} <= {200, 400}
         messages = [answer.json()["error"]["message"] for answer in refused if answer.status_code == 400]
         assert sum("matching it takes more than 0.25 s" in message for message in messages) == 2
         assert sum("MiB of stack" in message for message in messages) == 1
-        assert [text_of(server.post("/v1/completions", body)) for body in (PLAIN, CONSTRAINED)] == expected
+        assert [text(server, body) for body in (PLAIN, CONSTRAINED)] == expected
 
 
 def chat(**options: Any) -> dict[str, Any]:
@@ -81,14 +78,13 @@ def test_only_unknown_constraints_wait_for_those_that_compile(
 
     real = _Compiled._start
     with running(cpu_model) as server, ThreadPoolExecutor(3) as threads:
-        known = text_of(server.post("/v1/completions", CONSTRAINED))
+        known = text(server, CONSTRAINED)
         monkeypatch.setattr(_Compiled, "_start", compile_slowly)
         answers = [threads.submit(server.post, path, body) for _ in range(3)]
         assert compiling.wait(60)
-        assert text_of(server.post("/v1/completions", PLAIN))
-        assert text_of(server.post("/v1/completions", CONSTRAINED)) == known
-        free = server.post("/v1/chat/completions", chat(response_format={"type": "text"}))
-        assert free.status_code == 200
+        assert text(server, PLAIN)
+        assert text(server, CONSTRAINED) == known
+        server.answer("/v1/chat/completions", chat(response_format={"type": "text"}))
         assert not any(answer.done() for answer in answers)
         go_on.set()
     assert [answer.result().status_code for answer in answers] == [200] * 3

@@ -198,7 +198,7 @@ def test_a_message_is_the_answer_of_chat_completions(hermes: Running) -> None:
 def test_a_stream_of_a_message_begins_with_the_tokens_of_its_prompt(hermes: Running) -> None:
     question = {"role": "user", "content": "How is it in Verona, and is there rain in the morning?"}
     body = {"model": "demo", "max_tokens": 3, "messages": [question], "stream": True}
-    count = hermes.post("/v1/messages/count_tokens", {"messages": [question]}).json()["input_tokens"]
+    count = hermes.answer("/v1/messages/count_tokens", {"messages": [question]})["input_tokens"]
     for cached in (False, True):
         lines = hermes.post("/v1/messages", body).text.splitlines()
         found = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]

@@ -1,8 +1,6 @@
 """Prefixes of prompts on disk, and their namespaces: a key finds no prefix of another one."""
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 from starlette.datastructures import Headers
 from support.recurrent import LARGE
 from support.scheduled_texts import answer_alone
-from support.servers.running_server import Running, running
+from support.servers.running_server import Running, running, serving
 from support.small_models import write
 from support.tools import CHATML
 
@@ -35,13 +33,6 @@ def ask(server: Running, question: str, system: str = SYSTEM) -> Any:
 def text_alone(model: Model, question: str) -> str:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     return answer_alone(model, messages, 6)
-
-
-@contextmanager
-def serving(path: Path, **limits: Any) -> Iterator[Running]:
-    """Serve with a fresh model, as after a restart."""
-    with Model(path, device="cpu") as model, running(model, **limits) as server:
-        yield server
 
 
 def files(tmp_path: Path) -> list[Path]:
@@ -166,16 +157,15 @@ KEYS = ["the first key", "the second key"]
 def cached(server: Running, key: str, prompt: Any = PROMPT, **more: Any) -> int:
     """Return the tokens of a prompt that a request with this key found in the cache."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
-    answer = server.post("/v1/completions", body, key)
-    assert answer.status_code == 200, answer.text
-    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    answer = server.answer("/v1/completions", body, key)
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def test_a_conversation_does_not_reuse_one_of_another_key(demo_path: Path) -> None:
     messages = [{"role": "user", "content": "Speak the speech, I pray you. " * 10}]
     body = {"messages": messages, "max_tokens": 1}
     with serving(demo_path, api_keys=KEYS) as server:
-        usages = [server.post("/v1/chat/completions", body, key).json()["usage"] for key in (*KEYS, KEYS[0])]
+        usages = [server.answer("/v1/chat/completions", body, key)["usage"] for key in (*KEYS, KEYS[0])]
     found = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
     assert found[:2] == [0, 0]
     assert found[2] > 64

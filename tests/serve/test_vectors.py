@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.folders import model_folders, task_folders
-from support.servers.running_server import Running, running
+from support.servers.running_server import Running, running, serving
 
 from metal_prefill import Model
 from metal_prefill.conversion import convert
@@ -18,15 +18,13 @@ TEXTS = ["a text", "another one, which is longer", "a text"]
 
 
 def vectors(server: Running, **body: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-    data = server.post("/v1/embeddings", body).json()["data"]
+    data = server.answer("/v1/embeddings", body)["data"]
     return np.array([item["embedding"] for item in data], np.float32)
 
 
 def ranks(server: Running, path: str = "/v1/rerank", **body: Any) -> list[tuple[int, float]]:
     """Return index and score of each document, best first."""
-    answer = server.post(path, body)
-    assert answer.status_code == 200, answer.text
-    return [(r["index"], r["relevance_score"]) for r in answer.json()["results"]]
+    return [(r["index"], r["relevance_score"]) for r in server.answer(path, body)["results"]]
 
 
 def of(ranked: Any) -> list[tuple[int, float]]:
@@ -55,8 +53,8 @@ def test_text_embeddings_inference_returns_a_list_of_vectors(
 ) -> None:
     body = {"inputs": TEXTS, "normalize": normalize, "truncate": True, "truncation_direction": "Right"}
     expected = vector_model.embed(TEXTS, normalize=normalize)
-    np.testing.assert_array_equal(np.array(vector_server.post("/embed", body).json(), np.float32), expected)
-    one = vector_server.post("/embed", {"inputs": TEXTS[0], "normalize": normalize, "dimensions": 4}).json()
+    np.testing.assert_array_equal(np.array(vector_server.answer("/embed", body), np.float32), expected)
+    one = vector_server.answer("/embed", {"inputs": TEXTS[0], "normalize": normalize, "dimensions": 4})
     np.testing.assert_array_equal(
         np.array(one, np.float32), vector_model.embed(TEXTS[:1], normalize=normalize, dimensions=4)
     )
@@ -91,15 +89,15 @@ def test_too_many_dimensions_are_the_parameter_at_fault(
 def test_truncated_texts_are_counted(vector_server: Running, vector_model: Model) -> None:
     long, ids = "a b " * 2000, [1, 2] * 2000
     body = {"input": [long, "a"], "truncate": "end"}
-    answer = vector_server.post("/v1/embeddings", body).json()
+    answer = vector_server.answer("/v1/embeddings", body)
     with pytest.warns(UserWarning, match="1 of 2 texts"):
         expected = vector_model.embed([long, "a"], truncate="end")
     np.testing.assert_array_equal(np.array([d["embedding"] for d in answer["data"]], np.float32), expected)
     assert answer["usage"]["truncated_texts"] == 1
-    answer = vector_server.post("/v1/embeddings", {"input": [ids, [1, 2]], "truncate": "end"}).json()
+    answer = vector_server.answer("/v1/embeddings", {"input": [ids, [1, 2]], "truncate": "end"})
     assert answer["usage"]["prompt_tokens"] == vector_model.max_context + 2
     assert answer["usage"]["truncated_texts"] == 1
-    answer = vector_server.post("/v1/embeddings", {**body, "input": "a"}).json()
+    answer = vector_server.answer("/v1/embeddings", {**body, "input": "a"})
     assert answer["usage"]["truncated_texts"] == 0
     assert vector_server.refused("/v1/embeddings", {**body, "truncate": "start"})["param"] == "truncate"
 
@@ -109,7 +107,7 @@ def test_texts_without_tokens_have_zero_vectors_and_are_counted(
 ) -> None:
     frame = vector_model.tokenizer.frame._replace(end=())  # which would be the only token
     monkeypatch.setattr(vector_model.tokenizer, "frame", frame)
-    answer = vector_server.post("/v1/embeddings", {"input": ["a", "", "b"]}).json()
+    answer = vector_server.answer("/v1/embeddings", {"input": ["a", "", "b"]})
     found = np.array([d["embedding"] for d in answer["data"]], np.float32)
     assert not found[1].any()
     np.testing.assert_array_equal(found[[0, 2]], vector_model.embed(["a", "b"]))
@@ -131,7 +129,7 @@ def test_requests_of_jina_and_cohere_are_supported(ranker: Running, version: str
     # reads `id`, `results` and `meta`.
     documents = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
     body = {"model": "ranks", "query": QUERY, "documents": documents, "top_n": 2, "return_documents": True}
-    answer = ranker.post(f"/{version}/rerank", body).json()
+    answer = ranker.answer(f"/{version}/rerank", body)
     expected = ranker.model.rerank(QUERY, DOCUMENTS, top_n=2)
     assert [(r["index"], r["relevance_score"]) for r in answer["results"]] == of(expected)
     assert [r["document"]["text"] for r in answer["results"]] == [item.document for item in expected]
@@ -173,7 +171,7 @@ def test_truncated_documents_are_counted(ranker: Running) -> None:
     body: dict[str, Any] = {"query": QUERY, "documents": documents, "truncate": "end", "unicode": "NFC"}
     with pytest.warns(UserWarning, match="1 of 2 documents"):
         assert ranks(ranker, **body) == of(ranker.model.rerank(QUERY, documents, truncate="end"))
-    assert ranker.post("/v1/rerank", body).json()["usage"]["truncated_texts"] == 1
+    assert ranker.answer("/v1/rerank", body)["usage"]["truncated_texts"] == 1
     assert ranker.post("/v1/rerank", {**body, "truncate": None}).status_code == 400
 
 
@@ -187,7 +185,7 @@ def pair_ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Serve a cross-encoder."""
     folder = tmp_path_factory.mktemp("pairs")
     path = convert(task_folders.RANKERS["bert"](folder / "folder").write(), folder / "pairs.gguf")
-    with Model(path, device="cpu") as model, running(model) as server:
+    with serving(path) as server:
         yield server
 
 
@@ -201,11 +199,11 @@ def test_a_server_has_the_name_of_its_folder(tmp_path: Path) -> None:
             assert server.get("/v1/models").json()["data"][0]["id"] == name
             assert prompt_names(model) == ["document", "query"]
             body = {"input": "a", "model": name}
-            before = server.post("/v1/embeddings", body).json()["data"]
+            before = server.answer("/v1/embeddings", body)["data"]
         (folder / "README.md").write_text("touched")
         (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
-        with Model(folder, device="cpu") as model, running(model) as server:
-            assert server.post("/v1/embeddings", body).json()["data"] == before
+        with serving(folder) as server:
+            assert server.answer("/v1/embeddings", body)["data"] == before
 
 
 def test_a_cross_encoder_ranks(pair_ranker: Running) -> None:
@@ -226,7 +224,7 @@ def test_ids_of_another_tokenizer_are_noted_once(tmp_path: Path, caplog: pytest.
     with Model(folder.write(), device="cpu") as model, running(model) as server:
         whole = model.tokenizer.frame.text(model.tokenizer.encode("a b", add_bos=False))
         for ids, count in ((whole, 0), (whole[1:], 1), (whole[:-1], 1), ([9], 1)):
-            assert server.post("/v1/embeddings", {"input": ids}).status_code == 200
+            server.answer("/v1/embeddings", {"input": ids})
             assert caplog.text.count("token ids to embed lack the tokens around texts of m") == count
 
 
@@ -247,7 +245,7 @@ def test_text_embeddings_inference_ranks_texts(pair_ranker: Running, raw: bool) 
     logits = pair_ranker.model.classify([(QUERY, document) for document in DOCUMENTS]).log_likelihoods[:, 0]
     expected = logits if raw else 1 / (1 + np.exp(-logits))
     body = {"query": QUERY, "texts": DOCUMENTS, "raw_scores": raw, "return_text": raw, "truncate": True}
-    found = pair_ranker.post("/rerank", body).json()
+    found = pair_ranker.answer("/rerank", body)
     assert [item["index"] for item in found] == np.argsort(-logits).tolist()
     np.testing.assert_allclose([item["score"] for item in found], np.sort(expected)[::-1], rtol=1e-6)
     assert [item.get("text") for item in found] == [DOCUMENTS[i["index"]] if raw else None for i in found]
@@ -266,7 +264,7 @@ def test_text_embeddings_inference_predicts_classes(tmp_path: Path) -> None:
         ):
             expected = model.classify(texts)  # type: ignore[arg-type]
             for raw, values in ((True, expected.log_likelihoods), (False, expected.probabilities)):
-                answer = server.post("/predict", {"inputs": inputs, "raw_scores": raw}).json()
+                answer = server.answer("/predict", {"inputs": inputs, "raw_scores": raw})
                 rows = [answer] if len(texts) == 1 else answer
                 for row, scores in zip(rows, values, strict=True):
                     assert [item["label"] for item in row] == [

@@ -57,6 +57,12 @@ class Running:
         headers = {**JSON, **bearer(key), **options.pop("headers", {})}
         return httpx.post(self.url + path, content=content, headers=headers, timeout=60, **LOCAL, **options)
 
+    def answer(self, path: str, body: Any, key: str = "") -> Any:
+        """Send a request that the server must answer; return the JSON of its answer."""
+        answer = self.post(path, body, key)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
     def refused(self, path: str, body: Any, status: int = 400, **options: Any) -> Any:
         """Send a request that the server must refuse; return its error."""
         answer = self.post(path, body, **options)
@@ -116,6 +122,13 @@ def running(
             server.should_exit = True
             thread.join(30)
             assert not thread.is_alive()
+
+
+@contextmanager
+def serving(path: Path, **limits: Any) -> Iterator[Running]:
+    """Serve a file with a fresh model, as after a restart, until the block ends."""
+    with Model(path, device="cpu") as model, running(model, **limits) as server:
+        yield server
 
 
 @contextmanager
