@@ -14,18 +14,14 @@ from metal_prefill.text._segmentation import TextSegmenter, WordTokens
 from metal_prefill.text._segmenters import Pipeline
 from metal_prefill.text._tokenizer import _BLOCK
 
-Opened = tuple[Tokenizer, WordTokens]
 # A text in three or four has a control character.
 ASCII = [chr(code) for code in (*(list(range(32, 127)) * 20), *range(32), 127)]
 WORDS = ("the", "The", "king", "unaffable", "x" * 101, "isn't", "a_b", "3.14", "[MASK]", "##s", "-")
 
 
 @pytest.fixture(params=["uncased", "cased"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Opened:
-    tokenizer = open_recorded(tmp_path, request.param)
-    words = tokenizer._words
-    assert words is not None
-    return tokenizer, words
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    return open_recorded(tmp_path, request.param)
 
 
 def texts(random: Random, count: int) -> list[str]:
@@ -35,9 +31,9 @@ def texts(random: Random, count: int) -> list[str]:
     return [*made, *(text for text in hostile_texts(count, random.randrange(2**32)) if text.isascii())]
 
 
-def test_tokens_are_those_of_the_library(opened: Opened) -> None:
-    tokenizer, words = opened
-    taken = 0
+def test_tokens_are_those_of_the_library(tokenizer: Tokenizer) -> None:
+    words, taken = tokenizer._words, 0
+    assert words is not None
     for text in texts(Random(1), 400):
         expected = tokenizer._segmenter(parse_special=False, begins=True).ids(text)
         assert tokenizer.encode(text, add_bos=False) == expected, repr(text)
@@ -45,8 +41,7 @@ def test_tokens_are_those_of_the_library(opened: Opened) -> None:
     assert taken > 400
 
 
-def test_texts_are_encoded_together_as_each_alone(opened: Opened) -> None:
-    tokenizer, _ = opened
+def test_texts_are_encoded_together_as_each_alone(tokenizer: Tokenizer) -> None:
     random = Random(2)
     mixed = [*texts(random, 400), *hostile_texts(100, 5), "", "unaffable " * 3000, "[MASK]", "é"]
     mixed = [text for text in mixed if text.encode("utf-8", "ignore").decode() == text]

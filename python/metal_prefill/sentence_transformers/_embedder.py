@@ -271,7 +271,6 @@ class MultiVectorEncoder(VectorEncoder):
         elif task != "document":  # the length of documents does not apply, but texts lack the same tokens
             role = text_role(self.engine)._replace(skipped=role.skipped)
         parts, single = self._encoded(inputs, prompt, batch_size, show_progress_bar, role)
-        found: list[Array] = []
-        for encoded in parts:
-            found += embed_encoded(TextPasses(self.engine), encoded, pooling="none")
+        passes = TextPasses(self.engine)
+        found = [rows for encoded in parts for rows in embed_encoded(passes, encoded, pooling="none")]
         return found[0] if single else found

@@ -1,5 +1,6 @@
 """Vectors over the vocabulary: ``SparseEncoder``."""
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from metal_prefill._support.tensors import as_array, like
 from metal_prefill.engine import Engine
 from metal_prefill.sentence_transformers._embedder import VectorEncoder
 from metal_prefill.sentence_transformers._shared import ModelName, returned
-from metal_prefill.tasks._sparse import SparseVector, check_sparse, sparse_role, sparse_vectors
+from metal_prefill.tasks._sparse import check_sparse, sparse_role, sparse_vectors
 from metal_prefill.text._vocabulary import SPACE, begins_word
 
 
@@ -63,9 +64,8 @@ class SparseEncoder(VectorEncoder):
         most = None if most is None else integer("max_active_dims", most, 1)
         role, prompt = sparse_role(self.engine, options.get("task")), self._prompt(prompt, prompt_name)
         parts, single = self._encoded(inputs, prompt, batch_size, show_progress_bar, role)
-        vectors: list[SparseVector] = []
-        for encoded in parts:
-            vectors += sparse_vectors(self.engine, encoded.prompts, role, most)
+        batches = (sparse_vectors(self.engine, encoded.prompts, role, most) for encoded in parts)
+        vectors = list(chain.from_iterable(batches))
         whole = np.zeros((len(vectors), self.get_embedding_dimension()), np.float32)
         for row, vector in zip(whole, vectors, strict=True):
             row[vector.ids] = vector.weights

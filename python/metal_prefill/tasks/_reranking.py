@@ -311,13 +311,10 @@ def _late_scores(
     passes: TextPasses, prompts: Sequence[Ids], query: EncodedText, skipped: tuple[int, ...]
 ) -> tuple[Scores, Scores]:
     """Return the MaxSim score of each document, without the tokens that the model skips."""
-
-    def name_of(i: int) -> str:
-        return f"document {i - 1}" if i else "the query"
-
+    names = ["the query", *(f"document {i}" for i in range(len(prompts)))]
     expansions = [query.expansion, *(0 for _ in prompts)]
     every = [np.array(query.ids, np.int32), *prompts]
-    blocks = vector_blocks(passes, "none", every, expansions, name_of=name_of)
+    blocks = vector_blocks(passes, "none", every, expansions, name_of=names.__getitem__)
     vectors = chain.from_iterable(blocks)
     asked = next(vectors)
     scores = maxsim(asked, (v[~np.isin(ids, skipped)] for ids, v in zip(prompts, vectors, strict=True)))
