@@ -21,17 +21,21 @@ from metal_prefill.text._vocabulary import (
 
 
 @dataclass
-class FolderVocabulary:
+class WrittenVocabulary:
+    """A vocabulary in the terms of a GGUF file."""
+
     model: str  # value of ``tokenizer.ggml.model``
     # Text and type of each id.
     tokens: list[str]
     types: list[int]
-    by_text: dict[str, int]  # ids by the spelling in ``tokenizer.json``, which may differ from `tokens`
+    # Ids by the spelling in ``tokenizer.json``, which may differ from `tokens`.
+    by_text: dict[str, int] = field(default_factory=dict)
     # Further metadata under ``tokenizer.ggml``, first the ids of added tokens by rule of recognition.
-    flags: dict[str, Any]
+    flags: dict[str, Any] = field(default_factory=dict)
     pre: str = "default"  # value of ``tokenizer.ggml.pre``
-    scores: list[float] | None = None
-    merges: list[str] | None = None
+    # Score of each id, and pairs "left right" in order of rank; empty for models without them.
+    scores: list[float] = field(default_factory=list)
+    merges: list[str] = field(default_factory=list)
     charsmap: bytes | None = None
     ids: dict[str, int] = field(default_factory=dict)  # special tokens by the names in `NAMES`
     chat_template: Any = None
@@ -60,7 +64,7 @@ def listed_tokens(
     json: Fields,  # contents of ``tokenizer.json``
     ids: Mapping[str, int],  # ids of the model's tokens
     tokens: Sequence[str] | None = None,  # the model's tokens by id, if several have the same text
-) -> FolderVocabulary:
+) -> WrittenVocabulary:
     """Return a vocabulary with the tokens that are added to it."""
     by_id = dict(enumerate(tokens)) if tokens is not None else {i: text for text, i in ids.items()}
     special: dict[int, bool] = {}
@@ -82,7 +86,7 @@ def listed_tokens(
         )
     spelling = {name: [i for i, names in options.items() if name in names] for name in SPELLING_KEYS}
     flags = {SPELLING_KEYS[name]: listed for name, listed in spelling.items() if listed}
-    found = FolderVocabulary(kind, [], [], {}, flags)
+    found = WrittenVocabulary(kind, [], [], flags=flags)
     own = [i for i in special if not special[i] and by_id[i] not in ids]
     if own and (kind in ENCODER_KINDS or spelling["single_word"] or spelling["normalized"]):
         found.flags[SPELLED_KEY] = own
@@ -113,7 +117,7 @@ def steps(json: Fields, name: str, inner: str) -> list[Fields]:
 
 
 def set_special_tokens(
-    found: FolderVocabulary, json: Fields, settings: Fields, config: Fields, folder: Path
+    found: WrittenVocabulary, json: Fields, settings: Fields, config: Fields, folder: Path
 ) -> None:
     """Set the ids of special tokens from the settings of the tokenizer."""
     spelled = Fields.read_if_present(folder / "special_tokens_map.json")
@@ -134,7 +138,7 @@ def set_special_tokens(
         found.ids["unk"] = found.by_text[unknown]
 
 
-def set_stops(found: FolderVocabulary, config: Fields, folder: Path) -> None:
+def set_stops(found: WrittenVocabulary, config: Fields, folder: Path) -> None:
     """Set the tokens, besides the end of a text, that end generation in transformers."""
     if found.model in ENCODER_KINDS:
         return
@@ -153,7 +157,7 @@ def set_stops(found: FolderVocabulary, config: Fields, folder: Path) -> None:
     found.ids.update(zip(_STOPS, others, strict=False))
 
 
-def fill(found: FolderVocabulary, config: Fields) -> None:
+def fill(found: WrittenVocabulary, config: Fields) -> None:
     """Add unused tokens for the rows of the embedding beyond the vocabulary."""
     size = config.integer("vocab_size", default=len(found.tokens))
     if size < len(found.tokens):
@@ -163,7 +167,7 @@ def fill(found: FolderVocabulary, config: Fields) -> None:
     for i in range(len(found.tokens), size):
         found.tokens.append(f"[PAD{i}]")
         found.types.append(int(TokenType.UNUSED))
-        if found.scores is not None:
+        if found.scores:
             found.scores.append(_UNUSED_SCORE)
 
 
@@ -175,7 +179,7 @@ class _Item(NamedTuple):
     type: int
 
 
-def set_frame(found: FolderVocabulary, json: Fields, settings: Fields, config: Fields) -> None:
+def set_frame(found: WrittenVocabulary, json: Fields, settings: Fields, config: Fields) -> None:
     """Set the tokens that begin, separate and end texts."""
     single, pair = [_Item(_FIRST, 0)], [_Item(_FIRST, 0), _Item(_SECOND, 0)]
     template = False
@@ -232,7 +236,7 @@ def _between(begin: list[int], end: list[int], pair: list[int]) -> list[int] | N
     return pair[places[0] + 1 : places[1]]
 
 
-def _problem(found: FolderVocabulary, end: list[int], between: list[int] | None) -> str:
+def _problem(found: WrittenVocabulary, end: list[int], between: list[int] | None) -> str:
     """Return a property of pairs that a file cannot describe; empty if there is none."""
     if between is None:
         return "adds other tokens at the ends of pairs than at those of texts"
@@ -250,7 +254,7 @@ def _reads_types(settings: Fields) -> bool:
     return "Roberta" not in settings.string("tokenizer_class", default="")
 
 
-def _check_types(found: FolderVocabulary, json: Fields, items: list[_Item]) -> None:
+def _check_types(found: WrittenVocabulary, json: Fields, items: list[_Item]) -> None:
     """Raise an error unless only the second text and the tokens after it have type 1, if types are known."""
     second = False
     has_second = "sep" in found.ids and (found.model == "bert" or TYPES_KEY in found.flags)
@@ -273,7 +277,7 @@ def _named_id(step: Fields, name: str) -> int:
     raise step.error(f"{step.name(name)} must be a token and its id")
 
 
-def _template(step: Fields, name: str, found: FolderVocabulary) -> list[_Item]:
+def _template(step: Fields, name: str, found: WrittenVocabulary) -> list[_Item]:
     items: list[_Item] = []
     for item in step.objects(name):
         if item.has("Sequence"):

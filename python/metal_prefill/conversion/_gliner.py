@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from metal_prefill.conversion._folder import GLINER, LABELS_TOKENIZER, Fields
-from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
+from metal_prefill.conversion._folder_vocabulary import WrittenVocabulary
 from metal_prefill.conversion._modules import Modules
 from metal_prefill.conversion._torch_file import read_torch_file
 from metal_prefill.conversion._vocabulary import TOKENIZER_FILES
@@ -79,7 +79,7 @@ class Encoder:
     added_tokens: tuple[str, ...] = ()
     stated_id: int = -1
 
-    def tokens_of(self, vocabulary: FolderVocabulary) -> dict[str, int]:
+    def tokens_of(self, vocabulary: WrittenVocabulary) -> dict[str, int]:
         """Return the ids of `spellings`, by their full keys."""
         ids = [vocabulary.by_text[text] for text in self.spellings]
         if ids and self.stated_id not in (-1, ids[0]):

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from metal_prefill.conversion._folder import MAX_TEXT, Fields, is_number
-from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, listed_tokens, steps
+from metal_prefill.conversion._folder_vocabulary import WrittenVocabulary, listed_tokens, steps
 from metal_prefill.errors import GGUFError
 from metal_prefill.text._segmenters import SPLIT_KEY, STEPS_KEY, normalizer_of
 from metal_prefill.text._vocabulary import PREPEND_SCHEMES, SPACE, TokenType
 
 
-def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
+def unigram(json: Fields, model: Fields, settings: Fields) -> WrittenVocabulary:
     pieces = model.sequence("vocab")
     ids: dict[str, int] = {}
     scores: list[float] = []
@@ -51,7 +51,7 @@ def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
     return found
 
 
-def _set_normalizer(found: FolderVocabulary, listed: Sequence[Fields], white_space: bool) -> None:
+def _set_normalizer(found: WrittenVocabulary, listed: Sequence[Fields], white_space: bool) -> None:
     """Set the steps of the normalizer; `white_space` is whether words are split at all of it."""
     made = []
     for step in listed:
@@ -82,7 +82,7 @@ def _charsmap(step: Fields) -> bytes:
         raise step.error(f"{step.name('precompiled_charsmap')} is not valid base64") from None
 
 
-def _words(json: Fields, found: FolderVocabulary) -> tuple[bool, bool]:
+def _words(json: Fields, found: WrittenVocabulary) -> tuple[bool, bool]:
     """Return whether each word gets a space before it, and whether other spaces are removed."""
     words = steps(json, "pre_tokenizer", "pretokenizers")
     kinds = [step.string("type") for step in words]
@@ -101,7 +101,7 @@ def _words(json: Fields, found: FolderVocabulary) -> tuple[bool, bool]:
 
 def byte_fallback_bpe(
     json: Fields, ids: Mapping[str, int], merges: Sequence[tuple[str, str]]
-) -> FolderVocabulary:
+) -> WrittenVocabulary:
     """Return a SentencePiece BPE vocabulary.
 
     Scores, which llama.cpp reads, are the ranks of the first merges that make a token.
@@ -120,7 +120,7 @@ def byte_fallback_bpe(
     return found
 
 
-def _replaces_spaces(json: Fields, found: FolderVocabulary) -> bool:
+def _replaces_spaces(json: Fields, found: WrittenVocabulary) -> bool:
     """Set how a text begins; return whether spaces are replaced."""
     replaced = False
     listed = steps(json, "normalizer", "normalizers") + steps(json, "pre_tokenizer", "pretokenizers")
@@ -145,7 +145,7 @@ def _replaces_spaces(json: Fields, found: FolderVocabulary) -> bool:
     return replaced
 
 
-def _prepend_scheme(step: Fields, found: FolderVocabulary, *, splits: bool) -> str:
+def _prepend_scheme(step: Fields, found: WrittenVocabulary, *, splits: bool) -> str:
     """Return which texts a Metaspace step begins with a space.
 
     `splits` is whether the tokenizer separates words, which matters if a token contains the end of one.

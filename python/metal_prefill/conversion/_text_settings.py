@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from metal_prefill.conversion._folder import Fields, body_folder
-from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
+from metal_prefill.conversion._folder_vocabulary import WrittenVocabulary
 from metal_prefill.conversion._modules import Modules, transformer_settings, words_of
 from metal_prefill.errors import ChatTemplateError
 from metal_prefill.files._metadata_keys import (
@@ -36,7 +36,7 @@ _EXPANDS = (
 )
 
 
-def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary) -> dict[str, Any]:
+def prompt_metadata(folder: Path, modules: Modules, vocabulary: WrittenVocabulary) -> dict[str, Any]:
     """Return metadata, by their full keys."""
     config = Fields.read_if_present(folder / "config_sentence_transformers.json")
     stated = config.object("prompts")
@@ -79,11 +79,11 @@ def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary
     return found
 
 
-def skipped_ids(words: Iterable[str], vocabulary: FolderVocabulary) -> list[int]:
+def skipped_ids(words: Iterable[str], vocabulary: WrittenVocabulary) -> list[int]:
     return [vocabulary.by_text[word] for word in words if word in vocabulary.by_text]
 
 
-def _expansion(folder: Path, config: Fields, vocabulary: FolderVocabulary) -> Iterator[tuple[str, Any]]:
+def _expansion(folder: Path, config: Fields, vocabulary: WrittenVocabulary) -> Iterator[tuple[str, Any]]:
     """Yield how queries are expanded, by the keys of the metadata."""
     # In the order of sentence-transformers: settings of the Transformer module, of the model, and of PyLate,
     # whose models expand queries to 32 tokens unless they state otherwise.
@@ -127,7 +127,7 @@ def colbert_heads(folder: Path, config: Fields) -> dict[str, Any]:
     }
 
 
-def colbert_metadata(folder: Path, vocabulary: FolderVocabulary) -> dict[str, Any]:
+def colbert_metadata(folder: Path, vocabulary: WrittenVocabulary) -> dict[str, Any]:
     """Return markers, skipped tokens and the expansion of queries, by their full keys.
 
     Markers become control tokens of the vocabulary, so that prompts can spell them.
@@ -157,7 +157,7 @@ def _colbert_settings(folder: Path) -> Fields:
     return Fields.read_if_present(folder / COLBERT_FILE)
 
 
-def _marker(settings: Fields, key: str, default: str, vocabulary: FolderVocabulary) -> str:
+def _marker(settings: Fields, key: str, default: str, vocabulary: WrittenVocabulary) -> str:
     """Return the prompt of a marker: the library replaces the token of the full stop in ". " and the text."""
     text = settings.string(key, default=default)
     for spelling in (text, SPACE + text):
@@ -173,7 +173,7 @@ _ANSWERS = {"true_token_id": "yes", "false_token_id": "no"}
 _OF_PARTS = ("content[0]", "message.content[", ".type", "'type'", '"type"')
 
 
-def rerank_metadata(folder: Path, place: Path, vocabulary: FolderVocabulary) -> dict[str, Any]:
+def rerank_metadata(folder: Path, place: Path, vocabulary: WrittenVocabulary) -> dict[str, Any]:
     """Return the template of a pair, by its full key, with ``{query}`` and ``{document}``."""
     settings = Fields.read(place / "config.json")
     settings.require("module_input_name", ("causal_logits",), "causal_logits")
@@ -191,7 +191,7 @@ def rerank_metadata(folder: Path, place: Path, vocabulary: FolderVocabulary) -> 
     return {RERANK_TEMPLATE_KEY: template}
 
 
-def _rendered(settings: Fields, vocabulary: FolderVocabulary, prompt: str, variables: dict[str, Any]) -> str:
+def _rendered(settings: Fields, vocabulary: WrittenVocabulary, prompt: str, variables: dict[str, Any]) -> str:
     source = vocabulary.chat_template
     if not isinstance(source, str):
         raise settings.unsupported("needs a chat template")

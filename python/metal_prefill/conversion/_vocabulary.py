@@ -10,7 +10,7 @@ from tokenizers import BertWordPieceTokenizer
 from metal_prefill._support.messages import shortened
 from metal_prefill.conversion._folder import Fields, read_text
 from metal_prefill.conversion._folder_vocabulary import (
-    FolderVocabulary,
+    WrittenVocabulary,
     fill,
     listed_tokens,
     set_frame,
@@ -35,7 +35,7 @@ _CONTRACTIONS = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'[sS]|'[tT]|'[rR][eE]|'[vV][eE
 
 def read_vocabulary(
     folder: Path, config: Fields, *, frames: bool = True, added: Sequence[str] = ()
-) -> FolderVocabulary:
+) -> WrittenVocabulary:
     """Read ``tokenizer.json``, or ``vocab.txt`` of a BERT model, or ``spm.model`` of a DeBERTa.
 
     Unless texts have `frames`, no tokens are added at their ends. Control tokens in `added` that are missing
@@ -112,7 +112,7 @@ def _added_to_lines(path: Path, settings: Fields, special: list[str]) -> list[di
     return [token for text, token in by_text.items() if text not in special]
 
 
-def _word_piece(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
+def _word_piece(json: Fields, model: Fields, settings: Fields) -> WrittenVocabulary:
     model.require("continuing_subword_prefix", ("##",), "##")
     model.require("max_input_chars_per_word", (MAX_WORD_CHARACTERS,), MAX_WORD_CHARACTERS)
     normalizer = json.object("normalizer")
@@ -139,7 +139,7 @@ def _word_piece(json: Fields, model: Fields, settings: Fields) -> FolderVocabula
     return found
 
 
-def _bpe(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
+def _bpe(json: Fields, model: Fields, settings: Fields) -> WrittenVocabulary:
     model.require("dropout", (0.0,), 0.0)
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         model.require(name, ("",), "")

@@ -33,7 +33,7 @@ from metal_prefill.conversion._folder import (
     is_number,
     modules_of,
 )
-from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
+from metal_prefill.conversion._folder_vocabulary import WrittenVocabulary
 from metal_prefill.conversion._gliner import Encoder, read_gliner
 from metal_prefill.conversion._modules import Modules, read_modules
 from metal_prefill.conversion._source import Source, Task, find_source
@@ -365,7 +365,7 @@ def _is_writable(value: Any) -> bool:
     return isinstance(value, (bool, str)) or (isinstance(value, int) and 0 <= value <= MAX_INT)
 
 
-def add_vocabulary(writer: GGUFWriter, vocabulary: FolderVocabulary, config: Fields) -> None:
+def add_vocabulary(writer: GGUFWriter, vocabulary: WrittenVocabulary, config: Fields) -> None:
     writer.add_vocabulary(vocabulary)
     if vocabulary.charsmap:
         writer.add_precompiled_charsmap(vocabulary.charsmap)

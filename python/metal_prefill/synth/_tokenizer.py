@@ -6,9 +6,9 @@ text can be encoded and decoded without change.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import count, islice
 
+from metal_prefill.conversion._folder_vocabulary import WrittenVocabulary
 from metal_prefill.text._vocabulary import BYTES, SPACE
 
 # Token types of GGUF.
@@ -19,22 +19,6 @@ _LONGEST = 12  # letters in a piece
 _GPT2_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _SPM_SPECIALS = ("<unk>", "<s>", "</s>")
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Tokenizer data in the form of GGUF metadata."""
-
-    # "gpt2" (byte-level BPE with merges), "llama" (SentencePiece with scores) or "bert" (WordPiece).
-    model: str
-    # Text and GGUF token type of each id.
-    tokens: list[str]
-    types: list[int]
-    ids: dict[str, int]  # special tokens by the names in `ID_KEYS`
-    pre: str = "default"  # rule by which texts are divided before they are tokenized
-    # Pairs "left right" in order of rank; empty except for "gpt2".
-    merges: list[str] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)  # score of each id; empty except for "llama"
 
 
 def _merges(space: str) -> Iterator[tuple[str, str]]:
@@ -53,7 +37,7 @@ def _merges(space: str) -> Iterator[tuple[str, str]]:
             yield left, right
 
 
-def gpt2_vocabulary(size: int) -> Vocabulary:
+def gpt2_vocabulary(size: int) -> WrittenVocabulary:
     """Byte-level BPE: three control tokens, the 256 bytes, then one token for each merge."""
     alphabet = sorted(BYTES, key=lambda character: BYTES[character])
     fixed = [*_GPT2_SPECIALS, *alphabet]
@@ -61,7 +45,7 @@ def gpt2_vocabulary(size: int) -> Vocabulary:
         raise ValueError(f"vocab {size}: a byte-level vocabulary needs at least {len(fixed) + 1} tokens")
     merges = list(islice(_merges(alphabet[ord(" ")]), size - len(fixed)))
     types = [CONTROL] * len(_GPT2_SPECIALS) + [NORMAL] * (size - len(_GPT2_SPECIALS))
-    return Vocabulary(
+    return WrittenVocabulary(
         model="gpt2",
         tokens=fixed + [left + right for left, right in merges],
         types=types,
@@ -71,7 +55,7 @@ def gpt2_vocabulary(size: int) -> Vocabulary:
     )
 
 
-def llama_vocabulary(size: int) -> Vocabulary:
+def llama_vocabulary(size: int) -> WrittenVocabulary:
     """SentencePiece's kind: <unk>, <s>, </s>, the 256 bytes, the letters, then pieces of falling score."""
     fixed = [*_SPM_SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = [SPACE, *_LETTERS]
@@ -83,7 +67,7 @@ def llama_vocabulary(size: int) -> Vocabulary:
     # The pair with the highest-scoring piece is joined first; single letters have the lowest scores, as in
     # SentencePiece.
     scores = [0.0] * len(fixed) + [-float(len(pieces) + i) for i in range(len(letters))]
-    return Vocabulary(
+    return WrittenVocabulary(
         model="llama",
         tokens=fixed + letters + pieces,
         types=[UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * (size - len(fixed)),
@@ -92,7 +76,7 @@ def llama_vocabulary(size: int) -> Vocabulary:
     )
 
 
-def bert_vocabulary(size: int) -> Vocabulary:
+def bert_vocabulary(size: int) -> WrittenVocabulary:
     """WordPiece: five control tokens, then pieces that begin a word and pieces that continue one."""
     characters = [*_LETTERS, *"0123456789.,:;!?'-"]
     fixed = [
@@ -105,7 +89,7 @@ def bert_vocabulary(size: int) -> Vocabulary:
     joined = (left + right for left, right in _merges(SPACE))
     known = set(fixed)
     pieces = list(islice((piece for piece in joined if piece not in known), size - len(fixed)))
-    return Vocabulary(
+    return WrittenVocabulary(
         model="bert",
         tokens=fixed + pieces,
         types=[CONTROL] * len(_BERT_SPECIALS) + [NORMAL] * (size - len(_BERT_SPECIALS)),
