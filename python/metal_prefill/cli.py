@@ -6,6 +6,7 @@ Only the module of the requested command is imported, so that ``metal-prefill --
 
 import argparse
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -149,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         print("error: standard output is closed", file=sys.stderr)
         return EXIT_FAILED
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape, as stderr does, characters that it cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     with interruptions() as interrupted, warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
