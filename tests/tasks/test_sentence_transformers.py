@@ -301,6 +301,8 @@ def test_results_are_tensors_where_tensors_are_given(made: Paths, model: st.Sent
     scores = model.similarity(whole, listed)
     assert isinstance(scores, torch.Tensor)
     np.testing.assert_array_equal(scores.numpy(), model.similarity(whole.numpy(), whole.numpy()))
+    coarse = model.similarity(whole.bfloat16(), whole)  # which NumPy does not have
+    np.testing.assert_allclose(coarse.numpy(), scores.numpy(), atol=1e-2)
     pairs = st.CrossEncoder(made.pairs)
     linear = torch.nn.Hardtanh(-0.1, 0.1)
     expected = linear(pairs.predict(PAIRS, activation_fn=torch.nn.Identity(), convert_to_tensor=True))
@@ -337,6 +339,19 @@ def test_limits_of_groups_and_pairs_are_inclusive() -> None:
     lengths = np.array([[1], [2], [3]], np.float32)
     pairs = util.paraphrase_mining_embeddings(lengths, top_k=1, score_function=util.dot_score)
     assert pairs == [[6, 1, 2], [3, 0, 2]]
+
+
+def test_vectors_in_half_precision_are_compared_in_float32() -> None:
+    vectors = np.random.default_rng(5).normal(scale=20, size=(60, 384))  # squares of their lengths overflow
+    half = vectors.astype(np.float16)
+    functions = (util.cos_sim, util.dot_score, util.euclidean_sim, util.pairwise_manhattan_sim)
+    for function, near in zip(functions, (1e-6, 2e-2, 1e-3, 0), strict=True):
+        expected = function(half.astype(np.float64), half.astype(np.float64))
+        np.testing.assert_allclose(function(half, half), expected, rtol=1e-5, atol=near)
+    assert [hits[0]["corpus_id"] for hits in util.semantic_search(half, half, top_k=1)] == list(range(60))
+    groups = util.community_detection(np.repeat(half[:2], 5, axis=0), min_community_size=5)
+    assert groups == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    np.testing.assert_allclose(util.maxsim(half, half), (vectors @ vectors.T).max(axis=1).sum(), rtol=1e-3)
 
 
 def test_similarities_match_float64() -> None:

@@ -29,7 +29,10 @@ def as_array(value: Any) -> npt.NDArray[Any]:
     """Convert an array, a tensor or a list of them to an array."""
     if is_tensor(value) and isinstance(value, (list, tuple)):
         return np.stack([as_array(item) for item in value])
-    return value.detach().cpu().numpy() if is_tensor(value) else np.asarray(value)
+    if not is_tensor(value):
+        return np.asarray(value)
+    tensor = value.detach().cpu()
+    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()  # NumPy lacks it
 
 
 def like(array: npt.NDArray[Any], *inputs: Any) -> Any:

@@ -32,8 +32,9 @@ def normalized(rows: Array) -> Array:
 
 
 def _floats(value: Any) -> Array:
+    """Return numbers in float64 or float32, in which sums of those in half precision do not overflow."""
     array = as_array(value)
-    return array if array.dtype.kind == "f" else array.astype(np.float32)
+    return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
 
 
 def _of_inputs(name: str, of_rows: Similarity, of_pairs: Similarity) -> tuple[Similarity, Similarity]:
@@ -139,7 +140,7 @@ def _scores(query: Any, documents: Sequence[Any], mean: bool) -> npt.NDArray[np.
 def _matrices(vectors: Any) -> list[npt.NDArray[np.float32]]:
     """Return the matrix of each text, of a list or of one text."""
     whole = [vectors] if getattr(vectors, "ndim", 0) == 2 else vectors
-    return [as_array(matrix) for matrix in whole]
+    return [_floats(matrix) for matrix in whole]
 
 
 def quantize_embeddings(
@@ -228,7 +229,7 @@ def community_detection(
 
     The largest group is first. A vector is in one group only.
     """
-    vectors = normalized(as_array(embeddings)) if len(embeddings) else np.empty((0, 1))
+    vectors = normalized(_floats(embeddings)) if len(embeddings) else np.empty((0, 1))
     groups: list[tuple[int, Array]] = []
     for start in range(0, len(vectors), batch_size):
         scores = vectors[start : start + batch_size] @ vectors.T
@@ -249,7 +250,7 @@ def community_detection(
 
 def normalize_embeddings(embeddings: Any) -> Any:
     """Divide vectors by their lengths."""
-    return like(normalized(as_array(embeddings)), embeddings)
+    return like(normalized(_floats(embeddings)), embeddings)
 
 
 def truncate_embeddings(embeddings: Any, truncate_dim: int | None) -> Any:
