@@ -375,5 +375,6 @@ def test_similarities_match_float64() -> None:
     assert util.pytorch_cos_sim is util.cos_sim
     assert pickle.loads(pickle.dumps(util.cos_sim)) is util.cos_sim  # as for processes of an evaluation
     assert util.semantic_search(a, b, top_k=0) == [[]] * 5
+    assert util.semantic_search(a, []) == [[]] * 5
     assert [len(found) for found in util.semantic_search(a, b[:2])] == [2] * 5
     assert util.community_detection(np.empty((0, 3))) == []

@@ -184,6 +184,8 @@ def semantic_search(
     A chunk of queries is compared with the whole corpus: `corpus_chunk_size` has no effect.
     """
     queries, corpus, found = np.atleast_2d(as_array(query_embeddings)), as_array(corpus_embeddings), []
+    if not len(corpus):  # vectors of no texts have no length
+        return [[] for _ in queries]
     for start in range(0, len(queries), query_chunk_size):
         scores = score_function(queries[start : start + query_chunk_size], corpus)
         found += [_best(row, top_k) for row in np.asarray(scores)]
