@@ -58,7 +58,7 @@ def classes(folder: Path) -> dict[str, Any]:
 
 
 def labels(folder: Path) -> dict[str, Any]:
-    """Return the entities of each text, by strategy."""
+    """Return label, score, start and end of the entities of each text, by strategy."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForTokenClassification.from_pretrained(folder).float().eval()
     found: dict[str, Any] = {}
@@ -66,16 +66,9 @@ def labels(folder: Path) -> dict[str, Any]:
         pipeline = transformers.pipeline(
             "token-classification", model=model, tokenizer=tokenizer, aggregation_strategy=strategy
         )
+        kind = "entity" if strategy == "none" else "entity_group"
         found[strategy] = [
-            [
-                {
-                    "label": entity.get("entity_group", entity.get("entity")),
-                    "score": task_folders.rounded(entity["score"]),
-                    "start": entity["start"],
-                    "end": entity["end"],
-                }
-                for entity in pipeline(text)
-            ]
+            [[e[kind], task_folders.rounded(e["score"]), e["start"], e["end"]] for e in pipeline(text)]
             for text in TEXTS
         ]
     return found

@@ -150,11 +150,10 @@ def test_biases_are_those_of_the_folder(tmp_path: Path) -> None:
         assert own != model.label_tokens(TEXTS, transitions={"background_stay": -20.0})
 
 
-def trimmed(text: str, entity: dict[str, Any]) -> tuple[str, int, int]:
-    """Return label and position of a recorded entity without white space at its ends."""
-    inside = text[entity["start"] : entity["end"]]
-    start = entity["start"] + len(inside) - len(inside.lstrip())
-    return entity["label"], start, start + len(inside.strip())
+def trimmed(text: str, start: int, end: int) -> tuple[int, int]:
+    """Return a position without white space at its ends."""
+    start += len(text[start:end]) - len(text[start:end].lstrip())
+    return start, start + len(text[start:end].strip())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -164,9 +163,10 @@ def test_entities_match_transformers(file_of: FileOf, name: str, strategy: str) 
         found = model.label_tokens(TEXTS, strategy=strategy)
         assert len(found) == len(TEXTS)
         for text, entities, expected in zip(TEXTS, found, recorded()["labels"][name][strategy], strict=True):
-            wanted = [trimmed(text, entity) for entity in expected]
-            assert places(entities) == [place for place in wanted if place[1] < place[2]]
-            scores = [e["score"] for e, place in zip(expected, wanted, strict=True) if place[1] < place[2]]
+            wanted = [(label, score, *trimmed(text, *place)) for label, score, *place in expected]
+            wanted = [entity for entity in wanted if entity[2] < entity[3]]
+            assert places(entities) == [(label, start, end) for label, _, start, end in wanted]
+            scores = [score for _, score, _, _ in wanted]
             np.testing.assert_allclose(
                 [entity.score for entity in entities], scores, rtol=0, atol=NEAR["cpu"]
             )
@@ -178,7 +178,7 @@ def test_labels_on_metal_match_transformers(metal: None, file_of: FileOf) -> Non
         for entities, expected in zip(
             model.label_tokens(TEXTS, strategy="none"), recorded()["labels"]["bert"]["none"], strict=True
         ):
-            scores = [entity["score"] for entity in expected]
+            scores = [score for _, score, _, _ in expected]
             np.testing.assert_allclose(
                 [entity.score for entity in entities], scores, rtol=0, atol=NEAR["metal"]
             )
