@@ -95,10 +95,8 @@ class Result:
 
     def log_probs(self, tokens: npt.ArrayLike) -> Array:
         """Return the log probability of each token given the previous ones, ``[n - 1]``."""
-        highest = self.logits.max(axis=1, keepdims=True)
-        log_total = highest[:, 0] + np.log(np.exp(self.logits - highest).sum(axis=1))
         targets = np.asarray(tokens)[1:]
-        return self.logits[np.arange(len(targets)), targets] - log_total[:-1]
+        return np.log(softmax(self.logits)[np.arange(len(targets)), targets])
 
 
 class ReferenceModel:
@@ -165,7 +163,7 @@ class ReferenceModel:
                 projected, *state = self._gated_delta(layer, x)
             elif self.kv_heads_of_layers[layer] > 0:
                 q, k, v, gate = self._project(layer, x)
-                if self.architecture != "gemma4" or layer < self.n_layers - self._shared_layers():
+                if layer < self.n_layers - self._key("attention.shared_kv_layers", 0):
                     kept += [k, v]
                     own[self._is_windowed(layer)] = k, v
                 k, v = own[self._is_windowed(layer)]
@@ -179,7 +177,9 @@ class ReferenceModel:
             stream = self._normed(layer, "attn_output_norm", stream)
             if f"blk.{layer}.attn_norm_2.weight" in self.tensors:
                 stream = self._normed(layer, "attn_norm_2", x + stream)
-            feed_forward_input = x if self._is_parallel() else stream
+            # Attention and feed-forward of a layer may read the same input.
+            parallel = self._key("use_parallel_residual", self.architecture in PARALLEL)
+            feed_forward_input = x if parallel else stream
             x = stream
             if any(f"blk.{layer}.{name}.weight" in self.tensors for name in ("ffn_up", "ffn_up_exps")):
                 x = x + added * self._normed(
@@ -221,10 +221,6 @@ class ReferenceModel:
         projected = (x @ self.tensors["per_layer_model_proj.weight"].T) / math.sqrt(self.dim)
         normed = self._norm("per_layer_proj_norm", projected.reshape(shape))
         return (normed + math.sqrt(width) * table[ids].reshape(shape)) / math.sqrt(2)
-
-    def _shared_layers(self) -> int:
-        """Return the number of last layers that use earlier layers' keys and values."""
-        return int(self._key("attention.shared_kv_layers", 0))
 
     def _positions_and_types(self, ids: npt.NDArray[Any]) -> Array | float:
         """Return embeddings of positions and of segments, which end with a separator, ``[n, dim]``."""
@@ -307,11 +303,9 @@ class ReferenceModel:
         h = self._normed(layer, "attn_norm", x)
         gate: Array | float = 1.0
         heads = []
-        kv_heads, key_dim, value_dim = self.n_kv_heads, self.key_dim, self.value_dim
-        if self.architecture == "gemma4":
-            kv_heads = self.kv_heads_of_layers[layer]
-            if self._is_windowed(layer):
-                key_dim = value_dim = self._key("attention.key_length_swa")
+        kv_heads, key_dim, value_dim = self.kv_heads_of_layers[layer], self.key_dim, self.value_dim
+        if self.architecture == "gemma4" and self._is_windowed(layer):
+            key_dim = value_dim = self._key("attention.key_length_swa")
         for name, count, width in (
             ("attn_q", self.n_heads, key_dim),
             ("attn_k", kv_heads, key_dim),
@@ -344,7 +338,7 @@ class ReferenceModel:
         """Attention, ``[n, n_heads * value_dim]``."""
         position = np.arange(len(q))
         distance = position[:, None] - position[None, :]
-        window = self._key("attention.sliding_window") if self._is_windowed(layer) else 0
+        window = self._window if self._is_windowed(layer) else 0
         seen = visible(distance, window, self._key("attention.causal", True))
         hidden = np.where(seen, 0.0, -np.inf)
         added = (hidden + self._score_bias(layer, head, q, k, distance) for head in range(self.n_heads))
@@ -379,10 +373,6 @@ class ReferenceModel:
         )
         by_query = np.einsum("id,ijd->ij", q[:, head], keys)
         return by_query + np.einsum("jd,ijd->ij", k[:, head], queries)
-
-    def _is_parallel(self) -> bool:
-        """Whether attention and feed-forward of a layer read the same input."""
-        return bool(self._key("use_parallel_residual", self.architecture in PARALLEL))
 
     def _feed_forward(self, layer: int, x: Array) -> Array:
         name = FEED_FORWARD_NORMS.get(self.architecture, "ffn_norm")
