@@ -39,8 +39,6 @@ from support.missing import resident_bytes
 from metal_prefill import Model
 from metal_prefill.conversion import convert
 
-ROTATED = "granite_hybrid, attention with rotation"
-
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_logits_of_a_folder_are_those_of_transformers(tmp_path: Path, name: str) -> None:
@@ -224,7 +222,8 @@ def test_parts_of_a_tensor_are_read_from_any_file(tmp_path: Path, save: str) -> 
 
 
 def test_granite_4_without_state_space_layers_is_a_granite_model(tmp_path: Path) -> None:
-    fields, _ = read(convert(RECORDED[ROTATED](tmp_path / "m").write(), tmp_path / "m.gguf"))
+    made = RECORDED["granite_hybrid, attention with rotation"](tmp_path / "m")
+    fields, _ = read(convert(made.write(), tmp_path / "m.gguf"))
     assert fields["general.architecture"] == "granite"
 
 

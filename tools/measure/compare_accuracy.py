@@ -244,16 +244,15 @@ def main() -> None:
             n: int = arguments.n
             return np.random.default_rng(1).integers(0, model.config.vocab_size, n)
 
-    if arguments.types is not None:
-        if not arguments.file:
-            parser.error("--types needs a text: -f FILE")
-        for path in arguments.models or [default_model_path()]:
-            types = arguments.types or list(llama_types())
-            compare_types(path, arguments.file.read_text(encoding="utf-8"), arguments.n, types)
-        return
+    if arguments.types is not None and not arguments.file:
+        parser.error("--types needs a text: -f FILE")
     if arguments.file:
+        text = arguments.file.read_text(encoding="utf-8")
         for path in arguments.models or [default_model_path()]:
-            compare_perplexity(path, arguments.file.read_text(encoding="utf-8"))
+            if arguments.types is None:
+                compare_perplexity(path, text)
+            else:
+                compare_types(path, text, arguments.n, arguments.types or list(llama_types()))
         return
     for path in arguments.models:
         compare_logits(path.name, path, random_tokens(path))
