@@ -218,7 +218,8 @@ def test_files_without_a_conversation_are_rejected(
 ) -> None:
     talk(chat, QUESTIONS[0])
     before = list(chat.messages)
-    for i, notes in enumerate(["", "no json", "3", '["text"]', '[{"role": "user"}]', "[" * 100_000]):
+    call = '[{"role": "assistant", "content": "", "tool_calls": [{"name": 3}]}]'
+    for i, notes in enumerate(["", "no json", "3", '["text"]', '[{"role": "user"}]', call, "[" * 100_000]):
         path = tmp_path / f"{i}.session"
         with bundled.session() as session:
             session.notes = notes

@@ -168,16 +168,12 @@ class Charsmap:
         return int(found[len(found) // 2])
 
 
-@pytest.fixture
-def charsmap(tmp_path: Path) -> Charsmap:
-    return Charsmap(tmp_path)
+def test_a_character_map_normalizes_text(tmp_path: Path) -> None:
+    assert Charsmap(tmp_path).open(tmp_path).encode("\uff48\u212f\u217c\u2113o", add_bos=False) == [4]
 
 
-def test_a_character_map_normalizes_text(charsmap: Charsmap, tmp_path: Path) -> None:
-    assert charsmap.open(tmp_path).encode("\uff48\u212f\u217c\u2113o", add_bos=False) == [4]
-
-
-def test_damaged_character_maps_are_rejected(charsmap: Charsmap, tmp_path: Path) -> None:
+def test_damaged_character_maps_are_rejected(tmp_path: Path) -> None:
+    charsmap = Charsmap(tmp_path)
     units, texts = charsmap.units.copy(), charsmap.texts
 
     def message() -> str:

@@ -17,8 +17,6 @@ from metal_prefill.tasks._pooled_head import sigmoid, softmax
 from metal_prefill.tasks._reranking import Options, encode_documents, scores_of
 from metal_prefill.tasks._text_passes import TextPasses
 
-__all__ = ["CrossEncoder"]
-
 Activation: TypeAlias = "str | Callable[[Any], Any]"
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
