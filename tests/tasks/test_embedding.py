@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.closeness import lowest_cosine
+from support.closeness import hidden_states, lowest_cosine
 from support.computed_tokens import ComputedTokens
 from support.files.gguf_bytes import FALSE, integer
 from support.files.gguf_mutator import with_entries
@@ -228,8 +228,7 @@ def test_the_end_of_a_text_is_marked_if_the_file_requires_it(embedder: Path, tmp
     without = with_entries(tmp_path / "m.gguf", embedder, {"tokenizer.ggml.add_eos_token": FALSE})
     with Model(embedder, device="cpu") as ends, Model(without, device="cpu") as open_:
         assert not np.array_equal(ends.embed(["a"]), open_.embed(["a"]))
-        with open_.session() as session:
-            state = open_.forward_batch([session], [tokens_of(ends, "a")], output="hidden")[0]
+        state = hidden_states(open_, np.array(tokens_of(ends, "a")))[-1]
         np.testing.assert_array_equal(ends.embed(["a"], normalize=False)[0], state)
 
 

@@ -118,9 +118,6 @@ def test_documents_beyond_the_context_are_truncated_on_request(reranker: Path) -
             short.rerank(QUERY, ["x"], template=TEMPLATE, truncate="start")
 
 
-# Classes.
-
-
 def test_classes_match_the_head(device: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, three classes"])
     reference = ReferenceModel(path)

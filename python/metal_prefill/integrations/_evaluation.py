@@ -12,13 +12,11 @@ import numpy.typing as npt
 from metal_prefill import _core
 from metal_prefill.tasks._pairs import encode_continuation, score_continuations
 from metal_prefill.tasks._prompts import numbered
-from metal_prefill.tasks._text_passes import TextPasses
+from metal_prefill.tasks._text_passes import Ids, TextPasses
 
 if TYPE_CHECKING:
     from metal_prefill.model import Model
     from metal_prefill.text._tokenizer import Tokenizer
-
-Ids = npt.NDArray[np.int32]
 
 
 def loglikelihood(

@@ -7,12 +7,12 @@ from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._support.arguments import Progress, integer, items_of, one_of
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
+from metal_prefill.files._gguf_file import FloatArray
 from metal_prefill.files._task_config import POOLINGS, Pooling, TextPooling
 from metal_prefill.tasks._pooled_head import embedding_of
 from metal_prefill.tasks._prompts import (
@@ -29,7 +29,6 @@ from metal_prefill.tasks._prompts import (
 )
 from metal_prefill.tasks._text_passes import TEXT, Block, Ids, NameOf, TextPasses, finite, pooled_blocks
 
-Vectors = npt.NDArray[np.float32]
 DEFAULT_RULES = PromptRules()
 _CUT_THERE = "where sentence-transformers cuts texts of this model"
 _NO_TOKENS = (b"", 0)  # a prompt and its expansion
@@ -324,7 +323,7 @@ def embed_encoded(
     )
     # The row for texts without tokens follows the others and stays 0.
     vectors = np.zeros((0 if kind == "none" else len(prompts), width), np.float32)
-    states: list[Vectors] = []
+    states: list[FloatArray] = []
     done = 0
     for block in blocks:
         first, done = done, done + len(block)
@@ -369,7 +368,7 @@ def vector_blocks(
             yield list(map(_normalized, block)) if normalize else block
 
 
-def _normalized(vectors: Vectors) -> Vectors:
+def _normalized(vectors: FloatArray) -> FloatArray:
     """Divide vectors by their lengths, in place if they are contiguous; those of length 0 stay."""
     vectors = np.ascontiguousarray(vectors)
     _core.normalize(vectors)

@@ -20,7 +20,6 @@ from metal_prefill.files._gguf_file import FloatArray
 from metal_prefill.files._task_config import PooledHead
 from metal_prefill.tasks._embedding import (
     EncodedTexts,
-    Vectors,
     check_length,
     checked_texts,
     embed_encoded,
@@ -34,7 +33,6 @@ from metal_prefill.tasks._token_labels import Entity
 # Words and single signs, as in the library.
 _WORD = re.compile(r"\w+(?:[-_]\w+)*|\S")
 _KEPT_LABELS = 4096  # maximum number whose vectors are kept for later calls
-Scores = npt.NDArray[np.float32]
 _Places = npt.NDArray[np.int64]  # ``[parts, 3]``
 _Probabilities = npt.NDArray[np.float64]  # ``[parts]``
 
@@ -208,7 +206,7 @@ def _candidates(
             yield item, *_runs(word_scores(pooled, head, words, labels), threshold)
 
 
-def _label_vectors(engine: Engine, encoded: _EntityTexts) -> Vectors | None:
+def _label_vectors(engine: Engine, encoded: _EntityTexts) -> FloatArray | None:
     """Return the vectors of labels by a separate encoder; None if the file has none."""
     encoder, labels = engine.label_encoder, encoded.read_labels
     if encoder is None or labels is None:
@@ -221,7 +219,7 @@ def _label_vectors(engine: Engine, encoded: _EntityTexts) -> Vectors | None:
     return np.stack([vectors[label] for label in encoded.labels])
 
 
-def _spans(scores: Scores, threshold: float) -> tuple[_Places, _Probabilities]:
+def _spans(scores: FloatArray, threshold: float) -> tuple[_Places, _Probabilities]:
     """Return the parts of a text whose probability exceeds the threshold."""
     probabilities = sigmoid(scores.astype(np.float64))
     places = np.argwhere((probabilities > threshold) & (scores > -np.inf))
@@ -230,7 +228,7 @@ def _spans(scores: Scores, threshold: float) -> tuple[_Places, _Probabilities]:
     return places, chosen
 
 
-def _runs(scores: Scores, threshold: float) -> tuple[_Places, _Probabilities]:
+def _runs(scores: FloatArray, threshold: float) -> tuple[_Places, _Probabilities]:
     """Return parts whose first, last and other words have probabilities of at least the threshold.
 
     The probability of a part is the least of these.

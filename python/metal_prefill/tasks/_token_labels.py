@@ -22,7 +22,7 @@ from metal_prefill.text._tokenizer import TokenSpan
 Strategy: TypeAlias = Literal["none", "simple", "first", "average", "max", "viterbi"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
-Probabilities = npt.NDArray[np.float64]
+Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Piece(NamedTuple):
 
     start: int
     end: int
-    probabilities: Probabilities
+    probabilities: Doubles
 
 
 def label_tokens(
@@ -273,16 +273,15 @@ def _merged(word: Sequence[_Piece], strategy: str) -> _Piece:
 
 OUTSIDE = "O"
 _TAG = re.compile(r"[BIES]-.+", re.DOTALL)
-_Array = npt.NDArray[np.float64]
 
 
 class Transitions(NamedTuple):
     """Scores of tags by those next to them; ``-inf`` if a sequence may not have them."""
 
     # Scores of the first and of the last tag of a text, ``[tags]``.
-    first: _Array
-    last: _Array
-    between: _Array  # scores of a tag, the columns, after another one, ``[tags, tags]``
+    first: Doubles
+    last: Doubles
+    between: Doubles  # scores of a tag, the columns, after another one, ``[tags, tags]``
 
 
 def stray_tag(labels: Sequence[str]) -> str | None:

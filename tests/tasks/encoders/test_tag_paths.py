@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.closeness import hidden_states
 from support.encoder_tasks import NEAR, FileOf, opened
 from support.folders.encoder_folders import PRIVACY_TAGS, private_parts
 from support.folders.entity_folders import LABELS, RECORDED
@@ -75,13 +76,12 @@ def test_an_impossible_tag_is_not_chosen_however_probable_it_is() -> None:
 
 def tagged(path: Path, text: str) -> tuple[list[Any], Logits]:
     """Return tokens and the outputs of the head for them, computed from hidden states."""
-    with opened(path) as model, model.session() as session, GGUFFile(path) as gguf:
+    with opened(path) as model, GGUFFile(path) as gguf:
         spans = model.tokenizer.encode_spans(text)
-        ids = np.array([span.id for span in spans])
-        (states,) = model.forward_batch([session], [ids], output="hidden", rows="all")
+        states = hidden_states(model, np.array([span.id for span in spans]))
         head = read_head(gguf, "privacy-filter", 64)
         weight, bias = (head.matrix(f"cls.output.{end}") for end in ("weight", "bias"))
-        return spans, np.asarray(states, np.float64) @ weight.T.astype(np.float64) + bias.reshape(-1)
+        return spans, states.astype(np.float64) @ weight.T.astype(np.float64) + bias.reshape(-1)
 
 
 def parts_of(
