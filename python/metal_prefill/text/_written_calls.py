@@ -7,7 +7,7 @@ then parsed once, and rejected text is not examined again.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from metal_prefill.text._json_calls import read_json
@@ -282,7 +282,7 @@ class _PythonReader:
 
     def _call(self) -> WrittenCall:
         """Take a call, which may be the argument of ``print``."""
-        printed = self._taken(self._PRINT)
+        printed = self._taken(self._PRINT.match)
         name = self._word()
         arguments: dict[str, Any] = {}
         for _ in self._items("("):
@@ -303,7 +303,7 @@ class _PythonReader:
             return [self._value() for _ in self._items(character)]
         if character in ("'", '"'):
             return self._string()
-        if (number := self._taken(self._NUMBER)) is not None:
+        if (number := self._taken(self._NUMBER.match)) is not None:
             return float(number[0]) if number[1] or number[2] else int(number[0])
         word = self._word()
         if word not in _WORDS:
@@ -325,7 +325,7 @@ class _PythonReader:
         return text.encode("utf-16", "surrogatepass").decode("utf-16")  # no lone surrogates
 
     def _word(self) -> str:
-        word = self._taken(self._NAME)
+        word = self._taken(self._NAME.match)
         if word is None:
             raise ValueError("no name")
         return word[1]
@@ -348,11 +348,11 @@ class _PythonReader:
 
     def _next(self) -> str:
         """Take white space, and return the character after it; empty at the end."""
-        self._taken(self._SPACE)
+        self._taken(self._SPACE.match)
         return self._text[self._at : self._at + 1]
 
-    def _taken(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+    def _taken(self, match: Callable[[str, int], re.Match[str] | None]) -> re.Match[str] | None:
         """Take text that matches; return None if it does not."""
-        found = pattern.match(self._text, self._at)
+        found = match(self._text, self._at)
         self._at = self._at if found is None else found.end()
         return found
