@@ -284,7 +284,7 @@ def test_a_full_disk_is_reported(arguments: tuple[str, ...], unbuffered: str) ->
 
 def test_characters_that_a_terminal_lacks_are_escaped(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question")
-    command = [*COMMAND, "perplexity", "-f", tmp_path / "text.txt", "-c", "8"]
+    command = [*COMMAND, "perplexity", "-f", str(tmp_path / "text.txt"), "-c", "8"]
     found = finished(command, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (found.returncode, found.stderr) == (0, "")
     assert " \\xb1 " in found.stdout  # the plus-minus sign
