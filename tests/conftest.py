@@ -197,12 +197,6 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cpu(demo_path: Path) -> Iterator[Model]:
-    with Model(demo_path, device="cpu") as model:
-        yield model
-
-
-@pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the cache folder of the package, which the test has for itself."""
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))

@@ -37,21 +37,21 @@ def test_a_text_matches_a_reference_sampler(demo: Model, options: dict[str, Any]
     assert texts_of(demo.generate_many([ids], n, seed=17, **options), 1) == [text]
 
 
-def test_streams_of_a_batch_sample_each_with_its_own_seed_and_options(cpu: Model) -> None:
+def test_streams_of_a_batch_sample_each_with_its_own_seed_and_options(bundled: Model) -> None:
     chains = [(chain | {"seed": i, "max_tokens": 30}) for i, chain in enumerate(CHAINS * 8)]
-    pieces = cpu.generate_many([(PROMPT, chain) for chain in chains], max_streams=40)
+    pieces = bundled.generate_many([(PROMPT, chain) for chain in chains], max_streams=40)
     texts = texts_of(pieces, len(chains))
     for i in (0, 7, 13, 24, 39):  # more than go through the head together
-        assert texts[i] == "".join(cpu.session().generate(PROMPT, **chains[i])), i
+        assert texts[i] == "".join(bundled.session().generate(PROMPT, **chains[i])), i
 
 
-def test_a_text_generated_in_parts_equals_the_whole_text(cpu: Model) -> None:
+def test_a_text_generated_in_parts_equals_the_whole_text(bundled: Model) -> None:
     """Random numbers belong to positions, wherever the text began."""
-    ids = cpu.tokenizer.encode(PROMPT)
+    ids = bundled.tokenizer.encode(PROMPT)
     options = CHAINS[0] | {"seed": 3}
-    whole = tokens_of(cpu.session().stream(ids, 40, **options))
+    whole = tokens_of(bundled.session().stream(ids, 40, **options))
     for cut in (1, 20):
-        assert tokens_of(cpu.session().stream([*ids, *whole[:cut]], 40 - cut, **options)) == whole[cut:]
+        assert tokens_of(bundled.session().stream([*ids, *whole[:cut]], 40 - cut, **options)) == whole[cut:]
 
 
 @pytest.mark.parametrize("options", [{}, CHAINS[0]], ids=["greedy", "sampled"])
@@ -74,52 +74,53 @@ def test_pieces_have_the_models_log_probabilities(demo: Model, options: dict[str
     assert all(p.logprob is None and p.top_logprobs == () for p in demo.session().stream(ids, 2, **options))
 
 
-def test_a_stop_token_ends_the_text_before_it(cpu: Model) -> None:
-    whole = tokens_of(cpu.session().stream(PROMPT, 30))
+def test_a_stop_token_ends_the_text_before_it(bundled: Model) -> None:
+    whole = tokens_of(bundled.session().stream(PROMPT, 30))
     stop = whole[12]
     first = whole.index(stop)
-    pieces = list(cpu.session().stream(PROMPT, 30, stop=[stop, "no such text"]))
+    pieces = list(bundled.session().stream(PROMPT, 30, stop=[stop, "no such text"]))
     assert [p.token for p in pieces] == whole[: first + 1]
     assert pieces[-1].finish_reason == "stop"
-    text = cpu.tokenizer.decode(whole[:first])
+    text = bundled.tokenizer.decode(whole[:first])
     assert "".join(p.text for p in pieces) == text
-    assert "".join(cpu.generate(PROMPT, 30, stop=stop)) == text
-    assert texts_of(cpu.generate_many([PROMPT], 30, stop=stop), 1) == [text]
+    assert "".join(bundled.generate(PROMPT, 30, stop=stop)) == text
+    assert texts_of(bundled.generate_many([PROMPT], 30, stop=stop), 1) == [text]
 
 
-def test_nothing_ends_a_text_before_min_tokens(cpu: Model) -> None:
-    stop = tokens_of(cpu.session().stream(PROMPT, 4))[3]
-    ends = {stop, *cpu.tokenizer.stop_ids}
+def test_nothing_ends_a_text_before_min_tokens(bundled: Model) -> None:
+    stop = tokens_of(bundled.session().stream(PROMPT, 4))[3]
+    ends = {stop, *bundled.tokenizer.stop_ids}
     options: dict[str, Any] = {"stop": stop, "logit_bias": dict.fromkeys(ends, 100.0)}
     for least in (0, 3, 10):
-        tokens = tokens_of(cpu.session().stream(PROMPT, 30, min_tokens=least, **options))
+        tokens = tokens_of(bundled.session().stream(PROMPT, 30, min_tokens=least, **options))
         assert len(tokens) == least + 1
         assert ends.isdisjoint(tokens[:least])
         assert tokens[least] in ends
 
 
-def test_stop_strings_before_min_tokens_are_text(cpu: Model) -> None:
-    whole = "".join(cpu.generate(PROMPT, 30))
+def test_stop_strings_before_min_tokens_are_text(bundled: Model) -> None:
+    whole = "".join(bundled.generate(PROMPT, 30))
     early = whole[2:4]
-    assert "".join(cpu.generate(PROMPT, 30, stop=early)) == whole[: whole.index(early)]
-    text = "".join(cpu.generate(PROMPT, 30, stop=early, min_tokens=29))
+    assert "".join(bundled.generate(PROMPT, 30, stop=early)) == whole[: whole.index(early)]
+    text = "".join(bundled.generate(PROMPT, 30, stop=early, min_tokens=29))
     assert text.startswith(whole[: whole.index(early) + 2])
-    pieces = [piece.text for piece in cpu.session().stream(PROMPT, 9)]
+    pieces = [piece.text for piece in bundled.session().stream(PROMPT, 9)]
     at = next(i for i in range(1, 9) if pieces[i] not in "".join(pieces[:i]))
     ends = [
-        len(tokens_of(cpu.session().stream(PROMPT, 9, stop=pieces[at], min_tokens=at + i))) for i in (0, 1)
+        len(tokens_of(bundled.session().stream(PROMPT, 9, stop=pieces[at], min_tokens=at + i)))
+        for i in (0, 1)
     ]
     assert ends[0] == at + 1 < ends[1]
 
 
-def test_echo_prepends_the_prompt(cpu: Model) -> None:
-    text = "".join(cpu.generate(PROMPT, 8))
-    ids = cpu.tokenizer.encode(PROMPT)
-    assert "".join(cpu.generate(PROMPT, 8, echo=True)) == PROMPT + text
-    assert "".join(cpu.generate(ids, 8, echo=True)) == cpu.tokenizer.decode(ids) + text
-    assert texts_of(cpu.generate_many([PROMPT], 8, echo=True), 1) == [PROMPT + text]
-    assert "".join(cpu.generate(PROMPT, 0, echo=True)) == PROMPT
-    assert next(iter(cpu.session().stream(PROMPT, 8, echo=True))).text.startswith(PROMPT)
+def test_echo_prepends_the_prompt(bundled: Model) -> None:
+    text = "".join(bundled.generate(PROMPT, 8))
+    ids = bundled.tokenizer.encode(PROMPT)
+    assert "".join(bundled.generate(PROMPT, 8, echo=True)) == PROMPT + text
+    assert "".join(bundled.generate(ids, 8, echo=True)) == bundled.tokenizer.decode(ids) + text
+    assert texts_of(bundled.generate_many([PROMPT], 8, echo=True), 1) == [PROMPT + text]
+    assert "".join(bundled.generate(PROMPT, 0, echo=True)) == PROMPT
+    assert next(iter(bundled.session().stream(PROMPT, 8, echo=True))).text.startswith(PROMPT)
 
 
 def test_excluding_every_token_is_an_error_and_changes_nothing(demo: Model) -> None:
@@ -153,9 +154,9 @@ def test_prompt_tokens_are_scored_as_pieces(demo: Model, max_tokens: int) -> Non
     assert [piece.token for piece in made] == [piece.token for piece in alone]
 
 
-def test_text_alone_has_no_log_probabilities(cpu: Model) -> None:
+def test_text_alone_has_no_log_probabilities(bundled: Model) -> None:
     with pytest.raises(ValueError, match="stream also returns logprobs"):
-        cpu.generate(PROMPT, 2, logprobs=1)
+        bundled.generate(PROMPT, 2, logprobs=1)
 
 
 def test_log_probabilities_of_a_pass_are_read_once(demo: Model) -> None:

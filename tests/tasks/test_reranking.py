@@ -176,27 +176,27 @@ def test_label_probabilities_match_the_reference(device: str, fast_demo_path: Pa
             assert found.labels == tuple(LABELS)
 
 
-def test_the_same_text_twice_has_the_same_labels(cpu: Model) -> None:
-    found = cpu.classify(["The king", "ROMEO:", "The king"], LABELS, "{text} is {label}")
+def test_the_same_text_twice_has_the_same_labels(bundled: Model) -> None:
+    found = bundled.classify(["The king", "ROMEO:", "The king"], LABELS, "{text} is {label}")
     np.testing.assert_array_equal(found.log_likelihoods[0], found.log_likelihoods[2])
 
 
-def test_calibration_divides_by_probabilities_without_content(cpu: Model) -> None:
-    plain = cpu.classify(["The king", "N/A", "[MASK]", ""], LABELS)
-    calibrated = cpu.classify(["The king"], LABELS, calibrate=True)
+def test_calibration_divides_by_probabilities_without_content(bundled: Model) -> None:
+    plain = bundled.classify(["The king", "N/A", "[MASK]", ""], LABELS)
+    calibrated = bundled.classify(["The king"], LABELS, calibrate=True)
     prior = plain.probabilities[1:].astype(np.float64).mean(axis=0)
     expected = plain.probabilities[0] / prior
     np.testing.assert_allclose(calibrated.probabilities[0], expected / expected.sum(), rtol=1e-4)
 
 
-def test_texts_and_templates_are_shared_prefixes(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_and_templates_are_shared_prefixes(bundled: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     template = f"{'Say what it is. ' * 10}{{text}} is {{label}}"
-    alone = [cpu.classify([text], LABELS, template) for text in DOCUMENTS]
+    alone = [bundled.classify([text], LABELS, template) for text in DOCUMENTS]
     computed = ComputedTokens(monkeypatch)
-    together = cpu.classify(DOCUMENTS, LABELS, template)
-    texts = sum(len(cpu.tokenizer.encode(text)) for text in DOCUMENTS)
-    labels = sum(len(cpu.tokenizer.encode(label)) for label in LABELS)
-    beginning = len(cpu.tokenizer.encode(template.split("{text}")[0]))
+    together = bundled.classify(DOCUMENTS, LABELS, template)
+    texts = sum(len(bundled.tokenizer.encode(text)) for text in DOCUMENTS)
+    labels = sum(len(bundled.tokenizer.encode(label)) for label in LABELS)
+    beginning = len(bundled.tokenizer.encode(template.split("{text}")[0]))
     assert beginning + texts <= computed.count < beginning + texts + len(DOCUMENTS) * (labels + 16)
     for i, one in enumerate(alone):
         np.testing.assert_array_equal(together.log_likelihoods[i], one.log_likelihoods[0])
@@ -236,5 +236,5 @@ def test_texts_are_normalized_to_nfc_on_request(model: Model, call: Callable[...
     assert call(model, decomposed, unicode="NFC") == expected != call(model, decomposed)
 
 
-def test_labels_are_named_as_they_are_given(cpu: Model) -> None:
-    assert cpu.classify(["x"], ["cafe\u0301", "x"], unicode="NFC").labels == ("cafe\u0301", "x")
+def test_labels_are_named_as_they_are_given(bundled: Model) -> None:
+    assert bundled.classify(["x"], ["cafe\u0301", "x"], unicode="NFC").labels == ("cafe\u0301", "x")

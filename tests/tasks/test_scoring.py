@@ -111,6 +111,6 @@ def test_a_prompt_that_fails_in_a_later_part_is_named(
         small.score_many([[1, 2], [1, 3], [1, 4], [1] * 200])
 
 
-def test_the_longest_prompt_fills_the_context(cpu: Model) -> None:
-    (scores,) = cpu.score_many([[1] * 1025])
+def test_the_longest_prompt_fills_the_context(bundled: Model) -> None:
+    (scores,) = bundled.score_many([[1] * 1025])
     assert scores.shape == (1024,)

@@ -206,8 +206,8 @@ def test_the_template_writes_the_bos_token(tokenizer_with: GGUFMaker) -> None:
     assert tokenizer.bos_id not in tokenizer.apply_chat_template(USER_HI)[1:]
 
 
-def test_the_default_template_is_used_without_one(cpu: Model) -> None:
-    tokenizer = cpu.tokenizer
+def test_the_default_template_is_used_without_one(bundled: Model) -> None:
+    tokenizer = bundled.tokenizer
     assert tokenizer.chat_template is None
     messages = [
         {"role": "system", "content": "Enter ROMEO."},

@@ -497,12 +497,12 @@ def test_a_tool_never_writes_a_control_token() -> None:
     assert json.dumps(hostile) in "".join(text for text, _ in pieces)
 
 
-def test_a_template_without_tool_support_is_reported(cpu: Model) -> None:
+def test_a_template_without_tool_support_is_reported(bundled: Model) -> None:
     message = "the chat template does not support tools"
     with pytest.raises(ChatTemplateError, match=message):
-        cpu.tokenizer.apply_chat_template(ASKED, tools=[WEATHER])
+        bundled.tokenizer.apply_chat_template(ASKED, tools=[WEATHER])
     with pytest.raises(ChatTemplateError, match=message):
-        Conversation(cpu, tools=[WEATHER])
+        Conversation(bundled, tools=[WEATHER])
 
 
 @pytest.fixture
