@@ -68,19 +68,19 @@ def test_a_child_releases_inherited_models_and_opens_new_ones(model: Model, demo
     assert in_child(work) == str(expected)
 
 
-def computing(model: Model, stop: threading.Event, begun: threading.Event) -> None:
-    session = model.session()
-    while not stop.is_set():
-        session.forward_prompt([1] * 900, reuse=False)
-        begun.set()
-        session.reset()
-
-
 def test_a_fork_while_another_thread_computes_works_or_raises(model: Model) -> None:
     """It works if the fork happened between two passes; it never hangs and never computes anything else."""
     expected = str(model.session().forward_prompt(PROMPT))
     stop, begun = threading.Event(), threading.Event()
-    thread = threading.Thread(target=computing, args=(model, stop, begun))
+
+    def compute() -> None:
+        session = model.session()
+        while not stop.is_set():
+            session.forward_prompt([1] * 900, reuse=False)
+            begun.set()
+            session.reset()
+
+    thread = threading.Thread(target=compute)
     thread.start()
     begun.wait(HANGS)
     answers = []

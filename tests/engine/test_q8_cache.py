@@ -18,7 +18,7 @@ from support.comparison import VERSE
 from support.reference import ReferenceModel
 from support.small_models import MODELS, SmallModel, write
 
-from metal_prefill import Model, Session, UnsupportedModelError, _core
+from metal_prefill import Model, UnsupportedModelError, _core
 
 Logits = npt.NDArray[np.float32]
 
@@ -40,11 +40,6 @@ SUITED = [
 def opened(path: Path, **options: Any) -> Model:
     """Open a model with a cache in Q8_0."""
     return Model(path, **{"device": "cpu", "kv_dtype": "q8_0", **options})
-
-
-def rows_of(session: Session) -> list[npt.NDArray[np.uint8]]:
-    """Bytes of K and V of each layer of a session in turn."""
-    return session.native.export_state()[2]
 
 
 @pytest.mark.parametrize("name", SUITED)
@@ -90,7 +85,8 @@ def test_the_cache_holds_the_blocks_that_the_format_defines(tmp_path: Path, head
         sessions = [model.session(), exact.session()]
         for session in sessions:
             session.forward_prompt(ids)
-        for blocks, numbers in zip(*map(rows_of, sessions), strict=True):
+        # K and V of each layer in turn.
+        for blocks, numbers in zip(*(s.native.export_state()[2] for s in sessions), strict=True):
             expected = quants.quantize(numbers.view(np.float32), Type.Q8_0)
             np.testing.assert_array_equal(blocks, expected.reshape(-1))
 

@@ -55,16 +55,12 @@ def test_tokens_match_those_of_masks_alone(model: Model, options: dict[str, Any]
         assert all(p.logprob is not None for p in with_scores)
 
 
-@pytest.fixture
-def patient_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let batches wait for constraints however slow the machine is, so that each step delivers one pass."""
-    for module in (_constraint, _scheduler):
-        monkeypatch.setattr(module, "BATCH_PATIENCE", 100.0)
-
-
-@pytest.mark.usefixtures("patient_batches")
 @pytest.mark.parametrize("speculate", ["off", "lookup"])
-def test_the_number_of_forced_tokens_in_a_pass_is_bounded(model: Model, speculate: Any) -> None:
+def test_the_number_of_forced_tokens_in_a_pass_is_bounded(
+    model: Model, monkeypatch: pytest.MonkeyPatch, speculate: Any
+) -> None:
+    for module in (_constraint, _scheduler):  # a step delivers one pass, however slow the machine is
+        monkeypatch.setattr(module, "BATCH_PATIENCE", 100.0)
     regex = "(thou art a fool, my lord! ){40}"
     expected = [piece.token for piece in model.session().stream(PROMPT, 700, regex=regex, logprobs=0)]
     assert len(expected) > 5 * MOST_FORCED

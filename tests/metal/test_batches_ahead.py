@@ -82,11 +82,6 @@ class Streams:
         return self.made
 
 
-def first_of(text: list[int], least: int) -> int:
-    """Return where a token occurs that did not before, `least` or later."""
-    return next(i for i in range(least, len(text)) if text[i] not in text[:i])
-
-
 def test_batches_run_ahead_and_return_the_same_tokens_as_single_sequences(
     model: Model, wanted: list[list[int]]
 ) -> None:
@@ -99,10 +94,11 @@ def test_batches_run_ahead_and_return_the_same_tokens_as_single_sequences(
 
 def test_a_stopped_text_keeps_the_work_sent_for_others(model: Model, wanted: list[list[int]]) -> None:
     """The next pass of the others is not ahead; the later ones are."""
-    n = first_of(wanted[1], 3)
-    texts = Streams(model, {}, {"stop": wanted[1][n]}, {})
+    text = wanted[1]
+    n = next(i for i in range(3, TOKENS) if text[i] not in text[:i])
+    texts = Streams(model, {}, {"stop": text[n]}, {})
     passes = passes_of(texts.finish)
-    assert texts.made == [wanted[0][:TOKENS], wanted[1][: n + 1], wanted[2][:TOKENS]]
+    assert texts.made == [wanted[0][:TOKENS], text[: n + 1], wanted[2][:TOKENS]]
     assert texts.streams[1].finish_reason == "stop"
     assert passes[1:] == [
         Pass(3, 3, -1, 0),

@@ -39,11 +39,6 @@ def prompt(n: int, start: int = 5) -> list[int]:
     return [(start + 7 * i) % 320 for i in range(n)]
 
 
-def kernels() -> list[str]:
-    """Kernels of the last command buffer."""
-    return [dispatch.kernel for dispatch in gpu.history()[-1].dispatches]
-
-
 def test_a_chunk_is_one_command_buffer(path: Path) -> None:
     with Model(path, device="metal", chunk_tokens=64) as model:
         model.forward_prompt(prompt(64))
@@ -63,7 +58,7 @@ def test_layers_are_dispatched_in_order(demo_path: Path) -> None:
         "rmsnorm_f16", "matmul_q4_0_narrow", "rope_append_f16", "attention_prefill_f16_64",
         "matmul_q4_0_narrow", "rmsnorm_f16", "matmul_swiglu_q4_0_wide", "matmul_q4_0_narrow",
     ]  # fmt: skip
-    assert kernels()[1:33] == layer * 4
+    assert [dispatch.kernel for dispatch in gpu.history()[-1].dispatches[1:33]] == layer * 4
 
 
 def test_dependent_dispatches_are_separated_by_barriers(tmp_path: Path) -> None:

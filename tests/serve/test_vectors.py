@@ -219,9 +219,8 @@ def test_a_cross_encoder_ranks(pair_ranker: Running) -> None:
 
 
 def test_ids_of_another_tokenizer_are_noted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = model_folders.bert(tmp_path / "m")
-    folder.pool()
-    with Model(folder.write(), device="cpu") as model, running(model) as server:
+    path = model_folders.bert(tmp_path / "m").pool().write()
+    with Model(path, device="cpu") as model, running(model) as server:
         whole = model.tokenizer.frame.text(model.tokenizer.encode("a b", add_bos=False))
         for ids, count in ((whole, 0), (whole[1:], 1), (whole[:-1], 1), ([9], 1)):
             server.answer("/v1/embeddings", {"input": ids})
@@ -229,9 +228,8 @@ def test_ids_of_another_tokenizer_are_noted_once(tmp_path: Path, caplog: pytest.
 
 
 def test_tokens_of_an_encoder_are_those_of_its_vectors(tmp_path: Path) -> None:
-    folder = model_folders.bert(tmp_path / "m")
-    folder.pool()
-    with Model(folder.write(), device="cpu") as model, running(model) as server:
+    path = model_folders.bert(tmp_path / "m").pool().write()
+    with Model(path, device="cpu") as model, running(model) as server:
         found = server.post("/tokenize", {"prompt": TEXTS[1]}).json()
         usage = server.post("/v1/embeddings", {"input": TEXTS[1]}).json()["usage"]
         assert found["count"] == len(found["tokens"]) == usage["prompt_tokens"]
