@@ -132,9 +132,26 @@ def test_tiny_rows_vanish_and_bad_values_reach_every_result(isa: str) -> None:
         assert np.isfinite(out[3, :32]).all(), wide
 
 
-def read_by(isa: str, wide: bool) -> list[Type]:
-    """Return the types whose weights a form reads: one function reads those of all forms."""
-    return [Type.BF16, *QUANTIZED] if isa == SETS[0] and not wide else [Type.Q4_0]
+FLOATS = [Type.F32, Type.F16, Type.BF16]
+
+
+def file_bytes(kind: Type, weight: Floats) -> npt.NDArray[np.uint8]:
+    as_stored: dict[Type, Callable[[Floats], npt.NDArray[Any]]] = {
+        Type.BF16: bfloat16,
+        Type.F16: lambda x: x.astype(np.float16),
+        Type.F32: lambda x: x,
+    }
+    return as_stored[kind](weight).reshape(-1).view(np.uint8)
+
+
+def stored_weight(kind: Type, rows: int, cols: int) -> tuple[npt.NDArray[np.uint8], Floats]:
+    """Return the bytes of random weights of any type in a file, and their values."""
+    if kind in QUANTIZED:
+        return random_weight(kind, rows, cols)
+    exact = normal(rows, cols)
+    rounded = {Type.F16: exact.astype(np.float16).astype(np.float32), Type.BF16: widened(bfloat16(exact))}
+    values = rounded.get(kind, exact)
+    return file_bytes(kind, values), values
 
 
 def product_of(weight: tuple[Codes, Floats], x: tuple[Codes, Floats]) -> Floats:
@@ -147,20 +164,10 @@ def product_of(weight: tuple[Codes, Floats], x: tuple[Codes, Floats]) -> Floats:
 def test_the_product_of_rotated_rows_is_exact_and_the_same_for_any_tile(isa: str) -> None:
     for wide in forms(isa):
         rows = 70
-        for kind, cols in [
-            (Type.F32, 32),
-            (Type.F32, 80),
-            (Type.F32, 576),
-            *((k, 512) for k in read_by(isa, wide)),
-        ]:
-            if kind in QUANTIZED:
-                raw, values = random_weight(kind, rows, cols)
-            else:
-                values = normal(rows, cols)
-                raw = values.view(np.uint8).reshape(-1)
-                if kind == Type.BF16:  # truncated
-                    raw = np.ascontiguousarray(values.view(np.uint16).reshape(-1, 2)[:, 1]).view(np.uint8)
-                    values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+        # One function reads weights for all forms.
+        others = [Type.BF16, *QUANTIZED] if isa == SETS[0] and not wide else [Type.Q4_0]
+        for kind, cols in (*product([Type.F32], (32, 80, 576)), *product(others, [512])):
+            raw, values = stored_weight(kind, rows, cols)
             x = normal(70, cols, seed=1)
             expected = product_of(rotated(isa, np.ascontiguousarray(values), wide), rotated(isa, x, wide))
             for batch in [n for n in BATCHES if n <= 33] + [70]:
@@ -231,35 +238,17 @@ def test_activations_are_rounded_to_the_nearest_bfloat16(isa: str, n: int) -> No
     assert np.isnan(widened(out[: len(x)])).all()
 
 
-def file_bytes(kind: Type, weight: Floats) -> npt.NDArray[np.uint8]:
-    as_stored: dict[Type, Callable[[Floats], npt.NDArray[Any]]] = {
-        Type.BF16: bfloat16,
-        Type.F16: lambda x: x.astype(np.float16),
-        Type.F32: lambda x: x,
-    }
-    return as_stored[kind](weight).reshape(-1).view(np.uint8)
-
-
 def paired_weights(isa: str, kind: Type, raw: npt.NDArray[np.uint8], rows: int, cols: int) -> Floats:
     """Return weights as products of pairs take them: the products of an identity matrix."""
     return computed("multiply_pairs", isa, kind, raw, rows, np.eye(cols, dtype=np.float32), 0).T
-
-
-FLOATS = [Type.F32, Type.F16, Type.BF16]
 
 
 @each_pair_set
 def test_weights_are_rounded_to_the_nearest_bfloat16(isa: str) -> None:
     rows = 70
     for kind in (*FLOATS, *QUANTIZED):
-        if kind in FLOATS:
-            cols = 100
-            exact = widened(bfloat16(normal(rows, cols))) if kind == Type.BF16 else normal(rows, cols)
-            raw = file_bytes(kind, exact)
-            exact = exact.astype(np.float16).astype(np.float32) if kind == Type.F16 else exact
-        else:
-            cols = 256
-            raw, exact = random_weight(kind, rows, cols)
+        cols = 100 if kind in FLOATS else 256
+        raw, exact = stored_weight(kind, rows, cols)
         weights = paired_weights(isa, kind, raw, rows, cols)
         assert np.all(weights[:rows].view(np.uint32) & 0xFFFF == 0), kind.name
         if kind in FLOATS:
@@ -278,7 +267,7 @@ def test_weights_are_rounded_to_the_nearest_bfloat16(isa: str) -> None:
     ids=lambda value: value.name if isinstance(value, Type) else str(value),
 )
 def test_the_product_of_pairs_is_that_of_rounded_numbers(isa: str, kind: Type, cols: int) -> None:
-    raw = file_bytes(kind, normal(32, cols)) if kind == Type.BF16 else random_weight(kind, 32, cols)[0]
+    raw, _ = stored_weight(kind, 32, cols)
     exact = paired_weights(isa, kind, raw, 32, cols).astype(np.float64)
     x = normal(512, cols, seed=1)
     rounded = widened(bfloat16(x)).astype(np.float64)
