@@ -49,8 +49,8 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(demo_path: Path) -> Iterator[Running]:
-    with running_with_template(demo_path, HERMES) as server:
+def server() -> Iterator[Running]:
+    with running_with_template(HERMES) as server:
         yield server
 
 

@@ -33,7 +33,6 @@ SPELLINGS = (
     *comparison.USER_DEFINED,
     *("<s>", "</s>", "<unk>", "<0x41>", "<0xFF>", "<|im_", "|>", "<"),
 )
-WRITTEN = comparison.TEXTS
 
 
 def _piece(random: Random) -> str:
@@ -47,7 +46,7 @@ def _piece(random: Random) -> str:
         return random.choice(CONTRACTIONS)
     if kind < 0.85:
         return random.choice(SPELLINGS)
-    written = random.choice(WRITTEN)
+    written = random.choice(comparison.TEXTS)
     begin = random.randrange(len(written) + 1)
     return written[begin : begin + random.choice((1, 3, 12))]
 

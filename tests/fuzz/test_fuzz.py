@@ -173,21 +173,19 @@ def test_token_ids(tokens: Any, dtype: str, as_array: bool) -> None:
     assert all(0 <= t < 10 and not isinstance(t, (bool, np.bool_, float)) for t in tokens)
 
 
-CALLS = {"prompt": "forward_prompt", "token": "forward_token", "rewind": "rewind", "score": "score"}
-
-
 def tokens_after(call: str, tokens: list[int], value: Any) -> list[int]:
     if call == "rewind":
         return tokens[:value]
-    if call == "token":
+    if call == "forward_token":
         return [*tokens, value]
-    return [*tokens, *(value if call == "prompt" else value[:-1])]  # the last scored token is not read
+    # The last token that is scored is not read.
+    return [*tokens, *(value if call == "forward_prompt" else value[:-1])]
 
 
 IDS = st.lists(st.integers(-1, 290), max_size=20)
 STEPS = st.one_of(
-    st.tuples(st.just("prompt"), IDS),
-    st.tuples(st.just("token"), st.integers(-1, 290)),
+    st.tuples(st.just("forward_prompt"), IDS),
+    st.tuples(st.just("forward_token"), st.integers(-1, 290)),
     st.tuples(st.just("rewind"), st.integers(-2, 40)),
     st.tuples(st.just("score"), IDS),
 )
@@ -201,7 +199,7 @@ def test_calls_in_any_order(opened: Model, steps: list[tuple[str, Any]]) -> None
         expected: list[int] = []
         for name, value in steps:
             with suppress(ValueError):
-                getattr(session, CALLS[name])(value)
+                getattr(session, name)(value)
                 expected = tokens_after(name, expected, value)
             assert session.tokens == expected
             assert session.position == len(expected) <= 32

@@ -28,16 +28,16 @@ def server(cpu_model: Model) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def hermes(demo_path: Path) -> Iterator[Running]:
+def hermes() -> Iterator[Running]:
     """Serve the bundled model with a template that writes tools, calls and their results."""
-    with running_with_template(demo_path, HERMES) as server:
+    with running_with_template(HERMES) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def iterating(demo_path: Path) -> Iterator[Running]:
+def iterating() -> Iterator[Running]:
     """Serve the bundled model with a template that iterates over arguments, and restricts ids of calls."""
-    with running_with_template(demo_path, ITERATES) as server:
+    with running_with_template(ITERATES) as server:
         yield server
 
 

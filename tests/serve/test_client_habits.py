@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -89,14 +88,14 @@ def test_fields_of_messages_reach_the_template_or_are_refused(iterating: Running
     assert post(iterating, messages=[*ASKED, {**message, **nulls, "annotations": []}]).status_code == 200
 
 
-def test_a_system_message_that_a_template_rejects_begins_the_question(demo_path: Path) -> None:
+def test_a_system_message_that_a_template_rejects_begins_the_question() -> None:
     template = (  # as Gemma 2's
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}"
         "{% elif (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
         "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
     system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}
-    with running_with_template(demo_path, template) as server:
+    with running_with_template(template) as server:
         assert (
             server.model.tokenizer.decode(tokens_of(server, system, question)) == "user: Be brief.\n\nWho?\n"
         )
@@ -138,10 +137,8 @@ def test_null_is_the_same_as_no_field(iterating: Running) -> None:
         ),
     ],
 )
-def test_the_effort_of_reasoning_reaches_the_template(
-    demo_path: Path, template: str, none: str, high: str
-) -> None:
-    with running_with_template(demo_path, template) as server:
+def test_the_effort_of_reasoning_reaches_the_template(template: str, none: str, high: str) -> None:
+    with running_with_template(template) as server:
         for effort, expected in (("none", none), ("high", high)):
             count = post(server, reasoning_effort=effort).json()["usage"]["prompt_tokens"]
             assert count == len(server.model.tokenizer.encode(expected, add_bos=False))
@@ -155,9 +152,9 @@ def test_the_effort_of_reasoning_reaches_the_template(
             assert found == len(server.model.tokenizer.encode(none, add_bos=False))
 
 
-def test_variables_of_a_template_may_be_of_any_type_and_are_plain_text(demo_path: Path) -> None:
+def test_variables_of_a_template_may_be_of_any_type_and_are_plain_text() -> None:
     template = "{{ a }}{{ b | join(',') }}{{ c is none }}{{ d.e }}"
-    with running_with_template(demo_path, template) as server:
+    with running_with_template(template) as server:
         control = next(iter(server.model.tokenizer._spelled.special))
         variables = {"a": control, "b": ["x", "y"], "c": None, "d": {"e": 2.5}}
         count = post(server, chat_template_kwargs=variables).json()["usage"]["prompt_tokens"]
@@ -218,8 +215,8 @@ def test_a_suffix_is_filled_in(cpu_model: Model) -> None:
 
 
 @pytest.fixture(scope="module")
-def reasoning(demo_path: Path) -> Iterator[Running]:
-    with running_with_template(demo_path, "{{ messages[0].content }}{# </think> #}") as served:
+def reasoning() -> Iterator[Running]:
+    with running_with_template("{{ messages[0].content }}{# </think> #}") as served:
         yield served
 
 

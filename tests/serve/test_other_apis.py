@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +27,8 @@ COUNTING = {
 
 
 @pytest.fixture(scope="module")
-def thinking(demo_path: Path) -> Iterator[Running]:
-    with running_with_template(demo_path, THINKS) as server:
+def thinking() -> Iterator[Running]:
+    with running_with_template(THINKS) as server:
         yield server
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -229,8 +228,8 @@ THINKING_CALL = (
 
 
 @pytest.fixture(scope="module")
-def thinking(demo_path: Path) -> Iterator[Running]:
-    with running_with_template(demo_path, TEMPLATE) as served:
+def thinking() -> Iterator[Running]:
+    with running_with_template(TEMPLATE) as served:
         yield served
 
 

@@ -193,9 +193,8 @@ def test_a_server_has_the_name_of_its_folder(tmp_path: Path) -> None:
     """The folder of a repository in the Hub's cache is a commit; the server has its name and prompts."""
     snapshot = tmp_path / "models--intfloat--e5-small" / "snapshots" / "0123abcd"
     for folder, name in ((tmp_path / "my-e5-tuned", "my-e5-tuned"), (snapshot, "e5-small")):
-        made = model_folders.bert(folder)
-        made.pool()
-        with Model(made.write(), device="cpu") as model, running(model) as server:
+        made = model_folders.bert(folder).pool().write()
+        with Model(made, device="cpu") as model, running(model) as server:
             assert server.get("/v1/models").json()["data"][0]["id"] == name
             assert prompt_names(model) == ["document", "query"]
             body = {"input": "a", "model": name}

@@ -132,11 +132,11 @@ def serving(path: Path, **limits: Any) -> Iterator[Running]:
 
 
 @contextmanager
-def running_with_template(path: Path, template: str) -> Iterator[Running]:
-    """Serve a file as `demo`, with another chat template, until the block ends."""
+def running_with_template(template: str) -> Iterator[Running]:
+    """Serve the bundled model as `demo`, with another chat template, until the block ends."""
     source = {"tokenizer.chat_template": template}.get
     with (
-        Model(path, device="cpu") as model,
+        Model(device="cpu") as model,
         patch.object(model.tokenizer, "_template_source", source),
         running(model, names=["demo"]) as server,
     ):
