@@ -32,11 +32,6 @@ def steps() -> list[int]:
     ]
 
 
-def dispatches() -> list[Any]:
-    """Return the dispatches of the command buffers that are kept."""
-    return [dispatch for buffer in gpu.history() for dispatch in buffer.dispatches]
-
-
 LONG = [3 + i for i in range(96)]
 WORK = 6e6  # multiply-adds of a command buffer: about a tenth of that prompt
 
@@ -87,7 +82,7 @@ def test_attention_is_split_by_its_work_and_is_bit_identical(
         with open_with(file, apple_family=family) as opened:
             states = states_of_texts(opened, texts)
         kernel = "attention_tensor" if family == 10 else "attention_prefill"
-        return states, [d.threads for d in dispatches() if d.kernel.startswith(kernel)]
+        return states, [d.threads for b in gpu.history() for d in b.dispatches if d.kernel.startswith(kernel)]
 
     whole, threads = run()
     set_engine_options(monkeypatch, metal_buffer_work=work)

@@ -122,14 +122,8 @@ def test_gate_heads(run: Run, heads: int, dim: int, dtype: str) -> None:
     tokens = 5
     q = (4 * rng.standard_normal((tokens, 2 * heads * dim + 11))).astype(np.float32)
     q[0, dim : dim + 2] = 100, -100
-    args = make_args(
-        *("GateHeadsArgs",),
-        n_heads=heads,
-        value_dim=dim,
-        q_stride=q.shape[1],
-        query_step=2 * dim,
-        tokens=tokens,
-    )
+    columns = {"q_stride": q.shape[1], "query_step": 2 * dim}
+    args = make_args("GateHeadsArgs", n_heads=heads, value_dim=dim, tokens=tokens, **columns)
     y = Output([tokens, heads, dim], dtype, initial=rng.standard_normal((tokens, heads, dim)))
     groups = (ceil_div(heads * dim, 64), tokens)
     check(run, f"gate_heads_{dtype}", q, y, args, groups=groups, threads=(64, 1))
