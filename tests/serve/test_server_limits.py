@@ -88,7 +88,7 @@ def test_a_prompt_that_exceeds_the_memory_is_rejected(tmp_path: Path) -> None:
         for way, body in (
             ("/v1/completions", {"prompt": [1] * 200, "max_tokens": 4}),
             ("/v1/embeddings", {"input": [[1], [1] * 200]}),
-            ("/v1/rerank", {"query": "a" * 200, "documents": ["b"]}),
+            ("/v1/rerank", {"query": "a" * 200, "documents": ["b"], "how": "late"}),
         ):
             error = server.refused(way, body)
             assert error["code"] == "kv_memory_exceeded"
