@@ -111,7 +111,8 @@ def report(error: BaseException, options: Mapping[str, str]) -> int:
     message, code = as_options(str(error), options) or type(error).__name__, EXIT_FAILED
     if isinstance(error, OSError) and error.strerror:
         # Without a name, for example, stdout is on a full disk.
-        message = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+        name = error.filename
+        message = f"{name or repr(name)}: {error.strerror}" if name is not None else error.strerror
     elif isinstance(error, ContextOverflowError):
         message += (
             ": shorten the text, or use a model with a longer context; `metal-prefill info` shows a model's"

@@ -73,6 +73,10 @@ def test_texts_have_one_source_and_vectors_one_target(
     assert message in errors(*EMBED, embedder, *arguments)
 
 
+def test_an_empty_name_of_a_file_is_not_standard_input(embedder: Path, errors: Run) -> None:
+    assert errors(*EMBED, embedder, "-f", "", code=1) == "error: '': No such file or directory\n"
+
+
 def test_columns_are_read_and_a_byte_order_mark_is_not_text(
     embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +282,7 @@ def test_parquet_has_texts_and_vectors(embedder: Path, tmp_path: Path) -> None:
         ("t.txt", b"a\n\xff", "-o v.npy", "t.txt is not UTF-8 text"),
         ("t.txt", "a\n", "-o v.csv", "v.csv: the name must end with .npy or .parquet"),
         ("t.txt", "a\n", "-o nowhere/v.npy", "does not exist"),
+        ("t.csv", "embedding\na\n", "-o v.parquet --column embedding", "has the vectors in a column of"),
     ],
 )
 def test_invalid_usage_is_reported(

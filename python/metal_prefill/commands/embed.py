@@ -29,6 +29,7 @@ from metal_prefill.tasks._text_passes import TextPasses
 
 BLOCK = 256  # texts per write
 SHOWN = 4  # values of a printed vector
+VECTORS = "embedding"  # column of a Parquet file
 
 EXAMPLE = "metal-prefill embed -m minilm 'The king is dead.' 'Long live the king.'"
 
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Compute the vectors missing from an earlier run, and write the file once all are available."""
-    kind = _kind(arguments.output, arguments.json)
+    kind = _kind(arguments.output, arguments.json, arguments.column)
     texts = text_files.given_texts(arguments)
     with common.open_model(arguments) as model:
         # Encode all texts first, so that errors are raised early and number the texts as in the file.
@@ -113,7 +114,7 @@ def execute(arguments: argparse.Namespace) -> None:
     print(summary(len(texts) - before, before, tokens, seconds), file=sys.stderr)
 
 
-def _kind(output: Path | None, as_json: bool) -> str:
+def _kind(output: Path | None, as_json: bool, column: str | None) -> str:
     """Return the ending of the output's name, empty without an output."""
     if output is None:
         return ""
@@ -122,6 +123,8 @@ def _kind(output: Path | None, as_json: bool) -> str:
     if output.suffix not in (".npy", ".parquet"):
         raise common.UsageError(f"{output}: the name must end with .npy or .parquet")
     if output.suffix == ".parquet":
+        if column == VECTORS:
+            raise common.UsageError(f"--column {column}: {output} has the vectors in a column of this name")
         _pyarrow()
     if not output.parent.is_dir():
         raise common.UsageError(f"{output}: folder {output.parent} does not exist")
@@ -212,5 +215,5 @@ def _pyarrow() -> Any:
 
 def _write_parquet(path: Path, column: str, texts: list[str], vectors: Any) -> None:
     arrow = _pyarrow()
-    table = arrow.table({column: texts, "embedding": list(vectors)})
+    table = arrow.table({column: texts, VECTORS: list(vectors)})
     arrow.parquet.write_table(table, path)

@@ -44,10 +44,9 @@ def prompt_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def given_texts(arguments: argparse.Namespace) -> list[str]:
     """Return the texts in arguments, in a file or on stdin; see `read_texts`."""
     if not arguments.texts:
-        path = arguments.file or "-"
         if arguments.file is None and standard_input().isatty():
             raise UsageError("no texts: pass them as arguments, in a file with -f, or on standard input")
-        return read_texts(path, arguments.column)
+        return read_texts("-" if arguments.file is None else arguments.file, arguments.column)
     other = "-f" if arguments.file is not None else "--column"
     if arguments.file is not None or arguments.column is not None:
         raise UsageError(f"{other} and the text {arguments.texts[0]!r:.40} exclude each other")
