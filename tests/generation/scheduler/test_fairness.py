@@ -15,7 +15,12 @@ from support.tiny_models import TINY_RECURRENT
 
 from metal_prefill import Model, Scheduler
 from metal_prefill.generation import Stream
-from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, ROWS_PER_WRITING, SHORT_PROMPT
+from metal_prefill.generation._scheduler import (
+    LEAST_PROMPT_ROWS,
+    PROMPT_TURN,
+    ROWS_PER_WRITING,
+    SHORT_PROMPT,
+)
 from metal_prefill.generation._stream import make_streams
 
 Make = Callable[[Model, int], list[Stream]]
@@ -136,7 +141,8 @@ def test_a_flow_of_short_requests_does_not_stop_one_with_many_texts(cpu: Model) 
 
 def test_prompts_of_the_only_request_have_rows_for_each_of_its_texts(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
-    scheduler.enter(MANY["long prompts"](cpu, 0))
+    # Whole turns: with 8 threads or more, a pass would have the shorter last turns of all active prompts.
+    scheduler.enter(many_prompts(cpu, 0, length=7 * PROMPT_TURN, made=8))
     while scheduler.last_pass.writing < 8:
         scheduler.step()
     assert scheduler.last_pass.prompts == LEAST_PROMPT_ROWS + scheduler.last_pass.writing * ROWS_PER_WRITING
