@@ -8,6 +8,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace metal_prefill {
@@ -87,10 +91,30 @@ std::size_t l2_bytes() {
   return 0;
 }
 
+#if defined(__APPLE__)
+bool has(const char* feature) {
+  int value = 0;
+  std::size_t size = sizeof value;
+  return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+#endif
+
 }  // namespace
 
 ProcessorFeatures processor_features() {
-  return {};
+  ProcessorFeatures features;
+#if defined(__aarch64__) && defined(__linux__)
+  // Bits of the auxiliary vector, as the kernel's documentation (arch/arm64/elf_hwcaps) lists them: the
+  // headers of an older system lack the names.
+  constexpr unsigned long kDotProd = 1ul << 20;  // HWCAP_ASIMDDP
+  constexpr unsigned long kI8mm = 1ul << 13;     // HWCAP2_I8MM
+  features.neon_dotprod = (getauxval(AT_HWCAP) & kDotProd) != 0;
+  features.neon_i8mm = features.neon_dotprod && (getauxval(AT_HWCAP2) & kI8mm) != 0;
+#elif defined(__APPLE__)
+  features.neon_dotprod = has("hw.optional.arm.FEAT_DotProd");
+  features.neon_i8mm = features.neon_dotprod && has("hw.optional.arm.FEAT_I8MM");
+#endif
+  return features;
 }
 
 #endif

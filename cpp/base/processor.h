@@ -5,13 +5,17 @@
 
 namespace metal_prefill {
 
-// Instruction sets of the processor whose registers the system also saves.
+// Whether the processor has the instructions of each set of kernels, and the system saves their registers.
 struct ProcessorFeatures {
+  bool scalar = true;
   bool avx2 = false;        // with FMA and F16C
   bool avxvnni = false;     // likewise
   bool avx512vnni = false;  // with F, BW, DQ and VL
   bool avx512bf16 = false;  // in addition to avx512vnni
   bool amx = false;         // tiles of bytes and bfloat16 in addition to both, permitted by the system
+  bool neon = true;         // part of all 64-bit Arm processors, the only ones with such a set
+  bool neon_dotprod = false;
+  bool neon_i8mm = false;  // in addition to dot products
 };
 
 ProcessorFeatures processor_features();

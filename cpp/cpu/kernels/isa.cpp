@@ -10,12 +10,6 @@
 #include "../../base/processor.h"
 #include "kernels.h"
 
-#if defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
-
 namespace metal_prefill::cpu {
 
 #define METAL_PREFILL_KERNELS(isa) const Kernels& kernels_##isa();
@@ -24,75 +18,22 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-#if defined(__x86_64__) || defined(_M_X64)
-
-bool runs(const std::string& name) {
-  static const ProcessorFeatures features = processor_features();
-  if (name == "amx") return features.amx;
-  if (name == "avx512bf16") return features.avx512bf16;
-  if (name == "avx512vnni") return features.avx512vnni;
-  if (name == "avxvnni") return features.avxvnni;
-  if (name == "avx2") return features.avx2;
-  return true;
-}
-
-#elif defined(__aarch64__)
-
-struct Features {
-  bool dotprod = false;
-  bool i8mm = false;
-};
-
-#if defined(__linux__)
-// Bits of the auxiliary vector, as the kernel's documentation (arch/arm64/elf_hwcaps) lists them: the headers
-// of an older system lack the names.
-constexpr unsigned long kDotProd = 1ul << 20;  // HWCAP_ASIMDDP
-constexpr unsigned long kI8mm = 1ul << 13;     // HWCAP2_I8MM
-
-Features detect() {
-  return {(getauxval(AT_HWCAP) & kDotProd) != 0, (getauxval(AT_HWCAP2) & kI8mm) != 0};
-}
-#elif defined(__APPLE__)
-bool has(const char* feature) {
-  int value = 0;
-  std::size_t size = sizeof value;
-  return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
-}
-
-Features detect() {
-  return {has("hw.optional.arm.FEAT_DotProd"), has("hw.optional.arm.FEAT_I8MM")};
-}
-#else
-Features detect() {
-  return {};
-}
-#endif
-
-bool runs(const std::string& name) {
-  static const Features features = detect();
-  if (name == "neon_i8mm") return features.dotprod && features.i8mm;
-  if (name == "neon_dotprod") return features.dotprod;
-  return true;
-}
-
-#else
-
-bool runs(const std::string&) {
-  return true;
-}
-
-#endif
-
 struct Built {
   const char* name;
   const Kernels& (*kernels)();  // callable only on processors with its instructions
+  bool ProcessorFeatures::* feature;
 };
 // Everything that was built, fastest first.
 constexpr Built kBuilt[] = {
-#define METAL_PREFILL_KERNELS(isa) {#isa, kernels_##isa},
+#define METAL_PREFILL_KERNELS(isa) {#isa, kernels_##isa, &ProcessorFeatures::isa},
 #include "kernel_sets.inc"
 #undef METAL_PREFILL_KERNELS
 };
+
+bool runs(const Built& set) {
+  static const ProcessorFeatures features = processor_features();
+  return features.*set.feature;
+}
 
 // On some processors, products of bfloat16 pairs (the first set) are no faster than in float32 (the second):
 // they issue one pair instruction a cycle, but two FMAs with half as many products each.
@@ -123,7 +64,7 @@ double measured_speedup(const Kernels& kernels) {
 double pair_speedup() {
   static const double speedup = [] {
     for (const Built& set : kBuilt) {
-      if (std::string(set.name) != kPairSet || !runs(set.name)) continue;
+      if (std::string(set.name) != kPairSet || !runs(set)) continue;
       const double known = known_speedup.load();
       return known > 0 ? known : measured_speedup(set.kernels());
     }
@@ -139,7 +80,7 @@ void use_pair_speedup(double speedup) {
 std::vector<const Kernels*> available_kernels() {
   std::vector<const Kernels*> available;
   for (const Built& set : kBuilt) {
-    if (runs(set.name)) available.push_back(&set.kernels());
+    if (runs(set)) available.push_back(&set.kernels());
   }
   const auto named = [&](const char* name) {
     return std::find_if(available.begin(), available.end(),
