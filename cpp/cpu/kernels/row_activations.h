@@ -9,7 +9,7 @@ namespace metal_prefill::cpu {
 namespace {
 
 inline F sigmoid(F x) {
-  return Simd::div(Simd::set(1.0f), Simd::add(Simd::set(1.0f), exp2(Simd::mul(x, Simd::set(-kLog2E)))));
+  return 1.0f / (1.0f + exp2(x * -kLog2E));
 }
 
 // Beyond this magnitude, the activation of a negative number is 0, and that of a positive number is the
@@ -22,30 +22,30 @@ inline F not_below(F x) {
 }
 
 inline F silu(F x) {
-  return Simd::mul(not_below(x), sigmoid(x));
+  return not_below(x) * sigmoid(x);
 }
 
 // The tanh approximation, 0.5 x (1 + tanh(u)) = x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3).
 inline F gelu(F x) {
   x = not_below(x);
-  const F cubic = Simd::fma(Simd::mul(Simd::set(0.044715f), Simd::mul(x, x)), x, x);
-  return Simd::mul(x, sigmoid(Simd::mul(Simd::set(1.59576912f), cubic)));
+  const F cubic = Simd::fma(0.044715f * (x * x), x, x);
+  return x * sigmoid(1.59576912f * cubic);
 }
 
 // x Phi(x), with erf(z) = 1 - p(t) exp(-z^2) for z >= 0 and t = 1 / (1 + 0.3275911 z): Abramowitz and Stegun,
 // 7.1.26, which is within 1.5e-7. Half of p(t) exp(-z^2) is the difference from x on the positive side.
 inline F gelu_erf(F x) {
-  const F size = Simd::min(Simd::set(kFarFromZero), Simd::max(x, Simd::sub(Simd::set(0.0f), x)));
-  const F z = Simd::mul(size, Simd::set(0.707106781f));
-  const F t = Simd::div(Simd::set(1.0f), Simd::fma(z, Simd::set(0.3275911f), Simd::set(1.0f)));
+  const F size = Simd::min(Simd::set(kFarFromZero), Simd::max(x, 0.0f - x));
+  const F z = size * 0.707106781f;
+  const F t = 1.0f / Simd::fma(z, Simd::set(0.3275911f), Simd::set(1.0f));
   F p = Simd::set(1.061405429f);
   p = Simd::fma(p, t, Simd::set(-1.453152027f));
   p = Simd::fma(p, t, Simd::set(1.421413741f));
   p = Simd::fma(p, t, Simd::set(-0.284496736f));
   p = Simd::fma(p, t, Simd::set(0.254829592f));
-  const F tail = Simd::mul(Simd::mul(p, t), exp2(Simd::mul(Simd::mul(z, z), Simd::set(-kLog2E))));
-  const F missing = Simd::mul(Simd::mul(size, tail), Simd::set(0.5f));
-  return Simd::sub(Simd::max(Simd::set(0.0f), x), missing);  // NaN passes through max()
+  const F tail = p * t * exp2(z * z * -kLog2E);
+  const F missing = size * tail * 0.5f;
+  return Simd::max(Simd::set(0.0f), x) - missing;  // NaN passes through max()
 }
 
 template <class S>
@@ -59,20 +59,20 @@ inline F activated_by_table(F x) {
   const F unit = S::set(0x1.8p23f), per_unit = S::set(Table::kPerUnit);  // adding `unit` rounds to integers
   const F size = S::min(S::magnitude(x), S::set(Table::kLimit));
   const F segment = S::fma(size, per_unit, unit);
-  const F distance = S::fma(size, per_unit, S::sub(unit, segment));
+  const F distance = S::fma(size, per_unit, unit - segment);
   F sum = S::look_up32(kTable.coefficients[Table::kTerms - 1].data(), segment);
   unrolled<Table::kTerms - 1>([&](auto i) __attribute__((always_inline)) {
     sum = S::fma(sum, distance, S::look_up32(kTable.coefficients[Table::kTerms - 2 - i].data(), segment));
   });
-  return S::sub(S::max(S::set(0), x), sum);
+  return S::max(S::set(0), x) - sum;
 }
 
 template <Activation kActivation>
 inline F activated(F x) {
   if constexpr (kActivation == Activation::kClampedSilu) {
     // min() and max() keep NaN as their second argument.
-    const F scaled = Simd::mul(Simd::set(CLAMPED_SILU_SLOPE), Simd::min(Simd::set(CLAMPED_SILU_LIMIT), x));
-    return Simd::mul(activated<Activation::kSilu>(scaled), Simd::set(1.0f / CLAMPED_SILU_SLOPE));
+    const F scaled = CLAMPED_SILU_SLOPE * Simd::min(Simd::set(CLAMPED_SILU_LIMIT), x);
+    return activated<Activation::kSilu>(scaled) * (1.0f / CLAMPED_SILU_SLOPE);
   } else if constexpr (kActivation == Activation::kRelu)
     return Simd::max(Simd::set(0), x);
   else if constexpr (LooksUpFloats<Simd>)
@@ -97,7 +97,7 @@ template <Activation kActivation>
 inline F factor_of(F up) {
   if constexpr (kActivation == Activation::kClampedSilu) {
     const F limited = Simd::max(Simd::set(-CLAMPED_SILU_LIMIT), Simd::min(Simd::set(CLAMPED_SILU_LIMIT), up));
-    return Simd::add(limited, Simd::set(1.0f));
+    return limited + 1.0f;
   } else {
     return up;
   }
@@ -123,7 +123,7 @@ inline void with_activation(Activation activation, Body&& body) {
 void gated(const float* gate, const float* up, Activation activation, int n, float* out) {
   with_activation(activation, [&](auto kind) {
     activate_row<kind()>(gate, n, out, [&](F activated, int i) {
-      return Simd::mul(activated, factor_of<kind()>(load_part(up + i, n - i)));
+      return activated * factor_of<kind()>(load_part(up + i, n - i));
     });
   });
 }
@@ -139,7 +139,7 @@ void activate(const float* x, std::size_t x_stride, Activation activation, int r
 
 void apply_gate(const float* gate, int n, float* x) {
   for (int i = 0; i < n; i += Simd::kLanes)
-    store_part(x + i, Simd::mul(load_part(x + i, n - i), sigmoid(load_part(gate + i, n - i))), n - i);
+    store_part(x + i, load_part(x + i, n - i) * sigmoid(load_part(gate + i, n - i)), n - i);
 }
 
 }  // namespace

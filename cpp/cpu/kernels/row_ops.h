@@ -80,8 +80,8 @@ inline void store_part(float* p, F a, int n) {
 inline F exp2(F x) {
   const F clamped = Simd::min(Simd::set(127.0f), x);
   const I n = Simd::round(clamped);
-  const F f = Simd::sub(clamped, Simd::to_float(n));  // within [-0.5, 0.5]
-  F p = Simd::set(1.32647273e-3f);                    // minimax, exact at 0
+  const F f = clamped - Simd::to_float(n);  // within [-0.5, 0.5]
+  F p = Simd::set(1.32647273e-3f);          // minimax, exact at 0
   p = Simd::fma(p, f, Simd::set(9.67151299e-3f));
   p = Simd::fma(p, f, Simd::set(5.55073358e-2f));
   p = Simd::fma(p, f, Simd::set(2.40222424e-1f));
@@ -132,7 +132,7 @@ inline void quantize_block(const float* x, int token, ActivationTile& out) {
   const float magnitude = std::bit_cast<float>(S::reduce_max(largest));
   const F inverse = S::set(magnitude > 0 ? 127.0f / magnitude : 0.0f);
   I rounded[kVectors];
-  for (int i = 0; i < kVectors; ++i) rounded[i] = S::round(S::mul(v[i], inverse));
+  for (int i = 0; i < kVectors; ++i) rounded[i] = S::round(v[i] * inverse);
   std::uint32_t half_sum[2] = {0, 0};
   if constexpr (StoresBlocks<S>) {
     S::store_block(out.q[token], rounded, half_sum);
@@ -166,10 +166,10 @@ inline void quantize_four(const float* x, std::size_t step, int token, int token
   const F magnitude = S::reduce_max4(largest);
   float inverse[S::kLanes], scale[S::kLanes];
   S::store(inverse, S::positive_quotient(S::set(127.0f), magnitude));
-  S::store(scale, S::div(magnitude, S::set(127.0f)));
+  S::store(scale, magnitude / 127.0f);
   for (int half = 0; half < 2; ++half)
     for (int i = 0; i < 4; ++i) {
-      rounded[half][i] = S::round(S::mul(v[i][half], S::set(inverse[i])));
+      rounded[half][i] = S::round(v[i][half] * inverse[i]);
       S::store_int8(out[i * tile_step].q[token + i * token_step] + half * S::kLanes, rounded[half][i]);
     }
   std::int32_t half_sum[2][4];
@@ -215,30 +215,30 @@ inline float sum_of_vectors(const float* x, int n, Add&& add) {
       sums[s] = add(sums[s], Simd::load(x + i + s * Simd::kLanes));
     });
   for (; i < n; i += Simd::kLanes) sums[0] = add(sums[0], load_part(x + i, n - i));
-  return Simd::reduce_add(Simd::add(Simd::add(sums[0], sums[1]), Simd::add(sums[2], sums[3])));
+  return Simd::reduce_add(sums[0] + sums[1] + (sums[2] + sums[3]));
 }
 
 void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {
   const float squares = sum_of_vectors(x, n, [](F sum, F v) { return Simd::fma(v, v, sum); });
   const F scale = Simd::set(1.0f / std::sqrt(squares / float(n) + eps));
   for (int i = 0; i < n; i += Simd::kLanes) {
-    const F v = Simd::mul(load_part(x + i, n - i), scale);
-    store_part(out + i, Simd::mul(v, load_part(weight + i, n - i)), n - i);
+    const F v = load_part(x + i, n - i) * scale;
+    store_part(out + i, v * load_part(weight + i, n - i), n - i);
   }
 }
 
 // Computes the deviation around the mean, not from the sum of squares, which would cancel for a large mean.
 void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n, float* out) {
-  const float mean = sum_of_vectors(x, n, [](F sum, F v) { return Simd::add(sum, v); }) / float(n);
+  const float mean = sum_of_vectors(x, n, [](F sum, F v) { return sum + v; }) / float(n);
   const int whole = n / Simd::kLanes * Simd::kLanes;
   float squares = sum_of_vectors(x, whole, [&](F sum, F v) {
-    const F d = Simd::sub(v, Simd::set(mean));
+    const F d = v - mean;
     return Simd::fma(d, d, sum);
   });
   for (int i = whole; i < n; ++i) squares += (x[i] - mean) * (x[i] - mean);
   const F scale = Simd::set(1.0f / std::sqrt(squares / float(n) + eps));
   for (int i = 0; i < n; i += Simd::kLanes) {
-    const F v = Simd::mul(Simd::sub(load_part(x + i, n - i), Simd::set(mean)), scale);
+    const F v = (load_part(x + i, n - i) - mean) * scale;
     const F offset = bias ? load_part(bias + i, n - i) : Simd::set(0);
     store_part(out + i, Simd::fma(v, load_part(weight + i, n - i), offset), n - i);
   }
@@ -270,8 +270,8 @@ inline void add_rows(const float* products, const float* bias, int rows, int col
   for (int row = 0; row < rows; ++row, products += kGroupRows, out += stride)
     for (int r = 0; r < columns; r += Simd::kLanes) {
       F value = Simd::load(products + r);
-      if constexpr (kBias) value = Simd::add(value, Simd::load(bias + r));
-      if constexpr (kAdd) value = Simd::add(load_part(out + r, columns - r), value);
+      if constexpr (kBias) value += Simd::load(bias + r);
+      if constexpr (kAdd) value = load_part(out + r, columns - r) + value;
       store_part(out + r, value, columns - r);
     }
 }
@@ -289,8 +289,8 @@ void soft_cap(float* x, float cap, int n) {
   const F rate = Simd::set(2 * kLog2E / cap), one = Simd::set(1), limit = Simd::set(cap),
           twice = Simd::set(2 * cap);
   for (int i = 0; i < n; i += Simd::kLanes) {
-    const F power = exp2(Simd::mul(load_part(x + i, n - i), rate));
-    store_part(x + i, Simd::sub(limit, Simd::div(twice, Simd::add(one, power))), n - i);
+    const F power = exp2(load_part(x + i, n - i) * rate);
+    store_part(x + i, limit - twice / (one + power), n - i);
   }
 }
 
@@ -305,7 +305,7 @@ void relative_scores(const RelativeQuery& query, float* out) {
       by_query = Simd::fma(load_part(query.q + d, n), load_part(key + d, n), by_query);
       by_key = Simd::fma(load_part(k + d, n), load_part(own + d, n), by_key);
     }
-    out[j] = query.scale * Simd::reduce_add(Simd::add(by_query, by_key));
+    out[j] = query.scale * Simd::reduce_add(by_query + by_key);
   }
 }
 
@@ -317,8 +317,8 @@ double sum_exp(const float* x, float shift, int n) {
     F sum = Simd::set(0);
     int i = start;
     for (; i + Simd::kLanes <= end; i += Simd::kLanes) {
-      const F shifted = Simd::sub(Simd::load(x + i), Simd::set(shift));
-      sum = Simd::add(sum, exp2(Simd::mul(shifted, Simd::set(kLog2E))));
+      const F shifted = Simd::load(x + i) - shift;
+      sum += exp2(shifted * kLog2E);
     }
     total += double(Simd::reduce_add(sum));
     for (; i < end; ++i) total += std::exp(double(x[i]) - double(shift));

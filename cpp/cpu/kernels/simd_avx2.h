@@ -39,8 +39,6 @@ struct Simd : SimdOps<Vectors> {
   static constexpr int kAttentionRows = 3, kAttentionVectors = 4, kLaneSteps = 4;
   static constexpr int kNarrowVectors = 4;
 
-  static F load(const float* p) { return _mm256_loadu_ps(p); }
-  static void store(float* p, F a) { _mm256_storeu_ps(p, a); }
   static F set(float x) { return _mm256_set1_ps(x); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }  // b if either is NaN
@@ -64,9 +62,6 @@ struct Simd : SimdOps<Vectors> {
     if constexpr (kBits == 4) return _mm256_permute2f128_ps(a, a, 1);
     return _mm256_permute_ps(a, kOrder);
   }
-  // a if x >= limit or x is NaN, else 0.
-  static F zero_below(F a, F x, F limit) { return _mm256_and_ps(a, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ)); }
-  static I max_int(I a, I b) { return _mm256_max_epi32(a, b); }
   static std::int32_t reduce_max(I a) {
     __m128i x = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     x = _mm_max_epi32(x, _mm_unpackhi_epi64(x, x));
@@ -98,10 +93,6 @@ struct Simd : SimdOps<Vectors> {
   }
   static void store_half(std::uint16_t* p, F a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
-  }
-  static F load_bfloat16(const std::uint16_t* p) {
-    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
   }
   static void store_int8(std::int8_t* p, I a) {  // values within -128..127
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));

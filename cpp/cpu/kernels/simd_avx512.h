@@ -29,8 +29,6 @@ struct Simd : SimdOps<Vectors> {
   static constexpr int kNarrowVectors = 2;
   static constexpr bool kOneDot = true;  // dot() is one instruction
 
-  static F load(const float* p) { return _mm512_loadu_ps(p); }
-  static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
   static F set(float x) { return _mm512_set1_ps(x); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   // a / b if b > 0, else 0.
@@ -64,7 +62,7 @@ struct Simd : SimdOps<Vectors> {
     _mm_storeu_ps(out, _mm_castsi128_ps(result));
   }
   static void reduce_add4(const F (&a)[4], float* out) {
-    reduce_floats4(a, out, [](F x, F y) { return add(x, y); });
+    reduce_floats4(a, out, [](F x, F y) { return x + y; });
   }
   static void reduce_max4(const F (&a)[4], float* out) {
     reduce_floats4(a, out, [](F x, F y) { return max(x, y); });
@@ -86,7 +84,6 @@ struct Simd : SimdOps<Vectors> {
   static F zero_below(F a, F x, F limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), a);
   }
-  static I max_int(I a, I b) { return _mm512_max_epi32(a, b); }
   static std::int32_t reduce_max(I a) { return _mm512_reduce_max_epi32(a); }
   static F magnitude(F a) { return _mm512_abs_ps(a); }
   // Selects one of 32 floats by the lowest five bits of each lane.
@@ -125,10 +122,6 @@ struct Simd : SimdOps<Vectors> {
   }
   static void store_half(std::uint16_t* p, F a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
-  }
-  static F load_bfloat16(const std::uint16_t* p) {
-    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
   }
   static void store_int8(std::int8_t* p, I a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));

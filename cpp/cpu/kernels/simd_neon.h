@@ -33,8 +33,6 @@ struct Simd : SimdOps<Vectors> {
   static constexpr bool kOneDot = false;
 #endif
 
-  static F load(const float* p) { return vld1q_f32(p); }
-  static void store(float* p, F a) { vst1q_f32(p, a); }
   static F set(float x) { return vdupq_n_f32(x); }
   static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
   static F max(F a, F b) { return vmaxq_f32(a, b); }  // NaN if either is
@@ -45,23 +43,14 @@ struct Simd : SimdOps<Vectors> {
   }
   static float reduce_max(F a) { return vmaxvq_f32(a); }
   static I round(F a) { return vcvtnq_s32_f32(a); }  // to nearest even
-  static F to_float(I a) { return vcvtq_f32_s32(a); }
   // Exchanges lanes whose indices differ in exactly these bits: 1, 2, 3, or four times that.
   template <int kBits>
   static F swap(F a) {
     const F pairs = kBits & 1 ? vrev64q_f32(a) : a;
     return kBits & 2 ? vextq_f32(pairs, pairs, 2) : pairs;
   }
-  // a if x >= limit or x is NaN, else 0.
-  static F zero_below(F a, F x, F limit) {
-    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a), vcltq_f32(x, limit)));
-  }
-  static I max_int(I a, I b) { return vmaxq_s32(a, b); }
   static std::int32_t reduce_max(I a) { return vmaxvq_s32(a); }
 
-  // Loads four floats of one row.
-  static F load_quads(const float* p, std::size_t) { return load(p); }
-  static void store_quads(float* p, std::size_t, F a) { store(p, a); }
   // Lane i of a[j] becomes lane j of a[i].
   static void transpose_quads(F (&a)[4]) {
     const float32x4x2_t first = vtrnq_f32(a[0], a[1]), second = vtrnq_f32(a[2], a[3]);
@@ -73,9 +62,6 @@ struct Simd : SimdOps<Vectors> {
 
   static F load_half(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
   static void store_half(std::uint16_t* p, F a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-  static F load_bfloat16(const std::uint16_t* p) {
-    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
-  }
   static void store_int8(std::int8_t* p, I a) {  // values within -128..127
     const int16x4_t words = vmovn_s32(a);
     const std::int32_t bytes = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(words, words))), 0);
@@ -85,9 +71,7 @@ struct Simd : SimdOps<Vectors> {
   static std::int32_t reduce_add(I a) { return vaddvq_s32(a); }
 
   // Products of 8-bit integers: four bytes to a lane.
-  static I load_codes(const std::uint8_t* p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
   static I high_nibbles(I a) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }
-  static void store_codes(std::uint8_t* p, I a) { vst1q_u8(p, vreinterpretq_u8_s32(a)); }
   static I load_table(const std::uint8_t* p) { return load_codes(p); }  // of 16 bytes
   static I look_up(I table, I codes) {
     return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(codes)));

@@ -8,22 +8,50 @@
 namespace metal_prefill::cpu {
 namespace {
 
+template <typename Element, int kLanes>
+struct VectorType {
+  typedef Element Type __attribute__((vector_size(kLanes * sizeof(Element))));
+};
+template <typename Element, int kLanes>
+using VectorOf = typename VectorType<Element, kLanes>::Type;
+
 // `Vectors` provides F, a vector of float; I, a vector of integers of the same size; and set_int().
 template <class Vectors>
 struct SimdOps : Vectors {
   using F = typename Vectors::F;
   using I = typename Vectors::I;
   static constexpr int kLanes = int(sizeof(F) / sizeof(float));
+  using Ints = VectorOf<std::int32_t, kLanes>;
   // Unsigned, so that lanes wrap around: signed overflow is undefined.
-  typedef std::uint32_t Words __attribute__((vector_size(sizeof(F))));
+  using Words = VectorOf<std::uint32_t, kLanes>;
 
+  static Ints ints(I a) { return reinterpret_cast<Ints>(a); }
+  static I of_ints(Ints a) { return reinterpret_cast<I>(a); }
   static Words words(I a) { return reinterpret_cast<Words>(a); }
   static I of_words(Words a) { return reinterpret_cast<I>(a); }
 
-  static F add(F a, F b) { return a + b; }
-  static F sub(F a, F b) { return a - b; }
-  static F mul(F a, F b) { return a * b; }
-  static F div(F a, F b) { return a / b; }
+  template <typename Vector>
+  static Vector read(const void* p) {
+    Vector a;
+    std::memcpy(&a, p, sizeof a);
+    return a;
+  }
+  static F load(const float* p) { return read<F>(p); }
+  static void store(float* p, F a) { std::memcpy(p, &a, sizeof a); }
+  static I load_codes(const std::uint8_t* p) { return read<I>(p); }
+  static void store_codes(std::uint8_t* p, I a) { std::memcpy(p, &a, sizeof a); }
+  // Floats of rows with four lanes each, `stride` apart.
+  static F load_quads(const float* p, std::size_t) { return load(p); }
+  static void store_quads(float* p, std::size_t, F a) { store(p, a); }
+  static F load_bfloat16(const std::uint16_t* p) {
+    return reinterpret_cast<F>(__builtin_convertvector(read<VectorOf<std::uint16_t, kLanes>>(p), Words)
+                               << 16);
+  }
+  static F to_float(I a) { return __builtin_convertvector(ints(a), F); }
+  // a if x >= limit or x is NaN, else 0.
+  static F zero_below(F a, F x, F limit) {
+    return reinterpret_cast<F>(reinterpret_cast<Ints>(a) & ~reinterpret_cast<Ints>(x < limit));
+  }
   // a * 2^n for normal results.
   static F scale_by_power(F a, I n) {
     return reinterpret_cast<F>(reinterpret_cast<Words>(a) + (words(n) << 23));
@@ -31,14 +59,14 @@ struct SimdOps : Vectors {
   // The bits of |a|: ordered as the magnitudes are, with NaN above all.
   static I magnitude_bits(F a) { return of_words(reinterpret_cast<Words>(a) & 0x7fffffffu); }
 
-  static I broadcast4(const std::int8_t* p) {
-    std::int32_t x;
-    std::memcpy(&x, p, 4);
-    return Vectors::set_int(x);
-  }
+  static I broadcast4(const std::int8_t* p) { return Vectors::set_int(read<std::int32_t>(p)); }
   static I or_int(I a, I b) { return of_words(words(a) | words(b)); }
   static I sub_int(I a, I b) { return of_words(words(a) - words(b)); }
   static I add_int(I a, I b) { return of_words(words(a) + words(b)); }
+  static I max_int(I a, I b) {
+    const Ints x = ints(a), y = ints(b);
+    return of_ints(x > y ? x : y);
+  }
   template <int kBits>
   static I shift_left(I a) {
     return of_words(words(a) << kBits);

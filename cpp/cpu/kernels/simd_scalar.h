@@ -35,10 +35,6 @@ struct Simd : SimdOps<Vectors> {
     return out;
   }
 
-  static F load(const float* p) {
-    return map([&](int i) { return p[i]; });
-  }
-  static void store(float* p, F a) { std::memcpy(p, &a, sizeof a); }
   static F set(float x) {
     return map([&](int) { return x; });
   }
@@ -60,30 +56,16 @@ struct Simd : SimdOps<Vectors> {
     for (int i = 0; i < kLanes; ++i) out[i] = std::int32_t(std::lrint(a[i]));
     return out;
   }
-  static F to_float(I a) {
-    return map([&](int i) { return float(a[i]); });
-  }
   // Exchanges lanes whose indices differ in exactly these bits: 1, 2, 3, or four times that.
   template <int kBits>
   static F swap(F a) {
     return map([&](int i) { return a[i ^ kBits]; });
-  }
-  // a if x >= limit or x is NaN, else 0.
-  static F zero_below(F a, F x, F limit) {
-    return map([&](int i) { return x[i] < limit[i] ? 0.0f : a[i]; });
-  }
-  static I max_int(I a, I b) {
-    for (int i = 0; i < kLanes; ++i) a[i] = a[i] > b[i] ? a[i] : b[i];
-    return a;
   }
   static std::int32_t reduce_max(I a) {
     const std::int32_t x = a[0] > a[2] ? a[0] : a[2], y = a[1] > a[3] ? a[1] : a[3];
     return x > y ? x : y;
   }
 
-  // Loads four floats of one row.
-  static F load_quads(const float* p, std::size_t) { return load(p); }
-  static void store_quads(float* p, std::size_t, F a) { store(p, a); }
   // Lane i of a[j] becomes lane j of a[i].
   static void transpose_quads(F (&a)[4]) {
     const F rows[4] = {a[0], a[1], a[2], a[3]};
@@ -96,9 +78,6 @@ struct Simd : SimdOps<Vectors> {
   static void store_half(std::uint16_t* p, F a) {
     for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(a[i]);
   }
-  static F load_bfloat16(const std::uint16_t* p) {
-    return map([&](int i) { return bfloat16_to_float(p[i]); });
-  }
   static void store_int8(std::int8_t* p, I a) {
     for (int i = 0; i < kLanes; ++i) p[i] = std::int8_t(a[i]);
   }
@@ -106,12 +85,6 @@ struct Simd : SimdOps<Vectors> {
   static std::int32_t reduce_add(I a) { return a[0] + a[1] + a[2] + a[3]; }
 
   // Products of 8-bit integers: four bytes to a lane.
-  static I load_codes(const std::uint8_t* p) {
-    I out;
-    std::memcpy(&out, p, sizeof out);
-    return out;
-  }
-  static void store_codes(std::uint8_t* p, I a) { std::memcpy(p, &a, sizeof a); }
   static I load_table(const std::uint8_t* p) { return load_codes(p); }  // of 16 bytes
   static I look_up(I table, I codes) {
     std::uint8_t values[4 * kLanes], bytes[4 * kLanes];

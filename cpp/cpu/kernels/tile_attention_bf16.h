@@ -103,9 +103,9 @@ inline void raise_shift(AttentionStrip& strip, int row, float shift, int stride)
   strip.limit[row] = shift + kSlack;
   if (first) return;  // no results yet
   const F change = weight_exp2(Simd::set(before - shift));
-  Simd::store(strip.sum[row], Simd::mul(Simd::load(strip.sum[row]), change));
+  Simd::store(strip.sum[row], Simd::load(strip.sum[row]) * change);
   float* acc = strip.acc + row * stride;
-  for (int d = 0; d < stride; d += Simd::kLanes) Simd::store(acc + d, Simd::mul(Simd::load(acc + d), change));
+  for (int d = 0; d < stride; d += Simd::kLanes) Simd::store(acc + d, Simd::load(acc + d) * change);
 }
 
 // Converts scores of a span to bfloat16 weights 2^(score - shift), and adds them to the sums. The shift is
@@ -145,8 +145,8 @@ inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, i
     F sum = Simd::load(strip.sum[row + r]);
 #pragma GCC unroll 2
     for (int i = 0; i < n; i += 2 * Simd::kLanes) {
-      const __m512i weights = round_to_pairs(weight_exp2(Simd::sub(score(r, seen, i), shift)),
-                                             weight_exp2(Simd::sub(score(r, seen, i + Simd::kLanes), shift)));
+      const __m512i weights = round_to_pairs(weight_exp2(score(r, seen, i) - shift),
+                                             weight_exp2(score(r, seen, i + Simd::kLanes) - shift));
       _mm512_store_si512(p[r] + i, weights);
       sum = multiply_pairs(sum, weights, ones);
     }
@@ -243,7 +243,7 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
     std::uint16_t* out = strip.q + r * head.key_stride;
     const F scale = Simd::set(head.scale * kLog2E);
     for (int d = 0; d < head.key_stride; d += Simd::kLanes) {
-      const F values = Simd::mul(_mm512_maskz_loadu_ps(lanes_below(head.key_dim - d), q + d), scale);
+      const F values = _mm512_maskz_loadu_ps(lanes_below(head.key_dim - d), q + d) * scale;
       _mm256_mask_storeu_epi16(out + d, lanes_below(head.key_stride - d),
                                reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)));
     }

@@ -113,9 +113,9 @@ void softmax_span(const AttentionHead& head, int row, int span, AttentionTile<kR
     const F shift = Simd::set(tile.max[r]);
     F sum = Simd::set(0);
     for (int i = 0; i < n; i += Simd::kLanes) {
-      const F weight = exp2(Simd::sub(Simd::load(p + i), shift));
+      const F weight = exp2(Simd::load(p + i) - shift);
       Simd::store(p + i, weight);
-      sum = Simd::add(sum, weight);
+      sum += weight;
     }
     tile.sum[r] = tile.sum[r] * change[r] + Simd::reduce_add(sum);
   }
@@ -128,7 +128,7 @@ void value_columns(const Element* values, std::size_t stride, int n, int column,
   F acc[kRows][kVectors];
   FOR_UNROLL (int r = 0; r < kRows; ++r)
     FOR_UNROLL (int v = 0; v < kVectors; ++v)
-      acc[r][v] = Simd::mul(Simd::load(tile.acc[r] + column + v * Simd::kLanes), Simd::set(tile.rescale[r]));
+      acc[r][v] = Simd::load(tile.acc[r] + column + v * Simd::kLanes) * tile.rescale[r];
   const Element* row = values + column;
   NextLines lines = next;  // copy in registers
   for (int i = 0; i < n; ++i, row += stride) {

@@ -89,7 +89,7 @@ inline void load_queries(const AttentionHead& head, LaneTile& tile) {
     }
     rows_to_lanes(rows, stride, columns, tile.q[0] + t);
     for (int d = 0; d < dim; ++d)
-      Simd::store(tile.q[d] + t, Simd::mul(Simd::load(tile.q[d] + t), Simd::set(head.scale * kLog2E)));
+      Simd::store(tile.q[d] + t, Simd::load(tile.q[d] + t) * (head.scale * kLog2E));
   }
 }
 
@@ -148,7 +148,7 @@ void lane_values(const AttentionHead& head, const float* values, int n, LaneTile
     const auto place = [&](int i) { return tile.acc[column + i / kVectors] + i % kVectors * Simd::kLanes; };
     unrolled<kLaneSteps * kVectors>([&](auto i) {
       constexpr int v = i % kVectors;
-      acc[i / kVectors][v] = Simd::mul(Simd::load(place(i)), Simd::load(tile.rescale + v * Simd::kLanes));
+      acc[i / kVectors][v] = Simd::load(place(i)) * Simd::load(tile.rescale + v * Simd::kLanes);
     });
     for (int position = 0; position < n; ++position, value += head.value_stride)
       each_product<kLaneSteps, kVectors>(
@@ -177,9 +177,9 @@ inline void mask_scores(int span, int n, int t, LaneTile& tile) {
   const F begin = Simd::load(tile.begin + t), end = Simd::load(tile.end + t);
   for (int i = 0; i < n; ++i) {
     const F middle = Simd::set(float(span * kKeySpan + i) + 0.5f), zero = Simd::set(0);
-    const F inside = Simd::min(Simd::sub(middle, begin), Simd::sub(end, middle));  // positive if seen
+    const F inside = Simd::min(middle - begin, end - middle);  // positive if seen
     const F seen = Simd::zero_below(Simd::load(tile.p[i] + t), inside, zero);
-    Simd::store(tile.p[i] + t, Simd::add(seen, Simd::min(Simd::mul(inside, infinity), zero)));
+    Simd::store(tile.p[i] + t, seen + Simd::min(inside * infinity, zero));
   }
 }
 
@@ -195,20 +195,20 @@ inline void lane_softmax(int n, int t, LaneTile& tile) {
   F sums[kLanes];  // of every kLanes-th position, added up in the order of Simd::reduce_add()
   unrolled<kLanes>([&](auto lane) { sums[lane] = Simd::set(0); });
   const auto weigh = [&](int i, F& sum) __attribute__((always_inline)) {
-    const F weight = exp2(Simd::sub(Simd::load(tile.p[i] + t), max));
+    const F weight = exp2(Simd::load(tile.p[i] + t) - max);
     Simd::store(tile.p[i] + t, weight);
-    sum = Simd::add(sum, weight);
+    sum += weight;
   };
   int i = 0;
   for (; i + kLanes <= n; i += kLanes)
     unrolled<kLanes>([&](auto lane) __attribute__((always_inline)) { weigh(i + lane, sums[lane]); });
   for (int lane = 0; i + lane < n; ++lane) weigh(i + lane, sums[lane]);
   for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; ++lane) sums[lane] = Simd::add(sums[lane], sums[lane + half]);
-  const F change = exp2(Simd::sub(before, max));
+    for (int lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+  const F change = exp2(before - max);
   Simd::store(tile.max + t, max);
   Simd::store(tile.rescale + t, change);
-  Simd::store(tile.sum + t, Simd::add(Simd::mul(Simd::load(tile.sum + t), change), sums[0]));
+  Simd::store(tile.sum + t, Simd::load(tile.sum + t) * change + sums[0]);
 }
 
 // Calls body(n) with the number of positions of a span up to the last one that the tile sees, if any.
@@ -246,8 +246,8 @@ inline void end_split(const AttentionHead& head, bool first, bool last, LaneTile
     const auto of = [&](const LaneRow& row) { return Simd::load(row + t); };
     for (int d = 0; d < head.value_dim; ++d) {
       const F old = first ? Simd::set(0) : of(tile.all[d]);
-      const F sum = Simd::fma(old, of(splits.before), Simd::mul(of(tile.acc[d]), of(splits.now)));
-      Simd::store(tile.all[d] + t, Simd::mul(sum, of(splits.scale)));
+      const F sum = Simd::fma(old, of(splits.before), of(tile.acc[d]) * of(splits.now));
+      Simd::store(tile.all[d] + t, sum * of(splits.scale));
     }
   }
 }
@@ -301,16 +301,11 @@ void attend_lanes(const AttentionHead& head, int h, int first, int count, Span& 
   for (const LaneTile& tile : tiles) store_results(head, tile);
 }
 
-// Whether `count` tokens are enough for lanes.
-constexpr bool fills_lanes(int count) {
-  return count > Simd::kLanes / 2;
-}
-
 // Computes tokens [first, first + count) of an item: few by rows, many by lanes.
 template <typename SpanOfFew, typename SpanOfMany>
 void attention_of(const AttentionHead& head, int first, int count) {
   const int end = first + count;
-  if (!fills_lanes(count)) return attention_rows<SpanOfFew>(head, first * head.heads, end * head.heads);
+  if (count <= Simd::kLanes / 2) return attention_rows<SpanOfFew>(head, first * head.heads, end * head.heads);
   LaneTile tiles[ceil_div(kQueryTile, kLaneTokens)];
   SpanOfMany elements;
   for (; first < end; first += kQueryTile)

@@ -64,7 +64,7 @@ inline F widened(I lanes, F scale, F zero) {
   return Simd::fma(Simd::to_float(Simd::template byte_of<i>(lanes)), scale, zero);
 }
 inline F zero_of(F scale) {
-  return Simd::mul(scale, Simd::set(-128));
+  return scale * -128.0f;
 }
 
 // Codes of Q8_0 as float32: keys [kKeySpan / 16][key_dim][16] and values [kKeySpan][value_dim].
@@ -163,7 +163,7 @@ void value_span(const AttentionHead& head, const Q8Values* values, int n, Attent
     F acc[kRows][kVectors];
     unrolled<kRows * kVectors>([&](auto i) {
       constexpr int r = i / kVectors, v = i % kVectors;
-      acc[r][v] = Simd::mul(Simd::load(tile.acc[r] + column + v * Simd::kLanes), Simd::set(tile.rescale[r]));
+      acc[r][v] = Simd::load(tile.acc[r] + column + v * Simd::kLanes) * tile.rescale[r];
     });
     for (int position = 0; position < n; position += 4) {
       next.step();
@@ -204,7 +204,7 @@ struct Digits {
     for (int block = 0; block < count; block += kBlock) {
       I sum = Simd::set_int(0);
       FOR_UNROLL (int i = block; i < block + kBlock; i += Simd::kLanes) {
-        const I whole = Simd::round(Simd::mul(Simd::load(x + i), inverse));
+        const I whole = Simd::round(Simd::load(x + i) * inverse);
         // The low byte is the low digit, with its sign; the rest is a multiple of 256.
         Simd::store_low_bytes(low + i, whole);
         Simd::store_low_bytes(high + i, Simd::template byte_of<1>(Simd::add_int(whole, Simd::set_int(128))));
@@ -285,7 +285,7 @@ void score_span(const AttentionHead& head, Q8Keys keys, int n, Q8Tile<kRows>& ti
           kKeyLaneStep, [&](int r, int v, F sum) __attribute__((always_inline)) {
             float* score = tile.p[r] + first + v * Simd::kLanes;
             const F before = block == 0 ? Simd::set(0) : Simd::load(score);
-            Simd::store(score, Simd::fma(Simd::mul(sum, Simd::set(tile.q_unit[r])), scale[v], before));
+            Simd::store(score, Simd::fma(sum * tile.q_unit[r], scale[v], before));
           });
     }
   }
@@ -304,18 +304,18 @@ void value_span(const AttentionHead& head, const Q8Values* values, int n, Q8Tile
     for (int r = 0; r < kRows; ++r) {
       float scaled[kKeySpan];
       for (int i = 0; i < kKeySpan; i += Simd::kLanes)
-        Simd::store(scaled + i, Simd::mul(Simd::load(tile.p[r] + i), Simd::load(values->scales[block] + i)));
+        Simd::store(scaled + i, Simd::load(tile.p[r] + i) * Simd::load(values->scales[block] + i));
       unit[r] = weights[r].split(scaled, kKeySpan);
     }
     for (int column = block * kBlockCols; column < (block + 1) * kBlockCols;
          column += kVectors * Simd::kLanes)
-      multiply_digits<kRows, kVectors>(
-          weights, 0, n, values->codes + 4 * std::size_t(column), 4 * Simd::kLanes, 4 * std::size_t(dim),
-          [&](int r, int v, F sum) __attribute__((always_inline)) {
-            float* out = tile.acc[r] + column + v * Simd::kLanes;
-            const F before = Simd::mul(Simd::load(out), Simd::set(tile.rescale[r]));
-            Simd::store(out, Simd::fma(sum, Simd::set(unit[r]), before));
-          });
+      multiply_digits<kRows, kVectors>(weights, 0, n, values->codes + 4 * std::size_t(column),
+                                       4 * Simd::kLanes, 4 * std::size_t(dim),
+                                       [&](int r, int v, F sum) __attribute__((always_inline)) {
+                                         float* out = tile.acc[r] + column + v * Simd::kLanes;
+                                         const F before = Simd::load(out) * tile.rescale[r];
+                                         Simd::store(out, Simd::fma(sum, Simd::set(unit[r]), before));
+                                       });
   }
 }
 

@@ -35,13 +35,12 @@ constexpr bool kJoinsHalves = kHasHalves<Block> && !kAddsHalves<S, Block> && req
 
 // The scaled sum of a block and of activations of scale 1, for kJoinsHalves.
 inline F joined_sum(F first_scale, I first, F second_scale, I second) {
-  return Simd::fma(Simd::to_float(second), second_scale, Simd::mul(Simd::to_float(first), first_scale));
+  return Simd::fma(Simd::to_float(second), second_scale, Simd::to_float(first) * first_scale);
 }
 
 // The sums of both halves of a block, each times the integers of its scales, for the rows from `row` on.
 inline F scaled_sum(const std::int8_t (&scale_code)[2][kGroupRows], int row, F first, F second) {
-  return Simd::fma(first, load_floats(scale_code[0] + row),
-                   Simd::mul(second, load_floats(scale_code[1] + row)));
+  return Simd::fma(first, load_floats(scale_code[0] + row), second * load_floats(scale_code[1] + row));
 }
 
 // Number of integer sums of a block, each with a scale.

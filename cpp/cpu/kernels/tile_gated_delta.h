@@ -23,7 +23,7 @@ void gated_delta(const GatedDeltaToken& token, float* state, float* out) {
   };
   const auto total = [&](int v) {
     F sum = sums[0][v];
-    for (int s = 1; s < kSums; ++s) sum = Simd::add(sum, sums[s][v]);
+    for (int s = 1; s < kSums; ++s) sum += sums[s][v];
     return sum;
   };
 
@@ -37,7 +37,7 @@ void gated_delta(const GatedDeltaToken& token, float* state, float* out) {
   const F decay = Simd::set(token.decay), beta = Simd::set(token.beta);
   unrolled<kVectors>([&](auto v) {
     const F value = load_part(token.v + v * Simd::kLanes, token.columns - v * Simd::kLanes);
-    added[v] = Simd::mul(beta, Simd::sub(value, Simd::mul(decay, total(v))));
+    added[v] = beta * (value - decay * total(v));
   });
 
   clear();
@@ -45,7 +45,7 @@ void gated_delta(const GatedDeltaToken& token, float* state, float* out) {
     const F k = Simd::set(token.k[i]), q = Simd::set(token.q[i]);
     float* row = state + i * kGatedDeltaColumns;
     unrolled<kVectors>([&](auto v) {
-      const F kept = Simd::mul(decay, Simd::load(row + v * Simd::kLanes));
+      const F kept = decay * Simd::load(row + v * Simd::kLanes);
       const F changed = Simd::fma(k, added[v], kept);
       Simd::store(row + v * Simd::kLanes, changed);
       sums[s][v] = Simd::fma(q, changed, sums[s][v]);

@@ -27,7 +27,7 @@ inline __attribute__((always_inline)) void add_scaled(const Block* block, int v,
       FOR_UNROLL (int t = 0; t < kTokens; ++t) {
         const F total =
             scaled_sum(block->scale_code, row, Simd::to_float(sum[0][r][t]), Simd::to_float(sum[1][r][t]));
-        acc[r][t] = Simd::fma(total, Simd::mul(unit, Simd::set(x->terms[token + t].scale)), acc[r][t]);
+        acc[r][t] = Simd::fma(total, unit * x->terms[token + t].scale, acc[r][t]);
       }
       continue;
     }
@@ -45,7 +45,7 @@ inline __attribute__((always_inline)) void add_scaled(const Block* block, int v,
       else
         scale = load_floats(block->scale + row);
       FOR_UNROLL (int t = 0; t < kTokens && !kJoins; ++t) {
-        const F both = Simd::mul(scale, Simd::set(x->terms[token + t].scale));
+        const F both = scale * x->terms[token + t].scale;
         F total;
         if constexpr (kHalfwords) {
           if constexpr (kParts) sum[0][r][t] = S::add_halfwords(sum[0][r][t], sum[1][r][t]);
@@ -54,7 +54,7 @@ inline __attribute__((always_inline)) void add_scaled(const Block* block, int v,
           total = Simd::to_float(S::sum_halfwords(start[h], sum[h][r][t]));
         } else {
           total = Simd::to_float(sum[h][r][t]);
-          if constexpr (kParts) total = Simd::add(total, Simd::to_float(sum[1][r][t]));  // below 2^24: exact
+          if constexpr (kParts) total += Simd::to_float(sum[1][r][t]);  // below 2^24: exact
         }
         acc[r][t] = Simd::fma(total, both, acc[r][t]);
       }

@@ -17,17 +17,10 @@ constexpr std::size_t kFetchAhead = 8192;
 // Prefetches a span's share of the block `ahead` bytes later into the L2 cache. A span's loads are more
 // streams than the processor prefetches: without this, a token reads 8 GB/s instead of a single stream's 24
 // GB/s.
-template <class Block>
-inline void prefetch_span(const Block* block, int span, std::size_t ahead) {
-  constexpr std::size_t kBytes = ceil_div(sizeof(Block), std::size_t(64) * Block::kSpans) * 64;
-  prefetch<CacheLevel::kL2, kBytes>(reinterpret_cast<const std::byte*>(block) + ahead + span * kBytes);
-}
-// prefetch_span for half of a span.
-template <class Block>
-inline void prefetch_half_span(const Block* block, int span, int half, std::size_t ahead) {
-  constexpr std::size_t kBytes = ceil_div(sizeof(Block), std::size_t(64) * 2 * Block::kSpans) * 64;
-  prefetch<CacheLevel::kL2, kBytes>(reinterpret_cast<const std::byte*>(block) + ahead +
-                                    std::size_t(2 * span + half) * kBytes);
+template <int kParts = 1, class Block>
+inline void prefetch_span(const Block* block, int part, std::size_t ahead) {
+  constexpr std::size_t kBytes = ceil_div(sizeof(Block), std::size_t(64) * kParts * Block::kSpans) * 64;
+  prefetch<CacheLevel::kL2, kBytes>(reinterpret_cast<const std::byte*>(block) + ahead + part * kBytes);
 }
 
 template <class Block>
@@ -76,8 +69,7 @@ inline F narrow_scale(const Block& block, int span, int half, int row) {
   else if constexpr (requires { block.half_scale; })
     return load_floats(block.half_scale[half] + row);
   else
-    return Simd::mul(load_floats(block.scale_unit + row),
-                     Simd::to_float(scale_codes(block, span, half, row)));
+    return load_floats(block.scale_unit + row) * Simd::to_float(scale_codes(block, span, half, row));
 }
 
 template <class Block>
@@ -86,7 +78,7 @@ inline F narrow_min(const Block& block, int span, int half, int row) {
     return load_floats(block.min + row);
   } else {
     const F code = Simd::to_float(min_codes(block, span, half, row));
-    return Simd::sub(Simd::set(0), Simd::mul(load_floats(block.min_unit + row), code));
+    return 0.0f - load_floats(block.min_unit + row) * code;
   }
 }
 
@@ -119,7 +111,7 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
         if constexpr (kAddsHalves<Simd, typename Block::Wide>) {
           const F total =
               scaled_sum(block->scale_code[span], row, Simd::to_float(sum[0]), Simd::to_float(sum[1]));
-          acc[v] = Simd::fma(total, Simd::mul(load_floats(block->scale_unit + row), x_scale), acc[v]);
+          acc[v] = Simd::fma(total, load_floats(block->scale_unit + row) * x_scale, acc[v]);
         } else if constexpr (kSums == 2) {
           if constexpr (kJoinsHalves<Simd, typename Block::Wide>)
             acc[v] = Simd::fma(joined_sum(narrow_scale(*block, span, 0, row), sum[0],
@@ -127,16 +119,16 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
                                x_scale, acc[v]);
           FOR_UNROLL (int half = 0; half < 2; ++half) {
             if constexpr (!kJoinsHalves<Simd, typename Block::Wide>)
-              acc[v] = Simd::fma(Simd::to_float(sum[half]),
-                                 Simd::mul(narrow_scale(*block, span, half, row), x_scale), acc[v]);
+              acc[v] = Simd::fma(Simd::to_float(sum[half]), narrow_scale(*block, span, half, row) * x_scale,
+                                 acc[v]);
             if constexpr (kNarrowMin<Block>) {
               acc[v] = Simd::fma(narrow_min(*block, span, half, row),
                                  Simd::set(scaled_half_sum(*x, token, half)), acc[v]);
             }
           }
         } else {
-          const F total = Simd::add(Simd::to_float(sum[0]), Simd::to_float(sum[1]));  // below 2^24: exact
-          acc[v] = Simd::fma(total, Simd::mul(narrow_scale(*block, span, 0, row), x_scale), acc[v]);
+          const F total = Simd::to_float(sum[0]) + Simd::to_float(sum[1]);  // below 2^24: exact
+          acc[v] = Simd::fma(total, narrow_scale(*block, span, 0, row) * x_scale, acc[v]);
           if constexpr (kNarrowMin<Block>)
             acc[v] =
                 Simd::fma(narrow_min(*block, span, 0, row), Simd::set(x->terms[token].scaled_sum), acc[v]);

@@ -68,7 +68,7 @@ void widen_block(const Block& block, PairBlock& out) {
     unrolled<16>([&](auto pair) __attribute__((always_inline)) {
       constexpr int kStep = pair / 2, kHalf = kStep / 4;
       const auto scaled = [&](F value) {
-        return kMin ? Simd::fma(value, scale[kHalf], min[kHalf]) : Simd::mul(value, scale[kHalf]);
+        return kMin ? Simd::fma(value, scale[kHalf], min[kHalf]) : value * scale[kHalf];
       };
       const F even = scaled(column_of<Block, kStep, pair % 2 * 2>(block, panel)),
               odd = scaled(column_of<Block, kStep, pair % 2 * 2 + 1>(block, panel));

@@ -48,9 +48,9 @@ inline void with_activation(const Activation* activation, Body&& body) {
 template <typename Activate>
 inline void deliver(const ProductOutput& out, int token, int row, F products, Activate) {
   float* to = out.row(token) + row;
-  if (out.bias) products = Simd::add(products, Simd::load(out.bias + row));
+  if (out.bias) products += Simd::load(out.bias + row);
   products = Activate::apply(products);
-  if (out.add) products = Simd::add(Simd::load(to), products);
+  if (out.add) products = Simd::load(to) + products;
   Simd::store(to, products);
 }
 // Stores products without an activation, which activate_products() applies.
@@ -101,7 +101,7 @@ struct FloatTotals {
     if (end == 0) return;
     FOR_UNROLL (int t = 0; t < kTokens; ++t)
       FOR_UNROLL (int r = 0; r < kVectors; ++r)
-        sums[t][r] = Simd::add(Simd::load(of[t] + r * Simd::kLanes), sums[t][r]);
+        sums[t][r] = Simd::load(of[t] + r * Simd::kLanes) + sums[t][r];
   }
   // Takes over `sums`, which then restart at 0 from block `block` on.
   __attribute__((always_inline)) void take(F (&sums)[kTokens][kVectors], int block) {

@@ -24,8 +24,7 @@ constexpr float kRotationLength = 8;
 template <int kQuarter, int kVectors>
 inline void mix_quarters(F (&v)[kVectors]) {
   unrolled<kQuarter>([&](auto i) __attribute__((always_inline)) {
-    const F sum =
-        Simd::add(Simd::add(v[i], v[i + kQuarter]), Simd::add(v[i + 2 * kQuarter], v[i + 3 * kQuarter]));
+    const F sum = v[i] + v[i + kQuarter] + (v[i + 2 * kQuarter] + v[i + 3 * kQuarter]);
     unrolled<4>([&](auto q) __attribute__((always_inline)) {
       v[i + q * kQuarter] = Simd::fma(v[i + q * kQuarter], Simd::set(-2), sum);
     });
@@ -102,7 +101,7 @@ concept PacksCodes = requires(const typename S::I (&a)[4]) { S::pack_codes(a); }
 template <class S>
 inline std::uint32_t round_rotated(const float* x, int count, F inverse, std::byte* out) {
   auto* q = reinterpret_cast<std::int8_t*>(out);
-  const auto rounded = [&](int i) { return S::round(S::mul(S::load(x + i), inverse)); };
+  const auto rounded = [&](int i) { return S::round(S::load(x + i) * inverse); };
   if constexpr (PacksCodes<S>) {
     I sum = S::set_int(0);
     for (int i = 0; i < count; i += 4 * S::kLanes) {
@@ -135,7 +134,7 @@ inline std::uint32_t round_rotated(const float* x, int count, F inverse, std::by
 template <MultipliesHalfwords S>
 inline std::uint32_t round_rotated_wide(const float* x, int count, F inverse, std::byte* out) {
   auto* q = reinterpret_cast<std::int16_t*>(out);
-  for (int i = 0; i < count; i += S::kLanes) S::store_int16(q + i, S::round(S::mul(S::load(x + i), inverse)));
+  for (int i = 0; i < count; i += S::kLanes) S::store_int16(q + i, S::round(S::load(x + i) * inverse));
   return 0;
 }
 
@@ -227,7 +226,7 @@ struct RotatedProduct {
       return Simd::template dot<LimitsPairs<S> ? 0 : Simd::kRotatedZero>(sum, weights, x);
   }
   F finish(Sum sum, int token, int row) const {
-    return Simd::mul(Simd::to_float(sum), Simd::mul(Simd::load(scales + row), Simd::set(terms[token].scale)));
+    return Simd::to_float(sum) * (Simd::load(scales + row) * terms[token].scale);
   }
 };
 

@@ -34,7 +34,7 @@ inline void scan_columns(const ScanHead& h, int first, int count, const ScanFact
     const F decay = Simd::set(factors.decay[i]), step = Simd::set(factors.step[i]);
     F input[kVectors], y[kVectors];
     unrolled<kVectors>([&](auto v) __attribute__((always_inline)) {
-      input[v] = Simd::mul(step, load(x + v * Simd::kLanes));
+      input[v] = step * load(x + v * Simd::kLanes);
       y[v] = Simd::set(0.0f);
     });
     for (int row = 0; row < h.rows; ++row) {
@@ -42,7 +42,7 @@ inline void scan_columns(const ScanHead& h, int first, int count, const ScanFact
       const F from = Simd::set(b[row]), to = Simd::set(c[row]);
       unrolled<kVectors>([&](auto v) __attribute__((always_inline)) {
         const F before = load(state + v * Simd::kLanes);
-        const F after = Simd::fma(before, decay, Simd::mul(from, input[v]));
+        const F after = Simd::fma(before, decay, from * input[v]);
         store(state + v * Simd::kLanes, after);
         y[v] = Simd::fma(after, to, y[v]);
       });

@@ -26,7 +26,7 @@ inline void each_split(const AttentionHead& head, VisibleRange visible, Body&& b
 
 // Inverse of a sum of weights. The sum is 0 in rows that see no position, whose results are 0.
 inline F inverse_sum(F sum) {
-  return Simd::div(Simd::set(1), Simd::max(Simd::set(std::numeric_limits<float>::min()), sum));
+  return 1.0f / Simd::max(Simd::set(std::numeric_limits<float>::min()), sum);
 }
 
 // The sum of weights before the first position. A sink counts as an earlier score without a value; null:
@@ -63,10 +63,9 @@ struct SplitSums {
     for (int r = 0; r < rows; r += Simd::kLanes) {
       const F old_shift = Simd::load(shift + r), next_shift = Simd::load(split_shift + r);
       const F new_shift = Simd::max(next_shift, old_shift);
-      const F old_factor = exp2(Simd::sub(old_shift, new_shift));
-      const F next_factor = exp2(Simd::sub(next_shift, new_shift));
-      const F weights =
-          Simd::fma(Simd::load(sum + r), old_factor, Simd::mul(Simd::load(split_sum + r), next_factor));
+      const F old_factor = exp2(old_shift - new_shift);
+      const F next_factor = exp2(next_shift - new_shift);
+      const F weights = Simd::fma(Simd::load(sum + r), old_factor, Simd::load(split_sum + r) * next_factor);
       Simd::store(shift + r, new_shift);
       Simd::store(sum + r, weights);
       Simd::store(before + r, old_factor);
@@ -80,8 +79,8 @@ struct SplitSums {
     const F old_factor = Simd::set(before[r]), next_factor = Simd::set(now[r]), both = Simd::set(scale[r]);
     for (int d = 0; d < dim; d += Simd::kLanes) {
       const F old = load_part(out[r] + d, dim - d), next = load_part(acc + d, dim - d);
-      const F weighted = Simd::fma(old, old_factor, Simd::mul(next, next_factor));
-      store_part(out[r] + d, Simd::mul(weighted, both), dim - d);
+      const F weighted = Simd::fma(old, old_factor, next * next_factor);
+      store_part(out[r] + d, weighted * both, dim - d);
     }
   }
 };
@@ -151,7 +150,7 @@ inline void divide_split(const AttentionHead& head, int row, int rows, const flo
     const F scale = Simd::set(scales[r % Simd::kLanes]);
     for (int d = 0; d < head.value_dim; d += Simd::kLanes) {
       const int left = head.value_dim - d;
-      store_part(out + d, Simd::mul(Simd::add(load_part(acc + d, left), Simd::set(0)), scale), left);
+      store_part(out + d, (load_part(acc + d, left) + 0.0f) * scale, left);
     }
   }
 }

@@ -63,7 +63,7 @@ struct alignas(64) SuperPanel {
 template <class Block>
 inline F minus_min_units(const Block& block, int row) {
   if constexpr (kNarrowMin<Block>)
-    return Simd::sub(Simd::set(0), load_floats(block.min_unit + row));
+    return 0.0f - load_floats(block.min_unit + row);
   else
     return Simd::set(0);
 }
@@ -121,7 +121,7 @@ class WeightSum {
   void add_mins(I first, I second) { mins_ = Simd::add_int(mins_, Simd::add_int(first, second)); }
 
   F times(F unit, F minus_min_unit) const {
-    const F sum = Simd::mul(Simd::to_float(sum_), unit);
+    const F sum = Simd::to_float(sum_) * unit;
     if constexpr (!kNarrowMin<Block>) return sum;
     return Simd::fma(Simd::to_float(Simd::shift_left<4>(mins_)), minus_min_unit, sum);  // of 16 columns
   }
@@ -173,7 +173,7 @@ void unpack(const Block& block, int panel, I table, SuperPanel& out, Fetch&& fet
 template <class Block>
 inline __attribute__((always_inline)) F add_super(F before, I sum, F unit, F min_sum, F minus_min_unit,
                                                   F weight_sum, const SuperTile& tile, int t) {
-  F total = Simd::mul(Simd::to_float(sum), unit);
+  F total = Simd::to_float(sum) * unit;
   if constexpr (kNarrowMin<Block>) total = Simd::fma(min_sum, minus_min_unit, total);
   total = Simd::fma(weight_sum, Simd::set(tile.minus_zero[t]), total);
   return Simd::fma(total, Simd::set(tile.scale[t]), before);
@@ -275,7 +275,7 @@ void super_tiles(const PackedMatrix& weight, int group, const SuperRows& x, int 
       // Prefetches the next group, which is read after the products of this one, a few lines at a time: more
       // would delay each other.
       unpack(block[b], p, table, panel,
-             [&](int span) { prefetch_half_span(block + b, span, p, weight.group_bytes()); });
+             [&](int span) { prefetch_span<2>(block + b, 2 * span + p, weight.group_bytes()); });
       multiply_panel<Block>(panel, x.tile(first) + b, std::size_t(n_blocks), tiles, acc[p]);
     }
   for (int t = 0; t < count; ++t, out += stride)
@@ -393,14 +393,14 @@ void quantize_super(const float* x, int token, int n_blocks, SuperTile* out) {
     const float lowest = _mm512_reduce_min_ps(least);
     const float range = _mm512_reduce_max_ps(greatest) - lowest + _mm512_reduce_add_ps(not_finite);
     const F inverse = Simd::set(range > 0 ? (kHighest - kLowest) / range : 0.0f);
-    const I zero = Simd::sub_int(Simd::set_int(kLowest), Simd::round(Simd::mul(Simd::set(lowest), inverse)));
+    const I zero = Simd::sub_int(Simd::set_int(kLowest), Simd::round(lowest * inverse));
     out->scale[token] = range / (kHighest - kLowest);
     out->minus_zero[token] = -_mm512_cvtss_f32(Simd::to_float(zero));
     std::int32_t sums[kSuperSums];
     for (int i = 0; i < kVectors; i += 4) {
       I rounded[4];
       for (int j = 0; j < 4; ++j) {
-        const I steps = Simd::round(Simd::mul(Simd::load(x + (i + j) * Simd::kLanes), inverse));
+        const I steps = Simd::round(Simd::load(x + (i + j) * Simd::kLanes) * inverse);
         // If both ends of the range are ties, rounding may make them differ by 256.
         rounded[j] = _mm512_min_epi32(Simd::add_int(steps, zero), Simd::set_int(kHighest));
         Simd::store_int8(out->q[i / 4][token] + j * Simd::kLanes, rounded[j]);

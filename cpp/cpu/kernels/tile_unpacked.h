@@ -139,7 +139,7 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
       FOR_UNROLL (int r = 0; r < kRows; ++r) {
         if constexpr (kHalfwords) sum[t][r] = S::sum_halfwords(start[h], sum[t][r]);
         float* total = out + std::size_t(t) * stride + r * S::kLanes;
-        F next = S::fma(S::to_float(sum[t][r]), S::mul(block.scale[h][r], scale), S::load(total));
+        F next = S::fma(S::to_float(sum[t][r]), block.scale[h][r] * scale, S::load(total));
         if constexpr (kHasHalfMins<Block>)
           next = S::fma(block.min[h][r], S::set(scaled_half_sum(x, token + t, h)), next);
         if constexpr (kHasMin<Block>) next = S::fma(block.min[0][r], S::set(terms[t].scaled_sum), next);
