@@ -85,8 +85,7 @@ inline __attribute__((always_inline)) void add_sums(const Sums& sums, const Sign
                                                     const ActivationTile& x, F (&results)[kTileTokens]) {
   const F scale = Simd::load(panel.scale[0]);
   FOR_UNROLL (int t = 0; t < kTileTokens; ++t) {
-    results[t] = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])),
-                           Simd::mul(scale, Simd::set(x.terms[t].scale)), results[t]);
+    results[t] = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])), scale * x.terms[t].scale, results[t]);
     if constexpr (kHasMin<Block>)
       results[t] = Simd::fma(Simd::load(panel.min), Simd::set(x.terms[t].scaled_sum), results[t]);
   }
@@ -249,27 +248,25 @@ double run_tiles(int rounds) {
   return double(rounds) * 4 * kTileTokens * kPanelRows * kDepth;
 }
 
-Kernels amx_table() {
-  Kernels table = kernels_avx512bf16();
-  table.name = "amx";
-  table.key_multiple = kAmxDepth;
-  table.multiply_int8 = multiply_int8_amx;
-  table.multiply_super = multiply_super;
-  table.quantize_super = quantize_super;
-  table.multiply_pairs = multiply_pairs_amx;
-  table.multiply_rotated = multiply_rotated_amx;
-  table.end_phase = drop_tile_config;
-  table.attention = attention_amx;
-  table.run_dots = run_tiles<false>;
-  table.run_bfloat16 = run_tiles<true>;
-  return table;
-}
-
 }  // namespace
 
 const Kernels& kernels_amx() {
-  static const Kernels table = amx_table();
-  return table;
+  static const Kernels set = [] {
+    Kernels table = kernels_avx512bf16();
+    table.name = "amx";
+    table.key_multiple = kAmxDepth;
+    table.multiply_int8 = multiply_int8_amx;
+    table.multiply_super = multiply_super;
+    table.quantize_super = quantize_super;
+    table.multiply_pairs = multiply_pairs_amx;
+    table.multiply_rotated = multiply_rotated_amx;
+    table.end_phase = drop_tile_config;
+    table.attention = attention_amx;
+    table.run_dots = run_tiles<false>;
+    table.run_bfloat16 = run_tiles<true>;
+    return table;
+  }();
+  return set;
 }
 
 }  // namespace metal_prefill::cpu

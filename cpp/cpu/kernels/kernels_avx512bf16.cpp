@@ -16,27 +16,25 @@ double run_bfloat16(int rounds) {
   return double(rounds) * kPeakChains * Simd::kLanes * 2;
 }
 
-// Multiplies weights in bfloat16 by pairs, and keeps a cache in f16 as pairs.
-Kernels bf16_table() {
-  Kernels table = kernels_avx512vnni();
-  table.name = "avx512bf16";
-  table.multiply_pairs = multiply_pair_blocks;
-  table.widen_to_pairs = widen_to_pairs;
-  table.round_to_bfloat16 = round_to_bfloat16;
-  table.half_layout = KvLayout::kPairs;
-  table.key_multiple = 2;
-  table.store_keys = store_key_pairs;
-  table.store_values = store_value_pairs;
-  table.attention = attention_of_pairs<VectorTiles>;
-  table.run_bfloat16 = run_bfloat16;
-  return table;
-}
-
 }  // namespace
 
+// Multiplies weights in bfloat16 by pairs, and keeps a cache in f16 as pairs.
 const Kernels& kernels_avx512bf16() {
-  static const Kernels table = bf16_table();
-  return table;
+  static const Kernels set = [] {
+    Kernels table = kernels_avx512vnni();
+    table.name = "avx512bf16";
+    table.multiply_pairs = multiply_pair_blocks;
+    table.widen_to_pairs = widen_to_pairs;
+    table.round_to_bfloat16 = round_to_bfloat16;
+    table.half_layout = KvLayout::kPairs;
+    table.key_multiple = 2;
+    table.store_keys = store_key_pairs;
+    table.store_values = store_value_pairs;
+    table.attention = attention_of_pairs<VectorTiles>;
+    table.run_bfloat16 = run_bfloat16;
+    return table;
+  }();
+  return set;
 }
 
 }  // namespace metal_prefill::cpu

@@ -19,28 +19,26 @@ void attention_vnni(const AttentionHead& head, int first, int count) {
     kernels_avx2().attention(head, first, count);
 }
 
-// Replaces the products of 8-bit integers, and the blocks of weights for them.
-Kernels vnni_table() {
-  Kernels table = kernels_avx2();
-  table.name = "avxvnni";
-  table.multiply_int8 = multiply_int8;
-  table.multiply_narrow = multiply_narrow;
-  table.widen = widen;
-  table.multiply_rotated = multiply_rotated<Simd>;
-  table.rotated_zero = kCodeZero;
-  table.rotate = rotate;
-  table.rotate_wide = wide_rotation<Simd>();
-  table.limit_pairs = pair_limiter<Simd>();
-  table.attention = attention_vnni;
-  table.run_dots = run_dots;
-  return table;
-}
-
 }  // namespace
 
+// Replaces the products of 8-bit integers, and the blocks of weights for them.
 const Kernels& kernels_avxvnni() {
-  static const Kernels table = vnni_table();
-  return table;
+  static const Kernels set = [] {
+    Kernels table = kernels_avx2();
+    table.name = "avxvnni";
+    table.multiply_int8 = multiply_int8;
+    table.multiply_narrow = multiply_narrow;
+    table.widen = widen;
+    table.multiply_rotated = multiply_rotated<Simd>;
+    table.rotated_zero = kCodeZero;
+    table.rotate = rotate;
+    table.rotate_wide = wide_rotation<Simd>();
+    table.limit_pairs = pair_limiter<Simd>();
+    table.attention = attention_vnni;
+    table.run_dots = run_dots;
+    return table;
+  }();
+  return set;
 }
 
 }  // namespace metal_prefill::cpu

@@ -247,17 +247,15 @@ void multiply_rotated_matrix(const PackedMatrix& weight, GroupRange groups, cons
   });
 }
 
-Kernels matrix_table() {
-  Kernels table = neon_table<MatrixProduct>("neon_i8mm", kernels_neon_dotprod());
-  table.multiply_rotated = multiply_rotated_matrix;
-  return table;
-}
-
 }  // namespace
 
 const Kernels& kernels_neon_i8mm() {
-  static const Kernels table = matrix_table();
-  return table;
+  static const Kernels set = [] {
+    Kernels table = neon_table<MatrixProduct>("neon_i8mm", kernels_neon_dotprod());
+    table.multiply_rotated = multiply_rotated_matrix;
+    return table;
+  }();
+  return set;
 }
 
 }  // namespace metal_prefill::cpu
