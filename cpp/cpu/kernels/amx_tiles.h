@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "unroll.h"
+
 namespace metal_prefill::cpu {
 namespace {
 
@@ -62,13 +64,13 @@ inline void drop_tile_config() {
 }
 
 template <int kTile>
-inline __attribute__((always_inline)) void zero_tile() {
+inline ALWAYS_INLINE void zero_tile() {
   asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
 }
 
 // Loads kRows rows of kBytes bytes, kStride bytes apart.
 template <int kTile, int kRows, int kBytes, int kStride = kBytes>
-inline __attribute__((always_inline)) void load_tile(const void* from) {
+inline ALWAYS_INLINE void load_tile(const void* from) {
   using Memory = const char[(kRows - 1) * kStride + kBytes];
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2"
                :
@@ -76,7 +78,7 @@ inline __attribute__((always_inline)) void load_tile(const void* from) {
 }
 
 template <int kTile>
-inline __attribute__((always_inline)) void store_tile(std::int32_t (&to)[16][16]) {
+inline ALWAYS_INLINE void store_tile(std::int32_t (&to)[16][16]) {
   asm volatile("tilestored %%tmm%c3, (%1,%2,1)"
                : "=m"(to)
                : "r"(to), "r"(std::ptrdiff_t(kTileRowBytes)), "i"(kTile));
@@ -84,29 +86,29 @@ inline __attribute__((always_inline)) void store_tile(std::int32_t (&to)[16][16]
 
 // Loads sixteen full rows, `stride` bytes apart.
 template <int kTile>
-inline __attribute__((always_inline)) void load_tile_rows(const void* from, std::size_t stride) {
+inline ALWAYS_INLINE void load_tile_rows(const void* from, std::size_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(kTile) : "memory");
 }
 template <int kTile>
-inline __attribute__((always_inline)) void store_tile_rows(void* to, std::size_t stride) {
+inline ALWAYS_INLINE void store_tile_rows(void* to, std::size_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(kTile) : "memory");
 }
 
 // C += A * B, pairs of bfloat16.
 template <int kC, int kA, int kB>
-inline __attribute__((always_inline)) void multiply_pair_tiles() {
+inline ALWAYS_INLINE void multiply_pair_tiles() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
 // C += A * B, signed bytes.
 template <int kC, int kA, int kB>
-inline __attribute__((always_inline)) void multiply_tiles() {
+inline ALWAYS_INLINE void multiply_tiles() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
 // C += A * B, signed bytes by unsigned ones.
 template <int kC, int kA, int kB>
-inline __attribute__((always_inline)) void multiply_unsigned_tiles() {
+inline ALWAYS_INLINE void multiply_unsigned_tiles() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 

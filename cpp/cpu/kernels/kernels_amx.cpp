@@ -70,8 +70,7 @@ using Sums = std::int32_t[kTileTokens][kPanelRows];
 
 // C = tokens * weights of one block, or of half a block.
 template <int kSlot, int kDepth>
-inline __attribute__((always_inline)) void multiply_step(const std::int8_t* tokens,
-                                                         const std::int8_t* weights) {
+inline ALWAYS_INLINE void multiply_step(const std::int8_t* tokens, const std::int8_t* weights) {
   constexpr int kA = 4 + kSlot, kB = 6 + kSlot;
   zero_tile<kSlot>();
   load_tile<kA, kTileTokens, kDepth, kBlockCols>(tokens);
@@ -81,8 +80,8 @@ inline __attribute__((always_inline)) void multiply_step(const std::int8_t* toke
 
 // results[t] += sums[t] * (weight scale * token scale), and the minimum.
 template <class Block>
-inline __attribute__((always_inline)) void add_sums(const Sums& sums, const SignedPanel& panel,
-                                                    const ActivationTile& x, F (&results)[kTileTokens]) {
+inline ALWAYS_INLINE void add_sums(const Sums& sums, const SignedPanel& panel, const ActivationTile& x,
+                                   F (&results)[kTileTokens]) {
   const F scale = Simd::load(panel.scale[0]);
   FOR_UNROLL (int t = 0; t < kTileTokens; ++t) {
     results[t] = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])), scale * x.terms[t].scale, results[t]);
@@ -93,8 +92,8 @@ inline __attribute__((always_inline)) void add_sums(const Sums& sums, const Sign
 
 // The same with the sums of both halves of a block.
 template <class Block>
-inline __attribute__((always_inline)) void add_halves(const Sums (&sums)[2], const SignedPanel& panel,
-                                                      const ActivationTile& x, F (&results)[kTileTokens]) {
+inline ALWAYS_INLINE void add_halves(const Sums (&sums)[2], const SignedPanel& panel, const ActivationTile& x,
+                                     F (&results)[kTileTokens]) {
   static_assert(kJoinsHalves<Simd, Block>);
   const F first = Simd::load(panel.scale[0]), second = Simd::load(panel.scale[1]);
   FOR_UNROLL (int t = 0; t < kTileTokens; ++t) {
@@ -113,8 +112,7 @@ void multiply_slab(const SignedPanel* panels, const ActivationTile* x, int n_blo
   F results[kTileTokens];
   FOR_UNROLL (int t = 0; t < kTileTokens; ++t)
     results[t] = first ? Simd::set(0) : Simd::load(out + std::size_t(t) * stride);
-  const auto start = [&]<int kSlot>(int step,
-                                    std::integral_constant<int, kSlot>) __attribute__((always_inline)) {
+  const auto start = [&]<int kSlot>(int step, std::integral_constant<int, kSlot>) ALWAYS_INLINE {
     const int block = step / kHalves, half = step % kHalves;
     multiply_step<kSlot, kDepth>(x[block].q[0] + half * kDepth, panels[block].codes[half * 4][0]);
   };
@@ -137,11 +135,10 @@ void multiply_slab(const SignedPanel* panels, const ActivationTile* x, int n_blo
       add_halves<Block>(sums, panels[block], x[block], results);
     }
   } else {
-    const auto finish = [&]<int kSlot>(int block, std::integral_constant<int, kSlot>)
-                            __attribute__((always_inline)) {
-                              store_tile<kSlot>(sums[kSlot]);
-                              add_sums<Block>(sums[kSlot], panels[block], x[block], results);
-                            };
+    const auto finish = [&]<int kSlot>(int block, std::integral_constant<int, kSlot>) ALWAYS_INLINE {
+      store_tile<kSlot>(sums[kSlot]);
+      add_sums<Block>(sums[kSlot], panels[block], x[block], results);
+    };
     for (int step = 0; step < steps; step += 2) {
       lines.step();
       if (step + 1 < steps) start(step + 1, kOdd);
@@ -231,13 +228,12 @@ double run_tiles(int rounds) {
   load_tile<5, kTileTokens, kTileRowBytes>(kOperands);
   load_tile<6, kTileTokens, kTileRowBytes>(kOperands);
   load_tile<7, kTileTokens, kTileRowBytes>(kOperands);
-  const auto multiply = []<int kC, int kA, int kB>(std::integer_sequence<int, kC, kA, kB>)
-                            __attribute__((always_inline)) {
-                              if constexpr (kPairs)
-                                multiply_pair_tiles<kC, kA, kB>();
-                              else
-                                multiply_tiles<kC, kA, kB>();
-                            };
+  const auto multiply = []<int kC, int kA, int kB>(std::integer_sequence<int, kC, kA, kB>) ALWAYS_INLINE {
+    if constexpr (kPairs)
+      multiply_pair_tiles<kC, kA, kB>();
+    else
+      multiply_tiles<kC, kA, kB>();
+  };
   for (int round = 0; round < rounds; ++round) {
     multiply(std::integer_sequence<int, 0, 4, 6>());
     multiply(std::integer_sequence<int, 1, 5, 6>());

@@ -11,8 +11,7 @@ namespace {
 double run_bfloat16(int rounds) {
   const auto start = [](const std::uint8_t* p) { return Simd::load(reinterpret_cast<const float*>(p)); };
   const auto load = [](const std::uint8_t* p) { return _mm512_load_si512(p); };
-  run_chains(rounds, start, load,
-             [](F acc, __m512i x) __attribute__((always_inline)) { return multiply_pairs(acc, x, x); });
+  run_chains(rounds, start, load, [](F acc, __m512i x) ALWAYS_INLINE { return multiply_pairs(acc, x, x); });
   return double(rounds) * kPeakChains * Simd::kLanes * 2;
 }
 

@@ -55,15 +55,14 @@ void zip_tokens(const ActivationTile& x, int token, int count, PairTile& out) {
 
 // codes[i][0]: columns 8i to 8i + 7 of the first two rows of a quad; codes[i][1]: of the other two.
 template <class Block>
-inline __attribute__((always_inline)) void unpack_pairs(const Block& block, int quad,
-                                                        int8x16_t (&codes)[4][2]) {
+inline ALWAYS_INLINE void unpack_pairs(const Block& block, int quad, int8x16_t (&codes)[4][2]) {
   constexpr int kZips = Block::kBits / 2;
-  unrolled<kZips>([&](auto i) __attribute__((always_inline)) {
+  unrolled<kZips>([&](auto i) ALWAYS_INLINE {
     const uint32x4_t a = vreinterpretq_u32_u8(quad_codes(block, quad, 2 * i));
     const uint32x4_t b = vreinterpretq_u32_u8(quad_codes(block, quad, 2 * i + 1));
     const uint8x16_t rows[2] = {vreinterpretq_u8_u32(vzip1q_u32(a, b)),
                                 vreinterpretq_u8_u32(vzip2q_u32(a, b))};
-    unrolled<2>([&](auto r) __attribute__((always_inline)) {
+    unrolled<2>([&](auto r) ALWAYS_INLINE {
       if constexpr (Block::kBits == 4) {
         unpack_nibbles<Block>(rows[r], codes[i][r], codes[i + 2][r]);
       } else {
@@ -93,7 +92,7 @@ __attribute__((noinline)) void matrix_tile(const Block* block, int n_blocks, int
   constexpr int kHalves = kHasHalves<Block> ? 2 : 1;
   float32x4_t acc[kQuads][kPairs][2];  // [first or second two rows]: tokens of the pair x 2 rows
   const auto at = [&](int q, int t) { return out + std::size_t(t) * stride + (quad + q) * kQuadRows; };
-  unrolled<kQuads * kPairs>([&](auto i) __attribute__((always_inline)) {
+  unrolled<kQuads * kPairs>([&](auto i) ALWAYS_INLINE {
     constexpr int q = i / kPairs, p = i % kPairs;
     acc[q][p][0] = acc[q][p][1] = vdupq_n_f32(0);
     if (!first_slab && 2 * p < count) {
@@ -103,34 +102,32 @@ __attribute__((noinline)) void matrix_tile(const Block* block, int n_blocks, int
     }
   });
   for (int n = 0; n < n_blocks; ++n, ++block, ++x) {
-    unrolled<kQuads>([&](auto q) __attribute__((always_inline)) {
+    unrolled<kQuads>([&](auto q) ALWAYS_INLINE {
       int8x16_t codes[4][2];
       unpack_pairs(*block, quad + q, codes);
       float32x4_t scale[kHalves][2];
-      unrolled<kHalves>([&](auto half) __attribute__((always_inline)) {
-        widen_rows(quad_scale(*block, quad + q, half), scale[half]);
-      });
+      unrolled<kHalves>([&](auto half)
+                            ALWAYS_INLINE { widen_rows(quad_scale(*block, quad + q, half), scale[half]); });
       [[maybe_unused]] float32x4_t min[2];
       if constexpr (kHasMin<Block>) widen_rows(load_floats(block->min + (quad + q) * kQuadRows), min);
       [[maybe_unused]] float32x4_t half_min[2][2];
       if constexpr (kHasHalfMins<Block>) {
-        unrolled<2>([&](auto half) __attribute__((always_inline)) {
+        unrolled<2>([&](auto half) ALWAYS_INLINE {
           widen_rows(vld1q_f32(block->half_min[half] + (quad + q) * kQuadRows), half_min[half]);
         });
       }
-      unrolled<kPairs>([&](auto p) __attribute__((always_inline)) {
+      unrolled<kPairs>([&](auto p) ALWAYS_INLINE {
         int32x4_t sum[kHalves][2];
-        unrolled<kHalves>(
-            [&](auto half) __attribute__((always_inline)) { sum[half][0] = sum[half][1] = vdupq_n_s32(0); });
-        unrolled<4>([&](auto i) __attribute__((always_inline)) {
+        unrolled<kHalves>([&](auto half) ALWAYS_INLINE { sum[half][0] = sum[half][1] = vdupq_n_s32(0); });
+        unrolled<4>([&](auto i) ALWAYS_INLINE {
           const int8x16_t tokens = vld1q_s8(x->q[p][i][0]);
           int32x4_t(&to)[2] = sum[i / 2 * (kHalves - 1)];
           to[0] = vmmlaq_s32(to[0], tokens, codes[i][0]);
           to[1] = vmmlaq_s32(to[1], tokens, codes[i][1]);
         });
         const float32x4_t token_scale = vld1q_f32(x->scale[p]);
-        unrolled<2>([&](auto r) __attribute__((always_inline)) {
-          unrolled<kHalves>([&](auto half) __attribute__((always_inline)) {
+        unrolled<2>([&](auto r) ALWAYS_INLINE {
+          unrolled<kHalves>([&](auto half) ALWAYS_INLINE {
             acc[q][p][r] =
                 vfmaq_f32(acc[q][p][r], convert<Block>(sum[half][r]), vmulq_f32(scale[half][r], token_scale));
             if constexpr (kHasHalfMins<Block>)
@@ -139,16 +136,15 @@ __attribute__((noinline)) void matrix_tile(const Block* block, int n_blocks, int
         });
         if constexpr (kHasMin<Block>) {
           const float32x4_t scaled_sum = vld1q_f32(x->scaled_sum[p]);
-          unrolled<2>([&](auto r) __attribute__((always_inline)) {
-            acc[q][p][r] = vfmaq_f32(acc[q][p][r], min[r], scaled_sum);
-          });
+          unrolled<2>([&](auto r)
+                          ALWAYS_INLINE { acc[q][p][r] = vfmaq_f32(acc[q][p][r], min[r], scaled_sum); });
         }
         finish(acc[q][p][0]);
         finish(acc[q][p][1]);
       });
     });
   }
-  unrolled<kQuads * kPairs>([&](auto i) __attribute__((always_inline)) {
+  unrolled<kQuads * kPairs>([&](auto i) ALWAYS_INLINE {
     constexpr int q = i / kPairs, p = i % kPairs;
     if (2 * p < count) vst1q_f32(at(q, 2 * p), low_halves(acc[q][p][0], acc[q][p][1]));
     if (2 * p + 1 < count) vst1q_f32(at(q, 2 * p + 1), high_halves(acc[q][p][0], acc[q][p][1]));
@@ -203,16 +199,16 @@ void multiply_rotated_pairs(const RotatedProduct<>& product, const PanelOperands
   for (int b = 0; b < from.n_blocks; ++b, ++block) {
     for (int step = 0; step < kPanelSteps; step += 2) {
       int8x16_t codes[kQuads][2];  // eight columns of two rows
-      unrolled<kQuads>([&](auto q) __attribute__((always_inline)) {
+      unrolled<kQuads>([&](auto q) ALWAYS_INLINE {
         const uint32x4_t first = vreinterpretq_u32_u8(quad_codes(*block, quad + q, step)),
                          second = vreinterpretq_u32_u8(quad_codes(*block, quad + q, step + 1));
         codes[q][0] = vreinterpretq_s8_u32(vzip1q_u32(first, second));
         codes[q][1] = vreinterpretq_s8_u32(vzip2q_u32(first, second));
       });
-      unrolled<kPairs>([&](auto p) __attribute__((always_inline)) {
+      unrolled<kPairs>([&](auto p) ALWAYS_INLINE {
         const int column = b * kRotatedCols + 4 * step;
         const int8x16_t tokens = vcombine_s8(vld1_s8(x[p][0] + column), vld1_s8(x[p][1] + column));
-        unrolled<2 * kQuads>([&](auto i) __attribute__((always_inline)) {
+        unrolled<2 * kQuads>([&](auto i) ALWAYS_INLINE {
           int32x4_t& sum = sums[p][i / 2][i % 2];
           sum = vmmlaq_s32(sum, tokens, codes[i / 2][i % 2]);
         });

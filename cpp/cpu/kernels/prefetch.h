@@ -14,14 +14,14 @@ namespace {
 enum class CacheLevel { kL2 = 2, kL1 = 3 };
 
 template <CacheLevel kLevel>
-inline __attribute__((always_inline)) void prefetch(const void* from, std::size_t bytes) {
+inline ALWAYS_INLINE void prefetch(const void* from, std::size_t bytes) {
   for (std::size_t at = 0; at < bytes; at += 64)
     __builtin_prefetch(static_cast<const std::byte*>(from) + at, 0, int(kLevel));
 }
 
 // Prefetches without a loop, for use between products.
 template <CacheLevel kLevel, std::size_t kBytes>
-inline __attribute__((always_inline)) void prefetch(const void* from) {
+inline ALWAYS_INLINE void prefetch(const void* from) {
 #pragma GCC unroll 20
   for (std::size_t at = 0; at < kBytes; at += 64)
     __builtin_prefetch(static_cast<const std::byte*>(from) + at, 0, int(kLevel));

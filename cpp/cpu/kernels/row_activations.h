@@ -61,7 +61,7 @@ inline F activated_by_table(F x) {
   const F segment = S::fma(size, per_unit, unit);
   const F distance = S::fma(size, per_unit, unit - segment);
   F sum = S::look_up32(kTable.coefficients[Table::kTerms - 1].data(), segment);
-  unrolled<Table::kTerms - 1>([&](auto i) __attribute__((always_inline)) {
+  unrolled<Table::kTerms - 1>([&](auto i) ALWAYS_INLINE {
     sum = S::fma(sum, distance, S::look_up32(kTable.coefficients[Table::kTerms - 2 - i].data(), segment));
   });
   return S::max(S::set(0), x) - sum;

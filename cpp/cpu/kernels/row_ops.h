@@ -20,7 +20,7 @@ using I = Simd::I;
 
 // Calls body with `count`, 1 to kMost, as a constant.
 template <int kMost, typename Body>
-inline __attribute__((always_inline)) void with_count(int count, Body&& body) {
+inline ALWAYS_INLINE void with_count(int count, Body&& body) {
   if constexpr (kMost > 1)
     if (count < kMost) return with_count<kMost - 1>(count, body);
   body(std::integral_constant<int, kMost>());
@@ -30,20 +30,20 @@ inline __attribute__((always_inline)) void with_count(int count, Body&& body) {
 // their factors take 16 registers. With one more, GCC keeps a sum in memory, and each addition waits for the
 // previous store.
 template <int kRows, int kColumns, typename Row, typename Column, typename Add>
-inline __attribute__((always_inline)) void each_product(Row&& row, Column&& column, Add&& add) {
+inline ALWAYS_INLINE void each_product(Row&& row, Column&& column, Add&& add) {
   if constexpr (kRows < kColumns) {
     decltype(row(0)) kept[kRows];
-    unrolled<kRows>([&](auto i) __attribute__((always_inline)) { kept[i] = row(i); });
-    unrolled<kColumns>([&](auto j) __attribute__((always_inline)) {
+    unrolled<kRows>([&](auto i) ALWAYS_INLINE { kept[i] = row(i); });
+    unrolled<kColumns>([&](auto j) ALWAYS_INLINE {
       const auto passing = column(j);
-      unrolled<kRows>([&](auto i) __attribute__((always_inline)) { add(i, j, kept[i], passing); });
+      unrolled<kRows>([&](auto i) ALWAYS_INLINE { add(i, j, kept[i], passing); });
     });
   } else {
     decltype(column(0)) kept[kColumns];
-    unrolled<kColumns>([&](auto j) __attribute__((always_inline)) { kept[j] = column(j); });
-    unrolled<kRows>([&](auto i) __attribute__((always_inline)) {
+    unrolled<kColumns>([&](auto j) ALWAYS_INLINE { kept[j] = column(j); });
+    unrolled<kRows>([&](auto i) ALWAYS_INLINE {
       const auto passing = row(i);
-      unrolled<kColumns>([&](auto j) __attribute__((always_inline)) { add(i, j, passing, kept[j]); });
+      unrolled<kColumns>([&](auto j) ALWAYS_INLINE { add(i, j, passing, kept[j]); });
     });
   }
 }
@@ -211,9 +211,8 @@ inline float sum_of_vectors(const float* x, int n, Add&& add) {
   F sums[kSums] = {Simd::set(0), Simd::set(0), Simd::set(0), Simd::set(0)};
   int i = 0;
   for (; i + kSums * Simd::kLanes <= n; i += kSums * Simd::kLanes)
-    unrolled<kSums>([&](auto s) __attribute__((always_inline)) {
-      sums[s] = add(sums[s], Simd::load(x + i + s * Simd::kLanes));
-    });
+    unrolled<kSums>([&](auto s)
+                        ALWAYS_INLINE { sums[s] = add(sums[s], Simd::load(x + i + s * Simd::kLanes)); });
   for (; i < n; i += Simd::kLanes) sums[0] = add(sums[0], load_part(x + i, n - i));
   return Simd::reduce_add(sums[0] + sums[1] + (sums[2] + sums[3]));
 }

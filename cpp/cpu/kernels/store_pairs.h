@@ -19,18 +19,18 @@ inline F half_values(const float* values, int at, int dim) {
 // Transposes 16 x 16 lanes.
 inline void transpose(__m512i (&rows)[16]) {
   __m512i twos[16], fours[16];
-  unrolled<8>([&](auto i) __attribute__((always_inline)) {
+  unrolled<8>([&](auto i) ALWAYS_INLINE {
     twos[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
     twos[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
   });
-  unrolled<4>([&](auto g) __attribute__((always_inline)) {
-    unrolled<2>([&](auto i) __attribute__((always_inline)) {
+  unrolled<4>([&](auto g) ALWAYS_INLINE {
+    unrolled<2>([&](auto i) ALWAYS_INLINE {
       fours[4 * g + 2 * i] = _mm512_unpacklo_epi64(twos[4 * g + i], twos[4 * g + 2 + i]);
       fours[4 * g + 2 * i + 1] = _mm512_unpackhi_epi64(twos[4 * g + i], twos[4 * g + 2 + i]);
     });
   });
   // Part p of fours[4 * g + k] has column 4 * p + k of rows 4 * g to 4 * g + 3.
-  unrolled<4>([&](auto k) __attribute__((always_inline)) {
+  unrolled<4>([&](auto k) ALWAYS_INLINE {
     const __m512i even = _mm512_shuffle_i32x4(fours[k], fours[4 + k], 0x88),
                   odd = _mm512_shuffle_i32x4(fours[k], fours[4 + k], 0xdd),
                   next_even = _mm512_shuffle_i32x4(fours[8 + k], fours[12 + k], 0x88),

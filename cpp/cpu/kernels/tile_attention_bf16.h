@@ -74,7 +74,7 @@ inline F weight_exp2(F x) {
 
 // Reduces vector(i) of up to four rows together; with fewer `rows`, repeats the last one.
 template <typename Vector, typename Reduce>
-inline __attribute__((always_inline)) void reduce4(int rows, Vector&& vector, Reduce&& reduce, float* out) {
+inline ALWAYS_INLINE void reduce4(int rows, Vector&& vector, Reduce&& reduce, float* out) {
   const auto of_row = [&](int i) { return vector(std::min(i, rows - 1)); };
   const F vectors[4] = {of_row(0), of_row(1), of_row(2), of_row(3)};
   reduce(vectors, out);
@@ -113,15 +113,14 @@ inline void raise_shift(AttentionStrip& strip, int row, float shift, int stride)
 // rarely depend on a new maximum and sums are rarely rescaled. No row sees more than the first `n` positions;
 // weights of others are zero, and stored up to a multiple of 32.
 template <bool kWhole>
-inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, int row, int rows, int span,
-                                                        int n, int stride, const float (*scores)[kKeySpan],
-                                                        std::uint16_t (*p)[kKeySpan]) {
+inline ALWAYS_INLINE void bf16_softmax(AttentionStrip& strip, int row, int rows, int span, int n, int stride,
+                                       const float (*scores)[kKeySpan], std::uint16_t (*p)[kKeySpan]) {
   const F nothing = Simd::set(kNoScore);
-  const auto score = [&](int r, std::uint64_t seen, int i) __attribute__((always_inline)) {
+  const auto score = [&](int r, std::uint64_t seen, int i) ALWAYS_INLINE {
     const F all = Simd::load(scores[r] + i);
     return kWhole ? all : _mm512_mask_mov_ps(nothing, __mmask16(seen >> i), all);
   };
-  const auto largest = [&](int r) __attribute__((always_inline)) {
+  const auto largest = [&](int r) ALWAYS_INLINE {
     const std::uint64_t seen = kWhole ? 0 : visible(strip, row + r, span);
     const F first = Simd::max(score(r, seen, 0), score(r, seen, 16));
     return n <= 32 ? first : Simd::max(first, Simd::max(score(r, seen, 32), score(r, seen, 48)));
@@ -155,10 +154,9 @@ inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, i
 }
 
 // Adds other terms to the scores, then calls bf16_softmax, without masks if all rows see the whole span.
-inline __attribute__((always_inline)) void bf16_weights(const AttentionHead& head, AttentionStrip& strip,
-                                                        int row, int rows, int span, int n,
-                                                        float (*scores)[kKeySpan],
-                                                        std::uint16_t (*p)[kKeySpan]) {
+inline ALWAYS_INLINE void bf16_weights(const AttentionHead& head, AttentionStrip& strip, int row, int rows,
+                                       int span, int n, float (*scores)[kKeySpan],
+                                       std::uint16_t (*p)[kKeySpan]) {
   const int first = span * kKeySpan, stride = head.value_stride;
   for (int r = 0; has_score_terms(head) && r < rows; ++r)
     add_score_terms(head, strip.first + row + r, span, kKeySpan, scores[r]);
@@ -177,7 +175,7 @@ void bf16_values(const AttentionStrip& strip, const std::uint16_t (*p)[kKeySpan]
   FOR_UNROLL (int r = 0; r < kRows; ++r)
     FOR_UNROLL (int v = 0; v < kVectors; ++v)
       acc[r][v] = Simd::load(out + r * stride + column + v * Simd::kLanes);
-  const auto add_pair = [&](int i, auto half) __attribute__((always_inline)) {
+  const auto add_pair = [&](int i, auto half) ALWAYS_INLINE {
     __m512i value[kVectors];
     FOR_UNROLL (int v = 0; v < kVectors; ++v) {
       value[v] = _mm512_load_si512(strip.values + (i * stride + column + v * Simd::kLanes) * 2);

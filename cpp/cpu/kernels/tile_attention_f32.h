@@ -57,11 +57,9 @@ void score_vectors(const AttentionHead& head, const Element* keys, int first, At
   for (int d = 0; d < head.key_dim; ++d) {
     lines.step();
     each_product<kRows, kVectors>(
-        [&](int r) __attribute__((always_inline)) { return Simd::set(tile.q[r][d]); },
-        [&](int v)
-            __attribute__((always_inline)) { return load_floats(column[v] + std::size_t(d) * kKeyBlock); },
-        [&](int r, int v, F q, F key)
-            __attribute__((always_inline)) { acc[r][v] = Simd::fma(q, key, acc[r][v]); });
+        [&](int r) ALWAYS_INLINE { return Simd::set(tile.q[r][d]); },
+        [&](int v) ALWAYS_INLINE { return load_floats(column[v] + std::size_t(d) * kKeyBlock); },
+        [&](int r, int v, F q, F key) ALWAYS_INLINE { acc[r][v] = Simd::fma(q, key, acc[r][v]); });
   }
   next = lines;
   FOR_UNROLL (int r = 0; r < kRows; ++r)
@@ -133,11 +131,10 @@ void value_columns(const Element* values, std::size_t stride, int n, int column,
   NextLines lines = next;  // copy in registers
   for (int i = 0; i < n; ++i, row += stride) {
     lines.step();
-    each_product<kRows, kVectors>(
-        [&](int r) __attribute__((always_inline)) { return Simd::set(tile.p[r][i]); },
-        [&](int v) __attribute__((always_inline)) { return load_floats(row + v * Simd::kLanes); },
-        [&](int r, int v, F weight, F value)
-            __attribute__((always_inline)) { acc[r][v] = Simd::fma(weight, value, acc[r][v]); });
+    each_product<kRows, kVectors>([&](int r) ALWAYS_INLINE { return Simd::set(tile.p[r][i]); },
+                                  [&](int v) ALWAYS_INLINE { return load_floats(row + v * Simd::kLanes); },
+                                  [&](int r, int v, F weight, F value)
+                                      ALWAYS_INLINE { acc[r][v] = Simd::fma(weight, value, acc[r][v]); });
   }
   next = lines;
   FOR_UNROLL (int r = 0; r < kRows; ++r)

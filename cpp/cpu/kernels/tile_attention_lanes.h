@@ -128,10 +128,9 @@ void lane_scores(const AttentionHead& head, const float* keys, int n, LaneTile& 
     unrolled<kLaneSteps * kVectors>([&](auto i) { acc[i / kVectors][i % kVectors] = Simd::set(0); });
     for (int d = 0; d < head.key_dim; ++d, key += kKeyBlock)
       each_product<kLaneSteps, kVectors>(
-          [&](int i) __attribute__((always_inline)) { return Simd::set(key[i]); },
-          [&](int v) __attribute__((always_inline)) { return Simd::load(tile.q[d] + v * Simd::kLanes); },
-          [&](int i, int v, F k, F q)
-              __attribute__((always_inline)) { acc[i][v] = Simd::fma(q, k, acc[i][v]); });
+          [&](int i) ALWAYS_INLINE { return Simd::set(key[i]); },
+          [&](int v) ALWAYS_INLINE { return Simd::load(tile.q[d] + v * Simd::kLanes); },
+          [&](int i, int v, F k, F q) ALWAYS_INLINE { acc[i][v] = Simd::fma(q, k, acc[i][v]); });
     unrolled<kLaneSteps * kVectors>([&](auto i) {
       constexpr int v = i % kVectors;
       Simd::store(tile.p[first + i / kVectors] + v * Simd::kLanes, acc[i / kVectors][v]);
@@ -152,11 +151,9 @@ void lane_values(const AttentionHead& head, const float* values, int n, LaneTile
     });
     for (int position = 0; position < n; ++position, value += head.value_stride)
       each_product<kLaneSteps, kVectors>(
-          [&](int i) __attribute__((always_inline)) { return Simd::set(value[i]); },
-          [&](int v)
-              __attribute__((always_inline)) { return Simd::load(tile.p[position] + v * Simd::kLanes); },
-          [&](int i, int v, F x, F weight)
-              __attribute__((always_inline)) { acc[i][v] = Simd::fma(weight, x, acc[i][v]); });
+          [&](int i) ALWAYS_INLINE { return Simd::set(value[i]); },
+          [&](int v) ALWAYS_INLINE { return Simd::load(tile.p[position] + v * Simd::kLanes); },
+          [&](int i, int v, F x, F weight) ALWAYS_INLINE { acc[i][v] = Simd::fma(weight, x, acc[i][v]); });
     unrolled<kLaneSteps * kVectors>([&](auto i) { Simd::store(place(i), acc[i / kVectors][i % kVectors]); });
   }
 }
@@ -194,14 +191,14 @@ inline void lane_softmax(int n, int t, LaneTile& tile) {
   const F max = Simd::max(Simd::max(largest[0], largest[1]), Simd::max(largest[2], largest[3]));
   F sums[kLanes];  // of every kLanes-th position, added up in the order of Simd::reduce_add()
   unrolled<kLanes>([&](auto lane) { sums[lane] = Simd::set(0); });
-  const auto weigh = [&](int i, F& sum) __attribute__((always_inline)) {
+  const auto weigh = [&](int i, F& sum) ALWAYS_INLINE {
     const F weight = exp2(Simd::load(tile.p[i] + t) - max);
     Simd::store(tile.p[i] + t, weight);
     sum += weight;
   };
   int i = 0;
   for (; i + kLanes <= n; i += kLanes)
-    unrolled<kLanes>([&](auto lane) __attribute__((always_inline)) { weigh(i + lane, sums[lane]); });
+    unrolled<kLanes>([&](auto lane) ALWAYS_INLINE { weigh(i + lane, sums[lane]); });
   for (int lane = 0; i + lane < n; ++lane) weigh(i + lane, sums[lane]);
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];

@@ -135,12 +135,11 @@ void score_span(const AttentionHead& head, Q8Keys keys, int n, AttentionTile<kRo
             keys.codes + std::size_t(first) * kKeyLane + std::size_t(d / 4) * kKeyLaneStep;
         I lanes[kVectors];
         unrolled<kVectors>([&](auto v) { lanes[v] = load_codes(codes + v * Simd::kLanes * kKeyLane); });
-        unrolled<4>([&](auto i) __attribute__((always_inline)) {
+        unrolled<4>([&](auto i) ALWAYS_INLINE {
           each_product<kRows, kVectors>(
-              [&](int r) __attribute__((always_inline)) { return Simd::set(tile.q[r][d + i]); },
-              [&](int v) __attribute__((always_inline)) { return widened<i>(lanes[v], scale[v], zero[v]); },
-              [&](int r, int v, F q, F key)
-                  __attribute__((always_inline)) { acc[r][v] = Simd::fma(q, key, acc[r][v]); });
+              [&](int r) ALWAYS_INLINE { return Simd::set(tile.q[r][d + i]); },
+              [&](int v) ALWAYS_INLINE { return widened<i>(lanes[v], scale[v], zero[v]); },
+              [&](int r, int v, F q, F key) ALWAYS_INLINE { acc[r][v] = Simd::fma(q, key, acc[r][v]); });
         });
       }
     }
@@ -170,13 +169,12 @@ void value_span(const AttentionHead& head, const Q8Values* values, int n, Attent
       const std::byte* codes = values->codes + q8_value(dim, position) + 4 * std::size_t(column);
       I lanes[kVectors];
       unrolled<kVectors>([&](auto v) { lanes[v] = load_codes(codes + v * Simd::kLanes * 4); });
-      unrolled<4>([&](auto i) __attribute__((always_inline)) {
+      unrolled<4>([&](auto i) ALWAYS_INLINE {
         const F scale = Simd::set(scales[position + i]), zero = zero_of(scale);
-        each_product<kRows, kVectors>(
-            [&](int r) __attribute__((always_inline)) { return Simd::set(tile.p[r][position + i]); },
-            [&](int v) __attribute__((always_inline)) { return widened<i>(lanes[v], scale, zero); },
-            [&](int r, int v, F weight, F value)
-                __attribute__((always_inline)) { acc[r][v] = Simd::fma(weight, value, acc[r][v]); });
+        each_product<kRows, kVectors>([&](int r) ALWAYS_INLINE { return Simd::set(tile.p[r][position + i]); },
+                                      [&](int v) ALWAYS_INLINE { return widened<i>(lanes[v], scale, zero); },
+                                      [&](int r, int v, F weight, F value)
+                                          ALWAYS_INLINE { acc[r][v] = Simd::fma(weight, value, acc[r][v]); });
       });
     }
     unrolled<kRows * kVectors>([&](auto i) {
@@ -223,27 +221,25 @@ struct Digits {
 // + count), which are in one block. The codes of the next vector are `vector_step` bytes away, those of the
 // next four places `step` bytes.
 template <int kRows, int kVectors, int kPlaces, int kBlock, typename Take>
-inline __attribute__((always_inline)) void multiply_digits(const Digits<kPlaces, kBlock>* digits, int first,
-                                                           int count, const std::byte* codes,
-                                                           std::size_t vector_step, std::size_t step,
-                                                           Take&& take) {
+inline ALWAYS_INLINE void multiply_digits(const Digits<kPlaces, kBlock>* digits, int first, int count,
+                                          const std::byte* codes, std::size_t vector_step, std::size_t step,
+                                          Take&& take) {
   I high[kRows * kVectors], low[kRows * kVectors];
-  unrolled<kRows * kVectors>([&](auto i) __attribute__((always_inline)) {
+  unrolled<kRows * kVectors>([&](auto i) ALWAYS_INLINE {
     high[i] = Simd::set_int(0);
     low[i] = Simd::set_int(digits[i / kVectors].start[first / kBlock]);
   });
   for (int place = first; place < first + count; place += 4, codes += step) {
     I code[kVectors];
-    unrolled<kVectors>([&](auto v) __attribute__((always_inline)) {
-      code[v] = load_codes(codes + std::size_t(v) * vector_step);
-    });
-    unrolled<kRows * kVectors>([&](auto i) __attribute__((always_inline)) {
+    unrolled<kVectors>([&](auto v)
+                           ALWAYS_INLINE { code[v] = load_codes(codes + std::size_t(v) * vector_step); });
+    unrolled<kRows * kVectors>([&](auto i) ALWAYS_INLINE {
       constexpr int r = i / kVectors, v = i % kVectors;
       high[i] = Simd::template dot<128>(high[i], code[v], Simd::broadcast4(digits[r].high + place));
       low[i] = Simd::template dot<128>(low[i], code[v], Simd::broadcast4(digits[r].low + place));
     });
   }
-  unrolled<kRows * kVectors>([&](auto i) __attribute__((always_inline)) {
+  unrolled<kRows * kVectors>([&](auto i) ALWAYS_INLINE {
     const I sum = Simd::add_int(Simd::template shift_left<8>(high[i]), low[i]);
     take(i / kVectors, i % kVectors, Simd::to_float(sum));
   });
@@ -282,7 +278,7 @@ void score_span(const AttentionHead& head, Q8Keys keys, int n, Q8Tile<kRows>& ti
       multiply_digits<kRows, kVectors>(
           tile.q_digits, block * kBlockCols, kBlockCols,
           keys.codes + at + std::size_t(block) * (kBlockCols / 4) * kKeyLaneStep, Simd::kLanes * kKeyLane,
-          kKeyLaneStep, [&](int r, int v, F sum) __attribute__((always_inline)) {
+          kKeyLaneStep, [&](int r, int v, F sum) ALWAYS_INLINE {
             float* score = tile.p[r] + first + v * Simd::kLanes;
             const F before = block == 0 ? Simd::set(0) : Simd::load(score);
             Simd::store(score, Simd::fma(sum * tile.q_unit[r], scale[v], before));
@@ -311,7 +307,7 @@ void value_span(const AttentionHead& head, const Q8Values* values, int n, Q8Tile
          column += kVectors * Simd::kLanes)
       multiply_digits<kRows, kVectors>(weights, 0, n, values->codes + 4 * std::size_t(column),
                                        4 * Simd::kLanes, 4 * std::size_t(dim),
-                                       [&](int r, int v, F sum) __attribute__((always_inline)) {
+                                       [&](int r, int v, F sum) ALWAYS_INLINE {
                                          float* out = tile.acc[r] + column + v * Simd::kLanes;
                                          const F before = Simd::load(out) * tile.rescale[r];
                                          Simd::store(out, Simd::fma(sum, Simd::set(unit[r]), before));

@@ -16,9 +16,8 @@ struct Fetch {
 
 // acc += the sums of a block, times its scales and those of tokens, and its minima.
 template <class S, bool kHalfwords, class Block, class T, int kChains, int kRows, int kTokens>
-inline __attribute__((always_inline)) void add_scaled(const Block* block, int v, const ActivationTile* x,
-                                                      int token, T (&sum)[kChains][kRows][kTokens],
-                                                      F (&acc)[kRows][kTokens]) {
+inline ALWAYS_INLINE void add_scaled(const Block* block, int v, const ActivationTile* x, int token,
+                                     T (&sum)[kChains][kRows][kTokens], F (&acc)[kRows][kTokens]) {
   constexpr bool kJoins = kJoinsHalves<S, Block>, kParts = kChains > kBlockSums<Block>;
   FOR_UNROLL (int r = 0; r < kRows; ++r) {
     const int row = (v + r) * Simd::kLanes;
@@ -95,7 +94,7 @@ template <class S, class Block, int kRows, int kTokens>
       next_fetch += fetch.every;
       prefetch<CacheLevel::kL2, sizeof(Block)>(block + n_blocks);
     }
-    const auto row_codes = [&](int step, int r) __attribute__((always_inline)) {
+    const auto row_codes = [&](int step, int r) ALWAYS_INLINE {
       const int row = lane + r * Simd::kLanes;
       return Simd::load_codes(block->codes[panel + row / kPanelRows][step][row % kPanelRows]);
     };
@@ -111,7 +110,7 @@ template <class S, class Block, int kRows, int kTokens>
             sum[h][r][t] = start[h];
         }
     }
-    const auto multiply = [&](int chain, const I(&codes)[kRows], int column) __attribute__((always_inline)) {
+    const auto multiply = [&](int chain, const I(&codes)[kRows], int column) ALWAYS_INLINE {
       FOR_UNROLL (int t = 0; t < kTokens; ++t) {
         const I value = Simd::broadcast4(x->q[token + t] + column);
         FOR_UNROLL (int r = 0; r < kRows; ++r) {
@@ -137,7 +136,7 @@ template <class S, class Block, int kRows, int kTokens>
     } else if constexpr (kTokens == 1) {
       // Bound by memory: a few load instructions, each with one stride, so that the processor's prefetcher
       // detects them. It cannot track seventeen that step from block to block.
-      const auto add_step = [&](int chain, int r, int step) __attribute__((always_inline)) {
+      const auto add_step = [&](int chain, int r, int step) ALWAYS_INLINE {
         sum[chain][r][0] = Simd::template dot<Block::kZero>(sum[chain][r][0], row_codes(step, r),
                                                             Simd::broadcast4(x->q[token] + 4 * step));
       };

@@ -32,8 +32,8 @@ inline I load_table(const std::uint8_t* table) {
 
 // Codes of columns 4 * kStep to 4 * kStep + 3 of the rows from `lane` of a panel on, or their table values.
 template <class Block, int kStep>
-inline __attribute__((always_inline)) I narrow_codes(const std::uint8_t (&panel)[Block::kBits][kPanelRows][4],
-                                                     int lane, I table) {
+inline ALWAYS_INLINE I narrow_codes(const std::uint8_t (&panel)[Block::kBits][kPanelRows][4], int lane,
+                                    I table) {
   constexpr int kLow = low_plane(Block::kBits), kHigh = Block::kBits - kLow;
   I codes = Simd::field<kLow, kStep / kLow * kLow, 0>(Simd::load_codes(panel[kStep % kLow][lane]));
   if constexpr (kHigh > 0) {
@@ -103,7 +103,7 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
       for (int v = 0; v < kGroupVectors; ++v) {
         const int row = v * Simd::kLanes, panel = row / kPanelRows, lane = row % kPanelRows;
         I sum[2] = {Simd::set_int(start[0]), Simd::set_int(start[1])};
-        unrolled<8>([&](auto step) __attribute__((always_inline)) {
+        unrolled<8>([&](auto step) ALWAYS_INLINE {
           const I codes = narrow_codes<Block, step>(block->codes[span][panel], lane, values);
           sum[step / 4] = Simd::template dot<Block::kZero>(sum[step / 4], codes,
                                                            Simd::broadcast4(x->q[token] + 4 * step));
@@ -162,7 +162,7 @@ void widen_span(const Block& block, int span, I table, typename Block::Wide& out
     } else {
       // Codes below 128 and their addends do not carry into other bytes.
       const I to_zero = Simd::set_int((Block::kZero - Wide::kZero) * 0x01010101);
-      unrolled<8>([&](auto step) __attribute__((always_inline)) {
+      unrolled<8>([&](auto step) ALWAYS_INLINE {
         const I codes = narrow_codes<Block, step>(block.codes[span][panel], lane, table);
         Simd::store_codes(out.codes[panel][step][lane], Simd::sub_int(codes, to_zero));
       });

@@ -70,15 +70,13 @@ inline float32x4_t quad_scale(const Block& block, int quad, int half) {
 
 // codes[i]: columns 4i to 4i + 3.
 template <class Block>
-inline __attribute__((always_inline)) void unpack_quad(const Block& block, int quad, int8x16_t (&codes)[8]) {
+inline ALWAYS_INLINE void unpack_quad(const Block& block, int quad, int8x16_t (&codes)[8]) {
   if constexpr (Block::kBits == 4) {
-    unrolled<4>([&](auto i) __attribute__((always_inline)) {
+    unrolled<4>([&](auto i) ALWAYS_INLINE {
       unpack_nibbles<Block>(quad_codes(block, quad, i), codes[i], codes[i + 4]);
     });
   } else {
-    unrolled<8>([&](auto i) __attribute__((always_inline)) {
-      codes[i] = unpack_bytes<Block>(quad_codes(block, quad, i));
-    });
+    unrolled<8>([&](auto i) ALWAYS_INLINE { codes[i] = unpack_bytes<Block>(quad_codes(block, quad, i)); });
   }
 }
 
@@ -97,7 +95,7 @@ struct TileTokens {
 };
 
 // Completes a sum before later loads. Compilers would load for many tokens first, and spill sums.
-inline __attribute__((always_inline)) void finish(float32x4_t& sum) {
+inline ALWAYS_INLINE void finish(float32x4_t& sum) {
   asm volatile("" : "+w"(sum) : : "memory");
 }
 
@@ -108,10 +106,9 @@ __attribute__((noinline)) void dot_tile(const Block* block, int n_blocks, int qu
                                         TileTokens tokens, float* out, std::size_t stride) {
   const int token = tokens.begin;
   float32x4_t acc[kQuads][kTokens];
-  unrolled<kQuads * kTokens>(
-      [&](auto i) __attribute__((always_inline)) { acc[i / kTokens][i % kTokens] = vdupq_n_f32(0); });
+  unrolled<kQuads * kTokens>([&](auto i) ALWAYS_INLINE { acc[i / kTokens][i % kTokens] = vdupq_n_f32(0); });
   for (int b = 0; b < n_blocks; ++b, ++block, ++x) {
-    unrolled<kQuads>([&](auto q) __attribute__((always_inline)) {
+    unrolled<kQuads>([&](auto q) ALWAYS_INLINE {
       int8x16_t codes[8];
       unpack_quad(*block, quad + q, codes);
       const float32x4_t scale = quad_scale(*block, quad + q, 0);
@@ -121,13 +118,12 @@ __attribute__((noinline)) void dot_tile(const Block* block, int n_blocks, int qu
       if constexpr (kHasMin<Block>) min = load_floats(block->min + (quad + q) * kQuadRows);
       if constexpr (kHasHalfMins<Block>)
         unrolled<2>([&](auto h) { half_min[h] = vld1q_f32(block->half_min[h] + (quad + q) * kQuadRows); });
-      unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+      unrolled<kTokens>([&](auto t) ALWAYS_INLINE {
         const int8x16_t first = vld1q_s8(x->q[token + t]), second = vld1q_s8(x->q[token + t] + 16);
         const float token_scale = x->terms[token + t].scale;
         int32x4_t sum = vdupq_n_s32(0), sum_second = sum;
-        unrolled<4>([&](auto i)
-                        __attribute__((always_inline)) { sum = vdotq_laneq_s32(sum, codes[i], first, i); });
-        unrolled<4>([&](auto i) __attribute__((always_inline)) {
+        unrolled<4>([&](auto i) ALWAYS_INLINE { sum = vdotq_laneq_s32(sum, codes[i], first, i); });
+        unrolled<4>([&](auto i) ALWAYS_INLINE {
           int32x4_t& to = kHasHalves<Block> ? sum_second : sum;
           to = vdotq_laneq_s32(to, codes[i + 4], second, i);
         });
@@ -145,7 +141,7 @@ __attribute__((noinline)) void dot_tile(const Block* block, int n_blocks, int qu
       });
     });
   }
-  unrolled<kQuads * kTokens>([&](auto i) __attribute__((always_inline)) {
+  unrolled<kQuads * kTokens>([&](auto i) ALWAYS_INLINE {
     constexpr int q = i / kTokens, t = i % kTokens;
     if (tokens.wanted(t))
       vst1q_f32(out + std::size_t(t - tokens.skip) * stride + (quad + q) * kQuadRows, acc[q][t]);
@@ -213,9 +209,8 @@ template <class Instruction>
 double run_dots_neon(int rounds) {
   const auto start = [](const std::uint8_t* p) { return vreinterpretq_s32_u8(vld1q_u8(p)); };
   const auto load = [](const std::uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); };
-  run_chains(rounds, start, load, [](int32x4_t acc, int8x16_t x) __attribute__((always_inline)) {
-    return Instruction::step(acc, x);
-  });
+  run_chains(rounds, start, load,
+             [](int32x4_t acc, int8x16_t x) ALWAYS_INLINE { return Instruction::step(acc, x); });
   return double(rounds) * kPeakChains * Instruction::kMultiplyAdds;
 }
 

@@ -65,7 +65,7 @@ void widen_block(const Block& block, PairBlock& out) {
       else if constexpr (kHasMin<Block>)
         min[half] = load_floats(block.min + row);
     }
-    unrolled<16>([&](auto pair) __attribute__((always_inline)) {
+    unrolled<16>([&](auto pair) ALWAYS_INLINE {
       constexpr int kStep = pair / 2, kHalf = kStep / 4;
       const auto scaled = [&](F value) {
         return kMin ? Simd::fma(value, scale[kHalf], min[kHalf]) : value * scale[kHalf];

@@ -97,14 +97,14 @@ struct FloatTotals {
   int end = 0;  // end of those blocks
   alignas(64) float of[kTokens][kVectors * Simd::kLanes];
 
-  __attribute__((always_inline)) void add_to(F (&sums)[kTokens][kVectors]) const {
+  ALWAYS_INLINE void add_to(F (&sums)[kTokens][kVectors]) const {
     if (end == 0) return;
     FOR_UNROLL (int t = 0; t < kTokens; ++t)
       FOR_UNROLL (int r = 0; r < kVectors; ++r)
         sums[t][r] = Simd::load(of[t] + r * Simd::kLanes) + sums[t][r];
   }
   // Takes over `sums`, which then restart at 0 from block `block` on.
-  __attribute__((always_inline)) void take(F (&sums)[kTokens][kVectors], int block) {
+  ALWAYS_INLINE void take(F (&sums)[kTokens][kVectors], int block) {
     add_to(sums);
     end = block;
     FOR_UNROLL (int t = 0; t < kTokens; ++t)
@@ -131,7 +131,7 @@ template <class Product, int kVectors, int kTokens>
                       std::size_t(v / kOfPanel) * kPanelBytes +
                       std::size_t(v % kOfPanel * Simd::kLanes) * kRowBytes;
   const auto* x = static_cast<const std::byte*>(from.x) + std::size_t(token) * from.x_stride;
-  const auto offset_of = [](int r) __attribute__((always_inline)) {
+  const auto offset_of = [](int r) ALWAYS_INLINE {
     return std::size_t(r / kOfPanel) * kPanelBytes + std::size_t(r % kOfPanel * Simd::kLanes) * kRowBytes;
   };
   if constexpr (AddsRests<Product>) {
@@ -151,7 +151,7 @@ template <class Product, int kVectors, int kTokens>
     FOR_UNROLL (int g = 0; g < kVectors; g += kTogether) {
 #pragma GCC unroll 4
       for (int first = 0; first < kPanelSteps; first += Weights::kSteps)
-        unrolled<Weights::kSteps>([&](auto i) __attribute__((always_inline)) {
+        unrolled<Weights::kSteps>([&](auto i) ALWAYS_INLINE {
           const int step = first + i;
           decltype(Weights::load(block)) weights[kTogether];
           FOR_UNROLL (int r = 0; r < kTogether; ++r) {

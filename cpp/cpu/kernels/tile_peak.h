@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "kernels.h"
+#include "unroll.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -15,7 +16,7 @@ constexpr int kPeakChains = Simd::kLanes == 16 ? 12 : Simd::kLanes == 8 ? 10 : 2
 // Hides the value of a register from the compiler: without sums inside the instruction (AVX2), all chains
 // would share one product.
 template <typename T>
-inline __attribute__((always_inline)) void forget(T& x) {
+inline ALWAYS_INLINE void forget(T& x) {
   if constexpr (std::is_class_v<T>) {
     asm volatile("" : "+m"(x));
   } else {
@@ -56,16 +57,14 @@ inline void run_chains(int rounds, Start start, Load load, Step step) {
 
 double run_dots(int rounds) {
   const auto load = [](const std::uint8_t* p) { return Simd::load_codes(p); };
-  run_chains(rounds, load, load, [](Simd::I acc, Simd::I x) __attribute__((always_inline)) {
-    return Simd::template dot<0>(acc, x, x);
-  });
+  run_chains(rounds, load, load,
+             [](Simd::I acc, Simd::I x) ALWAYS_INLINE { return Simd::template dot<0>(acc, x, x); });
   return double(rounds) * kPeakChains * Simd::kLanes * 4;
 }
 
 double run_fmas(int rounds) {
   const auto load = [](const std::uint8_t* p) { return Simd::load(reinterpret_cast<const float*>(p)); };
-  run_chains(rounds, load, load,
-             [](Simd::F acc, Simd::F x) __attribute__((always_inline)) { return Simd::fma(x, x, acc); });
+  run_chains(rounds, load, load, [](Simd::F acc, Simd::F x) ALWAYS_INLINE { return Simd::fma(x, x, acc); });
   return double(rounds) * kPeakChains * Simd::kLanes;
 }
 

@@ -23,9 +23,9 @@ constexpr float kRotationLength = 8;
 // Replaces each of four vectors, kQuarter apart, by their sum minus twice itself: twice a reflection.
 template <int kQuarter, int kVectors>
 inline void mix_quarters(F (&v)[kVectors]) {
-  unrolled<kQuarter>([&](auto i) __attribute__((always_inline)) {
+  unrolled<kQuarter>([&](auto i) ALWAYS_INLINE {
     const F sum = v[i] + v[i + kQuarter] + (v[i + 2 * kQuarter] + v[i + 3 * kQuarter]);
-    unrolled<4>([&](auto q) __attribute__((always_inline)) {
+    unrolled<4>([&](auto q) ALWAYS_INLINE {
       v[i + q * kQuarter] = Simd::fma(v[i + q * kQuarter], Simd::set(-2), sum);
     });
   });
@@ -37,7 +37,7 @@ inline void move_columns(F (&v)[kVectors]) {
   constexpr int kLanes = Simd::kLanes;
   F from[kVectors];
   std::copy_n(v, kVectors, from);
-  unrolled<kVectors>([&](auto i) __attribute__((always_inline)) {
+  unrolled<kVectors>([&](auto i) ALWAYS_INLINE {
     constexpr int kMoved = kStep * (i / kQuarter), kInVector = kMoved % kLanes;
     const F& other = from[i ^ (kMoved / kLanes)];
     if constexpr (kInVector == 0)
@@ -52,13 +52,13 @@ inline void move_columns(F (&v)[kVectors]) {
 inline I rotate_block(const float* x, float* out, I largest) {
   constexpr int kVectors = kRotatedCols / Simd::kLanes, kQuarter = kVectors / 4;
   F v[kVectors];
-  unrolled<kVectors>([&](auto i) __attribute__((always_inline)) { v[i] = Simd::load(x + i * Simd::kLanes); });
+  unrolled<kVectors>([&](auto i) ALWAYS_INLINE { v[i] = Simd::load(x + i * Simd::kLanes); });
   mix_quarters<kQuarter>(v);
   move_columns<1, kQuarter>(v);
   mix_quarters<kQuarter>(v);
   move_columns<4, kQuarter>(v);
   mix_quarters<kQuarter>(v);
-  unrolled<kVectors>([&](auto i) __attribute__((always_inline)) {
+  unrolled<kVectors>([&](auto i) ALWAYS_INLINE {
     Simd::store(out + i * Simd::kLanes, v[i]);
     largest = Simd::max_int(largest, Simd::magnitude_bits(v[i]));
   });

@@ -21,10 +21,9 @@ struct ScanFactors {
 template <int kVectors>
 inline void scan_columns(const ScanHead& h, int first, int count, const ScanFactors& factors, int column,
                          int n) {
-  const auto load = [&](const float* p) __attribute__((always_inline)) {
-    return kVectors > 1 ? Simd::load(p) : load_part(p, n);
-  };
-  const auto store = [&](float* p, F value) __attribute__((always_inline)) {
+  const auto load = [&](const float* p)
+                        ALWAYS_INLINE { return kVectors > 1 ? Simd::load(p) : load_part(p, n); };
+  const auto store = [&](float* p, F value) ALWAYS_INLINE {
     return kVectors > 1 ? Simd::store(p, value) : store_part(p, value, n);
   };
   for (int i = 0; i < count; ++i) {
@@ -33,14 +32,14 @@ inline void scan_columns(const ScanHead& h, int first, int count, const ScanFact
     const float *b = h.b + token * h.x_stride, *c = h.c + token * h.x_stride;
     const F decay = Simd::set(factors.decay[i]), step = Simd::set(factors.step[i]);
     F input[kVectors], y[kVectors];
-    unrolled<kVectors>([&](auto v) __attribute__((always_inline)) {
+    unrolled<kVectors>([&](auto v) ALWAYS_INLINE {
       input[v] = step * load(x + v * Simd::kLanes);
       y[v] = Simd::set(0.0f);
     });
     for (int row = 0; row < h.rows; ++row) {
       float* state = h.state + std::size_t(row) * std::size_t(h.dim) + column;
       const F from = Simd::set(b[row]), to = Simd::set(c[row]);
-      unrolled<kVectors>([&](auto v) __attribute__((always_inline)) {
+      unrolled<kVectors>([&](auto v) ALWAYS_INLINE {
         const F before = load(state + v * Simd::kLanes);
         const F after = Simd::fma(before, decay, from * input[v]);
         store(state + v * Simd::kLanes, after);
@@ -49,7 +48,7 @@ inline void scan_columns(const ScanHead& h, int first, int count, const ScanFact
     }
     float* out = h.y + token * h.y_stride + column;
     const F skip = Simd::set(h.skip);
-    unrolled<kVectors>([&](auto v) __attribute__((always_inline)) {
+    unrolled<kVectors>([&](auto v) ALWAYS_INLINE {
       store(out + v * Simd::kLanes, Simd::fma(skip, load(x + v * Simd::kLanes), y[v]));
     });
   }

@@ -153,7 +153,7 @@ void unpack(const Block& block, int panel, I table, SuperPanel& out, Fetch&& fet
         _mm512_store_si512(out.mins[2 * span + half], Simd::or_int(bits, _mm512_srli_epi32(bits, 16)));
       }
     }
-    unrolled<8>([&](auto step) __attribute__((always_inline)) {
+    unrolled<8>([&](auto step) ALWAYS_INLINE {
       const int quad = span * 8 + step;
       const I codes = narrow_codes<Block, step>(block.codes[span][panel], 0, table);
       weight_sum.add_codes(step / 4, codes);
@@ -171,8 +171,8 @@ void unpack(const Block& block, int panel, I table, SuperPanel& out, Fetch&& fet
 // before + scale * (the sums of a super-block, of its minima, and of its weights times the zero point), for
 // token `t` of a tile.
 template <class Block>
-inline __attribute__((always_inline)) F add_super(F before, I sum, F unit, F min_sum, F minus_min_unit,
-                                                  F weight_sum, const SuperTile& tile, int t) {
+inline ALWAYS_INLINE F add_super(F before, I sum, F unit, F min_sum, F minus_min_unit, F weight_sum,
+                                 const SuperTile& tile, int t) {
   F total = Simd::to_float(sum) * unit;
   if constexpr (kNarrowMin<Block>) total = Simd::fma(min_sum, minus_min_unit, total);
   total = Simd::fma(weight_sum, Simd::set(tile.minus_zero[t]), total);
@@ -190,60 +190,56 @@ void multiply_panel(const SuperPanel& panel, const SuperTile* x, std::size_t ste
   constexpr int kShift = kPlanesOf<Block> == Planes::kByScale ? 3 : 8;
   alignas(64) std::int32_t sums[2][2][kTileTokens][kPanelRows];
   alignas(64) float min_sums[2][2][kTileTokens][kPanelRows];
-  const auto zero = []() __attribute__((always_inline)) {
-    unrolled<4>([](auto tile) __attribute__((always_inline)) { zero_tile<tile>(); });
+  const auto zero = []() ALWAYS_INLINE { unrolled<4>([](auto tile) ALWAYS_INLINE { zero_tile<tile>(); }); };
+  const auto multiply_tile = [&]<int kSecond>(const SuperTile& tile, int part,
+                                              std::integral_constant<int, kSecond>) ALWAYS_INLINE {
+    constexpr int kC = 2 * kSecond;
+    load_tile<kA, kTileTokens, kTileRowBytes>(tile.q[part]);
+    multiply_unsigned_tiles<kC, kA, kLow>();
+    if constexpr (kPlanesOf<Block> == Planes::kByScale)
+      multiply_unsigned_tiles<kC + 1, kA, kHigh>();
+    else if constexpr (kPlanes<Block> == 2)
+      multiply_tiles<kC + 1, kA, kHigh>();
   };
-  const auto multiply_tile =
-      [&]<int kSecond>(const SuperTile& tile, int part, std::integral_constant<int, kSecond>)
-          __attribute__((always_inline)) {
-            constexpr int kC = 2 * kSecond;
-            load_tile<kA, kTileTokens, kTileRowBytes>(tile.q[part]);
-            multiply_unsigned_tiles<kC, kA, kLow>();
-            if constexpr (kPlanesOf<Block> == Planes::kByScale)
-              multiply_unsigned_tiles<kC + 1, kA, kHigh>();
-            else if constexpr (kPlanes<Block> == 2)
-              multiply_tiles<kC + 1, kA, kHigh>();
-          };
   constexpr std::integral_constant<int, 0> kFirst;
   constexpr std::integral_constant<int, 1> kSecond;
-  const auto multiply_mins = [&](const SuperTile& tile) __attribute__((always_inline)) {
+  const auto multiply_mins = [&](const SuperTile& tile) ALWAYS_INLINE {
     zero_tile<kMins>();
     load_tile<kA, kTileTokens, kTileRowBytes>(tile.pair_sums);
     load_tile<kLow, kTileRowBytes / 4, kTileRowBytes>(panel.mins);
     multiply_pair_tiles<kMins, kA, kLow>();
   };
-  const auto start = [&](const SuperTile* pair, int part, bool two, auto& sums_of_mins)
-                         __attribute__((always_inline)) {
-                           if constexpr (kNarrowMin<Block>) {
-                             if (part == 0) multiply_mins(*pair);
-                             if (part == 1) store_tile_rows<kMins>(sums_of_mins[0], kTileRowBytes);
-                             if (part == 2 && two) multiply_mins(pair[step]);
-                             if (part == 3 && two) store_tile_rows<kMins>(sums_of_mins[1], kTileRowBytes);
-                           }
-                           load_tile<kLow, kTileRowBytes / 4, kTileRowBytes>(panel.planes[0][part]);
-                           if constexpr (kPlanes<Block> == 2)
-                             load_tile<kHigh, kTileRowBytes / 4, kTileRowBytes>(panel.planes[1][part]);
-                           multiply_tile(*pair, part, kFirst);
-                           if (two) multiply_tile(pair[step], part, kSecond);
-                         };
-  const auto finish = [&]<int kSecond>(std::integral_constant<int, kSecond>) __attribute__((always_inline)) {
+  const auto start = [&](const SuperTile* pair, int part, bool two, auto& sums_of_mins) ALWAYS_INLINE {
+    if constexpr (kNarrowMin<Block>) {
+      if (part == 0) multiply_mins(*pair);
+      if (part == 1) store_tile_rows<kMins>(sums_of_mins[0], kTileRowBytes);
+      if (part == 2 && two) multiply_mins(pair[step]);
+      if (part == 3 && two) store_tile_rows<kMins>(sums_of_mins[1], kTileRowBytes);
+    }
+    load_tile<kLow, kTileRowBytes / 4, kTileRowBytes>(panel.planes[0][part]);
+    if constexpr (kPlanes<Block> == 2)
+      load_tile<kHigh, kTileRowBytes / 4, kTileRowBytes>(panel.planes[1][part]);
+    multiply_tile(*pair, part, kFirst);
+    if (two) multiply_tile(pair[step], part, kSecond);
+  };
+  const auto finish = [&]<int kSecond>(std::integral_constant<int, kSecond>) ALWAYS_INLINE {
     store_tile<2 * kSecond>(sums[kSecond][0]);
     if constexpr (kPlanes<Block> == 2) store_tile<2 * kSecond + 1>(sums[kSecond][1]);
   };
   const F unit = Simd::load(panel.unit);
   zero();
-  unrolled<kSteps>([&](auto part) __attribute__((always_inline)) { start(x, part, tiles > 1, min_sums[0]); });
+  unrolled<kSteps>([&](auto part) ALWAYS_INLINE { start(x, part, tiles > 1, min_sums[0]); });
   for (int half = 0; tiles > 0; tiles -= 2, x += 2 * step, acc += 2 * kTileTokens, half ^= 1) {
     const bool two = tiles > 1;
     finish(kFirst);
     if (two) finish(kSecond);
     if (tiles > 2) zero();
     // The unit multiplies the next two tiles while the sums of these are added.
-    unrolled<kSteps>([&](auto part) __attribute__((always_inline)) {
+    unrolled<kSteps>([&](auto part) ALWAYS_INLINE {
       if (tiles > 2) start(x + 2 * step, part, tiles > 3, min_sums[half ^ 1]);
       constexpr int kSecond = part / 2, kTokens = kTileTokens / 2;
       if (kSecond == 1 && !two) return;
-      unrolled<kTokens>([&](auto i) __attribute__((always_inline)) {
+      unrolled<kTokens>([&](auto i) ALWAYS_INLINE {
         constexpr int t = part % 2 * kTokens + i;
         I sum = _mm512_load_si512(sums[kSecond][0][t]);
         if constexpr (kPlanes<Block> == 2)
@@ -292,7 +288,7 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
   const int lane = token % kTileTokens;
   const I table = load_table(weight.table);
   F acc[kTokens][2];
-  unrolled<kTokens>([&](auto t) __attribute__((always_inline)) { acc[t][0] = acc[t][1] = Simd::set(0); });
+  unrolled<kTokens>([&](auto t) ALWAYS_INLINE { acc[t][0] = acc[t][1] = Simd::set(0); });
   for (int b = 0; b < weight.blocks_per_row(); ++b, ++block, ++tile) {
     I total[kTokens][2], mins[kTokens][2];
     for (int t = 0; t < kTokens; ++t)
@@ -306,21 +302,21 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
       FOR_UNROLL (int p = 0; p < 2; ++p) {
         const int row = p * kPanelRows;
         I sum[kTokens][2];
-        unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+        unrolled<kTokens>([&](auto t) ALWAYS_INLINE {
           for (int half = 0; half < 2; ++half)
             sum[t][half] = Simd::set_int(-Block::kZero * sums[t][2 * span + half]);
         });
-        unrolled<8>([&](auto step) __attribute__((always_inline)) {
+        unrolled<8>([&](auto step) ALWAYS_INLINE {
           const I codes = narrow_codes<Block, step>(block->codes[span][p], 0, table);
           weight_sum[p].add_codes(step / 4, codes);
-          unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+          unrolled<kTokens>([&](auto t) ALWAYS_INLINE {
             sum[t][step / 4] = Simd::dot<Block::kZero>(
                 sum[t][step / 4], codes, Simd::broadcast4(q[t] + span % 2 * kBlockCols + 4 * step));
           });
         });
         const I scales[2] = {scale_codes(*block, span, 0, row), scale_codes(*block, span, 1, row)};
         weight_sum[p].end_span(scales);
-        unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+        unrolled<kTokens>([&](auto t) ALWAYS_INLINE {
           if constexpr (kSums == 2) {
             for (int half = 0; half < 2; ++half)
               total[t][p] = Simd::add_int(total[t][p], _mm512_mullo_epi32(sum[t][half], scales[half]));
@@ -334,7 +330,7 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
           const I mins_of[2] = {min_codes(*block, span, 0, row), min_codes(*block, span, 1, row)};
           weight_sum[p].add_mins(mins_of[0], mins_of[1]);
           const I pair = Simd::or_int(mins_of[0], Simd::shift_left<16>(mins_of[1]));
-          unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+          unrolled<kTokens>([&](auto t) ALWAYS_INLINE {
             const I both = Simd::broadcast4(reinterpret_cast<const std::int8_t*>(sums[t] + 2 * span));
             mins[t][p] = _mm512_dpwssd_epi32(mins[t][p], pair, both);
           });
@@ -345,13 +341,13 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
       const F unit = load_floats(block->scale_unit + p * kPanelRows);
       const F minus_min_unit = minus_min_units(*block, p * kPanelRows);
       const F weights = weight_sum[p].times(unit, minus_min_unit);
-      unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+      unrolled<kTokens>([&](auto t) ALWAYS_INLINE {
         acc[t][p] = add_super<Block>(acc[t][p], total[t][p], unit, Simd::to_float(mins[t][p]), minus_min_unit,
                                      weights, *tile, lane + t);
       });
     }
   }
-  unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+  unrolled<kTokens>([&](auto t) ALWAYS_INLINE {
     for (int p = 0; p < 2; ++p) Simd::store(out + std::size_t(t) * stride + p * kPanelRows, acc[t][p]);
   });
 }

@@ -71,9 +71,8 @@ struct UnpackedBlock {
 
 // Adds the products of a block and of tokens [token, token + kTokens) of a tile to `out`, in float32.
 template <class S, class Block, int kTokens>
-inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock<S, Block>& block,
-                                                             const ActivationTile& x, int token, float* out,
-                                                             std::size_t stride) {
+inline ALWAYS_INLINE void multiply_unpacked(const UnpackedBlock<S, Block>& block, const ActivationTile& x,
+                                            int token, float* out, std::size_t stride) {
   constexpr bool kAdds = kAddsHalves<S, Block>;
   static_assert(!kAdds || Block::kZero == 32);
   constexpr int kRows = S::kUnpackedRows, kSums = UnpackedBlock<S, Block>::kSums, kSteps = 8 / kSums;
@@ -177,7 +176,7 @@ void unpacked_blocks(const Block* blocks, int n_blocks, const Int8Rows& x, int f
           // Variables of the loops, captured by reference, would be reloaded from memory.
           const int at = token + done;
           float* rows = first_out + std::size_t(t + done) * stride;
-          with_count<kTokens>(share, [=, &block, &tile](auto tokens) __attribute__((always_inline)) {
+          with_count<kTokens>(share, [=, &block, &tile](auto tokens) ALWAYS_INLINE {
             multiply_unpacked<S, Block, tokens>(block, tile, at, rows, stride);
           });
           done += share;

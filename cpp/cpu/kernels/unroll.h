@@ -3,6 +3,9 @@
 
 #include <utility>
 
+// Of lambdas and functions that must not become calls in the loops of kernels.
+#define ALWAYS_INLINE __attribute__((always_inline))
+
 #define FOR_UNROLL(...) _Pragma("GCC unroll 16") for (__VA_ARGS__)
 
 namespace metal_prefill::cpu {
@@ -10,8 +13,8 @@ namespace {
 
 // Calls body with 0 .. kCount - 1 as constants: intrinsics take lanes as constants.
 template <int kCount, typename Body>
-inline __attribute__((always_inline)) void unrolled(Body&& body) {
-  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+inline ALWAYS_INLINE void unrolled(Body&& body) {
+  [&]<int... i>(std::integer_sequence<int, i...>) ALWAYS_INLINE {
     (body(std::integral_constant<int, i>()), ...);
   }(std::make_integer_sequence<int, kCount>());
 }
