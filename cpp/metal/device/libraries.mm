@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <functional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -36,7 +37,7 @@ MTLCompileOptions* compile_options(const std::set<std::string>* variants, Shader
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
-  options.fastMathEnabled = METAL_PREFILL_FAST_MATH != 0;
+  options.fastMathEnabled = NO;
 #pragma clang diagnostic pop
 #if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
   // From macOS 15 on, single-precision functions have a separate option, which fastMathEnabled need not
@@ -44,9 +45,8 @@ MTLCompileOptions* compile_options(const std::set<std::string>* variants, Shader
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wunguarded-availability-new"
   if ([options respondsToSelector:@selector(setMathFloatingPointFunctions:)]) {
-    options.mathMode = METAL_PREFILL_FAST_MATH ? MTLMathModeFast : MTLMathModeSafe;
-    options.mathFloatingPointFunctions =
-        METAL_PREFILL_FAST_MATH ? MTLMathFloatingPointFunctionsFast : MTLMathFloatingPointFunctionsPrecise;
+    options.mathMode = MTLMathModeSafe;
+    options.mathFloatingPointFunctions = MTLMathFloatingPointFunctionsPrecise;
   }
 #pragma clang diagnostic pop
 #endif
@@ -76,29 +76,25 @@ std::vector<Compiled> compile_all(id<MTLDevice> device, std::span<const ShaderSo
   });
 }
 
+void add_kernels(id<MTLLibrary> library, Libraries& libraries) {
+  for (NSString* name in library.functionNames) libraries.by_kernel[name.UTF8String] = library;
+}
+
 // The libraries of the sources for which `wanted` is true.
 template <typename Wanted>
-std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::set<std::string>& variants,
-                                    const Wanted& wanted) {
+Libraries compile(id<MTLDevice> device, const std::set<std::string>& variants, const Wanted& wanted) {
   std::vector<const ShaderSource*> sources;
   for (std::size_t i = 0; i < kShaderSourceCount; ++i)
     if (wanted(kShaderSources[i].name)) sources.push_back(&kShaderSources[i]);
   const std::vector<Compiled> results = compile_all(device, sources, &variants);
-  std::vector<id<MTLLibrary>> libraries;
+  Libraries libraries;
   for (std::size_t i = 0; i < results.size(); ++i) {
     if (!results[i].library)
       throw DeviceError("the shaders in " + std::string(sources[i]->name) +
                         " do not compile: " + describe(results[i].error));
-    libraries.push_back(results[i].library);
+    add_kernels(results[i].library, libraries);
   }
   return libraries;
-}
-
-Libraries with_kernels(const std::vector<id<MTLLibrary>>& libraries, bool compiled) {
-  Libraries opened{.by_kernel = {}, .compiled = compiled};
-  for (id<MTLLibrary> library : libraries)
-    for (NSString* name in library.functionNames) opened.by_kernel[name.UTF8String] = library;
-  return opened;
 }
 
 }  // namespace
@@ -109,9 +105,11 @@ id<MTLFunction> Libraries::function(const std::string& kernel) const {
 }
 
 Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants) {
-  if (id<MTLLibrary> compiled = compiled_library(device)) return with_kernels({compiled}, true);
-  const auto wanted = [](std::string_view source) { return !is_tensor_source(source); };
-  return with_kernels(compile(device, variants, wanted), false);
+  id<MTLLibrary> compiled = compiled_library(device);
+  if (!compiled) return compile(device, variants, std::not_fn(is_tensor_source));
+  Libraries libraries{.by_kernel = {}, .compiled = true};
+  add_kernels(compiled, libraries);
+  return libraries;
 }
 
 std::vector<CompiledSource> compile_sources(id<MTLDevice> device) {
@@ -129,8 +127,7 @@ std::vector<CompiledSource> compile_sources(id<MTLDevice> device) {
 }
 
 Libraries open_tensors(id<MTLDevice> device, std::string_view source, const std::set<std::string>& variants) {
-  const auto wanted = [&](std::string_view other) { return other == source; };
-  return with_kernels(compile(device, variants, wanted), false);
+  return compile(device, variants, [&](std::string_view other) { return other == source; });
 }
 
 }  // namespace metal_prefill::metal
