@@ -36,105 +36,95 @@ LayernormArgs layernorm_args(const Norm& norm, const View& addend, int stride) {
           .eps = norm.eps};
 }
 
-void dispatch_layernorm(Encoder& e, const KernelKey& kernel, const Norm& norm,
-                        std::initializer_list<View> buffers, const LayernormArgs& args, int tokens) {
-  e.dispatch(kernel, buffers, args, each_row(e, kernel, norm.dim, tokens));
-}
-
 // Rows of the buffers start `stride` elements apart.
 void dispatch_norm(Encoder& e, const KernelKey& kernel, const Norm& norm, std::initializer_list<View> buffers,
                    int stride, int tokens) {
-  e.dispatch(kernel, buffers, RmsnormArgs{u32_t(norm.dim), u32_t(stride), bool(norm.weight), norm.eps},
-             each_row(e, kernel, norm.dim, tokens));
+  dispatch_rows(e, kernel, buffers, RmsnormArgs{u32_t(norm.dim), u32_t(stride), bool(norm.weight), norm.eps},
+                norm.dim, tokens);
 }
 
 }  // namespace
 
 void norm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens, Precision precision) {
   if (norm.weight && norm.kind == NormKind::kLayer)
-    return dispatch_layernorm(e, {Kernel::kLayernorm, precision}, norm,
-                              {norm.weight, norm.bias.or_any(norm.weight), x, y},
-                              layernorm_args(norm, {}, norm.dim), tokens);
+    return dispatch_rows(e, {Kernel::kLayernorm, precision},
+                         {norm.weight, norm.bias.or_any(norm.weight), x, y},
+                         layernorm_args(norm, {}, norm.dim), norm.dim, tokens);
   dispatch_norm(e, {Kernel::kRmsnorm, precision}, norm, {norm.weight.or_any(x), x, y}, norm.dim, tokens);
 }
 
 void layernorm_stream(Encoder& e, const Norm& norm, const View& addend, const View& x, const View& copy,
                       int tokens) {
-  dispatch_layernorm(e, Kernel::kLayernormStream, norm,
-                     {norm.weight, norm.bias.or_any(norm.weight), addend.or_any(norm.weight), x, copy},
-                     layernorm_args(norm, addend, norm.dim), tokens);
+  dispatch_rows(e, Kernel::kLayernormStream,
+                {norm.weight, norm.bias.or_any(norm.weight), addend.or_any(norm.weight), x, copy},
+                layernorm_args(norm, addend, norm.dim), norm.dim, tokens);
 }
 
 void layernorm_twice(Encoder& e, const Norm& first, const View& addend, const Norm& second, const View& y,
                      const View& x, const View& copy, int tokens) {
   LayernormArgs args = layernorm_args(first, addend, first.dim);
   args.has_second_bias = bool(second.bias);
-  dispatch_layernorm(e, Kernel::kLayernormTwice, first,
-                     {first.weight, first.bias.or_any(first.weight), addend.or_any(first.weight),
-                      second.weight, second.bias.or_any(second.weight), y, x, copy},
-                     args, tokens);
+  dispatch_rows(e, Kernel::kLayernormTwice,
+                {first.weight, first.bias.or_any(first.weight), addend.or_any(first.weight), second.weight,
+                 second.bias.or_any(second.weight), y, x, copy},
+                args, first.dim, tokens);
 }
 
 void add_bias(Encoder& e, const View& bias, const View& x, int dim, int tokens) {
-  e.dispatch(Kernel::kAddBias, {bias, x}, AddBiasArgs{u32_t(dim)},
-             each_value(e, Kernel::kAddBias, std::size_t(dim), tokens));
+  dispatch_values(e, Kernel::kAddBias, {bias, x}, AddBiasArgs{u32_t(dim)}, std::size_t(dim), tokens);
 }
 
 void norm_in_place(Encoder& e, const Norm& norm, const View& addend, const StridedRows& rows, int tokens) {
   if (norm.kind == NormKind::kRms && addend) throw std::logic_error("RMSNorm of rows takes no addend");
   if (norm.kind == NormKind::kRms)
     return dispatch_norm(e, Kernel::kRmsnormInPlace, norm, {norm.weight, rows.view}, rows.stride, tokens);
-  dispatch_layernorm(e, Kernel::kLayernormInPlace, norm,
-                     {norm.weight, norm.bias.or_any(norm.weight), addend.or_any(norm.weight), rows.view},
-                     layernorm_args(norm, addend, rows.stride), tokens);
+  dispatch_rows(e, Kernel::kLayernormInPlace,
+                {norm.weight, norm.bias.or_any(norm.weight), addend.or_any(norm.weight), rows.view},
+                layernorm_args(norm, addend, rows.stride), norm.dim, tokens);
 }
 
 void rmsnorm_add(Encoder& e, const Norm& norm, const View& scale, const View& x, const View& y, int tokens) {
-  e.dispatch(Kernel::kRmsnormAdd, {norm.weight, scale.or_any(norm.weight), x, y},
-             RmsnormAddArgs{u32_t(norm.dim), bool(scale), false, norm.eps, 0.0f},
-             each_row(e, Kernel::kRmsnormAdd, norm.dim, tokens));
+  dispatch_rows(e, Kernel::kRmsnormAdd, {norm.weight, scale.or_any(norm.weight), x, y},
+                RmsnormAddArgs{u32_t(norm.dim), bool(scale), false, norm.eps, 0.0f}, norm.dim, tokens);
 }
 
 void rmsnorm_add_norm(Encoder& e, const Norm& norm, const Norm& next, const View& x, const View& y,
                       const View& normed, int tokens, Precision precision) {
-  const KernelKey kernel = {Kernel::kRmsnormAddNorm, precision};
-  e.dispatch(kernel, {norm.weight, next.weight.or_any(norm.weight), x, y, normed},
-             RmsnormAddArgs{u32_t(norm.dim), false, bool(next.weight), norm.eps, next.eps},
-             each_row(e, kernel, norm.dim, tokens));
+  dispatch_rows(
+      e, {Kernel::kRmsnormAddNorm, precision}, {norm.weight, next.weight.or_any(norm.weight), x, y, normed},
+      RmsnormAddArgs{u32_t(norm.dim), false, bool(next.weight), norm.eps, next.eps}, norm.dim, tokens);
 }
 
 void swiglu(Encoder& e, const GateUp& gate_up, const View& out, int tokens, Precision precision) {
-  const KernelKey kernel = {Kernel::kSwiglu, precision};
-  e.dispatch(kernel, {gate_up.bias.or_any(gate_up.rows), gate_up.rows, out},
-             SwigluArgs{u32_t(gate_up.ffn_dim), u32_t(tokens), gate_up.activation, gate_up.gated,
-                        bool(gate_up.bias)},
-             each_value(e, kernel, std::size_t(gate_up.ffn_dim), tokens));
+  dispatch_values(e, {Kernel::kSwiglu, precision}, {gate_up.bias.or_any(gate_up.rows), gate_up.rows, out},
+                  SwigluArgs{u32_t(gate_up.ffn_dim), u32_t(tokens), gate_up.activation, gate_up.gated,
+                             bool(gate_up.bias)},
+                  std::size_t(gate_up.ffn_dim), tokens);
 }
 
 void layer_inputs(Encoder& e, const Norm& norm, float filled, const View& added, const View& x, int layers,
                   int tokens) {
-  e.dispatch(
-      Kernel::kLayerInputs, {norm.weight, added, x},
+  dispatch_values(
+      e, Kernel::kLayerInputs, {norm.weight, added, x},
       LayerInputsArgs{.dim = u32_t(norm.dim), .layers = u32_t(layers), .filled = filled, .eps = norm.eps},
-      each_value(e, Kernel::kLayerInputs, std::size_t(layers) * kSimd, tokens));
+      std::size_t(layers) * kSimd, tokens);
 }
 
 void gate_input(Encoder& e, const View& gate, const StridedRows& input, const View& out, int dim, int tokens,
                 u32_t activation, Precision precision) {
-  const KernelKey kernel = {Kernel::kGateInput, precision};
-  e.dispatch(kernel, {gate, input.view, out},
-             GateInputArgs{.dim = u32_t(dim),
-                           .input_stride = u32_t(input.stride),
-                           .tokens = u32_t(tokens),
-                           .activation = activation},
-             each_value(e, kernel, std::size_t(dim), tokens));
+  dispatch_values(e, {Kernel::kGateInput, precision}, {gate, input.view, out},
+                  GateInputArgs{.dim = u32_t(dim),
+                                .input_stride = u32_t(input.stride),
+                                .tokens = u32_t(tokens),
+                                .activation = activation},
+                  std::size_t(dim), tokens);
 }
 
 void causal_conv(Encoder& e, const ConvInputs& inputs, const View& in, const View& out,
                  const CausalConvArgs& args, Precision precision, std::span<const RowRun> runs) {
-  const KernelKey kernel = {Kernel::kCausalConv, precision};
-  e.dispatch(kernel, {inputs.filter, inputs.bias, in, inputs.rows, inputs.states, out}, args,
-             each_value(e, kernel, args.channels, int(args.tokens)), runs);
+  dispatch_values(e, {Kernel::kCausalConv, precision},
+                  {inputs.filter, inputs.bias, in, inputs.rows, inputs.states, out}, args, args.channels,
+                  int(args.tokens), runs);
 }
 
 void scan(Encoder& e, const ScanWeights& w, const View& projected, const View& convolved, const View& rows,
@@ -176,20 +166,18 @@ void gated_delta(Encoder& e, const GatedDeltaWeights& w, const View& qkv, const 
 
 void gated_norm(Encoder& e, const Norm& norm, const View& x, const StridedRows& gate, const View& y,
                 int heads, int tokens, Precision precision) {
-  const KernelKey kernel = {Kernel::kGatedNorm, precision};
-  e.dispatch(kernel, {norm.weight, x, gate.view, y},
-             GatedNormArgs{u32_t(heads), u32_t(norm.dim), u32_t(gate.stride), norm.eps},
-             each_value(e, kernel, std::size_t(heads) * kSimd, tokens));
+  dispatch_values(e, {Kernel::kGatedNorm, precision}, {norm.weight, x, gate.view, y},
+                  GatedNormArgs{u32_t(heads), u32_t(norm.dim), u32_t(gate.stride), norm.eps},
+                  std::size_t(heads) * kSimd, tokens);
 }
 
 void soft_cap(Encoder& e, const View& x, std::size_t n, float cap) {
-  e.dispatch(Kernel::kSoftCap, {x}, SoftCapArgs{u32_t(n), cap}, each_value(e, Kernel::kSoftCap, n, 1));
+  dispatch_values(e, Kernel::kSoftCap, {x}, SoftCapArgs{u32_t(n), cap}, n, 1);
 }
 
 void gate_heads(Encoder& e, const View& q, const View& y, const GateHeadsArgs& args, Precision precision) {
-  const KernelKey kernel = {Kernel::kGateHeads, precision};
-  e.dispatch(kernel, {q, y}, args,
-             each_value(e, kernel, std::size_t(args.n_heads) * args.value_dim, int(args.tokens)));
+  dispatch_values(e, {Kernel::kGateHeads, precision}, {q, y}, args,
+                  std::size_t(args.n_heads) * args.value_dim, int(args.tokens));
 }
 
 std::size_t candidates_bytes(const Tuning& tuning, int rows) {

@@ -11,12 +11,6 @@ namespace {
 
 // Heads of a token per threadgroup: thousands of groups of one simdgroup would take longer to start than to
 // run.
-std::size_t rope_simdgroups(std::size_t heads, std::size_t most) {
-  for (std::size_t n = most; n > 1; --n)
-    if (heads % n == 0) return n;
-  return 1;
-}
-
 struct HeadGroups {
   std::size_t count, simdgroups;  // threadgroups per token, and simdgroups per threadgroup, each for one head
 };
@@ -24,7 +18,8 @@ HeadGroups head_groups(const Encoder& e, Kernel kernel, const RopeArgs& args) {
   const std::size_t heads =
       (args.skip_keys ? 0 : 2 * args.n_kv_heads) + (args.skip_queries ? 0 : args.n_heads);
   constexpr std::size_t kMost = 8;
-  const std::size_t simdgroups = rope_simdgroups(heads, allowed_threads(e, kernel, kMost * kSimd) / kSimd);
+  std::size_t simdgroups = allowed_threads(e, kernel, kMost * kSimd) / kSimd;
+  while (heads % simdgroups != 0) --simdgroups;
   return {heads / simdgroups, simdgroups};
 }
 

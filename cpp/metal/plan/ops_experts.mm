@@ -93,8 +93,8 @@ void matmul_experts(Encoder& e, const ExpertWeights& experts, const View& x, con
 }
 
 void add_experts(Encoder& e, const Routes& routes, const View& y, const View& x, int dim, int tokens) {
-  e.dispatch(Kernel::kAddExperts, {routes.routes, y, x}, AddExpertsArgs{u32_t(dim), u32_t(routes.used)},
-             each_value(e, Kernel::kAddExperts, std::size_t(dim) / 4, tokens));
+  dispatch_values(e, Kernel::kAddExperts, {routes.routes, y, x},
+                  AddExpertsArgs{u32_t(dim), u32_t(routes.used)}, std::size_t(dim) / 4, tokens);
 }
 
 }  // namespace metal_prefill::metal::ops

@@ -20,15 +20,20 @@ inline std::size_t norm_threads(const Encoder& e, const KernelKey& kernel, int d
   return allowed_threads(e, kernel, round_up(std::size_t(dim) / 4, kSimd));
 }
 
-// One threadgroup per row.
-inline Grid each_row(const Encoder& e, const KernelKey& kernel, int dim, int rows) {
-  return {.x = std::size_t(rows), .threads = norm_threads(e, kernel, dim)};
+// Dispatches one threadgroup per row.
+template <typename Args>
+void dispatch_rows(Encoder& e, const KernelKey& kernel, std::initializer_list<View> buffers, const Args& args,
+                   int dim, int rows) {
+  e.dispatch(kernel, buffers, args, {.x = std::size_t(rows), .threads = norm_threads(e, kernel, dim)});
 }
 
-// One thread for each of `columns` of each row.
-inline Grid each_value(const Encoder& e, const KernelKey& kernel, std::size_t columns, int rows) {
+// Dispatches one thread for each of `columns` of each row.
+template <typename Args>
+void dispatch_values(Encoder& e, const KernelKey& kernel, std::initializer_list<View> buffers,
+                     const Args& args, std::size_t columns, int rows, std::span<const RowRun> runs = {}) {
   const std::size_t threads = allowed_threads(e, kernel, 256);
-  return {.x = ceil_div(columns, threads), .y = std::size_t(rows), .threads = threads};
+  e.dispatch(kernel, buffers, args,
+             {.x = ceil_div(columns, threads), .y = std::size_t(rows), .threads = threads}, runs);
 }
 
 }  // namespace metal_prefill::metal::ops
