@@ -39,19 +39,10 @@ METAL_PREFILL_INLINE double exp_of(double x) {
   const double shifted = clamped * kLog2e + kShift;
   const double n = shifted - kShift;
   const double r = (clamped - n * kLn2High) - n * kLn2Low;
+  constexpr double kFactorials[] = {39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1};
   double p = 1.0 / 479001600;
-  p = p * r + 1.0 / 39916800;
-  p = p * r + 1.0 / 3628800;
-  p = p * r + 1.0 / 362880;
-  p = p * r + 1.0 / 40320;
-  p = p * r + 1.0 / 5040;
-  p = p * r + 1.0 / 720;
-  p = p * r + 1.0 / 120;
-  p = p * r + 1.0 / 24;
-  p = p * r + 1.0 / 6;
-  p = p * r + 0.5;
-  p = p * r + 1.0;
-  p = p * r + 1.0;
+#pragma GCC unroll 12
+  for (const double factorial : kFactorials) p = p * r + 1.0 / factorial;
   const double power = std::bit_cast<double>((std::bit_cast<std::uint64_t>(shifted) + 1023) << 52);
   return x < kLowest ? 0.0 : p * power;
 }
