@@ -31,6 +31,10 @@ T& the_only() {
   return *instance;
 }
 
+constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
 inline constexpr int kMaxBuffers = 31;  // per kernel, as in Metal
 inline constexpr int kMaxThreadgroupArguments = 31;
 inline constexpr std::size_t kMaxThreadgroupBytes = 32768;

@@ -57,10 +57,6 @@ bool is_last(std::atomic<int>& done, int n) {
   return true;
 }
 
-std::byte* page_of(const Row& row) {
-  return row.pages[row.position / kPagePositions];
-}
-
 int rows_of(std::span<const QueryTile> tiles) {
   int rows = 0;
   for (const QueryTile& tile : tiles) rows += tile.count;
@@ -289,7 +285,7 @@ void CacheWriter::store_piece(const Context& c, CachePart part, const Row& row, 
   constexpr std::size_t kValueStep = 2 * sizeof(std::uint16_t);
   const KvPages& cache = step_.cache;
   const int layer = step_.layer, position = row.position % kPagePositions;
-  std::byte* page = page_of(row);
+  std::byte* page = row.pages[row.position / kPagePositions];
   if (part == CachePart::kKeys)
     c.kernels.store_keys(from, stride, count, n, cache.key_stride(layer), cache.layout(),
                          page + cache.keys(layer, head) + std::size_t(d / 2) * kKeyLaneStep, position);

@@ -112,11 +112,6 @@ FloatRows expand_group(const Context& c, const Linear& linear, int group) {
   return rows;
 }
 
-// Whether a group of 16-bit floats can be multiplied without a copy.
-bool needs_no_copy(const Tensor& tensor, int group) {
-  return (tensor.type == TensorType::kF16 || tensor.type == TensorType::kBF16) && is_whole(tensor, group);
-}
-
 // Memory of the next group: packed, or its rows in the file.
 PrefetchRange next_group(const PackedMatrix& packed, int group) {
   if (!in_panels(packed.packing) || group + 1 >= packed.groups()) return {};
@@ -170,6 +165,7 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
                            next_group(linear.packed, group));
   alignas(64) Tile tile;
   const bool in_place = whole && !out.add && (!out.bias || out.stride == kGroupRows);
+  const bool halves = linear.tensor.type == TensorType::kF16 || linear.tensor.type == TensorType::kBF16;
   float* to = in_place ? out.data : tile[0];
   const std::size_t stride = in_place ? out.stride : kGroupRows;
   if (linear.int8()) {
@@ -180,7 +176,7 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
   } else if (linear.in_panels()) {
     multiply_panels(c, linear, {group, 1}, panels_of(c, linear, group), x, range, {to, stride},
                     next_group(linear.packed, group));
-  } else if (range.count <= kFewTokens && needs_no_copy(linear.tensor, group)) {
+  } else if (range.count <= kFewTokens && halves && is_whole(linear.tensor, group)) {
     c.kernels.multiply_half(reinterpret_cast<const std::uint16_t*>(linear.tensor.row(group * kGroupRows)),
                             linear.tensor.type == TensorType::kBF16, linear.tensor.cols, x.f32, range.first,
                             range.count, to, stride);

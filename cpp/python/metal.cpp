@@ -88,7 +88,6 @@ const std::map<std::string, std::uint32_t> kConstants = {CONSTANT(ACTIVATION_SIL
                                                          CONSTANT(MATMUL_WIDE_TILE),
                                                          CONSTANT(MATMUL_PARTS),
                                                          CONSTANT(MATMUL_TALL_TOKENS),
-                                                         CONSTANT(DECODE_SIMDGROUPS),
                                                          CONSTANT(PREFILL_KEYS),
                                                          CONSTANT(ARGMAX_NONE),
                                                          CONSTANT(STATE_NONE),

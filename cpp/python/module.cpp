@@ -29,13 +29,6 @@ using namespace nb::literals;
 
 namespace {
 
-// Throws if the user has interrupted the program.
-void check_signals() {
-  metal_prefill::with_gil([] {
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-  });
-}
-
 // Engine threads have no Python state. Once the interpreter has ended, no other thread needs the GIL.
 void wait_without_gil(const std::function<void()>& wait) {
   using namespace metal_prefill;
@@ -74,7 +67,11 @@ NB_MODULE(_core, m) {
   using namespace metal_prefill;
   m.doc() = "Native engines of metal_prefill.";
   nb::register_exception_translator(translate);
-  raise_if_interrupted = check_signals;
+  raise_if_interrupted = [] {
+    with_gil([] {
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    });
+  };
   long_wait = wait_without_gil;
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
     interpreter_exits();

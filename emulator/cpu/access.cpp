@@ -20,12 +20,10 @@ constexpr std::uintptr_t kNullPages = 1 << 16;
 // Number of host threads that run kernels in checked mode. If it is 0, the caller may not be on a fiber.
 std::atomic<int> recording{0};
 
-inline AccessRecorder* current_recorder() {
-  return recording.load(std::memory_order_relaxed) ? recorder_of(abi::current_worker()) : nullptr;
-}
-
 inline void record(std::uintptr_t address, std::size_t bytes, bool write, const void* caller) {
-  if (AccessRecorder* recorder = current_recorder()) recorder->access(address, bytes, write, caller);
+  if (!recording.load(std::memory_order_relaxed)) return;
+  if (AccessRecorder* recorder = recorder_of(abi::current_worker()))
+    recorder->access(address, bytes, write, caller);
 }
 inline void record(const void* memory, std::size_t bytes, bool write, const void* caller) {
   record(reinterpret_cast<std::uintptr_t>(memory), bytes, write, caller);

@@ -31,10 +31,6 @@ constexpr std::size_t kArgumentGap = 128;     // between threadgroup arguments
 constexpr u32 kNoPreference = 31;
 constexpr const char* kDeadlock = "deadlock: not all threads reach the same operation";
 
-std::size_t round_up(std::size_t value, std::size_t unit) {
-  return (value + unit - 1) / unit * unit;
-}
-
 // Row-major index of a lane's first or second element in a simdgroup_matrix.
 constexpr unsigned matrix_place(MatrixLayout layout, unsigned lane, unsigned element) {
   switch (layout) {
@@ -359,10 +355,6 @@ unsigned next_member(u32 members, unsigned after) {
   const u32 above = after >= 31 ? 0 : members & (~0u << (after + 1));
   return static_cast<unsigned>(std::countr_zero(above ? above : members));
 }
-unsigned nth_member(u32 members, unsigned n) {
-  while (n-- > 0) members &= members - 1;
-  return static_cast<unsigned>(std::countr_zero(members));
-}
 
 }  // namespace
 
@@ -377,8 +369,9 @@ int ThreadgroupRunner::pick(unsigned after) {
   unsigned group = after / abi::kLanes;
   if (rng_) {
     const auto any_of = [this](u32 members) {
-      return nth_member(members,
-                        static_cast<unsigned>(random() % static_cast<unsigned>(std::popcount(members))));
+      for (auto skipped = random() % static_cast<unsigned>(std::popcount(members)); skipped > 0; --skipped)
+        members &= members - 1;
+      return static_cast<unsigned>(std::countr_zero(members));
     };
     if (first_ == simdgroup_count_) {
       group = any_of(ready_simdgroups_);

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <iterator>
 #include <sstream>
 
 #include "classes.h"
@@ -18,13 +19,6 @@ namespace {
 
 constexpr const char* kHeader = "Metal emulator: binary archive 1";
 
-std::string read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  if (file) text << file.rdbuf();
-  return text.str();
-}
-
 }  // namespace
 
 @implementation MTLBinaryArchiveDescriptor
@@ -37,7 +31,8 @@ std::string read_file(const std::string& path) {
 
 // The last line of a file is the checksum of the others.
 - (std::string)load:(const std::string&)path {
-  const std::string text = read_file(path);
+  std::ifstream file(path, std::ios::binary);
+  const std::string text(std::istreambuf_iterator<char>(file), {});
   if (text.empty()) return "there is no file";
   const std::size_t end = text.size() < 2 ? std::string::npos : text.rfind('\n', text.size() - 2);
   if (end == std::string::npos || text.substr(end + 1) != checksum_of(text.substr(0, end + 1)) + "\n")

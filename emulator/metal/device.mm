@@ -38,12 +38,6 @@ StorageMode storage_mode(MTLResourceOptions options, const char* call) {
   }
 }
 
-std::set<std::string> macros_of(MTLCompileOptions* options) {
-  std::set<std::string> names;
-  for (NSString* name in options.preprocessorMacros) names.insert(to_string(name));
-  return names;
-}
-
 // Reason why the library is unavailable with these macros; empty if it is available.
 std::string unknown_macro(const ShaderLibrary& library, NSDictionary<NSString*, NSObject*>* macros) {
   const char* const needed = "; other preprocessor macros need a compiler, which the emulator is not";
@@ -188,7 +182,8 @@ void check_length(NSUInteger length, const char* call) {
 
 - (id<MTLLibrary>)compile:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
   const std::string text = to_string(source);
-  const std::set<std::string> macros = macros_of(options);
+  std::set<std::string> macros;
+  for (NSString* name in options.preprocessorMacros) macros.insert(to_string(name));
   std::string why = "this source text was not compiled ahead of time into the binary";
   for (const ShaderLibrary* library : registered_libraries()) {
     if (source_of(*library) != text) continue;

@@ -42,18 +42,11 @@ std::string label_of(const Use& use) {
 }
 
 std::string describe(const Command& command, const Use& use) {
-  std::string text;
-  switch (command.kind) {
-    case Command::Kind::kDispatch:
-      text = describe(command.dispatch) + ", buffer(" + std::to_string(use.index) + ") '" + use.name + "'";
-      break;
-    case Command::Kind::kCopy:
-      text = std::string("copyFromBuffer, ") + use.name;
-      break;
-    case Command::Kind::kFill:
-      text = std::string("fillBuffer, ") + use.name;
-      break;
-  }
+  const std::string text =
+      command.kind == Command::Kind::kDispatch
+          ? describe(command.dispatch) + ", buffer(" + std::to_string(use.index) + ") '" + use.name + "'"
+          : (command.kind == Command::Kind::kCopy ? "copyFromBuffer, " : "fillBuffer, ") +
+                std::string(use.name);
   const std::string label = label_of(use);
   return label.empty() ? text : text + " = \"" + label + "\"";
 }

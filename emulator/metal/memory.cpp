@@ -27,14 +27,6 @@ constexpr std::size_t kAlignment =
     64;  // of a buffer's first byte: enough for all vectors of the shading language
 constexpr unsigned char kCanary = 0xa5;
 
-std::size_t page_size() {
-  static const auto size = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  return size;
-}
-std::size_t round_up(std::size_t value, std::size_t unit) {
-  return (value + unit - 1) / unit * unit;
-}
-
 // Guard regions, by their end address.
 struct Guards {
   struct Region {
@@ -338,7 +330,8 @@ const char* sanitizer() {
 
 std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill, bool shared) {
   if (bytes > SIZE_MAX / 2) return nullptr;
-  const std::size_t data_bytes = round_up(round_up(bytes, kAlignment), page_size());
+  static const auto page_size = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const std::size_t data_bytes = round_up(round_up(bytes, kAlignment), page_size);
   const bool large = bytes >= kLeastLazyBytes;
   if (shared && (fill != 0xff || !large)) {
     if (char* mapping = the_only<FreeMappings>().take(data_bytes)) {

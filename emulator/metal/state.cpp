@@ -15,7 +15,6 @@ namespace metal_emulator {
 namespace {
 
 constexpr unsigned kBackgroundThreads = 4;
-thread_local int worker_depth = 0;
 
 std::uint64_t from_environment(const char* name) {
   const char* text = std::getenv(name);
@@ -65,13 +64,6 @@ bool allocation_fails() {
 }
 
 }  // namespace
-
-WorkerScope::WorkerScope() {
-  worker_depth++;
-}
-WorkerScope::~WorkerScope() {
-  worker_depth--;
-}
 
 // Never destroyed, as its threads may outlive everything else in the process.
 State& State::get() {
@@ -130,7 +122,7 @@ void State::end_work() {
 }
 
 void State::wait_idle() {
-  if (worker_depth > 0) return;
+  if (WorkerScope::depth > 0) return;
   std::unique_lock lock(mutex_);
   idle_.wait(lock, [&] { return work_ == 0; });
 }

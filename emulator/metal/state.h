@@ -92,10 +92,11 @@ auto locked(const Use& use) {
 }
 
 // Marks the calling thread as doing the emulator's work while in scope.
-class WorkerScope {
- public:
-  WorkerScope();
-  ~WorkerScope();
+struct WorkerScope {
+  static inline thread_local int depth = 0;
+
+  WorkerScope() { depth++; }
+  ~WorkerScope() { depth--; }
   WorkerScope(const WorkerScope&) = delete;
   WorkerScope& operator=(const WorkerScope&) = delete;
 };

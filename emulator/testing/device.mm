@@ -32,9 +32,8 @@ MTLResourceOptions storage_options(const std::string& storage) {
   throw std::invalid_argument("storage is 'shared', 'private' or 'managed', not '" + storage + "'");
 }
 
-Buffer labelled(id<MTLBuffer> buffer, const std::string& label) {
+Buffer require_memory(id<MTLBuffer> buffer) {
   if (!buffer) throw std::bad_alloc();
-  if (!label.empty()) buffer.label = to_ns(label);
   return {buffer};
 }
 
@@ -42,19 +41,20 @@ Buffer new_buffer(const Device& self, NSUInteger length, const std::string& stor
                   bool untracked) {
   MTLResourceOptions options = storage_options(storage);
   if (untracked) options |= MTLResourceHazardTrackingModeUntracked;
-  return labelled([self.object newBufferWithLength:length options:options], label);
+  const Buffer buffer = require_memory([self.object newBufferWithLength:length options:options]);
+  if (!label.empty()) buffer.object.label = to_ns(label);
+  return buffer;
 }
 
-Buffer new_buffer_with_bytes(const Device& self, nb::bytes bytes, const std::string& label) {
-  return labelled([self.object newBufferWithBytes:bytes.data()
-                                           length:bytes.size()
-                                          options:MTLResourceStorageModeShared],
-                  label);
+Buffer new_buffer_with_bytes(const Device& self, nb::bytes bytes) {
+  return require_memory([self.object newBufferWithBytes:bytes.data()
+                                                 length:bytes.size()
+                                                options:MTLResourceStorageModeShared]);
 }
 
 // The buffer keeps the array alive until its deallocator runs.
 Buffer new_buffer_no_copy(const Device& self, ByteArray array, NSUInteger offset,
-                          std::optional<NSUInteger> length, const std::string& label) {
+                          std::optional<NSUInteger> length) {
   auto* owner = new nb::object(nb::cast(array));
   const auto release_owner = [owner] {
     const nb::gil_scoped_acquire gil;
@@ -73,7 +73,7 @@ Buffer new_buffer_no_copy(const Device& self, ByteArray array, NSUInteger offset
     throw;
   }
   if (!buffer) release_owner();
-  return labelled(buffer, label);
+  return require_memory(buffer);
 }
 
 // A view of the contents that keeps the buffer alive.
@@ -252,9 +252,9 @@ void bind_device(nb::module_& m) {
            })
       .def("new_buffer", &new_buffer, "length"_a, "storage"_a = "shared", "label"_a = "",
            "untracked"_a = false, kPool)
-      .def("new_buffer_with_bytes", &new_buffer_with_bytes, "data"_a, "label"_a = "", kPool)
+      .def("new_buffer_with_bytes", &new_buffer_with_bytes, "data"_a, kPool)
       .def("new_buffer_no_copy", &new_buffer_no_copy, "array"_a, "offset"_a = 0, "length"_a = nb::none(),
-           "label"_a = "", kPool)
+           kPool)
       .def("new_library", &new_library, "source"_a, "macros"_a = std::map<std::string, std::string>(),
            "fast_math"_a = true, "language"_a = nb::none(), kWithoutGil)
       .def(

@@ -55,11 +55,6 @@ std::string families_of(id<MTLDevice> device) {
   return families.empty() ? "none" : families;
 }
 
-bool is_native_gpu(id<MTLDevice> device) {
-  const std::string name = device.name.UTF8String;
-  return [device supportsFamily:MTLGPUFamilyApple7] && name.find("Paravirtual") == std::string::npos;
-}
-
 // Lets the driver compile on all processors; by default it uses fewer threads.
 void compile_concurrently(id<MTLDevice> device) {
 #if __MAC_OS_X_VERSION_MAX_ALLOWED >= 130300
@@ -124,7 +119,7 @@ bool debug_requested() {
 
 Device::Device() : device_((require_unforked(), find_device())), debug_(debug_requested()) {
   if (!device_) throw DeviceError("no Metal device was found; use device='cpu'");
-  native_ = is_native_gpu(device_);
+  native_ = [device_ supportsFamily:MTLGPUFamilyApple7] && name().find("Paravirtual") == std::string::npos;
   queue_ = [device_ newCommandQueue];
   fence_ = [device_ newFence];
   if (!queue_ || !fence_)

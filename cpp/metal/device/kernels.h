@@ -28,7 +28,7 @@ class TensorKernelError : public DeviceError {
   void exclude(MetalOptions& options) const {
     if (kernel_ == Kernel::kAttentionTensor)
       options.attention_tensor = false;
-    else if (is_tall(kernel_))
+    else if (kernel_ == Kernel::kMatmulTensorTall || kernel_ == Kernel::kMatmulTensorSwigluTall)
       options.tall_tiles = false;
     else
       options.no_matmul_tensor = what();

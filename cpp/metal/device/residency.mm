@@ -28,11 +28,6 @@ std::size_t most_of_process(id<MTLDevice> device) {
   return std::min<std::size_t>(device.recommendedMaxWorkingSetSize, half_of_the_memory() / 10 * 13);
 }
 
-id<MTLResidencySet> make_set(id<MTLDevice> device) {
-  NSError* error = nil;
-  return [device newResidencySetWithDescriptor:[[MTLResidencySetDescriptor alloc] init] error:&error];
-}
-
 }  // namespace
 
 Residency::Residency(const Device& device, double kept_seconds, bool is_wanted)
@@ -63,11 +58,14 @@ Residency::Set* Residency::set_with_room(std::size_t bytes) {
   const std::size_t most = device_.recommendedMaxWorkingSetSize / kSetsOfDevice;
   for (Set& set : sets_)
     if (set.bytes + bytes <= most) return &set;
-  if (sets_.size() < kMostSets)
-    if (id<MTLResidencySet> set = make_set(device_)) {
+  if (sets_.size() < kMostSets) {
+    MTLResidencySetDescriptor* descriptor = [[MTLResidencySetDescriptor alloc] init];
+    NSError* error = nil;
+    if (id<MTLResidencySet> set = [device_ newResidencySetWithDescriptor:descriptor error:&error]) {
       [queue_ addResidencySet:set];
       return &sets_.emplace_back(Set{set});
     }
+  }
   const auto smallest = std::min_element(sets_.begin(), sets_.end(),
                                          [](const Set& a, const Set& b) { return a.bytes < b.bytes; });
   return smallest == sets_.end() ? nullptr : &*smallest;

@@ -89,11 +89,6 @@ constexpr bool needs_tensors(Kernel kernel) {
          kernel == Kernel::kAttentionTensor;
 }
 
-// Whether a kernel computes tall tiles.
-constexpr bool is_tall(Kernel kernel) {
-  return kernel == Kernel::kMatmulTensorTall || kernel == Kernel::kMatmulTensorSwigluTall;
-}
-
 enum class Precision { kF32, kF16 };  // of a step's output
 
 struct KernelKey {
