@@ -100,8 +100,12 @@ def test_pieces_have_the_same_text_probabilities_and_ends(bundled: Model) -> Non
 def test_every_engine_and_drafter_generates_the_same(device: str, tiny: Model) -> None:
     # On the CPU, the first tokens leave the window of penalties.
     n, prompt = (5, [5, 6, 7, 8, 5, 6, 7]) if device == "metal" else (40, [5, 6, 7, 8] * 12)
-    with Model(tiny.path, device=device) as model, Model(tiny.path, device="cpu", max_context=60) as short:
-        drafters: list[Any] = ["lookup", tiny, short, lambda tokens: [1, 2, 3], lambda tokens: []]
+    with (
+        Model(tiny.path, device=device) as model,
+        Model(tiny.path, device="cpu", max_context=60) as short,
+        Model(tiny.path, device="cpu", kv_memory=1, prefix_memory=0) as full,  # after 64 positions
+    ):
+        drafters: list[Any] = ["lookup", tiny, short, full, lambda tokens: [1, 2, 3], lambda tokens: []]
         for options in ({}, {**SAMPLED, "frequency_penalty": 0.3}):
             expected = [p.token for p in model.session().stream(prompt, n, speculate="off", **options)]
             for speculate in drafters:

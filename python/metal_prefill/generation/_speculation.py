@@ -7,6 +7,7 @@ and all after it.
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from metal_prefill import _core
 from metal_prefill._support.arguments import token_array
 from metal_prefill.engine import Engine, EngineOwner, RowCost
+from metal_prefill.errors import KVMemoryError
 
 Speculate: TypeAlias = Literal["lookup", "off"] | EngineOwner | Callable[[list[int]], Sequence[int]]
 
@@ -110,14 +112,16 @@ def _drafts_of_caller(
 
 
 def _drafts_of_model(session: _core.Session, tokens: list[int], count: int) -> list[int]:
-    """Return the greedy tokens of another model with the same vocabulary."""
+    """Return the greedy tokens of another model with the same vocabulary, as far as its memory suffices."""
     count = min(count, session.max_context - len(tokens))
     if count < 1:
         return []
     greedy = _core.Request.greedy
-    drafts: list[int] = greedy(session, np.array(tokens, np.int32), reuse=True).run()
-    while len(drafts) < count:
-        drafts += greedy(session, np.array(drafts[-1:], np.int32)).run()
+    drafts: list[int] = []
+    with suppress(KVMemoryError):
+        drafts += greedy(session, np.array(tokens, np.int32), reuse=True).run()
+        while len(drafts) < count:
+            drafts += greedy(session, np.array(drafts[-1:], np.int32)).run()
     return drafts
 
 
