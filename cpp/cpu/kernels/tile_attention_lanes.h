@@ -27,7 +27,7 @@ struct LaneTile {
   alignas(64) LaneRow all[kMaxHeadDim];  // acc of earlier splits
   alignas(64) LaneRow p[kKeySpan];       // scores, then weights of the current span
   alignas(64) LaneRow max, sum, rescale;
-  alignas(64) LaneRow begin, end;  // positions that a token sees, if they differ
+  alignas(64) LaneRow begin, end;  // positions that a token sees, if scores are masked
   SplitSums<kLaneTokens> splits;   // of earlier splits
   int head, first, count;          // query head of the group, and tokens of the item
   VisibleRange every, any;         // positions that every token sees, and that any token sees
@@ -104,7 +104,9 @@ inline void begin_tile(const AttentionHead& head, int h, int first, int count, L
   const VisibleRange earliest = range(0), latest = range(count - 1);
   tile.every = {latest.begin, earliest.end};
   tile.any = {earliest.begin, latest.end};
-  for (int t = 0; t < kLaneTokens && tile.every != tile.any; ++t) {
+  // The last tile may have one token, whose window begins anywhere in a span.
+  const bool masked = tile.every != tile.any || tile.every.begin % kKeySpan != 0;
+  for (int t = 0; t < kLaneTokens && masked; ++t) {
     tile.begin[t] = float(range(t).begin);
     tile.end[t] = float(range(t).end);
   }

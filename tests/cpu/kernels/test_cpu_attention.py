@@ -117,7 +117,8 @@ def test_attention(isa: str) -> None:
         q, keys, values, expected = attention_case(kv_dtype, heads, key_dim, value_dim, window, both_ways)
         inputs = (isa, q, keys, values, kv_dtype, window, key_dim**-0.5)
         bound = error_of(isa, kv_dtype) * np.abs(expected).max()
-        parts = ((0, 32, False), (16, 16, False), (32, 5, False), (3, 7, False))
+        # 17 tokens leave one for a last tile of lanes.
+        parts = ((0, 32, False), (16, 16, False), (20, 17, False), (32, 5, False), (3, 7, False))
         assert_parts(inputs, expected, bound, parts, both_ways=both_ways)
 
 
