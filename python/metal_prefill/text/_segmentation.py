@@ -138,8 +138,14 @@ class WordTokens:
         }
         self._tokens[_END] = _NO_TOKEN
 
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int] | None:
+        """Return the ids of the segmenter; None if the text is not plain ASCII words, or spells a token."""
+        if not _is_plain(text) or self._spells(lowered := text.lower(), parse_special):
+            return None
+        return self._ids_of(_WORD.findall(lowered if self._lowercase else text))
+
     def encode_all(self, texts: Sequence[str], *, parse_special: bool = False) -> list[list[int] | None]:
-        """Return the ids of the segmenter; None for a text that is not plain ASCII words, or spells a token.
+        """Return the result of `encode` for each text.
 
         The words of all texts are looked up together, in half of the time of one text after another.
         """

@@ -227,7 +227,7 @@ class Tokenizer:
     def _ids(self, text: str, parse_special: bool, *, begins: bool = True) -> list[int]:
         """Return the tokens of a text; unless it `begins`, it continues another one or follows a token."""
         if self._words is not None:
-            (made,) = self._words.encode_all([text], parse_special=parse_special)
+            made = self._words.encode(text, parse_special=parse_special)
             if made is not None:
                 return made
         text.encode("utf-8")  # lone surrogates have no tokens; the error names their position
