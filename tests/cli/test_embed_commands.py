@@ -192,8 +192,11 @@ def test_file_systems_without_locks_are_supported(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
+    part = tmp_path / ".v.npy.0123456789abcdef.part"  # another process may be writing it
+    part.touch()
     assert embed(embedder, "a", "b", "-o", tmp_path / "v.npy") == 0
     assert np.load(tmp_path / "v.npy").shape == (2, 64)
+    assert part.exists()
 
 
 def test_errors_of_the_computation_do_not_name_the_output(
@@ -257,6 +260,22 @@ def test_the_part_that_another_process_is_writing_is_kept(embedder: Path, tmp_pa
         assert part.exists()
     assert embed(embedder, "a", "-o", tmp_path / "v.npy") == 0
     assert not part.exists()
+
+
+def test_parts_of_other_outputs_are_kept(embedder: Path, tmp_path: Path) -> None:
+    names = [f".{output}.0123456789abcdef.part" for output in ("v[1].npy.b.npy", "v1.npy")]
+    for name in (*names, ".v[1].npy.0123456789abcdef.part"):
+        (tmp_path / name).touch()
+    assert embed(embedder, "a", "-o", tmp_path / "v[1].npy") == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"v[1].npy", *names}
+
+
+def test_a_part_that_cannot_be_opened_does_not_fail_the_command(embedder: Path, tmp_path: Path) -> None:
+    """It may be gone, as behind this link, or belong to another user."""
+    part = tmp_path / ".v.npy.0123456789abcdef.part"
+    part.symlink_to(tmp_path / "removed")
+    assert embed(embedder, "a", "-o", tmp_path / "v.npy") == 0
+    assert part.is_symlink()
 
 
 def test_parquet_has_texts_and_vectors(embedder: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from metal_prefill.tasks._prompts import PromptRules, role_of
 from metal_prefill.tasks._text_passes import TextPasses
 
 BLOCK = 256  # texts per write
+HASH_DIGITS = 16  # of the identity, in the name of a part
 SHOWN = 4  # values of a printed vector
 VECTORS = "embedding"  # column of a Parquet file
 
@@ -189,7 +190,7 @@ class _Part:
 @contextmanager
 def _opened(output: Path, identity: str, texts: int, width: int) -> Iterator[_Part]:
     """Open the part of an output. Raises UsageError if another process is writing it."""
-    path = output.with_name(f".{output.name}.{identity[:16]}.part")
+    path = output.with_name(f".{output.name}.{identity[:HASH_DIGITS]}.part")
     with open(path, "a+b") as file:
         common.lock_output(file, output)
         if os.fstat(file.fileno()).st_nlink == 0:  # that process has just finished
@@ -198,11 +199,13 @@ def _opened(output: Path, identity: str, texts: int, width: int) -> Iterator[_Pa
 
 
 def _remove_abandoned(output: Path) -> None:
-    """Remove parts of interrupted runs with other texts or options, unless a process is writing them."""
-    for path in output.parent.glob(f".{glob.escape(output.name)}.*.part"):
-        with open(path, "rb") as file, suppress(BlockingIOError):
-            lock(file, wait=False)
-            path.unlink()
+    """Remove parts of interrupted runs with other texts or options, unless a process may be writing them."""
+    digits = HASH_DIGITS * "[0-9a-f]"
+    for path in output.parent.glob(f".{glob.escape(output.name)}.{digits}.part"):
+        # Another process may have removed the part or be writing it, or it may belong to another user.
+        with suppress(OSError), open(path, "rb") as file:
+            if lock(file, wait=False):
+                path.unlink()
 
 
 def _pyarrow() -> Any:
