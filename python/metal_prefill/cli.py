@@ -151,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         print("error: standard output is closed", file=sys.stderr)
         return EXIT_FAILED
-    if isinstance(sys.stdout, io.TextIOWrapper):  # escape, as stderr does, characters that it cannot encode
+    # Escape characters that it cannot encode, as stderr does, unless the environment selects another handler.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     with interruptions() as interrupted, warnings.catch_warnings():

@@ -282,12 +282,23 @@ def test_a_full_disk_is_reported(arguments: tuple[str, ...], unbuffered: str) ->
     assert process.stderr == "error: No space left on device\n"
 
 
-def test_characters_that_a_terminal_lacks_are_escaped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("encoding", "plus_minus"), [("ascii", "\\xb1"), ("ascii:replace", "?")])
+def test_characters_that_a_terminal_lacks_are_escaped_unless_set_otherwise(
+    tmp_path: Path, encoding: str, plus_minus: str
+) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question")
     command = [*COMMAND, "perplexity", "-f", str(tmp_path / "text.txt"), "-c", "8"]
-    found = finished(command, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    found = finished(command, env={**os.environ, "PYTHONIOENCODING": encoding})
     assert (found.returncode, found.stderr) == (0, "")
-    assert " \\xb1 " in found.stdout  # the plus-minus sign
+    assert f" {plus_minus} " in found.stdout
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="names of files are UTF-8")
+def test_names_that_are_not_utf_8_are_printed_as_their_bytes(embedder: Path, tmp_path: Path) -> None:
+    (tmp_path / "\udcff.gguf").symlink_to(embedder)
+    options = {"cwd": tmp_path, "env": {**os.environ, "LC_ALL": "C"}, "errors": "surrogateescape"}
+    found = finished([*COMMAND, "info", "-m", "\udcff.gguf"], **options)
+    assert found.stdout.startswith("\udcff.gguf: GGUF version"), found.stderr
 
 
 def test_a_traceback_is_printed_on_request(
