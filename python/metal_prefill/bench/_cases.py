@@ -60,7 +60,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name of the test, as :func:`metal_prefill.bench.run` and `run_embeddings` list them."""
+        """Name of the test; docs/benchmarking.md explains the names."""
         if self.text_tokens:
             return f"embed{self.text_tokens}x{self.n_texts}"
         if self.n_texts:

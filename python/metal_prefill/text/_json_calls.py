@@ -64,7 +64,10 @@ class Brackets:
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON; raises ValueError as `checked` does, too."""
+    """Parse JSON.
+
+    Raises ValueError for invalid JSON and for values that `checked` refuses.
+    """
     try:
         return checked(json.loads(text))
     except RecursionError:
@@ -72,7 +75,7 @@ def read_json(text: str) -> Any:
 
 
 def checked(value: Any) -> Any:
-    """Return a value that can be written as JSON anywhere.
+    """Return the value unchanged if it can be written as JSON anywhere.
 
     Raises ValueError for NaN, numbers beyond float64, lone surrogates and deep nesting.
     """
