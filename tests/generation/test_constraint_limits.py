@@ -417,7 +417,7 @@ def test_a_worker_drops_finished_texts_immediately() -> None:
         worker.release(2)
     assert list(worker._released) == [2]
     ours.close()
-    texts = _Texts(None)
+    texts = _Texts(None, [])
     texts._texts = {1: (None, []), 2: (None, [])}
     texts.answer(theirs)
     assert list(texts._texts) == [2]

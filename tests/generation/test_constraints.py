@@ -161,7 +161,7 @@ def test_an_error_in_a_draft_does_not_affect_the_text(model: Model, monkeypatch:
     tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
     specials = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i)]
     spelling = _Spelling(tokens, specials, sorted(tokenizer.stop_ids))
-    texts = _Texts(_prepare(spelling))
+    texts = _Texts(_prepare(spelling), spelling.stop_ids)
     monkeypatch.setattr(
         _Spelling, "__call__", lambda self, text: tokenizer.encode(text.decode(), add_bos=False)
     )
@@ -264,6 +264,21 @@ def test_a_forced_token_is_not_one_that_options_exclude(model: Model) -> None:
     for options in excluding:
         with pytest.raises(ValueError, match="there is no token to choose"):
             list(model.session().generate(PROMPT, 20, regex="a?bcd", **options))
+
+
+@pytest.mark.parametrize("excludes", ["logit_bias", "min_tokens"])
+def test_excluded_stop_tokens_leave_other_tokens_forced(
+    model: Model, monkeypatch: pytest.MonkeyPatch, excludes: str
+) -> None:
+    stop_ids = sorted(model.tokenizer.stop_ids)
+    excluding = {"logit_bias": dict.fromkeys(stop_ids, -math.inf), "min_tokens": 9}
+    options: dict[str, Any] = {excludes: excluding[excludes]}
+    passes = passes_of_texts(monkeypatch)
+    assert "".join(model.session().generate(PROMPT, 20, regex="a{12}", **options)) == "a" * 12
+    assert not passes  # the first token is that of the prompt's pass, and forces the others
+    # A constraint that forces a stop token does not override the options.
+    with pytest.raises(ValueError, match="there is no token to choose"):
+        list(model.session().generate(PROMPT, 20, grammar=f'start: "a"~6 <[{stop_ids[0]}]>', **options))
 
 
 def test_two_constraints_are_rejected(model: Model) -> None:

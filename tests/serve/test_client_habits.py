@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 from openai.types.chat import completion_create_params
+from support.native_requests import passes_of_texts
 from support.places import ROOT
 from support.servers.running_server import Running, events, running, running_with_template
 from support.tools import ASKED, WEATHER
@@ -275,6 +276,15 @@ def test_the_end_of_a_text_may_be_ignored(server: Running, cpu_model: Model) -> 
         for more in ({}, {"ignore_eos": True})
     ]
     assert [answer["choices"][0]["finish_reason"] for answer in reasons] == ["stop", "length"]
+
+
+def test_tokens_are_forced_if_the_end_of_a_text_is_ignored(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = passes_of_texts(monkeypatch)
+    body = {"prompt": "a", "max_tokens": 20, "regex": "a{12}", "ignore_eos": True}
+    assert server.answer("/v1/completions", body)["choices"][0]["text"] == "a" * 12
+    assert not passes  # the first token is that of the prompt's pass, and forces the others
 
 
 def test_the_penalty_of_repetition_has_two_names(server: Running) -> None:

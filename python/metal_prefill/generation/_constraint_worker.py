@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
@@ -99,8 +100,9 @@ def _follow(matcher: Any, mask: bytes) -> None:
 class _Texts:
     """A compiled constraint, and the matchers of the texts that it constrains."""
 
-    def __init__(self, vocabulary: Any) -> None:
+    def __init__(self, vocabulary: Any, stop_ids: list[int]) -> None:
         self._vocabulary = vocabulary
+        self._stop_ids = stop_ids
         self._compiled: Any = None
         self._texts: dict[int, tuple[Any, list[int]]] = {}  # matchers, and the tokens that they have taken
 
@@ -137,7 +139,9 @@ class _Texts:
                 break
         room -= len(taken) - before
         if most_forced and room > 0 and not matcher.is_error() and not matcher.is_stopped():
-            forced = matcher.compute_ff_tokens()
+            # End-of-text tokens are sampled, since a text's options may exclude them.
+            found = matcher.compute_ff_tokens()
+            forced = list(takewhile(lambda token: token not in self._stop_ids, found))
             for token in forced[: min(most_forced, room)] if not matcher.is_error() else ():
                 room -= 1
                 if not _consume(matcher, taken, token):
@@ -209,7 +213,7 @@ def _work(requests: Connection, spelling: _Spelling, vocabulary: Any) -> None:
     status = 1
     try:
         spelling.connection = requests
-        _Texts(vocabulary).answer(requests)
+        _Texts(vocabulary, spelling.stop_ids).answer(requests)
         status = 0
     finally:  # no caller handles an exception, such as MemoryError
         os._exit(status)

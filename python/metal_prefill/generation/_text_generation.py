@@ -300,9 +300,11 @@ class Continuation:
             if least:
                 sampler.forbid(sorted(ends), len(ids) + least)
             if constraint is not None:
-                # A forced token is not sampled, although the options may exclude it.
-                excludes = -math.inf in how.logit_bias.values() or (least > 0 and bool(stop_ids))
-                self.guide = Guide(sampler, constraint, ends, forces=not (self._reports or excludes))
+                # Forced tokens are not sampled, and never end-of-text tokens. Options may exclude others.
+                excluded = {token for token, bias in how.logit_bias.items() if bias == -math.inf}
+                excluded.update(stop_ids if least else ())
+                forces = not self._reports and excluded <= tokenizer.stop_ids
+                self.guide = Guide(sampler, constraint, ends, forces)
         speculate = options.get("speculate", "lookup")
         drafter = make_drafter(speculate, vocab_size, constraint is not None, prefix_namespace)
         may_draft = drafter is not None and max_tokens > 2
