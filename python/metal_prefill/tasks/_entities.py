@@ -192,11 +192,17 @@ def _candidates(
     passes: TextPasses, encoded: _EntityTexts, threshold: float
 ) -> Iterator[tuple[_Words, _Places, _Probabilities]]:
     """Yield each text with first word, last word and label of each part that may be an entity."""
+    # A text without words has no entities, and may have no tokens to compute.
+    filled = [i for i, item in enumerate(encoded.texts) if item.places]
+    prompts = [encoded.texts[i].ids for i in filled]
+    states = pooled_states(passes, "none", prompts, name_of=lambda i: f"text {filled[i]}")
     pooled, head = passes.engine.head, _head_of(passes.engine)
     separate = _label_vectors(passes.engine, encoded)
-    all_states = pooled_states(passes, "none", [item.ids for item in encoded.texts])
-    for item, states in zip(encoded.texts, all_states, strict=True):
-        made = states[[*encoded.places, *item.tokens]]
+    for item in encoded.texts:
+        if not item.places:
+            yield item, np.empty((0, 3), np.int64), np.empty(0)
+            continue
+        made = next(states)[[*encoded.places, *item.tokens]]
         made = affine(pooled, PROJECTION, made) if head.projected else made
         labels, words = np.split(made, [len(encoded.places)])
         labels = labels if separate is None else separate

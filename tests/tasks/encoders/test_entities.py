@@ -11,7 +11,8 @@ from support.folders.entity_folders import LABELS, RECORD, RECORDED, TEXTS, call
 from support.programs import Run
 
 from metal_prefill import ClosedError, ContextOverflowError, Model
-from metal_prefill.tasks import Entity, _embedding, _entities
+from metal_prefill.conversion import convert
+from metal_prefill.tasks import Entity, _embedding, _entities, _text_passes
 from metal_prefill.tasks._text_passes import TextPasses
 
 EXPECTED: dict[str, Any] = json.loads(RECORD.read_bytes())  # entities that gliner finds
@@ -114,6 +115,29 @@ def test_words_that_the_tokenizer_removes_do_not_move_others(file_of: FileOf) ->
         plain, marked = model.find_entities(["a king b", "a \u200b king b"], LABELS, threshold=0.0)
     assert [(e.label, e.text, e.score) for e in plain[:1]] == [(e.label, e.text, e.score) for e in marked[:1]]
     assert [e.text.split()[-1] for e in plain] == [e.text.split()[-1] for e in marked]
+
+
+@pytest.mark.parametrize("name", ["bert, names", "modernbert and bert"])
+def test_texts_without_words_have_no_entities_and_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Texts of a model with an encoder of labels may then have no tokens."""
+    folder = RECORDED[name](tmp_path / "m")
+    folder.merge("tokenizer.json", post_processor=None)
+    computed: list[int] = []
+
+    def pooled_states(passes: TextPasses, pooling: Any, prompts: Any, **options: Any) -> Any:
+        computed.append(len(prompts))
+        return _text_passes.pooled_states(passes, pooling, prompts, **options)
+
+    monkeypatch.setattr(_entities, "pooled_states", pooled_states)
+    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
+        assert not model.tokenizer.encode("")
+        none, found, blank = model.find_entities(["", "a king", " \n"], LABELS, threshold=0.0)
+        assert none == blank == []
+        assert found
+        assert model.find_entities([""], LABELS) == [[]]
+    assert computed == [1, 0]
 
 
 def test_texts_and_labels_that_do_not_fit_are_named(file_of: FileOf) -> None:
