@@ -567,6 +567,16 @@ def test_a_saved_conversation_is_loaded_as_it_was(model: Model, tmp_path: Path) 
     assert other.messages == chat.messages
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [('{"a"', "Expecting ':' delimiter"), ("[" * 99 + "]" * 99, "nested too deeply"), ([1], "not an object")],
+)
+def test_an_error_of_a_call_shows_it(arguments: Any, reason: str) -> None:
+    call = {"function": {"name": "clock", "arguments": arguments}}
+    with pytest.raises(ValueError, match=r"^not a tool call: \{'function': \{'name': 'clock', .*" + reason):
+        ToolCall.from_message(call)
+
+
 def test_arguments_that_end_too_early_are_completed() -> None:
     """Those that are complete before the end are as they are."""
     whole = json.loads(ARGUMENTS)

@@ -130,7 +130,10 @@ class ToolCall:
         ValueError
             The element is not a valid call.
         """
-        return _call(call, tagged=True)
+        try:
+            return _call(call, tagged=True)
+        except ValueError as error:
+            raise ValueError(f"not a tool call: {call!r:.200}: {error}") from None
 
 
 def new_call_id() -> str:
@@ -523,4 +526,4 @@ def _call(value: Any, tagged: bool) -> ToolCall:
         if isinstance(name, str) and isinstance(arguments, Mapping):
             known_as = value.get("id")
             return ToolCall(name, dict(arguments), known_as if isinstance(known_as, str) else None)
-    raise ValueError(f"not a tool call: {value!r:.200}")
+    raise ValueError("its name is not a string, or its arguments are not an object")
