@@ -227,6 +227,19 @@ def test_texts_without_a_task_lack_the_tokens_that_documents_lack(made: Paths) -
     np.testing.assert_array_equal(found, whole[[0, 1, 3, 5, 7]])  # without punctuation
 
 
+@pytest.mark.parametrize(
+    ("task", "limited"),
+    [("document", True), ("passage", True), ("corpus", True), ("clustering", False), (None, False)],
+)
+def test_the_length_of_documents_applies_to_each_name_of_their_task(
+    tmp_path: Path, task: str | None, limited: bool
+) -> None:
+    folder = task_folders.LATE["PyLate"](tmp_path / "late")
+    folder.merge("config_sentence_transformers.json", document_length=6)
+    model = st.MultiVectorEncoder(folder.write(), device="cpu")
+    assert (len(model.encode("the king " * 5, task=task)) == 6) == limited
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "modules are not supported": {"modules": []},
     "trust_remote_code is not supported": {"trust_remote_code": True},

@@ -23,7 +23,7 @@ from metal_prefill.sentence_transformers.util import (
     quantize_embeddings,
 )
 from metal_prefill.tasks._embedding import EncodedTexts, embed_encoded, encode_texts
-from metal_prefill.tasks._prompts import PLAIN, document_role, query_role, text_role
+from metal_prefill.tasks._prompts import DOCUMENT_NAMES, PLAIN, document_role, query_role, text_role
 from metal_prefill.tasks._text_passes import TextPasses
 
 BODY = "Transformer"  # class of the module for hidden states
@@ -268,7 +268,8 @@ class MultiVectorEncoder(VectorEncoder):
         prompt, role = self._prompt(prompt, prompt_name), document_role(self.engine, PLAIN)
         if task == "query":
             role = query_role(self.engine, PLAIN)
-        elif task != "document":  # the length of documents does not apply, but texts lack the same tokens
+        elif task not in DOCUMENT_NAMES:
+            # The length of documents does not apply, but texts lack the same tokens.
             role = text_role(self.engine)._replace(skipped=role.skipped)
         parts, single = self._encoded(inputs, prompt, batch_size, show_progress_bar, role)
         passes = TextPasses(self.engine)
