@@ -6,6 +6,7 @@
 namespace metal_prefill {
 
 // Whether the processor has the instructions of each set of kernels, and the system saves their registers.
+// Fields of sets for other architectures are not read.
 struct ProcessorFeatures {
   bool scalar = true;
   bool avx2 = false;        // with FMA and F16C
@@ -13,7 +14,7 @@ struct ProcessorFeatures {
   bool avx512vnni = false;  // with F, BW, DQ and VL
   bool avx512bf16 = false;  // in addition to avx512vnni
   bool amx = false;         // tiles of bytes and bfloat16 in addition to both, permitted by the system
-  bool neon = true;         // part of all 64-bit Arm processors, the only ones with such a set
+  bool neon = true;         // part of all 64-bit Arm processors
   bool neon_dotprod = false;
   bool neon_i8mm = false;  // in addition to dot products
 };

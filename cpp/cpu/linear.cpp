@@ -176,7 +176,7 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
   } else if (linear.in_panels()) {
     multiply_panels(c, linear, {group, 1}, panels_of(c, linear, group), x, range, {to, stride},
                     next_group(linear.packed, group));
-  } else if (range.count <= kFewTokens && halves && is_whole(linear.tensor, group)) {
+  } else if (range.count <= kFewTokens && halves && is_whole(linear.tensor, group)) {  // needs no copy
     c.kernels.multiply_half(reinterpret_cast<const std::uint16_t*>(linear.tensor.row(group * kGroupRows)),
                             linear.tensor.type == TensorType::kBF16, linear.tensor.cols, x.f32, range.first,
                             range.count, to, stride);

@@ -3,14 +3,15 @@
 //
 // A message is a list of values, each a tag and its contents: n (number: double), s (string), a (array: size
 // of an element, two dimensions, bytes). Sizes and counts have 32 bits. A request begins with the name of the
-// function. An answer begins with s and a message if the call failed, else with the
-// number of values that the function returned. These follow, then every array that the function wrote: the
-// index of the argument, and the contents.
+// function. An answer begins with s and a message if the call failed, else with the number of values that the
+// function returned. These follow, then every array that the function wrote: the index of the argument, and
+// the contents.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -99,6 +100,9 @@ struct Parameter {
       return v.bytes;
     } else {
       expect(v.tag == 'n', "expected a number");
+      if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>)
+        expect(v.number == std::trunc(v.number) && std::in_range<T>(std::int64_t(v.number)),
+               "expected an integer in the range of its type");
       return T(v.number);
     }
   }

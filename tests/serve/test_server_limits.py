@@ -301,14 +301,14 @@ def test_invalid_limits_are_rejected(limits: dict[str, Any], message: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
-    [(DeviceError, 503), (MemoryError, 503), (RuntimeError, 500)],
+    ("error", "message", "status"),
+    [(DeviceError, "out of memory", 503), (MemoryError, "", 503), (RuntimeError, "a defect", 500)],
 )
 def test_a_lack_of_memory_is_a_temporary_error(
-    cpu_model: Model, monkeypatch: pytest.MonkeyPatch, error: type[Exception], status: int
+    cpu_model: Model, monkeypatch: pytest.MonkeyPatch, error: type[Exception], message: str, status: int
 ) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
-        raise error("out of memory")
+        raise error(message)
 
     monkeypatch.setattr(cpu_model.tokenizer, "encode", fail)
     with running(cpu_model) as server:

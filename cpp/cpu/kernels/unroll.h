@@ -3,7 +3,7 @@
 
 #include <utility>
 
-// Of lambdas and functions that must not become calls in the loops of kernels.
+// Attribute of lambdas and functions that must be inlined into the loops of kernels.
 #define ALWAYS_INLINE __attribute__((always_inline))
 
 #define FOR_UNROLL(...) _Pragma("GCC unroll 16") for (__VA_ARGS__)

@@ -9,14 +9,13 @@ namespace metal_prefill::metal::ops {
 
 namespace {
 
-// Heads of a token per threadgroup: thousands of groups of one simdgroup would take longer to start than to
-// run.
 struct HeadGroups {
   std::size_t count, simdgroups;  // threadgroups per token, and simdgroups per threadgroup, each for one head
 };
 HeadGroups head_groups(const Encoder& e, Kernel kernel, const RopeArgs& args) {
   const std::size_t heads =
       (args.skip_keys ? 0 : 2 * args.n_kv_heads) + (args.skip_queries ? 0 : args.n_heads);
+  // The largest divisor of the heads: thousands of groups of one simdgroup take longer to start than to run.
   constexpr std::size_t kMost = 8;
   std::size_t simdgroups = allowed_threads(e, kernel, kMost * kSimd) / kSimd;
   while (heads % simdgroups != 0) --simdgroups;

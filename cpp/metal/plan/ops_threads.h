@@ -1,4 +1,4 @@
-// Numbers of threads of dispatches, for the sources of ops.h.
+// Dispatches over rows and values, and their numbers of threads, for the sources of ops.h.
 #pragma once
 
 #include <algorithm>

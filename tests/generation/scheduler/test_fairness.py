@@ -141,7 +141,7 @@ def test_a_flow_of_short_requests_does_not_stop_one_with_many_texts(cpu: Model) 
 
 def test_prompts_of_the_only_request_have_rows_for_each_of_its_texts(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
-    # Whole turns: with 8 threads or more, a pass would have the shorter last turns of all active prompts.
+    # Prompts of whole turns: shorter last turns of all active prompts would fit one pass with 8 threads.
     scheduler.enter(many_prompts(cpu, 0, length=7 * PROMPT_TURN, made=8))
     while scheduler.last_pass.writing < 8:
         scheduler.step()
