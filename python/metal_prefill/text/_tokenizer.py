@@ -120,7 +120,7 @@ class Tokenizer:
         self._prepend_scheme = self._vocabulary.prepend_scheme(gguf)
         self._spelled = SpelledTokens(gguf, self._vocabulary)
         self._segmenters: dict[tuple[bool, bool], TextSegmenter] = {}
-        self._templates: dict[str, ChatTemplate] = {}  # by source
+        self._templates: dict[bool, ChatTemplate] = {}  # without and with tools
         named = {i for i in (self.eos_id, self.eot_id, self.eom_id) if i is not None}
         self.stop_ids = frozenset(
             named | {i for i in self._spelled.special.values() if self.token(i) in END_TOKENS}
@@ -385,13 +385,16 @@ class Tokenizer:
 
     def _template(self, *, tools: bool) -> ChatTemplate:
         """Return the template of conversations with or without tools."""
-        own = self._template_source("tokenizer.chat_template.tool_use") if tools else None
-        source = own or self.chat_template or _PLAIN_TEMPLATE
-        if source not in self._templates:
+        if tools not in self._templates:
             from metal_prefill.text._chat_template import ChatTemplate  # imports jinja2
 
-            self._templates[source] = ChatTemplate(source, self._spelled.special)
-        return self._templates[source]
+            own = self._template_source("tokenizer.chat_template.tool_use") if tools else self.chat_template
+            self._templates[tools] = (
+                self._template(tools=False)
+                if tools and own is None
+                else ChatTemplate(own or _PLAIN_TEMPLATE, self._spelled.special)
+            )
+        return self._templates[tools]
 
     def apply_chat_template(
         self,
