@@ -19,7 +19,7 @@ from metal_prefill import Model
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.cli import main
 from metal_prefill.commands import embed as embed_command
-from metal_prefill.tasks._embedding import embed_encoded
+from metal_prefill.tasks import _embedding
 
 EMBED = ("embed", "--device", "cpu", "-m")
 
@@ -105,14 +105,15 @@ def test_columns_are_read_and_a_byte_order_mark_is_not_text(
 def interrupt_block(patch: pytest.MonkeyPatch, block: int) -> list[Any]:
     """Raise KeyboardInterrupt in place of a block of vectors; return a list that gets all blocks."""
     blocks: list[Any] = []
+    plain = _embedding.embed_encoded
 
     def stopping(*positional: Any, **options: Any) -> Any:
         blocks.append(positional)
         if len(blocks) == block:
             raise KeyboardInterrupt
-        return embed_encoded(*positional, **options)
+        return plain(*positional, **options)
 
-    patch.setattr(embed_command, "embed_encoded", stopping)
+    patch.setattr(_embedding, "embed_encoded", stopping)
     return blocks
 
 
@@ -205,7 +206,7 @@ def test_errors_of_the_computation_do_not_name_the_output(
     def failed(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(embed_command, "embed_encoded", failed)
+    monkeypatch.setattr(_embedding, "embed_encoded", failed)
     printed = errors(*EMBED, embedder, "a", "-o", tmp_path / "v.npy", code=1)
     assert printed == f"error: {os.strerror(errno.EIO)}\n"
 
@@ -271,7 +272,7 @@ def test_parts_of_other_outputs_are_kept(embedder: Path, tmp_path: Path) -> None
 
 
 def test_a_part_that_cannot_be_opened_does_not_fail_the_command(embedder: Path, tmp_path: Path) -> None:
-    """It may be gone, as behind this link, or belong to another user."""
+    """Another process may have removed it, as the target of this link, or it belongs to another user."""
     part = tmp_path / ".v.npy.0123456789abcdef.part"
     part.symlink_to(tmp_path / "removed")
     assert embed(embedder, "a", "-o", tmp_path / "v.npy") == 0

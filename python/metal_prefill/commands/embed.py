@@ -1,5 +1,7 @@
 """``metal-prefill embed``: embeddings of texts, printed, or in a file that an interrupted run continues."""
 
+from __future__ import annotations
+
 import argparse
 import glob
 import hashlib
@@ -13,19 +15,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from metal_prefill import Model
 from metal_prefill._support.atomic_write import lock, named, replacing
 from metal_prefill._support.messages import counted
 from metal_prefill.commands import common, text_files
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.files._task_config import TEXT_POOLINGS
-from metal_prefill.tasks._embedding import check_pooling, embed_encoded, encode_texts, vector_width
-from metal_prefill.tasks._prompts import PromptRules, role_of
 from metal_prefill.tasks._text_passes import TextPasses
+
+if TYPE_CHECKING:
+    from metal_prefill import Model
 
 BLOCK = 256  # texts per write
 HASH_DIGITS = 16  # of the identity, in the name of a part
@@ -61,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Compute the vectors missing from an earlier run, and write the file once all are available."""
+    from metal_prefill.tasks._embedding import check_pooling, embed_encoded, encode_texts, vector_width
+    from metal_prefill.tasks._prompts import PromptRules, role_of
+
     kind = _kind(arguments.output, arguments.json, arguments.column)
     texts = text_files.given_texts(arguments)
     with common.open_model(arguments) as model:

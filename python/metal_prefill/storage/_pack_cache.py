@@ -76,7 +76,7 @@ def _load(path: Path, key: str) -> Bytes | None:
             status = os.fstat(file.fileno())
             data = _core.map_file(file.fileno(), status.st_size)
         weights = data[_HEADER_BYTES:]
-        if os.name == "posix" and status.st_uid not in (0, os.geteuid()):
+        if status.st_uid not in (0, os.geteuid()):
             raise ValueError("it belongs to another user")
         if data[:_HEADER_BYTES].tobytes() != _header(key, status.st_mtime_ns, weights):
             raise ValueError("it is damaged, or was modified after it was written")
